@@ -59,13 +59,24 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         ranks.append(measure(trace, options.steps, by_shape=options.by_shape))
         for each in chosen_sections:
             results[each.key].append(faults.guard(each.key, partial(each.measure, shown, options)))
-    sections = _sections(Study(whole, part, options, ()), results, absent, faults)
+    # The chosen sections, one after the other; null where not asked for, or where one fails.
+    study: Study[Any] = Study(whole, part, options, ())
+    sections: Row = {}
+    for key in KEYS:
+        if key not in results:
+            absent.say(key, NOT_ASKED)
+            sections[key] = None
+            continue
+        build_one = partial(section(key).build, replace(study, results=results.pop(key)), absent)
+        sections[key] = faults.guard(key, build_one)
+        if faults.failed(key):
+            faults.say(key, absent)
     core_study = Study(whole, part, options, ranks)
     findings, context = faults.guard(FINDINGS, lambda: told(whole, options, absent)) or ([], None)
     if faults.failed(FINDINGS):
         faults.say(FINDINGS, absent, "findings", "findings_ground")
     of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
-    notices = _distinct(whole.all_notices() + of_ranks + faults.notices())
+    notices = whole.all_notices() + of_ranks + faults.notices()
     return {
         **_head(session.name, part.epoch_ns),
         "answer": _answer(part, [m.facts for m in ranks], absent),
@@ -88,26 +99,26 @@ def selected(session: Session, options: ReportOptions) -> Session:
     return whole if options.steps is None else of_steps(whole, options.steps)
 
 
-def _sections(study: Study[Any], results: dict[str, list[Any]], absent: Absent, faults: Faults) -> Row:
-    """The chosen sections, one after the other; null where not asked for, or where one fails."""
-    out: Row = {}
-    for key in KEYS:
-        if key not in results:
-            absent.say(key, NOT_ASKED)
-            out[key] = None
-            continue
-        build_one = partial(section(key).build, replace(study, results=results.pop(key)), absent)
-        out[key] = faults.guard(key, build_one)
-        if faults.failed(key):
-            faults.say(key, absent)
-    return out
-
-
 def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> Row:
     """The summary document of several runs: a row each in `runs`, with the command that reports it alone."""
     absent = Absent(0)
-    notices = _distinct(tuple(n for session in sessions for n in session.notices))
-    runs = [_run(session, command, absent) for session, command in zip(sessions, commands, strict=True)]
+    notices = tuple(n for session in sessions for n in session.notices)
+    runs = []
+    for session, command in zip(sessions, commands, strict=True):
+        spans = [(t.start_ns, t.end_ns) for t in session.traces if t.events.height]
+        window = max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
+        runs.append(
+            {
+                "name": session.name,
+                "ranks": len(session.traces),
+                "world_size": absent.value(session.world_size, "runs[*].world_size"),
+                "window_ns": absent.value(window, "runs[*].window_ns"),
+                "steps": max((t.steps.height for t in session.traces), default=0),
+                "events": sum(t.events.height for t in session.traces),
+                "sentence": analyze.answer(session).sentence,
+                "command": command,
+            }
+        )
     return {
         **_head(name, 0),
         "answer": {
@@ -194,26 +205,8 @@ def _inputs(sessions: Sequence[Session], absent: Absent) -> list[Row]:
 
 
 def _notices(notices: tuple[Notice, ...], absent: Absent) -> list[Row]:
-    if any(notice.rank is None for notice in notices):
+    # Readers and analyses may notice the same thing; it is said once per rank and place.
+    distinct = tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
+    if any(notice.rank is None for notice in distinct):
         absent.say("notices[*].rank")
-    return [{**notice.to_dict(), "affects": affected(notice.slug)} for notice in worst_first(notices)]
-
-
-def _distinct(notices: tuple[Notice, ...]) -> tuple[Notice, ...]:
-    """Readers and analyses may notice the same thing; it is said once per rank and place."""
-    return tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
-
-
-def _run(session: Session, command: str, absent: Absent) -> Row:
-    spans = [(t.start_ns, t.end_ns) for t in session.traces if t.events.height]
-    window = max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
-    return {
-        "name": session.name,
-        "ranks": len(session.traces),
-        "world_size": absent.value(session.world_size, "runs[*].world_size"),
-        "window_ns": absent.value(window, "runs[*].window_ns"),
-        "steps": max((t.steps.height for t in session.traces), default=0),
-        "events": sum(t.events.height for t in session.traces),
-        "sentence": analyze.answer(session).sentence,
-        "command": command,
-    }
+    return [{**notice.to_dict(), "affects": affected(notice.slug)} for notice in worst_first(distinct)]

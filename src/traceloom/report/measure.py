@@ -97,23 +97,20 @@ def _of_steps(measured: Measured, steps: tuple[int, int]) -> Measured:
     totals = causes.group_by("device", "cause", maintain_order=True).agg(pl.col("idle_ns", "gap_count").sum())
     totals = totals.select(idle.totals.columns).cast(idle.totals.schema)
     account = measured.host.account.filter(chosen)
-    return replace(
-        measured,
-        gpu=replace(gpu, steps=gpu_steps, devices=devices),
-        idle=replace(idle, gaps=idle.gaps.filter(chosen), causes=causes, totals=totals),
-        host=replace(measured.host, account=account, threads=_threads(account, measured)),
-    )
-
-
-def _threads(account: pl.DataFrame, measured: Measured) -> pl.DataFrame:
     threads = measured.host.threads
     observed = pl.col("ns").filter(pl.col("activity").cast(pl.String) != "unobserved")
     times = account.group_by("lane").agg(window_ns=pl.col("ns").sum(), busy_ns=observed.sum())
     counts = measured.trace.events.group_by("lane").agg(event_count=pl.len())
-    return (
+    of_steps = (
         threads.drop("window_ns", "busy_ns", "event_count")
         .join(times, on="lane", how="inner", maintain_order="left")
         .join(counts, on="lane", how="inner", maintain_order="left")
         .select(threads.columns)
         .cast(threads.schema)
+    )
+    return replace(
+        measured,
+        gpu=replace(gpu, steps=gpu_steps, devices=devices),
+        idle=replace(idle, gaps=idle.gaps.filter(chosen), causes=causes, totals=totals),
+        host=replace(measured.host, account=account, threads=of_steps),
     )

@@ -24,14 +24,10 @@ def said_once(notices: list[dict[str, Any]], ranks: int) -> list[Said]:
     merged = []
     for (severity, slug), alike in kinds.items():
         weakens = tuple(effect["part"].rpartition(".")[2] for effect in alike[0].get("affects", []))
-        merged.append(Said(severity, slug, _sentence(alike, ranks), weakens))
+        first = alike[0]
+        who = f"rank {first['rank']}: " if ranks > 1 and first["rank"] is not None else ""
+        mentioned = not first["where"] or first["where"] in first["message"]
+        where = "" if mentioned else f" ({first['where']})"
+        more = f" (and {len(alike) - 1} more like this)" if len(alike) > 1 else ""
+        merged.append(Said(severity, slug, f"{who}{first['message']}{where}{more}", weakens))
     return merged
-
-
-def _sentence(alike: list[dict[str, Any]], ranks: int) -> str:
-    first = alike[0]
-    who = f"rank {first['rank']}: " if ranks > 1 and first["rank"] is not None else ""
-    mentioned = not first["where"] or first["where"] in first["message"]
-    where = "" if mentioned else f" ({first['where']})"
-    more = f" (and {len(alike) - 1} more like this)" if len(alike) > 1 else ""
-    return f"{who}{first['message']}{where}{more}"

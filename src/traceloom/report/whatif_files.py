@@ -20,7 +20,20 @@ def markdown(document: Row) -> str:
     """The document for a pull request or a note."""
     lines = [f"## What if: {_cell(document['name'])}", "", _cell(document["sentence"]), ""]
     lines += [f"- `{_cell(change['change'])}`. Assumed: {change['assumes']}." for change in document["changes"]]
-    for head, rows in _tables(document):
+    tables: list[tuple[list[str], list[list[str]]]] = []
+    if len(document["ranks"]) > 1:
+        ranks = [
+            [f"rank {row['rank']}", *(units.duration(row[key]) for key in ("before_ns", "after_ns", "saved_ns"))]
+            for row in document["ranks"]
+        ]
+        tables.append((["rank", "before", "after", "saved"], ranks))
+    path = [
+        [f"{row['what']}: {row['kind']}" if row["kind"] else str(row["what"]), units.duration(row["before_ns"]),
+         units.duration(row["after_ns"])]
+        for row in document["path"][:_ROWS]
+    ]  # fmt: skip
+    tables.append((["critical path", "before", "after"], path))
+    for head, rows in tables:
         lines += ["", f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
         lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
     return "\n".join([*lines, "", _cell(trust(document)), ""])
@@ -28,24 +41,6 @@ def markdown(document: Row) -> str:
 
 def _cell(words: str) -> str:
     return escape(harmless(words), quote=False).replace("|", "\\|").replace("`", "'")
-
-
-def _tables(document: Row) -> list[tuple[list[str], list[list[str]]]]:
-    """Heads and rows: the ranks, where there are several, and the critical path."""
-    tables: list[tuple[list[str], list[list[str]]]] = []
-    if len(document["ranks"]) > 1:
-        rows = [
-            [f"rank {row['rank']}", *(units.duration(row[key]) for key in ("before_ns", "after_ns", "saved_ns"))]
-            for row in document["ranks"]
-        ]
-        tables.append((["rank", "before", "after", "saved"], rows))
-    path = [
-        [f"{row['what']}: {row['kind']}" if row["kind"] else str(row["what"]), units.duration(row["before_ns"]),
-         units.duration(row["after_ns"])]
-        for row in document["path"][:_ROWS]
-    ]  # fmt: skip
-    tables.append((["critical path", "before", "after"], path))
-    return tables
 
 
 def picture(sweep: Sweep) -> str:

@@ -54,7 +54,18 @@ def cut(trace: Trace, steps: tuple[int, int]) -> Trace:
     for name in ("allocations", "counters", "marks"):
         frames[name] = getattr(trace, name).filter(inside)
     frames["allocations"] = _renumbered(frames["allocations"], row, ("op",))
-    events = _nested(events.select(trace.events.columns), trace.lanes)
+    # Parents and depths anew: an event whose parents began before the first step is a root now.
+    nesting_lanes = trace.lanes.filter(pl.col("kind").is_in(["host", "other"]))["lane"]
+    nesting = nest(
+        events["lane"].to_numpy().astype(np.int64),
+        events["start_ns"].to_numpy(),
+        events["nested_end_ns"].to_numpy(),
+        events["lane"].is_in(nesting_lanes.implode()).to_numpy(),
+    )
+    events = events.select(trace.events.columns).with_columns(
+        pl.Series("parent", nesting.parent).replace(-1, None).cast(Event),
+        pl.Series("depth", nesting.depth).cast(pl.UInt16),
+    )
     return replace(trace, events=events, steps=kept_steps, lanes=_busy(events, trace.lanes), **frames)
 
 
@@ -62,21 +73,6 @@ def _renumbered(frame: pl.DataFrame, row: NDArray[np.int64], columns: tuple[str,
     """The frame with its references to events pointing to their new rows; null where the event is gone."""
     new = pl.Series(row).replace(-1, None).cast(Event)
     return frame.with_columns(new.gather(frame[column]).alias(column) for column in columns)
-
-
-def _nested(events: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
-    """Parents and depths anew: an event whose parents began before the first step is a root now."""
-    nesting_lanes = lanes.filter(pl.col("kind").is_in(["host", "other"]))["lane"]
-    nesting = nest(
-        events["lane"].to_numpy().astype(np.int64),
-        events["start_ns"].to_numpy(),
-        events["nested_end_ns"].to_numpy(),
-        events["lane"].is_in(nesting_lanes.implode()).to_numpy(),
-    )
-    return events.with_columns(
-        pl.Series("parent", nesting.parent).replace(-1, None).cast(Event),
-        pl.Series("depth", nesting.depth).cast(pl.UInt16),
-    )
 
 
 def _busy(events: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:

@@ -119,7 +119,10 @@ def _roles(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[In
     order = by_rank.sort("before_ns", "computes", "rank")["rank"].to_list()
     gains = by_rank.sort("saved_ns", "changes", -pl.col("rank"))["rank"].to_list()
     changes = by_rank.sort("changes", -pl.col("rank"))
-    deciding = [rank for path in paths if (rank := _deciding(graph, path)) is not None]
+    deciding = []  # the rank that most of each path belongs to
+    for path in paths:
+        spent = graph.nodes.select("rank", "work_ns")[path].drop_nulls().group_by("rank").agg(pl.col("work_ns").sum())
+        deciding += spent.sort("work_ns", -pl.col("rank"))["rank"].to_list()[-1:]
     words = ("decides how long it takes",) if len(set(deciding)) == 1 else ("decides it before", "decides it after")
     places = list(zip(deciding, words, strict=False))
     places += [(order[-1], "the slowest"), (gains[-1], "gains most")]
@@ -130,10 +133,3 @@ def _roles(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[In
     for rank, role in places:
         roles[rank] = f"{roles[rank]}, {role}" if rank in roles else role
     return roles
-
-
-def _deciding(graph: Graph, path: Ints) -> int | None:
-    """The rank that most of a path belongs to."""
-    spent = graph.nodes.select("rank", "work_ns")[path].drop_nulls().group_by("rank").agg(pl.col("work_ns").sum())
-    rank: int | None = spent.sort("work_ns", -pl.col("rank"))["rank"][-1] if spent.height else None
-    return rank

@@ -77,13 +77,25 @@ def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = LIMI
         return None
     made = pieces(lane[drawn], start[:, drawn], end[:, drawn], limit)
     columns, tables, counts = _columns(graph, made, drawn, changed)
+    longest = max(result.before_ns, result.after_ns, 1)
+    spans = {row["rank"]: row for row in result.ranks.to_dicts()}
+    ranks: list[Row] = []
+    for rank, why in chosen.ranks.items():
+        row = spans[rank]
+        durations = f"{units.duration(row['before_ns'])} before, {units.duration(row['after_ns'])} after"
+        ranks.append({"rank": rank, "host": None, "steps": [], "memory": [], "curves": [],
+                      "said": f"{why[0].upper()}{why[1:]}: {durations}" if why else durations})  # fmt: skip
+    before, after = (
+        _stretches(path, start[side], end[side], 2 * lane + side, longest) for side, path in enumerate(paths)
+    )
+    both = {"step": None, "start": 0, "end": result.before_ns, "stretches": before, "after": after}
     header = {
         "version": 1,
         "epoch_ns": str(graph.epoch_ns + zero[0]),
-        "span_ns": max(result.before_ns, result.after_ns, 1),
-        "ranks": _ranks(chosen, result),
+        "span_ns": longest,
+        "ranks": ranks,
         "lanes": _lanes(chosen, counts),
-        "path": _paths(paths, start, end, lane, result),
+        "path": both if before or after else None,
         "open": True,
         **tables,
     }
@@ -163,17 +175,6 @@ def _labels(graph: Graph, nodes: Ints, duration: Ints) -> tuple[Ints, dict[str, 
     }
 
 
-def _ranks(chosen: LanesShown, what_if: WhatIf) -> list[Row]:
-    spans = {row["rank"]: row for row in what_if.ranks.to_dicts()}
-    out: list[Row] = []
-    for rank, why in chosen.ranks.items():
-        row = spans[rank]
-        durations = f"{units.duration(row['before_ns'])} before, {units.duration(row['after_ns'])} after"
-        out.append({"rank": rank, "host": None, "steps": [], "memory": [], "curves": [],
-                    "said": f"{why[0].upper()}{why[1:]}: {durations}" if why else durations})  # fmt: skip
-    return out
-
-
 def _lanes(chosen: LanesShown, counts: list[int]) -> list[Row]:
     indices = {rank: index for index, rank in enumerate(chosen.ranks)}
     out: list[Row] = []
@@ -189,19 +190,8 @@ def _lanes(chosen: LanesShown, counts: list[int]) -> list[Row]:
     return out
 
 
-def _paths(paths: list[Path], start: Ints, end: Ints, lane: Ints, what_if: WhatIf) -> Row | None:
-    """Both critical paths as stretches [lane, start, end]; the one before first."""
-    stretches = [
-        _stretches(path, start[side], end[side], 2 * lane + side, max(what_if.before_ns, what_if.after_ns, 1))
-        for side, path in enumerate(paths)
-    ]
-    if not any(stretches):
-        return None
-    return {"step": None, "start": 0, "end": what_if.before_ns, "stretches": stretches[0], "after": stretches[1]}
-
-
 def _stretches(path: Path, start: Ints, end: Ints, lane: Ints, span: int) -> list[list[int]]:
-    """The nodes of a path on the lanes that are drawn; neighbours on a lane as one where there are many.
+    """The nodes of a critical path on the lanes that are drawn; neighbours on a lane as one where there are many.
 
     Returns:
         [lane, start, end], and a trailing 1 where the path came there over lanes that are not drawn.

@@ -64,28 +64,10 @@ def pieces(lane: Ints, start: Ints, end: Ints, limit: int) -> Pieces:
     if heads.size > limit:  # where after is in another order than before, stretches part few neighbours or all
         of_lanes = np.flatnonzero(np.diff(lane, prepend=-1))
         heads = np.union1d(of_lanes, heads[:: -(-heads.size // limit)])
-    return _gathered(lane, np.stack([start, end]), heads, order, grain)
-
-
-def _heads(lane: Ints, start: Ints, end: Ints, grain: int) -> Ints:
-    """Where a new piece begins."""
-    long: Bools = np.any(end - start >= grain, axis=0)
-    # nothing can be seen of a node that is gone: it does not separate its neighbours
-    cell = np.where(end > start, start // grain, -1)
-    new = (np.diff(lane, prepend=-1) != 0) | long | np.append(False, long[:-1])
-    for side in cell:
-        latest = np.maximum.accumulate(np.where(side >= 0, np.arange(side.size), 0))
-        held = side[latest]
-        new |= np.diff(held, prepend=held[:1] - 1 if held.size else -1) != 0
-    return np.flatnonzero(new)
-
-
-def _gathered(lane: Ints, times: Ints, heads: Ints, order: Ints, grain: int) -> Pieces:
-    start, end = times
-    present = end > start
     if not heads.size:
         none = np.zeros((2, 0), dtype=np.int64)
         return Pieces(lane[:0], none, none, none, heads, heads, order, grain)
+    present = end > start
     count = np.diff(np.append(heads, lane.size))
     group = np.repeat(np.arange(heads.size), count)
     first = np.minimum.reduceat(np.where(present, start, np.iinfo(np.int64).max), heads, axis=1)
@@ -100,3 +82,16 @@ def _gathered(lane: Ints, times: Ints, heads: Ints, order: Ints, grain: int) -> 
         lane[heads], np.where(gone, 0, first), np.where(gone, 0, last), np.where(gone, -1, longest), count, heads,
         order, grain,
     )  # fmt: skip
+
+
+def _heads(lane: Ints, start: Ints, end: Ints, grain: int) -> Ints:
+    """Where a new piece begins."""
+    long: Bools = np.any(end - start >= grain, axis=0)
+    # nothing can be seen of a node that is gone: it does not separate its neighbours
+    cell = np.where(end > start, start // grain, -1)
+    new = (np.diff(lane, prepend=-1) != 0) | long | np.append(False, long[:-1])
+    for side in cell:
+        latest = np.maximum.accumulate(np.where(side >= 0, np.arange(side.size), 0))
+        held = side[latest]
+        new |= np.diff(held, prepend=held[:1] - 1 if held.size else -1) != 0
+    return np.flatnonzero(new)

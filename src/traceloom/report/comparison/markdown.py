@@ -22,19 +22,13 @@ _WRITTEN: dict[str, Callable[[Any], str]] = {
 
 def render(document: Row) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
-    return "\n".join(_lines(document)) + "\n"
-
-
-def _lines(document: Row) -> Iterator[str]:
-    yield f"### Traceloom: {code(document['base']['name'])} → {code(document['new']['name'])}"
-    yield ""
-    yield f"**{text(document['sentence'])}**"
+    lines = [f"### Traceloom: {code(document['base']['name'])} → {code(document['new']['name'])}", ""]
+    lines.append(f"**{text(document['sentence'])}**")
     for data_table in tables(document):
         # What differs, and what the step consists of, is never cut short.
         most = len(data_table.rows) if data_table.key in ("diff-conditions", "diff-parts") else _MOST_ROWS
-        yield from table_of(data_table, most, whole=data_table.key == "diff-conditions")
-    yield ""
-    yield f"<sub>traceloom {document['traceloom']}</sub>"
+        lines += table_of(data_table, most, whole=data_table.key == "diff-conditions")
+    return "\n".join([*lines, "", f"<sub>traceloom {document['traceloom']}</sub>"]) + "\n"
 
 
 def table_of(declared: Table, most: int, *, whole: bool = False) -> Iterator[str]:

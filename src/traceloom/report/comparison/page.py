@@ -23,7 +23,15 @@ def render(document: Row) -> str:
     """The comparison as one HTML page that needs nothing but itself."""
     name = f"{document['base']['name']} → {document['new']['name']}"
     sections = [(f"{t.key}-section", escape(t.title), text(t.note), _drawn(t)) for t in tables(document)]
-    sections.append(("diff-data-section", "Data", "What was read.", _drawn(_inputs(document))))
+    files = [{"side": side, **entry} for side in ("base", "new") for entry in document[side]["inputs"]]
+    columns = [
+        Col("side", "Side"),
+        Col("rank", "Rank", "count"),
+        Col("events", "Events", "count"),
+        Col("path", "File", "name"),
+    ]
+    inputs = Table("diff-inputs", "Files", columns, files)
+    sections.append(("diff-data-section", "Data", "What was read.", _drawn(inputs)))
     return framed(
         title=f"{document['sentence']} – {name}",
         name=name,
@@ -75,14 +83,3 @@ def _numbers(document: Row) -> str:
 def _drawn(data_table: Table) -> str:
     columns = [Col(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
     return table(data_table.key, columns, data_table.rows, _REASONS, data_table.title)
-
-
-def _inputs(document: Row) -> Table:
-    rows = [{"side": side, **entry} for side in ("base", "new") for entry in document[side]["inputs"]]
-    columns = [
-        Col("side", "Side"),
-        Col("rank", "Rank", "count"),
-        Col("events", "Events", "count"),
-        Col("path", "File", "name"),
-    ]
-    return Table("diff-inputs", "Files", columns, rows)

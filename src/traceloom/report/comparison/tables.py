@@ -40,46 +40,30 @@ def tables(document: Row) -> Iterator[Table]:
             if document["comparable"]
             else "Where a decisive one differs, times cannot be held against each other.",
         )
+    parts = [
+        row | {"said": f"idle: {row['meaning']}" if row["part"].split(":")[0] == "idle" else row["part"]}
+        for row in document["breakdown"]
+    ]
+    parts.sort(key=lambda row: -abs(row["difference_ns"]))
+    parts.append({"said": "the step", **{key: document[key] for key in ("base_ns", "new_ns", "difference_ns")}})
+    for row in parts:  # with the sign of the change
+        part, share = row["difference_ns"], 100 * row["difference_ns"] / max(document["base_ns"], 1)
+        row["change"] = f"{share:+.1f} %" if part else "0 %"
+        if part and abs(share) < _LEAST:
+            row["change"] = "<0.1 %" if part > 0 else ">-0.1 %"
     subject = "each device" if document["account"] == "device" else "the step's thread (not both sides have GPU work)"
     yield Table(
         "diff-parts",
         "Where the difference lies",
         [Col("said", "Part", "name"), *_TIMES, Col("change", "Change", hint="of the base's step")],
-        _parts(document),
+        parts,
         note=f"Every nanosecond of {subject} in a usual step; the rows add up to the step, and so do their "
         "differences.",
     )
-    kernels = _changed(document["kernels"])
-    if kernels:
+    if kernels := [row for row in document["kernels"] if row["status"] != "same"]:
         yield _kernels(kernels, document)
-    operators = _changed(document["operators"])
-    if operators:
+    if operators := [row for row in document["operators"] if row["status"] != "same"]:
         yield _operators(operators, document)
-
-
-def _parts(document: Row) -> list[Row]:
-    rows = [
-        row | {"said": f"idle: {row['meaning']}" if row["part"].split(":")[0] == "idle" else row["part"]}
-        for row in document["breakdown"]
-    ]
-    rows.sort(key=lambda row: -abs(row["difference_ns"]))
-    whole = {key: document[key] for key in ("base_ns", "new_ns", "difference_ns")}
-    rows.append({**whole, "said": "the step"})
-    for row in rows:
-        row["change"] = _signed(row["difference_ns"], document["base_ns"])
-    return rows
-
-
-def _signed(part: int, whole: int) -> str:
-    """A share of the whole with its sign."""
-    share = 100 * part / max(whole, 1)
-    if part and abs(share) < _LEAST:
-        return "<0.1 %" if part > 0 else ">-0.1 %"
-    return f"{share:+.1f} %" if part else "0 %"
-
-
-def _changed(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row["status"] != "same"]
 
 
 def _count(rows: list[Row]) -> str:

@@ -15,7 +15,6 @@ from traceloom.analyze.allocations.answers import Allocations
 from traceloom.analyze.allocations.holders import sums_by
 from traceloom.analyze.allocations.lifetimes import lifetimes
 from traceloom.analyze.allocations.partitions import BEFORE
-from traceloom.analyze.intervals import Bools
 from traceloom.model import Notice, Session, units
 from traceloom.model.notice import worst_first
 from traceloom.model.snapshot import Snapshot
@@ -80,6 +79,10 @@ def document_of(sources: Sources, options: MemoryOptions | None = None) -> Row:
     for name, rows in (("ranks", ranks), ("out_of_memory", ends)):
         if not rows:
             absent.say(name)
+    peaks_of_kind: dict[str, list[int]] = {}
+    for entry in ranks:
+        for memory in entry["memories"]:
+            peaks_of_kind.setdefault(memory["device_type"], []).append(memory["peak_bytes"])
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -91,7 +94,17 @@ def document_of(sources: Sources, options: MemoryOptions | None = None) -> Row:
         "at": options.at,
         "ranks": ranks,
         "out_of_memory": ends,
-        "job": _job(ranks),
+        "job": [  # over ranks: the sum and the spread of the peaks, by kind of memory
+            {
+                "device_type": kind,
+                "count": len(peaks),
+                "sum_of_peaks_bytes": sum(peaks),
+                "largest_peak_bytes": max(peaks),
+                "smallest_peak_bytes": min(peaks),
+                "imbalance": max(peaks) * len(peaks) / max(sum(peaks), 1),
+            }
+            for kind, peaks in sorted(peaks_of_kind.items())
+        ],
         "notices": [notice.to_dict() for notice in worst_first(tuple(notices))],
         "absent": absent.to_list(),
     }
@@ -107,13 +120,33 @@ def rank_entry(
     allocations = answers(explained, rows)
     names, number = explained.by(options.by, options.depth)
     memories = []
-    parts = (pl.Series(names, dtype=pl.String), number)
-    for at in rows.items():
-        memory = _memory(explained, allocations, at, parts, absent)
+    for pool, row in rows.items():
+        held = _held(explained, allocations, (pool, row), absent)
+        in_pool = pl.col("pool") == pool
+        divided = sums_by(
+            explained.named, (blocks.pool == pool) & blocks.alive(row), number, pl.Series(names, dtype=pl.String)
+        )
+        if held["unseen_bytes"]:
+            name = "before_recording" if "before_recording" in names else BEFORE
+            divided = _with_unseen(divided, name, held["unseen_bytes"])
+        time_ns = trace.start_ns if row < 0 else int(trace.allocations["time_ns"][row])
+        largest = allocations.largest.filter(in_pool).drop("pool").with_columns(pl.col("end_ns") - absent.epoch_ns)
+        memory: Row = {
+            **{key: value for key, value in held.items() if key not in _LATER},
+            "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
+            "tree": held["tree"],
+            "categories": held["categories"],
+            "parts": divided.to_dicts(),
+            "largest": absent.rows(largest, "memories[*].largest"),
+            "modules": held["modules"],
+            "curve": held["curve"],
+        }
+        capacity = facts.capacity(trace, memory)
+        grows = allocations.growth.filter(in_pool)
         memory |= {  # what is known beyond its blocks
-            "capacity_bytes": absent.value(facts.capacity(trace, memory), "memories[*].capacity_bytes"),
-            "growth": _growth(explained, allocations, at[0], memory, absent),
-            "activations": facts.activations(explained, *at),
+            "capacity_bytes": absent.value(capacity, "memories[*].capacity_bytes"),
+            "growth": facts.growing(explained, grows, memory, capacity, absent),
+            "activations": facts.activations(explained, pool, row),
             "allocator": absent.value(facts.allocator(trace, memory, snapshot), "memories[*].allocator"),
         }
         memories.append(memory)
@@ -136,18 +169,22 @@ def holders(explained: Explained, absent: Absent) -> list[Row]:
     memories = []
     for at in peaks:
         held = _held(explained, allocations, at, absent)
-        memories.append(held | {"growth": _growth(explained, allocations, at[0], held, absent)})
+        grows = allocations.growth.filter(pl.col("pool") == at[0])
+        capacity = facts.capacity(explained.trace, held)
+        memories.append(held | {"growth": facts.growing(explained, grows, held, capacity, absent)})
     return memories
 
 
 def _held(explained: Explained, allocations: Allocations, at: tuple[int, int], absent: Absent) -> Row:
     """One memory at an instant: its totals, and who holds what; `at` is its number and the row."""
-    pool = at[0]
+    pool, row = at
     in_pool = pl.col("pool") == pool
     pools = absent.rows(allocations.pools.filter(in_pool), "memories")[0]
     unseen = pools["unseen_bytes"]
     names, number = explained.by("module")
-    modules = sums_by(explained.named, _chosen(explained, at), number, pl.Series(names, dtype=pl.String))
+    blocks = explained.named.blocks
+    alive = (blocks.pool == pool) & blocks.alive(row)
+    modules = sums_by(explained.named, alive, number, pl.Series(names, dtype=pl.String))
     if unseen:
         modules = _with_unseen(modules, BEFORE, unseen)
     return {
@@ -157,45 +194,6 @@ def _held(explained: Explained, allocations: Allocations, at: tuple[int, int], a
         "modules": modules.to_dicts(),
         "curve": curve(explained, pool, unseen, absent),
     }
-
-
-def _chosen(explained: Explained, at: tuple[int, int]) -> Bools:
-    """The blocks of a memory that are alive at an instant."""
-    chosen: Bools = (explained.named.blocks.pool == at[0]) & explained.named.blocks.alive(at[1])
-    return chosen
-
-
-def _memory(
-    explained: Explained, allocations: Allocations, at: tuple[int, int], parts: tuple[pl.Series, Any], absent: Absent
-) -> Row:
-    """One memory at an instant with all that is known of its blocks; `at` is its number and the row."""
-    held = _held(explained, allocations, at, absent)
-    row, unseen = at[1], held["unseen_bytes"]
-    in_pool = pl.col("pool") == at[0]
-    chosen = _chosen(explained, at)
-    divided = sums_by(explained.named, chosen, parts[1], parts[0])
-    if unseen:
-        name = "before_recording" if "before_recording" in parts[0] else BEFORE
-        divided = _with_unseen(divided, name, unseen)
-    times = explained.trace.allocations["time_ns"]
-    time_ns = explained.trace.start_ns if row < 0 else int(times[row])
-    largest = allocations.largest.filter(in_pool).drop("pool").with_columns(pl.col("end_ns") - absent.epoch_ns)
-    return {
-        **{key: value for key, value in held.items() if key not in _LATER},
-        "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
-        "tree": held["tree"],
-        "categories": held["categories"],
-        "parts": divided.to_dicts(),
-        "largest": absent.rows(largest, "memories[*].largest"),
-        "modules": held["modules"],
-        "curve": held["curve"],
-    }
-
-
-def _growth(explained: Explained, allocations: Allocations, pool: int, memory: Row, absent: Absent) -> list[Row]:
-    """What grows in one memory."""
-    grows = allocations.growth.filter(pl.col("pool") == pool)
-    return facts.growing(explained, grows, memory, facts.capacity(explained.trace, memory), absent)
 
 
 def _with_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
@@ -208,8 +206,15 @@ def _with_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
 
 def _sentence(ranks: list[Row], ends: list[Row]) -> str:
     """Where memory ran out, if it did; the peak, and who holds most of it."""
+    shortage = ""
+    if ends:
+        first = ends[0]
+        when = "" if first["step"] is None else f" in step {first['step']}"
+        rank = f" on rank {first['rank']}" if first["rank"] is not None and len(ends) > 1 else ""
+        request = "" if first["asked_bytes"] is None else f" when {units.size(first['asked_bytes'])} were asked for"
+        shortage = f"Memory ran out{when}{rank}{request}, beside {units.size(first['bytes'])} that were alive."
     if not any(entry["memories"] for entry in ranks):
-        return _ran_out(ends) or "No allocations were recorded."
+        return shortage or "No allocations were recorded."
     entry, memory = max(((e, m) for e in ranks for m in e["memories"]), key=lambda pair: pair[1]["peak_bytes"])
     where = {"cpu": "the CPU", "device": "the device"}.get(memory["device_type"], str(memory["device_type"]))
     if memory["device"] is not None and memory["device"] >= 0:
@@ -221,36 +226,6 @@ def _sentence(ranks: list[Row], ends: list[Row]) -> str:
     held = " and ".join(f"{kind['category'].replace('_', ' ')} {units.share(kind['bytes'], whole)}" for kind in kinds)
     growth = memory["growth"][:1]
     leak = f"; {growth[0]['site']} leaves {units.size(round(growth[0]['bytes_per_step']))} per step" if growth else ""
-    before = f"{shortage} " if (shortage := _ran_out(ends)) else ""
+    before = f"{shortage} " if shortage else ""
     where = f"The {where[4:]}" if where.startswith("the ") else where
     return f"{before}{where} holds at most {units.size(memory['peak_bytes'])}{when}: {held}{leak}."
-
-
-def _ran_out(entries: list[Row]) -> str:
-    """The first time that memory ran out."""
-    if not entries:
-        return ""
-    first = entries[0]
-    when = "" if first["step"] is None else f" in step {first['step']}"
-    rank = f" on rank {first['rank']}" if first["rank"] is not None and len(entries) > 1 else ""
-    request = "" if first["asked_bytes"] is None else f" when {units.size(first['asked_bytes'])} were asked for"
-    return f"Memory ran out{when}{rank}{request}, beside {units.size(first['bytes'])} that were alive."
-
-
-def _job(ranks: list[Row]) -> list[Row]:
-    """Over ranks: the sum and the spread of the peaks, by kind of memory."""
-    kinds: dict[str, list[int]] = {}
-    for entry in ranks:
-        for memory in entry["memories"]:
-            kinds.setdefault(memory["device_type"], []).append(memory["peak_bytes"])
-    return [
-        {
-            "device_type": kind,
-            "count": len(peaks),
-            "sum_of_peaks_bytes": sum(peaks),
-            "largest_peak_bytes": max(peaks),
-            "smallest_peak_bytes": min(peaks),
-            "imbalance": max(peaks) * len(peaks) / max(sum(peaks), 1),
-        }
-        for kind, peaks in sorted(kinds.items())
-    ]

@@ -32,7 +32,18 @@ def entry(timeline: MemoryTimeline, at: str, absent: Absent) -> Row:
         absent.say(path, _NONE)
     total = timeline.levels.sum(axis=0)
     times = timeline.time_ns - absent.epoch_ns
-    index = _instant(total, times, at)
+    if not total.size or at == "peak":
+        index = int(total.argmax()) if total.size else 0
+    elif at in ("start", "end"):
+        index = 0 if at == "start" else total.size - 1
+    elif at.isascii() and at.isdigit():
+        index = max(int(np.searchsorted(times, int(at), side="right")) - 1, 0)
+    else:
+        raise UsageError(
+            f"a memory timeline has no instant `{at}`",
+            slug="bad-instant",
+            hint="give peak, start, end, or a time as 12.5ms",
+        )
     peak = int(total.argmax()) if total.size else 0
     rows = instants(total) + 1  # positions in the levels themselves: there is no start before them
     levels = timeline.levels[:, index] if total.size else np.zeros(len(CATEGORIES), dtype=np.int64)
@@ -77,17 +88,3 @@ def entry(timeline: MemoryTimeline, at: str, absent: Absent) -> Row:
         "curve": {"time_ns": times[rows].tolist(), "categories": curve, "scopes": curve, "stacks": None},
     }
     return {"rank": None, "path": timeline.path, "memories": [memory], "steps": [], "lifetimes": []}
-
-
-def _instant(total: Any, times: Any, at: str) -> int:
-    if not total.size or at == "peak":
-        return int(total.argmax()) if total.size else 0
-    if at in ("start", "end"):
-        return 0 if at == "start" else total.size - 1
-    if at.isascii() and at.isdigit():
-        return max(int(np.searchsorted(times, int(at), side="right")) - 1, 0)
-    raise UsageError(
-        f"a memory timeline has no instant `{at}`",
-        slug="bad-instant",
-        hint="give peak, start, end, or a time as 12.5ms",
-    )

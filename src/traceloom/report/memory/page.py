@@ -36,13 +36,39 @@ def render(document: Row) -> str:
     if len(shown) > 1:
         options = "".join(f'<option value="{k}">{text(rank)}</option>' for k, (rank, _) in enumerate(shown))
         choice = f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
+    numbers = ""
+    if memories := [(entry, memory) for entry in ranks for memory in entry["memories"]]:
+        entry, most = max(memories, key=lambda pair: int(pair[1]["peak_bytes"]))
+        attributed = sum(
+            row["bytes"] for row in most["categories"] if row["category"] not in ("unknown", "before_recording")
+        )
+        whole = max(sum(row["bytes"] for row in most["categories"]), 1)
+        where = "outside all steps" if most["peak_step"] is None else f"in step {most['peak_step']}"
+        grows = sum(row["bytes_per_step"] for row in most["growth"])
+        growth = (units.size(round(grows)), "per step") if grows else ("nothing", "from step to step")
+        if growth_unknown(entry) is not None:
+            growth = ("unknown", f"without {LEAST_STEPS + 1} steps")
+        items = "".join(
+            f"<div><dt>{text(label)}</dt><dd><b>{text(value)}</b><span>{text(more)}</span></dd></div>"
+            for label, value, more in (
+                ("Peak", units.size(most["peak_bytes"]), f"{allocator(most)}, {where}"),
+                (
+                    "At the end",
+                    units.size(most["end_bytes"]),
+                    f"after {units.count(most['allocation_count'])} allocations",
+                ),
+                ("Told what it is for", units.share(attributed, whole), "of the bytes at the instant shown"),
+                ("Grows", *growth),
+            )
+        )
+        numbers = f'<dl class="key">{items}</dl>'
     name = str(document["name"])
     return framed(
         title=f"{document['sentence']} – {name}",
         name=name,
         ranks=choice,
         headline=f"<h1>{text(document['sentence'])}</h1>",
-        numbers=_numbers(document),
+        numbers=numbers,
         footer=(
             f"<p>Traceloom {text(document['traceloom'])} · times count from {text(document['epoch_ns'])} ns</p>"
             "<p>Every allocation by name: <code>traceloom memory … -o allocations.csv --all</code>; the same numbers "
@@ -50,33 +76,6 @@ def render(document: Row) -> str:
         ),
         **one_after_the_other(_sections(document, shown, reasons)),
     )
-
-
-def _numbers(document: Row) -> str:
-    memories = [(entry, memory) for entry in document["ranks"] for memory in entry["memories"]]
-    if not memories:
-        return ""
-    entry, most = max(memories, key=lambda pair: int(pair[1]["peak_bytes"]))
-    attributed = sum(
-        row["bytes"] for row in most["categories"] if row["category"] not in ("unknown", "before_recording")
-    )
-    whole = max(sum(row["bytes"] for row in most["categories"]), 1)
-    where = "outside all steps" if most["peak_step"] is None else f"in step {most['peak_step']}"
-    grows = sum(row["bytes_per_step"] for row in most["growth"])
-    growth = (units.size(round(grows)), "per step") if grows else ("nothing", "from step to step")
-    if growth_unknown(entry) is not None:
-        growth = ("unknown", f"without {LEAST_STEPS + 1} steps")
-    shown = [
-        ("Peak", units.size(most["peak_bytes"]), f"{allocator(most)}, {where}"),
-        ("At the end", units.size(most["end_bytes"]), f"after {units.count(most['allocation_count'])} allocations"),
-        ("Told what it is for", units.share(attributed, whole), "of the bytes at the instant shown"),
-        ("Grows", *growth),
-    ]
-    items = "".join(
-        f"<div><dt>{text(label)}</dt><dd><b>{text(value)}</b><span>{text(more)}</span></dd></div>"
-        for label, value, more in shown
-    )
-    return f'<dl class="key">{items}</dl>'
 
 
 def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> Iterator[Body]:

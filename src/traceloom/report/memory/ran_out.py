@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,9 @@ from traceloom.analyze.allocations import ran_out as why
 from traceloom.analyze.allocations.context import innermost
 from traceloom.analyze.allocations.growth import growth
 from traceloom.analyze.ancestry import forest
-from traceloom.model.snapshot import Snapshot, frame_text
+from traceloom.model.snapshot import frame_text
 from traceloom.read.memory_files import whole
-from traceloom.report.memory.sources import OutOfMemoryReport, Sources
+from traceloom.report.memory.sources import Sources
 
 Row = dict[str, Any]
 MARK = "[OutOfMemory]"
@@ -34,7 +36,42 @@ def of_reports(sources: Sources, ranks: list[Row], epoch_ns: int) -> list[Row]:
         ranks: Entries of the document: they know what grows.
         epoch_ns: What times are relative to.
     """
-    return [_of_report(report, sources, ranks, epoch_ns) for report in sources.reports]
+    out = []
+    for report in sources.reports:
+        document = report.document
+        listed = document.get("stack")
+        stack = [str(frame)[:2000] for frame in listed[-MOST_FRAMES:]] if isinstance(listed, list) else []
+        live = why.census_of(document)
+        asked_bytes, time = whole(document.get("asked_bytes")), whole(document.get("time_ns"))
+        devices = _devices(document.get("devices"))
+        world = sources.session.world_size if sources.session is not None else None
+        growing = [
+            (row["site"], row["bytes_per_step"], row["bytes"])
+            for entry in ranks
+            if entry["rank"] == report.rank
+            for memory in entry["memories"]
+            for row in memory["growth"]
+        ]
+        held = why.kinds(live)
+        suggestions = why.advice(
+            held, live, asked=asked_bytes, stack=stack, devices=devices, ranks=world, growing=growing
+        )
+        out.append(
+            {
+                "rank": report.rank,
+                "path": report.path,
+                "evidence": "census",
+                "time_ns": None if time is None else time - epoch_ns,
+                "step": whole(document.get("step")),
+                "asked_bytes": asked_bytes,
+                "message": str(document.get("message", ""))[:4000],
+                "where": why.where_in_program(stack),
+                "stack": stack,
+                "devices": devices,
+                **_holders(held, why.tree(live), suggestions),
+            }
+        )
+    return out
 
 
 def of_blocks(explained: Explained, sources: Sources, epoch_ns: int) -> list[Row]:
@@ -44,55 +81,38 @@ def of_blocks(explained: Explained, sources: Sources, epoch_ns: int) -> list[Row
     if explained.stacks is None:
         return _of_marks(explained, epoch_ns)
     snapshots = [*(snapshot for _, snapshot in sources.snapshots), *sources.attached.values()]
-    own = next(snapshot for snapshot in snapshots if snapshot.path == explained.trace.meta.path)
-    return _of_snapshot(explained, own, epoch_ns)
+    snapshot = next(snapshot for snapshot in snapshots if snapshot.path == explained.trace.meta.path)
+    ends = snapshot.entries.with_row_index("order").filter(pl.col("action") == "oom")
+    times = explained.trace.allocations["time_ns"].to_numpy()
+    out = []
+    for asked_bytes, time_us, number, free in ends.select("bytes", "time_us", "stack", "address").rows():
+        stack = [frame_text(frame) for frame in reversed(snapshot.stacks[number])][-MOST_FRAMES:]
+        python = [frame for frame in stack if ".py(" in frame]
+        row = times.size - 1 if time_us is None else int(np.searchsorted(times, time_us * 1000, side="right")) - 1
+        out.append(
+            {
+                "rank": explained.trace.rank,
+                "path": snapshot.path,
+                "evidence": "snapshot",
+                "time_ns": None if time_us is None else time_us * 1000 - epoch_ns,
+                "step": None,
+                "asked_bytes": asked_bytes,
+                "message": f"{free} bytes were free on the device",
+                "where": why.where_in_program(python or stack),
+                "stack": stack,
+                "devices": [],
+                **_of_blocks(explained, row, asked_bytes, python or stack),
+            }
+        )
+    return out
 
 
-def _of_report(report: OutOfMemoryReport, sources: Sources, ranks: list[Row], epoch_ns: int) -> Row:
-    document = report.document
-    listed = document.get("stack")
-    stack = [str(frame)[:2000] for frame in listed[-MOST_FRAMES:]] if isinstance(listed, list) else []
-    live = why.census_of(document)
-    asked_bytes, time = whole(document.get("asked_bytes")), whole(document.get("time_ns"))
-    devices = _devices(document.get("devices"))
-    world = sources.session.world_size if sources.session is not None else None
-    growing = [
-        (row["site"], row["bytes_per_step"], row["bytes"])
-        for entry in ranks
-        if entry["rank"] == report.rank
-        for memory in entry["memories"]
-        for row in memory["growth"]
-    ]
-    held = why.kinds(live)
-    suggestions = why.advice(
-        held, live, asked=asked_bytes, stack=stack, devices=devices, ranks=world,
-        growing=growing,
-    )  # fmt: skip
-    return {
-        "rank": report.rank,
-        "path": report.path,
-        "evidence": "census",
-        "time_ns": None if time is None else time - epoch_ns,
-        "step": whole(document.get("step")),
-        "asked_bytes": asked_bytes,
-        "message": str(document.get("message", ""))[:4000],
-        "where": why.where_in_program(stack),
-        "stack": stack,
-        "devices": devices,
-        **_held(held),
-        "tree": why.tree(live).to_dicts(),
-        "advice": [_told(suggestion) for suggestion in suggestions],
-    }
-
-
-def _told(suggestion: why.Advice) -> Row:
-    return {"action": suggestion.action, "text": suggestion.text, "bytes": suggestion.bytes, "why": suggestion.why}
-
-
-def _held(held: dict[str, int]) -> Row:
+def _holders(held: dict[str, int], tree: pl.DataFrame, suggestions: Iterable[why.Advice]) -> Row:
+    """Who held what, the same as a tree, and what to try."""
     total = sum(held.values())
     kinds = [{"name": name, "bytes": size, "fraction": size / max(total, 1)} for name, size in held.items()]
-    return {"bytes": total, "kinds": kinds}
+    advice = [asdict(suggestion) for suggestion in suggestions]
+    return {"bytes": total, "kinds": kinds, "tree": tree.to_dicts(), "advice": advice}
 
 
 def _devices(listed: Any) -> list[Row]:
@@ -121,6 +141,11 @@ def _of_marks(explained: Explained, epoch_ns: int) -> list[Row]:
     at = np.searchsorted(trace.allocations["time_ns"].to_numpy(), marks["time_ns"].to_numpy(), side="right") - 1
     out = []
     for k, (time, asked_bytes) in enumerate(marks.select("time_ns", "bytes").rows()):
+        position, where = int(positions[k]), None
+        if position >= 0:  # scope and op
+            places = explained.named.places
+            path, label = places.paths[int(places.path[position])], places.labels[int(places.label[position])]
+            where = f"{path}.{label}" if path else label
         step = trace.steps.filter((pl.col("start_ns") <= time) & (pl.col("end_ns") > time))["step"]
         out.append(
             {
@@ -131,22 +156,13 @@ def _of_marks(explained: Explained, epoch_ns: int) -> list[Row]:
                 "step": int(step[0]) if step.len() else None,
                 "asked_bytes": asked_bytes,
                 "message": "",
-                "where": _place(explained, int(positions[k])),
+                "where": where,
                 "stack": [],
                 "devices": [],
                 **_of_blocks(explained, int(at[k]), asked_bytes, []),
             }
         )
     return out
-
-
-def _place(explained: Explained, position: int) -> str | None:
-    """Scope and op at a position of the forest."""
-    if position < 0:
-        return None
-    places = explained.named.places
-    path, label = places.paths[int(places.path[position])], places.labels[int(places.label[position])]
-    return f"{path}.{label}" if path else label
 
 
 def _of_blocks(explained: Explained, row: int, asked_bytes: int | None, stack: list[str]) -> Row:
@@ -163,35 +179,5 @@ def _of_blocks(explained: Explained, row: int, asked_bytes: int | None, stack: l
     nobody = why.census_of({})
     growing = growth(explained.trace, explained.named).select("site", "bytes_per_step", "bytes").rows()
     suggestions = why.advice(held, nobody, asked=asked_bytes, stack=stack, devices=[], ranks=None, growing=growing)
-    return {
-        **_held(dict(sorted(held.items(), key=lambda pair: -pair[1]))),
-        "tree": allocations.peak.filter(in_pool).drop("pool").to_dicts(),
-        "advice": [_told(suggestion) for suggestion in suggestions],
-    }
-
-
-def _of_snapshot(explained: Explained, snapshot: Snapshot, epoch_ns: int) -> list[Row]:
-    """Entries `oom` of an allocator's history."""
-    ends = snapshot.entries.with_row_index("order").filter(pl.col("action") == "oom")
-    times = explained.trace.allocations["time_ns"].to_numpy()
-    out = []
-    for asked_bytes, time_us, number, free in ends.select("bytes", "time_us", "stack", "address").rows():
-        stack = [frame_text(frame) for frame in reversed(snapshot.stacks[number])][-MOST_FRAMES:]
-        python = [frame for frame in stack if ".py(" in frame]
-        row = times.size - 1 if time_us is None else int(np.searchsorted(times, time_us * 1000, side="right")) - 1
-        out.append(
-            {
-                "rank": explained.trace.rank,
-                "path": snapshot.path,
-                "evidence": "snapshot",
-                "time_ns": None if time_us is None else time_us * 1000 - epoch_ns,
-                "step": None,
-                "asked_bytes": asked_bytes,
-                "message": f"{free} bytes were free on the device",
-                "where": why.where_in_program(python or stack),
-                "stack": stack,
-                "devices": [],
-                **_of_blocks(explained, row, asked_bytes, python or stack),
-            }
-        )
-    return out
+    largest_first = dict(sorted(held.items(), key=lambda pair: -pair[1]))
+    return _holders(largest_first, allocations.peak.filter(in_pool).drop("pool"), suggestions)

@@ -16,7 +16,6 @@ from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.options import MemoryOptions
 from traceloom.report.names import rank_label, short
 from traceloom.report.options import ReportOptions
-from traceloom.report.table import Table
 from traceloom.report.views.terminal.bars import plain, sparkline
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines
 from traceloom.report.views.terminal.look import DIM
@@ -53,7 +52,10 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
     for entry in document["ranks"]:
         for memory in tables.worth_showing(entry["memories"]):
             yield from _memory(entry, memory, document, options, width)
-    yield from _untold_growth(document, width)
+    untold = [why for entry in document["ranks"] if (why := growth_unknown(entry)) is not None]
+    if untold:  # that nothing is said of growth does not mean that nothing grows
+        yield Text("")
+        yield from wrapped(f"What grows from step to step cannot be told: {untold[0]}.", width)
     messages = [(row["severity"], f"{row['message']} [{row['slug']}]") for row in document["notices"]]
     yield from notice_lines(messages, width)
 
@@ -82,7 +84,10 @@ def _ran_out(document: Row, options: MemoryOptions, width: int) -> Iterator[Text
                 f"allocator{retries}"
             )
             yield from wrapped(sentence, width)
-        yield from table_lines(_heaviest(entry, options), ReportOptions(top=options.top), width)
+        # What was alive when memory ran out: the heaviest branches, down to modules.
+        table = tables.alive(entry, "alive")
+        rows = [row for row in table.rows if 0 < row["depth"] <= (options.depth or _DEEPEST)]
+        yield from table_lines(replace(table, rows=rows, weight="bytes"), ReportOptions(top=options.top), width)
         if entry["advice"]:
             yield Text("")
             yield Text(" What to try first", "bold")
@@ -98,16 +103,9 @@ def _ran_out(document: Row, options: MemoryOptions, width: int) -> Iterator[Text
         yield from wrapped(f"... and {len(entries) - _MOST} more times; --rank shows each, --json all", width)
 
 
-def _heaviest(entry: Row, options: MemoryOptions) -> Table:
-    """What was alive when memory ran out: the heaviest branches, down to modules."""
-    table = tables.alive(entry, "alive")
-    rows = [row for row in table.rows if 0 < row["depth"] <= (options.depth or _DEEPEST)]
-    return replace(table, rows=rows, weight="bytes")
-
-
 def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
     kind = memory["device_type"] + (f":{memory['device']}" if memory["device"] >= 0 else "")
-    name = f"{rank_label(entry['rank'])}, {kind}" if len(document["ranks"]) > 1 else kind
+    whose = f"{rank_label(entry['rank'])}, {kind}" if len(document["ranks"]) > 1 else kind
     instant = memory["instant"]
     at = document["at"]
     if at == "peak":
@@ -119,45 +117,53 @@ def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, widt
         facts.append(f"peak {units.size(memory['peak_bytes'])}")
     if memory["reserved_at_peak_bytes"]:
         facts.append(f"{units.size(memory['reserved_at_peak_bytes'])} reserved at the peak")
-    yield from heading(name, " · ".join(facts), width)
+    yield from heading(whose, " · ".join(facts), width)
     levels = [sum(values) for values in zip(*(kind["bytes"] for kind in memory["curve"]["categories"]), strict=True)]
     if levels:
         yield Text.assemble(" ", (sparkline(levels, width - 2), _COLOR))
-    yield from _categories(memory, width)
+    categories = [
+        f"{row['category'].replace('_', ' ')} {units.size(row['bytes'])} ({units.share(row['fraction'], 1)}"
+        + (", inferred)" if row["evidence"] == "inferred" else ")")
+        for row in memory["categories"]
+    ]
+    yield from wrapped(" · ".join(categories), width)
     yield from wrapped(tables.state_of_allocator(memory), width)
-    if document["by"] == "scope":
-        yield from _tree(memory, options, width)
+    by_scope = document["by"] == "scope"
+    if by_scope:
+        title, drawn = "scope and operator", _opened(memory["tree"], options)
     else:
-        yield from _parts(memory, document["by"], options, width)
+        title, drawn = document["by"], [(0, row["name"], row) for row in memory["parts"][: options.top]]
+
+    def name(i: int, room: int) -> str | Text:
+        depth, label, _ = drawn[i]
+        indent = "  " * min(depth, 10)
+        return (
+            Text.assemble((indent, DIM), short(label, max(room - len(indent), 8))) if by_scope else short(label, room)
+        )
+
+    cells: list[list[str | Text]] = [
+        [
+            units.size(row["bytes"]),
+            units.share(row["fraction"], 1),
+            plain(row["fraction"], _BAR, _COLOR),
+            units.count(row["block_count"] or None),
+        ]
+        for _, _, row in drawn
+    ]
+    columns = (TextColumn("bytes"), TextColumn("share"), TextColumn("", right=False), TextColumn("blocks"))
+    yield from lines(columns, cells, (title, name), width)
     yield from table_lines(tables.growth(memory, "growth"), ReportOptions(top=options.top), width)
     fewer = ReportOptions(top=max(options.top // 2, 1))
     yield from table_lines(tables.activations(memory, "activations"), fewer, width)
     yield from table_lines(tables.largest(memory, "largest"), fewer, width)
 
 
-def _categories(memory: Row, width: int) -> Iterator[Text]:
-    parts = [
-        f"{row['category'].replace('_', ' ')} {units.size(row['bytes'])} ({units.share(row['fraction'], 1)}"
-        + (", inferred)" if row["evidence"] == "inferred" else ")")
-        for row in memory["categories"]
-    ]
-    yield from wrapped(" · ".join(parts), width)
-
-
-def _tree(memory: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
-    """The tree opened where it is heavy: the largest branches first, chains of one as one line."""
-    drawn = _opened(memory["tree"], options)
-
-    def name(i: int, room: int) -> Text:
-        depth, label, _ = drawn[i]
-        indent = "  " * min(depth, 10)
-        return Text.assemble((indent, DIM), short(label, max(room - len(indent), 8)))
-
-    yield from lines(_HELD, [_held(row) for _, _, row in drawn], ("scope and operator", name), width)
-
-
 def _opened(rows: list[Row], options: MemoryOptions) -> list[tuple[int, str, Row]]:
-    """The rows to draw: indentation, label, row."""
+    """The tree opened where it is heavy: the largest branches first, chains of one as one line.
+
+    Returns:
+        Indentation, label, row.
+    """
     whole = max(rows[0]["bytes"], 1)
     chosen = {0}
     for row in sorted(rows[1:], key=lambda row: (-row["bytes"], row["depth"])):
@@ -180,33 +186,6 @@ def _opened(rows: list[Row], options: MemoryOptions) -> list[tuple[int, str, Row
             labels[row["node"]] = (depth + 1, "")
             drawn.append((depth, label, row))
     return drawn
-
-
-_HELD = (TextColumn("bytes"), TextColumn("share"), TextColumn("", right=False), TextColumn("blocks"))
-
-
-def _held(row: Row) -> list[str | Text]:
-    share = units.share(row["fraction"], 1)
-    return [
-        units.size(row["bytes"]),
-        share,
-        plain(row["fraction"], _BAR, _COLOR),
-        units.count(row["block_count"] or None),
-    ]
-
-
-def _parts(memory: Row, by: str, options: MemoryOptions, width: int) -> Iterator[Text]:
-    shown = memory["parts"][: options.top]
-    last = (by, lambda i, room: short(shown[i]["name"], room))
-    yield from lines(_HELD, [_held(row) for row in shown], last, width)
-
-
-def _untold_growth(document: Row, width: int) -> Iterator[Text]:
-    """That nothing is said of growth does not mean that nothing grows."""
-    untold = [why for entry in document["ranks"] if (why := growth_unknown(entry)) is not None]
-    if untold:
-        yield Text("")
-        yield from wrapped(f"What grows from step to step cannot be told: {untold[0]}.", width)
 
 
 def wrapped(words: str, width: int) -> Iterator[Text]:

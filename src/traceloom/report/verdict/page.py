@@ -20,7 +20,14 @@ def render(document: Row) -> str:
     name = f"{document['base']['name']} → {document['new']['name']}"
     paragraphs = "".join(f'<p class="quiet">{text(line)}</p>' for line in reasons(document))
     sections = []
-    for data_table in (*tables(document), _runs(document)):
+    runs = [{"side": side, **run} for side in ("base", "new") for run in document[side]["runs"]]
+    run_columns = [
+        Col("side", "Side"),
+        Col("undisturbed_steps", "Undisturbed steps", "count"),
+        Col("recorded_steps", "Recorded steps", "count"),
+        Col("name", "Run", "name"),
+    ]
+    for data_table in (*tables(document), Table("verdict-runs", "Runs", run_columns, runs)):
         columns = [Col(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
         drawn = table(data_table.key, columns, data_table.rows, _UNKNOWN, data_table.title)
         sections.append((f"{data_table.key}-section", escape(data_table.title), text(data_table.note), drawn))
@@ -31,14 +38,3 @@ def render(document: Row) -> str:
         footer=f"<p>Traceloom {text(document['traceloom'])}</p>",
         **one_after_the_other(sections),
     )
-
-
-def _runs(document: Row) -> Table:
-    rows = [{"side": side, **run} for side in ("base", "new") for run in document[side]["runs"]]
-    columns = [
-        Col("side", "Side"),
-        Col("undisturbed_steps", "Undisturbed steps", "count"),
-        Col("recorded_steps", "Recorded steps", "count"),
-        Col("name", "Run", "name"),
-    ]
-    return Table("verdict-runs", "Runs", columns, rows)

@@ -12,7 +12,7 @@ from traceloom.report.names import short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.sections import core, shown
-from traceloom.report.table import PICTURES, Col, written
+from traceloom.report.table import PICTURES, written
 
 Row = dict[str, Any]
 _MOST_ROWS = 12
@@ -30,7 +30,15 @@ def render(document: Row, options: ReportOptions) -> str:
     events = sum(entry["events"] for entry in document["inputs"])
     footer = f"<sub>traceloom {document['traceloom']}, {units.count(events)} events</sub>"
     below = [*_notices(document), "", footer]
-    between = list(_sections(document, _MOST_LINES - len(above) - len(below)))
+    # One line per section that has something to say; the last ones are left out where there is no room for them.
+    summaries = [
+        (section.title, section.summary(document[section.key]))
+        for section in shown(document)
+        if document.get(section.key)
+    ]
+    lines = [f"- **{text(title)}**: {text(sentence)}" for title, sentence in summaries if sentence]
+    room = _MOST_LINES - len(above) - len(below)
+    between = ["", *lines[: room - 1]] if lines and room > 1 else []
     return "\n".join([*above, *between, *below]) + "\n"
 
 
@@ -52,9 +60,45 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
     yield f"### Traceloom: {code(document['name'])}"
     yield ""
     yield f"**{text(document['answer']['sentence'])}**"
-    yield from _runs(document)
-    yield from _findings(document)
-    yield from _core(document, options)
+    runs = [
+        [
+            code(run["name"]),
+            str(run["ranks"]),
+            units.duration(run["window_ns"]),
+            str(run["steps"]),
+            text(run["sentence"]),
+        ]
+        for run in document["runs"]
+    ]
+    yield from table("run", ("ranks", "time", "steps", "answer"), runs[: _MOST_ROWS * 4])
+    # What to fix first: what it saves, and what to do.
+    findings = (document.get("findings") or [])[:_MOST_FINDINGS]
+    if findings:
+        yield from ("", "| saves | what | advice |", "|--:|---|---|")
+    for row in findings:
+        if row["list"] == "time":
+            saves = ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"], 1)
+        else:
+            saves = units.size(row["saving_bytes"])
+        titles = [row["title"], *(other["title"] for other in row["alternatives"])]
+        yield f"| {saves} | {text('; or, for the same time: '.join(titles))} | {text(row['advice'])} |"
+    # The first table of each section that stands in Markdown, without pictures.
+    for section in core() if not document["runs"] else ():
+        shown_table = next(iter(section.tables(section.value(document))), None) if section.in_markdown else None
+        if shown_table is None:
+            continue
+        columns = [column for column in shown_table.columns if column.narrow and column.kind not in PICTURES]
+        rows = ordered(shown_table, options)[:_MOST_ROWS]
+        cells = [
+            [
+                code(str(row.get(column.key))) if column.kind == "name" else text(written(column, row.get(column.key)))
+                for column in columns
+            ]
+            for row in rows
+        ]
+        yield from table(shown_table.title, [column.title for column in columns[1:]], cells)
+        if len(rows) < len(shown_table.rows):
+            yield f"| … and {units.count(len(shown_table.rows) - len(rows))} more |{' |' * (len(columns) - 1)}"
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -66,71 +110,6 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ite
     yield "|" + "|".join(("---", *("--:" for _ in head))) + "|"
     for row in rows:
         yield f"| {' | '.join(row)} |"
-
-
-def _runs(document: Row) -> Iterator[str]:
-    rows = [
-        [
-            code(run["name"]),
-            str(run["ranks"]),
-            units.duration(run["window_ns"]),
-            str(run["steps"]),
-            text(run["sentence"]),
-        ]
-        for run in document["runs"]
-    ]
-    yield from table("run", ("ranks", "time", "steps", "answer"), rows[: _MOST_ROWS * 4])
-
-
-def _core(document: Row, options: ReportOptions) -> Iterator[str]:
-    """The first table of each section that stands in Markdown, without pictures."""
-    for section in core() if not document["runs"] else ():
-        shown_table = next(iter(section.tables(section.value(document))), None) if section.in_markdown else None
-        if shown_table is None:
-            continue
-        columns = [column for column in shown_table.columns if column.narrow and column.kind not in PICTURES]
-        rows = ordered(shown_table, options)[:_MOST_ROWS]
-        cells = [[_cell(column, row.get(column.key)) for column in columns] for row in rows]
-        yield from table(shown_table.title, [column.title for column in columns[1:]], cells)
-        if len(rows) < len(shown_table.rows):
-            yield f"| … and {units.count(len(shown_table.rows) - len(rows))} more |{' |' * (len(columns) - 1)}"
-
-
-def _cell(column: Col, value: Any) -> str:
-    return code(str(value)) if column.kind == "name" else text(written(column, value))
-
-
-def _findings(document: Row) -> Iterator[str]:
-    """What to fix first: what it saves, and what to do."""
-    rows = [
-        [
-            ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"], 1)
-            if row["list"] == "time"
-            else units.size(row["saving_bytes"]),
-            text("; or, for the same time: ".join([row["title"], *(other["title"] for other in row["alternatives"])])),
-            text(row["advice"]),
-        ]
-        for row in (document.get("findings") or [])[:_MOST_FINDINGS]
-    ]
-    if rows:
-        yield ""
-        yield "| saves | what | advice |"
-        yield "|--:|---|---|"
-        for row in rows:
-            yield f"| {' | '.join(row)} |"
-
-
-def _sections(document: Row, room: int) -> Iterator[str]:
-    """One line per section that has something to say; the last ones are left out where there is no room for them."""
-    summaries = [
-        (section.title, section.summary(document[section.key]))
-        for section in shown(document)
-        if document.get(section.key)
-    ]
-    lines = [f"- **{text(title)}**: {text(sentence)}" for title, sentence in summaries if sentence]
-    if lines and room > 1:
-        yield ""
-        yield from lines[: room - 1]
 
 
 def _notices(document: Row) -> Iterator[str]:

@@ -11,7 +11,7 @@ from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.views.html.frame import asset, policy
 from traceloom.report.views.html.text import text
-from traceloom.report.workload.picture import Box, Link, Picture
+from traceloom.report.workload.picture import Box, Picture
 from traceloom.report.workload.places import HEIGHT, WIDTH, Layout, arrange
 
 _MOST_LINKS = 400
@@ -33,6 +33,16 @@ def render(picture: Picture, summary: dict[str, Any]) -> str:
     """
     style = "\n".join([*(asset(name) for name in ("colours.css", "page.css", "views.css")), _asset("drawing.css")])
     theme, script = asset("theme.js"), _asset("drawing.js")
+    ranks = len(summary["ranks"])
+    facts = [
+        f"{ranks} rank{'' if ranks == 1 else 's'}",
+        f"{units.count(summary['nodes'])} nodes",
+        f"{units.count(summary['edges'])} dependencies",
+        *([units.duration(summary["window_ns"])] if summary["window_ns"] is not None else []),
+    ]
+    omissions = [picture.left_out] if picture.left_out else []
+    if (more := len(picture.links) - _MOST_LINKS) > 0:
+        omissions.append(f"{units.count(more)} lines of the fewest dependencies are not drawn")
     shown = Picture(picture.title, picture.boxes, picture.links[:_MOST_LINKS], picture.left_out)
     page = Template(_asset("drawing.html")).substitute(
         policy=policy([theme, script], style),
@@ -42,10 +52,10 @@ def render(picture: Picture, summary: dict[str, Any]) -> str:
         script=script,
         name=text(summary["name"]),
         heading=text(picture.title),
-        facts=text(_facts(summary)),
+        facts=text(" · ".join(facts)),
         drawing=_svg(shown, arrange(shown)),
         legend=_legend(picture),
-        left_out=text(_left_out(picture)),
+        left_out=text(f"Not shown: {'; '.join(omissions)}." if omissions else ""),
         rows="".join(_row(number, box) for number, box in enumerate(picture.boxes)),
         version=text(__version__),
     )
@@ -56,32 +66,27 @@ def _asset(name: str) -> str:
     return files("traceloom.report.workload").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _facts(summary: dict[str, Any]) -> str:
-    ranks = len(summary["ranks"])
-    parts = [
-        f"{ranks} rank{'' if ranks == 1 else 's'}",
-        f"{units.count(summary['nodes'])} nodes",
-        f"{units.count(summary['edges'])} dependencies",
-    ]
-    return " · ".join(parts + ([units.duration(summary["window_ns"])] if summary["window_ns"] is not None else []))
-
-
-def _left_out(picture: Picture) -> str:
-    omissions = [picture.left_out] if picture.left_out else []
-    if len(picture.links) > _MOST_LINKS:
-        omissions.append(
-            f"{units.count(len(picture.links) - _MOST_LINKS)} lines of the fewest dependencies are not drawn"
-        )
-    return f"Not shown: {'; '.join(omissions)}." if omissions else ""
-
-
 def _group(kind: str) -> str:
     return _GROUPS.get(kind, "other")
 
 
 def _svg(picture: Picture, places: Layout) -> str:
     most = max((link.count for link in picture.links), default=1)
-    lines = "".join(_line(link, places, most) for link in reversed(picture.links))
+    lines = ""
+    for link in reversed(picture.links):
+        # From the right side of a box to the left side of the next; backwards lines go round.
+        if link.source == link.target:
+            continue
+        from_x, from_y = places.x[link.source] + WIDTH, places.y[link.source] + HEIGHT // 2
+        to_x, to_y = places.x[link.target], places.y[link.target] + HEIGHT // 2
+        bend = (to_x - from_x) // 2 if to_x > from_x else 60 + (from_x - to_x) // 6
+        path = f"M{from_x} {from_y}C{from_x + bend} {from_y} {to_x - bend} {to_y} {to_x} {to_y}"
+        width = round(1 + 3 * (link.count / most) ** 0.4, 1)
+        label = f"{units.count(link.count)} × {link.kind}" if link.count > 1 else link.kind
+        lines += (
+            f'<path class="line{"" if to_x > from_x else " back"}" data-from="{link.source}" data-to="{link.target}" '
+            f'd="{path}" stroke-width="{width}" marker-end="url(#tip)"><title>{text(label)}</title></path>'
+        )
     boxes = "".join(_box(number, box, places) for number, box in enumerate(picture.boxes))
     view = f"-20 -20 {places.width + 40} {places.height + 40}"
     return (
@@ -89,28 +94,6 @@ def _svg(picture: Picture, places: Layout) -> str:
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
         'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z"/></marker></defs>'
         f'<g class="lines">{lines}</g><g class="boxes">{boxes}</g></svg>'
-    )
-
-
-def _line(link: Link, places: Layout, most: int) -> str:
-    """From the right side of a box to the left side of the next; backwards and sideways lines go round."""
-    if link.source == link.target:
-        return ""
-    from_x, from_y = places.x[link.source] + WIDTH, places.y[link.source] + HEIGHT // 2
-    to_x, to_y = places.x[link.target], places.y[link.target] + HEIGHT // 2
-    if to_x > from_x:
-        bend = (to_x - from_x) // 2
-        path = f"M{from_x} {from_y}C{from_x + bend} {from_y} {to_x - bend} {to_y} {to_x} {to_y}"
-        back = ""
-    else:
-        reach = 60 + (from_x - to_x) // 6
-        path = f"M{from_x} {from_y}C{from_x + reach} {from_y} {to_x - reach} {to_y} {to_x} {to_y}"
-        back = " back"
-    width = round(1 + 3 * (link.count / most) ** 0.4, 1)
-    label = f"{units.count(link.count)} × {link.kind}" if link.count > 1 else link.kind
-    return (
-        f'<path class="line{back}" data-from="{link.source}" data-to="{link.target}" d="{path}" stroke-width="{width}" '
-        f'marker-end="url(#tip)"><title>{text(label)}</title></path>'
     )
 
 

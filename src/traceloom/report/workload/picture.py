@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -92,7 +91,14 @@ def collapsed(network: Network, most: int = MOST_BOXES) -> Picture:
     )
     boxes = _boxes(groups)
     box_of = nodes.join(groups.select("kind", "group", "box"), on=["kind", "group"], how="left", maintain_order="left")
-    links = _links(network, box_of["box"].to_numpy())
+    box = box_of["box"].to_numpy()
+    edges = network.edges.select(
+        pl.Series("source", box[network.edges["source"].to_numpy()]),
+        pl.Series("target", box[network.edges["target"].to_numpy()]),
+        "kind",
+    )
+    counted = edges.group_by("source", "target", "kind").len().sort("len", "source", "target", "kind", descending=True)
+    links = tuple(Link(*row) for row in counted.iter_rows())
     hidden = int(groups.filter(~kept).height)
     left_out = f"{hidden} names with the least time share a box per kind" if hidden else ""
     return Picture("All nodes, by kind and name", boxes, links, left_out)
@@ -125,16 +131,6 @@ def _boxes(groups: pl.DataFrame) -> tuple[Box, ...]:
         )
         for row in merged.iter_rows(named=True)
     )
-
-
-def _links(network: Network, box: np.ndarray[Any, np.dtype[Any]]) -> tuple[Link, ...]:
-    edges = network.edges.select(
-        pl.Series("source", box[network.edges["source"].to_numpy()]),
-        pl.Series("target", box[network.edges["target"].to_numpy()]),
-        "kind",
-    )
-    counted = edges.group_by("source", "target", "kind").len().sort("len", "source", "target", "kind", descending=True)
-    return tuple(Link(*row) for row in counted.iter_rows())
 
 
 def neighbourhood(network: Network, row: int, depth: int, most: int = MOST_NEIGHBOURS) -> Picture:

@@ -18,6 +18,22 @@ def summarise(network: Network) -> Row:
     Times are sums over nodes, ns; `window_ns` is from the first start to the last end, null where there are no times.
     """
     nodes, edges = network.nodes, network.edges
+    timed = nodes.filter(pl.col("start_ns").is_not_null())
+    window = None
+    if timed.height:
+        ends = (timed["start_ns"] + timed["time_ns"]).max()
+        window = int(ends) - int(timed["start_ns"].min())  # type: ignore[arg-type]
+    communication = (
+        network.communication.join(nodes.with_row_index("node").cast({"node": pl.Int64}), on="node")
+        .group_by("what", "group")
+        .agg(
+            pl.len().alias("count"),
+            pl.col("rank").n_unique().alias("ranks"),
+            pl.col("bytes").sum(),
+            pl.col("time_ns").sum(),
+        )
+        .sort("bytes", "count", "what", "group", descending=[True, True, False, False])
+    )
     waits = nodes.height - edges["target"].n_unique()
     held = nodes.height - edges["source"].n_unique()
     return {
@@ -31,10 +47,10 @@ def summarise(network: Network) -> Row:
         "dangling": network.dangling,
         "first_nodes": waits,
         "last_nodes": held,
-        "window_ns": _window(nodes),
+        "window_ns": window,
         "ranks": _ranks(network),
         "kinds": _totals(nodes, ["kind"]).to_dicts(),
-        "communication": _communication(network),
+        "communication": communication.to_dicts(),
         "dependencies": edges.group_by("kind", "evidence")
         .agg(pl.len().alias("count"))
         .sort("count", "kind", "evidence", descending=[True, False, False])
@@ -58,14 +74,6 @@ def _totals(nodes: pl.DataFrame, by: list[str]) -> pl.DataFrame:
     )
 
 
-def _window(nodes: pl.DataFrame) -> int | None:
-    timed = nodes.filter(pl.col("start_ns").is_not_null())
-    if not timed.height:
-        return None
-    ends = (timed["start_ns"] + timed["time_ns"]).max()
-    return int(ends) - int(timed["start_ns"].min())  # type: ignore[arg-type]
-
-
 def _ranks(network: Network) -> list[Row]:
     waiting = network.edges.group_by(pl.col("target").alias("row")).agg(pl.len().alias("waits"))
     nodes = network.nodes.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
@@ -86,34 +94,17 @@ def _ranks(network: Network) -> list[Row]:
     )
 
 
-def _communication(network: Network) -> list[Row]:
-    return (
-        network.communication.join(network.nodes.with_row_index("node").cast({"node": pl.Int64}), on="node")
-        .group_by("what", "group")
-        .agg(
-            pl.len().alias("count"),
-            pl.col("rank").n_unique().alias("ranks"),
-            pl.col("bytes").sum(),
-            pl.col("time_ns").sum(),
-        )
-        .sort("bytes", "count", "what", "group", descending=[True, True, False, False])
-        .to_dicts()
-    )
-
-
 def neighbours(network: Network, row: int) -> Row:
     """One node, what it waits for, and what waits for it."""
     communication = network.communication.filter(pl.col("node") == row).select("what", "group").to_dicts()
+    beside = {}
+    for key, own, other in (("before", "target", "source"), ("after", "source", "target")):
+        edges = network.edges.filter(pl.col(own) == row)
+        nodes = network.nodes[edges[other]].with_columns(edges["kind"].alias("edge"), edges["evidence"])
+        beside[key] = nodes.sort("rank", "id").to_dicts()
     return {
         "format": "traceloom-node",
         "version": 1,
         "node": {**network.nodes.row(row, named=True), **(communication[0] if communication else {})},
-        "before": _beside(network, row, "target", "source"),
-        "after": _beside(network, row, "source", "target"),
+        **beside,
     }
-
-
-def _beside(network: Network, row: int, own: str, other: str) -> list[Row]:
-    edges = network.edges.filter(pl.col(own) == row)
-    nodes = network.nodes[edges[other]].with_columns(edges["kind"].alias("edge"), edges["evidence"])
-    return nodes.sort("rank", "id").to_dicts()

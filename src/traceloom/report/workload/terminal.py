@@ -23,15 +23,6 @@ _MOST_ROWS = 40  # of a table
 
 def render(summary: Row, width: int) -> Iterator[Text]:
     """The lines of a summary."""
-    yield from _head(summary, width)
-    for table in _tables(summary):
-        yield from table_lines(table, ReportOptions(top=_MOST_ROWS), width)
-    yield from notice_lines(
-        [(row["severity"], f"{row['message']} [{row['slug']}]") for row in summary["notices"]], width
-    )
-
-
-def _head(summary: Row, width: int) -> Iterator[Text]:
     ranks = len(summary["ranks"])
     facts = [
         "graph" if summary["form"] == "graph" else "Chakra",
@@ -48,6 +39,11 @@ def _head(summary: Row, width: int) -> Iterator[Text]:
     text += f"nothing waits for {units.count(last)}"
     text += f"; {units.count(summary['dangling'])} dependencies lead nowhere" if summary["dangling"] else ""
     yield Text(" " + text, DIM)
+    for table in _tables(summary):
+        yield from table_lines(table, ReportOptions(top=_MOST_ROWS), width)
+    yield from notice_lines(
+        [(row["severity"], f"{row['message']} [{row['slug']}]") for row in summary["notices"]], width
+    )
 
 
 def _tables(summary: Row) -> Iterator[Table]:

@@ -73,17 +73,14 @@ def path_track(path: Row | None, process: int, thread: int, shift_ns: int) -> It
     start = microseconds(pl.Series("ts", [row["start_ns"] + shift_ns for row in stretches]))
     length = microseconds(pl.Series("dur", [row["duration_ns"] for row in stretches]))
     opening = f'{{"ph":"X","pid":{process},"tid":{thread},'
-    yield ",\n".join(
-        f'{opening}"ts":{ts},"dur":{dur},{_told(row)}' for ts, dur, row in zip(start, length, stretches, strict=True)
-    )
-
-
-def _told(row: Row) -> str:
-    """Name and arguments of a stretch, to the end of its object."""
-    where = harmless(row["where"]) if row["where"] else "nothing recorded"
-    rank = "" if row["rank"] is None else f"rank {row['rank']} "
-    arguments = {key: row[key] for key in ("class", "edge", "evidence") if row[key]}
-    if row["name"]:
-        arguments["longest"] = harmless(row["name"])
-    name = {"name": f"{rank}{where}", "cat": _ARROW, "args": arguments}
-    return json.dumps(name, ensure_ascii=False, separators=(",", ":"))[1:]
+    slices = []
+    for ts, dur, row in zip(start, length, stretches, strict=True):
+        where = harmless(row["where"]) if row["where"] else "nothing recorded"
+        rank = "" if row["rank"] is None else f"rank {row['rank']} "
+        arguments = {key: row[key] for key in ("class", "edge", "evidence") if row[key]}
+        if row["name"]:
+            arguments["longest"] = harmless(row["name"])
+        name = {"name": f"{rank}{where}", "cat": _ARROW, "args": arguments}
+        text = json.dumps(name, ensure_ascii=False, separators=(",", ":"))
+        slices.append(f'{opening}"ts":{ts},"dur":{dur},{text[1:]}')
+    yield ",\n".join(slices)

@@ -85,9 +85,13 @@ def choose(document: Row, session: Session) -> Featured | None:
         step = path["step"]  # the usual one, whose critical path is drawn
     roles: dict[int, str] = {}
     order = sorted(range(len(ranks)), key=lambda k: (_busy(ranks[k], step), k))
-    culprit = _culprit(document)
-    if culprit is not None:
-        roles[culprit] = "the others wait for it most"
+    # The rank that most of the waiting for other ranks goes back to, where that is known.
+    blamed = (document.get("across_ranks") or {}).get("ranks") or []
+    most: Row = max(blamed, key=lambda row: (row.get("root_ns") or 0, row.get("blame_ns") or 0), default={})
+    if most.get("root_ns") or most.get("blame_ns"):
+        culprit = next((k for k, rank in enumerate(ranks) if rank.get("rank") == most.get("rank")), None)
+        if culprit is not None:
+            roles[culprit] = "the others wait for it most"
     for position, role in ((order[-1], "computes longest"), (order[len(order) // 2], "median"), (order[0], "shortest")):
         roles[position] = f"{roles[position]}, {role}" if position in roles else role
     return Featured(tuple(roles), roles, step, unusual)
@@ -112,12 +116,3 @@ def _busy(rank: Row, step: int | None) -> int:
     entry = next((s for s in rank.get("steps") or [] if s["step"] == step), rank)
     computes = sum(device.get("compute_ns") or 0 for device in entry.get("devices") or [])
     return computes or entry.get("duration_ns") or rank.get("window_ns") or 0
-
-
-def _culprit(document: Row) -> int | None:
-    """The place of the rank that most of the waiting for other ranks goes back to, where that is known."""
-    blamed = (document.get("across_ranks") or {}).get("ranks") or []
-    most = max(blamed, key=lambda row: (row.get("root_ns") or 0, row.get("blame_ns") or 0), default=None)
-    if most is None or not (most.get("root_ns") or most.get("blame_ns")):
-        return None
-    return next((k for k, rank in enumerate(document["ranks"]) if rank.get("rank") == most.get("rank")), None)

@@ -26,7 +26,13 @@ def findings(document: Row, reasons: Reasons) -> str:
     cards = "".join(_card(row, positions) for row in rows)
     if context:
         hint += f'<p class="quiet">Savings {text(context["basis"])}, by re-timing; they do not overlap.</p>'
-    return f'{hint}<ol class="findings">{cards}</ol>{_abstained(context)}'
+    abstained = ""
+    if abstentions := context.get("abstentions") or []:
+        reason_of = {row["slug"]: row["reason"] for row in abstentions}
+        items = "".join(f"<li>{text(slug)}: {text(reason)}</li>" for slug, reason in reason_of.items())
+        abstained = f"<details><summary>Rules that could not look ({len(abstentions)})</summary>"
+        abstained += f'<ul class="quiet">{items}</ul></details>'
+    return f'{hint}<ol class="findings">{cards}</ol>{abstained}'
 
 
 def _card(row: Row, positions: dict[int | None, int]) -> str:
@@ -74,16 +80,4 @@ def _evidence(evidence: Row, positions: dict[int | None, int]) -> str:
     rank = positions.get(evidence["rank"], 0)
     return (
         f'<li><a href="#timeline" data-rank="{rank}" data-range="{evidence["start_ns"]}-{end}">{description}</a></li>'
-    )
-
-
-def _abstained(context: Row) -> str:
-    rows = context.get("abstentions") or []
-    if not rows:
-        return ""
-    items = "".join(
-        f"<li>{text(slug)}: {text(reason)}</li>" for slug, reason in {r["slug"]: r["reason"] for r in rows}.items()
-    )
-    return (
-        f'<details><summary>Rules that could not look ({len(rows)})</summary><ul class="quiet">{items}</ul></details>'
     )

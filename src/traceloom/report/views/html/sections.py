@@ -53,7 +53,10 @@ def _body(section: Section[Any], document: Row, near: Row, reasons: Reasons) -> 
     body += picture
     if tables:
         body += drawn(tables[0], reasons, most, alone=len(tables) == 1 and not of_ranks)
-    body += "".join(_folded(each, reasons, most) for each in tables[1:])
+    for each in tables[1:]:  # lines that unfold
+        size = f"{units.count(len(each.rows))} {'row' if len(each.rows) == 1 else 'rows'}"
+        head = f'<summary><h3>{escape(each.title)}</h3> <span class="quiet">{size}</span></summary>'
+        body += f'<details class="fold">{head}{drawn(each, reasons, most, alone=True)}</details>'
     for position, rank in enumerate(near["ranks"][:MOST_RANKS] if of_ranks else ()):
         own = [each for each in of_ranks if each.position == position]
         inside = "".join(drawn(each, reasons, most, alone=not tables) for each in own)
@@ -63,13 +66,6 @@ def _body(section: Section[Any], document: Row, near: Row, reasons: Reasons) -> 
     if definition := section.definition(value):
         body += f'<details class="definition"><summary>How it is counted</summary>{definition}</details>'
     return body
-
-
-def _folded(data_table: Table, reasons: Reasons, most: int) -> str:
-    """A table that is not the first one of its section: a line that unfolds."""
-    size = f"{units.count(len(data_table.rows))} {'row' if len(data_table.rows) == 1 else 'rows'}"
-    head = f'<summary><h3>{escape(data_table.title)}</h3> <span class="quiet">{size}</span></summary>'
-    return f'<details class="fold">{head}{drawn(data_table, reasons, most, alone=True)}</details>'
 
 
 def drawn(data_table: Table, reasons: Reasons, most: int = MOST_ROWS, *, alone: bool = True) -> str:

@@ -41,8 +41,15 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
     if not context["holds"]:
         for part in textwrap.wrap(f"Take the savings as hints: {context['law']}", width - 2):
             yield Text(" " + part, "yellow")
-    if full:
-        yield from _abstained(context, width)
+    if full and context["abstentions"]:
+        yield from heading("Not looked at", "rules that cannot know", width)
+        by_reason: dict[str, list[str]] = {}
+        for abstention in context["abstentions"]:
+            by_reason.setdefault(abstention["reason"], []).append(abstention["slug"])
+        for reason, slugs in by_reason.items():
+            words = f"{', '.join(dict.fromkeys(slugs))}: {reason}"
+            for part in textwrap.wrap(words, width - 2, break_on_hyphens=False):
+                yield Text(" " + part)
 
 
 def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
@@ -54,7 +61,13 @@ def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
     style = _STYLE[row["severity"]]
     bar = plain(min(fraction, 1.0), _BAR, style)
     head = Text.assemble(" ", (f"{figure:>8}", f"bold {style}"), " ", bar, " " * (_BAR - bar.cell_len + 1))
-    title = harmless(f"{row['title']}{_between(row)} [{row['slug']}]")
+    between = ""  # which values the saving lies between, by the steps of the window
+    if row["saving_ns"] and row["saving_low_ns"] is not None:
+        low, high = (units.duration(row[key]) for key in ("saving_low_ns", "saving_high_ns"))
+        between = f": saves up to {high}"
+        if row["saving_low_ns"]:
+            between = f": saves {low}" if low == high else f": saves {low} to {high}"
+    title = harmless(f"{row['title']}{between} [{row['slug']}]")
     for number, part in enumerate(textwrap.wrap(title, max(width - _SIDE, 24), break_on_hyphens=False)):
         yield Text.assemble(head if number == 0 else " " * head.cell_len, part)
     if not full:
@@ -68,16 +81,6 @@ def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
     for words in (row["advice"], *_evidence(row), row["risk"] and f"Risk: {row['risk']}."):
         for part in textwrap.wrap(harmless(words or ""), max(width - _SIDE - 2, 24), break_on_hyphens=False):
             yield Text(" " * head.cell_len + part, DIM)
-
-
-def _between(row: Row) -> str:
-    """Between which values the saving lies, by the steps of the window."""
-    if not row["saving_ns"] or row["saving_low_ns"] is None:
-        return ""
-    low, high = (units.duration(row[key]) for key in ("saving_low_ns", "saving_high_ns"))
-    if not row["saving_low_ns"]:
-        return f": saves up to {high}"
-    return f": saves {low}" if low == high else f": saves {low} to {high}"
 
 
 def _evidence(row: Row) -> Iterator[str]:
@@ -95,15 +98,3 @@ def _evidence(row: Row) -> Iterator[str]:
         yield f"Alone it would save {units.duration(alone)}. Confidence {row['confidence']:.1f}; {row['learn_more']}"
     else:
         yield f"Confidence {row['confidence']:.1f}; {row['learn_more']}"
-
-
-def _abstained(context: Row, width: int) -> Iterator[Text]:
-    if not context["abstentions"]:
-        return
-    yield from heading("Not looked at", "rules that cannot know", width)
-    by_reason: dict[str, list[str]] = {}
-    for abstention in context["abstentions"]:
-        by_reason.setdefault(abstention["reason"], []).append(abstention["slug"])
-    for reason, slugs in by_reason.items():
-        for part in textwrap.wrap(f"{', '.join(dict.fromkeys(slugs))}: {reason}", width - 2, break_on_hyphens=False):
-            yield Text(" " + part)

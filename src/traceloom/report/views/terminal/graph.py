@@ -35,16 +35,6 @@ _LEAST_BAR, _MOST_BAR = 8, 64
 
 def render(document: Row, width: int) -> Iterator[Text]:
     """The lines of the summary, none wider than `width`."""
-    yield from _head(document, width)
-    yield from _path(document, width)
-    yield from _coverage(document, width)
-    yield from _edges(document, width)
-    yield from _clocks(document, width)
-    yield from _delays(document, width)
-    yield from notices.notices(document, ReportOptions(), width)
-
-
-def _head(document: Row, width: int) -> Iterator[Text]:
     ranks = len(document["ranks"])
     facts = " · ".join(
         (
@@ -62,6 +52,18 @@ def _head(document: Row, width: int) -> Iterator[Text]:
     sentence = "The graph was not re-timed." if law is None else str(law["sentence"])
     for line in textwrap.wrap(sentence, width - 2, break_on_hyphens=False):
         yield Text.assemble((" " + line, "bold"))
+    yield from _path(document, width)
+    yield from _coverage(document, width)
+    yield from _edges(document, width)
+    yield from _clocks(document, width)
+    used = [row for row in document["delays"] if row["count"]]
+    if most_frequent := sorted(used, key=lambda row: -row["count"])[:10]:
+        yield from heading("Delays", "the usual delay of a kind of edge where nothing else held it back", width)
+        rows = [(row["kind"], units.duration(row["median_ns"]), units.count(row["count"])) for row in most_frequent]
+        columns = (TextColumn("kind", right=False), TextColumn("median"), TextColumn("edges"))
+        last = ("of", lambda number, room: short(most_frequent[number]["place"] or "", room))
+        yield from lines(columns, rows, last, width)
+    yield from notices.notices(document, ReportOptions(), width)
 
 
 def _path(document: Row, width: int) -> Iterator[Text]:
@@ -72,26 +74,24 @@ def _path(document: Row, width: int) -> Iterator[Text]:
     window = law["window_ns"]
     note = f"one re-timing pass takes {units.duration(law['pass_ns'])}"
     yield from heading("Critical path", note, width)
-    shown = law["path"][:_PATH_ROWS]
-    rest = law["path"][_PATH_ROWS:]
-    rows = [
-        (_PARTS.get(row["what"], "{} of {}").format(row["what"], row["kind"]), *_amounts(row["time_ns"], window))
-        for row in shown
+    parts = [
+        (
+            _PARTS.get(row["what"], "{} of {}").format(row["what"], row["kind"]),
+            row["time_ns"],
+            _STYLES.get(row["what"], DIM),
+        )
+        for row in law["path"][:_PATH_ROWS]
     ]
-    if rest:
-        rows.append((f"{len(rest)} more", *_amounts(sum(row["time_ns"] for row in rest), window)))
-    times = [row["time_ns"] for row in shown] + ([sum(row["time_ns"] for row in rest)] if rest else [])
-    styles = [_STYLES.get(row["what"], DIM) for row in shown] + [DIM]
+    if rest := law["path"][_PATH_ROWS:]:
+        parts.append((f"{len(rest)} more", sum(row["time_ns"] for row in rest), DIM))
+    rows = [(label, units.duration(time), units.share(time, window)) for label, time, _ in parts]
 
     def bar(number: int, room: int) -> Text:
-        return plain(max(times[number], 0) / max(window, 1), room, styles[number])
+        _, time, style = parts[number]
+        return plain(max(time, 0) / max(window, 1), room, style)
 
     columns = (TextColumn("", right=False), TextColumn("time"), TextColumn("share"))
     yield from with_bars(columns, rows, bar, width)
-
-
-def _amounts(time: int, window: int) -> tuple[str, str]:
-    return units.duration(time), units.share(time, window)
 
 
 def _coverage(document: Row, width: int) -> Iterator[Text]:
@@ -123,18 +123,15 @@ def _coverage(document: Row, width: int) -> Iterator[Text]:
                 units.duration(sum(times)) if times else "",
             )
         )
-        labels.append((subject, outcome + _on(outcome_rows, len(document["ranks"]))))
+        # The ranks that have it, where not all do.
+        named = sorted({row["rank"] for row in outcome_rows if row["rank"] is not None and row["count"]})
+        on = ""
+        if len(document["ranks"]) > 1 and named and len(named) != len(document["ranks"]):
+            listed = ", ".join(map(str, named[:6])) + (", ..." if len(named) > 6 else "")
+            on = f" (rank{'s' if len(named) > 1 else ''} {listed})"
+        labels.append((subject, outcome + on))
     columns = (TextColumn("", right=False), TextColumn("count"), TextColumn("share"), TextColumn("time"))
     yield from lines(columns, rows, ("outcome", lambda number, room: short(labels[number][1], room)), width)
-
-
-def _on(outcome_rows: list[Row], ranks: int) -> str:
-    """The ranks that have it, where not all do."""
-    named = sorted({row["rank"] for row in outcome_rows if row["rank"] is not None and row["count"]})
-    if ranks < 2 or not named or len(named) == ranks:
-        return ""
-    listed = ", ".join(map(str, named[:6])) + (", ..." if len(named) > 6 else "")
-    return f" (rank{'s' if len(named) > 1 else ''} {listed})"
 
 
 def _edges(document: Row, width: int) -> Iterator[Text]:
@@ -184,16 +181,3 @@ def _clocks(document: Row, width: int) -> Iterator[Text]:
         sentence += "; no clock had to be moved"
     for line in textwrap.wrap(sentence, width - 2):
         yield Text(" " + line)
-
-
-def _delays(document: Row, width: int) -> Iterator[Text]:
-    used = [row for row in document["delays"] if row["count"]]
-    most_frequent = sorted(used, key=lambda row: -row["count"])[:10]
-    if not most_frequent:
-        return
-    yield from heading("Delays", "the usual delay of a kind of edge where nothing else held it back", width)
-    rows = [(row["kind"], units.duration(row["median_ns"]), units.count(row["count"])) for row in most_frequent]
-    columns = (TextColumn("kind", right=False), TextColumn("median"), TextColumn("edges"))
-    yield from lines(
-        columns, rows, ("of", lambda number, room: short(most_frequent[number]["place"] or "", room)), width
-    )

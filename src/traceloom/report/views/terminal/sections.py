@@ -36,42 +36,31 @@ def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text
         if only is not None and section.key in only:
             yield from _full(section, document, options, width)
         elif only is None or CORE in only:
-            yield from _brief(section, document, options, width)
+            value = section.value(document)  # nothing where there is nothing to show
+            if sentence := section.summary(value):
+                yield from heading(section.title, "", width)
+                for part in _wrapped(sentence, width - 2):
+                    yield Text(" " + part)
+            for table in section.tables(value):
+                if table.brief:
+                    yield from table_lines(table, options, width)
     if only is None:
-        yield from _lines(document, width)
+        candidates = [
+            (section.key, section.summary(document[section.key]))
+            for section in shown(document)
+            if document.get(section.key)
+        ]
+        summaries = [(key, sentence) for key, sentence in candidates if sentence]
+        if summaries:
+            yield from heading("More", "add --only NAME to see one in full", width)
+        widest = max((len(key) for key, _ in summaries), default=0)
+        for key, sentence in summaries:
+            for number, part in enumerate(_wrapped(sentence, max(width - widest - 3, 20))):
+                yield Text.assemble((f" {key if number == 0 else '':<{widest}}  ", "bold"), part)
         return
     for section in shown(document):
         if section.key in only:
             yield from _full(section, document, options, width)
-
-
-def _brief(section: Section[Any], document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
-    """A section of the core as it stands in the short report; nothing where there is nothing to show."""
-    value = section.value(document)
-    if sentence := section.summary(value):
-        yield from heading(section.title, "", width)
-        for part in _wrapped(sentence, width - 2):
-            yield Text(" " + part)
-    for table in section.tables(value):
-        if table.brief:
-            yield from table_lines(table, options, width)
-
-
-def _lines(document: Row, width: int) -> Iterator[Text]:
-    candidates = [
-        (section.key, section.summary(document[section.key]))
-        for section in shown(document)
-        if document.get(section.key)
-    ]
-    summaries = [(key, sentence) for key, sentence in candidates if sentence]
-    if not summaries:
-        return
-    yield from heading("More", "add --only NAME to see one in full", width)
-    widest = max(len(key) for key, _ in summaries)
-    for key, sentence in summaries:
-        parts = _wrapped(sentence, max(width - widest - 3, 20))
-        for number, part in enumerate(parts):
-            yield Text.assemble((f" {key if number == 0 else '':<{widest}}  ", "bold"), part)
 
 
 def _wrapped(sentence: str, width: int) -> list[str]:
@@ -108,8 +97,19 @@ def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Te
     last = next((c for c in reversed(table.columns) if c.kind in ("name", *PICTURES)), None)
     columns = [c for c in table.columns if c is not last and (c.narrow or width >= _WIDE)]
     cells = [[_cell(column, row.get(column.key)) for row in rows] for column in columns]
-    columns, cells = _fitting(columns, cells, width - (_LEAST_NAME if last and last.kind == "name" else 0))
-    heads = [TextColumn(_head(c), right=c.numeric) for c in columns]
+    # As many columns, from the left, as the width has room for; always the first.
+    room, used, fitting = width - (_LEAST_NAME if last and last.kind == "name" else 0), 1, 0
+    for column, texts in zip(columns, cells, strict=True):
+        used += 2 + max(len(column.title) + 2 * bool(column.swatch), *(len(cell) for cell in texts))
+        if used > room and fitting:
+            break
+        fitting += 1
+    columns, cells = columns[:fitting], cells[:fitting]
+    # Before a heading stands the pattern of its part of the bar beside it.
+    heads = [
+        TextColumn(Text.assemble(FILLS[c.swatch], " ", (c.title, "bold")) if c.swatch else c.title, right=c.numeric)
+        for c in columns
+    ]
     cell_rows = [[column[i] for column in cells] for i in range(len(rows))]
     if last is not None and last.kind in PICTURES:
         column = last
@@ -127,24 +127,6 @@ def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Te
         return short(_cell(last, rows[i].get(last.key)), room) if last else ""
 
     yield from lines(heads, cell_rows, (last.title if last else "", name), width)
-
-
-def _head(column: Col) -> str | Text:
-    """The heading; before it the pattern of its part of the bar beside it."""
-    if not column.swatch:
-        return column.title
-    return Text.assemble(FILLS[column.swatch], " ", (column.title, "bold"))
-
-
-def _fitting(columns: list[Col], cells: list[list[str]], width: int) -> tuple[list[Col], list[list[str]]]:
-    """As many columns, from the left, as the width has room for; always the first."""
-    used, fitting = 1, 0
-    for column, texts in zip(columns, cells, strict=True):
-        used += 2 + max(len(column.title) + 2 * bool(column.swatch), *(len(cell) for cell in texts))
-        if used > width and fitting:
-            break
-        fitting += 1
-    return columns[:fitting], cells[:fitting]
 
 
 def _cell(column: Col, value: Any) -> str:
