@@ -25,8 +25,8 @@ PARTS = pl.Schema({"label": pl.String, "kind": pl.String, "ns": pl.Int64, "fract
 _EDGE = "before the first and after the last GPU work"
 _GPU_PARTS = (  # kind, its label, its field of the account
     ("compute", "compute", "compute_ns"),
-    ("communication", "communication not hidden by compute", "exposed_communication_ns"),
-    ("memory", "copies and fills not hidden", "exposed_memory_ns"),
+    ("communication", "exposed communication", "exposed_communication_ns"),
+    ("memory", "exposed copies and fills", "exposed_memory_ns"),
 )
 _GPU_VERBS = {"compute": "computing", "communication": "only communicating", "memory": "only copying", "idle": "idle"}
 _REASONS = {
@@ -259,7 +259,7 @@ def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
         # the waits in the steps, where there are steps
         in_steps = [fact.data_loading.steps["wait_ns"].sum() for fact in all_facts if has_step_time(fact.trace)]
         in_whole = [fact.data_loading.total_ns or 0 for fact in all_facts if not has_step_time(fact.trace)]
-        clauses.append(f"the DataLoader is waited for {share(int(sum(in_steps) + sum(in_whole)), whole)}")
+        clauses.append(f"{share(int(sum(in_steps) + sum(in_whole)), whole)} is spent waiting on the DataLoader")
     ran = _ran(all_facts)
     if ran is not None and ran[0] < _WAITING * ran[1]:
         clauses.append(f"the main thread runs on a processor {share(*ran)} of the time (else it waits, or others run)")

@@ -143,7 +143,7 @@ def fp32_matmul(host: Host) -> RuleMatches:
         return RuleMatches(reason="TF32 is a mode of NVIDIA's; no CUDA call was recorded")
     capability = trace.devices.filter("used")["compute_capability"].drop_nulls().to_list()
     if not capability:
-        return RuleMatches(reason="the file does not tell the compute capability of the device")
+        return RuleMatches(reason="the file does not record the compute capability of the device")
     if all(float(version) < _TF32_CAPABILITY for version in capability):
         return RuleMatches(reason=f"the device has no TF32 (compute capability {capability[0]}, 8.0 is needed)")
     kernel = gpu_rows(trace)

@@ -32,10 +32,10 @@ NOT_RECORDED = "launch_not_recorded"
 CAUSES = {
     **HOST_CAUSES,
     LAUNCH_LATENCY: "the launch call ran, and the GPU took up the work",
-    DEPENDENCY: "launched in time, but told to wait for another stream",
+    DEPENDENCY: "launched in time, but ordered after another stream",
     KERNEL_TO_KERNEL: "launched in time; the GPU's own pause between two pieces of work",
     GRAPH_INTERNAL: "between two pieces of work of one graph launch",
-    UNEXPLAINED: "launched in time and not told to wait, and yet late",
+    UNEXPLAINED: "launched in time, not ordered after another stream, and late all the same",
     NOT_RECORDED: "the launch happened before the recording began, or was lost",
 }
 """Every cause with its meaning in a few words."""

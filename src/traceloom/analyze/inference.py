@@ -128,7 +128,7 @@ class Inference(Result):
 
     Attributes:
         steps: One row per step of the server: number (from 0), framework, kind, event (its annotation), name, start_ns
-            and duration_ns (of the annotation); the facts of its batch (null where the annotation does not tell):
+            and duration_ns (of the annotation); the facts of its batch (null where the annotation does not say):
             requests, context_requests, context_tokens (computed), context_kv_tokens (attended to), and the same of
             generation; then of the GPU work launched in it gpu_ns (union), gpu_span_ns (first start to last end),
             work_count, graph_work_count (of graph launches), lag_ns (from the end of the annotation to that of the
@@ -139,7 +139,7 @@ class Inference(Result):
         rates: Tokens (or samples) per second: what, count, window_ns (first start to the last end of steps and of their
             work), per_second, evidence (annotation: counted from the names; declared: by the user).
         nodes: Kernels of graphs with the operators of the capture, see `graph_capture.MAPPED`. Empty without a capture.
-        operators: The same added up by operator and module, the most time first; null op_name is what is not mapped.
+        operators: The same added up by operator and module, longest first; null op_name is what is not mapped.
         mapped_fraction: Share of the time of graph replays that has an operator; None without a capture or graphs.
     """
 

@@ -159,7 +159,7 @@ def _sums(made: Submissions, low: Ints, high: Ints) -> dict[str, Ints]:
 
 
 def _search(code: Ints, made: Submissions, border: Bools, bounds: tuple[int, int, int, int]) -> list[tuple[Ints, int]]:
-    """The chosen repeats between borders, as starts and lengths, the most time first; streams are searched together."""
+    """The chosen repeats between borders, as starts and lengths, longest first; streams are searched together."""
     shortest, longest, least, most = bounds
     if not code.size:
         return []

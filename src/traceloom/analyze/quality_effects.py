@@ -76,10 +76,10 @@ EFFECTS: dict[str, dict[str, str]] = {
         "kernel_shapes": "all shapes of an operator share a row",
         "kinds": "bounds are unknown",
         "roofline": "nothing has a model",
-        "operators": "not told apart by size",
+        "operators": "not distinguished by size",
     },
     "missing-stacks": {
-        "modules": "only annotations tell modules",
+        "modules": "only annotations name modules",
         "ranks[*].host": "time between operators is unobserved",
         "ranks[*].idle": "gaps that Python causes show as unobserved",
     },

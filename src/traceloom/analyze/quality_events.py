@@ -43,7 +43,7 @@ def missing_shapes(trace: Trace) -> Check | None:
     shaped[trace.tensors["event"].to_numpy()] = True
     without = ops - int((is_op & shaped).sum())
     message = (
-        f"{count(without)} of {count(ops)} operators have no input shapes: they cannot be told apart by size; "
+        f"{count(without)} of {count(ops)} operators have no input shapes: they cannot be distinguished by size; "
         "record with shapes to see them"
     )
     # where shapes are on, some operators still have no tensors to speak of

@@ -54,7 +54,7 @@ def utilisation(trace: Trace, placed: PlacedCalls) -> tuple[pl.DataFrame, pl.Dat
     if words.matching(r"^CompiledFunctionBackward$").any():
         why = "the backward pass is compiled, which may repeat forward work without a trace"
     elif words.matching(ENGINE).any() and unnumbered and again.evidence == "none":
-        why = "sequence numbers are not recorded, so repeated forward work cannot be told"
+        why = "sequence numbers are not recorded, so repeated forward work cannot be determined"
 
     work = _all_work(trace, placed)
     # the work cut at the bounds of steps, with the step in which each piece runs; null outside all steps

@@ -112,7 +112,7 @@ def _kept_by_autograd(todo: list[Any]) -> Iterator[Owned]:
     """What the graphs of forward passes have saved for their backward passes, in at most `MOST_NODES` nodes.
 
     Nothing is computed or changed: saved tensors are looked at as they lie there, unpacked by no hook. Whether the
-    program holds such a tensor, too, cannot be told: PyTorch keeps its Python object alive as long as the tensor.
+    program holds such a tensor, too, cannot be determined: PyTorch keeps its Python object alive as long as the tensor.
     """
     seen: set[Any] = set()
     saved_by: dict[type, list[str]] = {}

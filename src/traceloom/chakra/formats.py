@@ -55,7 +55,7 @@ def write_messages(
         path: The file; gzip where the name ends in `.gz`.
         metadata: The first message.
         nodes: The others, in order.
-        form: The form, where the name does not tell it; `.et` otherwise.
+        form: The form, where the name does not say; `.et` otherwise.
         force: Overwrite an existing file.
 
     Raises:

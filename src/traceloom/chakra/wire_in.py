@@ -236,7 +236,7 @@ class NameFinder:
         self._order = np.argsort(hashes)
         self._hashed = hashes[self._order]
         if (self._hashed[1:] == self._hashed[:-1]).any():
-            raise ValueError("two names cannot be told apart")
+            raise ValueError("two names cannot be distinguished")
 
     def find(self, source: Buffer, begin: Ints, length: Ints) -> Ints:
         """The number of the name at each place, or -1; by 64 bits of hash, so that no other name is taken for it."""

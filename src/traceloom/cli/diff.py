@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "diff",
         help="compare two traces or recorded runs, and check for regressions",
         description="Compare two traces or recorded runs: what was added and removed, what became faster and slower, "
-        "and how that adds up to the difference of the step time. Conditions that differ are told first. With "
+        "and how that adds up to the difference of the step time. Conditions that differ come first. With "
         "--fail-if, say whether the new side is worse or whether that may be chance.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

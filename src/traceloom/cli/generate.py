@@ -125,7 +125,9 @@ def _generated(args: argparse.Namespace) -> Generated:
             hint = nearest(chosen[name], names) + f"there are {', '.join(names)}"
             raise UsageError(f"`{chosen[name]}` is no {name}", slug="wrong-usage", hint=hint)
     if chosen.get("ranks", 2) < 2:
-        raise UsageError("one rank has nobody to talk to", slug="wrong-usage", hint="give --ranks 2 or more")
+        raise UsageError(
+            "a single rank has no peer to communicate with", slug="wrong-usage", hint="give --ranks 2 or more"
+        )
     made: Generated = make(options(**chosen))
     return made
 

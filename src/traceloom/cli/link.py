@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("--force", action="store_true", help="overwrite files")
     more = parser.add_argument_group("more")
     more.add_argument("--json", action="store_true", help="print the summary as JSON")
-    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
+    more.add_argument("--no-cache", action="store_true", help="read the files again, without the cache")
     types.add_silence(more, "no progress, no summary, no closing line")
     return parser
 

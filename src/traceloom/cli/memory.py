@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     what = parser.add_argument_group("what to show")
     what.add_argument("--by", choices=BY, default="scope", help="divide memory by this (default: scope)")
-    what.add_argument("--depth", type=types.count, metavar="N", help="parts of a scope's or module's path told apart")
+    what.add_argument("--depth", type=types.count, metavar="N", help="levels of a scope's or module's path kept apart")
     what.add_argument(
         "--at", type=types.instant, default="peak", metavar="WHEN",
         help='peak (default), start, end, "step 3" (its highest point), or a time as 12.5ms',

@@ -14,7 +14,7 @@ _NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 
 def add_reading(more: argparse._ActionsContainer) -> None:
     """The options of whatever reads traces."""
-    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
+    more.add_argument("--no-cache", action="store_true", help="read the files again, without the cache")
     add_silence(more)
 
 

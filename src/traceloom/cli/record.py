@@ -62,7 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add("--no-graph-step", dest="graph_step", action="store_false", help="leave out the graph step")
     add("--force", action="store_true", help="replace an earlier capture in DIR, when the new one is whole")
-    add("-q", "--quiet", action="store_true", help="say nothing but what went wrong")
+    add("-q", "--quiet", action="store_true", help="print errors only")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command to run, after --")
     parser.set_defaults(run=run)
 

@@ -80,9 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="your own rules: .py is run and registers models of operators, .json tells kinds of kernels "
         "(may be repeated)",
     )  # fmt: skip
-    what.add_argument(
-        "--tokens-per-step", type=types.count, metavar="N", help="tokens of a step, to tell tokens per second"
-    )
+    what.add_argument("--tokens-per-step", type=types.count, metavar="N", help="tokens per step, for tokens per second")
     what.add_argument("--samples-per-step", type=types.count, metavar="N", help="the same for samples")
     how = parser.add_argument_group("how to show it")
     how.add_argument("--top", type=types.count, default=10, metavar="N", help="rows of a table (default: 10)")

@@ -32,7 +32,7 @@ def exposed(context: Context) -> Iterator[Said]:
         yield Abstention("exposed-communication", "no communication was recorded")
         return
     if not context.on_device:
-        yield Abstention("exposed-communication", "no GPU work was recorded that could hide it")
+        yield Abstention("exposed-communication", "no GPU work was recorded that could overlap it")
         return
     rows = context.graph.communication
     links = [change for slow in slow_links(context) for change in slow.changes]
@@ -53,7 +53,7 @@ def exposed(context: Context) -> Iterator[Said]:
             times = whatif_many(context.graph, (fixed, context.changed(fixed, [change])), context.plan)
             at_most_ns = max(int(times[0] - times[1]), 0)
         yield Candidate(
-            title=f"nothing hides {context.in_words(alone)} of the {context.in_words(time)} in {kind} "
+            title=f"{context.in_words(alone)} of {context.in_words(time)} of {kind} not overlapped "
             f"({context.many(int(mask.sum()))} calls{context.over_ranks})",
             changes=(change,),
             confidence=0.5 if movable else 0.3,
@@ -130,7 +130,7 @@ def evened(context: Context) -> Change | None:
 
 
 RULES = (
-    Rule("exposed-communication", "communication that nothing hides", exposed),
+    Rule("exposed-communication", "exposed communication", exposed),
     Rule("small-collectives", "many small collectives", small_messages),
     Rule("uneven-exchange", "all-to-alls whose parts are uneven", uneven_exchange),
 )

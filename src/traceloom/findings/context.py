@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 T = TypeVar("T")
 
-NAMELESS = "host time that nothing names"
+NAMELESS = "host time outside any recorded event"
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
 _NEVER = int(np.iinfo(np.int64).min)
 _BETWEEN = 0.1  # of the steps: more time between them is not theirs

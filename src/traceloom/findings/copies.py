@@ -88,7 +88,7 @@ def on_the_device(context: Context) -> Iterator[Said]:
         changes=(Change("remove", Chosen("copies inside the device", mask, "copies")),),
         confidence=0.3,
         advice="Avoid clones and changes of layout: write in place or into preallocated tensors, keep one memory "
-        "format, do not clone inputs of compiled or graphed functions that nobody changes.",
+        "format, do not clone inputs of compiled or graphed functions that are never modified.",
         evidence=context.evidence(mask),
     )
 
@@ -118,5 +118,5 @@ def exposed(context: Context) -> Iterator[Said]:
 RULES = (
     Rule("needless-copies", "data goes to the host and comes back", back_and_forth),
     Rule("device-copies", "copies from the device to itself", on_the_device),
-    Rule("exposed-copies", "copies that no computing hides", exposed),
+    Rule("exposed-copies", "copies not overlapped by compute", exposed),
 )

@@ -125,7 +125,7 @@ def looped(context: Context) -> tuple[Bools, dict[str, int]]:
 def python_bound(context: Context) -> Iterator[Said]:
     """Python between operators holds up the step."""
     if not context.of_kind(gs.HOST).any() or not (context.graph.nodes["category"] == cat.OP).any():
-        yield Abstention("python-bound", "no operators were recorded: nobody knows what the host did")
+        yield Abstention("python-bound", "no operators were recorded: what the host did is unknown")
         return
     if waits_for_requests(context):
         yield Abstention("python-bound", IDLE)

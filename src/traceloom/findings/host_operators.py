@@ -69,7 +69,7 @@ def extra_copies(context: Context) -> Iterator[Said]:
         f"{context.over_ranks}, most of it in {brief(sums['name'][0])}",
         changes=(Change("remove", Chosen("copies of tensors on the host", mask, "ops")),),
         confidence=0.4,
-        advice="Leave out clones and conversions that nobody needs; keep one layout and one type: each "
+        advice="Leave out unneeded clones and conversions; keep one layout and one type: each "
         "`.contiguous()`, `.to()` and `reshape` of a transposed tensor writes all of it anew, and its gradient, too.",
         evidence=context.evidence(mask),
     )

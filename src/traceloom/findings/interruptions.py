@@ -55,7 +55,7 @@ def collections(context: Context) -> Iterator[Said]:
 
 
 def _without_host(context: Context, slug: str) -> Iterator[Abstention]:
-    """What the host did not do cannot be told where nothing of it was recorded."""
+    """What the host did not do cannot be determined where nothing of it was recorded."""
     if not context.of_kind(gs.HOST).any():
         yield Abstention(slug, "nothing was recorded of the host")
 
@@ -145,12 +145,12 @@ def recording(context: Context) -> Iterator[Said]:
     """Recording makes steps longer: what it shows of the host is too long."""
     ratio = context.host_ratio
     if ratio is None:
-        yield Abstention("profiler-overhead", "nobody measured unrecorded steps (traceloom record does)")
+        yield Abstention("profiler-overhead", "unrecorded steps were not measured (traceloom record does)")
         return
     if ratio < _COSTLY:
         return
     yield Remark(
-        title=f"recording makes steps {ratio:.2f} × as long: savings of the host are told without that",
+        title=f"recording makes steps {ratio:.2f} × as long: host savings exclude that",
         confidence=0.9,
         advice="Record without stacks, shapes and memory, or fewer steps; trust the savings of the device more.",
     )
@@ -179,7 +179,7 @@ def slow_steps(context: Context) -> Iterator[Said]:
         start = starts[0] if starts else None
         yield Remark(
             title=f"{context.unit} {row['step']} takes {units.duration(row['over_ns'])} longer than the median one "
-            f"({units.duration(row['median_ns'])}): more {', '.join(increases) or 'of nothing that is known'}",
+            f"({units.duration(row['median_ns'])}): more {', '.join(increases) or 'of unknown origin'}",
             confidence=0.7,
             advice="Look at this step alone (--steps): validation, checkpoints, collections and recompilations come "
             "every so many steps.",

@@ -56,7 +56,7 @@ class SlowTransfers:
 
 
 def slow_links(context: Context) -> list[SlowTransfers]:
-    """Transfers that take too long, by kind and size, those that lose the most time first."""
+    """Transfers that take too long, by kind and size, those that lose longest first."""
     # communication whose transfer is known
     edges = context.graph.edges
     ends = pl.Series(among(edges["kind"], gs.EDGE_KINDS, ("rendezvous",))) & edges["to_end"]

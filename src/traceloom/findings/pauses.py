@@ -25,7 +25,7 @@ _BUSY = 0.5  # of its time a thread runs at least: it works
 _MOST_RANKS = 4
 _FAR_MORE = 2.0  # times as long as the middle one of the others: the pause is this rank's
 _ASLEEP = 0.2  # at most: it waits
-IDLE = "the program waits most of the time, for requests or whatever it is that nobody recorded: that costs nothing"
+IDLE = "the program waits most of the time, for requests or for something that was not recorded: that costs nothing"
 
 
 def pauses(context: Context) -> Iterator[Said]:

@@ -110,7 +110,10 @@ def rank(context: Context, rules: Sequence[Rule], *, steps: int = MOST_STEPS) ->
     slugs = {finding.slug for finding in findings}
     slugs |= {alternative.slug for finding in findings for alternative in finding.alternatives}
     abstained += [
-        Abstention(rule.slug, f"{candidate.title}: hiding it saves nothing, what comes behind waits for more than that")
+        Abstention(
+            rule.slug,
+            f"{candidate.title}: overlapping it saves nothing, because what comes next waits for longer than that",
+        )
         for rule, candidate in time
         if rule.slug not in slugs and (candidate.seen_ns or 0) >= HIGH * context.step_ns
     ]

@@ -59,7 +59,7 @@ class MemoryCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something that has to be known when the others are read; it saves nothing by itself.
+    """Something that has to be known when the others are read; it saves nothing on its own.
 
     Attributes:
         title: One line with the main figure.

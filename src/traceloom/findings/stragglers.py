@@ -20,7 +20,7 @@ from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen, Selection
 
 _MOST_RANKS = 4
-_APART = "the ranks share no communication: nobody waits for another"
+_APART = "the ranks share no communication, so none waits for another"
 _UNEVEN = 1.05
 _WORK = (gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL)
 _ITS_SHARE = 0.1  # of all waiting at least: what goes back to a rank that is called slow

@@ -75,7 +75,7 @@ def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
 
     Raises:
         UsageError: `no-inputs`, `several-runs`, `stdin-among-files`.
-        InputError: Nothing given is a device trace; a rank has two of something; ranks cannot be told apart.
+        InputError: Nothing given is a device trace; a rank has two of something; ranks cannot be distinguished.
     """
     if not paths:
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")

@@ -116,7 +116,7 @@ def _met(merged: Graph, joined: JoinedParts) -> tuple[Graph, list[Notice]]:
         return graph, []
     text = (
         f"{dropped} parts of communications, joined between ranks, would wait for each other in a circle; "
-        "they are not joined (the traces do not show one and the same run, or their order cannot be told)"
+        "they are not joined (the traces do not show one and the same run, or their order cannot be determined)"
     )
     return graph, [Notice("collectives-circle", "warning", text, dropped)]
 

@@ -40,7 +40,7 @@ REASONS = {
     "operators[*].kernel_count": "no GPU work was recorded",
     "modules": "neither Python stacks nor module annotations were recorded",
     **{
-        f"modules[*].{part}_{name}": "no backward pass was recorded, or its operators do not tell their forward"
+        f"modules[*].{part}_{name}": "no backward pass was recorded, or its operators are not linked to their forward"
         for part in ("backward", "recompute")
         for name in ("count", "host_ns", "self_host_ns", "device_ns", "self_device_ns", "kernel_count")
     },
@@ -53,13 +53,13 @@ REASONS = {
     "modules[*].parent": "null is the root",
     "modules[*].rank": "the file does not say its rank",
     "communication.collectives": "no collective communication was recorded",
-    "communication.collectives[*].kind": "neither arguments nor name of the kernel tell what it does",
+    "communication.collectives[*].kind": "neither the arguments nor the name of the kernel say what it does",
     "communication.collectives[*].group": "the recording does not say which group communicates",
     "communication.collectives[*].group_description": "the group has no description",
     "communication.collectives[*].group_size": "the recording does not say how many ranks communicate",
     "communication.collectives[*].element_type": "the recording does not say the element type",
     "communication.collectives[*].bytes": "the recording does not say how much is sent",
-    "communication.collectives[*].exposed_ns": "only communication on a device can be hidden behind its computing",
+    "communication.collectives[*].exposed_ns": "only communication on a device can overlap its compute",
     "communication.ranks[*].rank": "the file does not say its rank",
     "memory.devices": "allocations were not recorded (record with --memory, or profile_memory=True)",
     "memory.devices[*].start_bytes": "the allocator's own total was not recorded",
@@ -71,7 +71,7 @@ REASONS = {
     "data_loading": "no data loader was recorded",
     "data_loading.waits[*].rank": "the file does not say its rank",
     "data_loading.waits[*].thread": "the file does not number this thread",
-    "data_loading.waits[*].maker": "neither the name of the call nor Python frames tell who makes the batch",
+    "data_loading.waits[*].maker": "neither the name of the call nor the Python frames say who makes the batch",
     "data_loading.waits[*].gpu_idle_ns": "no GPU work was recorded",
     "data_loading.steps[*].gpu_idle_ns": "no GPU work was recorded, or no loader in this step",
     "data_loading.steps[*].bottleneck": "no loader was recorded in this step",
@@ -99,7 +99,7 @@ REASONS = {
     "findings[*].evidence[*].total_ns": "it is a single thing",
     "findings_ground.limit": "savings were evaluated over several steps, or there are no steps",
     "findings_ground.step": "the trace marks no steps: the whole window is looked at",
-    "findings_ground.host_ratio": "nobody measured what recording cost",
+    "findings_ground.host_ratio": "the cost of recording was not measured",
     "runs[*].world_size": "the files do not say how many ranks the job has",
     "runs[*].window_ns": "the run has no events",
 }

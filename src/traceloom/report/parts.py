@@ -20,12 +20,18 @@ DEVICE = (
     Part("compute_ns", "compute", "Compute", "compute", "kernels that are not communication"),
     Part(
         "exposed_communication_ns",
-        "communication not hidden",
+        "exposed communication",
         "Comm.",
         "communication",
-        "communication that no computing hides",
+        "communication not overlapped by compute",
     ),
-    Part("exposed_memory_ns", "copies and fills not hidden", "Memory", "memory", "copies and fills that nothing hides"),
+    Part(
+        "exposed_memory_ns",
+        "exposed copies and fills",
+        "Memory",
+        "memory",
+        "copies and fills not overlapped by other work",
+    ),
     Part("idle_ns", "idle", "Idle", "idle", "no stream of the device runs anything"),
 )
 """Of a device's window, which they add up to."""

@@ -55,7 +55,7 @@ def sentence(result: WhatIf, step: int | None) -> str:
     scope = "the window" if step is None else f"step {step}"
     before, after = units.duration(result.before_ns), units.duration(result.after_ns)
     if not result.saved_ns:
-        return f"{scope[0].upper()}{scope[1:]} would take {after} as before: nothing of this decides how long it takes."
+        return f"{scope[0].upper()}{scope[1:]} would take {after} as before: none of this is on the critical path."
     word = "save" if result.saved_ns > 0 else "cost"
     word += " at least" if result.lower_bound and result.saved_ns > 0 else ""
     share = units.share(abs(result.saved_ns), result.before_ns)

@@ -28,7 +28,7 @@ TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
     "collectives": ((gs.COLLECTIVE, gs.SEND, gs.RECEIVE), "communication"),
     "host": ((gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK), "what host threads do themselves"),
     "ops": ((gs.HOST,), "operators and other recorded regions on the host, by their own time"),
-    "think": ((gs.THINK,), "host time that nothing recorded names (Python)"),
+    "think": ((gs.THINK,), "host time outside any recorded event (Python)"),
     "launches": ((gs.LAUNCH,), "calls that submit work"),
     "syncs": ((gs.BLOCK,), "calls that wait for the device"),
     "loading": ((gs.HOST, gs.THINK), "host work inside the data loader"),

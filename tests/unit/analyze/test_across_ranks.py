@@ -1,4 +1,4 @@
-"""Ranks against each other: made jobs whose delays are planted, small traces by hand, what cannot be told."""
+"""Ranks against each other: made jobs whose delays are planted, small traces by hand, what cannot be determined."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_lateness_is_followed_through_an_earlier_collective_of_another_group() -
     assert chain.filter((pl.col("link") == 1) & (pl.col("cause") == "compute"))["detail"][0].startswith("slow_gemm")
 
 
-# -- what cannot be told, and corners ---------------------------------------------------------------------------
+# -- what cannot be determined, and corners ---------------------------------------------------------------------------
 
 
 def _one(rank: int, kinds: list[str], world: int = 2, start: float = 0.0, **more: Any) -> Any:

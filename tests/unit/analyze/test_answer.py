@@ -62,7 +62,7 @@ def test_a_run_on_the_cpu_tells_what_the_main_thread_did() -> None:
     ]
     assert result.sentence == (
         "1 step of 1.00 ms: 80.0 % of the time the CPU runs operators, mostly in the forward phase; "
-        "the largest is aten::mm (75.0 % of that); the DataLoader is waited for 10.0 %."
+        "the largest is aten::mm (75.0 % of that); 10.0 % is spent waiting on the DataLoader."
     )
 
 

@@ -227,7 +227,7 @@ def test_without_sequence_numbers_mfu_of_training_is_not_told() -> None:
     assert row["mfu"] is None
     assert row["model_flops"] is None
     assert row["hfu"] == pytest.approx(0.02)
-    assert "repeated forward work cannot be told" in row["reason"]
+    assert "repeated forward work cannot be determined" in row["reason"]
 
 
 def test_a_compiled_backward_pass_does_not_tell_what_it_repeats() -> None:

@@ -221,7 +221,7 @@ def test_without_steps_nobody_says_that_nothing_grows(tmp_path: Path, capsys: py
     assert main(["memory", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for text in (shown, page.read_text(encoding="utf-8")):
-        assert "cannot be told: it takes at least 4 steps, and none was recorded." in text
+        assert "cannot be determined: it takes at least 4 steps, and none was recorded." in text
         assert "Nothing grows" not in text
     (why,) = [one["reason"] for one in build(Session((builder.build(),), "made"))["absent"] if "growth" in one["path"]]
     assert "none was recorded" in why
@@ -235,7 +235,7 @@ def test_with_steps_it_is_said_that_nothing_grows(tmp_path: Path, capsys: pytest
     path, page = builder.write(tmp_path / "trace.json"), tmp_path / "memory.html"
     assert main(["memory", str(path), "-o", str(page), "--quiet"]) == 0
     assert main(["memory", str(path)]) == 0
-    assert "cannot be told" not in capsys.readouterr().out
+    assert "cannot be determined" not in capsys.readouterr().out
     assert "Nothing grows from step to step." in page.read_text(encoding="utf-8")
 
 

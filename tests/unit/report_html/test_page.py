@@ -113,7 +113,7 @@ def test_the_sentence_is_headline_and_title(page: str, made_document: dict[str, 
 def test_four_key_numbers(page: str) -> None:
     found = re.search(r'<dl class="key">(.*?)</dl>', page, re.DOTALL)
     assert found
-    assert re.findall(r"<dt>(.*?)</dt>", found[1])[:3] == ["Step", "GPU busy", "Communication not hidden"]
+    assert re.findall(r"<dt>(.*?)</dt>", found[1])[:3] == ["Step", "GPU busy", "Exposed communication"]
     assert found[1].count("<dt>") == 4
 
 
@@ -129,7 +129,7 @@ def test_the_numbers_are_of_the_time_that_the_sentence_and_the_bar_are_of(
     )
     assert numbers["GPU busy"] == f"{whole - idle} of {whole} ns"
     exposed = sum(part["ns"] for part in parts if part["kind"] == "communication")
-    assert numbers["Communication not hidden"] == f"{exposed} of {whole} ns"
+    assert numbers["Exposed communication"] == f"{exposed} of {whole} ns"
     assert numbers["Idle, mostly"] == f"{max(part['ns'] for part in parts if part['kind'] == 'idle')} ns"
 
 

@@ -47,7 +47,7 @@ other threads made them, or they are not PyTorch's own (NumPy arrays, mapped fil
 _GONE = """storages ({size}) from before the recording were not found any more at its end, but no free of them was
 recorded: they count until the end"""
 _EARLY = """blocks ({size}) were freed whose allocation was not recorded: they are taken to be from before the
-recording, where no other thread made them; nobody knows whose they are"""
+recording, where no other thread made them; their owner is unknown"""
 _UNKNOWN = "backward nodes belong to no recorded forward operator: what they allocate is called backward.unknown"
 _COMPILED = """allocations ({size}) were made in compiled code: they are charged to the scope that called it, because
 modules and scopes inside it are gone"""

@@ -109,7 +109,7 @@ def advice(
             out.append(Advice("expandable-segments", text, idle, why))
         outside = device["total_bytes"] - device["free_bytes"] - device["reserved_bytes"]
         if outside > device["total_bytes"] // 10:
-            text = "look at what else uses the device: other processes (nvidia-smi), communication buffers, libraries"
+            text = "check what else uses the device: other processes (nvidia-smi), communication buffers, libraries"
             why = f"{units.size(outside)} of {units.size(device['total_bytes'])} are in use outside this allocator"
             out.append(Advice("other-processes", text, outside, why))
     out += [
@@ -123,7 +123,7 @@ def advice(
         why = f"alone it asks for {units.size(asked)}, more than all that was alive ({units.size(whole)})"
         where = where_in_program(stack)
         at = f" at {where}" if where else ""
-        worth.insert(0, Advice("shrink-request", f"look at the request itself{at}", None, why))
+        worth.insert(0, Advice("shrink-request", f"check the request itself{at}", None, why))
     return worth
 
 

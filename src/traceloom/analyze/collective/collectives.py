@@ -225,7 +225,7 @@ def _exposure(trace: Trace, kernels: pl.DataFrame, work: pl.DataFrame) -> tuple[
     Returns:
         Arrays of shape (kernels,): exposed_ns, the time in which the kernel runs and no compute of its device does;
         blocking_ns, the part of it in which the next compute had been submitted and waited for this kernel, -1 where
-        the launch of that compute is not recorded, so that it cannot be told.
+        the launch of that compute is not recorded, so that it cannot be determined.
     """
     exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
     columns = ("event", "device", "stream", "start_ns", "end_ns", "launch")

@@ -149,8 +149,8 @@ def breakdown(device: Device) -> pl.DataFrame:
     """Busy time by kind and idle time by cause; adds up to the step on both sides."""
     words = {
         "compute": "kernels that compute",
-        "communication": "communication that nothing hides",
-        "copies": "copies and fills that nothing hides",
+        "communication": "exposed communication",
+        "copies": "exposed copies and fills",
     }
     sums = device.kernels.group_by("kind").agg(pl.col("base_ns", "new_ns").sum())
     by_kind = {row["kind"]: row for row in sums.to_dicts()}

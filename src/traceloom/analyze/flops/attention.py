@@ -154,7 +154,7 @@ def batch_sums(annotation: str) -> tuple[int, int, int, int]:
     """
     groups = BATCH.findall(annotation)
     if not groups:
-        raise Unknown("the lengths of the requests are not recorded (no annotation tells the batch)")
+        raise Unknown("the lengths of the requests are not recorded (no annotation describes the batch)")
     queries, keys, squares, products = (sum(int(group[at]) for group in groups) for at in range(4))
     return queries, keys, squares, products
 
@@ -164,7 +164,7 @@ def _paged(call: Call) -> Work:
     """Causal attention over a paged cache: a request with q queries and k keys has q·k - q·(q - 1)/2 pairs."""
     query, key, value = call.tensor(0), call.tensor(1), call.tensor(2)
     if len(query.shape) != 3 or len(key.shape) != 3:
-        raise Unknown("the heads cannot be told from the recorded shapes")
+        raise Unknown("the heads cannot be determined from the recorded shapes")
     (_, heads, d_qk), (_, kv_heads, d_v) = query.shape, value.shape
     return _over_requests(call, query, key, (heads, kv_heads), (d_qk, d_v))
 
@@ -185,7 +185,7 @@ def _paged_over_cache(call: Call) -> Work:
     at, dimension = next(places for name, places in _OVER_CACHE.items() if call.name.startswith(name.removesuffix("*")))
     query, key = call.tensor(at), call.tensor(at + 1)
     if len(query.shape) != 3 or len(key.shape) < 4:
-        raise Unknown("the heads cannot be told from the recorded shapes")
+        raise Unknown("the heads cannot be determined from the recorded shapes")
     _, heads, size = query.shape
     return _over_requests(call, query, key, (heads, key.shape[dimension]), (size, size))
 

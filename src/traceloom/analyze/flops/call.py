@@ -151,7 +151,9 @@ class Call:
         if not shapes or not all(isinstance(shape, list) for shape in shapes):
             raise Unknown(f"the shapes of the list in input {at} are not recorded")
         if self.list_type not in SIZES:
-            raise Unknown("the element type of a list of tensors is not recorded, nor does the kernel's name tell it")
+            raise Unknown(
+                "the element type of a list of tensors is not recorded, and the name of the kernel does not say it"
+            )
         return [Tensor(_sizes(shape), self.list_type) for shape in shapes]
 
     def is_list(self, at: int) -> bool:

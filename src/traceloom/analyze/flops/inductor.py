@@ -50,9 +50,9 @@ def _template(call: Call) -> Work:
     """A matrix product from a template: (M, K), (K, N) and (M, N) must be the only matrices that fit each other."""
     matrices = [tensor for tensor in call.tensors() if len(tensor.shape) == 2]
     if not re.search(r"_(?:add)?mm(?:_|$)", call.name) or len(matrices) != 3:
-        raise Unknown("which inputs are multiplied cannot be told from what is recorded")
+        raise Unknown("which inputs are multiplied cannot be determined from what is recorded")
     a, b, out = matrices
     if (a.shape[1], a.shape[0], b.shape[1]) != (b.shape[0], out.shape[0], out.shape[1]):
-        raise Unknown("which inputs are multiplied cannot be told from what is recorded")
+        raise Unknown("which inputs are multiplied cannot be determined from what is recorded")
     moved = sum(tensor.bytes for tensor in call.tensors())
     return Work(2 * a.shape[0] * a.shape[1] * b.shape[1], moved, a.dtype, matrix=True)

@@ -152,7 +152,7 @@ def _index(call: Call) -> Work:
     if not shapes:
         raise Unknown("the shapes of the indices are not recorded")
     if len(shapes) != 1 or x.shape[: len(shapes[0])] == shapes[0]:
-        raise Unknown("the shape of the result cannot be told from what is recorded")
+        raise Unknown("the shape of the result cannot be determined from what is recorded")
     count = math.prod(shapes[0])
     return Work(0, _rows(count, x.numel // x.shape[0], x.size) + 8 * count, x.dtype)
 

@@ -23,7 +23,7 @@ def _fused_experts(call: Call) -> Work:
     experts, n1, k = first.shape
     n2 = second.shape[2]
     if k != tokens.shape[-1]:
-        raise Unknown("the weights are packed, and the recorded shapes do not tell how")
+        raise Unknown("the weights are packed, and the recorded shapes do not say how")
     used = min(experts, chosen)
     weights = used * (first.bytes + second.bytes) // experts
     moved = 2 * tokens.bytes + weights + 2 * routing.bytes
@@ -54,7 +54,7 @@ def _triton_experts(call: Call) -> Work:
         block_rows, block_columns = int(match[4]), int(match[5])
         columns, rest = divmod(math.prod(grid), _row_tiles(chosen, experts, block_rows))
         if rest or not columns:
-            raise Unknown("the grids do not tell the sizes of the experts")
+            raise Unknown("the grids do not determine the sizes of the experts")
         columns *= block_columns
         flops += 2 * chosen * width * columns
         weights += width * columns

@@ -14,7 +14,7 @@ CAUSES = pl.Schema(
     {"what": pl.String(), "name": pl.String(), "base_ns": pl.Int64(), "new_ns": pl.Int64(), "difference_ns": pl.Int64()}
 )
 _MOST = 20
-_PARTS = {"idle": "idle time of the GPUs", "exposed_communication": "communication that nothing hides"}
+_PARTS = {"idle": "idle time of the GPUs", "exposed_communication": "exposed communication"}
 
 
 def causes(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:

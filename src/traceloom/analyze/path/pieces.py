@@ -34,7 +34,7 @@ CLASSES = {
     COMPUTE: "kernels that compute",
     COMMUNICATION: "communication, from the meeting of the ranks on",
     COPIES: "copies and fills",
-    HOST: "the host's own work: operators, Python, what nothing names",
+    HOST: "the host's own work: operators, Python, time outside any recorded event",
     DATA: "the training loop waits for its data",
     LAUNCH: "launch calls, and the way from a call to its work",
     SYNCHRONISATION: "calls that wait: what they take themselves, and the way back to the host",

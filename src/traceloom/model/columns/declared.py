@@ -32,8 +32,8 @@ def per_step(name: str, unit: str, what: str, title: str = "Per step", unknown: 
     at = f"{path}." if path else ""
     return {
         f"{at}mean_{key}": Column(mean_unit, title, f"{what}, mean over the whole steps", unknown),
-        f"{at}min_{key}": Column(unit, "Least", f"{what}, in the step with the least of it", unknown),
-        f"{at}max_{key}": Column(unit, "Most", f"{what}, in the step with the most of it", unknown),
+        f"{at}min_{key}": Column(unit, "Min", f"{what}, min over the whole steps", unknown),
+        f"{at}max_{key}": Column(unit, "Max", f"{what}, max over the whole steps", unknown),
     }
 
 
@@ -42,7 +42,7 @@ def times(name: str, title: str, what: str) -> dict[str, Column]:
     return {
         f"{name}_median_ns": Column("time", title, f"{what}, median"),
         f"{name}_p95_ns": Column("time", "95 %", f"{what}, 95th percentile"),
-        f"{name}_max_ns": Column("time", "Most", f"{what}, longest"),
+        f"{name}_max_ns": Column("time", "Max", f"{what}, longest"),
     }
 
 
@@ -51,5 +51,5 @@ NO_DEVICE = "the file does not number the device"
 NO_STEP = "null is the time outside all steps"
 NO_GROUP = "the recording does not say which group communicates"
 NO_SIZE = "the recording does not say how many ranks communicate"
-NO_KIND = "neither arguments nor name of the kernel tell what it does"
+NO_KIND = "neither the arguments nor the name of the kernel say what it does"
 NO_MESSAGE = "the recording does not say how much is sent"

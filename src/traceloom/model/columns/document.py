@@ -69,8 +69,8 @@ RANKS: dict[str, Column] = {
     "ranks.host.account.ns": Column("time", "Time", "time of the thread in this step, phase and activity"),
     "ranks.step_times.count": Column("count", "Steps", "complete steps"),
     "ranks.step_times.median_ns": Column("time", "Median", "median duration of the complete steps"),
-    "ranks.step_times.min_ns": Column("time", "Least", "duration of the shortest complete step"),
-    "ranks.step_times.max_ns": Column("time", "Most", "duration of the longest complete step"),
+    "ranks.step_times.min_ns": Column("time", "Min", "duration of the shortest complete step"),
+    "ranks.step_times.max_ns": Column("time", "Max", "duration of the longest complete step"),
     "ranks.step_times.spread_fraction": Column("share", "Spread", "distance of the quartiles over the median"),
     "ranks.step_times.evidence": Column("text", "Evidence", "how steps were recognised"),
     "ranks.gpu_account.window": Column(
@@ -201,5 +201,5 @@ FINDINGS: dict[str, Column] = {
     "findings_ground.limit": Column("text", "Limit", "what savings leave out, in words"),
     "findings_ground.residual_share": Column("share", "Residual", "time that the graph does not explain, of the step"),
     "findings_ground.host_ratio": Column("number", "Recording", "host time with recording over host time without"),
-    "findings_ground.abstentions.slug": Column("text", "Rule", "stable name of a rule that could not look"),
+    "findings_ground.abstentions.slug": Column("text", "Rule", "stable name of a rule that was skipped"),
 }

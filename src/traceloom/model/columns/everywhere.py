@@ -53,7 +53,7 @@ IDENTITY: dict[str, Column] = {
     "group": Column("text", "Group", "name of the process group", NO_GROUP),
     "group_size": Column("count", "Ranks", "ranks of the group", NO_SIZE),
     "sequence": Column("count", "Sequence", "number within the group", "the recording does not number its collectives"),
-    "backend": Column("text", "Back end", "library that communicates", "the name does not tell it"),
+    "backend": Column("text", "Back end", "library that communicates", "the name does not say"),
     "element_type": Column("text", "Type", "element type", "the recording does not say the element type"),
 }
 
@@ -67,8 +67,8 @@ TIMES: dict[str, Column] = {
     "union_ns": Column("time", "Union", "time in which at least one of them runs"),
     "mean_ns": Column("time", "Mean", "mean duration of one, rounded down"),
     "median_ns": Column("time", "Median", "median duration of one"),
-    "min_ns": Column("time", "Least", "shortest duration of one"),
-    "max_ns": Column("time", "Most", "longest duration of one"),
+    "min_ns": Column("time", "Min", "shortest duration of one"),
+    "max_ns": Column("time", "Max", "longest duration of one"),
     "p95_ns": Column("time", "95 %", "95th percentile of the durations"),
     "host_ns": Column("time", "Host", "host time in it"),
     "device_ns": Column("time", "GPU", "summed durations of the GPU work launched in it or in what it calls"),
@@ -130,5 +130,5 @@ AMOUNTS: dict[str, Column] = {
     "peak_time_ns": Column("time", "Peak at", "instant of the peak, after `epoch_ns`"),
     "peak_step": Column("count", "Peak in step", "step of the peak", "the peak is outside all steps"),
     "flop_rate": Column("flop_rate", "FLOP/s", "FLOPs achieved per second"),
-    "byte_rate": Column("byte_rate", "B/s", "bytes of the least traffic moved per second"),
+    "byte_rate": Column("byte_rate", "B/s", "bytes of the minimum traffic moved per second"),
 }

@@ -17,7 +17,7 @@ MEMORY: dict[str, Column] = {
         "text", "Category", "what the memory is for: parameter, gradient, activation, ..."
     ),
     "memory_owners.evidence": Column(
-        "text", "Known by", "census: the owner was asked; inferred: from where it was made and freed"
+        "text", "Evidence", "census: the owner was asked; inferred: from where it was made and freed"
     ),
     "site": Column("name", "Allocated by", "place that allocates, the counter of its name restarting in every step"),
     "memory_owners.memories.growth.step_count": Column("count", "Steps", "steps that left something"),
@@ -39,7 +39,7 @@ MEMORY: dict[str, Column] = {
     "memory_json.category": Column("text", "Category", "what the memory is for: parameter, gradient, activation, ..."),
     "memory_json.evidence": Column(
         "text",
-        "Known by",
+        "Evidence",
         "census: an owner was counted; inferred: from who made and freed it; recorded: a timeline says so",
     ),
     "memory_json.path": Column("name", "File", "path of the file"),
@@ -86,14 +86,14 @@ MEMORY: dict[str, Column] = {
     "memory_json.out_of_memory.advice.bytes": Column("bytes", "Frees", "bytes that would be free at most"),
     "why": Column("text", "Why", "figures that speak for it"),
     "memory_json.out_of_memory.time_ns": Column("time", "At", "when memory ran out, after `epoch_ns`"),
-    "memory_json.out_of_memory.evidence": Column("text", "Known by", "census, trace or snapshot"),
+    "memory_json.out_of_memory.evidence": Column("text", "Evidence", "census, trace or snapshot"),
     "asked_bytes": Column("bytes", "Asked for", "bytes that were asked for"),
     "memory_json.out_of_memory.where": Column("text", "Where", "innermost frame of the program's own code"),
     "memory_json.out_of_memory.stack": Column("name", "Stack", "Python frames, outermost first"),
     "memory_json.out_of_memory.bytes": Column("bytes", "Alive", "bytes alive when memory ran out"),
     "sum_of_peaks_bytes": Column("bytes", "Sum", "sum of the peaks of all ranks"),
-    "largest_peak_bytes": Column("bytes", "Largest", "peak of the rank with the most"),
-    "smallest_peak_bytes": Column("bytes", "Smallest", "peak of the rank with the least"),
+    "largest_peak_bytes": Column("bytes", "Largest", "largest peak over the ranks"),
+    "smallest_peak_bytes": Column("bytes", "Smallest", "smallest peak over the ranks"),
     "memory_json.job.count": Column("count", "Count", "memories of this kind"),
     "imbalance": Column("number", "Largest / mean", "largest peak over the mean of the peaks; 1 is even"),
 }

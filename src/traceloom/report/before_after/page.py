@@ -98,7 +98,7 @@ def _numbers(document: Row) -> str:
         ("Saved", units.duration(saved), f"{units.share(saved, before)} of it" if saved >= 0 else "it takes longer"),
     ]
     if document["rescaled_saved_ns"] != saved:
-        shown.append(("Unrecorded", units.duration(document["rescaled_saved_ns"]), "saved when nobody records"))
+        shown.append(("Unrecorded", units.duration(document["rescaled_saved_ns"]), "saved when not recording"))
     else:
         error = f"{100 * document['law']['honest_error']:+.2f} %"
         shown.append(

@@ -33,7 +33,7 @@ _STRETCHES = 3_000  # of each critical path
 _SEEN = 2_000  # parts of the picture: what is shorter does not part the line of a path
 _NAMES = 200_000  # characters of all names together
 _NAME, _SHORT = 200, 60  # characters of one name, and on the canvas
-_UNNAMED = {gs.THINK: "host time that nothing names", gs.WAIT: "waiting"}
+_UNNAMED = {gs.THINK: "host time outside any recorded event", gs.WAIT: "waiting"}
 _WORDS = {gs.THINK: "python", gs.WAIT: "other", gs.BLOCK: "sync", **dict.fromkeys(gs.COMMUNICATION, "collective")}
 
 

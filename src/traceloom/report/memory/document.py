@@ -37,7 +37,7 @@ REASONS = {
     "memories[*].capacity_bytes": "the recording does not say how much memory the device has",
     "memories[*].allocator": "neither an allocator's snapshot nor the recorder tells (on a GPU: record with --memory)",
     "memories[*].tree[*].parent": "null is the root",
-    "memories[*].largest[*].owner": "no census tells who owned it",
+    "memories[*].largest[*].owner": "no census recorded who owned it",
     "memories[*].largest[*].time_ns": "it was there before the recording",
     "memories[*].largest[*].end_ns": "it was alive when the recording ended, or longer",
     "memories[*].largest[*].step": "it was made outside all steps, or before the recording",
@@ -158,7 +158,7 @@ def rank_entry(
         "lifetimes": lifetimes(blocks).to_dicts(),
     }
     if (why := facts.growth_unknown(entry)) is not None:
-        absent.say("memories[*].growth", f"what grows from step to step cannot be told: {why}")
+        absent.say("memories[*].growth", f"what grows from step to step cannot be determined: {why}")
     return entry, allocations.notices
 
 

@@ -13,7 +13,7 @@ from traceloom.read.memory_timeline import CATEGORIES, MemoryTimeline
 from traceloom.report.absent import Absent
 
 Row = dict[str, Any]
-_NONE = "a memory timeline tells levels by category, not single allocations"
+_NONE = "a memory timeline holds levels by category, not single allocations"
 _PATHS = (
     "memories[*].largest", "memories[*].growth", "memories[*].activations", "memories[*].allocator",
     "memories[*].capacity_bytes", "memories[*].peak_step", "memories[*].start_bytes", "memories[*].curve.stacks",

@@ -132,7 +132,7 @@ def _curves(memory: Row, entry: Row, _key: str, document: Row, _reasons: Reasons
 
 def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
     if (why := growth_unknown(entry)) is not None:
-        return f'<p class="quiet">What grows from step to step cannot be told: {text(why)}.</p>'
+        return f'<p class="quiet">What grows from step to step cannot be determined: {text(why)}.</p>'
     grown = tables.growth(memory, key, reasons.columns("memories[*].growth"))
     return (
         drawn(replace(grown, note=""), reasons)

@@ -36,7 +36,7 @@ def modules(memory: Row, key: str) -> Table:
 def categories(memory: Row, key: str) -> Table:
     """What it is for, and how that is known."""
     hint = "census: the owner was asked; inferred: from the part of the step that made and freed it"
-    columns = [Col("name", "Category"), *HELD, Col("evidence", "Known by", "text", hint)]
+    columns = [Col("name", "Category"), *HELD, Col("evidence", "Evidence", "text", hint)]
     rows = [{**row, "name": row["category"].replace("_", " ")} for row in memory["categories"]]
     return Table(key, "Memory by category", columns, rows)
 

@@ -55,7 +55,7 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
     untold = [why for entry in document["ranks"] if (why := growth_unknown(entry)) is not None]
     if untold:  # that nothing is said of growth does not mean that nothing grows
         yield Text("")
-        yield from wrapped(f"What grows from step to step cannot be told: {untold[0]}.", width)
+        yield from wrapped(f"What grows from step to step cannot be determined: {untold[0]}.", width)
     messages = [(row["severity"], f"{row['message']} [{row['slug']}]") for row in document["notices"]]
     yield from notice_lines(messages, width)
 

@@ -31,7 +31,7 @@ _JOB = pl.Schema(
 )
 _SUMS = ("match_count", "host_ns", "gpu_ns")
 _NULLS = {
-    **dict.fromkeys(_SUMS, "the recording does not tell; see its reason"),
+    **dict.fromkeys(_SUMS, "the recording does not show it; see the reason"),
     "evidence": "without matches there is none",
 }
 

@@ -54,7 +54,7 @@ class BreakdownSection(CoreSection):
             notes = [str(model) for model in models if model and len(models) == 1]
             if hidden > 0:
                 whole = sum(d["communication_ns"] for d in devices)
-                notes.append(f"{units.share(hidden, whole)} of communication hidden behind compute")
+                notes.append(f"{units.share(hidden, whole)} of communication overlapped by compute")
             yield Table(
                 "breakdown",
                 "GPU time",

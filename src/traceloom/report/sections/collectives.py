@@ -51,7 +51,7 @@ _NO_BANDWIDTH = "size or group is not known, or the call only submits"
 _UNKNOWN = {
     "link": "the group may leave its host, or the device's link is not known",
     "link_fraction": "the link or the bandwidth is not known",
-    "exposed_ns": "only communication on a device can be hidden behind its computing",
+    "exposed_ns": "only communication on a device can overlap its compute",
     "blocking_ns": "only communication on a device has it, where the launch of the next compute is recorded",
 }
 
@@ -81,10 +81,10 @@ class CollectivesSection(RanksSection):
             {
                 **_UNKNOWN,
                 "bus_gb_per_s": _NO_BANDWIDTH,
-                "name_certain": "the name of the kernel tells neither algorithm nor protocol",
+                "name_certain": "the name of the kernel says neither algorithm nor protocol",
                 "channels": "only kernels of NCCL and RCCL have them, and the file must still be there and below "
                 "256 MiB",
-                "phase": "nothing around it says forward, backward or optimizer",
+                "phase": "no enclosing event says forward, backward or optimizer",
                 "peer": "only messages and rooted collectives have one, where it is recorded",
             },
             ("rank", "device", "stream", "step", "kind", "backend", "group", "group_size", "sequence", "element_type",

@@ -63,7 +63,7 @@ class CommunicationSection(CoreSection):
             Col("total_ns", "Total", "time", "sum over all ranks; waiting for other ranks is part of it"),
             Col("mean_ns", "Mean", "time", scale="one"),
             Col("max_ns", "Longest", "time", narrow=False, scale="one"),
-            Col("exposed_ns", "Not hidden", "time", "time that no computing hides"),
+            Col("exposed_ns", "Exposed", "time", "time not overlapped by compute"),
             *several(document, Col("ranks", "Ranks", "count", "ranks that ran it", narrow=False)),
         ]
         if rows:

@@ -33,7 +33,7 @@ class GraphLaunchesSection(Section[Frames]):
         ),
         "nodes": Part(
             NODES,
-            "one row per graph and node, the most time first, at most a thousand of each rank",
+            "one row per graph and node, longest first, at most a thousand of each rank",
             nullable=("node_id",),
         ),
     }

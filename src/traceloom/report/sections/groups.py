@@ -20,7 +20,7 @@ from traceloom.report.table import Col, Table
 _MOST = 200
 _GROUPS = Part(
     GROUP_SCHEMA,
-    "process groups; the most time first, unused ones last",
+    "process groups; longest first, unused ones last",
     {
         "backend": "the recording does not say it",
         "members": "the recording does not list the members, or cuts the list",

@@ -62,7 +62,7 @@ class ImbalanceSection(RanksSection):
             }
             rows.append({**row, **figures, "word": _WORDS[measure]})
         columns: Columns = [Col("word", "Of"), "max_over_mean", Col("mean", "Mean", hint="per rank and step"),
-                   Col("max", "Most"), "max_rank", Col("min", "Least", narrow=False), "+min_rank",
+                   Col("max", "Max"), "max_rank", Col("min", "Min", narrow=False), "+min_rank",
                    "+worst_max_over_mean", "+worst_step"]  # fmt: skip
         yield table("imbalance.measures", "Balance", columns, rows)
         known = [name for name in MEASURES if any(row[name] is not None for row in value["ranks"])]

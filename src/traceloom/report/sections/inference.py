@@ -21,7 +21,7 @@ _FRAMES = {
     for name, shape in (("steps", STEPS), ("mix", MIX), ("rates", RATES), ("operators", OPERATORS), ("nodes", NODES))
 }
 _NO_CAPTURE = "no recording of the graphs' capture was given (--graph-capture), or there are no graphs"
-_NOT_TOLD = "an annotation does not tell"
+_NOT_TOLD = "an annotation does not say"
 _FEW = "fewer than two steps that generate"
 _NOT_MAPPED = "not mapped; see its reason"
 
@@ -55,7 +55,7 @@ class InferenceSection(Section[Inference]):
                 **{name: _FEW for name in MIX if name.startswith("between")},
             },
         ),
-        "rates": Part(_FRAMES["rates"], "tokens and samples per second, told by the names or declared"),
+        "rates": Part(_FRAMES["rates"], "tokens and samples per second, from the annotations or declared"),
         "operators": Part(
             _FRAMES["operators"],
             "GPU time of graph replays by operator and module of the capture",
@@ -65,7 +65,7 @@ class InferenceSection(Section[Inference]):
         ),
         "nodes": Part(
             _FRAMES["nodes"],
-            "nodes of graphs with their operators, the 500 with the most time of each rank",
+            "nodes of graphs with their operators, the 500 that take longest on each rank",
             dict.fromkeys(("op", "op_name", "evidence"), _NOT_MAPPED),
             ("module", "reason"),
             _NO_CAPTURE,

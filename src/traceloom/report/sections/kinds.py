@@ -100,7 +100,7 @@ class KindsSection(Section[Frames]):
         "matrix": Part(MATRIX_SCHEMA, "kernel time by use of matrix units", empty=_NO_WORK),
         "kernels": Part(
             KERNEL_SCHEMA,
-            f"the kernels with the most time of each rank: {_KERNELS}, or fewer where there are many ranks",
+            f"the kernels that take longest on each rank: {_KERNELS}, or fewer where there are many ranks",
             dict.fromkeys(("blocks_per_sm", "sm_fill", "occupancy"), _NO_FILL),
             (),
             _NO_WORK,
@@ -185,7 +185,7 @@ class KindsSection(Section[Frames]):
             "Matrix units",
             ["?rank", "matrix_units", "total_ns", "count"],
             matrix,
-            "Tensor cores or MFMA, told by the names of kernels.",
+            "Tensor cores or MFMA, recognised by kernel names.",
         )
         columns = ["?rank", "total_ns", "+count", "kind", "+matrix_units", "+blocks_per_sm", "+sm_fill", "+occupancy",
                    "name"]  # fmt: skip
@@ -194,7 +194,7 @@ class KindsSection(Section[Frames]):
             "Kernels by kind",
             columns,
             value["kernels"],
-            "Those with the most time of each rank.",
+            "The longest of each rank.",
             among=matrix,
         )
         columns = ["?rank", "kind", "rule", "sum_ns", "count"]

@@ -141,8 +141,7 @@ class LaunchesSection(Section[Launches]):
         short = sum(row["short_count"] for row in value["bins"])
         kernels = sum(row["kernel_count"] for row in value["bins"])
         held = sum(row["held_ns"] for row in value["queues"])
-        begins = f"begins {units.duration(worst['latency_median_ns'])} (median) after nothing holds it back any more"
-        words = [f"work{on_rank(worst, totals)} {begins}"]
+        words = [f"median launch latency{on_rank(worst, totals)}: {units.duration(worst['latency_median_ns'])}"]
         if kernels:
             words.append(f"{units.count(short)} of {units.count(kernels)} kernels are shorter than their launch call")
         if held:

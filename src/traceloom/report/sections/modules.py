@@ -102,8 +102,8 @@ def _columns(tree: list[Row], *, gpu: bool) -> list[Col]:
         hint = "forward, backward and repeated together, mean over the whole steps"
         columns += [
             Col(f"mean_all_{what}_ns", f"{title} per step", "time", hint, narrow=False, scale="step"),
-            Col(f"min_all_{what}_ns", "least", "time", "in the step with the least of it", narrow=False, scale="step"),
-            Col(f"max_all_{what}_ns", "most", "time", "in the step with the most of it", narrow=False, scale="step"),
+            Col(f"min_all_{what}_ns", "min", "time", "min over the whole steps", narrow=False, scale="step"),
+            Col(f"max_all_{what}_ns", "max", "time", "max over the whole steps", narrow=False, scale="step"),
         ]
     return columns
 

@@ -39,7 +39,7 @@ _OF_STEPS = {
     **dict.fromkeys(("flops", "bytes", "hardware_flops"), "no operator in it has a model and recorded shapes"),
     "modelled_fraction": "no GPU work was recorded in it",
     "placed_fraction": "no GPU work was recorded in it",
-    "model_flops": "not counted, or repeated forward work cannot be told; see `reason`",
+    "model_flops": "not counted, or repeated forward work cannot be determined; see `reason`",
     "roofline_ns": "no work of it lies on a roofline: no models, or no peaks",
     "rest_ns": "no work of it lies on a roofline: no models, or no peaks",
     "roofline_fraction": "no work of it lies on a roofline: no models, or no peaks",
@@ -155,7 +155,7 @@ class RooflineSection(Section[Roofline]):
             )
         if value["operators"]:
             time = Col("total_ns", "Host time" if value["timed_on"] == "host" else "GPU time", "time")
-            kind = "element type whose peak is used; assumed where the kernel's name does not tell"
+            kind = "element type whose peak is used; assumed where the name of the kernel does not say"
             columns = [*several, time, "roofline_fraction", "bound", "flop_rate", "+byte_rate", "+intensity", "+flops",
                        "+bytes", "count", Col("type", "Type", "text", kind), "+shapes", "name"]  # fmt: skip
             rows = [

@@ -62,7 +62,7 @@ class Featured:
         return (
             f"Of {len(ranks)} ranks the page shows these event by event: {named}{step}. "
             "Times of the timeline count from its own beginning. "
-            f"The tables tell of all ranks. Any other: `traceloom report {where} --rank {other}{steps} -o out.html`."
+            f"The tables cover all ranks. Any other: `traceloom report {where} --rank {other}{steps} -o out.html`."
         )
 
 

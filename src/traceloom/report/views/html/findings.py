@@ -30,7 +30,7 @@ def findings(document: Row, reasons: Reasons) -> str:
     if abstentions := context.get("abstentions") or []:
         reason_of = {row["slug"]: row["reason"] for row in abstentions}
         items = "".join(f"<li>{text(slug)}: {text(reason)}</li>" for slug, reason in reason_of.items())
-        abstained = f"<details><summary>Rules that could not look ({len(abstentions)})</summary>"
+        abstained = f"<details><summary>Checks that were skipped ({len(abstentions)})</summary>"
         abstained += f'<ul class="quiet">{items}</ul></details>'
     return f'{hint}<ol class="findings">{cards}</ol>{abstained}'
 
@@ -46,7 +46,7 @@ def _card(row: Row, positions: dict[int | None, int]) -> str:
     if of_time and row["saving_low_ns"] is not None:
         saved += f" ({units.duration(row['saving_low_ns'])} to {units.duration(row['saving_high_ns'])})"
     if of_time and not row["saving_ns"]:
-        figure, saved = "note", "saves nothing by itself"
+        figure, saved = "note", "saves nothing on its own"
     width = min(row["saving_fraction"] or 0, 1) * 100
     bar = (
         '<svg class="saving" viewBox="0 0 100 4" preserveAspectRatio="none" aria-hidden="true">'

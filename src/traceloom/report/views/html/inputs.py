@@ -73,7 +73,7 @@ def inputs(document: Row, reasons: Reasons) -> str:
     why_unknown = {
         **reasons.columns("inputs"),
         "versions": "the file names no versions",
-        "settings": "the file does not tell its settings",
+        "settings": "the file does not record its settings",
     }
     return table("input-table", columns, rows, why_unknown, "Inputs")
 

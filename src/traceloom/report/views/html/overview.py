@@ -85,7 +85,7 @@ def _numbers(document: Row) -> Iterator[tuple[str, str, str, str]]:
         elif count == 1:
             more = "the only whole step"
         else:
-            more = f"median of {count}" + ("" if spread is None else f", middle half within {spread * 100:.1f} %")
+            more = f"median of {count}" + ("" if spread is None else f", interquartile range {spread * 100:.1f} %")
         yield "Step", units.duration(median), f"{median} ns", more
 
     # The time of the answer, as the sentence and the bar have it, by kind.
@@ -101,7 +101,7 @@ def _numbers(document: Row) -> Iterator[tuple[str, str, str, str]]:
         if whole:
             yield "GPU busy", units.share(busy, whole), f"{busy} of {whole} ns", more
         if whole and any(device.get("communication_ns") for device in devices):
-            yield "Communication not hidden", units.share(exposed, whole), f"{exposed} of {whole} ns", "of GPU time"
+            yield "Exposed communication", units.share(exposed, whole), f"{exposed} of {whole} ns", "of GPU time"
         causes = [part for part in parts if part["kind"] == "idle"] if whole else []
         if causes:
             worst = max(causes, key=lambda part: int(part["ns"]))

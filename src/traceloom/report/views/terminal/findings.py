@@ -42,7 +42,7 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
         for part in textwrap.wrap(f"Take the savings as hints: {context['law']}", width - 2):
             yield Text(" " + part, "yellow")
     if full and context["abstentions"]:
-        yield from heading("Not looked at", "rules that cannot know", width)
+        yield from heading("Checks skipped", "data missing", width)
         by_reason: dict[str, list[str]] = {}
         for abstention in context["abstentions"]:
             by_reason.setdefault(abstention["reason"], []).append(abstention["slug"])
