@@ -299,7 +299,7 @@ ABSTAINS = {
     "pipeline-bubbles": "only one rank",
     "compute-imbalance": "at least two ranks",
     "memory-growth": "allocations were not recorded",
-    "profiler-overhead": "nobody measured",
+    "profiler-overhead": "were not measured",
     "slow-steps": "fewer than four",
     "graph-breaks": "torch.compile was not seen",
 }

@@ -21,5 +21,5 @@ def test_exposed_communication_that_hides_nothing_is_an_abstention_with_its_reas
     ranked = findings(Session((made.mark(4, at).build(),), "made"))
     assert "exposed-communication" not in {finding.slug for finding in ranked.time}
     (said,) = [one for one in ranked.abstentions if one.slug == "exposed-communication"]
-    assert "hiding it saves nothing" in said.reason
+    assert "overlapping it saves nothing" in said.reason
     assert "700" in said.reason

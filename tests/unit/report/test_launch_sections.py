@@ -56,7 +56,7 @@ def test_every_section_has_its_main_figure() -> None:
     assert said["patterns"] == "a sequence of 3 kernels occurs 3 times and holds 100 % of the GPU's work"
     assert said["inference"].startswith("3 decode steps of 57.0 µs (1.00 ms between tokens) on the GPU; ")
     assert "could not be checked" in said["anti_patterns"]
-    assert said["launches"].startswith("work begins 10.0 µs (median) after")
+    assert said["launches"].startswith("median launch latency: 10.0 µs")
 
 
 def test_several_ranks_are_added_up_and_told_apart() -> None:
