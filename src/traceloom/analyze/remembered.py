@@ -10,29 +10,32 @@ from typing import TypeVar
 from traceloom.model import Trace
 
 T = TypeVar("T")
+MOST_EVENTS = 200_000
+"""Events of the traces whose results are kept at once: small ranks all, so that what asks rank after rank again (the
+findings after the sections) finds them; of large ones the last alone, so that a run needs the memory of one."""
 
 
 def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """Remember the function's result for the last trace, by identity: analyses run one trace after the other.
+    """Remember the function's results by identity: for the last trace, and those before it up to `MOST_EVENTS`.
 
-    One entry only, so that a run of many ranks does not hold all their intermediate arrays at once. It is forgotten
-    together with the trace. The result is shared: nobody may change it.
+    A result is forgotten together with its trace. It is shared: nobody may change it.
     """
-    kept: tuple[weakref.ref[Trace], T] | None = None
-
-    def forget(gone: weakref.ref[Trace]) -> None:
-        nonlocal kept
-        if kept is not None and kept[0] is gone:
-            kept = None
+    kept: dict[int, tuple[weakref.ref[Trace], T]] = {}  # by the trace's id, the least recently used first
 
     @wraps(function)
     def remembering(trace: Trace) -> T:
-        nonlocal kept
-        last = kept
-        if last is not None and last[0]() is trace:
-            return last[1]
-        value = function(trace)
-        kept = (weakref.ref(trace, forget), value)
-        return value
+        key = id(trace)
+        entry = kept.pop(key, None)
+        if entry is None:
+            value = function(trace)
+            entry = (weakref.ref(trace, lambda _: kept.pop(key, None)), value)
+        kept[key] = entry
+        events = 0
+        for other, (reference, _) in reversed(list(kept.items())):
+            held = reference()
+            events += 0 if held is None else held.events.height
+            if events > MOST_EVENTS and other != key:
+                kept.pop(other, None)
+        return entry[1]
 
     return remembering
