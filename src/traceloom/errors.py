@@ -9,7 +9,7 @@
      ├─ CheckError      a check you asked for failed                               exit 5
      └─ InvariantError  our fault: a structure broke its own law                   exit 1
 
-Each error has a stable slug, which is an anchor in docs/reference/messages.md.
+Each error has a stable slug; `traceloom explain SLUG` and docs/reference/messages.md say what it means.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-MESSAGES = "docs/reference/messages.md"
+DOCUMENTATION = "https://traceloom.readthedocs.io"
 
 
 class TraceloomError(Exception):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import NoReturn, Protocol, cast
 
 from traceloom import __version__
-from traceloom.errors import MESSAGES, InputError, OutputError, TraceloomError, UsageError, nearest
+from traceloom.errors import DOCUMENTATION, InputError, OutputError, TraceloomError, UsageError, nearest
 from traceloom.harmless import harmless
 from traceloom.leaving import INTERRUPTED
 
@@ -38,6 +38,7 @@ VERBS = {
     "show": "show what a graph or a Chakra workload is made of",
     "generate": "make a small workload with known answers",
     "anonymize": "make traces that can be shared, and say what they still tell",
+    "explain": "say what an error, a notice or a finding means, and what to do",
     "completion": "print what makes a shell complete verbs and options",
 }
 
@@ -51,7 +52,6 @@ Records AI workloads, accounts for every nanosecond, shows where the time went.
 verbs:
   record   {VERBS["record"]}
              traceloom record -o run -- python train.py
-             traceloom record -o run -- torchrun --nproc-per-node 8 train.py
   report   {VERBS["report"]}
              traceloom report run
              traceloom report trace.json.gz -o report.html
@@ -60,7 +60,6 @@ verbs:
   memory   {VERBS["memory"]}
              traceloom memory run
   diff     {VERBS["diff"]}
-             traceloom diff before after
              traceloom diff before after --fail-if 'step_time > 3%'
   baseline {VERBS["baseline"]}
              traceloom baseline compare main run --fail-if 'step_time > 3%'
@@ -76,6 +75,8 @@ verbs:
              traceloom generate pipeline --ranks 4 -o pipe/
   anonymize {VERBS["anonymize"]}
              traceloom anonymize run -o shared
+  explain  {VERBS["explain"]}
+             traceloom explain data-starved
   completion {VERBS["completion"]}
              traceloom completion bash
 
@@ -226,4 +227,5 @@ def _tell(error: TraceloomError, *, debug: bool, cause: Exception | None = None)
     print(f"traceloom: {harmless(error.message)}{harmless(where)}", file=sys.stderr)
     if error.hint:
         print(f"hint: {harmless(error.hint)}", file=sys.stderr)
-    print(f"see {MESSAGES}#{error.slug}", file=sys.stderr)
+    page = f"{DOCUMENTATION}/reference/messages/#{error.slug}"
+    print(f"see traceloom explain {error.slug}, or {page}", file=sys.stderr)

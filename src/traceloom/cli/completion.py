@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from traceloom.cli import options as types
+
 _SHELLS = ("bash", "zsh", "fish")
 _FILES = {"INPUT", "FILE", "OUT", "OUTPUT", "BASE", "NEW", "RUN"}
 _EXAMPLES = """\
@@ -26,6 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=", ".join(_SHELLS))
+    types.add_silence(parser, "print errors only, as without: the script is all there is")
     return parser
 
 

@@ -20,7 +20,7 @@ def add_reading(more: argparse._ActionsContainer) -> None:
 
 def add_silence(more: argparse._ActionsContainer, quiet: str = "no progress, no closing line") -> None:
     """The options about what is printed beside the result."""
-    more.add_argument("--quiet", action="store_true", help=quiet)
+    more.add_argument("-q", "--quiet", action="store_true", help=quiet)
     more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from traceloom.errors import DOCUMENTATION
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule
 from traceloom.model.finding import Abstention, Alternative, Finding
@@ -85,7 +86,7 @@ def rank(context: Context, rules: Sequence[Rule], *, steps: int = MOST_STEPS) ->
                         saving_bytes=outcome.saving_bytes,
                         risk=outcome.risk,
                         evidence=outcome.evidence,
-                        learn_more=f"docs/findings/{rule.slug}.md",
+                        learn_more=f"{DOCUMENTATION}/findings/{rule.slug}/",
                     )
                 )
             elif isinstance(outcome, Remark):
@@ -100,7 +101,7 @@ def rank(context: Context, rules: Sequence[Rule], *, steps: int = MOST_STEPS) ->
                         saving_fraction=0.0,
                         alone_ns=0,
                         evidence=outcome.evidence,
-                        learn_more=f"docs/findings/{rule.slug}.md",
+                        learn_more=f"{DOCUMENTATION}/findings/{rule.slug}/",
                     )
                 )
             else:
@@ -237,7 +238,7 @@ def _finding(
         saving_high_ns=min(max(high, saving), context.step_ns) if steps.count > 1 else None,
         step_count=steps.count,
         evidence=candidate.evidence,
-        learn_more=f"docs/findings/{key[0]}.md",
+        learn_more=f"{DOCUMENTATION}/findings/{key[0]}/",
         change="; ".join(str(change) for change in candidate.changes),
     )
 

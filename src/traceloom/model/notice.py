@@ -14,7 +14,7 @@ class Notice:
     """One statement about the data: damage that was repaired, things that are missing or cannot be trusted.
 
     Attributes:
-        slug: Stable name; an anchor in docs/reference/messages.md.
+        slug: Stable name, which `traceloom explain` knows.
         severity: `info` (good to know), `warning` (a number is affected), `error` (a part is lost).
         message: One sentence with its numbers.
         count: How many events or files it is about.

@@ -72,7 +72,7 @@ def test_a_file_that_is_no_trace_is_refused_with_a_sentence(path: Path, capsys: 
     assert said.out == ""
     first, *rest = said.err.splitlines()
     assert first.startswith("traceloom: ")
-    assert rest[-1].startswith("see docs/reference/messages.md#")
+    assert rest[-1].startswith("see traceloom explain ")
     assert "Traceback" not in said.err
 
 

@@ -369,7 +369,7 @@ class TestCommand:
         verdict = json.loads(capsys.readouterr().out)
         assert (verdict["format"], verdict["valid"], verdict["errors"]) == ("traceloom-validation", False, 1)
         assert verdict["problems"][0]["nodes"] == [2]
-        assert verdict["problems"][0]["learn_more"].endswith("validation-rules.md#dangling-dependency")
+        assert verdict["problems"][0]["learn_more"].endswith("validation-rules/#dangling-dependency")
 
     def test_names_reach_the_terminal_without_control_characters(self, tmp_path: Path, capsys) -> None:
         write_set(tmp_path, [node(1, deps=[7], name="\x1b[31mred")])

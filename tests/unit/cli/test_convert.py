@@ -199,7 +199,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     assert convert(*arguments, *force) == code
     error = capsys.readouterr().err.splitlines()
     assert said in error[0]
-    assert error[-1].startswith("see docs/reference/messages.md#")
+    assert error[-1].startswith("see traceloom explain ")
     assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
 
 

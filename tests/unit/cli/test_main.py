@@ -14,7 +14,7 @@ import pytest
 
 from traceloom import __version__, cli
 from traceloom.cli import VERBS, main
-from traceloom.errors import CheckError, InputError, TraceloomError
+from traceloom.errors import DOCUMENTATION, CheckError, InputError, TraceloomError
 
 
 def _verb_that(does: object) -> SimpleNamespace:
@@ -57,6 +57,12 @@ def test_every_verb_explains_itself_with_examples(verb: str, capsys: pytest.Capt
     assert said.count(f"  traceloom {verb} ") >= 2
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_can_be_quiet(verb: str) -> None:
+    options = {option for action in cli.actions(cli.parser([verb])) for option in action.option_strings}
+    assert {"-q", "--quiet"} <= options
+
+
 @pytest.mark.parametrize(
     ("arguments", "said", "slug"),
     [
@@ -77,7 +83,7 @@ def test_wrong_usage_is_one_sentence_with_a_remedy_and_exits_with_2(
     first, hint, see = capsys.readouterr().err.splitlines()
     assert first == said
     assert hint.startswith("hint: ")
-    assert see == f"see docs/reference/messages.md#{slug}"
+    assert see == f"see traceloom explain {slug}, or {DOCUMENTATION}/reference/messages/#{slug}"
 
 
 @pytest.mark.parametrize(

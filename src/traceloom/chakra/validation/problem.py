@@ -9,12 +9,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from traceloom.errors import DOCUMENTATION
+
 Severity = Literal["error", "warning"]
 Target = Literal["chakra", "astra-sim"]
 TARGETS: tuple[Target, ...] = ("chakra", "astra-sim")
 
 MOST_EXAMPLES = 5
-RULES_PAGE = "docs/reference/validation-rules.md"
+RULES_PAGE = f"{DOCUMENTATION}/reference/validation-rules/"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def notices(document: Row, reasons: Reasons) -> str:
         Col("weakens", "Weakens", "text", "parts of the report that are less certain for it"),
         Col("count", "Events", "count"),
         *((Col("rank", "Rank", "count"),) if any(row.get("rank") is not None for row in rows) else ()),
-        Col("slug", "Name", "text", "look it up in docs/reference/messages.md"),
+        Col("slug", "Name", "text", "traceloom explain NAME says what it means"),
     ]
     return table("notice-table", columns, marked, reasons.columns("notices"), "Notices")
 

@@ -94,7 +94,5 @@ def _evidence(row: Row) -> Iterator[str]:
     for entry in row["alternatives"]:
         yield f"Or: {entry['title']} ({units.duration(entry['alone_ns'])}) [{entry['slug']}]"
     alone = row["alone_ns"]
-    if alone is not None and alone != row["saving_ns"]:
-        yield f"Alone it would save {units.duration(alone)}. Confidence {row['confidence']:.1f}; {row['learn_more']}"
-    else:
-        yield f"Confidence {row['confidence']:.1f}; {row['learn_more']}"
+    saves = "" if alone in (None, row["saving_ns"]) else f"Alone it would save {units.duration(alone)}. "
+    yield f"{saves}Confidence {row['confidence']:.1f}; more: traceloom explain {row['slug']}"

@@ -1,0 +1,150 @@
+"""`traceloom explain SLUG`: what an error, a notice, a finding or a rule of validation means, and what to do.
+
+The texts are pages of the documentation: a wheel carries them in `traceloom/docs`, a checkout has them in `docs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from traceloom.cli import options as types
+from traceloom.errors import DOCUMENTATION, UsageError, nearest
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_PAGES = {"reference/messages.md": "message", "reference/validation-rules.md": "rule of traceloom validate"}
+_WIDEST = 100
+_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
+_EXAMPLES = """\
+examples:
+  traceloom explain data-starved     a finding
+  traceloom explain no-traces        an error or a notice
+  traceloom explain                  all there is
+"""
+
+
+class Entry(NamedTuple):
+    """What the documentation says about one slug.
+
+    Attributes:
+        slug: The name; `broken-*` stands for all names that begin so.
+        kind: What it is the name of.
+        text: Markdown without its heading; links are addresses.
+        url: Where it stands in the documentation.
+    """
+
+    slug: str
+    kind: str
+    text: str
+    url: str
+
+    @property
+    def first_sentence(self) -> str:
+        """What it is about."""
+        paragraph = " ".join(re.split(r"\n\n|\n#", self.text.strip())[0].split())
+        return re.sub(r"[`*]|\]\([^)]*\)|\[", "", re.split(r"(?<=[.:;]) ", paragraph)[0])
+
+
+def entries() -> list[Entry]:
+    """All that can be explained: findings first, in alphabetical order, then as the pages have it."""
+    home = _home()
+    found = []
+    for page in sorted((home / "findings").glob("*.md")):
+        heading, _, text = page.read_text(encoding="utf-8").partition("\n")
+        slug, colon, title = heading.removeprefix("# ").partition(": ")
+        if colon:
+            url = f"{DOCUMENTATION}/findings/{slug}/"
+            found.append(Entry(slug, "finding", f"{title[:1].upper()}{title[1:]}.\n{_with_addresses(text, url)}", url))
+    for page, kind in _PAGES.items():
+        url = f"{DOCUMENTATION}/{page.removesuffix('.md')}/"
+        parts = re.split(r"^### `?([^`\n]+)`?\n", (home / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for slug, text in zip(parts[1::2], parts[2::2], strict=True):
+            own = re.split(r"^## ", text, flags=re.MULTILINE)[0]
+            found.append(Entry(slug, kind, _with_addresses(own, url), f"{url}#{slug}"))
+    return found
+
+
+def _home() -> Path:
+    package = Path(__file__).resolve().parents[1]
+    return next(home for home in (package / "docs", package.parents[1] / "docs") if home.is_dir())
+
+
+def _with_addresses(text: str, url: str) -> str:
+    """Links to other pages of the documentation as addresses that lead there from everywhere."""
+    from urllib.parse import urljoin
+
+    def address(match: re.Match[str]) -> str:
+        page = re.sub(r"(index)?\.md$", "", match[2])
+        folder = url if not match[2] else f"{urljoin(url.rstrip('/'), page).rstrip('/')}/"
+        return f"[{match[1]}]({folder}{match[3] or ''})"
+
+    return _LINK.sub(address, text)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare the options of the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "explain",
+        help="say what an error, a notice or a finding means",
+        description="Say what an error, a notice, a finding or a rule of validation means, and what to do about it. "
+        "Without a name: list all of them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("slug", nargs="?", metavar="NAME", help="the name that a message, report or page shows")
+    types.add_silence(parser, "no address of the page behind the text")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the text; returns the exit code.
+
+    Raises:
+        UsageError: slug `no-such-name`.
+    """
+    from traceloom.report.views import terminal
+
+    every = entries()
+    chosen = [entry for entry in every if args.slug is not None and fnmatch(args.slug, entry.slug)]
+    if args.slug is not None and not chosen:
+        hint = nearest(args.slug, [entry.slug for entry in every]) + "traceloom explain lists all names"
+        raise UsageError(f"nothing is called `{args.slug}`", slug="no-such-name", hint=hint)
+    if chosen:
+        terminal.put(lambda width: _explained(chosen, width, quiet=args.quiet), sys.stdout)
+    else:
+        terminal.put(lambda width: _listed(every, width), sys.stdout)
+    return 0
+
+
+def _explained(chosen: list[Entry], width: int, *, quiet: bool) -> Iterator[Text]:
+    from rich.console import Console
+    from rich.markdown import Markdown
+    from rich.text import Text
+
+    console = Console(width=min(width, _WIDEST))
+    for entry in chosen:
+        yield Text.assemble((entry.slug, "bold"), f"  {entry.kind}\n")
+        for line in console.render_lines(Markdown(entry.text, hyperlinks=False), pad=False):
+            yield Text.assemble(*((segment.text, segment.style or "") for segment in line))
+        yield Text("" if quiet else f"\n{entry.url}", "dim")
+
+
+def _listed(every: list[Entry], width: int) -> Iterator[Text]:
+    from rich.text import Text
+
+    widest = max(len(entry.slug) for entry in every)
+    for kind in dict.fromkeys(entry.kind for entry in every):
+        yield Text(f"{kind}s" if " " not in kind else f"{kind.replace(' ', 's ', 1)}", "bold")
+        for entry in every:
+            if entry.kind == kind:
+                line = Text.assemble(f"  {entry.slug:<{widest}}  ", (entry.first_sentence, "dim"))
+                line.truncate(width, overflow="ellipsis")
+                yield line
+        yield Text("")
