@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,25 @@ class _Inputs(NamedTuple):
 
 
 _inputs: _Inputs | None = None
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_addresses: dict[str, str] = {}  # local copy -> the address it was fetched from, in this process
+
+
+def is_address(name: str | os.PathLike[str]) -> bool:
+    """Whether it says where something lies elsewhere, as `s3://bucket/run` does."""
+    return _ADDRESS.match(os.fspath(name)) is not None
+
+
+def note_address(copy: Path, address: str) -> None:
+    """Remember under which name the local copy of an input is shown."""
+    _addresses[str(copy)] = address
+
+
+def with_addresses(text: str) -> str:
+    """A path, or a text with paths: local copies by the addresses that the user gave."""
+    for copy in sorted(_addresses, key=len, reverse=True):
+        text = text.replace(copy, _addresses[copy])
+    return text
 
 
 def open_regular(path: Path) -> BinaryIO:

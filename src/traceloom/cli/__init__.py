@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol, cast
 
 from traceloom import __version__
 from traceloom.errors import DOCUMENTATION, InputError, OutputError, TraceloomError, UsageError, nearest
+from traceloom.files import with_addresses
 from traceloom.harmless import harmless
 from traceloom.leaving import INTERRUPTED
 
@@ -185,6 +186,7 @@ def _dispatch(arguments: list[str]) -> int:
         return verb(first).run(args)
     from traceloom.cli import outputs
 
+    outputs.fetch(args)
     with outputs.guarded(args):
         return verb(first).run(args)
 
@@ -224,8 +226,8 @@ def _tell(error: TraceloomError, *, debug: bool, cause: Exception | None = None)
     if debug:
         traceback.print_exception(cause or error)
     where = f" ({error.where})" if error.where else ""
-    print(f"traceloom: {harmless(error.message)}{harmless(where)}", file=sys.stderr)
+    print(f"traceloom: {harmless(with_addresses(error.message + where))}", file=sys.stderr)
     if error.hint:
-        print(f"hint: {harmless(error.hint)}", file=sys.stderr)
+        print(f"hint: {harmless(with_addresses(error.hint))}", file=sys.stderr)
     page = f"{DOCUMENTATION}/reference/messages/#{error.slug}"
     print(f"see traceloom explain {error.slug}, or {page}", file=sys.stderr)

@@ -41,7 +41,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument(
         "inputs",
         nargs="+",
-        type=Path,
         metavar="INPUT",
         help="device traces, host traces, .et files, recorded runs, or directories of them; all ranks together",
     )
@@ -70,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     policy = read_policy(args.policy).with_structure(args.structure)
     key, fresh = (random_key(), False) if args.key is None else read_key(args.key)
     with Progress(shown=not args.quiet) as progress:
-        outcome = anonymize(args.inputs, args.output, policy, key, args.map, force=args.force, say=progress.say)
+        inputs = [Path(name) for name in args.inputs]
+        outcome = anonymize(inputs, args.output, policy, key, args.map, force=args.force, say=progress.say)
     if args.json:
         import msgspec
 

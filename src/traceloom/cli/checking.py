@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.errors import CheckError, PartialError, UsageError
+from traceloom.files import with_addresses
 from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def runs(paths: Sequence[str], args: argparse.Namespace, refused: list[Notice], 
 
 def named(paths: Sequence[str]) -> str:
     """What a side is called."""
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    return with_addresses(paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more")
 
 
 def show(args: argparse.Namespace, document: Document) -> None:

@@ -45,7 +45,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     parser.add_argument(
         "input",
-        type=Path,
         metavar="INPUT",
         help="a .graph, a Chakra file (.et, .json, .jsonl, each also .gz), or a directory of files PREFIX.RANK.et",
     )
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     target = Path(args.output)
     with (
         Progress(shown=not args.quiet) as progress,
-        conversion.ConversionInput(args.input, args.strict, progress.say) as source,
+        conversion.ConversionInput(Path(args.input), args.strict, progress.say) as source,
     ):
         files, nodes, notices, following = _converted(source, target, form, args)
     size = sum(file.stat().st_size for file in files)

@@ -12,15 +12,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
+from traceloom.files import is_address, with_addresses
 
 _STANDARD_OUTPUT = "-"
 # Arguments that name what is written. A store of baselines is read and written; it takes care of itself.
 _WRITTEN = ("output", "map")
+_READ = ("inputs", "input", "base", "new", "more_base", "more_new", "runs")
 Form = TypeVar("Form")
 Document = TypeVar("Document")
 
@@ -37,6 +40,26 @@ def add_output(parser: argparse._ActionsContainer, endings: str) -> None:
         help=f"write a file instead: {endings} (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="overwrite files")
+
+
+def fetch(args: argparse.Namespace) -> None:
+    """Put local copies in the place of inputs that lie elsewhere (see `traceloom.read.remote`)."""
+    named = {name: value for name in _READ if (value := getattr(args, name, None))}
+    words = {name: [value] if isinstance(value, str) else value for name, value in named.items()}
+    if not any(map(is_address, chain(*words.values()))):
+        return
+    from traceloom.model import units
+    from traceloom.read.remote import local
+
+    with Progress(shown=not args.quiet) as progress:
+
+        def say(done: int, total: int | None) -> None:
+            progress.say(f"fetching {units.size(done)}" + (f" of {units.size(total)}" if total is not None else ""))
+
+        progress.say("fetching")
+        for name, value in named.items():
+            copies = local(words[name], cache=not getattr(args, "no_cache", False), say=say)
+            setattr(args, name, copies[0] if isinstance(value, str) else list(copies))
 
 
 @contextmanager
@@ -153,7 +176,7 @@ def say(args: argparse.Namespace, *lines: str) -> None:
     """Print what is no part of the answer: nothing with `--quiet`, beside standard output where that is JSON."""
     if not args.quiet:
         for line in lines:
-            print(line, file=sys.stderr if args.json else sys.stdout)
+            print(with_addresses(line), file=sys.stderr if args.json else sys.stdout)
 
 
 def close(args: argparse.Namespace, written: Iterable[tuple[Path, int]], following: str | None) -> None:

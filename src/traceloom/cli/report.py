@@ -17,6 +17,7 @@ from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import InputError, PartialError, UsageError
+from traceloom.files import with_addresses
 
 if TYPE_CHECKING:
     from traceloom.model import Session
@@ -221,7 +222,7 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
             slug="several-runs",
             hint=f"choose one, as with: {commands[0]}",
         )
-    return Report(report.build_runs(sessions, ", ".join(args.inputs), commands), sessions[0], options)
+    return Report(report.build_runs(sessions, with_addresses(", ".join(args.inputs)), commands), sessions[0], options)
 
 
 def _homes(session: Session) -> set[Path]:
@@ -237,4 +238,4 @@ def _command(session: Session, runs_by_home: Counter[Path]) -> str:
         inputs = shlex.quote(str(homes.pop()))
     elif len(paths) > 1 and sorted(glob.glob(session.name)) == sorted(paths) and _PATTERN.fullmatch(session.name):  # noqa: PTH207
         inputs = session.name
-    return f"traceloom report {inputs}"
+    return with_addresses(f"traceloom report {inputs}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from traceloom.cli import options as types
 from traceloom.cli.progress import Progress
 from traceloom.errors import CheckError
+from traceloom.files import with_addresses
 from traceloom.harmless import harmless
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ def _s(count: int) -> str:
 
 
 def _spelled(line: str) -> str:
-    """The line in letters that the output knows."""
+    """The line in letters that the output knows, with inputs as the user named them."""
+    line = with_addresses(line)
     if (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf"):
         return line
     from traceloom.report.views.terminal.look import ASCII

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from traceloom.errors import InputError
+from traceloom.files import with_addresses
 from traceloom.link.host_device import match
 from traceloom.link.inputs import AnyPath, RankInput, Window, find_inputs
 from traceloom.link.matching import Matching
@@ -19,6 +20,7 @@ from traceloom.read.freeing import give_back
 from traceloom.read.graph_step import same_ops, timed_ops
 from traceloom.read.host_trace import read_host_trace
 from traceloom.read.kineto import read_kineto
+from traceloom.read.loading import local_copies
 from traceloom.read.ranks import Progress, Report, read_all
 
 Say = Callable[[str], None]
@@ -135,8 +137,8 @@ def load_ranks(
         UsageError, InputError: As `find_inputs`; `host-mismatch` where a host trace that was given belongs to another
             process; the refusal of the only device trace.
     """
-    inputs = find_inputs(*paths, window=window)
-    out = LoadedRanks(inputs.name, notices=list(inputs.notices), refused=list(inputs.refused))
+    inputs = find_inputs(*local_copies(paths, cache=cache), window=window)
+    out = LoadedRanks(with_addresses(inputs.name), notices=list(inputs.notices), refused=list(inputs.refused))
     # Host traces first: a device trace may be decoded beside until then (see `traceloom.read.ahead`).
     hosts: list[HostTrace | InputError | None] = []
     for rank_input in inputs.ranks:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from traceloom.files import with_addresses
+
 Severity = Literal["info", "warning", "error"]
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 
@@ -39,9 +41,9 @@ class Notice:
             "slug": self.slug,
             "severity": self.severity,
             "count": self.count,
-            "message": self.message,
+            "message": with_addresses(self.message),
             "rank": self.rank,
-            "where": self.where,
+            "where": with_addresses(self.where),
         }
 
 

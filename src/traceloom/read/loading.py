@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from traceloom.errors import InputError, UsageError
-from traceloom.files import note_input
+from traceloom.files import is_address, note_input, with_addresses
 from traceloom.model import Notice, Session, Trace
 from traceloom.read.inputs import FoundInputs, Input, find, job_of, of_jobs
 from traceloom.read.ranks import Report, read_all
@@ -38,7 +38,8 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
     """Load the traces of one run.
 
     Args:
-        paths: Files, directories (also TensorBoard's log directories and captures), `-` for standard input.
+        paths: Files, directories (also TensorBoard's log directories and captures), addresses (`s3://`, `gs://`,
+            `http://`, `https://`), `-` for standard input.
         cache: Look into the cache of read traces, and fill it.
         progress: Called with a `Progress` as the reading goes on.
 
@@ -53,7 +54,7 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
         >>> import traceloom
         >>> session = traceloom.load("captures/run1")  # doctest: +SKIP
     """
-    discovered, runs, labels, refused = _plan(paths)
+    discovered, runs, labels, refused = _plan(local_copies(paths, cache=cache))
     if len(runs) > 1:
         shown = "; ".join(
             f"{label} ({len(run)} file{'' if len(run) == 1 else 's'})"
@@ -70,6 +71,15 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
         )
     loaded = _loaded(discovered, runs, labels, refused, cache=cache, progress=progress)
     return loaded.runs[0]
+
+
+def local_copies(paths: tuple[AnyPath, ...], *, cache: bool) -> tuple[AnyPath, ...]:
+    """The paths, with local copies of what lies elsewhere."""
+    if not any(map(is_address, paths)):
+        return paths
+    from traceloom.read.remote import local
+
+    return local(paths, cache=cache)
 
 
 def load_runs(*paths: AnyPath, cache: bool = True, progress: Report | None = None) -> list[Session]:
@@ -92,6 +102,7 @@ def load_inputs(
     Raises:
         UsageError: `too-many-files`: there are more than `most`.
     """
+    paths = local_copies(paths, cache=cache)
     discovered, runs, labels, refused = _plan(paths, ranks, most)
     _check_number([source for run in runs for source in run], most)
     loaded = _loaded(discovered, runs, labels, refused, cache=cache, progress=progress)
@@ -191,7 +202,7 @@ def _session(traces: list[Trace], name: str, discovered: FoundInputs, run: list[
     capture = None if document is None else of_jobs(document, jobs)
     folders = dict.fromkeys(source.capture for source in run if source.capture is not None)
     notices = [notice for folder in folders for notice in discovered.notices.get(folder, [])]
-    return Session(tuple(ordered), name, capture, (*_overlaps(ordered), *notices))
+    return Session(tuple(ordered), with_addresses(name), capture, (*_overlaps(ordered), *notices))
 
 
 def _overlaps(traces: list[Trace]) -> list[Notice]:

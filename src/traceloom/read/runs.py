@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from traceloom.files import with_addresses
 from traceloom.read import metadata as md
 from traceloom.read.damage import Damage
 from traceloom.read.document import Document
@@ -142,9 +143,9 @@ def _common(paths: list[Path]) -> str:
         return str(paths[0])
     folders = {path.parent for path in paths}
     if len(folders) > 1:
-        parts = [path.parts for path in paths]
+        parts = [with_addresses(path.as_posix()).split("/") for path in paths]
         shared = [column[0] for column in zip(*parts, strict=False) if len(set(column)) == 1]
-        return str(Path(*shared)) if shared else str(paths[0])
+        return ("/".join(shared) or "/") if shared else str(paths[0])
     masked = {re.sub(r"\d+", "*", path.name) for path in paths}
     name = masked.pop() if len(masked) == 1 else paths[0].name
     return str(paths[0].parent / name)

@@ -14,6 +14,7 @@ from typing import Any
 from traceloom import __version__, analyze
 from traceloom.analyze.answer import Facts
 from traceloom.analyze.quality_effects import affected
+from traceloom.files import with_addresses
 from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
 from traceloom.report.absent import Absent
@@ -190,7 +191,7 @@ def _answer(session: Session, facts: list[Facts], absent: Absent) -> Row:
 def _inputs(sessions: Sequence[Session], absent: Absent) -> list[Row]:
     return [
         {
-            "path": trace.meta.path,
+            "path": with_addresses(trace.meta.path),
             "kind": trace.meta.kind,
             "rank": absent.value(trace.meta.rank, "inputs[*].rank"),
             "world_size": absent.value(trace.meta.world_size, "inputs[*].world_size"),

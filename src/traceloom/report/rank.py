@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from traceloom.analyze.device_account import device_account
+from traceloom.files import with_addresses
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 
@@ -45,7 +46,7 @@ def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
         "rank": absent.value(meta.rank, "ranks[*].rank"),
         "host_name": absent.value(meta.host, "ranks[*].host_name"),
         "world_size": absent.value(meta.world_size, "ranks[*].world_size"),
-        "path": meta.path,
+        "path": with_addresses(meta.path),
         "start_ns": start - absent.epoch_ns,
         "window_ns": end - start,
         "event_count": trace.events.height,

@@ -123,19 +123,8 @@ class Cache:
         return content
 
     def prune(self) -> None:
-        """Drop the entries unused for longest until the rest fits; and what a killed process left half made."""
-        entries = []
-        with contextlib.suppress(OSError):
-            for entry in (self._folder / "traces").iterdir():
-                with contextlib.suppress(OSError):
-                    size = sum(file.lstat().st_size for file in entry.iterdir())
-                    entries.append((entry.stat().st_mtime, size, entry))
-        total = sum(size for _, size, _ in entries)
-        for _, size, entry in sorted(entries):
-            if total <= self._cap_bytes:
-                return
-            _remove(entry)
-            total -= size
+        """Drop the entries unused for longest until the rest fits."""
+        prune(self._folder / "traces", self._cap_bytes)
 
 
 class Entry:
@@ -209,6 +198,22 @@ class Entry:
                 made.rename(self._folder)  # fails where another process was faster, whose entry is as good
             finally:
                 _remove(made)
+
+
+def prune(folder: Path, cap_bytes: int) -> None:
+    """Drop the entries of a folder unused for longest until the rest fits; and what a killed process left half made."""
+    entries = []
+    with contextlib.suppress(OSError):
+        for entry in folder.iterdir():
+            with contextlib.suppress(OSError):
+                size = sum(file.lstat().st_size for file in entry.rglob("*"))
+                entries.append((entry.stat().st_mtime, size, entry))
+    total = sum(size for _, size, _ in entries)
+    for _, size, entry in sorted(entries):
+        if total <= cap_bytes:
+            return
+        _remove(entry)
+        total -= size
 
 
 def digest(path: Path) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from traceloom import __version__
 from traceloom.analyze import Comparison
+from traceloom.files import with_addresses
 from traceloom.model import Session
 
 FORMAT = "traceloom-diff"
@@ -38,7 +39,7 @@ def build(comparison: Comparison, base: Session, new: Session) -> Row:
 def _run(run: Session) -> Row:
     inputs = [
         {
-            "path": trace.meta.path,
+            "path": with_addresses(trace.meta.path),
             "rank": trace.rank,
             "world_size": trace.meta.world_size,
             "events": trace.events.height,

@@ -15,6 +15,7 @@ from traceloom.analyze.allocations.answers import Allocations
 from traceloom.analyze.allocations.holders import sums_by
 from traceloom.analyze.allocations.lifetimes import lifetimes
 from traceloom.analyze.allocations.partitions import BEFORE
+from traceloom.files import with_addresses
 from traceloom.model import Notice, Session, units
 from traceloom.model.notice import worst_first
 from traceloom.model.snapshot import Snapshot
@@ -152,7 +153,7 @@ def rank_entry(
         memories.append(memory)
     entry: Row = {
         "rank": absent.value(trace.rank, "ranks[*].rank"),
-        "path": trace.meta.path,
+        "path": with_addresses(trace.meta.path),
         "memories": memories,
         "steps": steps(explained, absent),
         "lifetimes": lifetimes(blocks).to_dicts(),

@@ -14,6 +14,7 @@ from traceloom.analyze.allocations import ran_out as why
 from traceloom.analyze.allocations.context import innermost
 from traceloom.analyze.allocations.growth import growth
 from traceloom.analyze.ancestry import forest
+from traceloom.files import with_addresses
 from traceloom.model.snapshot import frame_text
 from traceloom.read.memory_files import whole
 from traceloom.report.memory.sources import Sources
@@ -150,7 +151,7 @@ def _of_marks(explained: Explained, epoch_ns: int) -> list[Row]:
         out.append(
             {
                 "rank": trace.rank,
-                "path": trace.meta.path,
+                "path": with_addresses(trace.meta.path),
                 "evidence": "trace",
                 "time_ns": time - epoch_ns,
                 "step": int(step[0]) if step.len() else None,

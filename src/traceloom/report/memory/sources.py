@@ -10,7 +10,7 @@ from typing import Any
 from traceloom.analyze.allocations import Explained, explain
 from traceloom.analyze.allocations.from_snapshot import explain_snapshot
 from traceloom.errors import InputError
-from traceloom.files import note_input
+from traceloom.files import note_input, with_addresses
 from traceloom.model import Notice, Session, Trace
 from traceloom.model.snapshot import Snapshot
 from traceloom.read import load
@@ -128,7 +128,7 @@ def find(paths: list[str], *, cache: bool = True) -> Sources:
         InputError: nothing that was given can be read.
         UsageError: as `traceloom.load`.
     """
-    out = Sources(", ".join(paths))
+    out = Sources(with_addresses(", ".join(paths)))
     rest = []
     for text in paths:
         path = Path(text)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from traceloom import __version__, files
 from traceloom.analyze.gate.summary import FORMAT, VERSION, Baseline, RunSummary, decode, encode
 from traceloom.errors import InputError, OutputError, UsageError
+from traceloom.read.remote import file_system, without_secrets
 
 DEFAULT = ".traceloom/baselines"
 _ENDING = ".baseline.json.gz"
@@ -142,23 +143,8 @@ class _Remote:
     """Any file system of fsspec. What goes wrong there may be any exception of a library that we do not know."""
 
     def __init__(self, url: str) -> None:
-        try:
-            from fsspec.core import url_to_fs
-        except ImportError as error:
-            raise UsageError(
-                "baselines at a URL need the package fsspec",
-                slug="no-fsspec",
-                where=_plain(url),
-                hint="pip install 'traceloom[remote]'",
-            ) from error
-        self._url = _plain(url)
-        try:
-            self._fs, self._root = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            message = f"fsspec cannot open this URL: {error}"
-            raise UsageError(
-                message, slug="no-fsspec", where=self._url, hint="install the package that it names"
-            ) from error
+        self._url = without_secrets(url)
+        self._fs, self._root = file_system(url)
 
     def names(self) -> list[str]:
         try:
@@ -198,11 +184,6 @@ class _Remote:
             message = f"`{where}` cannot be written: {error or type(error).__name__}"
             raise OutputError(message, slug="cannot-write", hint="choose another place with --store") from error
         return where
-
-
-def _plain(url: str) -> str:
-    """A URL without user and password, which belong into no message."""
-    return re.sub(r"://[^/@]*@", "://", url).rstrip("/")
 
 
 def _unreadable(error: Exception, where: str) -> InputError:

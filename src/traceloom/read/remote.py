@@ -1,0 +1,222 @@
+"""Inputs that lie elsewhere (`s3://`, `gs://`, `http://`, `https://`): copied into the cache in pieces, read there.
+
+Only what the user named is fetched: one file of a web server, which may redirect within its own host alone; one object,
+or the objects below a prefix, of a store. What has not changed since it was fetched is not fetched again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from traceloom import files
+from traceloom.errors import InputError, TraceloomError, UsageError
+from traceloom.storage.cache import CAP_BYTES, prune, root
+
+MOST_BYTES = CAP_BYTES  # of one input
+MOST_FILES = 10_000  # below one prefix
+_DEPTH = 5  # levels below a prefix
+_PIECE = 1 << 20
+_BLOCK = 1 << 24  # bytes that a store is asked for at once
+_SERVERS, _STORES = ("http", "https"), ("s3", "gs")
+_VERSIONS = "versions.json"
+
+Say = Callable[[int, int | None], object]
+
+
+class _Remote(NamedTuple):
+    """A file that lies elsewhere.
+
+    Attributes:
+        name: Where it goes, relative to the copy of the input.
+        size: Bytes, where that is known.
+        version: Another one for another content; empty where the server does not tell.
+        open: Begins to read it.
+    """
+
+    name: str
+    size: int | None
+    version: str
+    open: Callable[[], BinaryIO]
+
+
+def local(paths: Iterable[str | os.PathLike[str]], *, cache: bool = True, say: Say | None = None) -> tuple[str, ...]:
+    """The paths with local copies of what lies elsewhere; errors as of `fetched`."""
+    return tuple(
+        str(fetched(os.fspath(path), cache=cache, say=say)) if files.is_address(path) else os.fspath(path)
+        for path in paths
+    )
+
+
+def fetched(url: str, *, cache: bool = True, say: Say | None = None) -> Path:
+    """The local copy of a file or directory that lies elsewhere; `files.with_addresses` shows it as it was named.
+
+    Args:
+        url: Where it lies.
+        cache: Take what was fetched before, where it has not changed.
+        say: Called with the bytes so far and those of all that is fetched, where that is known.
+
+    Raises:
+        UsageError: `unknown-address` for any other kind of address; `no-fsspec`: the extra `remote` is not installed.
+        InputError: `unreadable`; `redirected` to another host; `too-large`; `cut-download`.
+    """
+    address, shown = urlsplit(url), without_secrets(url)
+    if address.scheme not in {*_SERVERS, *_STORES}:
+        hint = "give a file, a directory, or an address with s3://, gs://, http:// or https://"
+        raise UsageError(f"`{shown}` is no address to read from", slug="unknown-address", hint=hint)
+    name = PurePosixPath(unquote(address.path)).name or address.netloc.rpartition("@")[2]
+    copy = root() / "remote" / hashlib.blake2b(url.encode(), digest_size=20).hexdigest()
+    path = copy / ("input" if name in {"..", _VERSIONS} else name)
+    with ExitStack() as opened:
+        with _reported(shown):
+            remotes = [*(_on_server(url, shown, opened) if address.scheme in _SERVERS else _in_store(url))]
+        versions = _versions(copy) if cache else {}
+        changed = [
+            remote
+            for remote in remotes
+            if not remote.version or versions.get(remote.name) != remote.version or not (path / remote.name).is_file()
+        ]
+        _download(changed, path, shown, say or (lambda _done, _total: None))
+    current = {remote.name: remote.version for remote in remotes}
+    for gone in [
+        file for file in path.rglob("*") if file.is_file() and file.relative_to(path).as_posix() not in current
+    ]:
+        gone.unlink()
+    files.write(copy / _VERSIONS, lambda out: out.write(json.dumps(current).encode()), force=True)
+    with suppress(OSError):
+        os.utime(copy)
+        prune(copy.parent, CAP_BYTES)
+    files.note_address(path, shown)
+    return path
+
+
+def _download(remotes: list[_Remote], path: Path, shown: str, say: Say) -> None:
+    """Write files below `path`, each whole or not at all."""
+    sizes = [remote.size for remote in remotes if remote.size is not None]
+    total = sum(sizes) if len(sizes) == len(remotes) else None
+    _check_size(sum(sizes), shown)
+    before = 0
+    for remote in remotes:
+
+        def produce(out: BinaryIO, remote: _Remote = remote, before: int = before) -> None:
+            size = 0
+            for piece in _pieces(remote, shown):
+                out.write(piece)
+                size += len(piece)
+                _check_size(before + size, shown)
+                say(before + size, total)
+            if remote.size not in {None, size}:
+                message = f"the connection ended after {size:,} of {remote.size:,} bytes"
+                raise InputError(message, slug="cut-download", where=shown, hint="try again")
+
+        before += files.write(path / remote.name, produce, force=True)
+
+
+def without_secrets(url: str) -> str:
+    """An address as it may be shown: without user, password and query, which holds signatures."""
+    return re.sub(r"://[^/@]*@", "://", url.partition("?")[0]).rstrip("/")
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The fsspec file system of an address, and the path in it.
+
+    Raises:
+        UsageError: `no-fsspec`: fsspec, or what it needs for such addresses, is not installed.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        file_system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        scheme, extra = urlsplit(url).scheme, "the extra `remote` of Traceloom has what s3:// and gs:// need"
+        raise UsageError(
+            f"{scheme}:// cannot be opened: {error}",
+            slug="no-fsspec",
+            where=without_secrets(url),
+            hint=f"pip install 'traceloom[remote]' ({extra})",
+        ) from error
+    return file_system, str(path)
+
+
+def _check_size(size: int, where: str) -> None:
+    if size > MOST_BYTES:
+        message = f"it has more than {MOST_BYTES // 10**9} GB, and no more is fetched for one input"
+        raise InputError(message, slug="too-large", where=where, hint="fetch it yourself, or name fewer files")
+
+
+def _versions(copy: Path) -> dict[str, str]:
+    """What was fetched before; nothing where that is not known."""
+    try:
+        versions = json.loads((copy / _VERSIONS).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return versions if isinstance(versions, dict) else {}
+
+
+def _pieces(remote: _Remote, where: str) -> Iterator[bytes]:
+    with _reported(where), closing(remote.open()) as stream:
+        while piece := stream.read(_PIECE):
+            yield piece
+
+
+@contextmanager
+def _reported(where: str) -> Iterator[None]:
+    """Say in a sentence what went wrong elsewhere, which may be any exception of a library that we do not know."""
+    try:
+        yield
+    except (TraceloomError, GeneratorExit):
+        raise
+    except FileNotFoundError as error:
+        raise InputError("there is no such file or directory", slug="unreadable", where=where) from error
+    except Exception as error:
+        message = f"it cannot be fetched: {getattr(error, 'reason', error) or type(error).__name__}"
+        raise InputError(message, slug="unreadable", where=where) from error
+
+
+def _on_server(url: str, shown: str, opened: ExitStack) -> Iterator[_Remote]:
+    from traceloom.read.web import begin
+
+    response = opened.enter_context(begin(url, shown))
+    headers = response.headers
+    size = int(headers["Content-Length"]) if (headers["Content-Length"] or "").isdigit() else None
+    changes = [headers["ETag"], headers["Last-Modified"]]
+    yield _Remote("", size, json.dumps([*changes, size]) if any(changes) else "", lambda: response)
+
+
+def _in_store(url: str) -> Iterator[_Remote]:
+    store, path = file_system(url)
+    store.invalidate_cache()  # what it listed in this process before may have changed
+    about = store.info(path)
+    if about["type"] == "file":
+        yield _stored(store, about, "")
+        return
+    names: list[str] = []
+    for _, _, inside in store.walk(path, maxdepth=_DEPTH, detail=True):
+        for each in inside.values():
+            name = each["name"].removeprefix(path).strip("/")
+            if not name or ".." in PurePosixPath(name).parts:
+                continue
+            names.append(name)
+            if len(names) > MOST_FILES:
+                message = f"there are more than {MOST_FILES:,} files below this prefix"
+                raise InputError(message, slug="too-large", where=without_secrets(url), hint="name a longer prefix")
+            yield _stored(store, each, name)
+    if not names:
+        raise FileNotFoundError(url)
+
+
+def _stored(store: Any, about: dict[str, Any], name: str) -> _Remote:
+    changes = [about.get(key) for key in ("ETag", "etag", "LastModified", "updated", "generation", "created", "size")]
+    return _Remote(
+        name,
+        about["size"],
+        json.dumps(changes, default=str),
+        lambda: store.open(about["name"], "rb", block_size=_BLOCK),
+    )
