@@ -335,7 +335,30 @@ def anti_patterns(trace: Trace) -> AntiPatterns:
     rows, matches = [], []
     for name, (rule, advice) in RULES.items():
         finding = rule(host)
-        match_rows = _matches(host, name, finding)
+        first, tree, events = finding.position.astype(np.int64), host.tree, host.trace.events
+        last = first if finding.last is None else finding.last
+        row, gpu = tree.row[first], host.gpu_ns[first]
+        if finding.last is not None:  # of all siblings from the first to the last
+            for index, (begin, stop) in enumerate(zip(first.tolist(), tree.stop[last].tolist(), strict=True)):
+                at = int(tree.stop[begin])
+                while at < stop:
+                    gpu[index] += host.gpu_ns[at]
+                    at = int(tree.stop[at])
+        match_rows = pl.DataFrame(
+            {
+                "pattern": pl.Series([name] * first.size, dtype=Name),
+                "event": row,
+                "name": events["name"].gather(row),
+                "start_ns": tree.start_ns[first],
+                "duration_ns": tree.end_ns[last] - tree.start_ns[first],
+                "gpu_ns": gpu,
+                "step": events["step"].gather(row),
+                "thread": events["thread"].gather(row),
+                "evidence": [finding.evidence] * first.size,
+                "detail": list(finding.detail),
+            },
+            schema_overrides={"detail": pl.String, "evidence": MATCHES["evidence"]},
+        ).cast(MATCHES)
         checked = finding.reason is None
         rows.append(
             {
@@ -351,31 +374,3 @@ def anti_patterns(trace: Trace) -> AntiPatterns:
         )
         matches.append(match_rows)
     return AntiPatterns(pl.DataFrame(rows, schema=PATTERNS), pl.concat(matches))
-
-
-def _matches(host: Host, name: str, finding: RuleMatches) -> pl.DataFrame:
-    """The rows of `MATCHES` of one rule."""
-    first, tree, events = finding.position.astype(np.int64), host.tree, host.trace.events
-    last = first if finding.last is None else finding.last
-    row, gpu = tree.row[first], host.gpu_ns[first]
-    if finding.last is not None:  # of all siblings from the first to the last
-        for index, (begin, stop) in enumerate(zip(first.tolist(), tree.stop[last].tolist(), strict=True)):
-            at = int(tree.stop[begin])
-            while at < stop:
-                gpu[index] += host.gpu_ns[at]
-                at = int(tree.stop[at])
-    return pl.DataFrame(
-        {
-            "pattern": pl.Series([name] * first.size, dtype=Name),
-            "event": row,
-            "name": events["name"].gather(row),
-            "start_ns": tree.start_ns[first],
-            "duration_ns": tree.end_ns[last] - tree.start_ns[first],
-            "gpu_ns": gpu,
-            "step": events["step"].gather(row),
-            "thread": events["thread"].gather(row),
-            "evidence": [finding.evidence] * first.size,
-            "detail": list(finding.detail),
-        },
-        schema_overrides={"detail": pl.String, "evidence": MATCHES["evidence"]},
-    ).cast(MATCHES)

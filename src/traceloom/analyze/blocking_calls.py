@@ -11,7 +11,7 @@ import polars as pl
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.call_tree import KINDS as NODE_KINDS
-from traceloom.analyze.call_tree import CallTree, call_tree
+from traceloom.analyze.call_tree import call_tree
 from traceloom.analyze.intervals import Ints, Spans, coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.phases import BLOCKING_CALL, meaning
@@ -115,7 +115,36 @@ def blocking_calls(trace: Trace) -> BlockingCalls:
     rows = np.flatnonzero(tree.topmost(waits))
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
     if rows.size:
-        named = _named(trace, folded, tree.row[rows], folded.node[rows])
+        # Kind, call, op path, frame and stack of each call, worked out once per distinct path
+        row = tree.row[rows]
+        used, path_index = np.unique(folded.node[rows], return_inverse=True)
+        by_path = []
+        for path in folded.paths(used):  # from the thread down
+            names = [str(folded.names[int(folded.label[at])]) for at in path[1:]]
+            above = [(name, NODE_KINDS[int(folded.kind[at])]) for name, at in zip(names[:-1], path[1:-1], strict=True)]
+            ops = [name for name, kind in above if kind == "op"]
+            frames = [name for name, kind in above if kind == "python" and is_users(name)]
+            by_op = next((kind for kind, pattern in _BY_OP if any(pattern.search(op) for op in ops)), None)
+            stack = "\n".join(frames[-_DEEPEST_STACK:]) or None
+            by_path.append((by_op, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack))
+        paths = pl.DataFrame(
+            by_path, schema=dict.fromkeys(("by_op", "call", "op", "frame", "stack"), pl.String()), orient="row"
+        )[pl.Series(path_index, dtype=pl.UInt32)]
+        copied = _copies(trace, row)
+        kind_of = {
+            call: next((kind for kind, pattern in _BY_CALL if pattern.search(call)), "other")
+            for call in paths["call"].unique()
+        }
+        by_call = paths["call"].replace_strict(kind_of, return_dtype=pl.String)
+        python = pl.Series(column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON))
+        kind = (
+            pl.when(python)
+            .then(pl.lit("python"))
+            .when((by_call == "allocation") | (by_call == "module_load"))
+            .then(by_call)
+            .otherwise(pl.coalesce(paths["by_op"], copied["way"], by_call))
+        )
+        named = paths.drop("by_op").with_columns(kind.alias("kind"), copied["pageable"])
         users = ~named["frame"].str.contains(_RECORDER).fill_null(value=False)
         rows, named = rows[users.to_numpy()], named.filter(users)
     if not rows.size:
@@ -170,38 +199,6 @@ def _calls(trace: Trace, busy: Spans, rows: Ints) -> pl.DataFrame:
         gpu_idle_ns=pl.Series(end - start - covered),
         idle_after_ns=pl.Series(np.where(after == busy.start.size, 0, idle)),
     )
-
-
-def _named(trace: Trace, folded: CallTree, row: Ints, node: Ints) -> pl.DataFrame:
-    """Kind, call, op path, frame and stack of each call, worked out once per distinct path."""
-    used, path_index = np.unique(node, return_inverse=True)
-    by_path = []
-    for path in folded.paths(used):  # from the thread down
-        names = [str(folded.names[int(folded.label[at])]) for at in path[1:]]
-        above = [(name, NODE_KINDS[int(folded.kind[at])]) for name, at in zip(names[:-1], path[1:-1], strict=True)]
-        ops = [name for name, kind in above if kind == "op"]
-        frames = [name for name, kind in above if kind == "python" and is_users(name)]
-        by_op = next((kind for kind, pattern in _BY_OP if any(pattern.search(op) for op in ops)), None)
-        stack = "\n".join(frames[-_DEEPEST_STACK:]) or None
-        by_path.append((by_op, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack))
-    paths = pl.DataFrame(
-        by_path, schema=dict.fromkeys(("by_op", "call", "op", "frame", "stack"), pl.String()), orient="row"
-    )[pl.Series(path_index, dtype=pl.UInt32)]
-    copied = _copies(trace, row)
-    kind_of = {
-        call: next((kind for kind, pattern in _BY_CALL if pattern.search(call)), "other")
-        for call in paths["call"].unique()
-    }
-    by_call = paths["call"].replace_strict(kind_of, return_dtype=pl.String)
-    python = pl.Series(column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON))
-    kind = (
-        pl.when(python)
-        .then(pl.lit("python"))
-        .when((by_call == "allocation") | (by_call == "module_load"))
-        .then(by_call)
-        .otherwise(pl.coalesce(paths["by_op"], copied["way"], by_call))
-    )
-    return paths.drop("by_op").with_columns(kind.alias("kind"), copied["pageable"])
 
 
 def is_users(frame: str) -> bool:

@@ -13,7 +13,7 @@ import polars as pl
 
 from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.intervals import coverage, merge, summed_coverage, union
-from traceloom.analyze.steps import Tiles, tiles
+from traceloom.analyze.steps import tiles
 from traceloom.model import Trace
 from traceloom.model.result import Result
 
@@ -75,7 +75,37 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
     devices, steps = [DEVICE_SCHEMA.to_frame()], [STEP_SCHEMA.to_frame()]
     for part in work.sort("device", maintain_order=True).partition_by("device", maintain_order=True):
         device = part["device"][0]
-        pieces = _measure(part, cut)
+        # The additive fields of one device in each tile, with the tile's duration and row of `trace.steps`
+        start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
+        category = part["category"].to_physical().to_numpy()
+        compute, communication, memory = (union(start[category == c], end[category == c]) for c in range(3))
+        visible = merge(compute, communication)
+        busy = merge(visible, memory)
+        low, high = cut.spans
+        first, last = int(start.min()), int(end.max())
+        window = np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
+        busy_ns, compute_ns, visible_ns = (coverage(spans, low, high) for spans in (busy, compute, visible))
+        is_kernel = (part["kind"] == "kernel").to_numpy()
+        tile = np.searchsorted(low, start, side="right") - 1  # a start on the last bound belongs to the last tile
+        pieces = pl.DataFrame(
+            {
+                "row": cut.row,
+                "duration_ns": high - low,
+                "window_ns": window,
+                "busy_ns": busy_ns,
+                "idle_ns": window - busy_ns,
+                "compute_ns": compute_ns,
+                "communication_ns": coverage(communication, low, high),
+                "memory_ns": coverage(memory, low, high),
+                "exposed_communication_ns": visible_ns - compute_ns,
+                "exposed_memory_ns": busy_ns - visible_ns,
+                "gpu_work_count": np.bincount(tile, minlength=low.size),
+                "kernel_count": np.bincount(tile[is_kernel], minlength=low.size),
+                "kernel_ns": summed_coverage(start[is_kernel], end[is_kernel], low, high),
+                "edge_idle_before_ns": np.maximum(np.minimum(high, first) - low, 0),
+                "edge_idle_after_ns": np.maximum(high - np.maximum(low, last), 0),
+            }
+        )
         label = [pl.lit(device, pl.Int32).alias("device"), pl.lit(names.get(device), pl.String).alias("name")]
         whole = pieces.select(pl.col(FIELDS).sum()).with_columns(
             *label, pl.lit(part["start_ns"].min()).alias("start_ns")
@@ -87,37 +117,3 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
         )
         steps.append(by_step.select(list(STEP_SCHEMA)).cast(STEP_SCHEMA))
     return GpuTime(pl.concat(devices), pl.concat(steps))
-
-
-def _measure(work: pl.DataFrame, cut: Tiles) -> pl.DataFrame:
-    """The additive fields of one device in each tile, with the tile's duration and row of `trace.steps`."""
-    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
-    category = work["category"].to_physical().to_numpy()
-    compute, communication, memory = (union(start[category == c], end[category == c]) for c in range(3))
-    visible = merge(compute, communication)
-    busy = merge(visible, memory)
-    low, high = cut.spans
-    first, last = int(start.min()), int(end.max())
-    window = np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
-    busy_ns, compute_ns, visible_ns = (coverage(spans, low, high) for spans in (busy, compute, visible))
-    is_kernel = (work["kind"] == "kernel").to_numpy()
-    tile = np.searchsorted(low, start, side="right") - 1  # a start on the last bound belongs to the last tile
-    return pl.DataFrame(
-        {
-            "row": cut.row,
-            "duration_ns": high - low,
-            "window_ns": window,
-            "busy_ns": busy_ns,
-            "idle_ns": window - busy_ns,
-            "compute_ns": compute_ns,
-            "communication_ns": coverage(communication, low, high),
-            "memory_ns": coverage(memory, low, high),
-            "exposed_communication_ns": visible_ns - compute_ns,
-            "exposed_memory_ns": busy_ns - visible_ns,
-            "gpu_work_count": np.bincount(tile, minlength=low.size),
-            "kernel_count": np.bincount(tile[is_kernel], minlength=low.size),
-            "kernel_ns": summed_coverage(start[is_kernel], end[is_kernel], low, high),
-            "edge_idle_before_ns": np.maximum(np.minimum(high, first) - low, 0),
-            "edge_idle_after_ns": np.maximum(high - np.maximum(low, last), 0),
-        }
-    )

@@ -92,7 +92,38 @@ def copies(trace: Trace) -> Copies:
         )
         .drop("unsized")
     )
-    return Copies(_kinds(rows), ops, spread, _curve(rows))
+    unions = [
+        (*key, union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total)
+        for key, part in rows.group_by(KEYS, maintain_order=True)
+    ]
+    together = pl.DataFrame(
+        unions, schema={**{key: KIND_SCHEMA[key] for key in KEYS}, "union_ns": pl.Int64}, orient="row"
+    )
+    instant = pl.col("ns") == 0
+    rate = (pl.col("bytes") / pl.col("ns") * 1e9).filter(_TIMED)
+    table = rows.group_by(KEYS).agg(
+        pl.col("pageable").first(),
+        pl.len().alias("count"),
+        _BYTES,
+        pl.col("bytes").null_count().alias("unsized_count"),
+        pl.col("ns").sum().alias("total_ns"),
+        instant.sum().alias("instant_count"),
+        pl.col("bytes").filter(instant).sum().alias("instant_bytes"),
+        (pl.col("bytes").filter(_TIMED).sum() / pl.col("ns").filter(_TIMED).sum() * 1e9)
+        .fill_nan(None)
+        .alias("bytes_per_s"),
+        rate.min().alias("min_bytes_per_s"),
+        rate.max().alias("max_bytes_per_s"),
+    )
+    return Copies(
+        table.join(together, on=KEYS, how="left", nulls_equal=True)
+        .sort(["total_ns", *KEYS], descending=[True] + [False] * len(KEYS), nulls_last=True)
+        .select(list(KIND_SCHEMA))
+        .cast(KIND_SCHEMA),
+        ops,
+        spread,
+        _curve(rows),
+    )
 
 
 def _rows(trace: Trace) -> pl.DataFrame:
@@ -130,38 +161,6 @@ def _rows(trace: Trace) -> pl.DataFrame:
             .otherwise((memory[0] == "pageable") | (memory[1] == "pageable")),
             step=trace.events["step"].gather(work["event"]),
         )
-    )
-
-
-def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
-    unions = [
-        (*key, union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total)
-        for key, part in rows.group_by(KEYS, maintain_order=True)
-    ]
-    together = pl.DataFrame(
-        unions, schema={**{key: KIND_SCHEMA[key] for key in KEYS}, "union_ns": pl.Int64}, orient="row"
-    )
-    instant = pl.col("ns") == 0
-    rate = (pl.col("bytes") / pl.col("ns") * 1e9).filter(_TIMED)
-    table = rows.group_by(KEYS).agg(
-        pl.col("pageable").first(),
-        pl.len().alias("count"),
-        _BYTES,
-        pl.col("bytes").null_count().alias("unsized_count"),
-        pl.col("ns").sum().alias("total_ns"),
-        instant.sum().alias("instant_count"),
-        pl.col("bytes").filter(instant).sum().alias("instant_bytes"),
-        (pl.col("bytes").filter(_TIMED).sum() / pl.col("ns").filter(_TIMED).sum() * 1e9)
-        .fill_nan(None)
-        .alias("bytes_per_s"),
-        rate.min().alias("min_bytes_per_s"),
-        rate.max().alias("max_bytes_per_s"),
-    )
-    return (
-        table.join(together, on=KEYS, how="left", nulls_equal=True)
-        .sort(["total_ns", *KEYS], descending=[True] + [False] * len(KEYS), nulls_last=True)
-        .select(list(KIND_SCHEMA))
-        .cast(KIND_SCHEMA)
     )
 
 

@@ -18,7 +18,6 @@ from traceloom.analyze.path.pieces import (
     HOST,
     RESIDUAL,
     UNRECORDED,
-    PathPieces,
     pieces,
     split,
     waits_for_data,
@@ -126,7 +125,20 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
     window = window_of(graph, step, session)
     path_pieces = pieces(graph, window)
     if session is not None:
-        path_pieces = _with_data(graph, session, window, path_pieces)
+        # Host time on the path in which the loop waits for its data
+        lane_of = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
+        code = list(CLASSES).index(HOST)
+        ranks = set(
+            graph.nodes["rank"].gather(
+                np.unique(path_pieces.node[(path_pieces.node >= 0) & (path_pieces.kind == code)])
+            )
+        )
+        for trace, clock in clocks(graph, session, window.step):
+            if clock.rank not in ranks:
+                continue
+            for lane, start, end in waits_for_data(graph, trace, clock.rank, clock.shift):
+                on_lane = (path_pieces.kind == code) & (lane_of[path_pieces.node] == lane)
+                path_pieces = split(path_pieces, on_lane, start, end, DATA)
     length = window.high - window.low
     near = length // 100
     slack = slack_ns(graph, int(point_times(graph)[window.last]))
@@ -149,22 +161,6 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
         near_slack_ns=near,
         law=graph_law,
     )
-
-
-def _with_data(graph: Graph, session: Session, window: PathWindow, path_pieces: PathPieces) -> PathPieces:
-    """Host time on the path in which the loop waits for its data."""
-    lane_of = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
-    code = list(CLASSES).index(HOST)
-    ranks = set(
-        graph.nodes["rank"].gather(np.unique(path_pieces.node[(path_pieces.node >= 0) & (path_pieces.kind == code)]))
-    )
-    for trace, clock in clocks(graph, session, window.step):
-        if clock.rank not in ranks:
-            continue
-        for lane, start, end in waits_for_data(graph, trace, clock.rank, clock.shift):
-            on_lane = (path_pieces.kind == code) & (lane_of[path_pieces.node] == lane)
-            path_pieces = split(path_pieces, on_lane, start, end, DATA)
-    return path_pieces
 
 
 _LABELS = {

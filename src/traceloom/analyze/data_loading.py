@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest, host_pieces
-from traceloom.analyze.intervals import EMPTY, Bools, Ints, Spans, complement, coverage, union
+from traceloom.analyze.intervals import EMPTY, Bools, Ints, complement, coverage, union
 from traceloom.analyze.phases import BLOCKING_CALL, OP, activity
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
@@ -104,11 +104,6 @@ def data_loading(trace: Trace) -> DataLoading:
         .cast(WAITS)
     )
     unknown = evidence == "none"
-    steps = _steps(trace, waiting, idle, unknown=unknown)
-    return DataLoading(waits, steps, _spent(trace, called), None if unknown else waiting.total, evidence)
-
-
-def _steps(trace: Trace, waiting: Spans, idle: Spans | None, *, unknown: bool) -> pl.DataFrame:
     pieces, step = split_at_steps(trace, waiting.start, waiting.end)
     idle_ns = coverage(EMPTY if idle is None else idle, pieces.start_ns, pieces.end_ns)
     waited = pl.DataFrame({"step": step, "wait_ns": pieces.end_ns - pieces.start_ns, "gpu_idle_ns": idle_ns})
@@ -120,13 +115,14 @@ def _steps(trace: Trace, waiting: Spans, idle: Spans | None, *, unknown: bool) -
     idling = null if unknown or idle is None else pl.col("gpu_idle_ns").fill_null(0)
     share = pl.when(pl.col("length") > 0).then(wait / pl.col("length"))
     starving = (share >= LEAST_FRACTION) & (idling >= LEAST_IDLE * wait if idle is not None else pl.lit(True))
-    return steps.select(
+    steps = steps.select(
         "step",
         wait.alias("wait_ns"),
         share.alias("fraction"),
         idling.alias("gpu_idle_ns"),
         starving.alias("bottleneck"),
     ).cast(STEPS)
+    return DataLoading(waits, steps, _spent(trace, called), None if unknown else waiting.total, evidence)
 
 
 def _spent(trace: Trace, called: Bools) -> pl.DataFrame:

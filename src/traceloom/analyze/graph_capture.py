@@ -58,7 +58,32 @@ def mapped_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: boo
     With `launches` also `kernel`: the capture's event of that kernel, or the call that captured it.
     """
     shape = pl.Schema({**MAPPED, **({"kernel": pl.UInt32()} if launches else {})})
-    kernels, captures = _kernels(capture)
+    # What the capture launched: its kernels, else, where nothing ran, the launch calls that name their kernel
+    events = capture.events
+    kernels = events.filter(pl.col("category") == KERNEL, pl.col("launch").is_not_null())
+    # replays of graphs know no operator here either
+    kernels = kernels.filter(~events["name"].gather(kernels["launch"]).str.contains(GRAPH_CALLS))
+    by_call = events["start_ns"].gather(kernels["launch"])
+    order = np.lexsort((kernels["start_ns"].to_numpy(), by_call.to_numpy()))
+    kernels = kernels[order].select("name", "launch", "event", pl.col("op").cast(pl.Int64).fill_null(-1))
+    calls = events.filter(pl.col("category").is_in(LAUNCHES))
+    begin, end = (calls.filter(pl.col("name").str.contains(name))["start_ns"].to_numpy() for name in (_BEGIN, _END))
+    index = np.searchsorted(end, begin)
+    begin, end = begin[index < end.size], end[index[index < end.size]]
+    silent = calls.filter(pl.col("name").str.contains(_LAUNCH), ~pl.col("event").is_in(kernels["launch"].implode()))
+    if silent.height and readable(capture):
+        kernel_names = [args.get("kernel") for args in whole(capture, silent["event"].to_numpy().astype(np.int64))]
+        texts = [name if isinstance(name, str) else None for name in kernel_names]
+        named = silent.with_columns(pl.Series("name", texts, dtype=pl.String)).drop_nulls("name")
+        named = named.select(
+            "name", pl.col("event").alias("launch"), "event", pl.col("op").cast(pl.Int64).fill_null(-1)
+        )
+        # a recording of the capture holds both: what ran, and what was only captured
+        both = pl.concat([kernels, named.cast(kernels.schema)])
+        kernels = both[np.argsort(events["start_ns"].gather(both["launch"]).to_numpy(), kind="stable")]
+    start = events["start_ns"].gather(kernels["launch"]).to_numpy()
+    bounds = zip(np.searchsorted(start, begin).tolist(), np.searchsorted(start, end).tolist(), strict=True)
+    captures = [*[(low, high) for low, high in bounds if high > low][:_MOST_PARTS], (0, kernels.height)]
     nodes = graph_launches.nodes.select("graph", "node", "name", "replay_count", "total_ns")
     words = pl.concat([nodes["name"], kernels["name"]]).unique(maintain_order=True)
     numbered = pl.Enum(words.drop_nulls())
@@ -99,41 +124,6 @@ def mapped_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: boo
     ).select(list(shape)).cast(shape)  # fmt: skip
 
 
-def _kernels(capture: Trace) -> tuple[pl.DataFrame, list[tuple[int, int]]]:
-    """What the capture launched: its kernels, else, where nothing ran, the launch calls that name their kernel.
-
-    Returns:
-        name, launch, event (that tells its grid: the kernel, or the call that only captured it) and op (-1 for none),
-        in the order of the launches; and first and last row of every capture of a graph, and of the whole.
-    """
-    events = capture.events
-    kernel = events.filter(pl.col("category") == KERNEL, pl.col("launch").is_not_null())
-    # replays of graphs know no operator here either
-    kernel = kernel.filter(~events["name"].gather(kernel["launch"]).str.contains(GRAPH_CALLS))
-    by_call = events["start_ns"].gather(kernel["launch"])
-    order = np.lexsort((kernel["start_ns"].to_numpy(), by_call.to_numpy()))
-    kernel = kernel[order].select("name", "launch", "event", pl.col("op").cast(pl.Int64).fill_null(-1))
-    calls = events.filter(pl.col("category").is_in(LAUNCHES))
-    begin, end = (calls.filter(pl.col("name").str.contains(name))["start_ns"].to_numpy() for name in (_BEGIN, _END))
-    index = np.searchsorted(end, begin)
-    begin, end = begin[index < end.size], end[index[index < end.size]]
-    silent = calls.filter(pl.col("name").str.contains(_LAUNCH), ~pl.col("event").is_in(kernel["launch"].implode()))
-    if silent.height and readable(capture):
-        kernel_names = [args.get("kernel") for args in whole(capture, silent["event"].to_numpy().astype(np.int64))]
-        texts = [name if isinstance(name, str) else None for name in kernel_names]
-        named = silent.with_columns(pl.Series("name", texts, dtype=pl.String)).drop_nulls("name")
-        named = named.select(
-            "name", pl.col("event").alias("launch"), "event", pl.col("op").cast(pl.Int64).fill_null(-1)
-        )
-        # a recording of the capture holds both: what ran, and what was only captured
-        both = pl.concat([kernel, named.cast(kernel.schema)])
-        kernel = both[np.argsort(events["start_ns"].gather(both["launch"]).to_numpy(), kind="stable")]
-    start = events["start_ns"].gather(kernel["launch"]).to_numpy()
-    bounds = zip(np.searchsorted(start, begin).tolist(), np.searchsorted(start, end).tolist(), strict=True)
-    captures = [(low, high) for low, high in bounds if high > low]
-    return kernel, [*captures[:_MOST_PARTS], (0, kernel.height)]
-
-
 def _best(graph_codes: Ints, capture_codes: Ints, captures: list[tuple[int, int]]) -> tuple[Ints, bool]:
     """Position in the capture of each node, -1 for none; and whether all names appear there in this order."""
     whole_graph = places_of(graph_codes, capture_codes)
@@ -165,7 +155,26 @@ def _aligned(graph_codes: Ints, capture_codes: Ints) -> Ints:
         joined = graph_side.join(capture_side, on=["code", "k"], how="left", maintain_order="left")
         pairs = joined["at_right"].cast(pl.Int64).fill_null(-1).to_numpy()
         paired = np.flatnonzero(pairs >= 0)
-        kept = paired[_rising(pairs[paired])]
+        # Positions of a longest strictly rising subsequence, in n log n
+        values = pairs[paired]
+        tails: list[int] = []
+        last: list[int] = []
+        before = np.full(values.size, -1, dtype=np.int64)
+        for at, value in enumerate(values.tolist()):
+            index = bisect_left(tails, value)
+            if index == len(tails):
+                tails.append(value)
+                last.append(at)
+            else:
+                tails[index] = value
+                last[index] = at
+            before[at] = last[index - 1] if index else -1
+        rising: list[int] = []
+        position = last[-1] if last else -1
+        while position >= 0:
+            rising.append(position)
+            position = int(before[position])
+        kept = paired[np.array(rising[::-1], dtype=np.int64)]
         if kept.size > (best >= 0).sum():
             best[:] = -1
             positions = pairs[kept]
@@ -173,25 +182,3 @@ def _aligned(graph_codes: Ints, capture_codes: Ints) -> Ints:
                 positions if turn == 1 else capture_codes.size - 1 - positions
             )
     return best
-
-
-def _rising(values: Ints) -> Ints:
-    """Positions of a longest strictly rising subsequence, in n log n."""
-    tails: list[int] = []
-    last: list[int] = []
-    before = np.full(values.size, -1, dtype=np.int64)
-    for at, value in enumerate(values.tolist()):
-        index = bisect_left(tails, value)
-        if index == len(tails):
-            tails.append(value)
-            last.append(at)
-        else:
-            tails[index] = value
-            last[index] = at
-        before[at] = last[index - 1] if index else -1
-    kept: list[int] = []
-    position = last[-1] if last else -1
-    while position >= 0:
-        kept.append(position)
-        position = int(before[position])
-    return np.array(kept[::-1], dtype=np.int64)

@@ -140,7 +140,34 @@ def replayed_work(trace: Trace) -> pl.DataFrame:
 
 
 def _laid(trace: Trace) -> _Laid:
-    work = _launched_work(trace)
+    submitted = submissions(trace)
+    words = vocabulary(trace)
+    called = words.matching(GRAPH_CALLS)
+    at = np.flatnonzero(submitted.known)
+    at = at[called[plain(words.code)[submitted.launch[at]]]]
+    at = at[np.lexsort((submitted.start[at], submitted.launch[at]))]
+    launch, first, replay = np.unique(submitted.launch[at], return_index=True, return_inverse=True)
+    start, end, row = submitted.start[at], submitted.end[at], submitted.row[at]
+    # replays one after the other on a clock that begins anew with each, so that none reaches into the next
+    zero = start[first][replay]
+    shift = replay * (int((end - zero).max(initial=0)) + 1) - zero
+    reach = np.maximum.accumulate(end + shift)
+    gap = np.maximum(start + shift - np.append(0, reach[:-1])[: start.size], 0)
+    gap[first] = 0
+    work = _LaunchedWork(
+        row=row,
+        replay=replay,
+        start=start,
+        length=end - start,
+        gap=gap,
+        stream=submitted.lane[at],
+        code=plain(words.code)[row].astype(np.int64),
+        launch=launch,
+        call_start=submitted.call_start[at[first]],
+        call_end=submitted.call_end[at[first]],
+        first=first,
+        all_ns=int((submitted.end - submitted.start).sum()),
+    )
     graph_id, node_id = _ids(trace, work)
     order = np.lexsort((work.start, work.stream, work.replay))
     position = np.empty(order.size, dtype=np.int64)
@@ -172,37 +199,6 @@ def _laid(trace: Trace) -> _Laid:
         }
     ).cast({"graph": pl.UInt32, "launch": pl.UInt32})
     return _Laid(work, graph, graph_id, sequence, placed, _nodes(trace, placed))
-
-
-def _launched_work(trace: Trace) -> _LaunchedWork:
-    submitted = submissions(trace)
-    words = vocabulary(trace)
-    called = words.matching(GRAPH_CALLS)
-    at = np.flatnonzero(submitted.known)
-    at = at[called[plain(words.code)[submitted.launch[at]]]]
-    at = at[np.lexsort((submitted.start[at], submitted.launch[at]))]
-    launch, first, replay = np.unique(submitted.launch[at], return_index=True, return_inverse=True)
-    start, end, row = submitted.start[at], submitted.end[at], submitted.row[at]
-    # replays one after the other on a clock that begins anew with each, so that none reaches into the next
-    zero = start[first][replay]
-    shift = replay * (int((end - zero).max(initial=0)) + 1) - zero
-    reach = np.maximum.accumulate(end + shift)
-    gap = np.maximum(start + shift - np.append(0, reach[:-1])[: start.size], 0)
-    gap[first] = 0
-    return _LaunchedWork(
-        row=row,
-        replay=replay,
-        start=start,
-        length=end - start,
-        gap=gap,
-        stream=submitted.lane[at],
-        code=plain(words.code)[row].astype(np.int64),
-        launch=launch,
-        call_start=submitted.call_start[at[first]],
-        call_end=submitted.call_end[at[first]],
-        first=first,
-        all_ns=int((submitted.end - submitted.start).sum()),
-    )
 
 
 def _ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:

@@ -93,7 +93,19 @@ class Idle(Result):
 def idle(trace: Trace) -> Idle:
     """Split the idle time of every device by cause."""
     all_gaps = gaps(trace)
-    called, taken = _calls(trace, all_gaps)
+    # Cut each gap in three: the host before the launch call, the launch, what came after
+    low, high = all_gaps.low, all_gaps.high
+    start, duration = (column(trace, name) for name in ("start_ns", "duration_ns"))
+    caused = (all_gaps.launch >= 0) & all_gaps.first
+    call = np.where(caused, start[all_gaps.launch], low) if start.size else low
+    back = np.where(caused, call + np.maximum(duration[all_gaps.launch], 0), low) if start.size else low
+    # a copy whose call waits for the end of the copy was submitted when the call began
+    ended = start[all_gaps.after] + duration[all_gaps.after]
+    waits = copies(trace, all_gaps.after) & (back >= ended) & (call < low)
+    called = np.clip(call, low, high)
+    returned = np.where(waits, low, np.clip(back, called, high))
+    prompt = caused & ~waits & (back > low) & (high - returned <= LAUNCH_LATENCY_NS)
+    taken = np.where(prompt, high, returned)
     steps = tiles(trace)
 
     # What the host did until its launch call.
@@ -146,25 +158,6 @@ def idle(trace: Trace) -> Idle:
         for keys in (["device", "step"], ["device"])
     )
     return Idle(rows, causes, totals)
-
-
-def _calls(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints]:
-    """Cut each gap in three: the host before the launch call, the launch, what came after; the two cuts.
-
-    Without a launch of its own (not recorded, or inner work of a graph) all of the gap is the third part.
-    """
-    low, high = all_gaps.low, all_gaps.high
-    start, duration = (column(trace, name) for name in ("start_ns", "duration_ns"))
-    caused = (all_gaps.launch >= 0) & all_gaps.first
-    call = np.where(caused, start[all_gaps.launch], low) if start.size else low
-    back = np.where(caused, call + np.maximum(duration[all_gaps.launch], 0), low) if start.size else low
-    # a copy whose call waits for the end of the copy was submitted when the call began
-    ended = start[all_gaps.after] + duration[all_gaps.after]
-    waits = copies(trace, all_gaps.after) & (back >= ended) & (call < low)
-    called = np.clip(call, low, high)
-    returned = np.where(waits, low, np.clip(back, called, high))
-    prompt = caused & ~waits & (back > low) & (high - returned <= LAUNCH_LATENCY_NS)
-    return called, np.where(prompt, high, returned)
 
 
 def _queued(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints, Bools]:

@@ -185,7 +185,26 @@ def inference(
             .agg(pl.col("replay_count").sum().alias("kernel_count"), pl.col("total_ns").sum().alias("gpu_ns"))
             .sort("gpu_ns", "op_name", "module", descending=[True, False, False], nulls_last=True)
         )
-        rates = _rates(trace, steps, {"tokens": tokens_per_step, "samples": samples_per_step})
+        # Tokens and samples per second over the window of the steps
+        rows = []
+        if steps.height:
+            end = (pl.col("start_ns") + pl.col("duration_ns") + pl.col("lag_ns").fill_null(0)).max()
+            low, high = steps.select(pl.col("start_ns").min(), end.alias("high")).row(0)
+            count = steps.height
+            for name, quantity in (("generation_tokens", "generated tokens"), ("context_tokens", "context tokens")):
+                tokens = steps[name].drop_nulls()
+                if tokens.len() == count and int(tokens.sum()):
+                    rows.append((quantity, int(tokens.sum()), high - low, "annotation"))
+        else:
+            marked = trace.steps.filter("complete")
+            count = marked.height
+            low, high = (int(marked["start_ns"][0]), int(marked["end_ns"][-1])) if count else (0, 0)
+        for quantity, each in {"tokens": tokens_per_step, "samples": samples_per_step}.items():
+            if each is not None and high > low:
+                rows.append((quantity, each * count, high - low, "declared"))
+        schema = {"what": pl.String(), "count": pl.Int64(), "window_ns": pl.Int64(), "evidence": pl.String()}
+        per_second = (pl.col("count") * 1e9 / pl.col("window_ns")).alias("per_second")
+        rates = pl.DataFrame(rows, schema=schema, orient="row").with_columns(per_second)
         frames = ((steps, STEPS), (_mix(steps), MIX), (rates, RATES), (nodes, NODES), (operators, OPERATORS))
         rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
         parts.append([frame.with_columns(rank).select(list(schema)).cast(schema) for frame, schema in frames])
@@ -270,29 +289,6 @@ def _mix(steps: pl.DataFrame) -> pl.DataFrame:
         )
         .sort("kind")
     )
-
-
-def _rates(trace: Trace, steps: pl.DataFrame, declared: dict[str, int | None]) -> pl.DataFrame:
-    """Tokens and samples per second over the window of the steps."""
-    rows = []
-    if steps.height:
-        end = (pl.col("start_ns") + pl.col("duration_ns") + pl.col("lag_ns").fill_null(0)).max()
-        low, high = steps.select(pl.col("start_ns").min(), end.alias("high")).row(0)
-        count = steps.height
-        for name, quantity in (("generation_tokens", "generated tokens"), ("context_tokens", "context tokens")):
-            tokens = steps[name].drop_nulls()
-            if tokens.len() == count and int(tokens.sum()):
-                rows.append((quantity, int(tokens.sum()), high - low, "annotation"))
-    else:
-        marked = trace.steps.filter("complete")
-        count = marked.height
-        low, high = (int(marked["start_ns"][0]), int(marked["end_ns"][-1])) if count else (0, 0)
-    for quantity, each in declared.items():
-        if each is not None and high > low:
-            rows.append((quantity, each * count, high - low, "declared"))
-    schema = {"what": pl.String(), "count": pl.Int64(), "window_ns": pl.Int64(), "evidence": pl.String()}
-    per_second = (pl.col("count") * 1e9 / pl.col("window_ns")).alias("per_second")
-    return pl.DataFrame(rows, schema=schema, orient="row").with_columns(per_second)
 
 
 def _annotations(trace: Trace) -> pl.DataFrame:

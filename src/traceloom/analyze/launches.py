@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.intervals import Bools
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.queue_depth import QUEUES, HeldCalls, curve, held_up, of_devices, queues
 from traceloom.analyze.submissions import Submissions, plain, submissions
@@ -129,7 +129,27 @@ def launches(trace: Trace) -> Launches:
     whole = of_devices(made)
     names = vocabulary(trace).names  # gathered by code: names of all events at once would fill the memory
     at = np.flatnonzero(made.first)
-    times = _times(trace, made, at)
+    # One row per launch and device: its first work (`at`), delay, span and latency
+    start, returned = made.start[at], made.call_end[at]
+    # what the stream did before: the end of everything that began earlier on it
+    reach = np.zeros(made.row.size, dtype=np.int64)
+    for low, high in zip(made.bounds()[:-1].tolist(), made.bounds()[1:].tolist(), strict=True):
+        reach[low + 1 : high] = np.maximum.accumulate(made.end[low:high])[:-1]
+    free = np.maximum(returned, reach[at])
+    words = vocabulary(trace)
+    op = plain(column(trace, "op", -1))[made.row[at]]
+    times = pl.DataFrame(
+        {
+            "at": at,
+            "device": made.device[at],
+            "code": plain(words.code)[made.row[at]].astype(np.int64),
+            "op": np.where(op >= 0, plain(words.code)[np.maximum(op, 0)].astype(np.int64), -1) if at.size else at,
+            "delay": np.maximum(start - returned, 0),
+            "span": np.maximum(start - made.call_start[at], 0),
+            "latency": np.maximum(start - free, 0),
+            "early": start < returned,
+        }
+    )
     work = pl.DataFrame({"device": made.device, "known": made.known, "inner": made.known & ~made.first})
     totals = (
         work.group_by("device")
@@ -178,30 +198,6 @@ def launches(trace: Trace) -> Launches:
         bins=_histogram(made),
         short=_short_by_name(trace, made),
         steps=_steps(trace, made, held),
-    )
-
-
-def _times(trace: Trace, made: Submissions, at: Ints) -> pl.DataFrame:
-    """One row per launch and device: its first work (`at`), delay, span and latency."""
-    start, returned = made.start[at], made.call_end[at]
-    # what the stream did before: the end of everything that began earlier on it
-    reach = np.zeros(made.row.size, dtype=np.int64)
-    for low, high in zip(made.bounds()[:-1].tolist(), made.bounds()[1:].tolist(), strict=True):
-        reach[low + 1 : high] = np.maximum.accumulate(made.end[low:high])[:-1]
-    free = np.maximum(returned, reach[at])
-    words = vocabulary(trace)
-    op = plain(column(trace, "op", -1))[made.row[at]]
-    return pl.DataFrame(
-        {
-            "at": at,
-            "device": made.device[at],
-            "code": plain(words.code)[made.row[at]].astype(np.int64),
-            "op": np.where(op >= 0, plain(words.code)[np.maximum(op, 0)].astype(np.int64), -1) if at.size else at,
-            "delay": np.maximum(start - returned, 0),
-            "span": np.maximum(start - made.call_start[at], 0),
-            "latency": np.maximum(start - free, 0),
-            "early": start < returned,
-        }
     )
 
 

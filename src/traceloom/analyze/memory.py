@@ -59,7 +59,21 @@ def memory(trace: Trace) -> Memory:
         return Memory(DEVICES.to_frame(), CURVE.to_frame())
     census = (trace.meta.capture or {}).get("live_bytes_at_start")
     live = census.get("cpu") if isinstance(census, dict) else None
-    events = _followed(trace.allocations.with_row_index("row"), live if isinstance(live, int) else None)
+    # Each event with `level` (memory in use after it), `before` (before it; null where unknown) and `known`
+    allocations = trace.allocations.with_row_index("row")
+    counted = allocations.with_columns(
+        pl.when(shared_memory(allocations)).then(pl.lit(SHARED)).otherwise("device_type").alias("device_type"),
+        pl.col("device").fill_null(-1),
+    )
+    totals = pl.col("allocated_bytes").is_not_null().all().over(_KEY) & ~pl.col("device_type").is_in(["cpu", SHARED])
+    counted_before = pl.col("device_type") == "cpu"
+    start = pl.when(counted_before).then(pl.lit(live if isinstance(live, int) else None, dtype=pl.Int64))
+    summed = pl.col("bytes").cum_sum().over(_KEY) + start.fill_null(0)
+    events = counted.with_columns(totals.alias("known")).with_columns(
+        pl.when("known").then("allocated_bytes").otherwise(summed).alias("level"),
+        pl.when("known").then(pl.col("allocated_bytes") - pl.col("bytes")).otherwise(start).alias("before"),
+        pl.when("known").then("reserved_bytes").alias("reserved_bytes"),
+    )
     devices = events.group_by(_KEY, maintain_order=True).agg(
         pl.max_horizontal(pl.col("level").max(), pl.col("before").first()).alias("peak_bytes"),
         pl.col("time_ns").gather(pl.col("level").arg_max()).first().alias("peak_time_ns"),
@@ -87,26 +101,6 @@ def memory(trace: Trace) -> Memory:
     kept = events[np.unique(np.concatenate(chosen))].sort(*_KEY, "row")
     curve = kept.select(*_KEY, "time_ns", pl.col("level").alias("allocated_bytes"), "reserved_bytes").cast(CURVE)
     return Memory(devices.select(list(DEVICES)).cast(DEVICES).sort(_KEY), curve)
-
-
-def _followed(allocations: pl.DataFrame, live: int | None) -> pl.DataFrame:
-    """Each event with `level` (memory in use after it), `before` (before it; null where unknown) and `known`.
-
-    `live` is what existed on the CPU before the first event; None where nobody counted.
-    """
-    counted = allocations.with_columns(
-        pl.when(shared_memory(allocations)).then(pl.lit(SHARED)).otherwise("device_type").alias("device_type"),
-        pl.col("device").fill_null(-1),
-    )
-    totals = pl.col("allocated_bytes").is_not_null().all().over(_KEY) & ~pl.col("device_type").is_in(["cpu", SHARED])
-    counted_before = pl.col("device_type") == "cpu"
-    start = pl.when(counted_before).then(pl.lit(live, dtype=pl.Int64))
-    summed = pl.col("bytes").cum_sum().over(_KEY) + start.fill_null(0)
-    return counted.with_columns(totals.alias("known")).with_columns(
-        pl.when("known").then("allocated_bytes").otherwise(summed).alias("level"),
-        pl.when("known").then(pl.col("allocated_bytes") - pl.col("bytes")).otherwise(start).alias("before"),
-        pl.when("known").then("reserved_bytes").alias("reserved_bytes"),
-    )
 
 
 def shared_memory(allocations: pl.DataFrame) -> pl.Series:

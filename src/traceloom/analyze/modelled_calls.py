@@ -136,21 +136,7 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
     launches = np.bincount(counted, minlength=tree.row.size).astype(np.int64)
     every = positions is None and not work.origin.size
     relevant = np.ones(tree.row.size, dtype=np.bool_) if every else tree.subtree_sums(launches) > 0
-    calls = _recorded(trace, tree, relevant, batch).group_by(_INPUTS, maintain_order=True).agg("event")
-    calls = calls.with_row_index("group")
-    groups = _modelled(calls, _insides(trace, tree, calls))
-    group = np.full(tree.row.size, -1, dtype=np.int64)
-    members = calls.select("group", "event").explode("event")
-    group[tree.position[members["event"].to_numpy()]] = members["group"].to_numpy()
-    has_model = np.append(groups["flops"].is_not_null().to_numpy(), np.False_)
-    owner = tree.outermost_or_self(has_model[group])
-    above = np.arange(tree.row.size, dtype=np.int64)
-    recorded, none = calls.drop("event"), pl.DataFrame(schema=UNMAPPED)
-    return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, above, none, recorded)
-
-
-def _recorded(trace: Trace, tree: Forest, relevant: Bools, batch: str) -> pl.DataFrame:
-    """Calls with recorded inputs that launch GPU work and whose operator has a model."""
+    # Calls with recorded inputs that launch GPU work and whose operator has a model
     tensors = trace.tensors
     position = tree.position[tensors["event"].to_numpy()]
     launches_work = (position >= 0) & np.append(relevant, np.False_)[position]
@@ -176,7 +162,21 @@ def _recorded(trace: Trace, tree: Forest, relevant: Bools, batch: str) -> pl.Dat
         type_by_op = kernels.select(event="op", list_type=pl.coalesce(size, *typed))
         joined = calls.select("event").join(type_by_op, on="event", how="left", maintain_order="left")
         calls = calls.with_columns(joined["list_type"].fill_null(""))
-    return calls.with_columns(pl.col("batch").replace("", batch)) if batch else calls
+    calls = (
+        (calls.with_columns(pl.col("batch").replace("", batch)) if batch else calls)
+        .group_by(_INPUTS, maintain_order=True)
+        .agg("event")
+    )
+    calls = calls.with_row_index("group")
+    groups = _modelled(calls, _insides(trace, tree, calls))
+    group = np.full(tree.row.size, -1, dtype=np.int64)
+    members = calls.select("group", "event").explode("event")
+    group[tree.position[members["event"].to_numpy()]] = members["group"].to_numpy()
+    has_model = np.append(groups["flops"].is_not_null().to_numpy(), np.False_)
+    owner = tree.outermost_or_self(has_model[group])
+    above = np.arange(tree.row.size, dtype=np.int64)
+    recorded, none = calls.drop("event"), pl.DataFrame(schema=UNMAPPED)
+    return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, above, none, recorded)
 
 
 def _insides(

@@ -106,7 +106,21 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     counts = [start.size for start, _ in repeats]
     low = np.concatenate([start for start, _ in repeats])
     high = low + np.repeat([size for _, size in repeats], counts)
-    sums = _sums(made, low, high)
+    # What is added up of each occurrence [low, high): `Patterns.sequences`
+    gap = np.zeros(made.row.size, dtype=np.int64)  # before each piece, in which its stream did nothing
+    for begin, end in pairwise(made.bounds().tolist()):
+        reach = np.maximum.accumulate(made.end[begin:end])
+        gap[begin + 1 : end] = np.maximum(made.start[begin + 1 : end] - reach[:-1], 0)
+    # a piece has a launch of its own, or is the first of its graph; unknown launches count as own
+    own_launch = (made.first | ~made.known).astype(np.int64)
+    launched, busy, idle = (np.append(0, np.cumsum(values)) for values in (own_launch, made.end - made.start, gap))
+    span = np.maximum.reduceat(np.append(made.end, 0), np.column_stack([low, high]).ravel())[::2] - made.start[low]
+    sums = {
+        "launch_count": launched[high] - launched[low],
+        "kernel_ns": busy[high] - busy[low],
+        "gap_ns": idle[high] - idle[low + 1],  # the gap before the first is not inside
+        "span_ns": span,
+    }
     first = np.cumsum([0, *counts])[:-1]
     sequences = pl.DataFrame(
         {
@@ -138,24 +152,6 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     spread = per_step(in_steps, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
     steps = spread.select(list(STEPS)).cast(STEPS).sort("sequence")
     return Patterns(sequences.select(list(SEQUENCES)).cast(SEQUENCES), occurrences, steps, made.row.size, whole)
-
-
-def _sums(made: Submissions, low: Ints, high: Ints) -> dict[str, Ints]:
-    """What is added up of each occurrence [low, high): `Patterns.sequences`."""
-    gap = np.zeros(made.row.size, dtype=np.int64)  # before each piece, in which its stream did nothing
-    for begin, end in pairwise(made.bounds().tolist()):
-        reach = np.maximum.accumulate(made.end[begin:end])
-        gap[begin + 1 : end] = np.maximum(made.start[begin + 1 : end] - reach[:-1], 0)
-    # a piece has a launch of its own, or is the first of its graph; unknown launches count as own
-    own_launch = (made.first | ~made.known).astype(np.int64)
-    launched, busy, idle = (np.append(0, np.cumsum(values)) for values in (own_launch, made.end - made.start, gap))
-    span = np.maximum.reduceat(np.append(made.end, 0), np.column_stack([low, high]).ravel())[::2] - made.start[low]
-    return {
-        "launch_count": launched[high] - launched[low],
-        "kernel_ns": busy[high] - busy[low],
-        "gap_ns": idle[high] - idle[low + 1],  # the gap before the first is not inside
-        "span_ns": span,
-    }
 
 
 def _search(code: Ints, made: Submissions, border: Bools, bounds: tuple[int, int, int, int]) -> list[tuple[Ints, int]]:

@@ -12,7 +12,6 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.graph_capture import of_rank
-from traceloom.analyze.modelled_calls import ModelledCalls
 from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.analyze.placed import BoundType, PlacedCalls, placed
 from traceloom.analyze.utilisation import utilisation
@@ -134,12 +133,51 @@ def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Rooflin
         (device, names.get(device), *((peak.name, None) if isinstance(peak, Peak) else (None, peak)))
         for device, peak in placement.devices.items()
     ]
+    # GPU work that no modelled call owns, with the first reason that holds
+    work = gpu_work(trace).select("event", "category").join(
+        trace.gpu_work().select("event", "name", "launch", "op", gpu_ns=pl.col("duration_ns").clip(lower_bound=0)),
+        on="event", how="right", maintain_order="right",
+    )  # fmt: skip
+    work = work.with_columns(
+        pl.Series("link", placement.modelled.link), pl.Series("owned", placement.modelled.work_owner >= 0)
+    ).filter(~pl.col("owned"))
+    ops = work["op"].drop_nulls().unique()
+    tree = forest(trace)
+    group = placement.modelled.group[tree.position[ops.to_numpy()]]
+    reasons = placement.modelled.groups["reason"].to_list()
+    about = pl.DataFrame({"op": ops, "op_name": trace.events["name"].gather(ops)}).with_columns(
+        pl.Series("failed", [reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
+        recorded=pl.col("op").is_in(trace.tensors["event"].implode()),
+    )
+    called = trace.events["name"].gather(work["launch"].fill_null(0)).str.contains("GraphLaunch", literal=True)
+    work = work.with_columns(called.alias("graph")).join(about, on="op", how="left", maintain_order="left")
+    work = work.join(
+        placement.modelled.unmapped.rename({"reason": "replay"}), on="event", how="left", maintain_order="left"
+    )
+    in_graph = pl.col("op").is_null() & pl.col("graph")
+    whys = (
+        (pl.col("category").cast(pl.String) == "communication", "communication, which has its own analysis"),
+        (pl.col("link"), "a copy between host and device: the link bounds it"),
+        (pl.col("launch").is_null(), "its launch is not in the recording"),
+        (in_graph & pl.col("replay").is_null(), "launched by a graph, whose operators are not recorded"),
+        (pl.col("op").is_null(), "launched outside every recorded operator"),
+        (~pl.col("recorded"), "the shapes of the operator's inputs are not recorded"),
+    )
+    reason = pl.coalesce(
+        pl.when(in_graph).then("replay"),
+        *(pl.when(holds).then(pl.lit(why)) for holds, why in whys),
+        "failed",
+        pl.lit("no model for this operator"),
+    )
     tables = {
         "operators": _operators(trace, placement),
         "steps": steps,
         "whole": whole,
         "spread": pl.DataFrame(spread, schema=SPREAD, orient="row"),
-        "unmodelled": _unmodelled(trace, placement.modelled),
+        "unmodelled": work.group_by(pl.coalesce("op_name", "name").alias("name"), reason.alias("reason"))
+        .agg(pl.len().alias("count"), pl.col("gpu_ns").sum())
+        .sort("gpu_ns", "name", "reason", descending=[True, False, False])
+        .cast(UNMODELLED),
         "devices": pl.DataFrame(devices, schema=DEVICES, orient="row").sort("device"),
     }
     rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
@@ -178,49 +216,6 @@ def _operators(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
         .sort("total_ns", "flops", "name", "shapes", descending=[True, True, False, False], nulls_last=True)
         .select(list(OPERATORS))
         .cast(OPERATORS)
-    )
-
-
-def _unmodelled(trace: Trace, calls: ModelledCalls) -> pl.DataFrame:
-    """GPU work that no modelled call owns, with the first reason that holds."""
-    work = gpu_work(trace).select("event", "category").join(
-        trace.gpu_work().select("event", "name", "launch", "op", gpu_ns=pl.col("duration_ns").clip(lower_bound=0)),
-        on="event", how="right", maintain_order="right",
-    )  # fmt: skip
-    work = work.with_columns(pl.Series("link", calls.link), pl.Series("owned", calls.work_owner >= 0)).filter(
-        ~pl.col("owned")
-    )
-    ops = work["op"].drop_nulls().unique()
-    tree = forest(trace)
-    group = calls.group[tree.position[ops.to_numpy()]]
-    reasons = calls.groups["reason"].to_list()
-    about = pl.DataFrame({"op": ops, "op_name": trace.events["name"].gather(ops)}).with_columns(
-        pl.Series("failed", [reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
-        recorded=pl.col("op").is_in(trace.tensors["event"].implode()),
-    )
-    called = trace.events["name"].gather(work["launch"].fill_null(0)).str.contains("GraphLaunch", literal=True)
-    work = work.with_columns(called.alias("graph")).join(about, on="op", how="left", maintain_order="left")
-    work = work.join(calls.unmapped.rename({"reason": "replay"}), on="event", how="left", maintain_order="left")
-    in_graph = pl.col("op").is_null() & pl.col("graph")
-    whys = (
-        (pl.col("category").cast(pl.String) == "communication", "communication, which has its own analysis"),
-        (pl.col("link"), "a copy between host and device: the link bounds it"),
-        (pl.col("launch").is_null(), "its launch is not in the recording"),
-        (in_graph & pl.col("replay").is_null(), "launched by a graph, whose operators are not recorded"),
-        (pl.col("op").is_null(), "launched outside every recorded operator"),
-        (~pl.col("recorded"), "the shapes of the operator's inputs are not recorded"),
-    )
-    reason = pl.coalesce(
-        pl.when(in_graph).then("replay"),
-        *(pl.when(holds).then(pl.lit(why)) for holds, why in whys),
-        "failed",
-        pl.lit("no model for this operator"),
-    )
-    return (
-        work.group_by(pl.coalesce("op_name", "name").alias("name"), reason.alias("reason"))
-        .agg(pl.len().alias("count"), pl.col("gpu_ns").sum())
-        .sort("gpu_ns", "name", "reason", descending=[True, False, False])
-        .cast(UNMODELLED)
     )
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from traceloom import __version__, analyze
-from traceloom.analyze.answer import Facts
 from traceloom.analyze.quality_effects import affected
 from traceloom.files import with_addresses
 from traceloom.model import Notice, Session
@@ -78,9 +77,17 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         faults.say(FINDINGS, absent, "findings", "findings_ground")
     of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
     notices = whole.all_notices() + of_ranks + faults.notices()
+    answer = analyze.answer(part, [m.facts for m in ranks])
+    if answer.step_ns is None:
+        absent.say("answer.step_ns")
     return {
         **_head(session.name, part.epoch_ns),
-        "answer": _answer(part, [m.facts for m in ranks], absent),
+        "answer": {
+            "sentence": answer.sentence,
+            "step_ns": answer.step_ns,
+            "whole_ns": answer.whole_ns,
+            "parts": answer.parts.to_dicts(),
+        },
         "inputs": _inputs((whole,), absent),
         "notices": _notices(notices, absent),
         "capture": absent.value(session.capture, "capture"),
@@ -173,18 +180,6 @@ def _head(name: str, epoch_ns: int) -> Row:
         "traceloom": __version__,
         "name": name,
         "epoch_ns": str(epoch_ns),
-    }
-
-
-def _answer(session: Session, facts: list[Facts], absent: Absent) -> Row:
-    answer = analyze.answer(session, facts)
-    if answer.step_ns is None:
-        absent.say("answer.step_ns")
-    return {
-        "sentence": answer.sentence,
-        "step_ns": answer.step_ns,
-        "whole_ns": answer.whole_ns,
-        "parts": answer.parts.to_dicts(),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Session
@@ -10,9 +10,6 @@ from traceloom.model.units import duration
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import FINDINGS, NOT_ASKED
-
-if TYPE_CHECKING:
-    from traceloom.findings import Context, Ranked
 
 MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 
@@ -53,17 +50,7 @@ def told(session: Session, options: ReportOptions, absent: Absent) -> tuple[list
                 absent.value(evidence[key], f"findings[*].evidence[*].{key}")
     if not rows:
         absent.say("findings")
-    return rows, _context_row(context, ranked, absent)
-
-
-def _nothing(reason: str, absent: Absent) -> tuple[list[Row], None]:
-    absent.say("findings", reason)
-    absent.say("findings_ground", reason)
-    return [], None
-
-
-def _context_row(context: Context, ranked: Ranked, absent: Absent) -> Row:
-    """What the findings are judged by; `basis` says in words what the savings refer to."""
+    # what the savings refer to, in words
     law = context.law
     length = duration(context.step_ns)
     counted = max((finding.step_count for finding in ranked.time), default=1)
@@ -74,7 +61,7 @@ def _context_row(context: Context, ranked: Ranked, absent: Absent) -> Row:
     else:
         start = "its first start on any rank" if context.rank_count > 1 else "its start"
         basis = f"of {context.unit} {context.step}, {length} from {start} to the end of its last work"
-    return {
+    return rows, {
         "step": absent.value(context.step, "findings_ground.step"),
         "unit": context.unit,
         "basis": basis,
@@ -89,3 +76,9 @@ def _context_row(context: Context, ranked: Ranked, absent: Absent) -> Row:
         "host_ratio": absent.value(context.host_ratio, "findings_ground.host_ratio"),
         "abstentions": [{"slug": abstention.slug, "reason": abstention.reason} for abstention in ranked.abstentions],
     }
+
+
+def _nothing(reason: str, absent: Absent) -> tuple[list[Row], None]:
+    absent.say("findings", reason)
+    absent.say("findings_ground", reason)
+    return [], None

@@ -43,7 +43,18 @@ def short(name: str, width: int) -> str:
     name = harmless(name[:_LONGEST])
     if len(name) <= width:
         return name
-    name = _plain(name)
+    # Without `void `, the parameter list behind a C++ function and unnamed namespaces
+    name = _ANONYMOUS.sub("", name.removeprefix("void "))
+    if name.endswith((")", ") const")):
+        depth = opening = 0
+        function = name.removesuffix(" const")
+        for position in range(len(function) - 1, -1, -1):
+            depth += {")": 1, "(": -1}.get(function[position], 0)
+            if depth == 0:  # the bracket that the last character closes was opened here
+                opening = position
+                break
+        if opening > 0 and name[opening - 1] not in " :":
+            name = name[:opening]
     if len(name) > width:
         name = _NAMESPACE.sub("", _LAMBDA.sub("", name))
     if len(name) > width:  # tile sizes and wrappers, with which template arguments often begin
@@ -64,19 +75,3 @@ def short(name: str, width: int) -> str:
     front = (width - 1) * 2 // 3
     back = width - 1 - front
     return name[:front] + _ELLIPSIS + (name[-back:] if back else "")
-
-
-def _plain(name: str) -> str:
-    """Without `void `, the parameter list behind a C++ function and unnamed namespaces."""
-    name = _ANONYMOUS.sub("", name.removeprefix("void "))
-    if name.endswith((")", ") const")):
-        depth = opening = 0
-        function = name.removesuffix(" const")
-        for position in range(len(function) - 1, -1, -1):
-            depth += {")": 1, "(": -1}.get(function[position], 0)
-            if depth == 0:  # the bracket that the last character closes was opened here
-                opening = position
-                break
-        if opening > 0 and name[opening - 1] not in " :":
-            name = name[:opening]
-    return name

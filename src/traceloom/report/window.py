@@ -66,17 +66,7 @@ def cut(trace: Trace, steps: tuple[int, int]) -> Trace:
         pl.Series("parent", nesting.parent).replace(-1, None).cast(Event),
         pl.Series("depth", nesting.depth).cast(pl.UInt16),
     )
-    return replace(trace, events=events, steps=kept_steps, lanes=_busy(events, trace.lanes), **frames)
-
-
-def _renumbered(frame: pl.DataFrame, row: NDArray[np.int64], columns: tuple[str, ...]) -> pl.DataFrame:
-    """The frame with its references to events pointing to their new rows; null where the event is gone."""
-    new = pl.Series(row).replace(-1, None).cast(Event)
-    return frame.with_columns(new.gather(frame[column]).alias(column) for column in columns)
-
-
-def _busy(events: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
-    """The lanes with the counts and busy times of the events that are left."""
+    # The lanes with the counts and busy times of the events that are left
     roots = events.select("lane", "start_ns", end_ns="nested_end_ns").sort("lane", "start_ns", maintain_order=True)
     reached = pl.col("end_ns").cum_max().shift(1).over("lane").fill_null(pl.col("start_ns"))
     counted = roots.group_by("lane").agg(
@@ -88,10 +78,20 @@ def _busy(events: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
         .group_by("lane")
         .agg(busy_ns=pl.col("added").sum())
     )
-    return (
-        lanes.drop("events", "busy_ns")
+    return replace(
+        trace,
+        events=events,
+        steps=kept_steps,
+        lanes=trace.lanes.drop("events", "busy_ns")
         .join(counted, on="lane", how="left", maintain_order="left")
         .join(busy, on="lane", how="left", maintain_order="left")
         .with_columns(pl.col("events").fill_null(0), pl.col("busy_ns").fill_null(0))
-        .select(lanes.columns)
+        .select(trace.lanes.columns),
+        **frames,
     )
+
+
+def _renumbered(frame: pl.DataFrame, row: NDArray[np.int64], columns: tuple[str, ...]) -> pl.DataFrame:
+    """The frame with its references to events pointing to their new rows; null where the event is gone."""
+    new = pl.Series(row).replace(-1, None).cast(Event)
+    return frame.with_columns(new.gather(frame[column]).alias(column) for column in columns)

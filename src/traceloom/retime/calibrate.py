@@ -134,7 +134,26 @@ def calibrate(graph: Graph) -> Graph:
     edge_residual[chosen] = measured.target[chosen] - arrival[chosen]
     nodes = graph.nodes.with_columns(pl.Series("work_ns", work), pl.Series("residual_ns", node_residual))
     edges = graph.edges.with_columns(pl.Series("delay_ns", delay), pl.Series("residual_ns", edge_residual))
-    calibrated = replace(graph, nodes=nodes, edges=edges, delays=_delays(edge_classes, median, count, own))
+    # The `delays` frame: a row for each class, one for each kind as a whole, and one for transfers
+    table = edge_classes.table.with_columns(pl.Series("count", count), pl.Series("median_ns", median))
+    transfers = own[edge_classes.transfer]
+    more = []
+    if transfers.size:
+        more.append(("rendezvous", TRANSFER, transfers.size, int(np.median(transfers))))
+    if edge_classes.running.size:
+        more.append(("stream", RUNNING, edge_classes.running.size, int(np.median(own[edge_classes.running]))))
+    for (kind,), rows in table.filter(pl.col("count") > 0).group_by("kind", maintain_order=True):
+        # The median of the kind is that of its most frequent class: classes differ more than edges of one class.
+        most = rows.sort("count", descending=True, maintain_order=True).row(0, named=True)
+        more.append((str(kind), ANY, int(rows["count"].sum()), most["median_ns"]))
+    schema = gs.GRAPH_SCHEMAS["delays"]
+    of_kinds = pl.DataFrame(more, schema=schema, orient="row")
+    calibrated = replace(
+        graph,
+        nodes=nodes,
+        edges=edges,
+        delays=pl.concat([table.cast(schema), of_kinds]).sort("kind", "place", maintain_order=True),
+    )
     same_classes(calibrated, edge_classes)
     return calibrated
 
@@ -216,24 +235,6 @@ def _class_medians(
     # A guess does not decide about what held something back.
     guess = np.where(several[of_kind] > 0, median, usual_ns(edge_classes.table))
     return np.where(count > 0, median, np.minimum(guess, least)), count
-
-
-def _delays(edge_classes: Classes, median: Ints, count: Ints, own: Ints) -> pl.DataFrame:
-    """The `delays` frame: a row for each class, one for each kind as a whole, and one for transfers."""
-    table = edge_classes.table.with_columns(pl.Series("count", count), pl.Series("median_ns", median))
-    transfers = own[edge_classes.transfer]
-    more = []
-    if transfers.size:
-        more.append(("rendezvous", TRANSFER, transfers.size, int(np.median(transfers))))
-    if edge_classes.running.size:
-        more.append(("stream", RUNNING, edge_classes.running.size, int(np.median(own[edge_classes.running]))))
-    for (kind,), rows in table.filter(pl.col("count") > 0).group_by("kind", maintain_order=True):
-        # The median of the kind is that of its most frequent class: classes differ more than edges of one class.
-        most = rows.sort("count", descending=True, maintain_order=True).row(0, named=True)
-        more.append((str(kind), ANY, int(rows["count"].sum()), most["median_ns"]))
-    schema = gs.GRAPH_SCHEMAS["delays"]
-    of_kinds = pl.DataFrame(more, schema=schema, orient="row")
-    return pl.concat([table.cast(schema), of_kinds]).sort("kind", "place", maintain_order=True)
 
 
 def medians(of: NDArray[np.signedinteger[Any]], values: Ints, classes: int) -> tuple[Ints, Ints]:

@@ -101,7 +101,27 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
         stages: rank, pipeline, stage (of `pipeline`); may be empty.
     """
     many = matched.instances.height
-    rows = _rows(ranks, matched.parts)
+    part = matched.parts["part"].to_numpy()
+    start_place, end_place = (np.zeros(matched.parts.height, dtype=np.int64) for _ in range(2))
+    duration = matched.parts["duration_ns"].to_numpy()
+    for number, rank in enumerate(ranks):
+        of_rank = np.flatnonzero(part == number)
+        calls = rank.calls.select("event", "start_ns").unique("event", keep="first")
+        events = matched.parts["event"].gather(of_rank).to_frame()
+        # on the rank's own clock, as its ledger is
+        starts = events.join(calls, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
+        start_place[of_rank] = rank.ledger.at(starts)
+        end_place[of_rank] = rank.ledger.at(starts + duration[of_rank])
+    rows = _Arrivals(
+        inst=matched.parts["instance"].rank("dense").to_numpy().astype(np.int64) - 1,
+        part=part,
+        begun=matched.parts["start_ns"].to_numpy(),
+        wait=matched.parts["wait_ns"].to_numpy(),
+        step=matched.parts["step"].fill_null(-1).to_numpy().astype(np.int64),
+        last=matched.parts["last"].to_numpy(),
+        start_place=start_place,
+        end_place=end_place,
+    )
     base = _bases(ranks, rows, _anchors(ranks, matched, rows))
     last = np.flatnonzero(rows.last)
     # the last arriver is compared with the middle half, by arrival, of those that were not last
@@ -129,30 +149,6 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
     excess_cause = np.where(compared, np.argmax(beyond, axis=1), len(CAUSE_NAMES) - 1)
     follow = _followed(rows, base, excess_cause, rows.wait - excess[rows.inst, _SCHEDULE])
     return Lateness(late, excess, follow, cause, excess_cause, last, others, base, rows.start_place)
-
-
-def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Arrivals:
-    part = parts["part"].to_numpy()
-    start_place, end_place = (np.zeros(parts.height, dtype=np.int64) for _ in range(2))
-    duration = parts["duration_ns"].to_numpy()
-    for number, rank in enumerate(ranks):
-        rows = np.flatnonzero(part == number)
-        calls = rank.calls.select("event", "start_ns").unique("event", keep="first")
-        events = parts["event"].gather(rows).to_frame()
-        # on the rank's own clock, as its ledger is
-        starts = events.join(calls, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
-        start_place[rows] = rank.ledger.at(starts)
-        end_place[rows] = rank.ledger.at(starts + duration[rows])
-    return _Arrivals(
-        inst=parts["instance"].rank("dense").to_numpy().astype(np.int64) - 1,
-        part=part,
-        begun=parts["start_ns"].to_numpy(),
-        wait=parts["wait_ns"].to_numpy(),
-        step=parts["step"].fill_null(-1).to_numpy().astype(np.int64),
-        last=parts["last"].to_numpy(),
-        start_place=start_place,
-        end_place=end_place,
-    )
 
 
 def _anchors(ranks: Sequence[RankPart], matched: Matched, rows: _Arrivals) -> Ints:

@@ -14,7 +14,6 @@ from traceloom.analyze.allocations.explained import Explained, explain
 from traceloom.analyze.allocations.growth import growth
 from traceloom.analyze.allocations.holders import TREE, scope_tree, sums_by
 from traceloom.analyze.allocations.named import Named
-from traceloom.analyze.allocations.owners import Owners
 from traceloom.analyze.allocations.table import names
 from traceloom.analyze.intervals import Ints
 from traceloom.model import Notice, Trace, units
@@ -159,13 +158,29 @@ def answers(explained: Explained, rows: Mapping[int, int] | None = None, *, most
             }
         )
         largest.append(table.select(pool_column, pl.all()).cast(LARGEST))
+    # What pairing and naming had to assume, and what the recording cannot have seen
+    blocks = named.blocks
+    early = np.flatnonzero((blocks.start_ns == EXISTED) & (blocks.owner < 0))
+    compiled = np.flatnonzero(np.append(named.places.compiled, False)[named.position])
+    listed = whose.table["bytes"].to_numpy()
+    none = early[:0]
+    notices = (
+        Notice("lost-frees", "warning", _line(_LOST, none), blocks.lost_frees),
+        Notice("resized-frees", "warning", _line(_RESIZED, none), blocks.resized),
+        Notice("unrecorded-allocations", "warning", _line(_UNSEEN, listed[whose.unseen]), whose.unseen.size),
+        Notice("unrecorded-frees", "warning", _line(_GONE, blocks.bytes[whose.gone]), whose.gone.size),
+        Notice("freed-from-before", "info", _line(_EARLY, blocks.bytes[early]), early.size),
+        Notice("backward-without-forward", "info", _line(_UNKNOWN, none), named.places.unknown_backward),
+        Notice("compiled-allocations", "info", _line(_COMPILED, blocks.bytes[compiled]), compiled.size),
+    )
+    counted = (notice for notice in notices if notice.count)
     return Allocations(
         pools,
         pl.concat(peaks),
         pl.concat(by_category),
         pl.concat(largest),
         growth(trace, named),
-        _remarks(named, whose),
+        tuple(replace(notice, message=f"{units.count(notice.count)} {notice.message}") for notice in counted),
     )
 
 
@@ -201,26 +216,6 @@ def _pools(trace: Trace, named: Named) -> pl.DataFrame:
             }
         )
     return pl.DataFrame(out, schema=POOLS)
-
-
-def _remarks(named: Named, whose: Owners) -> tuple[Notice, ...]:
-    """What pairing and naming had to assume, and what the recording cannot have seen; empty where there is nothing."""
-    blocks = named.blocks
-    early = np.flatnonzero((blocks.start_ns == EXISTED) & (blocks.owner < 0))
-    compiled = np.flatnonzero(np.append(named.places.compiled, False)[named.position])
-    listed = whose.table["bytes"].to_numpy()
-    none = early[:0]
-    notices = (
-        Notice("lost-frees", "warning", _line(_LOST, none), blocks.lost_frees),
-        Notice("resized-frees", "warning", _line(_RESIZED, none), blocks.resized),
-        Notice("unrecorded-allocations", "warning", _line(_UNSEEN, listed[whose.unseen]), whose.unseen.size),
-        Notice("unrecorded-frees", "warning", _line(_GONE, blocks.bytes[whose.gone]), whose.gone.size),
-        Notice("freed-from-before", "info", _line(_EARLY, blocks.bytes[early]), early.size),
-        Notice("backward-without-forward", "info", _line(_UNKNOWN, none), named.places.unknown_backward),
-        Notice("compiled-allocations", "info", _line(_COMPILED, blocks.bytes[compiled]), compiled.size),
-    )
-    counted = (notice for notice in notices if notice.count)
-    return tuple(replace(notice, message=f"{units.count(notice.count)} {notice.message}") for notice in counted)
 
 
 def _line(text: str, sizes: Ints) -> str:

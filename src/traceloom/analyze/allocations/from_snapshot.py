@@ -54,18 +54,7 @@ def explain_snapshot(snapshot: Snapshot, rank: int | None = None) -> Explained:
 
     Categories are inferred from the stack, where it runs through an optimizer, a data loader or a backward node.
     """
-    history, stack = _history(snapshot)
-    trace = _trace(snapshot, history, rank)
-    all_blocks = blocks(trace)
-    all_blocks.check()
-    numbers = np.append(stack, 0)[np.where(all_blocks.made >= 0, all_blocks.made, -1)]
-    named = _named(snapshot, all_blocks, numbers)
-    kinds, whose = _categories(snapshot, named, numbers), owners(trace, all_blocks)
-    return Explained(trace, named, kinds, whose, stack_texts(snapshot).gather(numbers))
-
-
-def _history(snapshot: Snapshot) -> tuple[pl.DataFrame, Ints]:
-    """`allocations` of the snapshot, by time, and the number of the stack of each."""
+    # `allocations` of the snapshot, by time, and the number of the stack of each
     rows = snapshot.entries.with_row_index("order")
     if not rows.filter(pl.col("action") == "alloc").height:
         rows = _standing(snapshot)
@@ -104,7 +93,7 @@ def _history(snapshot: Snapshot) -> tuple[pl.DataFrame, Ints]:
     times = np.maximum.accumulate(times - index) + index if index.size else times
     right = (events["allocated"] >= 0).all() and (events["reserved"].fill_null(0) >= 0).all()
     nothing = pl.repeat(None, events.height, eager=True)
-    frame = pl.DataFrame(
+    history = pl.DataFrame(
         {
             "time_ns": times,
             "address": events["address"].cast(pl.UInt64),
@@ -120,7 +109,14 @@ def _history(snapshot: Snapshot) -> tuple[pl.DataFrame, Ints]:
         },
         schema=SCHEMAS["allocations"],
     )
-    return frame, events["stack"].cast(pl.Int64).to_numpy()
+    stack = events["stack"].cast(pl.Int64).to_numpy()
+    trace = _trace(snapshot, history, rank)
+    all_blocks = blocks(trace)
+    all_blocks.check()
+    numbers = np.append(stack, 0)[np.where(all_blocks.made >= 0, all_blocks.made, -1)]
+    named = _named(snapshot, all_blocks, numbers)
+    kinds, whose = _categories(snapshot, named, numbers), owners(trace, all_blocks)
+    return Explained(trace, named, kinds, whose, stack_texts(snapshot).gather(numbers))
 
 
 def _standing(snapshot: Snapshot) -> pl.DataFrame:

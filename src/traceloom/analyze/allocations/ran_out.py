@@ -100,34 +100,6 @@ def advice(
         growing: (site, bytes per step, bytes so far) of what grows with every step.
     """
     whole = sum(held.values())
-    out = _by_owner(live, held, stack, ranks)
-    for device in devices:
-        idle = device["reserved_bytes"] - device["allocated_bytes"]
-        if asked is not None and idle >= asked:
-            text = "let the allocator join its free pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            why = f"{units.size(idle)} were reserved but free, in pieces too small for {units.size(asked)}"
-            out.append(Advice("expandable-segments", text, idle, why))
-        outside = device["total_bytes"] - device["free_bytes"] - device["reserved_bytes"]
-        if outside > device["total_bytes"] // 10:
-            text = "check what else uses the device: other processes (nvidia-smi), communication buffers, libraries"
-            why = f"{units.size(outside)} of {units.size(device['total_bytes'])} are in use outside this allocator"
-            out.append(Advice("other-processes", text, outside, why))
-    out += [
-        Advice("stop-growth", f"release what {site} leaves behind in every step", size,
-               f"it grows by {units.size(round(per_step))} per step")
-        for site, per_step, size in growing[:2]
-    ]  # fmt: skip
-    worth = [item for item in out if item.bytes is not None and item.bytes >= max(_SMALL * whole, 1)]
-    worth.sort(key=lambda item: -(item.bytes or 0))
-    if asked is not None and asked > whole:
-        why = f"alone it asks for {units.size(asked)}, more than all that was alive ({units.size(whole)})"
-        where = where_in_program(stack)
-        at = f" at {where}" if where else ""
-        worth.insert(0, Advice("shrink-request", f"check the request itself{at}", None, why))
-    return worth
-
-
-def _by_owner(live: pl.DataFrame, held: dict[str, int], stack: list[str], ranks: int | None) -> list[Advice]:
     out = []
     gradients, state = held.get(KINDS["gradient"], 0), held.get(KINDS["optimizer_state"], 0)
     kept, other = held.get(KINDS["activation"], 0), held.get(KINDS["other"], 0)
@@ -152,4 +124,27 @@ def _by_owner(live: pl.DataFrame, held: dict[str, int], stack: list[str], ranks:
         text = f"shard the optimizer's state over the {ranks} ranks (ZeroRedundancyOptimizer, fully_shard)"
         why = f"every rank holds all {units.size(state)} of it, if it is not sharded yet"
         out.append(Advice("shard-optimizer-state", text, state - state // ranks, why))
-    return out
+    for device in devices:
+        idle = device["reserved_bytes"] - device["allocated_bytes"]
+        if asked is not None and idle >= asked:
+            text = "let the allocator join its free pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            why = f"{units.size(idle)} were reserved but free, in pieces too small for {units.size(asked)}"
+            out.append(Advice("expandable-segments", text, idle, why))
+        outside = device["total_bytes"] - device["free_bytes"] - device["reserved_bytes"]
+        if outside > device["total_bytes"] // 10:
+            text = "check what else uses the device: other processes (nvidia-smi), communication buffers, libraries"
+            why = f"{units.size(outside)} of {units.size(device['total_bytes'])} are in use outside this allocator"
+            out.append(Advice("other-processes", text, outside, why))
+    out += [
+        Advice("stop-growth", f"release what {site} leaves behind in every step", size,
+               f"it grows by {units.size(round(per_step))} per step")
+        for site, per_step, size in growing[:2]
+    ]  # fmt: skip
+    worth = [item for item in out if item.bytes is not None and item.bytes >= max(_SMALL * whole, 1)]
+    worth.sort(key=lambda item: -(item.bytes or 0))
+    if asked is not None and asked > whole:
+        why = f"alone it asks for {units.size(asked)}, more than all that was alive ({units.size(whole)})"
+        where = where_in_program(stack)
+        at = f" at {where}" if where else ""
+        worth.insert(0, Advice("shrink-request", f"check the request itself{at}", None, why))
+    return worth

@@ -174,7 +174,22 @@ def _rows(trace: Trace, rules: tuple[Rule, ...] = (), peak_gb_per_s: float | Non
     )
     calls = with_peaks(calls, trace, peak_gb_per_s)
     kernels = calls.filter(pl.col("where") == "device")
-    exposed_ns, blocking_ns = _exposure(trace, kernels, gpu_work(trace, rules))
+    # Communication that compute does not hide, and the part of it that the next compute really waited for
+    exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
+    columns = ("event", "device", "stream", "start_ns", "end_ns", "launch")
+    compute = gpu_work(trace, rules).filter(pl.col("category") == "compute").select(columns)
+    of_device = compute.with_columns(pl.col("device").fill_null(-1)).partition_by("device", as_dict=True)
+    numbered = kernels.with_columns(pl.col("device").fill_null(-1)).with_row_index("row")
+    for (device,), part in numbered.partition_by("device", as_dict=True).items():
+        row = part["row"].to_numpy()
+        beside = of_device.get((device,))
+        start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
+        if beside is None:
+            exposed_ns[row] = end - start
+            continue
+        spans = union(beside["start_ns"].to_numpy(), beside["end_ns"].to_numpy())
+        exposed_ns[row] = end - start - coverage(spans, start, end)
+        blocking_ns[row] = _blocking(trace, part, beside, spans)
     times = pl.DataFrame({"event": kernels["event"], "exposed_ns": exposed_ns, "blocking_ns": blocking_ns})
     return (
         calls.join(times, on="event", how="left", maintain_order="left")
@@ -212,37 +227,6 @@ def _with_channels(calls: pl.DataFrame, trace: Trace) -> pl.DataFrame:
             pass
     table = pl.DataFrame(list(channels.items()), {"event": pl.UInt32(), "channels": pl.Int32()}, orient="row")
     return calls.join(table, on="event", how="left", maintain_order="left")
-
-
-def _exposure(trace: Trace, kernels: pl.DataFrame, work: pl.DataFrame) -> tuple[Ints, Ints]:
-    """Communication that compute does not hide, and the part of it that the next compute really waited for.
-
-    Args:
-        trace: One process's trace.
-        kernels: Columns event, device, stream, start_ns, end_ns.
-        work: All GPU work, of `gpu_work`.
-
-    Returns:
-        Arrays of shape (kernels,): exposed_ns, the time in which the kernel runs and no compute of its device does;
-        blocking_ns, the part of it in which the next compute had been submitted and waited for this kernel, -1 where
-        the launch of that compute is not recorded, so that it cannot be determined.
-    """
-    exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
-    columns = ("event", "device", "stream", "start_ns", "end_ns", "launch")
-    compute = work.filter(pl.col("category") == "compute").select(columns)
-    of_device = compute.with_columns(pl.col("device").fill_null(-1)).partition_by("device", as_dict=True)
-    numbered = kernels.with_columns(pl.col("device").fill_null(-1)).with_row_index("row")
-    for (device,), part in numbered.partition_by("device", as_dict=True).items():
-        row = part["row"].to_numpy()
-        beside = of_device.get((device,))
-        start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
-        if beside is None:
-            exposed_ns[row] = end - start
-            continue
-        spans = union(beside["start_ns"].to_numpy(), beside["end_ns"].to_numpy())
-        exposed_ns[row] = end - start - coverage(spans, start, end)
-        blocking_ns[row] = _blocking(trace, part, beside, spans)
-    return exposed_ns, blocking_ns
 
 
 def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans: Spans) -> Ints:

@@ -99,26 +99,12 @@ class Device:
 
 def device(base: Side, new: Side) -> Device:
     """Match GPU work place by place, and round all of it at once so that it adds up to the step."""
-    kernels = _matched(base.kernels, new.kernels)
-    waiting = base.waiting.rename({"ns": "base_total"}).join(
-        new.waiting.rename({"ns": "new_total"}), on="cause", how="full", coalesce=True
-    )
-    waiting = waiting.with_columns(pl.col("base_total", "new_total").fill_null(0)).sort("cause")
-    for name, side in (("base", base), ("new", new)):
-        totals = np.concatenate([kernels[f"{name}_total"].to_numpy(), waiting[f"{name}_total"].to_numpy()])
-        rounded = apportioned(totals, side.device_steps)
-        kernels = kernels.with_columns(pl.Series(f"{name}_ns", rounded[: kernels.height]))
-        waiting = waiting.with_columns(pl.Series(f"{name}_ns", rounded[kernels.height :]))
-    return Device(kernels.drop("base_total", "new_total"), waiting.select("cause", "base_ns", "new_ns"))
-
-
-def _matched(base: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
-    """Both sides' GPU work: first what has the same name and order at a place, then what is left in its order."""
+    # Both sides' GPU work: first what has the same name and order at a place, then what is left in its order
     sides = {
         name: frame.sort("place", "nth", "name").rename(
             {"count": f"{name}_count", "ns": f"{name}_total", "sum_ns": f"{name}_sum"}
         )
-        for name, frame in (("base", base), ("new", new))
+        for name, frame in (("base", base.kernels), ("new", new.kernels))
     }
     keys = ["place", "name", "nth", "kind"]
     same = sides["base"].join(sides["new"], on=keys, how="inner")
@@ -141,8 +127,17 @@ def _matched(base: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
         for frame in (same, replaced, *loose)
     ]
     counted = pl.col(*(f"{name}_{column}" for name in sides for column in ("count", "total", "sum"))).fill_null(0)
-    # Joins keep no order, and shares are rounded and equal rows shown in the order in which they stand here.
-    return pl.concat([frame.select(columns) for frame in filled]).with_columns(counted).sort(columns)
+    kernels = pl.concat([frame.select(columns) for frame in filled]).with_columns(counted).sort(columns)
+    waiting = base.waiting.rename({"ns": "base_total"}).join(
+        new.waiting.rename({"ns": "new_total"}), on="cause", how="full", coalesce=True
+    )
+    waiting = waiting.with_columns(pl.col("base_total", "new_total").fill_null(0)).sort("cause")
+    for name, side in (("base", base), ("new", new)):
+        totals = np.concatenate([kernels[f"{name}_total"].to_numpy(), waiting[f"{name}_total"].to_numpy()])
+        rounded = apportioned(totals, side.device_steps)
+        kernels = kernels.with_columns(pl.Series(f"{name}_ns", rounded[: kernels.height]))
+        waiting = waiting.with_columns(pl.Series(f"{name}_ns", rounded[kernels.height :]))
+    return Device(kernels.drop("base_total", "new_total"), waiting.select("cause", "base_ns", "new_ns"))
 
 
 def breakdown(device: Device) -> pl.DataFrame:

@@ -146,14 +146,31 @@ def trees(of: ComparedSteps, words: Words) -> Trees:
     self_ns = span.copy()
     child = np.flatnonzero(kept & (parent >= 0))
     np.subtract.at(self_ns, parent[child], span[child])
-    thread, labels = _threads(of, tree.lane)
+    # A number of each thread (0 for that of the steps, then by the number of events), and what to call each
+    trace = of.trace
+    host = trace.events.filter(
+        pl.col("lane").is_in(trace.lanes.filter(pl.col("kind") == "host")["lane"].implode())
+    ).select("start_ns", "name", "lane", "category")
+    marks = host.join(trace.steps.select("start_ns", "name"), on=["start_ns", "name"], how="semi")
+    lanes = marks["lane"] if marks.height else host.filter(pl.col("category") == cat.OP)["lane"]
+    main = int(lanes.mode().sort()[0]) if lanes.len() else None
+    numbers, counts = np.unique(tree.lane, return_counts=True)
+    order = np.lexsort((numbers, -counts, numbers != main))
+    ordinal = np.empty(numbers.size, dtype=np.int64)
+    ordinal[order] = np.arange(numbers.size)
+    names = dict(trace.lanes.select("lane", "name").rows())
+    labels = ["main thread"]
+    for number in numbers[order][1:].tolist():
+        plain = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
+        labels.append(plain or "thread")
+    thread: Ints = ordinal[np.searchsorted(numbers, tree.lane)] if numbers.size else tree.lane
     name = _names(of.trace, tree.row, kept, annotation, words)
     tensors = of.trace.tensors.select("event", "shapes").drop_nulls()
     shape_numbers = np.zeros(of.trace.events.height + 1, dtype=np.int64)
     if tensors.height:
         distinct = tensors["shapes"].unique()
-        numbers = pl.DataFrame({"shapes": distinct, "number": [words.shape(text) for text in distinct.to_list()]})
-        coded = tensors.join(numbers, on="shapes", how="left", maintain_order="left")
+        numbered = pl.DataFrame({"shapes": distinct, "number": [words.shape(text) for text in distinct.to_list()]})
+        coded = tensors.join(numbered, on="shapes", how="left", maintain_order="left")
         shape_numbers[coded["event"].to_numpy()] = coded["number"].to_numpy()
     owner = tree.nearest_or_self(kept, above)
     owner = np.where((owner >= 0) & (np.append(sample, -2)[owner] == sample), owner, -1)
@@ -170,32 +187,6 @@ def trees(of: ComparedSteps, words: Words) -> Trees:
     columns = (name, shape_numbers[tree.row], work[:-1], parent, thread, tree.row)
     step_trees = [_tree(order[low:high], columns, labelled, node) for low, high in pairwise(bounds)]
     return Trees(step_trees, node, owner, self_ns, sample, kept & (thread == 0))
-
-
-def _threads(of: ComparedSteps, lane: Ints) -> tuple[Ints, list[str]]:
-    """A number of each event's thread (0 for that of the steps, then by the number of events), and what to call each.
-
-    The steps' thread is the one that they are marked on; without steps the one with most operators. Threads are called
-    by their names without numbers, which differ from run to run.
-    """
-    trace = of.trace
-    host = trace.events.filter(
-        pl.col("lane").is_in(trace.lanes.filter(pl.col("kind") == "host")["lane"].implode())
-    ).select("start_ns", "name", "lane", "category")
-    marks = host.join(trace.steps.select("start_ns", "name"), on=["start_ns", "name"], how="semi")
-    lanes = marks["lane"] if marks.height else host.filter(pl.col("category") == cat.OP)["lane"]
-    main = int(lanes.mode().sort()[0]) if lanes.len() else None
-    numbers, counts = np.unique(lane, return_counts=True)
-    order = np.lexsort((numbers, -counts, numbers != main))
-    ordinal = np.empty(numbers.size, dtype=np.int64)
-    ordinal[order] = np.arange(numbers.size)
-    names = dict(trace.lanes.select("lane", "name").rows())
-    labels = ["main thread"]
-    for number in numbers[order][1:].tolist():
-        plain = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
-        labels.append(plain or "thread")
-    thread: Ints = ordinal[np.searchsorted(numbers, lane)] if numbers.size else lane
-    return thread, labels
 
 
 def work_names(trace: Trace, words: Words) -> Ints:

@@ -259,31 +259,21 @@ def promoted(tensors: list[Tensor]) -> str:
     Raises:
         Unknown: There is none.
     """
-    with_sizes = [tensor.dtype for tensor in tensors if tensor.shape]
-    without = [tensor.dtype for tensor in tensors if not tensor.shape]
-    best = _highest(with_sizes)
-    lone = _highest(without)
-    if best is None or lone is None:
-        dtype = best or lone
-        if dtype is None:
-            raise Unknown("no input is recorded as a tensor")
-        return dtype
-    if _category(lone) <= _category(best):
-        return best
-    return "fp32" if lone == "fp64" else lone  # a Python number is recorded as a double, and becomes a float
-
-
-def _category(dtype: str) -> int:
-    return 2 if dtype in _COMPLEX else 1 if dtype.startswith(("fp", "bf")) else 0
-
-
-def _highest(dtypes: list[str]) -> str | None:
-    if not dtypes:
-        return None
-    if {"fp16", "bf16"} <= set(dtypes):
-        dtypes = [*dtypes, "fp32"]
     order = [*_ORDER, *_COMPLEX]
-    return max(dtypes, key=lambda dtype: order.index(dtype) if dtype in order else -1)
+    highest, categories = [], []  # of the tensors with dimensions, and of those without
+    for with_sizes in (True, False):
+        dtypes = [tensor.dtype for tensor in tensors if bool(tensor.shape) == with_sizes]
+        if {"fp16", "bf16"} <= set(dtypes):
+            dtypes.append("fp32")
+        if dtypes:
+            dtype = max(dtypes, key=lambda dtype: order.index(dtype) if dtype in order else -1)
+            highest.append(dtype)
+            categories.append(2 if dtype in _COMPLEX else 1 if dtype.startswith(("fp", "bf")) else 0)
+    if not highest:
+        raise Unknown("no input is recorded as a tensor")
+    if len(highest) == 1 or categories[1] <= categories[0]:
+        return highest[0]
+    return "fp32" if highest[1] == "fp64" else highest[1]  # a Python number is recorded as a double, becomes a float
 
 
 def parsed(text: str | None) -> list[Any]:

@@ -60,26 +60,21 @@ def _operands(call: Call) -> list[Tensor]:
     return tensors[:arity]
 
 
-def simple(call: Call, per_element: int) -> Work:
-    """Every operand once, the result once, and so many operations per element of the result."""
-    operands = _operands(call)
-    name = call.name.removeprefix("aten::")
+@MODELS.register(*_spelled(_ONE + " " + _THREE), *(f"aten::{name}" for name in _BACKWARD.split()), family=FAMILY)
+def _arithmetic(call: Call) -> Work:
+    if call.name == "aten::where" and len(call.shapes) < 3:
+        raise Unknown("how many places are found depends on the data")
+    operands, name = _operands(call), call.name.removeprefix("aten::")
     out = operands[0]  # an in-place call writes its first input
     if not name.endswith("_"):  # else the shapes broadcast and the types promote
         dtype = promoted(operands[1:] if name == "where" and len(operands) > 1 else operands)
         if name in _FLOATS and dtype in ("bool", "int8", "uint8", "int16", "int32", "int64"):
             dtype = "fp32"
         out = Tensor(broadcast(*(operand.shape for operand in operands)), dtype)
+    name = name.rstrip("_")
+    per_element = 0 if name in _COPIES else 3 if name in _THREE.split() else 1
     moved = sum(operand.bytes for operand in operands) + out.numel * out.size
     return Work(per_element * out.numel, moved, out.dtype)
-
-
-@MODELS.register(*_spelled(_ONE + " " + _THREE), *(f"aten::{name}" for name in _BACKWARD.split()), family=FAMILY)
-def _arithmetic(call: Call) -> Work:
-    name = call.name.removeprefix("aten::").rstrip("_")
-    if call.name == "aten::where" and len(call.shapes) < 3:
-        raise Unknown("how many places are found depends on the data")
-    return simple(call, 0 if name in _COPIES else 3 if name in _THREE.split() else 1)
 
 
 @MODELS.register(*_spelled(_COMPARE), family=FAMILY)

@@ -47,12 +47,6 @@ def _nll(call: Call) -> Work:
     return Work(target.numel, target.numel * x.size + target.bytes + (out + 1) * x.size, x.dtype)
 
 
-@MODELS.register("aten::nll_loss_backward", "aten::nll_loss2d_backward", family="loss")
-def _nll_backward(call: Call) -> Work:
-    grad, x, target = call.tensor(0), call.tensor(1), call.tensor(2)
-    return Work(target.numel, grad.bytes + target.bytes + x.numel * x.size, x.dtype)
-
-
 _REDUCTION = {
     "aten::mse_loss": 2,
     "aten::l1_loss": 2,
@@ -76,9 +70,12 @@ def _of_two(call: Call) -> Work:
 
 
 @MODELS.register(
-    "aten::mse_loss_backward", "aten::smooth_l1_loss_backward", "aten::huber_loss_backward",
-    "aten::binary_cross_entropy_backward", family="loss",
+    "aten::nll_loss_backward", "aten::nll_loss2d_backward", "aten::mse_loss_backward", "aten::smooth_l1_loss_backward",
+    "aten::huber_loss_backward", "aten::binary_cross_entropy_backward", family="loss",
 )  # fmt: skip
-def _of_two_backward(call: Call) -> Work:
+def _backward(call: Call) -> Work:
     grad, x, target = call.tensor(0), call.tensor(1), call.tensor(2)
-    return Work(3 * x.numel, grad.bytes + x.bytes + target.bytes + x.numel * x.size, x.dtype)
+    moved = grad.bytes + target.bytes + x.numel * x.size
+    if "nll" in call.name:  # it needs no values of the input
+        return Work(target.numel, moved, x.dtype)
+    return Work(3 * x.numel, moved + x.bytes, x.dtype)

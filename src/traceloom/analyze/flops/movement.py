@@ -84,14 +84,11 @@ def _bounds(call: Call) -> Work:
     return Work(0, sum(tensor.bytes for tensor in call.tensors()), call.tensor(1).dtype)
 
 
-def _rows(count: int, width: int, size: int) -> int:
-    return 2 * count * width * size  # read where they lie, written side by side
-
-
 @MODELS.register("aten::embedding", family="embedding")
 def _embedding(call: Call) -> Work:
+    """Each row looked up is read and written once."""
     weight, index = call.tensor(0), call.tensor(1)
-    return Work(0, _rows(index.numel, weight.shape[1], weight.size) + index.bytes, weight.dtype)
+    return Work(0, 2 * index.numel * weight.shape[1] * weight.size + index.bytes, weight.dtype)
 
 
 @MODELS.register("aten::embedding_dense_backward", "aten::embedding_backward", family="embedding")
@@ -117,7 +114,7 @@ def _select(call: Call) -> Work:
     if call.name == "aten::index_select":
         dim = 0 if len(x.shape) == 1 else call.integer(1)
         out = x.numel // x.shape[dim] * index.numel if x.shape and x.shape[dim] else 0
-    return Work(0, _rows(out, 1, x.size) + index.bytes, x.dtype)
+    return Work(0, 2 * out * x.size + index.bytes, x.dtype)
 
 
 @MODELS.register(
@@ -154,7 +151,7 @@ def _index(call: Call) -> Work:
     if len(shapes) != 1 or x.shape[: len(shapes[0])] == shapes[0]:
         raise Unknown("the shape of the result cannot be determined from what is recorded")
     count = math.prod(shapes[0])
-    return Work(0, _rows(count, x.numel // x.shape[0], x.size) + 8 * count, x.dtype)
+    return Work(0, 2 * count * (x.numel // x.shape[0]) * x.size + 8 * count, x.dtype)
 
 
 @MODELS.register(

@@ -27,19 +27,12 @@ def _foreach(call: Call) -> Work:
     return Work(_PER_ELEMENT[short] * sum(tensor.numel for tensor in first), read + written, first[0].dtype)
 
 
-@MODELS.register("aten::_foreach_zero_", family=FAMILY)
-def _foreach_zero(call: Call) -> Work:
-    first = call.tensor_list(0)
-    return Work(0, sum(tensor.bytes for tensor in first), first[0].dtype)
-
-
-@MODELS.register("aten::_foreach_norm", family=FAMILY)
-def _foreach_norm(call: Call) -> Work:
-    """Square and sum."""
-    first = call.tensor_list(0)
-    return Work(
-        2 * sum(tensor.numel for tensor in first), sum(tensor.bytes + tensor.size for tensor in first), first[0].dtype
-    )
+@MODELS.register("aten::_foreach_zero_", "aten::_foreach_norm", family=FAMILY)
+def _foreach_tensor(call: Call) -> Work:
+    """The norm: square and sum, one number per tensor."""
+    first, norm = call.tensor_list(0), call.name.endswith("norm")
+    moved = sum(tensor.bytes + norm * tensor.size for tensor in first)
+    return Work(2 * norm * sum(tensor.numel for tensor in first), moved, first[0].dtype)
 
 
 _ADAM = 14  # weight decay 1, first moment 3, second moment 4, root, division and sum 3, step 3

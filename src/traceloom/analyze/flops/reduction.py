@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from traceloom.analyze.flops.call import SIZES, Call, Tensor, Unknown
+from traceloom.analyze.flops.call import SIZES, Call, Unknown
 from traceloom.analyze.flops.registry import MODELS, Work
 
 FAMILY = "reduction"
@@ -20,78 +20,57 @@ _DIMS_AT_2 = ("norm", "linalg_vector_norm")
 _PER_ELEMENT = {"var": 3, "std": 3, "var_mean": 3, "std_mean": 3, "norm": 2, "linalg_vector_norm": 2, "logsumexp": 3}
 
 
-def _dims(call: Call, x: Tensor, at: int) -> list[int]:
-    """The reduced dimensions; all where the call has no such input, or an empty one.
-
-    Raises:
-        Unknown: There is one, but its value is not recorded.
-    """
-    listed = at < len(call.types) and call.types[at] in ("ScalarList", "Scalar")
-    text = call.text(at)
-    if not listed and len(call.types) > at + 1 and not call.concrete:
-        raise Unknown("the reduced dimensions are not recorded")
-    if text in ("True", "False"):  # var(x, unbiased) has no dimensions
-        return list(range(len(x.shape)))
-    if not listed or text in ("", "[]"):
-        if listed and not text:
-            raise Unknown("the reduced dimensions are not recorded")
-        return list(range(len(x.shape)))
-    dims = call.integers(at)
-    if dims is None or any(not -len(x.shape) <= dim < max(len(x.shape), 1) for dim in dims):
-        raise Unknown("the reduced dimensions are not recorded")
-    return [dim % len(x.shape) if x.shape else 0 for dim in dims]
-
-
 @MODELS.register(*(f"aten::{name}" for name in (*_DIMS_AT_1, *_DIMS_AT_2)), family=FAMILY)
 def _reduce(call: Call) -> Work:
     short = call.name.removeprefix("aten::")
     if short in ("max", "min") and call.has(1):  # the larger of two tensors
         raise Unknown("it is elementwise here, under another name")
     x = call.tensor(0)
-    one_type_code = short in ("sum", "mean", "prod") and len(call.types) == 2  # sum(x, dtype)
-    dims = list(range(len(x.shape))) if one_type_code else _dims(call, x, 2 if short in _DIMS_AT_2 else 1)
+    # All dimensions are reduced where the call has no such input, or an empty one; var(x, unbiased) has none.
+    rank, dims = len(x.shape), list(range(len(x.shape)))
+    if not (short in ("sum", "mean", "prod") and len(call.types) == 2):  # sum(x, dtype)
+        at = 2 if short in _DIMS_AT_2 else 1
+        listed, text = at < len(call.types) and call.types[at] in ("ScalarList", "Scalar"), call.text(at)
+        if (listed and not text) or (not listed and len(call.types) > at + 1 and not call.concrete):
+            raise Unknown("the reduced dimensions are not recorded")
+        if listed and text not in ("True", "False", "[]"):
+            recorded = call.integers(at)
+            if recorded is None or any(not -rank <= dim < max(rank, 1) for dim in recorded):
+                raise Unknown("the reduced dimensions are not recorded")
+            dims = [dim % rank if rank else 0 for dim in recorded]
     kept = math.prod(size for dim, size in enumerate(x.shape) if dim not in dims)
     size = 1 if short in _TO_BOOL else 8 if short in _TO_INDEX else x.size
     if short == "sum" and x.dtype in ("bool", "int32", "int16", "uint8", "int8"):
         size = 8
-    if short in _PAIRS and len(dims) < max(len(x.shape), 1):
+    if short in _PAIRS and len(dims) < max(rank, 1):
         size += 8 if short in ("max", "min", "median", "mode", "kthvalue") else size
     return Work(_PER_ELEMENT.get(short, 1) * x.numel, x.bytes + kept * size, x.dtype)
 
 
-@MODELS.register("aten::cumsum", "aten::cumprod", "aten::cumsum_", "aten::logcumsumexp", family="scan")
+@MODELS.register(
+    "aten::cumsum", "aten::cumprod", "aten::cumsum_", "aten::logcumsumexp", "fbgemm::asynchronous_complete_cumsum",
+    "fb::asynchronous_complete_cumsum", "fb::offsets_range", family="scan",
+)  # fmt: skip
 def _scan(call: Call) -> Work:
     x = call.tensor(0)
+    if call.name == "fb::offsets_range":  # counts up within each range, as long as it is told to
+        return Work(0, x.bytes + call.tensor(1).numel * x.size, x.dtype)
+    if call.name.endswith("complete_cumsum"):  # with a leading zero
+        return Work(x.numel, x.bytes + (x.numel + 1) * x.size, x.dtype)
     size = 8 if x.dtype in ("bool", "int32", "int16", "uint8", "int8") and not call.name.endswith("_") else x.size
     return Work(x.numel, x.bytes + x.numel * size, x.dtype)
 
 
-@MODELS.register(
-    "fbgemm::asynchronous_complete_cumsum", "fb::asynchronous_complete_cumsum", "fb::offsets_range", family="scan"
-)
-def _complete_scan(call: Call) -> Work:
-    """The running sum with a leading zero; `offsets_range` counts up within each range, as long as it is told to."""
+@MODELS.register("aten::topk", "aten::sort", "aten::argsort", family="selection")
+def _selection(call: Call) -> Work:
+    """No arithmetic is counted: comparisons depend on the algorithm. An index (8 bytes) for each value."""
     x = call.tensor(0)
-    if call.name == "fb::offsets_range":
-        out = call.tensor(1).numel
-        return Work(0, x.bytes + out * x.size, x.dtype)
-    return Work(x.numel, x.bytes + (x.numel + 1) * x.size, x.dtype)
-
-
-@MODELS.register("aten::topk", family="selection")
-def _topk(call: Call) -> Work:
-    """No arithmetic is counted: comparisons depend on the algorithm."""
-    x, k = call.tensor(0), call.integer(1)
-    dims = call.integers(2) or [-1]
-    width = x.shape[dims[0]] if x.shape else 1
-    kept = x.numel // width * k if width else 0
-    return Work(0, x.bytes + kept * (x.size + 8), x.dtype)
-
-
-@MODELS.register("aten::sort", "aten::argsort", family="selection")
-def _sort(call: Call) -> Work:
-    x = call.tensor(0)
-    return Work(0, x.bytes + x.numel * ((0 if call.name == "aten::argsort" else x.size) + 8), x.dtype)
+    kept, size = x.numel, 0 if call.name == "aten::argsort" else x.size
+    if call.name == "aten::topk":
+        k, dims = call.integer(1), call.integers(2) or [-1]
+        width = x.shape[dims[0]] if x.shape else 1
+        kept = x.numel // width * k if width else 0
+    return Work(0, x.bytes + kept * (size + 8), x.dtype)
 
 
 _POOLS = {

@@ -158,7 +158,11 @@ def classes(rows: pl.DataFrame, length: int) -> pl.DataFrame:
     filled = every.join(summed, on="class", how="left", maintain_order="left").with_columns(
         pl.col("duration_ns", "piece_count").fill_null(0)
     )
-    return filled.with_columns(_fraction(length)).select(list(CLASS_ROWS)).cast(CLASS_ROWS)
+    return (
+        filled.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction"))
+        .select(list(CLASS_ROWS))
+        .cast(CLASS_ROWS)
+    )
 
 
 def ranks(rows: pl.DataFrame, length: int) -> pl.DataFrame:
@@ -166,7 +170,9 @@ def ranks(rows: pl.DataFrame, length: int) -> pl.DataFrame:
     summed = rows.group_by("rank", "class").agg(pl.col("duration_ns").sum())
     whole = pl.col("duration_ns").sum().over("rank")
     ordered = summed.sort([whole, "rank", "duration_ns", "class"], descending=[True, False, True, False])
-    return ordered.with_columns(_fraction(length)).select(list(RANKS)).cast(RANKS)
+    return (
+        ordered.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction")).select(list(RANKS)).cast(RANKS)
+    )
 
 
 def names(graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, near: int) -> pl.DataFrame:
@@ -216,7 +222,3 @@ def names(graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, nea
         .select(list(NAMES))
         .cast(NAMES)
     )
-
-
-def _fraction(length: int) -> pl.Expr:
-    return (pl.col("duration_ns") / max(length, 1)).alias("fraction")

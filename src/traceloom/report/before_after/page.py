@@ -47,11 +47,28 @@ def render(document: Row, view: BeforeAfter | None = None) -> str:
         f'<svg class="sides" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(label)}">{bars}</svg>'
     )
+    before, saved = document["before_ns"], document["saved_ns"]
+    shown = [
+        ("Before", units.duration(before), "as measured"),
+        ("After", units.duration(document["after_ns"]), "with the changes"),
+        ("Saved", units.duration(saved), f"{units.share(saved, before)} of it" if saved >= 0 else "it takes longer"),
+    ]
+    if document["rescaled_saved_ns"] != saved:
+        shown.append(("Unrecorded", units.duration(document["rescaled_saved_ns"]), "saved when not recording"))
+    else:
+        error = f"{100 * document['law']['honest_error']:+.2f} %"
+        shown.append(
+            ("Error of the graph", error, "more than that is saved" if document["trusted"] else "take it as a hint")
+        )
+    items = "".join(
+        f"<div><dt>{text(label)}</dt><dd><b>{text(value)}</b><span>{text(more)}</span></dd></div>"
+        for label, value, more in shown
+    )
     return framed(
         title=f"What if: {document['sentence']} – {name}",
         name=f"What if: {name}",
         headline=f"<h1>{text(document['sentence'])}</h1>{picture}",
-        numbers=_numbers(document),
+        numbers=f'<dl class="key">{items}</dl>',
         footer=(
             f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from the beginning of the graph</p>"
             "<p>The same for programs: <code>traceloom whatif … -o whatif.json</code>; the whole timeline after the "
@@ -88,24 +105,3 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
     kinds = (Col("of", "Time", hint="kind of time on the path"), *_TIMES)
     yield "path", "Critical path", _ABOUT_PATH, table("path-table", kinds, parts, {}, "Critical path")
     yield "trust", "Trust", "How far the answer goes.", f"<p>{text(trust(document))}</p>"
-
-
-def _numbers(document: Row) -> str:
-    before, saved = document["before_ns"], document["saved_ns"]
-    shown = [
-        ("Before", units.duration(before), "as measured"),
-        ("After", units.duration(document["after_ns"]), "with the changes"),
-        ("Saved", units.duration(saved), f"{units.share(saved, before)} of it" if saved >= 0 else "it takes longer"),
-    ]
-    if document["rescaled_saved_ns"] != saved:
-        shown.append(("Unrecorded", units.duration(document["rescaled_saved_ns"]), "saved when not recording"))
-    else:
-        error = f"{100 * document['law']['honest_error']:+.2f} %"
-        shown.append(
-            ("Error of the graph", error, "more than that is saved" if document["trusted"] else "take it as a hint")
-        )
-    items = "".join(
-        f"<div><dt>{text(label)}</dt><dd><b>{text(value)}</b><span>{text(more)}</span></dd></div>"
-        for label, value, more in shown
-    )
-    return f'<dl class="key">{items}</dl>'

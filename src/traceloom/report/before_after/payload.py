@@ -124,31 +124,8 @@ def _columns(
     marks = np.add.reduceat(changed[drawn[made.order]].astype(np.int64), made.first) > 0
     counts = np.bincount(lane, minlength=2 * (int(made.lane.max()) + 1)).tolist()
     unit = max(int(np.gcd.reduce([np.gcd.reduce(start), np.gcd.reduce(duration)])), 1)
-    label, labels = _labels(graph, drawn[made.longest[side, piece]], duration)
-    count, facts = np.unique(made.count[piece], return_inverse=True)
-    alone = int(count[0] == 1)
-    nothing = np.zeros(side.size, dtype=np.int64)
-    columns = {
-        "start": lane_steps(start // unit, counts),
-        "duration": zigzag(duration // unit),
-        "clip": nothing,
-        "label": label,
-        "fact": facts.reshape(-1).astype(np.int64) + 1 - alone,
-        "correlation": nothing,
-        "launch": nothing,
-        "forward": nothing,
-        "twin": sparse(twin, twin > 0),
-        "changed": marks[piece].astype(np.int64),
-    }
-    fact_texts = [
-        f"stands for\x1f{units.count(number)} pieces; the longest is named" for number in count.tolist()[alone:]
-    ]
-    return columns, {"unit_ns": unit, "facts": fact_texts, **labels}, counts
-
-
-def _labels(graph: Graph, nodes: Ints, duration: Ints) -> tuple[Ints, dict[str, Any]]:
-    """Name and kind of each event, as numbers of a table; names beyond what a page can hold are left out."""
-    of = graph.nodes.select("name", "kind", "category")[nodes]
+    # Name and kind of each event, as numbers of a table; names beyond what a page can hold are left out
+    of = graph.nodes.select("name", "kind", "category")[drawn[made.longest[side, piece]]]
     kind = pl.col("kind").cast(pl.String)
     words = kind.replace_strict(_WORDS, default=None, return_dtype=pl.String)
     frame = of.select(
@@ -167,12 +144,31 @@ def _labels(graph: Graph, nodes: Ints, duration: Ints) -> tuple[Ints, dict[str, 
     names = [short(name, _NAME) for name in shown["shown"].to_list()]
     codes = {name: code for code, name in enumerate(CATEGORIES)}
     kinds = shown["category"].to_list()
-    return label.cast(pl.Int64).to_numpy(), {
+    labels = {
         "categories": list(CATEGORIES),
         "labels": [[name, codes[kind]] for name, kind in zip(names, kinds, strict=True)],
         "short": {i: short(name, _SHORT) for i, name in enumerate(names) if len(name) > _SHORT},
         "communication": [i for i, kind in enumerate(kinds) if kind == "collective"],
     }
+    count, facts = np.unique(made.count[piece], return_inverse=True)
+    alone = int(count[0] == 1)
+    nothing = np.zeros(side.size, dtype=np.int64)
+    columns = {
+        "start": lane_steps(start // unit, counts),
+        "duration": zigzag(duration // unit),
+        "clip": nothing,
+        "label": label.cast(pl.Int64).to_numpy(),
+        "fact": facts.reshape(-1).astype(np.int64) + 1 - alone,
+        "correlation": nothing,
+        "launch": nothing,
+        "forward": nothing,
+        "twin": sparse(twin, twin > 0),
+        "changed": marks[piece].astype(np.int64),
+    }
+    fact_texts = [
+        f"stands for\x1f{units.count(number)} pieces; the longest is named" for number in count.tolist()[alone:]
+    ]
+    return columns, {"unit_ns": unit, "facts": fact_texts, **labels}, counts
 
 
 def _lanes(chosen: LanesShown, counts: list[int]) -> list[Row]:

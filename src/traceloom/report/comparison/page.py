@@ -32,21 +32,7 @@ def render(document: Row) -> str:
     ]
     inputs = Table("diff-inputs", "Files", columns, files)
     sections.append(("diff-data-section", "Data", "What was read.", _drawn(inputs)))
-    return framed(
-        title=f"{document['sentence']} – {name}",
-        name=name,
-        headline=f"<h1>{text(document['sentence'])}</h1>{_bars(document)}",
-        numbers=_numbers(document),
-        footer=(
-            f"<p>Traceloom {text(document['traceloom'])}</p>"
-            "<p>The same numbers for programs: <code>traceloom diff … -o diff.json</code></p>"
-        ),
-        **one_after_the_other(sections),
-    )
-
-
-def _bars(document: Row) -> str:
-    """Both steps as bars of one scale."""
+    # Both steps as bars of one scale
     longest = max(document["base_ns"], document["new_ns"], 1)
     out = []
     for side in ("base", "new"):
@@ -59,10 +45,7 @@ def _bars(document: Row) -> str:
         out.append(
             f'<p class="quiet">{side}: {units.duration(whole)}</p>{bar(parts, whole, longest)}{legend(parts, whole)}'
         )
-    return f'<div class="answer-bar">{"".join(out)}</div>'
 
-
-def _numbers(document: Row) -> str:
     def steps(side: str) -> str:
         count = sum(row["side"] == side for row in document["steps"])
         return f"mean of {count} steps" if count > 1 else "one step"
@@ -77,7 +60,17 @@ def _numbers(document: Row) -> str:
         f'<div><dt>{label}</dt><dd><b title="{ns} ns">{units.duration(ns)}</b><span>{more}</span></dd></div>'
         for label, ns, more in shown
     )
-    return f'<dl class="key">{items}</dl>'
+    return framed(
+        title=f"{document['sentence']} – {name}",
+        name=name,
+        headline=f'<h1>{text(document["sentence"])}</h1><div class="answer-bar">' + "".join(out) + "</div>",
+        numbers=f'<dl class="key">{items}</dl>',
+        footer=(
+            f"<p>Traceloom {text(document['traceloom'])}</p>"
+            "<p>The same numbers for programs: <code>traceloom diff … -o diff.json</code></p>"
+        ),
+        **one_after_the_other(sections),
+    )
 
 
 def _drawn(data_table: Table) -> str:

@@ -61,7 +61,24 @@ def tables(document: Row) -> Iterator[Table]:
         "differences.",
     )
     if kernels := [row for row in document["kernels"] if row["status"] != "same"]:
-        yield _kernels(kernels, document)
+        shown = [
+            row | {"said": _renamed(row["base_kernel"], row["new_kernel"]), "at": _near(row["path"])} for row in kernels
+        ]
+        of = len(document["kernels"])
+        yield Table(
+            "diff-kernels",
+            "Kernels, copies and fills",
+            [
+                Col("status", "What"),
+                Col("said", "Kernel", "name"),
+                *_TIMES,
+                Col("operator", "Operator", hint="the operator that launched it"),
+                Col("base_count", "Base count", "number", "launched per step", narrow=False),
+                Col("new_count", "New count", "number", "launched per step", narrow=False),
+            ],
+            shown,
+            note=f"Of {of}: {_count(kernels)}. Kernels of one operator stand for each other, whatever their names.",
+        )
     if operators := [row for row in document["operators"] if row["status"] != "same"]:
         yield _operators(operators, document)
 
@@ -72,25 +89,6 @@ def _count(rows: list[Row]) -> str:
     for row in rows:
         counts[row["status"]] = counts.get(row["status"], 0) + 1
     return ", ".join(f"{number} {status}" for status, number in counts.items())
-
-
-def _kernels(rows: list[Row], document: Row) -> Table:
-    shown = [row | {"said": _renamed(row["base_kernel"], row["new_kernel"]), "at": _near(row["path"])} for row in rows]
-    of = len(document["kernels"])
-    return Table(
-        "diff-kernels",
-        "Kernels, copies and fills",
-        [
-            Col("status", "What"),
-            Col("said", "Kernel", "name"),
-            *_TIMES,
-            Col("operator", "Operator", hint="the operator that launched it"),
-            Col("base_count", "Base count", "number", "launched per step", narrow=False),
-            Col("new_count", "New count", "number", "launched per step", narrow=False),
-        ],
-        shown,
-        note=f"Of {of}: {_count(rows)}. Kernels of one operator stand for each other, whatever their names.",
-    )
 
 
 def _operators(rows: list[Row], document: Row) -> Table:

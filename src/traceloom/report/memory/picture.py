@@ -48,6 +48,22 @@ def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> st
     chosen = peak if at == "peak" else max(bisect_right(curve["time_ns"], time_ns) - 1, 0)
     order = list(COLOURS)
     kinds = sorted(curve["categories"], key=lambda kind: order.index(kind["name"]) if kind["name"] in order else 99)
+    # Levels of the paths of scopes and stacks: names once, and each path as their numbers from the root
+    names: dict[str, int] = {}
+
+    def number(name: str) -> int:
+        return names.setdefault(harmless(name[:_LONGEST]), len(names))
+
+    out: Row = {
+        "scopes": [
+            [[number(part) for part in level["name"].split(".")], changes(level["bytes"])] for level in curve["scopes"]
+        ]
+    }
+    if curve.get("stacks"):
+        out["stacks"] = [
+            [[number(frame) for frame in reversed(level["name"].split(_FRAME))], changes(level["bytes"])]
+            for level in curve["stacks"]
+        ]
     data = {
         "times": curve["time_ns"],
         "peak": peak,
@@ -57,7 +73,7 @@ def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> st
             [kind["name"].replace("_", " "), COLOURS.get(kind["name"], "idle"), changes(kind["bytes"])]
             for kind in kinds
         ],
-        "trees": _trees(curve),
+        "trees": {"names": list(names), **out},
     }
     tell = f"peak {units.size(totals[peak])} at {units.duration(curve['time_ns'][peak])}"
     views = "".join(
@@ -80,26 +96,6 @@ def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> st
         "keys on it, to choose an instant. Hover or use the arrow keys to read a box; click or Enter to zoom, Escape "
         f'to go back.</p></div><script type="application/json">{island(data)}</script></figure>'
     )
-
-
-def _trees(curve: Row) -> Row:
-    """Levels of the paths of scopes and stacks: names once, and each path as their numbers from the root."""
-    names: dict[str, int] = {}
-
-    def number(name: str) -> int:
-        return names.setdefault(harmless(name[:_LONGEST]), len(names))
-
-    out: Row = {
-        "scopes": [
-            [[number(part) for part in level["name"].split(".")], changes(level["bytes"])] for level in curve["scopes"]
-        ]
-    }
-    if curve.get("stacks"):
-        out["stacks"] = [
-            [[number(frame) for frame in reversed(level["name"].split(_FRAME))], changes(level["bytes"])]
-            for level in curve["stacks"]
-        ]
-    return {"names": list(names), **out}
 
 
 def changes(levels: list[int]) -> list[int]:

@@ -43,25 +43,7 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
     yield Text("")
     for part in textwrap.wrap(harmless(document["sentence"]), width - 2, break_on_hyphens=False):
         yield Text.assemble((" " + part, "bold"))
-    yield from _ran_out(document, options, width)
-    if not document["ranks"] and not document["out_of_memory"]:
-        reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
-        yield from wrapped(f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width)
-    for sentence in tables.job(document):
-        yield from wrapped(sentence, width)
-    for entry in document["ranks"]:
-        for memory in tables.worth_showing(entry["memories"]):
-            yield from _memory(entry, memory, document, options, width)
-    untold = [why for entry in document["ranks"] if (why := growth_unknown(entry)) is not None]
-    if untold:  # that nothing is said of growth does not mean that nothing grows
-        yield Text("")
-        yield from wrapped(f"What grows from step to step cannot be determined: {untold[0]}.", width)
-    messages = [(row["severity"], f"{row['message']} [{row['slug']}]") for row in document["notices"]]
-    yield from notice_lines(messages, width)
-
-
-def _ran_out(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
-    """Where memory ran out, what was alive then and what to try first, the most useful first."""
+    # Where memory ran out, what was alive then and what to try first, the most useful first
     entries = document["out_of_memory"]
     for entry in entries[:_MOST]:
         name = "Out of memory" if entry["rank"] is None else f"Out of memory, {rank_label(entry['rank'])}"
@@ -101,6 +83,20 @@ def _ran_out(document: Row, options: MemoryOptions, width: int) -> Iterator[Text
                 yield Text("     " + line)
     if len(entries) > _MOST:
         yield from wrapped(f"... and {len(entries) - _MOST} more times; --rank shows each, --json all", width)
+    if not document["ranks"] and not document["out_of_memory"]:
+        reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
+        yield from wrapped(f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width)
+    for sentence in tables.job(document):
+        yield from wrapped(sentence, width)
+    for entry in document["ranks"]:
+        for memory in tables.worth_showing(entry["memories"]):
+            yield from _memory(entry, memory, document, options, width)
+    untold = [why for entry in document["ranks"] if (why := growth_unknown(entry)) is not None]
+    if untold:  # that nothing is said of growth does not mean that nothing grows
+        yield Text("")
+        yield from wrapped(f"What grows from step to step cannot be determined: {untold[0]}.", width)
+    messages = [(row["severity"], f"{row['message']} [{row['slug']}]") for row in document["notices"]]
+    yield from notice_lines(messages, width)
 
 
 def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:

@@ -44,36 +44,10 @@ def render(picture: Picture, summary: dict[str, Any]) -> str:
     if (more := len(picture.links) - _MOST_LINKS) > 0:
         omissions.append(f"{units.count(more)} lines of the fewest dependencies are not drawn")
     shown = Picture(picture.title, picture.boxes, picture.links[:_MOST_LINKS], picture.left_out)
-    page = Template(_asset("drawing.html")).substitute(
-        policy=policy([theme, script], style),
-        title=text(f"{picture.title} – {summary['name']}"),
-        style=style,
-        theme=theme,
-        script=script,
-        name=text(summary["name"]),
-        heading=text(picture.title),
-        facts=text(" · ".join(facts)),
-        drawing=_svg(shown, arrange(shown)),
-        legend=_legend(picture),
-        left_out=text(f"Not shown: {'; '.join(omissions)}." if omissions else ""),
-        rows="".join(_row(number, box) for number, box in enumerate(picture.boxes)),
-        version=text(__version__),
-    )
-    return page.encode("utf-8", "replace").decode("utf-8")  # names from files may hold halves of surrogate pairs
-
-
-def _asset(name: str) -> str:
-    return files("traceloom.report.workload").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _group(kind: str) -> str:
-    return _GROUPS.get(kind, "other")
-
-
-def _svg(picture: Picture, places: Layout) -> str:
-    most = max((link.count for link in picture.links), default=1)
+    places = arrange(shown)
+    most = max((link.count for link in shown.links), default=1)
     lines = ""
-    for link in reversed(picture.links):
+    for link in reversed(shown.links):
         # From the right side of a box to the left side of the next; backwards lines go round.
         if link.source == link.target:
             continue
@@ -87,14 +61,42 @@ def _svg(picture: Picture, places: Layout) -> str:
             f'<path class="line{"" if to_x > from_x else " back"}" data-from="{link.source}" data-to="{link.target}" '
             f'd="{path}" stroke-width="{width}" marker-end="url(#tip)"><title>{text(label)}</title></path>'
         )
-    boxes = "".join(_box(number, box, places) for number, box in enumerate(picture.boxes))
+    boxes = "".join(_box(number, box, places) for number, box in enumerate(shown.boxes))
     view = f"-20 -20 {places.width + 40} {places.height + 40}"
-    return (
-        f'<svg id="drawing" viewBox="{view}" data-view="{view}" role="group" aria-label="{text(picture.title)}">'
+    kinds: dict[str, list[str]] = {}
+    for box in picture.boxes:
+        names = kinds.setdefault(_group(box.kind), [])
+        if box.kind not in names:
+            names.append(box.kind)
+    page = Template(_asset("drawing.html")).substitute(
+        policy=policy([theme, script], style),
+        title=text(f"{picture.title} – {summary['name']}"),
+        style=style,
+        theme=theme,
+        script=script,
+        name=text(summary["name"]),
+        heading=text(picture.title),
+        facts=text(" · ".join(facts)),
+        drawing=f'<svg id="drawing" viewBox="{view}" data-view="{view}" role="group" aria-label="{text(shown.title)}">'
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
         'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z"/></marker></defs>'
-        f'<g class="lines">{lines}</g><g class="boxes">{boxes}</g></svg>'
+        f'<g class="lines">{lines}</g><g class="boxes">{boxes}</g></svg>',
+        legend="".join(
+            f'<li><span class="swatch b-{group}"></span>{text(", ".join(names))}</li>' for group, names in kinds.items()
+        ),
+        left_out=text(f"Not shown: {'; '.join(omissions)}." if omissions else ""),
+        rows="".join(_row(number, box) for number, box in enumerate(picture.boxes)),
+        version=text(__version__),
     )
+    return page.encode("utf-8", "replace").decode("utf-8")  # names from files may hold halves of surrogate pairs
+
+
+def _asset(name: str) -> str:
+    return files("traceloom.report.workload").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _group(kind: str) -> str:
+    return _GROUPS.get(kind, "other")
 
 
 def _box(number: int, box: Box, places: Layout) -> str:
@@ -119,17 +121,6 @@ def _said(box: Box, *, brief: bool = False) -> str:
     parts += [units.size(box.bytes)] if box.bytes is not None and not brief else []
     label = " · ".join(parts)
     return short(label, _SMALL_LETTERS) if brief else label
-
-
-def _legend(picture: Picture) -> str:
-    kinds: dict[str, list[str]] = {}
-    for box in picture.boxes:
-        names = kinds.setdefault(_group(box.kind), [])
-        if box.kind not in names:
-            names.append(box.kind)
-    return "".join(
-        f'<li><span class="swatch b-{group}"></span>{text(", ".join(names))}</li>' for group, names in kinds.items()
-    )
 
 
 def _row(number: int, box: Box) -> str:

@@ -89,23 +89,7 @@ def collapsed(network: Network, most: int = MOST_BOXES) -> Picture:
     groups = groups.with_columns(
         pl.coalesce("box", pl.col("kind").replace_strict(other, default=None, return_dtype=pl.Int64)).alias("box")
     )
-    boxes = _boxes(groups)
-    box_of = nodes.join(groups.select("kind", "group", "box"), on=["kind", "group"], how="left", maintain_order="left")
-    box = box_of["box"].to_numpy()
-    edges = network.edges.select(
-        pl.Series("source", box[network.edges["source"].to_numpy()]),
-        pl.Series("target", box[network.edges["target"].to_numpy()]),
-        "kind",
-    )
-    counted = edges.group_by("source", "target", "kind").len().sort("len", "source", "target", "kind", descending=True)
-    links = tuple(Link(*row) for row in counted.iter_rows())
-    hidden = int(groups.filter(~kept).height)
-    left_out = f"{hidden} names with the least time share a box per kind" if hidden else ""
-    return Picture("All nodes, by kind and name", boxes, links, left_out)
-
-
-def _boxes(groups: pl.DataFrame) -> tuple[Box, ...]:
-    """One box per group, or for several small groups of a kind."""
+    # One box per group, or for several small groups of a kind
     merged = (
         groups.group_by("box")
         .agg(
@@ -119,7 +103,7 @@ def _boxes(groups: pl.DataFrame) -> tuple[Box, ...]:
         )
         .sort("box")
     )
-    return tuple(
+    boxes = tuple(
         Box(
             row["group"] if row["names"] == 1 else f"{row['names']} other names",
             row["kind"],
@@ -131,6 +115,18 @@ def _boxes(groups: pl.DataFrame) -> tuple[Box, ...]:
         )
         for row in merged.iter_rows(named=True)
     )
+    box_of = nodes.join(groups.select("kind", "group", "box"), on=["kind", "group"], how="left", maintain_order="left")
+    box = box_of["box"].to_numpy()
+    edges = network.edges.select(
+        pl.Series("source", box[network.edges["source"].to_numpy()]),
+        pl.Series("target", box[network.edges["target"].to_numpy()]),
+        "kind",
+    )
+    counted = edges.group_by("source", "target", "kind").len().sort("len", "source", "target", "kind", descending=True)
+    links = tuple(Link(*row) for row in counted.iter_rows())
+    hidden = int(groups.filter(~kept).height)
+    left_out = f"{hidden} names with the least time share a box per kind" if hidden else ""
+    return Picture("All nodes, by kind and name", boxes, links, left_out)
 
 
 def neighbourhood(network: Network, row: int, depth: int, most: int = MOST_NEIGHBOURS) -> Picture:

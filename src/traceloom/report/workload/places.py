@@ -23,21 +23,7 @@ class Layout:
 
 def arrange(picture: Picture) -> Layout:
     """Give every box its position; the same picture always looks the same."""
-    columns = _columns(picture)
-    _order(columns, picture)
-    tallest = max((len(column) for column in columns), default=0)
-    height = tallest * (HEIGHT + _DOWN) - _DOWN if tallest else 0
-    x, y = [0] * len(picture.boxes), [0] * len(picture.boxes)
-    for number, column in enumerate(columns):
-        top = (height - len(column) * (HEIGHT + _DOWN) + _DOWN) // 2
-        for slot, box in enumerate(column):
-            x[box], y[box] = number * (WIDTH + _ACROSS), top + slot * (HEIGHT + _DOWN)
-    width = len(columns) * (WIDTH + _ACROSS) - _ACROSS if columns else 0
-    return Layout(tuple(x), tuple(y), max(width, 1), max(height, 1))
-
-
-def _columns(picture: Picture) -> list[list[int]]:
-    """A box stands one column right of the box that it depends on most, among those before it in the order."""
+    # A box stands one column right of the box that it depends on most, among those before it in the order
     order = sorted(range(len(picture.boxes)), key=lambda box: (picture.boxes[box].place, box))
     rank = {box: number for number, box in enumerate(order)}
     strongest: dict[int, tuple[int, int]] = {}
@@ -51,7 +37,17 @@ def _columns(picture: Picture) -> list[list[int]]:
         before = strongest.get(box)
         column[box] = column[order[before[1]]] + 1 if before else 0
     count = max(column.values(), default=-1) + 1
-    return [[box for box in order if column[box] == number] for number in range(count)]
+    columns = [[box for box in order if column[box] == number] for number in range(count)]
+    _order(columns, picture)
+    tallest = max(map(len, columns), default=0)
+    height = tallest * (HEIGHT + _DOWN) - _DOWN if tallest else 0
+    x, y = [0] * len(picture.boxes), [0] * len(picture.boxes)
+    for number, boxes in enumerate(columns):
+        top = (height - len(boxes) * (HEIGHT + _DOWN) + _DOWN) // 2
+        for slot, box in enumerate(boxes):
+            x[box], y[box] = number * (WIDTH + _ACROSS), top + slot * (HEIGHT + _DOWN)
+    width = len(columns) * (WIDTH + _ACROSS) - _ACROSS if columns else 0
+    return Layout(tuple(x), tuple(y), max(width, 1), max(height, 1))
 
 
 def _order(columns: list[list[int]], picture: Picture) -> None:

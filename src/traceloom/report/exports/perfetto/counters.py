@@ -17,7 +17,14 @@ _BUCKETS = 500
 
 def counters(trace: Trace) -> pl.DataFrame:
     """All curves of a trace: name, time_ns, value; ordered by curve and time."""
-    return pl.concat([beside_memory(trace), *_memory(trace)])
+    curves = []
+    for (kind, device), curve in analyze.memory(trace).curve.group_by("device_type", "device", maintain_order=True):
+        device_name = f"{kind} {device}" if isinstance(device, int) and device >= 0 else str(kind)
+        for column, label in (("allocated_bytes", "allocated"), ("reserved_bytes", "reserved")):
+            samples = curve.drop_nulls(column)
+            value = (samples[column] / 1e6).to_numpy()
+            curves.append(_curve(f"{harmless(device_name)} memory {label} MB", samples["time_ns"].to_numpy(), value))
+    return pl.concat([beside_memory(trace), *curves])
 
 
 def beside_memory(trace: Trace) -> pl.DataFrame:
@@ -83,14 +90,3 @@ def _queue(trace: Trace, work: pl.DataFrame, name: str) -> pl.DataFrame:
         steps.group_by("time_ns").agg(pl.col("change").sum()).sort("time_ns")
         .select(name=pl.lit(name), time_ns="time_ns", value=pl.col("change").cum_sum().cast(pl.Float64))
     )  # fmt: skip
-
-
-def _memory(trace: Trace) -> list[pl.DataFrame]:
-    curves = []
-    for (kind, device), curve in analyze.memory(trace).curve.group_by("device_type", "device", maintain_order=True):
-        device_name = f"{kind} {device}" if isinstance(device, int) and device >= 0 else str(kind)
-        for column, label in (("allocated_bytes", "allocated"), ("reserved_bytes", "reserved")):
-            samples = curve.drop_nulls(column)
-            value = (samples[column] / 1e6).to_numpy()
-            curves.append(_curve(f"{harmless(device_name)} memory {label} MB", samples["time_ns"].to_numpy(), value))
-    return curves

@@ -30,28 +30,6 @@ def write_graph(graph: Graph, handle: BinaryIO) -> None:
     """
     earliest = graph.nodes["start_ns"].min()
     first = earliest if isinstance(earliest, int) else 0
-    nodes, tracks = _placed(graph, first)
-    names = nodes["name"].unique()
-    quoted = pl.DataFrame({"name": names, "quoted": [_quoted(harmless(name)) for name in names.to_list()]})
-    lane = graph.nodes["lane"]
-    edges = graph.edges.with_columns(of=lane.gather(graph.edges["source"]), to=lane.gather(graph.edges["target"]))
-    between = edges.filter(pl.col("of") != pl.col("to"))
-    arrows = between.select("source", "target", arrow=pl.col("kind").cast(pl.String), id=pl.int_range(1, pl.len() + 1))
-    handle.write(b'{"displayTimeUnit":"ns","otherData":{"epoch_ns":"%d"},"traceEvents":[\n' % (graph.epoch_ns + first))
-    separator = ""
-    for text in (_metadata(graph, tracks), *_slices(nodes, quoted, arrows)):
-        if text:
-            handle.write((separator + text).encode("utf-8", "replace"))
-            separator = ",\n"
-    handle.write(b"\n]}\n")
-
-
-def _quoted(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _placed(graph: Graph, first: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Nodes with process, track and times; and the tracks."""
     nodes = graph.nodes.filter(pl.col("lane").is_not_null()).sort("lane", "start_ns", maintain_order=True)
     start = nodes["start_ns"].to_numpy()
     end = start + nodes["duration_ns"].to_numpy()
@@ -70,14 +48,19 @@ def _placed(graph: Graph, first: int) -> tuple[pl.DataFrame, pl.DataFrame]:
         .with_columns(tid=(pl.col("rank").cast(pl.Int64) + 1) * _TRACKS_PER_PROCESS + pl.col("place"))
     )
     nodes = nodes.join(tracks.select("lane", "level", "tid"), on=["lane", "level"], how="left", maintain_order="left")
-    return nodes.with_columns(
+    nodes = nodes.with_columns(
         pid=pl.col("rank").cast(pl.Int64) + 1,
         ts=microseconds(nodes["start_ns"] - first),
         dur=microseconds(nodes["duration_ns"]),
-    ), tracks
-
-
-def _metadata(graph: Graph, tracks: pl.DataFrame) -> str:
+    )
+    names = nodes["name"].unique()
+    quoted = pl.DataFrame({"name": names, "quoted": [_quoted(harmless(name)) for name in names.to_list()]})
+    lanes = graph.nodes["lane"]
+    edges = graph.edges.with_columns(of=lanes.gather(graph.edges["source"]), to=lanes.gather(graph.edges["target"]))
+    between = edges.filter(pl.col("of") != pl.col("to"))
+    arrows = between.select("source", "target", arrow=pl.col("kind").cast(pl.String), id=pl.int_range(1, pl.len() + 1))
+    handle.write(b'{"displayTimeUnit":"ns","otherData":{"epoch_ns":"%d"},"traceEvents":[\n' % (graph.epoch_ns + first))
+    separator = ""
     hosts = dict(graph.ranks.select("rank", "host").iter_rows())
     rows = []
     for rank in tracks["rank"].unique(maintain_order=True).to_list():
@@ -92,7 +75,15 @@ def _metadata(graph: Graph, tracks: pl.DataFrame) -> str:
         thread = {"ph": "M", "pid": track["rank"] + 1, "tid": track["tid"]}
         rows.append({**thread, "name": "thread_name", "args": {"name": name}})
         rows.append({**thread, "name": "thread_sort_index", "args": {"sort_index": track["place"]}})
-    return ",\n".join(map(_quoted, rows))
+    for text in (",\n".join(map(_quoted, rows)), *_slices(nodes, quoted, arrows)):
+        if text:
+            handle.write((separator + text).encode("utf-8", "replace"))
+            separator = ",\n"
+    handle.write(b"\n]}\n")
+
+
+def _quoted(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> Iterator[str]:

@@ -33,7 +33,7 @@ def headline(document: Row) -> str:
         colour = group(phase if colon and phase in _PHASES else str(part["kind"]))
         parts.append((label, colour, int(part["ns"])))
     whole = sum(ns for _, _, ns in parts)
-    parts.sort(key=lambda part: (_place(part[1]), -part[2]))
+    parts.sort(key=lambda part: ((_ORDER.index(part[1]) if part[1] in _ORDER else 0), -part[2]))
     picture = (
         f'<div class="answer-bar">{bar(parts, whole)}{legend(_folded(parts, whole), whole)}</div>' if whole else ""
     )
@@ -57,11 +57,7 @@ def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, st
         else:
             label = f"{len(same)} {'' if alone else 'other '}{'causes of idle time' if colour == 'idle' else 'parts'}"
         out.append((label, colour, sum(ns for _, _, ns in same)))
-    return sorted(out, key=lambda part: _place(part[1]))
-
-
-def _place(colour: str) -> int:
-    return _ORDER.index(colour) if colour in _ORDER else 0
+    return sorted(out, key=lambda part: _ORDER.index(part[1]) if part[1] in _ORDER else 0)
 
 
 def key_numbers(document: Row) -> str:
