@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ SORT_KEYS = ("self", "total", "device", "mean", "max", "count", "name")
 _PATTERN = re.compile(r"[\w@%+=:,./*-]+")  # what a shell takes as it is, and stars
 _EXAMPLES = """\
 examples:
-  traceloom report run                           a recorded run
+  traceloom report run                           the answer about a recorded run
+  traceloom report run --full                    its tables, too
   traceloom report trace.json.gz                 a trace of the PyTorch profiler
   traceloom report traces/ --rank 3 --top 20     one rank, longer tables
   traceloom report run --only per_step           one section, in full
@@ -84,7 +86,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     what.add_argument("--tokens-per-step", type=types.count, metavar="N", help="tokens per step, for tokens per second")
     what.add_argument("--samples-per-step", type=types.count, metavar="N", help="the same for samples")
     how = parser.add_argument_group("how to show it")
-    how.add_argument("--top", type=types.count, default=10, metavar="N", help="rows of a table (default: 10)")
+    how.add_argument("--full", action="store_true", help="the tables of the core and a line for each other section")
+    how.add_argument("--top", type=types.count, metavar="N", help="rows of a table (default: 10)")
     how.add_argument("--sort", choices=SORT_KEYS, metavar="KEY", help=f"sort tables by {', '.join(SORT_KEYS)}")
     how.add_argument("--json", action="store_true", help="print the report as JSON")
     outputs.add_output(how, ".html, .json, .md, .perfetto.json.gz, .perfetto.json, .speedscope.json, .pprof.pb.gz")
@@ -105,10 +108,13 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from traceloom.model import units
     from traceloom.report.formats import FORMATS
-    from traceloom.report.sections import chosen
+    from traceloom.report.sections import CORE, FINDINGS, chosen
 
     targets = outputs.targets(args, {ending: form for form in FORMATS for ending in form.endings})
     options = _options(args)
+    # The short report on a terminal is made of the core and the findings; all else would be computed for nobody.
+    brief = not (options.full or args.only or args.json or args.output)
+    made = replace(options, only=(CORE, FINDINGS)) if brief else options
     # What the report is made by is loaded before its turn: a trace may be decoded elsewhere meanwhile.
     importlib.import_module("traceloom.report.document")
     chosen(options.only)
@@ -124,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
                 raise
             return _memory_alone(args)
         progress.say("analysing")
-        report = _report(loaded.runs, args, options, [str(path) for path, form in targets if not form.of_runs])
+        report = _report(loaded.runs, args, made, [str(path) for path, form in targets if not form.of_runs])
         written = outputs.write(args, [(path, form.write) for path, form in targets], report, progress)
     if args.json:
         from traceloom.report.views.jsonfile import encode
@@ -133,11 +139,14 @@ def _run(args: argparse.Namespace) -> int:
     elif outputs.printed(args):
         from traceloom.report.views import terminal
 
-        terminal.show(report.document, report.options, sys.stdout)
+        terminal.show(report.document, options, sys.stdout)
     for (path, size), (_, form) in zip(written, targets, strict=True):
         outputs.say(args, f"Wrote {path} ({units.size(size)}); {form.next_step}.")
     if not written and not report.document["runs"]:
-        outputs.close(args, [], f"traceloom report {shlex.join(args.inputs)} -o report.html")
+        words = shlex.join(args.inputs)
+        if len(args.inputs) > 1 and (pattern := _pattern(loaded.runs[0])):
+            words = pattern
+        outputs.close(args, [], f"traceloom report {words} -o report.html")
     if loaded.refused:  # the report is made of the rest; the exit code and a last word say that it is not all
         more = f" (and {len(loaded.refused) - 1} more, see the notices)" if len(loaded.refused) > 1 else ""
         raise PartialError(f"{loaded.refused[0].message}{more}", slug="refused-input")
@@ -176,9 +185,10 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         ranks=args.rank,
         steps=args.steps,
         by_shape=args.by_shape,
-        top=args.top,
+        top=args.top or 10,
         sort=args.sort,
         only=args.only,
+        full=args.full or args.by_shape or bool(args.top or args.sort),  # they are about tables
         peak=peak,
         link_peak=args.link_peak,
         graph_capture=None if capture is None else str(capture),
@@ -236,6 +246,13 @@ def _command(session: Session, runs_by_home: Counter[Path]) -> str:
     inputs = shlex.join(paths)
     if len(paths) > 1 and len(homes) == 1 and all(runs_by_home[home] == 1 for home in homes):
         inputs = shlex.quote(str(homes.pop()))
-    elif len(paths) > 1 and sorted(glob.glob(session.name)) == sorted(paths) and _PATTERN.fullmatch(session.name):  # noqa: PTH207
-        inputs = session.name
+    elif len(paths) > 1:
+        inputs = _pattern(session) or inputs
     return with_addresses(f"traceloom report {inputs}")
+
+
+def _pattern(session: Session) -> str | None:
+    """The session's name, where a shell makes its files and no others of it."""
+    paths = sorted(trace.meta.path for trace in session.traces)
+    matches = _PATTERN.fullmatch(session.name) and sorted(glob.glob(session.name)) == paths  # noqa: PTH207
+    return session.name if matches else None

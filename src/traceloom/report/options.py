@@ -20,9 +20,11 @@ class ReportOptions:
         steps: Only the work of the steps from the first to the last of these numbers, both included.
         by_shape: Operators are counted apart by the shapes of their inputs.
         top: How many rows a table shows on a terminal or in Markdown. The document always has all.
+        full: On a terminal, without `only`: the tables of the core and a line for each other section, instead of the
+            answer, what to fix, and where to look.
         sort: What shown tables are sorted by: a key of `SORT_KEYS`; None for each table's own order.
         only: Which sections are made beyond the core (`core` alone: none); on a terminal, what is shown in full. None:
-            all are made, and the terminal shows the core with a line for each.
+            all are made, and the terminal is short, or `full`.
         peak: Peaks to compare with instead of those of the devices' names: a device's name (`H100 SXM`) or numbers
             (`bf16=989e12,memory=3.35e12`).
         link_peak: Peak of the link of one device in one direction, 10^9 bytes per second, for groups of every kind;
@@ -39,6 +41,7 @@ class ReportOptions:
     steps: tuple[int, int] | None = None
     by_shape: bool = False
     top: int = 10
+    full: bool = False
     sort: str | None = None
     only: tuple[str, ...] | None = None
     peak: str | None = None

@@ -63,6 +63,26 @@ def group(kind: str) -> str:
     return _GROUPS.get(kind, "other")
 
 
+_ORDER = ("compute", "loading", "forward", "backward", "optimizer", "communication", "memory", "other", "idle")
+_PHASES = frozenset(part.key for part in PHASES)
+
+
+def order(group_name: str) -> int:
+    """Where a colour group stands in the bar of an answer: useful time first, idle time last, phases in their order."""
+    return _ORDER.index(group_name) if group_name in _ORDER else 0
+
+
+def of_answer(answer: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+    """The parts of an answer for a `Bar`, in its order: (label, colour group, nanoseconds)."""
+    parts = []
+    for part in answer.get("parts") or []:
+        label = str(part["label"])
+        # Parts of the host account are called `phase: activity`; the phase tells more, so it gives the colour.
+        phase, colon, _ = label.partition(":")
+        parts.append((label, group(phase if colon and phase in _PHASES else str(part["kind"])), int(part["ns"])))
+    return sorted(parts, key=lambda part: (order(part[1]), -part[2]))
+
+
 def named(parts: tuple[Part, ...], times: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     """The parts of one stretch for a `Bar`: (label, colour group, nanoseconds)."""
     return [(part.label, part.group, times.get(part.key) or 0) for part in parts]

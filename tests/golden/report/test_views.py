@@ -44,13 +44,17 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_terminal_report(document: dict[str, Any], width: int) -> None:
-    lines = [line.plain for line in terminal(document, ReportOptions(), width)]
+    lines = [line.plain for line in terminal(document, ReportOptions(full=True), width)]
     _same(f"terminal-{width}.txt", "\n".join(lines) + "\n")
+
+
+def test_the_short_terminal_report(document: dict[str, Any]) -> None:
+    _same("terminal-short.txt", "\n".join(line.plain for line in terminal(document, ReportOptions(), 80)) + "\n")
 
 
 def test_the_terminal_report_without_unicode(document: dict[str, Any]) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    show(document, ReportOptions(top=3), stream)
+    show(document, ReportOptions(top=3, full=True), stream)
     stream.flush()
     _same("terminal-ascii.txt", stream.buffer.getvalue().decode("ascii"))  # type: ignore[attr-defined]
 

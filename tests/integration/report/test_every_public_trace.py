@@ -50,7 +50,10 @@ def test_a_trace_gives_a_report_in_every_format(
     check_document(document)
     assert (tmp_path / "report.md").read_text(encoding="utf-8").count("\n") <= 60
     check_perfetto(gzip.decompress((tmp_path / "report.perfetto.json.gz").read_bytes()), document)
-    assert [line.plain for line in terminal(document, ReportOptions(), 80) if line.cell_len > 80] == []
+    assert [line.plain for line in terminal(document, ReportOptions(full=True), 80) if line.cell_len > 80] == []
+    brief = list(terminal(document, ReportOptions(), 80))
+    assert len(brief) <= 28  # two more lines say what to do next
+    assert all(line.cell_len <= 80 for line in brief)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert page.lower().startswith("<!doctype html>")
     assert "://" not in re.sub(r"http://www\.w3\.org/\S+", "", page.partition("<body")[0])

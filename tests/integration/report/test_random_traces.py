@@ -71,7 +71,7 @@ def test_a_session_without_events_is_reported_too(check_document: Check) -> None
     document = json.loads(encode(build(session)))
     check_document(document)
     assert {"kernels", "operators", "memory.devices"} <= {entry["path"] for entry in document["absent"]}
-    assert list(terminal(document, ReportOptions(), 80))
+    assert list(terminal(document, ReportOptions(full=True), 80))
 
 
 @pytest.mark.parametrize("steps", [(1, 1), (0, 5)])

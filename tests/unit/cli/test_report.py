@@ -13,6 +13,7 @@ import pytest
 
 import traceloom
 from traceloom.cli import main
+from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.views import terminal
 from traceloom.testing import TraceBuilder
@@ -40,8 +41,30 @@ def _report(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def test_the_answer_comes_first_then_bars_steps_and_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_report_is_short_and_computes_nothing_else(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ReportOptions] = []
+
+    def build_short(session: Session, options: ReportOptions) -> dict[str, Any]:
+        asked.append(options)
+        return build(session, options)
+
+    monkeypatch.setattr("traceloom.report.build", build_short)
     lines = _report(capsys, trace).splitlines()
+    assert asked[0].only == ("core", "findings")
+    assert lines[2].startswith(" Rank 0, 3 steps of 1.00 ms: GPU 0 is idle")
+    order = [next(i for i, line in enumerate(lines) if line.startswith(head)) for head in
+             (" █ compute", "What to fix first", " Steps", "More", "Next: ")]  # fmt: skip
+    assert order == sorted(order)
+    assert len(lines) <= 30
+    assert "3 whole steps; median 1.00 ms" in "\n".join(lines)
+
+
+def test_the_full_report_has_the_answer_first_then_bars_steps_and_tables(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = _report(capsys, trace, "--full").splitlines()
     assert lines[2].startswith(" Rank 0, 3 steps of 1.00 ms: GPU 0 is idle")
     order = [next(i for i, line in enumerate(lines) if line.startswith(head)) for head in
              ("GPU time", "Main thread by", "Steps", "Why the GPU was idle", "GPU work", "Operators")]  # fmt: skip
@@ -92,7 +115,7 @@ def test_tables_are_sorted_and_cut_as_asked(tmp_path: Path, capsys: pytest.Captu
 
 def test_operators_are_counted_apart_by_shape_on_demand(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "aten::mm [[8,8],[8,8]]" in _report(capsys, trace, "--by-shape")
-    operators = _report(capsys, trace).partition("\nOperators")[2].partition("\n\n")[0]
+    operators = _report(capsys, trace, "--full").partition("\nOperators")[2].partition("\n\n")[0]
     assert "aten::mm" in operators
     assert "[[8,8]" not in operators
 
@@ -132,7 +155,7 @@ def test_names_of_strangers_cannot_steer_the_terminal_or_markdown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = _trace(name=HOSTILE).op(HOSTILE, 2600, 100).write(tmp_path / "trace.json")
-    shown = _report(capsys, path)
+    shown = _report(capsys, path, "--full")
     assert not {letter for letter in shown if ord(letter) < 32} - {"\n"}
     assert r"\x1b[31mevil[/red]\x07 [bold]" in shown
     out = tmp_path / "out.md"
@@ -142,7 +165,7 @@ def test_names_of_strangers_cannot_steer_the_terminal_or_markdown(
 
 
 def _shown(document: dict[str, Any], stream: io.TextIOWrapper) -> str:
-    terminal.show(document, ReportOptions(), stream)
+    terminal.show(document, ReportOptions(full=True), stream)
     stream.flush()
     return stream.buffer.getvalue().decode(stream.encoding)  # type: ignore[attr-defined]
 
@@ -193,7 +216,7 @@ def test_a_refused_input_beside_good_ones_is_said_and_exits_with_4(
     (tmp_path / "bad.json").write_text("no trace at all", encoding="utf-8")
     assert main(["report", str(trace), str(tmp_path / "bad.json"), "--no-cache"]) == 4
     said = capsys.readouterr()
-    assert "GPU time" in said.out
+    assert "compute" in said.out
     assert said.err.startswith("traceloom: refused: ")
     assert "bad.json" in said.err
 

@@ -224,7 +224,7 @@ def test_blocks_are_longer_where_neighbours_are_alike() -> None:
     assert resampling.block_length(np.ones(50)) == 1
 
 
-@pytest.mark.parametrize(("limit", "min"), [("3%", -1.0), ("1ms", -1e7)])
+@pytest.mark.parametrize(("limit", "least"), [("3%", -1.0), ("1ms", -1e7)])
 def test_no_interval_falls_below_nothing(limit: str, least: float) -> None:
     base, new = ([made.summary([mean] * 20) for mean in side] for side in ((0.2e7, 1.8e7), (0.3e7, 1.9e7)))
     assert only(gate.judge(base, new, [gate.parse(f"step_time > {limit}")]))["low"] == least

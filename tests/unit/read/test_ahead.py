@@ -129,6 +129,7 @@ with ahead.decoding([path], None):
 
 def test_nothing_is_decoded_ahead_for_the_cache_that_may_change_unseen(trace: Path) -> None:
     code = """
+path.touch()  # it may have been written a while ago
 with ahead.decoding([path], cache.Cache(path.parent / "cache")):
     print(bool(ahead._running))
 """

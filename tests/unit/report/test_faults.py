@@ -47,7 +47,7 @@ def test_a_section_that_fails_is_null_with_its_error(
     [notice] = [notice for notice in document["notices"] if notice["slug"] == "section-failed"]
     assert "threads could not be worked out" in notice["message"]
     assert {key for key in whole if whole[key] != document[key]} == {"threads", "absent", "notices"}
-    shown = "\n".join(line.plain for line in render(document, ReportOptions(), 80))
+    shown = "\n".join(line.plain for line in render(document, ReportOptions(full=True), 80))
     assert "section-failed" in shown
     with pytest.raises(type(error)):
         build(session, ReportOptions(only=("threads",)))

@@ -107,7 +107,7 @@ def test_causes_of_idle_time_add_up_to_the_idle_time_of_the_sentence(document: d
 
 
 def test_the_terminal_shows_the_figures_of_the_sentence(document: dict[str, Any]) -> None:
-    text = "\n".join(line.plain for line in terminal(document, ReportOptions(), 160))
+    text = "\n".join(line.plain for line in terminal(document, ReportOptions(full=True), 160))
     expected = sums(document)
     assert f"idle {units.share(expected['idle'], sum(expected.values()))}" in document["answer"]["sentence"]
     assert f"Why the GPU was idle  {units.duration(expected['idle'])} in" in text.replace(" from first", " in")
@@ -160,5 +160,8 @@ def test_savings_say_of_which_time_they_are(document: dict[str, Any]) -> None:
             length = row["saving_ns"] / row["saving_fraction"]
             assert units.duration(round(length)) in basis
             assert row["saving_ns"] <= length
-    text = "\n".join(line.plain for line in terminal(document, ReportOptions(), 160))
+    text = "\n".join(line.plain for line in terminal(document, ReportOptions(full=True), 160))
     assert f"savings {basis}" in text
+    brief = "\n".join(line.plain for line in terminal(document, ReportOptions(), 160))
+    assert re.search(r"What to fix first  .*savings (per|of) .*\d (ms|µs|s)$", brief, re.MULTILINE)
+    assert document["answer"]["sentence"] in brief.replace("\n ", " ")

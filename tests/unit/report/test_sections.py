@@ -138,8 +138,8 @@ def test_a_section_in_full_fits_the_terminal(width: int) -> None:
     assert not any("\x1b" in line for line in lines)
 
 
-def test_the_short_report_says_one_line_for_each() -> None:
-    lines = [line.plain for line in terminal(build(_session()), ReportOptions(), 80)]
+def test_the_full_report_says_one_line_for_each_section() -> None:
+    lines = [line.plain for line in terminal(build(_session()), ReportOptions(full=True), 80)]
     assert any(line.startswith(" per_step") for line in lines)
     assert "**Per step**" in markdown(build(_session()), ReportOptions())
 

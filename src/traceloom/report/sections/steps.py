@@ -21,6 +21,28 @@ class StepsSection(CoreSection):
     note = "One row per step; the longest step fills the width."
     path = "ranks[*].steps"
 
+    def summary(self, document: Row) -> str | None:
+        """How many steps, how long, and which rank's are the shortest and the longest."""
+        times = [
+            (rank["step_times"], rank_name(rank, k)) for k, rank in enumerate(document["ranks"]) if rank["step_times"]
+        ]
+        times = [(each, name) for each, name in times if each["median_ns"] is not None]
+        if not times:
+            return None
+        (least, fast), (most, slow) = (choose(times, key=lambda of: of[0]["median_ns"]) for choose in (min, max))
+        counts = sorted({each["count"] for each, _ in times})
+        whole = "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+        number = f"{whole} whole step{'' if counts == [1] else 's'}"
+        if len(times) > 1:
+            median = f"{number} of each of {len(times)} ranks; median {units.duration(least['median_ns'])}"
+            if least["median_ns"] == most["median_ns"]:
+                return median
+            return f"{median} ({fast}) to {units.duration(most['median_ns'])} ({slow})"
+        if counts == [1]:
+            return f"{number}, {units.duration(least['median_ns'])}"
+        between = f"{units.duration(least['min_ns'])} to {units.duration(least['max_ns'])}"
+        return f"{number}; median {units.duration(least['median_ns'])}, {between}"
+
     def tables(self, document: Row) -> Iterator[Table]:
         """Of several ranks: a line for each; then the steps of every rank."""
         ranks = document["ranks"]

@@ -9,7 +9,7 @@ from typing import Any
 from traceloom.model import units
 from traceloom.report.accounts import main_account
 from traceloom.report.names import allocator
-from traceloom.report.parts import PHASES, group
+from traceloom.report.parts import PHASES, of_answer, order
 from traceloom.report.views.html.bars import bar, legend
 from traceloom.report.views.html.text import text
 
@@ -18,22 +18,13 @@ KEY_NUMBERS = 4
 NO_BREAK = "\u202f"
 _SMALL = 0.01  # share of the bar below which a part is not listed on its own
 _PHASES = [phase.key for phase in PHASES]
-# Of the parts of the answer: useful time first, idle time last; the phases of a CPU-only run in their order.
-_ORDER = ("compute", "loading", "forward", "backward", "optimizer", "communication", "memory", "other", "idle")
 
 
 def headline(document: Row) -> str:
     """The sentence and the bar below it."""
     answer = document.get("answer") or {}
-    parts = []
-    for part in answer.get("parts") or []:
-        label = str(part["label"])
-        # Parts of the host account are called `phase: activity`; the phase tells more, so it gives the colour.
-        phase, colon, _ = label.partition(":")
-        colour = group(phase if colon and phase in _PHASES else str(part["kind"]))
-        parts.append((label, colour, int(part["ns"])))
+    parts = of_answer(answer)
     whole = sum(ns for _, _, ns in parts)
-    parts.sort(key=lambda part: ((_ORDER.index(part[1]) if part[1] in _ORDER else 0), -part[2]))
     picture = (
         f'<div class="answer-bar">{bar(parts, whole)}{legend(_folded(parts, whole), whole)}</div>' if whole else ""
     )
@@ -57,7 +48,7 @@ def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, st
         else:
             label = f"{len(same)} {'' if alone else 'other '}{'causes of idle time' if colour == 'idle' else 'parts'}"
         out.append((label, colour, sum(ns for _, _, ns in same)))
-    return sorted(out, key=lambda part: _ORDER.index(part[1]) if part[1] in _ORDER else 0)
+    return sorted(out, key=lambda part: order(part[1]))
 
 
 def key_numbers(document: Row) -> str:

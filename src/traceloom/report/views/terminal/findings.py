@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from rich.text import Text
@@ -16,6 +18,7 @@ from traceloom.report.views.terminal.look import DIM
 
 Row = dict[str, Any]
 _MOST = 5
+_MOST_BRIEF = 3
 _BAR = 10
 _STYLE = {"high": "#d55e00", "medium": "#e08a00", "low": "bright_black"}
 _SIDE = 24  # cells of figures and bar
@@ -32,7 +35,7 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
         yield Text(" Nothing that is worth half a per cent of it.")
     shown = rows if full else rows[:_MOST]
     for row in shown:
-        yield from _one(row, width, full=full)
+        yield from _finding(row, width, full=full)
     if len(rows) > len(shown):
         yield Text(f" … and {len(rows) - len(shown)} more: --only findings", DIM)
     if context["limit"]:
@@ -52,7 +55,23 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
                 yield Text(" " + part)
 
 
-def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
+def brief(document: Row, width: int) -> Iterator[Text]:
+    """The first three findings, two lines of each at most."""
+    rows, context = document.get("findings") or [], document.get("findings_ground")
+    if context is None:
+        return
+    number = f"{_MOST_BRIEF} of {len(rows)}; " if len(rows) > _MOST_BRIEF else ""
+    basis = re.split(" from |, the middle", context["basis"])[0]  # of what, without how that is counted
+    yield from heading("What to fix first", f"{number}savings {basis}", width)
+    if not rows:
+        yield Text(" Nothing that is worth half a per cent of the time.")
+    for row in rows[:_MOST_BRIEF]:
+        yield from islice(_finding(row, width, full=False, ranged=False), 2)
+    if rows and not context["holds"]:
+        yield Text("   Take the savings as hints: --only findings says why.", "yellow")
+
+
+def _finding(row: Row, width: int, *, full: bool, ranged: bool = True) -> Iterator[Text]:
     if row["list"] == "time":
         fraction = row["saving_fraction"]
         figure = ("≥ " if row["lower_bound"] else "") + units.share(fraction, 1) if row["saving_ns"] else "note"
@@ -62,7 +81,7 @@ def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
     bar = plain(min(fraction, 1.0), _BAR, style)
     head = Text.assemble(" ", (f"{figure:>8}", f"bold {style}"), " ", bar, " " * (_BAR - bar.cell_len + 1))
     between = ""  # which values the saving lies between, by the steps of the window
-    if row["saving_ns"] and row["saving_low_ns"] is not None:
+    if ranged and row["saving_ns"] and row["saving_low_ns"] is not None:
         low, high = (units.duration(row[key]) for key in ("saving_low_ns", "saving_high_ns"))
         between = f": saves up to {high}"
         if row["saving_low_ns"]:

@@ -15,7 +15,7 @@ from traceloom.model import units
 from traceloom.report.names import rank_label, short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import CORE, FINDINGS
-from traceloom.report.views.terminal import findings, notices, sections
+from traceloom.report.views.terminal import brief, findings, notices, sections
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.recording import recording
@@ -52,6 +52,9 @@ def _lines(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
     yield Text("")
     for line in textwrap.wrap(harmless(document["answer"]["sentence"]), width - 2, break_on_hyphens=False):
         yield Text.assemble((" " + line, "bold"))
+    if options.only is None and not options.full and not document["runs"]:
+        yield from brief.brief(document, width)
+        return
     if options.only is None or FINDINGS in options.only:
         yield from findings.findings(document, width, full=options.only is not None)
     yield from _runs(document, width)

@@ -39,7 +39,7 @@ def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text
             value = section.value(document)  # nothing where there is nothing to show
             if sentence := section.summary(value):
                 yield from heading(section.title, "", width)
-                for part in _wrapped(sentence, width - 2):
+                for part in wrapped(sentence, width - 2):
                     yield Text(" " + part)
             for table in section.tables(value):
                 if table.brief:
@@ -55,7 +55,7 @@ def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text
             yield from heading("More", "add --only NAME to see one in full", width)
         widest = max((len(key) for key, _ in summaries), default=0)
         for key, sentence in summaries:
-            for number, part in enumerate(_wrapped(sentence, max(width - widest - 3, 20))):
+            for number, part in enumerate(wrapped(sentence, max(width - widest - 3, 20))):
                 yield Text.assemble((f" {key if number == 0 else '':<{widest}}  ", "bold"), part)
         return
     for section in shown(document):
@@ -63,7 +63,7 @@ def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text
             yield from _full(section, document, options, width)
 
 
-def _wrapped(sentence: str, width: int) -> list[str]:
+def wrapped(sentence: str, width: int) -> list[str]:
     """Lines of a sentence; numbers stay with their units."""
     kept = _UNIT.sub("\u00a0", harmless(sentence))
     return [line.replace("\u00a0", " ") for line in textwrap.wrap(kept, width, break_on_hyphens=False)]
@@ -81,7 +81,7 @@ def _full(section: Section[Any], document: Row, options: ReportOptions, width: i
         inside = next((why for path, why in reasons.items() if path.startswith(at)), "not recorded")
         for part in textwrap.wrap(f"Nothing to show: {reasons.get(at) or inside}.", width - 2):
             yield Text(" " + part)
-    for part in _wrapped(sentence or "", width - 2):
+    for part in wrapped(sentence or "", width - 2):
         yield Text(" " + part)
     for table in tables:
         yield from table_lines(table, options, width)
