@@ -55,20 +55,20 @@ class Entry(NamedTuple):
 def entries() -> list[Entry]:
     """All that can be explained: findings first, in alphabetical order, then as the pages have it."""
     home = _home()
-    found = []
-    for page in sorted((home / "findings").glob("*.md")):
-        heading, _, text = page.read_text(encoding="utf-8").partition("\n")
+    out = []
+    for path in sorted((home / "findings").glob("*.md")):
+        heading, _, text = path.read_text(encoding="utf-8").partition("\n")
         slug, colon, title = heading.removeprefix("# ").partition(": ")
         if colon:
             url = f"{DOCUMENTATION}/findings/{slug}/"
-            found.append(Entry(slug, "finding", f"{title[:1].upper()}{title[1:]}.\n{_with_addresses(text, url)}", url))
+            out.append(Entry(slug, "finding", f"{title[:1].upper()}{title[1:]}.\n{_with_addresses(text, url)}", url))
     for page, kind in _PAGES.items():
         url = f"{DOCUMENTATION}/{page.removesuffix('.md')}/"
         parts = re.split(r"^### `?([^`\n]+)`?\n", (home / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
         for slug, text in zip(parts[1::2], parts[2::2], strict=True):
             own = re.split(r"^## ", text, flags=re.MULTILINE)[0]
-            found.append(Entry(slug, kind, _with_addresses(own, url), f"{url}#{slug}"))
-    return found
+            out.append(Entry(slug, kind, _with_addresses(own, url), f"{url}#{slug}"))
+    return out
 
 
 def _home() -> Path:
