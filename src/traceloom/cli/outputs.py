@@ -113,8 +113,15 @@ def format_of(name: str | Path, formats: Mapping[str, Form], *, directory: Form 
     return formats[max(matches, key=len)]
 
 
-def targets(args: argparse.Namespace, formats: Mapping[str, Form]) -> list[tuple[Path, Form]]:
+def targets(
+    args: argparse.Namespace, formats: Mapping[str, Form], directory: tuple[Form, Sequence[str]] | None = None
+) -> list[tuple[Path, Form]]:
     """The files to write with their formats, all of which can be written.
+
+    Args:
+        args: With `output` and `force`.
+        formats: By ending.
+        directory: What a directory stands for, with the patterns of the files in it; None where the verb writes none.
 
     Raises:
         UsageError: slug `unknown-format`.
@@ -123,9 +130,13 @@ def targets(args: argparse.Namespace, formats: Mapping[str, Form]) -> list[tuple
     from traceloom import files
 
     names = [args.output] if isinstance(args.output, str) else args.output or []
-    chosen = [(Path(name), format_of(name, formats)) for name in names if name != _STANDARD_OUTPUT]
-    for path, _ in chosen:
-        files.check_free(path, force=args.force)
+    form, ours = directory or (None, ())
+    chosen = [(Path(name), format_of(name, formats, directory=form)) for name in names if name != _STANDARD_OUTPUT]
+    for path, chosen_form in chosen:
+        if directory is not None and chosen_form is form:
+            files.check_directory(path, ours, force=args.force)
+        else:
+            files.check_free(path, force=args.force)
     return chosen
 
 

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ examples:
   traceloom report traces/ --rank 3 --top 20     one rank, longer tables
   traceloom report run --only per_step           one section, in full
   traceloom report run --steps 20..25 -o out.html -o out.json
+  traceloom report run -o kernels.csv -o tables/ --format parquet
   traceloom report run -o run.perfetto.json.gz   for ui.perfetto.dev
 """
 
@@ -90,7 +92,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     how.add_argument("--top", type=types.count, metavar="N", help="rows of a table (default: 10)")
     how.add_argument("--sort", choices=SORT_KEYS, metavar="KEY", help=f"sort tables by {', '.join(SORT_KEYS)}")
     how.add_argument("--json", action="store_true", help="print the report as JSON")
-    outputs.add_output(how, ".html, .json, .md, .perfetto.json.gz, .perfetto.json, .speedscope.json, .pprof.pb.gz")
+    outputs.add_output(
+        how,
+        ".html, .json, .md, .perfetto.json.gz, .perfetto.json, .speedscope.json, .pprof.pb.gz; .csv or .parquet for "
+        "the table of that name; DIR/ for all tables",
+    )
+    how.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables in DIR/ (default: csv)")
     types.add_reading(parser.add_argument_group("more"))
     return parser
 
@@ -106,11 +113,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from traceloom import files
     from traceloom.model import units
-    from traceloom.report.formats import FORMATS
+    from traceloom.report.formats import FORMATS, Directory, Format, directory
     from traceloom.report.sections import CORE, FINDINGS, chosen
 
-    targets = outputs.targets(args, {ending: form for form in FORMATS for ending in form.endings})
+    tables = directory(f".{args.format}")
+    formats: dict[str, Format | Directory] = {ending: form for form in FORMATS for ending in form.endings}
+    targets = outputs.targets(args, formats, (tables, tables.ours))
     options = _options(args)
     # The short report on a terminal is made of the core and the findings; all else would be computed for nobody.
     brief = not (options.full or args.only or args.json or args.output)
@@ -131,7 +141,14 @@ def _run(args: argparse.Namespace) -> int:
             return _memory_alone(args)
         progress.say("analysing")
         report = _report(loaded.runs, args, made, [str(path) for path, form in targets if not form.of_runs])
-        written = outputs.write(args, [(path, form.write) for path, form in targets], report, progress)
+        written = []
+        for path, form in targets:
+            if isinstance(form, Format):
+                written += outputs.write(args, [(path, form.writer(path))], report, progress)
+            else:
+                progress.say(f"writing {path}")
+                inside = files.write_directory(path, partial(form.fill, report), form.ours, force=args.force)
+                written.append((path, sum(file.stat().st_size for file in inside)))
     if args.json:
         from traceloom.report.views.jsonfile import encode
 

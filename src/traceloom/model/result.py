@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from html import escape
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 
@@ -30,6 +31,8 @@ class Result:
 def _plain(value: Any) -> Any:
     if isinstance(value, pl.DataFrame):
         return value.to_dicts()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, dict):

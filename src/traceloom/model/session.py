@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import Any
+from html import escape
+from typing import Any, NoReturn
+
+import polars as pl
 
 from traceloom.errors import UsageError
+from traceloom.harmless import harmless
+from traceloom.model import units
 from traceloom.model.notice import Notice
 from traceloom.model.trace import Trace
+
+_MOST_ROWS = 20  # of a notebook's table of ranks
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,52 @@ class Session:
         """Check every trace."""
         for trace in self.traces:
             trace.check()
+
+    @property
+    def kernels(self) -> pl.DataFrame:
+        """GPU work by name, of all ranks (`analyze.kernels`), first the column `rank`."""
+        return self._of_ranks("kernels", "kernels")
+
+    @property
+    def operators(self) -> pl.DataFrame:
+        """Operators by name, of all ranks (`analyze.operators`), first the column `rank`."""
+        return self._of_ranks("operators", "operators")
+
+    @property
+    def steps(self) -> pl.DataFrame:
+        """The steps of all ranks (`analyze.step_times`), first the column `rank`."""
+        return self._of_ranks("step_times", "steps")
+
+    @property
+    def collectives(self) -> pl.DataFrame:
+        """Every collective call of all ranks (`analyze.collectives`), first the column `rank`."""
+        return self._of_ranks("collectives", "calls")
+
+    def _of_ranks(self, analysis: str, frame: str) -> pl.DataFrame:
+        # Analyses import the model, not the other way round: they are looked up when somebody asks.
+        analyze = importlib.import_module("traceloom.analyze")
+        frames = []
+        for trace in self.traces:
+            of_trace: pl.DataFrame = getattr(getattr(analyze, analysis)(trace), frame)
+            rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
+            frames.append(of_trace.select(rank, pl.all().exclude("rank")))
+        return pl.concat(frames)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        of_trace = name in Trace.__dataclass_fields__ or hasattr(Trace, name)
+        hint = f"; its traces have: session.traces[0].{name}" if of_trace else ""
+        raise AttributeError(f"a Session has no `{name}`{hint}")
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{'?' if trace.rank is None else trace.rank}</td><td>{units.count(trace.events.height)}</td>"
+            f"<td>{units.duration(trace.end_ns - trace.start_ns)}</td><td>{trace.steps.height}</td>"
+            f"<td style='text-align:left'>{escape(harmless(trace.meta.path))}</td></tr>"
+            for trace in self.traces[:_MOST_ROWS]
+        )
+        more = f"<p>… and {len(self.traces) - _MOST_ROWS} more</p>" if len(self.traces) > _MOST_ROWS else ""
+        head = "".join(f"<th>{title}</th>" for title in ("rank", "events", "time", "steps", "file"))
+        return f"<p><b>{escape(harmless(self.name))}</b></p><table><tr>{head}</tr>{rows}</table>{more}"
 
     def __repr__(self) -> str:
         events = sum(trace.events.height for trace in self.traces)

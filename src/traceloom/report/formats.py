@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from traceloom.model import Session
@@ -25,9 +27,33 @@ class Format:
     """One format: its endings, how it is written, and what to do with the file then."""
 
     endings: tuple[str, ...]
-    write: Callable[[Report, BinaryIO], None]
+    write: Callable[..., None]  # (report, handle)
     next_step: str
     of_runs: bool = False  # can also tell several runs apart
+
+    def writer(self, path: Path) -> Callable[[Report, BinaryIO], None]:
+        """How a file is written; the name of one that holds a table says which."""
+        return partial(self.write, name=path.name) if self.write is _table else self.write
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """What a directory is filled with."""
+
+    fill: Callable[[Report, Path], None]
+    ours: tuple[str, ...]  # patterns of the files in it
+    next_step: str = "read them with Polars, pandas or a spreadsheet"
+    of_runs: bool = False
+
+
+def directory(ending: str) -> Directory:
+    """A file per table, in the format of the ending: `.csv` or `.parquet`."""
+    from traceloom.report.exports import tables
+
+    def fill(report: Report, path: Path) -> None:
+        tables.write_tables(report.document, ending, path)
+
+    return Directory(fill, tables.OURS)
 
 
 def _html(report: Report, handle: BinaryIO) -> None:
@@ -46,6 +72,12 @@ def _markdown(report: Report, handle: BinaryIO) -> None:
     from traceloom.report.views.markdown import render
 
     handle.write(encoded(render(report.document, report.options)))
+
+
+def _table(report: Report, handle: BinaryIO, name: str = "") -> None:
+    from traceloom.report.exports.tables import write_table
+
+    write_table(report.document, name, report.options.only, handle)
 
 
 def _perfetto(report: Report, handle: BinaryIO) -> None:
@@ -81,4 +113,5 @@ FORMATS = (
     Format((".html", ".htm"), _html, "open it in a browser"),
     Format((".json",), _json, "its keys are described in docs/reference/report-json.md", of_runs=True),
     Format((".md",), _markdown, "paste it into a pull request", of_runs=True),
+    Format((".csv", ".parquet"), _table, "read it with Polars, pandas or a spreadsheet"),
 )

@@ -10,6 +10,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.link import link_session
+from traceloom.model import Session
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import plain, point_times
@@ -70,8 +72,8 @@ class WhatIf(Result):
 
 
 def whatif(
-    graph: Graph,
-    changes: Sequence[Change],
+    graph: Graph | Session,
+    changes: str | Sequence[str | Change],
     *,
     plan: Plan | None = None,
     kept: Law | None = None,
@@ -80,8 +82,8 @@ def whatif(
     """Evaluate the graph with some changes together.
 
     Args:
-        graph: A calibrated graph.
-        changes: Applied one after the other.
+        graph: A calibrated graph, or a session, which is linked first.
+        changes: Applied one after the other, as the command line takes them.
         plan: Of that graph, where there is one.
         kept: Its law, where it was looked at.
         host_ratio: How much longer a recorded step takes than an unrecorded one, where that was measured.
@@ -90,8 +92,14 @@ def whatif(
         UsageError: slug `nothing-chosen`: a change is about nothing in this graph.
 
     Example:
-        >>> whatif(graph, [parse("kernels ~ gemm * 0.5")]).saved_ns  # doctest: +SKIP
+        >>> traceloom.whatif(traceloom.load("run"), "kernels ~ gemm * 0.5").saved_ns  # doctest: +SKIP
     """
+    if isinstance(graph, Session):
+        if host_ratio is None:
+            host_ratio = graph.recording_ratio
+        graph = link_session(graph)
+    texts = [changes] if isinstance(changes, str) else changes
+    changes = [parse(change) if isinstance(change, str) else change for change in texts]
     plan = plan or Plan(graph)
     kept = kept or law(graph, plan)
     scenario = scenario_of(graph, changes)

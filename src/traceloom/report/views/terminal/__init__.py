@@ -50,7 +50,10 @@ class _SteeredConsole(Console):
 def put(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
     """Write the lines that `rendered` gives for the stream's width; where it is too narrow for them, say so first."""
     stream.flush()  # what went through another layer comes first
-    console = _SteeredConsole(file=steering(stream), highlight=False, markup=False, emoji=False, soft_wrap=False)
+    # In a notebook Rich would show every line as an output of its own, and write nothing to the stream.
+    console = _SteeredConsole(
+        file=steering(stream), highlight=False, markup=False, emoji=False, soft_wrap=False, force_jupyter=False
+    )
     width = max(_NARROWEST, min(console.width, _WIDEST))
     plain = not (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
     if console.width < width:

@@ -1,0 +1,63 @@
+"""The tables of a report as data: a file each, CSV or Parquet, with the values as they stand in the JSON report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import polars as pl
+
+from traceloom.errors import UsageError, nearest
+from traceloom.report.sections import core, shown
+from traceloom.report.table import Bar
+
+OURS = ("*.csv", "*.parquet")
+"""What a directory of tables holds."""
+
+
+def frames(document: dict[str, Any]) -> Iterator[tuple[str, pl.DataFrame]]:
+    """Every table that the report shows: its name (`kernels`, `idle-gaps-longest`), and all its rows in plain columns.
+
+    Times are integer nanoseconds, sizes bytes, shares from 0 to 1; null is unknown. Lists and pictures are left out.
+    """
+    for section in (*core(), *shown(document)):
+        if value := section.value(document):
+            tables = [table for table in section.tables(value) if table.rows]
+            for table in tables:
+                yield section.key if len(tables) == 1 else table.key, _frame(table.rows)
+
+
+def _frame(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
+    nested = {key for row in rows for key, value in row.items() if isinstance(value, (list, dict, Bar))}
+    return pl.DataFrame(
+        [{key: value for key, value in row.items() if key not in nested} for row in rows], infer_schema_length=None
+    )
+
+
+def write_table(document: dict[str, Any], name: str, only: Sequence[str] | None, handle: BinaryIO) -> None:
+    """Write one table to a file: that of the file's name, or the only one of the section that was asked for.
+
+    Raises:
+        UsageError: slug `no-such-table`.
+    """
+    tables = dict(frames(document))
+    key = Path(name).stem
+    if key not in tables and only and len(tables) == 1:
+        key = next(iter(tables))
+    if key not in tables:
+        hint = nearest(key, tables) + f"name the file after one of {', '.join(tables)}; or write all with -o DIR/"
+        raise UsageError(f"the report has no table `{key}`", slug="no-such-table", hint=hint)
+    write(tables[key], Path(name).suffix, handle)
+
+
+def write_tables(document: dict[str, Any], ending: str, directory: Path) -> None:
+    """Write a file per table into a directory that is there; `ending` is `.csv` or `.parquet`."""
+    for key, frame in frames(document):
+        with (directory / f"{key}{ending}").open("wb") as handle:
+            write(frame, ending, handle)
+
+
+def write(frame: pl.DataFrame, ending: str, handle: BinaryIO) -> None:
+    """Write a frame in the format of the ending."""
+    frame.write_parquet(handle) if ending == ".parquet" else frame.write_csv(handle)
