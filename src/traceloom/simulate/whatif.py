@@ -99,10 +99,10 @@ def whatif(
             host_ratio = graph.recording_ratio
         graph = link_session(graph)
     texts = [changes] if isinstance(changes, str) else changes
-    changes = [parse(change) if isinstance(change, str) else change for change in texts]
+    parsed = [parse(change) if isinstance(change, str) else change for change in texts]
     plan = plan or Plan(graph)
     kept = kept or law(graph, plan)
-    scenario = scenario_of(graph, changes)
+    scenario = scenario_of(graph, parsed)
     times = scenario.times(plan)
     measured = point_times(graph)
     before = _span(measured)
@@ -118,13 +118,13 @@ def whatif(
     ).sort("rank")  # fmt: skip
     ranks = spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).select(list(RANKS)).cast(RANKS)
     return WhatIf(
-        changes=tuple(str(change) for change in changes),
+        changes=tuple(str(change) for change in parsed),
         before_ns=before,
         after_ns=after,
         saved_ns=saved,
         saved_fraction=saved / max(before, 1),
         host_ratio=host_ratio,
-        rescaled_saved_ns=unrecorded_saving_ns(graph, changes, saved, whole_ns=before, ratio=host_ratio),
+        rescaled_saved_ns=unrecorded_saving_ns(graph, parsed, saved, whole_ns=before, ratio=host_ratio),
         ranks=ranks,
         path=_path(graph, scenario, times),
         times=times,
