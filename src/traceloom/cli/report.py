@@ -24,7 +24,7 @@ from traceloom.files import with_addresses
 if TYPE_CHECKING:
     from traceloom.model import Session
     from traceloom.read import Loaded
-    from traceloom.read import Progress as Reading
+    from traceloom.read import ReadProgress as Reading
     from traceloom.report import ReportOptions
     from traceloom.report.formats import Report
 

@@ -16,8 +16,18 @@ from traceloom.link.matching import Matching
 from traceloom.model import Trace
 from traceloom.model.host_trace import HostTrace
 from traceloom.model.notice import Notice
-from traceloom.read.alignment import SimilarStretches, align, hashes, occurrences, similar
-from traceloom.read.sequences import Line, device_lines, host_lines, is_op, name_codes
+from traceloom.read.alignment import (
+    Line,
+    SimilarStretches,
+    align,
+    device_lines,
+    hashes,
+    host_lines,
+    is_op,
+    name_codes,
+    occurrences,
+    similar,
+)
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -14,8 +14,8 @@ from msgspec import Struct, field
 from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
 from traceloom.model.notice import Notice
+from traceloom.read.host_trace import HostPeek, peek_either
 from traceloom.read.inputs import FoundInputs, Input, find, job_of, windows
-from traceloom.read.kinds import HostPeek, told
 from traceloom.read.runs import Peek, group, names
 
 AnyPath = str | os.PathLike[str]
@@ -90,7 +90,7 @@ def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
     refused: list[InputError] = []
     for file in sources.inputs:
         try:
-            seen = told(file)
+            seen = peek_either(file)
         except InputError as error:
             if file.given or error.slug not in _BESIDE:
                 refused.append(error)

@@ -21,7 +21,7 @@ from traceloom.read.graph_step import same_ops, timed_ops
 from traceloom.read.host_trace import read_host_trace
 from traceloom.read.kineto import read_kineto
 from traceloom.read.loading import local_copies
-from traceloom.read.ranks import Progress, Report, read_all
+from traceloom.read.ranks import ReadProgress, Report, read_all
 
 Say = Callable[[str], None]
 
@@ -65,7 +65,7 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
     """
     say: Say = progress or (lambda _: None)
 
-    def tell(reading: Progress) -> None:
+    def tell(reading: ReadProgress) -> None:
         part = f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
         say(f"reading{part}")
 

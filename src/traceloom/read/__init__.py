@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from traceloom.lazy import lazy
 
 if TYPE_CHECKING:
-    from traceloom.read.event_arguments import arguments as arguments
+    from traceloom.read.again import arguments as arguments
     from traceloom.read.kineto import read_kineto as read_kineto
     from traceloom.read.loading import Loaded as Loaded
     from traceloom.read.loading import load as load
     from traceloom.read.loading import load_inputs as load_inputs
     from traceloom.read.loading import load_runs as load_runs
-    from traceloom.read.ranks import Progress as Progress
+    from traceloom.read.ranks import ReadProgress as ReadProgress
     from traceloom.storage.cache import Cache as Cache
 
 lazy(
@@ -24,8 +24,8 @@ lazy(
     {
         "Cache": "traceloom.storage.cache",
         "Loaded": ".loading",
-        "Progress": ".ranks",
-        "arguments": ".event_arguments",
+        "ReadProgress": ".ranks",
+        "arguments": ".again",
         "load": ".loading",
         "load_inputs": ".loading",
         "load_runs": ".loading",

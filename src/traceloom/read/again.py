@@ -1,10 +1,11 @@
-"""Arguments of many events, read again from the file in one pass.
+"""Arguments of one event or of many, read again from the file in one pass.
 
 For what few questions need of few events: the reader itself then need not decode it for all.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -15,11 +16,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.errors import UsageError
+from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
 from traceloom.read.columns import finite
 from traceloom.read.damage import Damage
-from traceloom.read.event_arguments import parsed
+from traceloom.read.repair import mended
 from traceloom.read.source import open_input, text_pieces
 
 Ints = NDArray[np.int64]
@@ -29,6 +30,34 @@ _BATCH = 4096  # events decoded at once
 def readable(trace: Trace) -> bool:
     """Whether the events of the trace can be read again: it came from a file that is still there."""
     return trace.meta.path != "-" and Path(trace.meta.path).is_file()
+
+
+def arguments(trace: Trace, event: int) -> dict[str, Any]:
+    """The `args` of one event as they stand in the file; empty where it has none.
+
+    The file is decompressed up to the event: milliseconds for small files, seconds for gigabytes.
+
+    Args:
+        trace: The trace; its file must still be there.
+        event: Row of `trace.events`.
+
+    Raises:
+        UsageError: `no-such-event`; `no-file` for a trace from standard input.
+        InputError: `unreadable`: the file is gone; `changed-file`: it is not what it was when it was read.
+    """
+    if not 0 <= event < trace.events.height:
+        raise UsageError(f"expected an event below {trace.events.height}, got {event}", slug="no-such-event")
+    name = trace.events["name"][event]
+    for entry in _parsed(next(stretches(trace, np.array([event])), b"")):
+        if str(entry.get("name", "")) == name:
+            args = entry.get("args")
+            return args if isinstance(args, dict) else {}
+    raise InputError(
+        f"the file is not what it was when it was read: no `{name[:60]}` at byte {trace.sources['offset'][event]}",
+        slug="changed-file",
+        where=trace.meta.path,
+        hint="load it again",
+    )
 
 
 def numbers(trace: Trace, events: Ints, keys: Mapping[str, str]) -> pl.DataFrame:
@@ -98,9 +127,18 @@ def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[tuple[Ints,
         yield places[: len(batch)], decoded
 
 
+def _parsed(text: bytes) -> list[dict[str, Any]]:
+    """The entries in a stretch of a file, mended where it is damaged."""
+    try:
+        entries = json.loads(b"[" + text + b"]", strict=False, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        entries = mended(text)
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
 def _slowly(text: bytes, name: str, arguments: Any) -> Any:
     """The arguments of an event in a damaged stretch of the file, which may hold others too."""
-    for entry in parsed(text):
+    for entry in _parsed(text):
         if str(entry.get("name", "")) == name and isinstance(entry.get("args"), dict):
             try:
                 return msgspec.convert(entry["args"], arguments)

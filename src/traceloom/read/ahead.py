@@ -25,9 +25,15 @@ def decoding(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[None]
         cache: What it holds is not decoded.
     """
     path = max(map(Path, paths), key=_size, default=Path())
-    if _size(path) < _LEAST or "polars" in sys.modules or (cache and not _worth(path, cache)):
+    if _size(path) < _LEAST or "polars" in sys.modules:
         yield
         return
+    if cache:
+        entry = cache.entry(path, None)
+        # It must not hold the file, and must see it change from now on.
+        if entry is None or not entry.settled or entry.exists():
+            yield
+            return
     with contextlib.suppress(OSError):  # the reader will say why it cannot be read
         seen = Seen.now(path)
         if helping := helpers(path, lead=_LEAD):
@@ -37,12 +43,6 @@ def decoding(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[None]
     finally:
         if unwanted := _running.pop(path, None):
             unwanted[0].stop()
-
-
-def _worth(path: Path, cache: Cache) -> bool:
-    """Whether the cache does not hold the file, and would see it change from now on."""
-    entry = cache.entry(path, None)
-    return entry is not None and entry.settled and not entry.exists()
 
 
 def taken(path: str | Path) -> Helpers | None:

@@ -7,13 +7,21 @@ whole arrays with hashes of stretches, so that the cost grows as n log n however
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model.arrays import nearest
+from traceloom.model.host_trace import HostTrace
+
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 Tokens = NDArray[np.uint64]
 
 _BASE = 0x9E3779B97F4A7C15 | 1
@@ -93,10 +101,26 @@ class SimilarStretches(Struct, frozen=True):
 
 def similar(pattern: Hashes, text: Hashes) -> SimilarStretches:
     """Places where most stretches of the pattern stand in the text at about the right distance from one another."""
-    slack = max(4, pattern.tokens.size // 8)
-    shift = _shifts(pattern, text, stretch_of(pattern.tokens.size))
+    slack, stretch = max(4, pattern.tokens.size // 8), stretch_of(pattern.tokens.size)
+    none = np.empty(0, dtype=np.int64)
+    if min(pattern.tokens.size, text.tokens.size) < stretch:
+        return SimilarStretches(none, none, slack)
+    pattern_hashes = pattern.of(np.arange(pattern.tokens.size - stretch + 1), stretch)
+    text_hashes = text.of(np.arange(text.tokens.size - stretch + 1), stretch)
+    order = np.argsort(text_hashes, kind="stable")
+    text_hashes = text_hashes[order]
+    low = np.searchsorted(text_hashes, pattern_hashes, side="left")
+    count = np.searchsorted(text_hashes, pattern_hashes, side="right") - low
+    # The rarest stretches first, bounded in number; equally rare ones in random order, so that no part of the pattern
+    # is preferred.
+    rare = np.lexsort((mixed(np.arange(pattern_hashes.size)), count))
+    rare = rare[count[rare] > 0]
+    budget = 4096 + 8 * (pattern.tokens.size + text.tokens.size)
+    rare = rare[np.cumsum(count[rare]) <= budget]
+    # Offsets from pattern to text at which stretches match.
+    shift = order[ranges(low[rare], count[rare])] - np.repeat(rare, count[rare])
     if not shift.size:
-        return SimilarStretches(shift, shift, slack)
+        return SimilarStretches(none, none, slack)
     shift.sort()
     votes = np.searchsorted(shift, shift + slack, side="right") - np.arange(shift.size)
     good = np.flatnonzero(votes >= 0.8 * votes.max())
@@ -114,27 +138,6 @@ def similar(pattern: Hashes, text: Hashes) -> SimilarStretches:
         most.append(int(votes[best]))
         at = max(near, at + 1)
     return SimilarStretches(np.array(starts, dtype=np.int64), np.array(most, dtype=np.int64), slack)
-
-
-def _shifts(pattern: Hashes, text: Hashes, stretch: int) -> Ints:
-    """Offsets from pattern to text at which stretches match; the rarest stretches first, bounded in number."""
-    if min(pattern.tokens.size, text.tokens.size) < stretch:
-        return np.empty(0, dtype=np.int64)
-    pattern_hashes = pattern.of(np.arange(pattern.tokens.size - stretch + 1), stretch)
-    text_hashes = text.of(np.arange(text.tokens.size - stretch + 1), stretch)
-    order = np.argsort(text_hashes, kind="stable")
-    text_hashes = text_hashes[order]
-    low, high = (
-        np.searchsorted(text_hashes, pattern_hashes, side="left"),
-        np.searchsorted(text_hashes, pattern_hashes, side="right"),
-    )
-    # Equally rare ones in random order, so that no part of the pattern is preferred.
-    rare = np.lexsort((mixed(np.arange(pattern_hashes.size)), high - low))
-    rare = rare[(high - low)[rare] > 0]
-    budget = 4096 + 8 * (pattern.tokens.size + text.tokens.size)
-    rare = rare[np.cumsum((high - low)[rare]) <= budget]
-    starts = order[ranges(low[rare], (high - low)[rare])]
-    return starts - np.repeat(rare, (high - low)[rare])
 
 
 def ranges(start: Ints, length: Ints) -> Ints:
@@ -159,8 +162,14 @@ def align(first: Hashes, second: Hashes, shift: int | None = None) -> tuple[Ints
             the right ones.
     """
     in_first = in_second = np.empty(0, dtype=np.int64)
-    if shift is not None:
-        in_first = _along(first, second, shift)
+    if shift is not None:  # where stretches of both are equal at exactly this shift
+        low, high = max(0, -shift), min(first.tokens.size, second.tokens.size - shift)
+        if high > low:
+            equal = np.pad(first.tokens[low:high] == second.tokens[low + shift : high + shift], 1)
+            turns = np.flatnonzero(np.diff(equal))
+            start, length = turns[::2], turns[1::2] - turns[::2]
+            long = length >= stretch_of(first.tokens.size)
+            in_first = low + ranges(start[long], length[long])
         in_second = in_first + shift
     # What is equal at the ends by chance must not come before anchors inside.
     for outer in (False, True):
@@ -173,19 +182,18 @@ def align(first: Hashes, second: Hashes, shift: int | None = None) -> tuple[Ints
                 in_first, in_second = _filled(first, second, in_first, in_second, outer=outer)
             elif stretch == 1:
                 break
-    return _merged(in_first, in_second, *_repetitions(first, second, in_first, in_second))
-
-
-def _along(first: Hashes, second: Hashes, shift: int) -> Ints:
-    """Places of the first sequence where stretches of both are equal at exactly this shift."""
-    low, high = max(0, -shift), min(first.tokens.size, second.tokens.size - shift)
-    if high <= low:
-        return np.empty(0, dtype=np.int64)
-    equal = np.concatenate([[False], first.tokens[low:high] == second.tokens[low + shift : high + shift], [False]])
-    turns = np.flatnonzero(np.diff(equal))
-    start, length = turns[::2], turns[1::2] - turns[::2]
-    long = length >= stretch_of(first.tokens.size)
-    return low + ranges(start[long], length[long])
+    # In the gaps everything repeats: of each that is not too large, a longest common subsequence.
+    left, left_end = _gaps(in_first, first.tokens.size)
+    right, right_end = _gaps(in_second, second.tokens.size)
+    cells = (left_end - left) * (right_end - right)
+    order = np.argsort(cells, kind="stable")
+    order = order[(cells[order] > 0) & (np.cumsum(cells[order]) <= _MOST_CELLS)]
+    more_first, more_second = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for gap in order.tolist():
+        at, to = _common(first.tokens[left[gap] : left_end[gap]], second.tokens[right[gap] : right_end[gap]])
+        more_first.append(at + left[gap])
+        more_second.append(to + right[gap])
+    return _merged(in_first, in_second, np.concatenate(more_first), np.concatenate(more_second))
 
 
 def stretch_of(size: int) -> int:
@@ -205,33 +213,23 @@ def _gaps(matched: Ints, size: int) -> tuple[Ints, Ints]:
 
 
 def _anchors(first: Hashes, second: Hashes, in_first: Ints, in_second: Ints, stretch: int) -> tuple[Ints, Ints]:
-    left = _free(in_first, first.tokens.size, stretch)
-    right = _free(in_second, second.tokens.size, stretch)
-    if not left.size or not right.size:
-        return left[:0], right[:0]
-    # A stretch counts only between the same two matched pairs.
-    left_keys = first.of(left, stretch) ^ mixed(np.searchsorted(in_first, left), 1)
-    right_keys = second.of(right, stretch) ^ mixed(np.searchsorted(in_second, right), 1)
-    left_keys, left = _once(left_keys, left)
-    right_keys, right = _once(right_keys, right)
-    _, at, to = np.intersect1d(left_keys, right_keys, assume_unique=True, return_indices=True)
-    left, right = left[at], right[to]
-    order = np.argsort(left)
-    chain = _longest_rise(right[order])
-    return left[order][chain], right[order][chain]
-
-
-def _free(matched: Ints, size: int, stretch: int) -> Ints:
-    """Places where a stretch begins that touches no matched place."""
-    start, end = _gaps(matched, size)
-    length = np.maximum(end - start - stretch + 1, 0)
-    return ranges(start, length)
-
-
-def _once(keys: Tokens, places: Ints) -> tuple[Tokens, Ints]:
-    """Keys that occur once."""
-    values, first, counts = np.unique(keys, return_index=True, return_counts=True)
-    return values[counts == 1], places[first[counts == 1]]
+    """Where stretches begin that occur once in both, between the same two matched pairs and in the same order."""
+    keys: list[Tokens] = []
+    places: list[Ints] = []
+    for sequence, matched in ((first, in_first), (second, in_second)):
+        start, end = _gaps(matched, sequence.tokens.size)
+        inside = ranges(start, np.maximum(end - start - stretch + 1, 0))  # they touch no matched place
+        if not inside.size:
+            return inside, inside
+        of_places = sequence.of(inside, stretch) ^ mixed(np.searchsorted(matched, inside), 1)
+        values, at, counts = np.unique(of_places, return_index=True, return_counts=True)
+        keys.append(values[counts == 1])
+        places.append(inside[at[counts == 1]])
+    _, left, right = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
+    in_left, in_right = places[0][left], places[1][right]
+    order = np.argsort(in_left)
+    chain = _longest_rise(in_right[order])
+    return in_left[order][chain], in_right[order][chain]
 
 
 def _longest_rise(values: Ints) -> Ints:
@@ -254,22 +252,6 @@ def _longest_rise(values: Ints) -> Ints:
         out[index] = at
         at = int(before[at])
     return out
-
-
-def _repetitions(first: Hashes, second: Hashes, in_first: Ints, in_second: Ints) -> tuple[Ints, Ints]:
-    """What can still be paired in the gaps, where everything repeats: a longest common subsequence of each."""
-    left, left_end = _gaps(in_first, first.tokens.size)
-    right, right_end = _gaps(in_second, second.tokens.size)
-    cells = (left_end - left) * (right_end - right)
-    order = np.argsort(cells, kind="stable")
-    order = order[(cells[order] > 0) & (np.cumsum(cells[order]) <= _MOST_CELLS)]
-    more: list[tuple[Ints, Ints]] = []
-    for gap in order.tolist():
-        a, b = first.tokens[left[gap] : left_end[gap]], second.tokens[right[gap] : right_end[gap]]
-        at, to = _common(a, b)
-        more.append((at + left[gap], to + right[gap]))
-    nothing = np.empty(0, dtype=np.int64)
-    return tuple(np.concatenate([nothing, *(pair[side] for pair in more)]) for side in (0, 1))  # type: ignore[return-value]
 
 
 def _common(first: Tokens, second: Tokens) -> tuple[Ints, Ints]:
@@ -300,25 +282,105 @@ def _filled(first: Hashes, second: Hashes, in_first: Ints, in_second: Ints, *, o
         room = np.minimum(left_end - left, right_end - right)
         if not outer:
             room[-1 if backward else 0] = 0
-        if backward:
-            length = _equal(first, second, left_end, right_end, room, backward=True)
-            more = ranges(left_end - length, length), ranges(right_end - length, length)
-        else:
-            length = _equal(first, second, left, right, room, backward=False)
-            more = ranges(left, length), ranges(right, length)
-        in_first, in_second = _merged(in_first, in_second, *more)
+        # How many elements after (or before) each pair of places are equal, by halving steps.
+        length = np.zeros(left.size, dtype=np.int64)
+        step = 1 << max(0, int(room.max(initial=0)).bit_length() - 1)
+        while step:
+            longer = length + step
+            may = np.flatnonzero(longer <= room)
+            begins = (left_end - longer, right_end - longer) if backward else (left, right)
+            same = first.of(begins[0][may], longer[may]) == second.of(begins[1][may], longer[may])
+            length[may[same]] = longer[may[same]]
+            step >>= 1
+        begins = (left_end - length, right_end - length) if backward else (left, right)
+        in_first, in_second = _merged(in_first, in_second, ranges(begins[0], length), ranges(begins[1], length))
     return in_first, in_second
 
 
-def _equal(first: Hashes, second: Hashes, left: Ints, right: Ints, room: Ints, *, backward: bool) -> Ints:
-    """How many elements after (or before) each pair of places are equal, at most `room`."""
-    length = np.zeros(left.size, dtype=np.int64)
-    step = 1 << max(0, int(room.max(initial=0)).bit_length() - 1)
-    while step:
-        longer = length + step
-        may = np.flatnonzero(longer <= room)
-        start = (left[may] - longer[may], right[may] - longer[may]) if backward else (left[may], right[may])
-        same = first.of(start[0], longer[may]) == second.of(start[1], longer[may])
-        length[may[same]] = longer[may[same]]
-        step >>= 1
-    return length
+# -- the sequences of traces, one for each thread ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The ops of one thread in the order in which they began.
+
+    Attributes:
+        key: Thread of the host trace, or lane of the device trace.
+        row: Rows of the host trace's ops, or of the trace's events.
+        order: Ids of host ops, or start times in ns; ascending.
+        names: Hashes of the names.
+        nested: Hashes of the names with those of the ops around them.
+    """
+
+    key: int
+    row: Ints
+    order: Ints
+    names: Hashes
+    nested: Hashes
+
+    @property
+    def size(self) -> int:
+        """Number of ops."""
+        return self.row.size
+
+
+def name_codes(host: pl.Series, device: pl.Series) -> tuple[Ints, Ints]:
+    """Numbers that are equal where names are."""
+    both = pl.concat([host.rename("name"), device.rename("name")]).fill_null("")
+    code = both.cast(pl.Categorical).to_physical().cast(pl.Int64).to_numpy()
+    return code[: host.len()], code[host.len() :]
+
+
+def is_op(trace: Trace) -> Bools:
+    """Which events can be ops of a host trace: ops and annotations on host threads."""
+    events = trace.events
+    on_host = (trace.lanes["kind"] == "host").to_numpy()[events["lane"].to_numpy()] if events.height else np.zeros(0)
+    return events["category"].is_in([cat.OP, cat.ANNOTATION]).to_numpy() & on_host.astype(np.bool_)
+
+
+def host_lines(host: HostTrace, codes: Ints, chosen: Bools) -> list[Line]:
+    """The chosen rows of the host trace by thread, the thread with most ops first."""
+    ids = host.ops["id"].to_numpy()
+    parent_id = host.ops["parent"].fill_null(-1).to_numpy()
+    parent = np.searchsorted(ids, parent_id)
+    # An op begins after its parent; a file that says otherwise could send us in circles.
+    good = (parent < np.arange(ids.size)) & (ids[np.minimum(parent, ids.size - 1)] == parent_id)
+    around = nearest(np.where(good, parent, -1), chosen)
+    thread = host.ops["thread"].fill_null(0).to_numpy()
+    return _lines(thread, ids, codes, around, chosen)
+
+
+def device_lines(trace: Trace, codes: Ints, chosen: Bools) -> list[Line]:
+    """The chosen events by lane, the lane with most of them first."""
+    return [line for _, line in device_lines_by_step(trace, codes, chosen, np.zeros(chosen.size, dtype=np.int64))]
+
+
+def device_lines_by_step(trace: Trace, codes: Ints, chosen: Bools, step: Ints) -> list[tuple[int, Line]]:
+    """The chosen events by step (a number >= 0 for each event) and lane, the longest first.
+
+    Events that begin in the same microsecond are in no certain order in the trace; their external ids count up with
+    the ops, whatever their numbers mean.
+    """
+    events, lanes = trace.events, trace.lanes.height
+    around = nearest(events["parent"].cast(pl.Int64).fill_null(-1).to_numpy(), chosen)
+    start, lane = events["start_ns"].to_numpy(), events["lane"].to_numpy().astype(np.int64)
+    tie = events["external_id"].fill_null(-1).to_numpy()
+    lines = _lines(step * lanes + lane, start, codes, around, chosen, tie)
+    return [(line.key // lanes, replace(line, key=line.key % lanes)) for line in lines]
+
+
+def _lines(  # noqa: PLR0917
+    key: Ints, order: Ints, codes: Ints, around: Ints, chosen: Bools, tie: Ints | None = None
+) -> list[Line]:
+    rows = np.flatnonzero(chosen)
+    rows = rows[np.lexsort((tie[rows] if tie is not None else rows, order[rows], key[rows]))]
+    if not rows.size:
+        return []
+    bounds = np.flatnonzero(np.diff(key[rows], prepend=key[rows[0]] - 1))
+    lines = []
+    for row in np.split(rows, bounds[1:]):
+        outer = around[row]
+        name = mixed(codes[row])
+        nested = name + mixed(np.where(outer >= 0, codes[outer] + 1, 0), 2)
+        lines.append(Line(int(key[row[0]]), row, order[row], hashes(name), hashes(nested)))
+    return sorted(lines, key=lambda line: -line.size)

@@ -136,19 +136,20 @@ def _fitting(entry: Any, types: dict[str, Any], path: str, odd: list[str]) -> di
     if not isinstance(entry, dict):
         odd.append(f"{path}: expected an object")
         return None
-    return {key: _value(value, types.get(key), f"{path}.{key}", odd) for key, value in entry.items()}
-
-
-def _value(value: Any, kind: Any, path: str, odd: list[str]) -> Any:
-    """The value if it fits, null if not; of a list those that fit."""
-    if kind is None or _fault(value, kind) is None:
-        return value
-    members = [_fault(value[at : at + 1], kind) for at in range(len(value))] if isinstance(value, list) else []
-    if None not in members:
-        odd.append(f"{path}: {_fault(value, kind)}")
-        return None
-    odd.extend(f"{path}[{at}]: {fault}" for at, fault in enumerate(members) if fault is not None)
-    return [item for item, fault in zip(value, members, strict=True) if fault is None]
+    fitting = {}
+    for key, value in entry.items():
+        kind = types.get(key)
+        fitting[key] = value
+        if kind is None or _fault(value, kind) is None:
+            continue
+        members = [_fault(value[at : at + 1], kind) for at in range(len(value))] if isinstance(value, list) else []
+        if None in members:  # of a list those that fit
+            odd.extend(f"{path}.{key}[{at}]: {fault}" for at, fault in enumerate(members) if fault is not None)
+            fitting[key] = [item for item, fault in zip(value, members, strict=True) if fault is None]
+        else:
+            odd.append(f"{path}.{key}: {_fault(value, kind)}")
+            fitting[key] = None
+    return fitting
 
 
 def _fault(value: Any, kind: Any) -> str | None:

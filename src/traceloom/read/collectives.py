@@ -1,4 +1,7 @@
-"""Communication: which events are collectives, of which kind, over which group, how large."""
+"""Communication: which events are collectives, of which kind, over which group, how large.
+
+What the trace does not say of them is filled in from capture.json.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from numpy.typing import NDArray
 
 from traceloom.model.arrays import Texts, nullable
 from traceloom.model.deferred import Deferred
+from traceloom.model.notice import Notice
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS
+from traceloom.read.metadata import whole
 
 Array = NDArray[Any]
 
@@ -41,6 +46,7 @@ _SIZES = {
 }  # fmt: skip
 _ANNOTATION = r"^(?:nccl|gloo|mpi|ucc|hccl|xccl|rccl):\s*(.+)$"
 _CALLED = re.compile(_ANNOTATION)
+_FILLED = ("group", "group_size", "element_type", "in_bytes", "out_bytes", "sequence", "peer")
 _PEER = r"(?:->|<-|\bsrc:?|\bdst:?)\s*(\d+)"
 
 
@@ -65,41 +71,38 @@ def element_size(name: str | None) -> int | None:
 
 def collective_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame, tensors: Deferred) -> pl.DataFrame:
     """The `collectives` frame: ops and kernels with arguments, and annotations such as `nccl:all_reduce`."""
-    described = _with_arguments(columns, texts)
+    described = pl.DataFrame(schema=SCHEMAS["collectives"])
+    if len(columns["event"]):
+        words = {key: texts.column(columns[key]) for key in (*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS)}
+        values = {key: nullable(columns[key]) for key in COLLECTIVE_NUMBERS}
+        frame = pl.DataFrame({"event": columns["event"], **words, **values})
+        kinds = mapped(frame["collective"], kind_of)
+        sizes = mapped(frame["element_type"], element_size, pl.Int64)
+        none = pl.lit(None, dtype=pl.Int64)
+        src, dst = pl.col("source_rank"), pl.col("target_rank")
+        peer = pl.when(kinds == "send").then(dst).when(kinds == "recv").then(src).otherwise(pl.col("root_rank"))
+        described = frame.select(
+            "event",
+            kinds.alias("kind"),
+            "group",
+            "group_size",
+            pl.col("group_ranks").alias("ranks"),
+            "element_type",
+            "in_elements",
+            "out_elements",
+            pl.when(sizes.is_not_null()).then(pl.col("in_elements") * sizes).otherwise(none).alias("in_bytes"),
+            pl.when(sizes.is_not_null()).then(pl.col("out_elements") * sizes).otherwise(none).alias("out_bytes"),
+            pl.col("collective_sequence").alias("sequence"),
+            pl.when(peer >= 0).then(peer).alias("peer"),
+            "in_splits",
+            "out_splits",
+            pl.col("asynchronous").replace_strict(
+                {"true": True, "false": False}, default=None, return_dtype=pl.Boolean
+            ),
+        ).cast(SCHEMAS["collectives"])
     if not any(":" in text and _CALLED.match(text) for text in texts.names):
         return described.sort("event")
-    annotated = _annotations(events, tensors.frame())
-    return pl.concat([described, annotated]).sort("event")
-
-
-def _with_arguments(columns: dict[str, Array], texts: Texts) -> pl.DataFrame:
-    if not len(columns["event"]):
-        return pl.DataFrame(schema=SCHEMAS["collectives"])
-    text = {key: texts.column(columns[key]) for key in (*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS)}
-    value = {key: nullable(columns[key]) for key in COLLECTIVE_NUMBERS}
-    frame = pl.DataFrame({"event": columns["event"], **text, **value})
-    kinds = mapped(frame["collective"], kind_of)
-    sizes = mapped(frame["element_type"], element_size, pl.Int64)
-    none = pl.lit(None, dtype=pl.Int64)
-    src, dst = pl.col("source_rank"), pl.col("target_rank")
-    peer = pl.when(kinds == "send").then(dst).when(kinds == "recv").then(src).otherwise(pl.col("root_rank"))
-    return frame.select(
-        "event",
-        kinds.alias("kind"),
-        "group",
-        "group_size",
-        pl.col("group_ranks").alias("ranks"),
-        "element_type",
-        "in_elements",
-        "out_elements",
-        pl.when(sizes.is_not_null()).then(pl.col("in_elements") * sizes).otherwise(none).alias("in_bytes"),
-        pl.when(sizes.is_not_null()).then(pl.col("out_elements") * sizes).otherwise(none).alias("out_bytes"),
-        pl.col("collective_sequence").alias("sequence"),
-        pl.when(peer >= 0).then(peer).alias("peer"),
-        "in_splits",
-        "out_splits",
-        pl.col("asynchronous").replace_strict({"true": True, "false": False}, default=None, return_dtype=pl.Boolean),
-    ).cast(SCHEMAS["collectives"])
+    return pl.concat([described, _annotations(events, tensors.frame())]).sort("event")
 
 
 def mapped(column: pl.Series, function: Any, dtype: Any = pl.String) -> pl.Series:
@@ -163,3 +166,81 @@ def _elements(shapes: str | None, types: str | None) -> tuple[str | None, int | 
     if not kinds or count >= 2**62:
         return None, None, None
     return (kinds.pop() or None if len(kinds) == 1 else None), count, (size if size >= 0 else None)
+
+
+def with_captured(
+    collectives: pl.DataFrame, events: pl.DataFrame, capture: dict[str, Any] | None
+) -> tuple[pl.DataFrame, list[Notice]]:
+    """Fill in what is unknown about collectives from the calls that the recorder saw.
+
+    The calls of a kind inside the window and the collectives of that kind in the trace are matched in order, for ops,
+    annotations and kernels each, where their numbers agree; else they stay as they are and a notice says so.
+    """
+    calls = _calls(capture, events)
+    if not calls.height or not collectives.height:
+        return collectives, []
+    category = events["category"].cast(pl.String).gather(collectives["event"])
+    numbered = collectives.with_columns(
+        category.alias("category"), pl.int_range(pl.len()).over(category, "kind").alias("nth")
+    )
+    counts = calls["kind"].value_counts(name="calls")
+    sizes = numbered.group_by("category", "kind").len().join(counts, on="kind")
+    agree = sizes.filter(pl.col("len") == pl.col("calls")).select("category", "kind")
+    unmatched = sizes.filter(pl.col("len") != pl.col("calls"))
+    matched = calls.join(agree, on="kind").with_columns(pl.int_range(pl.len()).over("category", "kind").alias("nth"))
+    joined = numbered.join(matched, on=["category", "kind", "nth"], how="left", suffix="_known", maintain_order="left")
+    filled = joined.with_columns(pl.col(name).fill_null(pl.col(f"{name}_known")) for name in _FILLED)
+    notices = []
+    if unmatched.height:
+        kinds = ", ".join(sorted(set(unmatched["kind"].to_list())))
+        text = f"the recorder saw another number of collectives ({kinds}) than the trace holds; they are not joined"
+        notices.append(Notice("collectives-unmatched", "info", text, int(unmatched["len"].sum())))
+    return filled.select(list(SCHEMAS["collectives"])).cast(SCHEMAS["collectives"]), notices
+
+
+def _calls(capture: dict[str, Any] | None, events: pl.DataFrame) -> pl.DataFrame:
+    """The calls of capture.json inside the window, in order, with the columns that they can fill."""
+    listed = (capture or {}).get("collectives")
+    if not isinstance(listed, dict) or not events.height:
+        return pl.DataFrame()
+    columns = {
+        key: listed.get(key)
+        for key in ("group", "kind", "type", "sequence", "bytes_in", "bytes_out", "peer", "start_ns")
+    }
+    starts = columns["start_ns"]
+    if not isinstance(starts, list) or any(not isinstance(v, list) or len(v) != len(starts) for v in columns.values()):
+        return pl.DataFrame()
+    sizes: dict[str | None, int] = {
+        str(group.get("name")): len(group["ranks"])
+        for group in (capture or {}).get("groups") or []
+        if isinstance(group, dict) and isinstance(group.get("ranks"), list)
+    }
+
+    def named(key: str, code: Any) -> str | None:
+        names = listed.get(key)
+        if isinstance(names, list) and isinstance(code, int) and 0 <= code < len(names) and names[code] is not None:
+            return str(names[code])
+        return None
+
+    rows = []
+    for at in range(len(starts)):
+        value = {key: column[at] for key, column in columns.items() if isinstance(column, list)}
+        group = named("groups", value["group"])
+        rows.append(
+            {
+                "kind": named("kinds", value["kind"]),
+                "group": group,
+                "group_size": sizes.get(group),
+                "element_type": named("types", value["type"]),
+                "in_bytes": whole(value["bytes_in"]),
+                "out_bytes": whole(value["bytes_out"]),
+                "sequence": whole(value["sequence"]),
+                "peer": whole(value["peer"]),
+                "start_ns": whole(value["start_ns"]),
+            }
+        )
+    types = {name: SCHEMAS["collectives"][name] for name in ("kind", *_FILLED)}
+    calls = pl.DataFrame(rows, schema={**types, "start_ns": pl.Int64})
+    first, last = events["start_ns"][0], events["nested_end_ns"].max()
+    inside = pl.col("start_ns").is_null() | pl.col("start_ns").is_between(first, last)
+    return calls.filter(inside & pl.col("kind").is_not_null()).sort("start_ns", maintain_order=True).drop("start_ns")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -64,9 +64,9 @@ COLLECTIVE_NUMBERS = (
 )
 FILLING = ("blocks_per_sm", "warps_per_sm", "occupancy_percent")
 _COPY_TEXTS = ("kind", "copy_kind", "source_kind", "target_kind")
-_LISTS = ("shapes", "types", "strides", "concrete")
-_TEXTS = frozenset(("name", "kind", "key", *_LISTS, *_COPY_TEXTS, *COLLECTIVE_TEXTS, *COLLECTIVE_RAWS))
-_ALLOCATION = ("address", "allocation_bytes", "total_allocated", "total_reserved", "device_type", "device_id")
+LISTS = ("shapes", "types", "strides", "concrete")
+_TEXTS = frozenset(("name", "kind", "key", *LISTS, *_COPY_TEXTS, *COLLECTIVE_TEXTS, *COLLECTIVE_RAWS))
+ALLOCATION = ("address", "allocation_bytes", "total_allocated", "total_reserved", "device_type", "device_id")
 
 
 class Interner(dict[Any, int]):
@@ -112,35 +112,8 @@ class _CategoryCodes(dict[str | None, int]):
         return code
 
 
-class _Arguments(Struct, frozen=True):
-    """The arguments of a slice's complete events, and where their text is."""
-
-    args: list[Any]
-    part: Slice
-    offsets: Array
-    lengths: Array
-    damage: Damage
-
-    def of(self, rows: Array) -> list[Any]:
-        args = self.args
-        return [args[row] for row in rows.tolist()]
-
-    def rare(self, rows: Array) -> list[Any]:
-        """The arguments of these rows, the rare ones included."""
-        places = zip(
-            rows.tolist(), (self.offsets[rows] - self.part.base).tolist(), self.lengths[rows].tolist(), strict=True
-        )
-        text, arguments = self.part.text, []
-        for row, at, length in places:
-            args, odd = all_arguments(self.args[row], text[at : at + length])
-            arguments.append(args)
-            if odd:
-                self.damage.note("odd-values", f"byte {self.part.base + at} of the text")
-        return arguments
-
-
-class Known(Struct, frozen=True):
-    """What is known of a file beside its columns; see `Columns`."""
+class Legend(Struct, frozen=True):
+    """What the numbers in the columns of a file stand for, and what was counted; see `Columns`."""
 
     texts: list[Any]
     places: list[tuple[Any, Any]]
@@ -183,15 +156,42 @@ class Columns:
         """Take the entries of a slice."""
         entries = part.entries
         self.entries += len(entries)
-        spans = [entry for entry in entries if entry.ph == "X"]
-        if len(spans) == len(entries):
-            self._add_spans(spans, part, part.offsets, part.lengths)
+        spans, offsets, lengths = [entry for entry in entries if entry.ph == "X"], part.offsets, part.lengths
+        complete = None
+        if len(spans) < len(entries):
+            complete = np.fromiter([entry.ph == "X" for entry in entries], dtype=np.bool_, count=len(entries))
+            offsets, lengths = offsets[complete], lengths[complete]
+        if spans or complete is None:
+            self._add_spans(spans, part, offsets, lengths)
+        if complete is None:
             return
-        complete = np.fromiter([entry.ph == "X" for entry in entries], dtype=np.bool_, count=len(entries))
-        if spans:
-            self._add_spans(spans, part, part.offsets[complete], part.lengths[complete])
         rest = np.flatnonzero(~complete).tolist()
-        self._add_others([entries[row] for row in rest], rest, part)
+        phases = [entries[row].ph for row in rest]
+        for phase in dict.fromkeys(phases):
+            rows = [row for row, its in zip(rest, phases, strict=True) if its == phase]
+            of_phase = [entries[row] for row in rows]
+            if phase == "M":
+                for entry in of_phase:
+                    if entry.name == "thread_name" and entry.args is not None and entry.args.name is not None:
+                        self.thread_names[entry.pid, entry.tid] = str(entry.args.name)
+                    elif entry.name == "process_name" and entry.args is not None and entry.args.name is not None:
+                        self.process_names[entry.pid] = str(entry.args.name)
+            elif phase in ("s", "t", "f"):
+                start, _, timed, _ = self._times(of_phase, exact=part.exact)
+                self._put(
+                    "flows",
+                    phase=np.full(len(rows), phase == "s", dtype=np.bool_),
+                    flow=numbers([NULL if entry.id is None else entry.id for entry in of_phase]),
+                    kind=self._codes([entry.cat or entry.name for entry in of_phase]),
+                    place=self._places_of(of_phase),
+                    start=np.where(timed, start, NULL),
+                )
+            elif phase in ("i", "I", "R"):
+                self._add_instants(of_phase, exact=part.exact)
+            elif phase == "C":
+                self._add_counters(of_phase, rows, part)
+            else:
+                self._damage.note("unknown-phase", f"byte {part.offsets[rows[0]]} of the text", len(rows))
 
     def take(self, table: str, name: str, dtype: Any) -> Array:
         """One column of a table in file order, which is forgotten here; empty where no slice had a row."""
@@ -200,9 +200,9 @@ class Columns:
             return self.spill.column(table, name, parts, parts[0].dtype if parts else self._dtypes[table, name])
         return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
-    def known(self) -> Known:
+    def legend(self) -> Legend:
         """All but the columns."""
-        return Known(
+        return Legend(
             list(self.texts),
             list(self.places),
             self.thread_names,
@@ -220,8 +220,8 @@ class Columns:
                 for piece in pieces(len(values)):
                     yield table, name, values[piece].view(np.ndarray)
 
-    def extend(self, state: Known, some: Iterable[tuple[str, str, Array]]) -> None:
-        """Take what another process found in the part of the text that follows: its `known()` and `pieces()`."""
+    def extend(self, state: Legend, some: Iterable[tuple[str, str, Array]]) -> None:
+        """Take what another process decoded of the part of the text that follows: its `legend()` and `pieces()`."""
         texts = np.array([*map(self.texts.__getitem__, state.texts), -1], dtype=np.int32)  # -1 stays -1
         places = np.array([self.places[pair] for pair in state.places], dtype=np.int32)
         for table, name, piece in some:
@@ -272,27 +272,6 @@ class Columns:
         texts = self.texts
         return packed("i", [texts[value] for value in values])
 
-    def _raw_codes(self, values: Sequence[Any]) -> Array:
-        """Numbers of lists as JSON text; -1 where absent."""
-        texts = self.texts
-        coded = [-1 if value is RAW else texts[bytes(value)] for value in values]
-        return np.fromiter(coded, dtype=np.int32, count=len(coded))
-
-    def _list_codes(self, args: list[Any]) -> dict[str, Array]:
-        """Numbers of the lists of shapes, types, strides and values; the four are looked up together."""
-        lists = self._lists
-        if len(lists) > _MOST_LISTS:
-            lists.clear()
-            lists.odd = None
-        keys = [
-            b"\0".join((a.shapes_lower if a.shapes is RAW else a.shapes, a.types, a.strides, a.concrete)) for a in args
-        ]
-        rows = np.fromiter(map(lists.__getitem__, keys), dtype=np.int32, count=len(keys))
-        if lists.odd is not None and (count := int(np.isin(rows, lists.odd).sum())):
-            self._damage.note("odd-values", count=count)
-        codes = lists.parts(rows)
-        return {name: codes[at] for at, name in enumerate(_LISTS)}
-
     def _text_codes(self, values: Sequence[Any]) -> Array:
         texts = self.texts
         coded = [-1 if value is None else texts[str(value)] for value in values]
@@ -317,7 +296,6 @@ class Columns:
         if not lasting.all():
             unknown = np.flatnonzero(~lasting)
             self._damage.note("missing-duration", f"byte {offsets[unknown[0]]} of the text", len(unknown))
-        count = len(spans)
         categories = self._categories
         code = packed("B", [categories[span.cat] for span in spans])
         if (code == _COMMAND_CODE).any():  # what a command processor runs is what its name says: work of the device
@@ -338,155 +316,135 @@ class Columns:
             name = spans[row].cat or ""
             self.unknown_categories[name] = self.unknown_categories.get(name, 0) + 1
         args = [span.args or NO_ARGUMENTS for span in spans]
-        self._add_arguments(_Arguments(args, part, offsets, lengths, self._damage), code)
-        self.rows += count
 
-    def _add_arguments(self, arguments: _Arguments, code: Array) -> None:
-        group = _GROUP_OF_CODE[code]
-        for number, add in ((_OPS, self._add_ops), (_FRAMES, self._add_frames), (_CALLS, self._add_calls)):
-            rows = np.flatnonzero(group == number)
-            if rows.size:
-                add(arguments.of(rows), rows)
-        rows = np.flatnonzero(group == _DEVICE)
-        if rows.size:
-            self._add_device(arguments.of(rows), rows)
-            rows = np.flatnonzero(code == _KERNEL_CODE)
-            self._add_kernels(arguments.of(rows), rows)
-        self._add_collectives(arguments, np.flatnonzero((group == _OPS) | (code == _KERNEL_CODE)))
-        self._add_copies(arguments, np.flatnonzero(np.isin(code, _COPY_CODES)))
-        self._add_syncs(arguments, np.flatnonzero(np.isin(code, _SYNC_CODES)))
+        def rare(rows: Array) -> list[Any]:
+            """The arguments of these rows, the rare ones included, which are decoded again."""
+            arguments = []
+            at = zip(rows.tolist(), (offsets[rows] - part.base).tolist(), lengths[rows].tolist(), strict=True)
+            for row, begin, length in at:
+                whole, odd = all_arguments(args[row], part.text[begin : begin + length])
+                arguments.append(whole)
+                if odd:
+                    self._damage.note("odd-values", f"byte {begin + part.base} of the text")
+            return arguments
+
+        self._add_host_arguments(args, code)
+        described = (_GROUP_OF_CODE[code] == _OPS) | (code == _KERNEL_CODE)
+        rows = [row for row in np.flatnonzero(described).tolist() if args[row].collective is not None]
+        if rows:
+            whole = rare(np.array(rows))
+            columns = {key: self._text_codes(list(map(attrgetter(key), whole))) for key in COLLECTIVE_TEXTS}
+            for key in COLLECTIVE_RAWS:  # lists as JSON text
+                raws = map(attrgetter(key), whole)
+                columns[key] = packed("i", [-1 if raw is RAW else self.texts[bytes(raw)] for raw in raws])
+            columns |= {key: numbers(list(map(attrgetter(key), whole))) for key in COLLECTIVE_NUMBERS}
+            self._put("collectives", row=self._row(np.array(rows)), **columns)
+        self._add_device_arguments(args, code, rare)
+        self.rows += len(spans)
 
     def _row(self, rows: Array) -> Array:
         return (rows + self.rows).astype(np.uint32)
 
-    def _add_ops(self, args: list[Any], rows: Array) -> None:
-        self._put(
-            "ops",
-            row=self._row(rows),
-            external=_external(args),
-            record_function=numbers([a.record_function_id for a in args]),
-            sequence=numbers([a.sequence for a in args]),
-            forward_thread=numbers([a.forward_thread for a in args]),
-        )
-        shaped = [(at, a) for at, a in enumerate(args) if a.shapes is not RAW or a.shapes_lower is not RAW]
-        if shaped:
-            codes = self._list_codes([a for _, a in shaped])
-            self._put("tensors", row=self._row(rows[[at for at, _ in shaped]]), **codes)
+    def _add_host_arguments(self, args: list[Any], code: Array) -> None:
+        """What ops, Python frames and calls of the runtime or driver say of themselves."""
+        group = _GROUP_OF_CODE[code]
+        rows = np.flatnonzero(group == _OPS)
+        if rows.size:
+            of_ops = [args[row] for row in rows.tolist()]
+            self._put(
+                "ops",
+                row=self._row(rows),
+                external=_external(of_ops),
+                record_function=numbers([a.record_function_id for a in of_ops]),
+                sequence=numbers([a.sequence for a in of_ops]),
+                forward_thread=numbers([a.forward_thread for a in of_ops]),
+            )
+            shaped = [at for at, a in enumerate(of_ops) if a.shapes is not RAW or a.shapes_lower is not RAW]
+            if shaped:  # shapes, types, strides and values are looked up together
+                lists = self._lists
+                if len(lists) > _MOST_LISTS:
+                    lists.clear()
+                    lists.odd = None
+                keys = [
+                    b"\0".join((a.shapes_lower if a.shapes is RAW else a.shapes, a.types, a.strides, a.concrete))
+                    for a in map(of_ops.__getitem__, shaped)
+                ]
+                combinations = np.fromiter(map(lists.__getitem__, keys), dtype=np.int32, count=len(keys))
+                if lists.odd is not None and (count := int(np.isin(combinations, lists.odd).sum())):
+                    self._damage.note("odd-values", count=count)
+                codes = dict(zip(LISTS, lists.parts(combinations), strict=True))
+                self._put("tensors", row=self._row(rows[shaped]), **codes)
+        rows = np.flatnonzero(group == _FRAMES)
+        if rows.size:
+            of_frames = [args[row] for row in rows.tolist()]
+            self._put(
+                "frames",
+                row=self._row(rows),
+                python_id=numbers([a.python_id for a in of_frames]),
+                python_parent=numbers([a.python_parent for a in of_frames]),
+                module_id=numbers([a.module_id for a in of_frames]),
+            )
+        rows = np.flatnonzero(group == _CALLS)
+        if rows.size:
+            of_calls = [args[row] for row in rows.tolist()]
+            correlation = numbers([a.correlation for a in of_calls])
+            self._put("calls", row=self._row(rows), correlation=correlation, external=_external(of_calls))
 
-    def _add_frames(self, args: list[Any], rows: Array) -> None:
-        self._put(
-            "frames",
-            row=self._row(rows),
-            python_id=numbers([a.python_id for a in args]),
-            python_parent=numbers([a.python_parent for a in args]),
-            module_id=numbers([a.module_id for a in args]),
-        )
-
-    def _add_calls(self, args: list[Any], rows: Array) -> None:
-        self._put(
-            "calls",
-            row=self._row(rows),
-            correlation=numbers([a.correlation for a in args]),
-            external=_external(args),
-        )
-
-    def _add_device(self, args: list[Any], rows: Array) -> None:
+    def _add_device_arguments(self, args: list[Any], code: Array, rare: Callable[[Array], list[Any]]) -> None:
+        """What work of devices says of itself; `rare` gives all arguments of rows."""
+        rows = np.flatnonzero(_GROUP_OF_CODE[code] == _DEVICE)
+        if not rows.size:
+            return
+        of_device = [args[row] for row in rows.tolist()]
         self._put(
             "device",
             row=self._row(rows),
-            correlation=numbers([a.correlation for a in args]),
-            external=_external(args),
-            device=numbers([a.device for a in args]),
-            stream=numbers([a.stream for a in args]),
+            correlation=numbers([a.correlation for a in of_device]),
+            external=_external(of_device),
+            device=numbers([a.device for a in of_device]),
+            stream=numbers([a.stream for a in of_device]),
         )
-
-    def _add_kernels(self, args: list[Any], rows: Array) -> None:
-        """How kernels fill the device, for those where the writer recorded it."""
-        values = {name: list(map(attrgetter(name), args)) for name in FILLING}
+        # How kernels fill the device, for those where the writer recorded it.
+        rows = np.flatnonzero(code == _KERNEL_CODE)
+        of_kernels = [args[row] for row in rows.tolist()]
+        values = {name: list(map(attrgetter(name), of_kernels)) for name in FILLING}
         present = [at for at, triple in enumerate(zip(*values.values(), strict=True)) if triple != (None, None, None)]
-        if not present:
-            return
-        if len(present) < len(args):
-            rows, values = rows[present], {name: [column[at] for at in present] for name, column in values.items()}
-        self._put("kernels", row=self._row(rows), **{name: finite(column) for name, column in values.items()})
-
-    def _add_copies(self, arguments: _Arguments, rows: Array) -> None:
+        if present:
+            if len(present) < rows.size:
+                rows, values = rows[present], {name: [column[at] for at in present] for name, column in values.items()}
+            self._put("kernels", row=self._row(rows), **{name: finite(column) for name, column in values.items()})
+        rows = np.flatnonzero(np.isin(code, _COPY_CODES))
         if rows.size:
-            args = arguments.rare(rows)
+            copies = rare(rows)
             texts = {
-                key: self._text_codes(list(map(attrgetter(key), args))) for key in _COPY_TEXTS if key != "copy_kind"
+                key: self._text_codes(list(map(attrgetter(key), copies))) for key in _COPY_TEXTS if key != "copy_kind"
             }
-            texts["copy_kind"] = self._text_codes([a.direction if a.copy_kind is None else a.copy_kind for a in args])
-            size = numbers([a.size if a.bytes == NULL else a.bytes for a in args])
+            texts["copy_kind"] = self._text_codes([a.direction if a.copy_kind is None else a.copy_kind for a in copies])
+            size = numbers([a.size if a.bytes == NULL else a.bytes for a in copies])
             self._put("copies", row=self._row(rows), bytes=size, **texts)
-
-    def _add_syncs(self, arguments: _Arguments, rows: Array) -> None:
+        rows = np.flatnonzero(np.isin(code, _SYNC_CODES))
         if rows.size:
-            args = arguments.rare(rows)
+            syncs = rare(rows)
             self._put(
                 "syncs",
                 row=self._row(rows),
-                kind=self._text_codes([a.sync_kind for a in args]),
-                awaited_stream=numbers([a.awaited_stream for a in args]),
-                record_correlation=numbers([a.record_correlation for a in args]),
-                event_id=numbers([a.awaited_event if a.awaited_event != NULL else a.event_id for a in args]),
+                kind=self._text_codes([a.sync_kind for a in syncs]),
+                awaited_stream=numbers([a.awaited_stream for a in syncs]),
+                record_correlation=numbers([a.record_correlation for a in syncs]),
+                event_id=numbers([a.awaited_event if a.awaited_event != NULL else a.event_id for a in syncs]),
             )
-
-    def _add_collectives(self, arguments: _Arguments, rows: Array) -> None:
-        indices = [row for row in rows.tolist() if arguments.args[row].collective is not None]
-        if not indices:
-            return
-        rows = np.array(indices)
-        args = arguments.rare(rows)
-        columns: dict[str, Array] = {
-            key: self._text_codes(list(map(attrgetter(key), args))) for key in COLLECTIVE_TEXTS
-        }
-        columns |= {key: self._raw_codes(list(map(attrgetter(key), args))) for key in COLLECTIVE_RAWS}
-        columns |= {key: numbers(list(map(attrgetter(key), args))) for key in COLLECTIVE_NUMBERS}
-        self._put("collectives", row=self._row(rows), **columns)
-
-    def _add_others(self, entries: list[Any], rows: list[int], part: Slice) -> None:
-        phases = [entry.ph for entry in entries]
-        for phase in dict.fromkeys(phases):
-            of_phase = [entry for entry, its in zip(entries, phases, strict=True) if its == phase]
-            if phase == "M":
-                self._add_names(of_phase)
-            elif phase in ("s", "t", "f"):
-                self._add_flows(of_phase, phase, exact=part.exact)
-            elif phase in ("i", "I", "R"):
-                self._add_instants(of_phase, exact=part.exact)
-            elif phase == "C":
-                self._add_counters(of_phase, [row for row, its in zip(rows, phases, strict=True) if its == phase], part)
-            else:
-                where = f"byte {part.offsets[rows[phases.index(phase)]]} of the text"
-                self._damage.note("unknown-phase", where, len(of_phase))
-
-    def _add_names(self, entries: list[Any]) -> None:
-        for entry in entries:
-            if entry.name == "thread_name" and entry.args is not None and entry.args.name is not None:
-                self.thread_names[entry.pid, entry.tid] = str(entry.args.name)
-            elif entry.name == "process_name" and entry.args is not None and entry.args.name is not None:
-                self.process_names[entry.pid] = str(entry.args.name)
-
-    def _add_flows(self, entries: list[Any], phase: str, *, exact: bool) -> None:
-        start, _, timed, _ = self._times(entries, exact=exact)
-        count = len(entries)
-        self._put(
-            "flows",
-            phase=np.full(count, phase == "s", dtype=np.bool_),
-            flow=numbers([NULL if entry.id is None else entry.id for entry in entries]),
-            kind=self._codes([entry.cat or entry.name for entry in entries]),
-            place=self._places_of(entries),
-            start=np.where(timed, start, NULL),
-        )
 
     def _add_instants(self, entries: list[Any], *, exact: bool) -> None:
         memory = [entry for entry in entries if entry.name == "[memory]" and entry.args is not None]
         if memory:
             start, _, _, _ = self._times(memory, exact=exact)
             args = [entry.args for entry in memory]
-            columns = {key: numbers(list(map(attrgetter(key), args))) for key in _ALLOCATION[1:]}
-            columns["address"] = _addresses([a.address for a in args])
+            columns = {key: numbers(list(map(attrgetter(key), args))) for key in ALLOCATION[1:]}
+            try:
+                columns["address"] = packed("Q", [a.address for a in args])
+            except struct.error:
+                whole = [a.address if isinstance(a.address, int) else number(a.address) for a in args]
+                columns["address"] = packed("Q", [value % 2**64 if value != NULL else 0 for value in whole])
             self._put("allocations", start=start, place=self._places_of(memory), **columns)
         marks = [entry for entry in entries if entry.name != "[memory]"]
         if marks:
@@ -563,15 +521,14 @@ def finite(values: Sequence[Any]) -> Array:
     try:
         doubles = packed("d", values)
     except (struct.error, OverflowError):
-        doubles = packed("d", [_real(value) for value in values])
+        reals = []
+        for value in values:
+            try:
+                reals.append(float(value))
+            except (TypeError, ValueError, OverflowError):  # noqa: PERF203  (few values are odd)
+                reals.append(np.nan)
+        doubles = packed("d", reals)
     return np.where(np.isfinite(doubles), doubles, np.nan)
-
-
-def _real(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return np.nan
 
 
 def number(value: Any) -> int:
@@ -581,11 +538,3 @@ def number(value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         return NULL
     return whole if -(2**63) < whole < 2**63 else NULL
-
-
-def _addresses(values: Sequence[Any]) -> Array:
-    try:
-        return packed("Q", values)
-    except struct.error:
-        whole = [number(value) if not isinstance(value, int) else value for value in values]
-        return packed("Q", [value % 2**64 if value != NULL else 0 for value in whole])

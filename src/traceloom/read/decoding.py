@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from msgspec import Struct
 
@@ -64,8 +65,10 @@ def decode(
     bytes(_LARGE)
     try:
         with open_input(path) as stream:
-            if _size(stream) >= spill.SPILL_BYTES:
-                columns.spill = spill.Spill()
+            with contextlib.suppress(OSError):  # what is no file has no size
+                status = os.fstat(stream.fileno())
+                if stat.S_ISREG(status.st_mode) and status.st_size >= spill.SPILL_BYTES:
+                    columns.spill = spill.Spill()
             document = Document(partial(text_pieces, stream, damage, step), damage, str(path), part, taken_over)
             for chunk in document.slices():
                 columns.add(chunk)
@@ -75,12 +78,3 @@ def decode(
         columns.close()
         raise
     return Decoded(columns, document.metadata, damage, document.size, document.began, document.left_at)
-
-
-def _size(stream: BinaryIO) -> int:
-    """Bytes of a file as it is on disk; 0 of what is none."""
-    try:
-        status = os.fstat(stream.fileno())
-    except OSError:
-        return 0
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0

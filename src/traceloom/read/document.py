@@ -18,7 +18,7 @@ from traceloom.read.damage import Damage
 from traceloom.read.detect import kind_of, refuse_by_keys, refuse_list, refuse_start
 from traceloom.read.fields import EXACT, FAST, decode_loosely
 from traceloom.read.places import Braces, places
-from traceloom.read.repair import BETWEEN, EVENTS, recover, whole_events
+from traceloom.read.repair import BETWEEN, EVENTS, EventRecovery, whole_events
 from traceloom.read.resync import MALFORMED, Walk, byte_of
 from traceloom.read.source import Look
 from traceloom.read.text_window import TextWindow
@@ -27,7 +27,6 @@ from traceloom.read.times import needs_text
 SLICE = 1 << 19
 _NEAR = 1 << 16  # bytes in which a boundary is looked for
 _MOST_VALUE = 1 << 26  # bytes of one metadata entry, or of one event
-_BLANK = re.compile(rb"[\s,]*")
 _BOUNDARY = re.compile(rb'\}(?=\s*,\s*\{\s*"(?:ph|name|cat|args|pid|tid|ts|dur|id|s|bp)"\s*:)')
 _KEY = re.compile(rb'\s*,?\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
 _SALVAGE = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*(?=[\[{"\d-])')
@@ -121,7 +120,21 @@ class Document(TextWindow):
         whole = self._begins_well()
         self._alone = self._text.lstrip()[:1] == b"["
         if self._begin:
-            yield from self._rest(alone=self._alone)
+            # Go there without having all that is before it at hand.
+            while self._base + len(self._text) < self._begin:
+                self._skip(len(self._text))
+                if not self._fill(1):
+                    return
+            self._skip(self._begin - self._base)
+            cut = self._boundary(self._begin)
+            if cut is None:
+                return
+            self._skip(cut)
+            self.began = self._base
+            self.found_events = True
+            yield from self._entries()
+            if not self._alone:
+                yield from self._top()
             return
         if whole:
             self._skip(len(self._text) - len(self._text.lstrip()) + 1)
@@ -157,19 +170,6 @@ class Document(TextWindow):
         return False
 
     # -- parts ------------------------------------------------------------------------------------------------
-
-    def _rest(self, *, alone: bool) -> Iterator[Slice]:
-        """The events behind the first boundary, and what follows them unless the list stands alone."""
-        self._leap(self._begin)
-        cut = self._boundary(self._begin)
-        if cut is None:
-            return
-        self._skip(cut)
-        self.began = self._base
-        self.found_events = True
-        yield from self._entries()
-        if not alone:
-            yield from self._top()
 
     def _boundary(self, byte: int) -> int | None:
         """End of the first entry that ends after a byte, relative to the text at hand; None if none is near.
@@ -207,7 +207,25 @@ class Document(TextWindow):
             self._fill(SLICE)
             match = _KEY.match(self._text)
             if match is None:
-                if self._closed() or not (yield from self._astray()):
+                rest = self._text.lstrip(b" \t\r\n,")
+                if not rest:
+                    if self._base:
+                        self._damage.note("cut-file", f"byte {self.size} of the text", 0)
+                    return
+                # An event may stand where a key should, or behind a stray bracket.
+                behind = rest.lstrip(b" \t\r\n,[]}\0")
+                resumes = behind[:1] == b"{" and Walk(behind, EVENTS).resumes(0)
+                if resumes:
+                    self._damage.note("damaged-metadata", f"byte {self._base} of the text")
+                    self._skip(len(self._text) - len(behind))
+                    self.found_events = True
+                    yield from self._entries()
+                elif rest.startswith(b"}") and (self.found_events or self._start_of_events() is None):
+                    if rest[1:].strip(b" \t\r\n\0"):
+                        where = f"byte {self._base + len(self._text) - len(rest) + 1} of the text"
+                        self._damage.note("text-after-end", where)
+                    return
+                elif not self._salvage():
                     return
                 continue
             key = match.group(1).decode("utf-8", "replace")
@@ -228,35 +246,6 @@ class Document(TextWindow):
                 refuse_by_keys({**self.metadata, key: None}, self._path, done=False)
             if not self._value(key, match.end()) and not self._salvage():
                 return
-
-    def _closed(self) -> bool:
-        """The end of the object, or of the text."""
-        rest = self._text.lstrip(b" \t\r\n,")
-        if not rest:
-            if self._base:
-                self._damage.note("cut-file", f"byte {self.size} of the text", 0)
-            return True
-        more = self._resumes() or not (self.found_events or self._start_of_events() is None)
-        if rest.startswith(b"}") and not more:
-            if rest[1:].strip(b" \t\r\n\0"):
-                self._damage.note("text-after-end", f"byte {self._base + len(self._text) - len(rest) + 1} of the text")
-            return True
-        return False
-
-    def _astray(self) -> Generator[Slice, None, bool]:
-        """No key where one should stand: events after a stray bracket, or damage to skip; False at the end."""
-        if self._resumes():
-            self._damage.note("damaged-metadata", f"byte {self._base} of the text")
-            self._skip(len(self._text) - len(self._text.lstrip(b" \t\r\n,[]}\0")))
-            self.found_events = True
-            yield from self._entries()
-            return True
-        return self._salvage()
-
-    def _resumes(self) -> bool:
-        """Whether an event stands where a key should, or behind brackets."""
-        behind = self._text.lstrip(b" \t\r\n,[]}\0")
-        return behind[:1] == b"{" and Walk(behind, EVENTS).resumes(0)
 
     def _value(self, key: str, start: int) -> bool:
         """Read one entry; False where it is malformed."""
@@ -332,67 +321,54 @@ class Document(TextWindow):
                     continue
                 self._damage.note("cut-file", f"byte {self.size} of the text", 0)
                 return
-            cut = self._cut() if whole else len(self._text.rstrip(b" \t\r\n,"))
-            if cut is None:
-                target_size = self._more(len(self._text))
-                continue
-            target_size = SLICE
-            if self._until is not None and self._base + len(self._text) > self._until:
+            cut = self._last_boundary(BETWEEN, 256) if whole else len(self._text.rstrip(b" \t\r\n,"))
+            if cut is not None and self._until is not None and self._base + len(self._text) > self._until:
+                target_size = SLICE
                 yield from self._handing_over()
                 if self.left_at is not None:
                     return
                 continue
-            decoded, used, closed = self._decode(self._text[:cut], last=not whole)
-            if not used:
-                target_size = self._more(len(self._text))
+            used = 0
+            if cut is not None:
+                decoded, used, closed = self._decode(self._text[:cut], last=not whole)
+            if not used:  # one event is larger than what is at hand
+                if len(self._text) > _MOST_VALUE:
+                    raise InputError(
+                        f"one event is larger than {_MOST_VALUE >> 20} MB",
+                        slug="oversized-entry",
+                        where=f"{self._path}, byte {self._base} of the text",
+                    )
+                target_size = len(self._text) * 2
                 continue
+            target_size = SLICE
             if decoded.entries:
                 yield decoded
             self._skip(used)
             if closed:
                 return
 
-    def _skip_blank(self) -> None:
-        blank = _BLANK.match(self._text)
-        if blank and blank.end():
-            self._skip(blank.end())
-
-    def _more(self, have: int) -> int:
-        """How much text to have before trying again, where one event is larger than what is at hand."""
-        if have > _MOST_VALUE:
-            raise InputError(
-                f"one event is larger than {_MOST_VALUE >> 20} MB",
-                slug="oversized-entry",
-                where=f"{self._path}, byte {self._base} of the text",
-            )
-        return have * 2
-
-    def _cut(self) -> int | None:
-        """The last boundary between two events at hand, behind its bracket."""
-        low = len(self._text)
-        while low > 0:
-            high, low = low, max(0, low - (1 << 14))
-            last = None
-            for last in BETWEEN.finditer(self._text, low, min(len(self._text), high + 256)):  # noqa: B007
-                pass
-            if last is not None and last.start() > 0:
-                return last.start() + 1
-        return None
-
     def _decode(self, text: bytes, *, last: bool) -> tuple[Slice, int, bool]:
         """Decode a stretch: (slice, bytes used up, whether the list ended in it)."""
         try:
             entries = self._decoder(text).decode(b"".join((b"[", text, b"]")))  # one copy, where adding makes two
         except msgspec.ValidationError:
-            return self._decode_oddly(text, last=last)
+            try:
+                entries, odd = decode_loosely(b"[" + text + b"]")
+            except MALFORMED as error:
+                return self._decode_damaged(text, error, last=last)
+            exact = True
+            if odd:
+                self._damage.note("odd-values", f"byte {self._base} of the text", odd)
         except MALFORMED as error:
             return self._decode_damaged(text, error, last=last)
-        if not self._exact and _inexact(entries):
-            self._exact = True
-            return self._decode(text, last=last)
+        else:
+            if not self._exact and _inexact(entries):
+                self._exact = True
+                return self._decode(text, last=last)
+            exact = bool(self._exact)
         if last:
             self._damage.note("cut-file", f"byte {self.size} of the text", 0)
-        return self._slice(entries, text, bool(self._exact)), len(text), last
+        return self._slice(entries, text, exact), len(text), last
 
     def _decoder(self, text: bytes) -> msgspec.json.Decoder[list[Any]]:
         """For the entries of this text; the first one decides how times are read."""
@@ -400,24 +376,19 @@ class Document(TextWindow):
             self._exact = needs_text(text)
         return EXACT if self._exact else FAST
 
-    def _decode_oddly(self, text: bytes, *, last: bool) -> tuple[Slice, int, bool]:
-        try:
-            entries, odd = decode_loosely(b"[" + text + b"]")
-        except MALFORMED as error:
-            return self._decode_damaged(text, error, last=last)
-        if odd:
-            self._damage.note("odd-values", f"byte {self._base} of the text", odd)
-        if last:
-            self._damage.note("cut-file", f"byte {self.size} of the text", 0)
-        return self._slice(entries, text, exact=True), len(text), last
-
     def _decode_damaged(self, text: bytes, error: Exception, *, last: bool) -> tuple[Slice, int, bool]:
         """The list may end in the text; or the text is malformed."""
         byte = byte_of(error)
         if "trailing characters" in str(error) and byte is not None:
             bracket = text.rfind(b"]", 0, byte - 1)
             if bracket >= 0:
-                return self._decode_end(text[:bracket])
+                text = text[:bracket]
+                if not text.strip():
+                    return self._slice([], b"", exact=True), len(text) + 1, True
+                decoded, used, _ = self._decode(text, last=False)
+                if used < len(text):  # pragma: no cover - a proven stretch is used up whole
+                    return decoded, used, False
+                return decoded, len(text) + 1, True
         cut = None if last else whole_events(text)
         if cut:
             # The text was cut inside an event, by us; nothing else may be wrong with it.
@@ -429,19 +400,11 @@ class Document(TextWindow):
                 if odd:
                     self._damage.note("odd-values", f"byte {self._base} of the text", odd)
                 return self._slice(entries, text[:cut], exact=True), cut, False
-        recovered, used, closed = recover(text, self._base, self._damage, last=last, alone=self._alone)
-        offsets = np.asarray(recovered.offsets, dtype=np.int64) + self._base
-        lengths = np.asarray(recovered.lengths, dtype=np.int64)
-        return Slice(recovered.entries, True, offsets, lengths, text, self._base), used, closed
-
-    def _decode_end(self, text: bytes) -> tuple[Slice, int, bool]:
-        """The last stretch of the list, without its bracket."""
-        if not text.strip():
-            return self._slice([], b"", exact=True), len(text) + 1, True
-        decoded, used, _ = self._decode(text, last=False)
-        if used < len(text):  # pragma: no cover - a proven stretch is used up whole
-            return decoded, used, False
-        return decoded, len(text) + 1, True
+        recovery = EventRecovery(text, self._base, self._damage, EVENTS, last=last, alone=self._alone)
+        used, closed = recovery.run()
+        offsets = np.asarray(recovery.offsets, dtype=np.int64) + self._base
+        lengths = np.asarray(recovery.lengths, dtype=np.int64)
+        return Slice(recovery.entries, True, offsets, lengths, text, self._base), used, closed
 
     def _slice(self, entries: list[Any], text: bytes, exact: bool) -> Slice:
         braces = self._braces.between(self._base, self._base + len(text))

@@ -158,17 +158,14 @@ def _finite(match: re.Match[bytes]) -> bytes:
 
 
 def _tidy(entry: Any) -> bool:
+    """Make an entry look like an ExactEntry; whether a value of it was odd."""
     odd = False
-    for key in ("ph", "cat", "name"):
+    for key, kinds in (("ph", str), ("cat", str), ("name", str), ("pid", (int, str)), ("tid", (int, str))):
         value = getattr(entry, key)
-        if not isinstance(value, str):
+        if not isinstance(value, kinds):
             odd |= value is not None
-            setattr(entry, key, "" if value is None else _shown(value))
-    for key in ("pid", "tid"):
-        value = getattr(entry, key)
-        if not isinstance(value, (int, str)):
-            odd |= value is not None
-            setattr(entry, key, "" if value is None else _shown(value))
+            text = b"" if value is None else msgspec.json.encode(value)
+            setattr(entry, key, text.decode("utf-8", "replace"))
     if not isinstance(entry.id, (int, str, float, type(None))):
         odd, entry.id = True, None
     args = entry.args
@@ -177,13 +174,6 @@ def _tidy(entry: Any) -> bool:
     if not isinstance(args, dict):
         entry.args = None
         return True
-    tidied, odd_args = _tidy_arguments(args)
-    entry.args = tidied
-    return odd or odd_args
-
-
-def _tidy_arguments(args: dict[str, Any]) -> tuple[Any, bool]:
-    odd = False
     values: dict[str, Any] = {}
     for field, (key, (kind, _default)) in _ALL.items():
         if key not in args:
@@ -194,8 +184,5 @@ def _tidy_arguments(args: dict[str, Any]) -> tuple[Any, bool]:
         elif kind != "any" and not isinstance(value, (int, str, float, type(None))):
             odd, value = True, None
         values[field] = value
-    return _Loose(**values), odd
-
-
-def _shown(value: Any) -> str:
-    return msgspec.json.encode(value).decode("utf-8", "replace")
+    entry.args = _Loose(**values)
+    return odd

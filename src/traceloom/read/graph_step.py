@@ -14,8 +14,7 @@ from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.model.deferred import Deferred
 from traceloom.model.schema import SCHEMAS
-from traceloom.read.alignment import align
-from traceloom.read.sequences import device_lines, device_lines_by_step, is_op, name_codes
+from traceloom.read.alignment import align, device_lines, device_lines_by_step, is_op, name_codes
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -26,7 +26,7 @@ NUMBERS = {
     "forward_thread": "fw_tid",
 }
 _ATTRIBUTES = {key: column for column, key in NUMBERS.items() if key != "parent"}
-_LISTS = ("inputs", "input_shapes", "input_types", "outputs", "output_shapes", "output_types")
+LISTS = ("inputs", "input_shapes", "input_types", "outputs", "output_shapes", "output_types")
 _SIDES = {side: (side, f"{side[:-1]}_shapes", f"{side[:-1]}_types") for side in ("inputs", "outputs")}
 # What a number says when there is nothing to say; those are null in the columns.
 _NOTHING = {"forward_parent": 0, "record_function_id": 0, "sequence": -1, "thread": 0, "forward_thread": 0}
@@ -92,35 +92,28 @@ def decode(text: bytes, *, nested: bool) -> tuple[pl.DataFrame, int, int]:
     """
     whole = b"".join((b"[", text, b"]"))
     try:
-        if nested:
-            return _nested_frame(_NESTED.decode(whole)), 0, 0
-        return _flat_frame(_FLAT.decode(whole)), 0, 0
+        if not nested:
+            nodes = _FLAT.decode(whole)
+            columns: dict[str, Any] = {"id": [node.id for node in nodes], "name": [node.name for node in nodes]}
+            for column, key in NUMBERS.items():
+                columns[column] = [getattr(node, key) for node in nodes]
+            columns["schema"] = [node.op_schema for node in nodes]
+            for key in LISTS:
+                columns[key] = _texts(getattr(node, key) for node in nodes)
+            return _frame(columns), 0, 0
+        # Groups of nodes whose attributes have the same names in the same order, of which a file has few.
+        groups: dict[tuple[str, ...], list[Nested]] = {}
+        for nested_node in _NESTED.decode(whole):
+            names = tuple([attribute.name for attribute in nested_node.attrs])
+            groups.setdefault(names, []).append(nested_node)
+        frames = [_group_frame(names, members) for names, members in groups.items()]
+        return pl.concat(frames) if frames else pl.DataFrame(schema=HOST_OPS), 0, 0
     except (msgspec.ValidationError, _Unfit):
         return loose_frame(msgspec.json.decode(whole))
 
 
 class _Unfit(Exception):  # noqa: N818  (never seen outside)
     """A value does not fit its column; the careful way finds out which."""
-
-
-def _flat_frame(nodes: list[Flat]) -> pl.DataFrame:
-    columns: dict[str, Any] = {"id": [node.id for node in nodes], "name": [node.name for node in nodes]}
-    for column, key in NUMBERS.items():
-        columns[column] = [getattr(node, key) for node in nodes]
-    columns["schema"] = [node.op_schema for node in nodes]
-    for key in _LISTS:
-        columns[key] = _texts([getattr(node, key) for node in nodes])
-    return _frame(columns)
-
-
-def _nested_frame(nodes: list[Nested]) -> pl.DataFrame:
-    """By groups of nodes whose attributes have the same names in the same order, of which a file has few."""
-    groups: dict[tuple[str, ...], list[Nested]] = {}
-    for node in nodes:
-        groups.setdefault(tuple([attribute.name for attribute in node.attrs]), []).append(node)
-    if not groups:
-        return pl.DataFrame(schema=HOST_OPS)
-    return pl.concat([_group_frame(names, members) for names, members in groups.items()])
 
 
 def _group_frame(names: tuple[str, ...], nodes: list[Nested]) -> pl.DataFrame:
@@ -131,9 +124,9 @@ def _group_frame(names: tuple[str, ...], nodes: list[Nested]) -> pl.DataFrame:
     }
     for side, (values, shapes, types) in _SIDES.items():
         sides = [getattr(node, side) for node in nodes]
-        columns[values] = _texts([entry.values for entry in sides])
-        columns[shapes] = _texts([entry.shapes for entry in sides])
-        columns[types] = _texts([entry.types for entry in sides])
+        columns[values] = _texts(entry.values for entry in sides)
+        columns[shapes] = _texts(entry.shapes for entry in sides)
+        columns[types] = _texts(entry.types for entry in sides)
     others: dict[str, list[bytes]] = {}
     for at, name in enumerate(names):
         attribute_values = [node.attrs[at].value for node in nodes]
@@ -151,19 +144,15 @@ def _group_frame(names: tuple[str, ...], nodes: list[Nested]) -> pl.DataFrame:
         # One JSON object per row from columns of JSON text.
         keys = [_encode(name) for name in others]
         pattern = b"{" + b",".join(key.replace(b"%", b"%%") + b":%b" for key in keys) + b"}"
-        columns["attributes"] = _decoded([pattern % row for row in zip(*others.values(), strict=True)])
+        columns["attributes"] = _texts(pattern % row for row in zip(*others.values(), strict=True))
     return _frame(columns)
 
 
-def _texts(raws: Iterable[msgspec.Raw]) -> pl.Series:
+def _texts(raws: Iterable[msgspec.Raw | bytes]) -> pl.Series:
     """JSON text of each; null where the file has none."""
-    return _decoded([bytes(raw) or None for raw in raws])
-
-
-def _decoded(texts: list[bytes | None] | list[bytes]) -> pl.Series:
-    binary = pl.Series(texts, dtype=pl.Binary)
+    texts = [bytes(raw) or None for raw in raws]
     try:
-        return binary.cast(pl.String)
+        return pl.Series(texts, dtype=pl.Binary).cast(pl.String)
     except pl.exceptions.ComputeError:
         return pl.Series([None if text is None else text.decode("utf-8", "replace") for text in texts], dtype=pl.String)
 
@@ -205,33 +194,9 @@ def _row(node: dict[str, Any]) -> dict[str, Any] | None:
     if own == NULL:
         return None
     values = dict(node)
-    sides = {side: values.pop(side, None) for side in _SIDES}
-    odd = _unfold(values, sides)
-    row: dict[str, Any] = {"id": own, "name": _name(values.pop("name", None))}
-    odd |= not isinstance(node.get("id"), int) or not isinstance(node.get("name"), str)
-    values.pop("id")
-    for column, key in NUMBERS.items():
-        value = values.pop(key, None)
-        if column == "parent" and "ctrl_deps" in values:
-            value = values.pop("ctrl_deps")
-            value = value[0] if isinstance(value, list) and value else value
-        row[column] = _number(value)
-        odd |= value is not None and (row[column] is None or isinstance(value, str))
-    if row["scope"] is not None and not -(2**31) <= row["scope"] < 2**31:
-        row["scope"], odd = None, True
-    schema = values.pop("op_schema", None)
-    row["schema"] = _name(schema) if isinstance(schema, str) else None
-    for key in _LISTS:
-        if values.get(key) is not None:
-            row[key] = _text(values.pop(key))
-    row["attributes"] = _text(values) if values else None
-    row["odd"] = odd
-    return row
-
-
-def _unfold(values: dict[str, Any], sides: dict[str, Any]) -> bool:
-    """Move attributes and the parts of inputs and outputs up to the other keys; whether any had an unknown form."""
+    # Attributes and the parts of inputs and outputs move up to the other keys.
     odd = False
+    sides = {side: values.pop(side, None) for side in _SIDES}
     for side, content in sides.items():
         if isinstance(content, dict):
             parts = dict(zip(("values", "shapes", "types"), _SIDES[side], strict=True))
@@ -243,19 +208,35 @@ def _unfold(values: dict[str, Any], sides: dict[str, Any]) -> bool:
     listed = values.pop("attrs", None)
     if isinstance(listed, dict):
         listed = [{"name": name, "value": value} for name, value in listed.items()]
+    odd |= listed is not None and not isinstance(listed, list)
     for item in listed if isinstance(listed, list) else []:
         if isinstance(item, dict) and isinstance(item.get("name"), str):
             values.setdefault(item["name"], item.get("value"))
         else:
             odd = True
-    return odd | (listed is not None and not isinstance(listed, list))
-
-
-def _number(value: Any) -> int | None:
-    parsed = number(value)
-    if parsed == NULL and isinstance(value, int) and 2**63 <= value < 2**64:
-        return value - 2**64  # -1 written as unsigned
-    return None if parsed == NULL else parsed
+    row: dict[str, Any] = {"id": own, "name": _name(values.pop("name", None))}
+    odd |= not isinstance(node.get("id"), int) or not isinstance(node.get("name"), str)
+    values.pop("id")
+    for column, key in NUMBERS.items():
+        value = values.pop(key, None)
+        if column == "parent" and "ctrl_deps" in values:
+            value = values.pop("ctrl_deps")
+            value = value[0] if isinstance(value, list) and value else value
+        parsed = number(value)
+        row[column] = None if parsed == NULL else parsed
+        if parsed == NULL and isinstance(value, int) and 2**63 <= value < 2**64:
+            row[column] = value - 2**64  # -1 written as unsigned
+        odd |= value is not None and (row[column] is None or isinstance(value, str))
+    if row["scope"] is not None and not -(2**31) <= row["scope"] < 2**31:
+        row["scope"], odd = None, True
+    schema = values.pop("op_schema", None)
+    row["schema"] = _name(schema) if isinstance(schema, str) else None
+    for key in LISTS:
+        if values.get(key) is not None:
+            row[key] = _text(values.pop(key))
+    row["attributes"] = _text(values) if values else None
+    row["odd"] = odd
+    return row
 
 
 def _name(value: Any) -> str:

@@ -1,4 +1,7 @@
-"""Walks a host trace: what stands around the nodes, and the nodes in slices, damage kept in bounds."""
+"""Walks a host trace: what stands around the nodes, and the nodes in slices, damage kept in bounds.
+
+Of malformed stretches every whole node is kept, what can be mended is, the rest is counted.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from traceloom.errors import InputError
 from traceloom.plain_text import clean_json
 from traceloom.read.damage import Damage
 from traceloom.read.detect import kind_of, refuse_start
-from traceloom.read.host_nodes import decode
-from traceloom.read.host_repair import BETWEEN, NODES, recover, tell
-from traceloom.read.resync import MALFORMED, Walk
+from traceloom.read.host_nodes import LISTS, NUMBERS, decode, loose_frame
+from traceloom.read.repair import mended
+from traceloom.read.resync import MALFORMED, Form, Recovery, Span, Walk
 from traceloom.read.text_window import TextWindow
 
 SLICE = 1 << 20
@@ -23,10 +26,63 @@ _MOST_NODE = 1 << 26  # bytes of one node
 _MOST_HEAD = 1 << 20  # bytes before the nodes
 _NODES = re.compile(rb'"nodes"\s*:\s*\[')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[|^\s*\[\s*\{[^{}]{0,300}"ph"\s*:')
-_BLANK = re.compile(rb"[\s,]*")
 _ENTRY = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null)')
 _ENVELOPE = frozenset({"schema", "pid", "time", "start_ts", "finish_ts"})  # no node has such a key
 _TRIED_ENDS = 64  # brackets looked at for the one that closes the list
+
+
+# Between two nodes. An attribute begins with its name too, but a type or a value follows there.
+_STARTS = (
+    rb'"(?:id|ctrl_deps|data_deps|inputs|rf_id|parent|outputs|attrs|schema)"\s*:'
+    rb'|"name"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"(?!type"|value"|doc_string")[a-z_]+"'
+    rb'|"name"\s*:\s*"[^{}]{0,400}?"\s*,\s*"(?:id|rf_id|parent|ctrl_deps)"\s*:\s*-?\d'  # with quotes not escaped
+)
+BETWEEN = re.compile(rb"\}\s*,\s*(?=\{\s*(?:" + _STARTS + rb"))")
+# At the end of a cut text the key may be cut.
+_BETWEEN_OR_CUT = re.compile(rb"\}\s*,\s*(?=\{\s*(?:" + _STARTS + rb'|(?:"[a-z_]{0,9}"?)?\s*\Z))')
+NODES = Form(
+    between=_BETWEEN_OR_CUT,
+    start=re.compile(rb'\{\s*"id"\s*:\s*\d+\s*,\s*"name"\s*:'),
+    mark=re.compile(rb'"id"\s*:'),
+    keys=frozenset(["id", "name", "ctrl_deps", "attrs", "op_schema", *NUMBERS.values(), *LISTS]),
+    is_entry=lambda value: "id" in value and "name" in value and ("ctrl_deps" in value or "parent" in value),
+)
+_STRING = re.compile(r'("(?:[^"\\]|\\.)*")')
+# The observer of older versions writes doubles as C++ prints them.
+_ENDLESS = re.compile(r"(?<=[:\[,])(\s*)([+-]?(?:nan|inf(?:inity)?))(?=\s*[,}\]])", re.IGNORECASE)
+
+
+class _NodeRecovery(Recovery):
+    """Nodes as frames.
+
+    Attributes:
+        nested: The layout to expect.
+        frames: What was kept.
+    """
+
+    nested: bool
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.frames: list[pl.DataFrame] = []
+
+    def take(self, begin: int, end: int, spans: list[Span]) -> None:  # noqa: ARG002  (as of Recovery)
+        frame, odd, lost = decode(self.text[begin:end], nested=self.nested)
+        for slug, count in (("odd-values", odd), ("lost-events", lost)):
+            if count:
+                self._note(slug, begin, count)
+        self.frames.append(frame)
+
+    def mend(self, begin: int, end: int) -> int:
+        # Bare inf and nan become strings, as newer observers write them; what stands in strings is left alone.
+        parts = _STRING.split(self.text[begin:end].decode("utf-8", "replace"))
+        piece = "".join(part if part.startswith('"') else _ENDLESS.sub(r'\1"\2"', part) for part in parts).encode()
+        frame, _, lost = loose_frame(mended(piece, key="id"))
+        if lost:
+            self._note("lost-events", begin, lost)
+        if frame.height:
+            self.frames.append(frame)
+        return frame.height
 
 
 class HostText(TextWindow):
@@ -52,7 +108,7 @@ class HostText(TextWindow):
         self.open()
         target_size = SLICE
         while self._fill(target_size):
-            cut = self._cut()
+            cut = self._last_boundary(BETWEEN, 4096)
             if cut is None:
                 if target_size > _MOST_NODE:
                     raise InputError(
@@ -65,15 +121,29 @@ class HostText(TextWindow):
             target_size = SLICE if used else len(self._text) * 2
             self._skip(used)
             if closed:
+                while self._fill(len(self._text) + SLICE):
+                    if len(self._text) > _MOST_HEAD:
+                        self._skip(len(self._text) - _MOST_HEAD)
+                tail = self._text
                 break
             self._skip_blank()
-        else:
-            yield from self._last()
-            return
-        while self._fill(len(self._text) + SLICE):
-            if len(self._text) > _MOST_HEAD:
-                self._skip(len(self._text) - _MOST_HEAD)
-        self._keep_tail(self._text)
+        else:  # the last stretch: nodes, the end of the list, and what stands behind it
+            self._skip_blank()
+            end = self._end_of_list()
+            if end is None:
+                body = self._text.rstrip(b" \t\r\n,\0")
+                frames, used, _ = self._decoded(body, last=True)
+                yield from frames
+                if used >= len(body):
+                    if "cut-file" not in self._damage.cases:
+                        self._damage.note("cut-file", f"byte {self.size} of the text", 0)
+                    return
+                tail = self._text[used:]
+            else:
+                frames, _, _ = self._decoded(self._text[:end].rstrip(b" \t\r\n,"), last=True, bounded=True)
+                yield from frames
+                tail = self._text[end + 1 :]
+        self._keep(tail.strip().rstrip(b"\0").removesuffix(b"}"))
 
     def open(self) -> None:
         """Read what stands before the nodes.
@@ -99,7 +169,13 @@ class HostText(TextWindow):
             if at is None:
                 if unknown is not None:
                     raise unknown
-                self._refuse()
+                keys = [entry.group(1).decode("utf-8", "replace") for entry in _ENTRY.finditer(self._text[:4096])]
+                shown = ", ".join(f"`{key}`" for key in keys[:4])
+                raise InputError(
+                    f"this is no host trace but JSON without `nodes`{f' (its keys: {shown})' if shown else ''}",
+                    slug="not-a-host-trace",
+                    where=self._path,
+                )
             self._damage.note("damaged-metadata", f"byte {at} of the text")
             head, behind = at, at
         else:
@@ -119,23 +195,6 @@ class HostText(TextWindow):
         """As in `TextWindow`; False also where the text has ended: what is at hand is all there is."""
         return super()._fill(count) and not self._ended
 
-    def _skip_blank(self) -> None:
-        blank = _BLANK.match(self._text)
-        if blank and blank.end():
-            self._skip(blank.end())
-
-    def _cut(self) -> int | None:
-        """The last boundary between two nodes at hand, behind its bracket."""
-        low = len(self._text)
-        while low > 0:
-            high, low = low, max(0, low - (1 << 14))
-            last = None
-            for last in BETWEEN.finditer(self._text, low, min(len(self._text), high + 4096)):  # noqa: B007
-                pass
-            if last is not None and last.start() > 0:
-                return last.start() + 1
-        return None
-
     # -- nodes --------------------------------------------------------------------------------------------------
 
     def _decoded(self, text: bytes, *, last: bool, bounded: bool = False) -> tuple[list[pl.DataFrame], int, bool]:
@@ -145,29 +204,14 @@ class HostText(TextWindow):
         try:
             frame, odd, lost = decode(text, nested=self._nested)
         except MALFORMED:
-            return recover(text, self._base, self._damage, nested=self._nested, last=last, bounded=bounded)
-        tell(self._damage, f"byte {self._base} of the text", odd, lost)
+            recovery = _NodeRecovery(text, self._base, self._damage, NODES, last=last, bounded=bounded)
+            recovery.nested = self._nested
+            used, closed = recovery.run()
+            return recovery.frames, used, closed
+        for slug, count in (("odd-values", odd), ("lost-events", lost)):
+            if count:
+                self._damage.note(slug, f"byte {self._base} of the text", count)
         return [frame], len(text), last
-
-    def _last(self) -> Iterator[pl.DataFrame]:
-        """The last stretch: nodes, the end of the list, and what stands behind it."""
-        self._skip_blank()
-        end = self._end_of_list()
-        if end is None:
-            body = self._text.rstrip(b" \t\r\n,\0")
-            frames, used, _ = self._decoded(body, last=True)
-            yield from frames
-            if used < len(body):
-                self._keep_tail(self._text[used:])
-            elif "cut-file" not in self._damage.cases:
-                self._damage.note("cut-file", f"byte {self.size} of the text", 0)
-            return
-        frames, _, _ = self._decoded(self._text[:end].rstrip(b" \t\r\n,"), last=True, bounded=True)
-        yield from frames
-        self._keep_tail(self._text[end + 1 :])
-
-    def _keep_tail(self, text: bytes) -> None:
-        self._keep(text.strip().rstrip(b"\0").removesuffix(b"}"))
 
     def _end_of_list(self) -> int | None:
         """Where the bracket stands that closes the nodes; None where the file is cut before it."""
@@ -179,18 +223,16 @@ class HostText(TextWindow):
             tail = _parsed(b'{"":0' + self._text[at + 1 :].rstrip(b" \t\r\n\0"))
             if tail is None:
                 continue
-            if tail.keys() & _ENVELOPE or self._decodes(self._text[:at]):
+            if tail.keys() & _ENVELOPE:
                 return at
-            # A cut behind the last list of a node looks like the end of the nodes.
-            fallback = at if fallback is None and "finish_ts" in self.envelope else fallback
+            try:
+                decode(self._text[:at].strip(b" \t\r\n,"), nested=self._nested)
+            except MALFORMED:
+                # A cut behind the last list of a node looks like the end of the nodes.
+                fallback = at if fallback is None and "finish_ts" in self.envelope else fallback
+            else:
+                return at
         return fallback
-
-    def _decodes(self, text: bytes) -> bool:
-        try:
-            decode(text.strip(b" \t\r\n,"), nested=self._nested)
-        except MALFORMED:
-            return False
-        return True
 
     # -- around them --------------------------------------------------------------------------------------------
 
@@ -216,15 +258,6 @@ class HostText(TextWindow):
         raise InputError(
             "this is a Kineto trace (device trace), where a host trace is expected; perhaps the two are swapped",
             slug="swapped-traces",
-            where=self._path,
-        )
-
-    def _refuse(self) -> NoReturn:
-        keys = [match.group(1).decode("utf-8", "replace") for match in _ENTRY.finditer(self._text[:4096])]
-        shown = ", ".join(f"`{key}`" for key in keys[:4])
-        raise InputError(
-            f"this is no host trace but JSON without `nodes`{f' (its keys: {shown})' if shown else ''}",
-            slug="not-a-host-trace",
             where=self._path,
         )
 

@@ -61,7 +61,12 @@ def find(paths: tuple[str, ...]) -> FoundInputs:
     for text in paths:
         path = Path(text)
         if text != "-":
-            _check_there(path)
+            try:
+                path.stat()
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise InputError("there is no such file or directory", slug="unreadable", where=str(path)) from error
+            except (OSError, ValueError) as error:
+                raise _unreadable(path, error) from error
         if path.is_dir():
             before = len(discovered.inputs)
             _directory(path, discovered, seen, _DEPTH)
@@ -126,15 +131,6 @@ def _directory(folder: Path, discovered: FoundInputs, seen: set[Path], depth: in
             _add(discovered, seen, Input(path, given=False))
 
 
-def _check_there(path: Path) -> None:
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise InputError("there is no such file or directory", slug="unreadable", where=str(path)) from error
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-
-
 def _unreadable(path: Path, error: OSError | ValueError) -> InputError:
     reason = (getattr(error, "strerror", None) or str(error)).lower()
     kind = "directory" if os.path.isdir(path) else "file"  # noqa: PTH112  (which may fail as well)
@@ -160,22 +156,17 @@ def read_capture(folder: Path) -> _Capture | None:
         decoded = _decoded(whole)
         if decoded is None or decoded[0].get("format") != capture_document.FORMAT:
             raise InputError("capture.json is damaged or of another program", slug="damaged-capture", where=str(whole))
-        _note_all(folder)
-        return decoded
-    parts = [_decoded(path) for path in sorted(folder.glob("*.capture.json"), key=_natural)]
-    ranks = [part for part in parts if part is not None and "rank" in part[0]]
-    if not ranks:
-        return None
-    _note_all(folder)
-    document = {"format": capture_document.FORMAT, "version": 1, "ranks": [entry for entry, _ in ranks]}
-    return document, [notice for _, notices in ranks for notice in notices]
-
-
-def _note_all(folder: Path) -> None:
-    """All that belongs to the capture is an input, whatever of it is read today."""
-    for path in folder.iterdir():
+    else:
+        parts = [_decoded(path) for path in sorted(folder.glob("*.capture.json"), key=_natural)]
+        ranks = [part for part in parts if part is not None and "rank" in part[0]]
+        if not ranks:
+            return None
+        document = {"format": capture_document.FORMAT, "version": 1, "ranks": [entry for entry, _ in ranks]}
+        decoded = document, [notice for _, notices in ranks for notice in notices]
+    for path in folder.iterdir():  # all that belongs to the capture is an input, whatever of it is read today
         if _OF_CAPTURE.match(path.name):
             note_input(path)
+    return decoded
 
 
 def _decoded(path: Path) -> _Capture | None:

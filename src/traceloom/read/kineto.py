@@ -1,17 +1,70 @@
-"""Kineto traces of any version and vendor: one file to one Trace."""
+"""Kineto traces of any version and vendor: one file to one Trace.
+
+Its columns get order, lanes, nesting, joins, side frames and notices.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from traceloom.model import Trace
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import Meta, Notice, Trace
+from traceloom.model import category as cat
+from traceloom.model.arrays import Texts, chosen, distinct, lookup, nearest, nullable, plain, row_numbers
+from traceloom.model.deferred import Deferred
+from traceloom.model.schema import SCHEMAS, CategoryType
 from traceloom.read import ahead
-from traceloom.read.assemble import File, assemble
-from traceloom.read.decoding import decode
+from traceloom.read import metadata as md
+from traceloom.read.collectives import collective_frame, with_captured
+from traceloom.read.columns import (
+    ALLOCATION,
+    COLLECTIVE_NUMBERS,
+    COLLECTIVE_RAWS,
+    COLLECTIVE_TEXTS,
+    FILLING,
+    LISTS,
+    Columns,
+)
+from traceloom.read.decoding import Decoded, decode
+from traceloom.read.fields import NULL
+from traceloom.read.lanes import KIND_OF_CODE, ON_DEVICE, ThreadPairs, find_lanes, lane_frame
+from traceloom.read.links import flow_frame, launches, ops, repeats_correlation, source_frame
+from traceloom.read.memory import allocation_frame, counter_frame, mark_frame, unknown_devices
+from traceloom.read.nesting import Nesting, nest, time_order
+from traceloom.read.steps import NO_STEP, event_steps, find_steps
 from traceloom.read.together import decode_with, helpers
+from traceloom.read.transfers import copy_frame, kernel_frame, python_frame, sync_frame, tensor_frame
+
+Array = NDArray[Any]
+Ints = NDArray[np.int64]
+_CODES = {name: code for code, name in enumerate(cat.CATEGORIES)}
+_CATEGORY_NAMES = pl.Series(list(cat.CATEGORIES), dtype=CategoryType)
+_OP, _ANNOTATION, _PYTHON, _OTHER = (_CODES[name] for name in (cat.OP, cat.ANNOTATION, cat.PYTHON, cat.OTHER))
+_OUR_THREAD = re.compile(r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$")
+_ABSURD_NS = 86_400 * 10**9  # a day: no event of a recording lasts that long
+
+_IS_WORK, _IS_LAUNCH = (np.array([name in names for name in cat.CATEGORIES]) for names in (cat.GPU_WORK, cat.LAUNCHES))
+_ON_DEVICE = ON_DEVICE[KIND_OF_CODE]
+_TIMED = ("flows", "marks", "counters", "allocations")  # tables with times of their own
+_SIDE: dict[str, dict[str, Any]] = {
+    "copies": dict.fromkeys(("bytes", "kind", "copy_kind", "source_kind", "target_kind"), np.int64),
+    "kernels": dict.fromkeys(FILLING, np.float64),
+    "syncs": dict.fromkeys(("kind", "awaited_stream", "record_correlation", "event_id"), np.int64),
+    "collectives": dict.fromkeys((*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS, *COLLECTIVE_NUMBERS), np.int64),
+    "tensors": dict.fromkeys(LISTS, np.int32),
+    "frames": dict.fromkeys(("python_id", "python_parent", "module_id"), np.int64),
+    "flows": {"phase": np.bool_, **dict.fromkeys(("flow", "kind", "place", "start"), np.int64)},
+    "marks": dict.fromkeys(("start", "name", "place", "bytes"), np.int64),
+    "counters": {**dict.fromkeys(("start", "name", "key", "place"), np.int64), "value": np.float64},
+    "allocations": dict.fromkeys(("start", "place", *ALLOCATION), np.int64),
+}
 
 
 def read_kineto(
@@ -41,7 +94,260 @@ def read_kineto(
             helping = helpers(Path(path), processes)
     decoded = decode(path, step) if helping is None else decode_with(helping, path, step)
     try:
-        notices = tuple(decoded.damage.notices())
-        return assemble(decoded.columns, File(str(path), decoded.metadata, decoded.size, notices, capture))
+        return _assemble(decoded, str(path), capture)
     finally:
         decoded.columns.close()
+
+
+class _FileEvents:
+    """The events of a file in time order; columns of the file are given up as they are used.
+
+    Attributes:
+        rows: `column[rows]` is in time order.
+        event: Event number of each row of the file.
+    """
+
+    def __init__(self, columns: Columns, base_ns: int) -> None:
+        self.columns = columns
+        self.base_ns = base_ns
+        self.texts = Texts(columns.texts)
+        self.places = ThreadPairs(list(columns.places), columns.thread_names)
+        raw_start = columns.take("spans", "start", np.int64)
+        raw_duration = columns.take("spans", "duration", np.int64)
+        self.rows = time_order(raw_start, raw_duration)
+        self.event = np.empty(len(self.rows), dtype=np.int64, like=raw_start)
+        self.event[self.rows] = np.arange(len(self.rows), like=raw_start)
+        self.whole_us = bool((raw_start % 1000 == 0).all())
+        self.start = raw_start[self.rows] + base_ns
+        del raw_start
+        self.duration = raw_duration[self.rows]
+        del raw_duration
+        self.name = columns.take("spans", "name", np.int32)[self.rows]
+        self.category = columns.take("spans", "category", np.uint8)[self.rows]
+        names = self.texts.names
+        # In files of 2021 annotations are called operators too.
+        annotations = [number for number, text in enumerate(names) if text.startswith(("ProfilerStep#", "Optimizer."))]
+        if annotations:
+            self.category[np.isin(self.name, annotations) & (self.category == _OP)] = _ANNOTATION
+        self.place = columns.take("spans", "place", np.int32)[self.rows]
+        # Python frames of threads that the recorder itself runs are no host work: stacks show them, too.
+        ours = [number for number, text in enumerate(names) if _OUR_THREAD.search(text)]
+        if ours:
+            python = self.category == _PYTHON
+            places = np.unique(self.place[python & np.isin(self.name, ours)])
+            self.category[python & np.isin(self.place, places)] = _OTHER
+        self._events_of: dict[str, Ints] = {}
+        self.correlation = self.spread("correlation", "calls", "device")
+        self.external = self.spread("external", "ops", "calls", "device")
+        if repeats_correlation(self.external, self.correlation, lookup(_IS_WORK, self.category)):
+            self.external[lookup(_IS_WORK, self.category)] = NULL
+
+    def events_of(self, table: str) -> Ints:
+        """The event of each row of a side table."""
+        if table not in self._events_of:
+            self._events_of[table] = self.event[self.columns.take(table, "row", np.uint32)]
+        return self._events_of[table]
+
+    def spread(self, name: str, *tables: str) -> Ints:
+        """A column of side tables as one value per event, NULL elsewhere."""
+        out = np.full(len(self.start), NULL, dtype=np.int64, like=self.start)
+        for table in tables:
+            out[self.events_of(table)] = self.columns.take(table, name, np.int64)
+        return out
+
+    def side(self, table: str) -> dict[str, Array]:
+        """All columns of a side table, empty ones too; `event` where its rows are about events."""
+        columns = {name: self.columns.take(table, name, dtype) for name, dtype in _SIDE[table].items()}
+        return columns if table in _TIMED else {"event": self.events_of(table), **columns}
+
+
+def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Trace:
+    """The trace of a decoded file; `capture` is this rank's part of capture.json."""
+    columns, file_notices = decoded.columns, decoded.damage.notices()
+    made = _FileEvents(columns, md.base_ns(decoded.metadata))
+    # Of device-side events: the arguments, else pid and tid; NULL on the host.
+    device, stream = made.spread("device", "device"), made.spread("stream", "device")
+    on_device = lookup(_ON_DEVICE, made.category)
+    for values, which in ((device, 0), (stream, 1)):
+        missing = np.flatnonzero(on_device & (values == NULL))
+        values[missing] = made.places.numbers(which)[made.place[missing]]
+    device[(device < -1) | (device >= 2**31)] = NULL
+    lanes = find_lanes(made.category, made.place, device, stream, made.places)
+    nesting = nest(lanes.lane, made.start, made.start + np.maximum(made.duration, 0), lanes.nests)
+    events = _events(made, device, stream, lanes.lane, nesting)
+    engine = [number for number, text in enumerate(made.texts.names) if text.startswith("autograd::engine::")]
+    autograd = np.isin(made.name, engine) if engine else np.zeros(len(made.start), dtype=np.bool_, like=made.start)
+    lane_table = lane_frame(lanes, made.start, nesting.nested_end_ns, autograd)
+    used = {int(number) for number in distinct(device[lookup(_IS_WORK, made.category)]) if number != NULL}
+    steps, step_notices = find_steps(events, lane_table, made.texts.names, capture, path)
+    events = _linked(made, events, nesting, steps)
+    del device, stream, lanes, on_device, values, missing
+    # Frames that not everybody asks for are deferred; each keeps only what it is made of.
+    texts, places, base_ns = made.texts, made.places, made.base_ns
+    tensors = Deferred(tensor_frame, made.side("tensors"), texts)
+    described = made.side("collectives")
+    ranks = described["rank"]
+    collectives = collective_frame(described, texts, events, tensors)
+    collectives, capture_notices = with_captured(collectives, events, capture)
+    allocations = made.side("allocations")
+    flows = made.side("flows")
+    flows["start"] = np.where(flows["start"] == NULL, NULL, flows["start"] + base_ns)
+    offset, length = columns.take("spans", "offset", np.int64), columns.take("spans", "length", np.int32)
+    sides: dict[str, Any] = {
+        "lanes": lane_table,
+        "devices": md.device_frame(decoded.metadata, used),
+        "groups": md.group_frame(decoded.metadata, capture),
+        "steps": steps,
+        "collectives": collectives,
+        "copies": Deferred(copy_frame, made.side("copies"), texts, events),
+        "kernels": Deferred(kernel_frame, made.side("kernels")),
+        "syncs": Deferred(sync_frame, made.side("syncs"), texts, events),
+        "flows": Deferred(flow_frame, flows, texts, events, made.place),
+        "python": Deferred(python_frame, made.side("frames")),
+        "allocations": Deferred(allocation_frame, allocations, base_ns, places, (events, made.place), steps),
+        "counters": Deferred(counter_frame, made.side("counters"), base_ns, places, texts),
+        "marks": Deferred(mark_frame, made.side("marks"), base_ns, places, texts),
+        "sources": Deferred(source_frame, offset, length, made.rows),
+        "tensors": tensors,
+    }
+    meta, rank_notices = _meta(made, decoded, path, capture, ranks)
+    data_notices = _notices(events, nesting, columns.unknown_categories, unknown_devices(allocations))
+    notices = (*file_notices, *rank_notices, *step_notices, *capture_notices, *data_notices)
+    return Trace(meta=meta, events=events, notices=notices, **sides)
+
+
+def _events(made: _FileEvents, device: Ints, stream: Ints, lane: Ints, nesting: Nesting) -> pl.DataFrame:
+    """The `events` frame without what joins add."""
+    on_device = lookup(_ON_DEVICE, made.category)
+    process, thread = (
+        np.where(on_device, NULL, lookup(numbers, made.place) if len(numbers) else np.zeros(0, dtype=np.int64))
+        for numbers in (made.places.numbers(0), made.places.numbers(1))
+    )
+    record = made.spread("record_function", "ops")
+    record[record == 0] = NULL
+    return pl.DataFrame(
+        {
+            "event": plain(np.arange(len(made.start), dtype=np.uint32, like=made.start), pl.UInt32),
+            "name": made.texts.column(made.name),
+            "category": chosen(_CATEGORY_NAMES, made.category),
+            "start_ns": plain(made.start, pl.Int64),
+            "duration_ns": plain(made.duration, pl.Int64),
+            "nested_end_ns": plain(nesting.nested_end_ns, pl.Int64),
+            "lane": plain(lane, pl.UInt32),
+            "process": nullable(process),
+            "thread": nullable(thread),
+            "device": nullable(device, pl.Int32),
+            "stream": nullable(stream),
+            "correlation": nullable(made.correlation),
+            "external_id": nullable(made.external),
+            "record_function_id": nullable(record),
+            "sequence": nullable(made.spread("sequence", "ops")),
+            "forward_thread": nullable(made.spread("forward_thread", "ops")),
+            "parent": row_numbers(nesting.parent),
+            "depth": plain(np.minimum(nesting.depth, 2**16 - 1), pl.UInt16),
+        }
+    )
+
+
+def _linked(made: _FileEvents, events: pl.DataFrame, nesting: Nesting, steps: pl.DataFrame) -> pl.DataFrame:
+    """The `events` frame with `op`, `launch` and `step`."""
+    is_launch, is_work = lookup(_IS_LAUNCH, made.category), lookup(_IS_WORK, made.category)
+    is_op = made.category == _OP
+    launch = launches(made.correlation, is_launch, is_work)
+    op = ops(nearest(nesting.parent, is_op), launch, is_launch, is_op, is_work, made.external)
+    step = event_steps(steps, made.start, launch, is_work)
+    linked = events.with_columns(
+        row_numbers(op).alias("op"),
+        row_numbers(launch).alias("launch"),
+        nullable(step, pl.Int32, NO_STEP).alias("step"),
+    )
+    return linked.select(list(SCHEMAS["events"]))
+
+
+def _meta(
+    made: _FileEvents, decoded: Decoded, path: str, capture: dict[str, Any] | None, ranks: Ints
+) -> tuple[Meta, list[Notice]]:
+    """The facts of the whole trace; `ranks` are those in the arguments of collectives."""
+    metadata, entry = decoded.metadata, capture or {}
+    named = distinct(ranks[(ranks != NULL) & (ranks >= 0)])
+    rank, evidence, notices = md.find_rank(metadata, int(named[0]) if len(named) == 1 else None, path, capture)
+    info = md.distributed(metadata)
+    host = metadata.get("host_name")
+    latest = int(made.start[-1]) if len(made.start) else 0
+    # The process with most events on the host; 0 and below are no processes.
+    on_host = made.place[~lookup(_ON_DEVICE, made.category)]
+    counts: dict[int, int] = {}
+    events = np.bincount(on_host, minlength=len(made.places.pairs)).tolist()
+    for process, count in zip(made.places.numbers(0).tolist(), events, strict=True):
+        if process > 0 and count:
+            counts[process] = counts.get(process, 0) + count
+    meta = Meta(
+        path=path,
+        rank=rank,
+        rank_evidence=evidence,
+        world_size=md.whole(entry.get("world_size")) or md.whole(info.get("world_size")),
+        host=host if isinstance(host, str) and host else entry.get("host"),
+        process=max(counts, key=lambda process: counts[process], default=None),
+        backend=info.get("backend") if isinstance(info.get("backend"), str) else None,
+        base_ns=made.base_ns,
+        clock="unix" if made.base_ns or latest > 10**18 else "unknown",
+        unit_ns=1000 if made.whole_us and bool((made.duration % 1000 == 0).all()) else 1,
+        event_count=made.columns.entries,
+        file_bytes=decoded.size,
+        schema_version=None if metadata.get("schemaVersion") is None else str(metadata["schemaVersion"]),
+        versions=md.versions(metadata),
+        settings=md.settings(metadata),
+        job=md.job(metadata),
+        capture=capture,
+    )
+    return meta, notices
+
+
+def _notices(
+    events: pl.DataFrame, nesting: Nesting, unknown_categories: dict[str, int], unknown_devices: int
+) -> list[Notice]:
+    """Notices about what is no damage of the text: spans that cross, orphans, absurd durations, unknown categories."""
+    out: list[Notice] = []
+
+    def counted(count: int) -> str:
+        return f"{count:,} {'event' if count == 1 else 'events'}"
+
+    negative, absurd, orphans, work = (
+        events.lazy()
+        .select(
+            (pl.col("duration_ns") < 0).sum().alias("negative"),
+            (pl.col("duration_ns") >= _ABSURD_NS).sum().alias("absurd"),
+            (pl.col("category").is_in(cat.GPU_WORK) & pl.col("launch").is_null()).sum().alias("orphans"),
+            pl.col("category").is_in(cat.GPU_WORK).sum().alias("work"),
+        )
+        .collect()
+        .row(0)
+    )
+    if not events.height:
+        out.append(Notice("no-events", "error", "the trace holds no complete event"))
+    if negative:
+        text = f"with a negative duration, kept as recorded and counted as 0: {counted(negative)}"
+        out.append(Notice("negative-duration", "warning", text, negative))
+    if absurd:
+        text = f"longer than a day, kept as recorded, so that times that hold them are wrong: {counted(absurd)}"
+        out.append(Notice("absurd-duration", "warning", text, absurd))
+    if orphans:
+        have = "has" if orphans == 1 else "have"
+        text = (
+            f"{orphans:,} of {work:,} GPU events {have} no launch in the trace "
+            "(submitted before the recording began, or the call was not recorded)"
+        )
+        out.append(Notice("orphan-work", "info", text, orphans))
+    clipped = len(nesting.clipped)
+    if clipped:
+        text = f"crossing another span of their thread, and shortened so that they nest: {counted(clipped)}"
+        out.append(Notice("crossing-spans", "info", text, clipped))
+    if unknown_categories:
+        count = sum(unknown_categories.values())
+        names = ", ".join(f"`{name}`" for name in sorted(unknown_categories)[:4])
+        text = f"of a category this version does not know ({names}), kept as `other`: {counted(count)}"
+        out.append(Notice("unknown-category", "info", text, count))
+    if unknown_devices:
+        text = f"{unknown_devices:,} memory events are of a device type this version does not know"
+        out.append(Notice("unknown-device-type", "info", text, unknown_devices))
+    return out

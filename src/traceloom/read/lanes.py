@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from traceloom.model import category as cat
 from traceloom.model.arrays import lookup
 from traceloom.model.schema import SCHEMAS
+from traceloom.read.columns import number
 from traceloom.read.fields import NULL
 from traceloom.read.nesting import stable_order
 
@@ -57,16 +58,7 @@ class ThreadPairs(Struct, frozen=True):
 
     def numbers(self, which: int) -> Ints:
         """The process (0) or thread (1) of each pair as a number, NULL where it is text."""
-        values = [pair[which] if isinstance(pair[which], int) else _number(pair[which]) for pair in self.pairs]
-        inside = [value if -(2**63) < value < 2**63 else NULL for value in values]
-        return np.array(inside, dtype=np.int64)
-
-
-def _number(text: Any) -> int:
-    try:
-        return int(text)
-    except (TypeError, ValueError):
-        return NULL
+        return np.array([number(pair[which]) for pair in self.pairs], dtype=np.int64)
 
 
 def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, places: ThreadPairs) -> Lanes:
@@ -85,53 +77,46 @@ def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, place
     rows = np.flatnonzero(on_device)
     if rows.size:
         _, device_number = np.unique(device[rows], return_inverse=True)
-        streams, stream_number = np.unique(stream[rows], return_inverse=True)
-        key[rows] = device_number * len(streams) + stream_number
+        streams, stream_rank = np.unique(stream[rows], return_inverse=True)
+        key[rows] = device_number * len(streams) + stream_rank
     key = key * len(KINDS) + kind
     _, first, lane = np.unique(key, return_index=True, return_inverse=True)
-    described = [_describe(int(row), kind, thread, device, stream, places) for row in first]
+    described: list[dict[str, Any]] = []
+    for row in first.tolist():
+        pid, tid = places.pairs[int(thread[row])]
+        row_kind, is_device = KINDS[int(kind[row])], bool(on_device[row])
+        stream_number = int(stream[row]) if is_device and stream[row] != NULL else None
+        if is_device:
+            what = {"device": "", "device_annotation": " annotations", "device_sync": " syncs"}[row_kind]
+            name = ("all streams" if stream_number in (None, -1) else f"stream {stream_number}") + what
+        elif row_kind == "other":
+            name = str(tid) if isinstance(tid, str) and tid else "profiler"
+        elif str(pid) == str(tid):
+            name = "main thread"
+        else:
+            name = places.thread_names.get((pid, tid), "")
+            bracketed = _IN_BRACKETS.match(name)
+            name = bracketed.group(1) if bracketed else name
+            if "autograd" in name:
+                name = f"autograd {tid}"
+            elif _PLAIN.match(name):
+                name = f"thread {tid}"
+            name = name if str(tid) in name else f"{name} {tid}"
+        described.append(
+            {
+                "kind": row_kind,
+                "process": str(pid),
+                "thread": str(tid),
+                "device": int(device[row]) if is_device and device[row] != NULL else None,
+                "stream": stream_number,
+                "name": name,
+            }
+        )
     order = sorted(range(len(described)), key=lambda at: _rank(described[at]))
     renumbered = np.empty(len(order), dtype=np.int64)
     renumbered[order] = np.arange(len(order))
     lane = lookup(renumbered, lane) if order else lane.astype(np.int64)
     return Lanes(lane, ~on_device, [described[at] for at in order])
-
-
-def _describe(  # noqa: PLR0917
-    row: int, kind: Array, pair_number: Array, device: Ints, stream: Ints, places: ThreadPairs
-) -> dict[str, Any]:
-    pid, tid = places.pairs[int(pair_number[row])]
-    name = KINDS[int(kind[row])]
-    on_device = bool(ON_DEVICE[int(kind[row])])
-    out = {
-        "kind": name,
-        "process": str(pid),
-        "thread": str(tid),
-        "device": int(device[row]) if on_device and device[row] != NULL else None,
-        "stream": int(stream[row]) if on_device and stream[row] != NULL else None,
-    }
-    if on_device:
-        stream_name = "all streams" if out["stream"] in (None, -1) else f"stream {out['stream']}"
-        what = {"device": "", "device_annotation": " annotations", "device_sync": " syncs"}[name]
-        out["name"] = stream_name + what
-    else:
-        out["name"] = _host_name(pid, tid, name, places.thread_names)
-    return out
-
-
-def _host_name(pid: Any, tid: Any, kind: str, names: dict[tuple[Any, Any], str]) -> str:
-    if kind == "other":
-        return str(tid) if isinstance(tid, str) and tid else "profiler"
-    if str(pid) == str(tid):
-        return "main thread"
-    name = names.get((pid, tid), "")
-    bracketed = _IN_BRACKETS.match(name)
-    name = bracketed.group(1) if bracketed else name
-    if "autograd" in name:
-        return f"autograd {tid}"
-    if _PLAIN.match(name):
-        return f"thread {tid}"
-    return name if str(tid) in name else f"{name} {tid}"
 
 
 def _rank(lane: dict[str, Any]) -> tuple[Any, ...]:
@@ -146,8 +131,10 @@ def _rank(lane: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _natural(text: str) -> tuple[int, str]:
-    number = _number(text)
-    return (number if number != NULL else 2**63, text)
+    try:
+        return int(text), text
+    except ValueError:
+        return 2**63, text
 
 
 def lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Array) -> pl.DataFrame:
@@ -163,25 +150,16 @@ def lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Array) -> 
     order = stable_order(lanes.lane)
     bounds = np.cumsum(np.concatenate([[0], np.bincount(lanes.lane, minlength=count)]))
     rows = []
-    for number, described in enumerate(lanes.rows):
-        members = order[bounds[number] : bounds[number + 1]]
-        row = {
-            "lane": number,
-            **described,
-            "events": len(members),
-            "busy_ns": _union(start[members], nested_end[members]),
-        }
+    for lane, described in enumerate(lanes.rows):
+        members = order[bounds[lane] : bounds[lane + 1]]
+        busy_ns = 0  # covered by spans, which stand by their start
+        if len(members):
+            begin, end = start[members], nested_end[members]
+            reached = np.maximum.accumulate(end)
+            begin[1:] = np.maximum(begin[1:], reached[:-1])
+            busy_ns = int(np.maximum(end - begin, 0).sum())
+        row = {"lane": lane, **described, "events": len(members), "busy_ns": busy_ns}
         if described["kind"] == "host" and described["name"].startswith("thread ") and autograd[members].any():
             row["name"] = f"autograd {described['thread']}"
         rows.append(row)
     return pl.DataFrame(rows, schema=SCHEMAS["lanes"])
-
-
-def _union(start: Ints, end: Ints) -> int:
-    """Time covered by spans sorted by start."""
-    if not len(start):
-        return 0
-    reached = np.maximum.accumulate(end)
-    begin = start.copy()
-    begin[1:] = np.maximum(begin[1:], reached[:-1])
-    return int(np.maximum(end - begin, 0).sum())

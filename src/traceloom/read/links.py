@@ -95,29 +95,8 @@ def flow_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame, th
         return pl.DataFrame(schema=SCHEMAS["flows"])
     kinds = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.names])
     kind = lookup(kinds, columns["kind"])
-    row, other = _pairs(columns["phase"], columns["flow"], kind)
-    large = isinstance(thread, OnDisk)
-    start, category = column_of(events, "start_ns", large=large), column_of(events, "category", large=large)
-    correlation = column_of(events, "correlation", NULL, large=large)
-    event = _at(columns, kind, (start, category, thread, correlation))
-    ends = event[row], np.where(other >= 0, event[other], NO_ROW)
-    begins = columns["phase"][row]
-    return pl.DataFrame(
-        {
-            "flow": nullable(columns["flow"][row]),
-            "kind": chosen(pl.Series(_FLOW_KINDS, dtype=SCHEMAS["flows"]["kind"]), kind[row]),
-            "source": row_numbers(np.where(begins, *ends)),
-            "target": row_numbers(np.where(begins, *ends[::-1])),
-        },
-        schema=SCHEMAS["flows"],
-    )
-
-
-def _pairs(begins: Bools, flow: Ints, kind: Array) -> tuple[Ints, Ints]:
-    """The rows of arrows, starts first, and of their other ends (-1 where there is none).
-
-    Of several starts or ends with one kind and id the last counts; without an id nothing is joined.
-    """
+    begins, flow = columns["phase"], columns["flow"]
+    # Of several starts or ends with one kind and id the last counts; without an id nothing is joined.
     flow_ids, number = np.unique(flow, return_inverse=True)
     keys = len(flow_ids) * len(_FLOW_KINDS)
     key = number * len(_FLOW_KINDS) + kind
@@ -127,8 +106,24 @@ def _pairs(begins: Bools, flow: Ints, kind: Array) -> tuple[Ints, Ints]:
     last[slot] = indices  # of equal slots the last one wins
     kept = last[slot] == indices
     other = np.where(flow == NULL, NO_ROW, last[np.where(begins, 0, keys) + key])
-    rows = np.concatenate([np.flatnonzero(kept & begins), np.flatnonzero(kept & ~begins & (other < 0))])
-    return rows, other[rows]
+    # The arrows, starts first, and their other ends; -1 where there is none.
+    row = np.concatenate([np.flatnonzero(kept & begins), np.flatnonzero(kept & ~begins & (other < 0))])
+    other = other[row]
+    large = isinstance(thread, OnDisk)
+    start, category = column_of(events, "start_ns", large=large), column_of(events, "category", large=large)
+    correlation = column_of(events, "correlation", NULL, large=large)
+    event = _at(columns, kind, (start, category, thread, correlation))
+    ends = event[row], np.where(other >= 0, event[other], NO_ROW)
+    begins = begins[row]
+    return pl.DataFrame(
+        {
+            "flow": nullable(flow[row]),
+            "kind": chosen(pl.Series(_FLOW_KINDS, dtype=SCHEMAS["flows"]["kind"]), kind[row]),
+            "source": row_numbers(np.where(begins, *ends)),
+            "target": row_numbers(np.where(begins, *ends[::-1])),
+        },
+        schema=SCHEMAS["flows"],
+    )
 
 
 def _at(ends: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, Ints]) -> Ints:

@@ -41,7 +41,7 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
         paths: Files, directories (also TensorBoard's log directories and captures), addresses (`s3://`, `gs://`,
             `http://`, `https://`), `-` for standard input.
         cache: Look into the cache of read traces, and fill it.
-        progress: Called with a `Progress` as the reading goes on.
+        progress: Called with a `ReadProgress` as the reading goes on.
 
     Returns:
         The session; files that were refused beside good ones are notices of it (`refused-input`).
@@ -184,33 +184,26 @@ def _loaded(
         at += len(run)
         refused += [result for result in run_results if isinstance(result, InputError)]
         traces = [result for result in run_results if isinstance(result, Trace)]
-        if traces:
-            sessions.append(_session(traces, label, discovered, run))
+        if not traces:
+            continue
+        traces.sort(key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
+        notices: list[Notice] = []
+        # The same rank at disjoint times is a rank with several windows; at overlapping times it cannot be.
+        for earlier, later in pairwise(traces):
+            if earlier.rank is not None and earlier.rank == later.rank and later.start_ns < earlier.end_ns:
+                both = f"{earlier.meta.path} and {later.meta.path}"
+                text = f"two files claim rank {earlier.rank} at the same time: {both}; both are kept"
+                notices.append(Notice("duplicate-rank", "warning", text, rank=earlier.rank, where=later.meta.path))
+        document = next((discovered.captures[source.capture] for source in run if source.capture is not None), None)
+        jobs = {job_of(source.entry) for source in run if source.entry is not None}
+        capture = None if document is None else of_jobs(document, jobs)
+        for folder in dict.fromkeys(source.capture for source in run if source.capture is not None):
+            notices += discovered.notices.get(folder, [])
+        sessions.append(Session(tuple(traces), with_addresses(label), capture, tuple(notices)))
     if not sessions:
         raise refused[0]
-    notices = tuple(Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in refused)
-    if notices:
+    refusals = tuple(Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in refused)
+    if refusals:
         first = sessions[0]
-        sessions[0] = Session(first.traces, first.name, first.capture, first.notices + notices)
-    return Loaded(tuple(sessions), notices)
-
-
-def _session(traces: list[Trace], name: str, discovered: FoundInputs, run: list[Input]) -> Session:
-    ordered = sorted(traces, key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
-    document = next((discovered.captures[source.capture] for source in run if source.capture is not None), None)
-    jobs = {job_of(source.entry) for source in run if source.entry is not None}
-    capture = None if document is None else of_jobs(document, jobs)
-    folders = dict.fromkeys(source.capture for source in run if source.capture is not None)
-    notices = [notice for folder in folders for notice in discovered.notices.get(folder, [])]
-    return Session(tuple(ordered), with_addresses(name), capture, (*_overlaps(ordered), *notices))
-
-
-def _overlaps(traces: list[Trace]) -> list[Notice]:
-    """The same rank at disjoint times is a rank with several windows; at overlapping times it cannot be."""
-    out = []
-    for earlier, later in pairwise(traces):
-        if earlier.rank is not None and earlier.rank == later.rank and later.start_ns < earlier.end_ns:
-            both = f"{earlier.meta.path} and {later.meta.path}"
-            text = f"two files claim rank {earlier.rank} at the same time: {both}; both are kept"
-            out.append(Notice("duplicate-rank", "warning", text, rank=earlier.rank, where=later.meta.path))
-    return out
+        sessions[0] = Session(first.traces, first.name, first.capture, first.notices + refusals)
+    return Loaded(tuple(sessions), refusals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -32,34 +32,6 @@ _ON_HOST = np.array([KINDS[kind] == "host" for kind in KIND_OF_CODE])
 _IS_OP = np.array([name == cat.OP for name in cat.CATEGORIES])
 
 
-class HostEvents(NamedTuple):
-    """What stands on the host's lanes; arrays of shape (events,), in time order.
-
-    Attributes:
-        spot: Number of the event's (pid, tid); -1 for those that are not on a host lane.
-        start: Starts.
-        nested_end: Ends, clipped to parents.
-        parent: Rows of parents, -1 for none.
-        is_op: Whether it is an op.
-    """
-
-    spot: Array
-    start: Ints
-    nested_end: Ints
-    parent: Ints
-    is_op: Array
-
-    @classmethod
-    def of(cls, events: pl.DataFrame, thread: Array) -> HostEvents:
-        """From the `events` frame and the place of each event."""
-        column = partial(column_of, events, large=isinstance(thread, OnDisk))
-        category = column("category")
-        spot = np.where(lookup(_ON_HOST, category), thread, -1)
-        return cls(
-            spot, column("start_ns"), column("nested_end_ns"), column("parent", NO_ROW), lookup(_IS_OP, category)
-        )
-
-
 def allocation_frame(
     columns: dict[str, Array],
     base_ns: int,
@@ -80,10 +52,34 @@ def allocation_frame(
         return pl.DataFrame(schema=SCHEMAS["allocations"])
     order = np.argsort(columns["start"], kind="stable")
     ordered = {name: values[order] for name, values in columns.items()}
-    time = ordered["start"] + base_ns
-    inside = _innermost_op(time, ordered["place"], HostEvents.of(*on_host))
+    time, pair_number = ordered["start"] + base_ns, ordered["place"]
+    # The innermost event that is open at each time on each (pid, tid) pair, then the op around it.
+    events, event_pair = on_host
+    column = partial(column_of, events, large=isinstance(event_pair, OnDisk))
+    category, start, end = column("category"), column("start_ns"), column("nested_end_ns")
+    parent, is_op = column("parent", NO_ROW), lookup(_IS_OP, category)
+    spot = np.where(lookup(_ON_HOST, category), event_pair, -1)
+    rows = np.flatnonzero(spot >= 0)
+    by_pair = rows[np.argsort(spot[rows], kind="stable")]
+    lows = np.searchsorted(spot[by_pair], pair_number, side="left")
+    highs = np.searchsorted(spot[by_pair], pair_number, side="right")
+    inside = np.full(len(time), NO_ROW, dtype=np.int64, like=time)
+    for number in distinct(pair_number):
+        of_pair = np.flatnonzero(pair_number == number)
+        members = by_pair[lows[of_pair[0]] : highs[of_pair[0]]]
+        if members.size:
+            at = np.searchsorted(start[members], time[of_pair], side="right") - 1
+            inside[of_pair] = np.where(at >= 0, members[np.maximum(at, 0)], NO_ROW)
+    rows = np.flatnonzero(inside >= 0)
+    while rows.size:
+        rows = rows[end[inside[rows]] <= time[rows]]
+        inside[rows] = parent[inside[rows]]
+        rows = rows[inside[rows] >= 0]
+    has_event = inside >= 0
+    above = nearest(parent, is_op)
+    inside[has_event] = np.where(is_op[inside[has_event]], inside[has_event], above[inside[has_event]])
     step = step_of(steps, time)
-    process, thread = lookup(places.numbers(0), ordered["place"]), lookup(places.numbers(1), ordered["place"])
+    process, thread = lookup(places.numbers(0), pair_number), lookup(places.numbers(1), pair_number)
     kind, device = ordered["device_type"], ordered["device_id"]
     kind = np.where((kind >= 0) & (kind < len(DEVICE_TYPES)), kind, len(DEVICE_TYPES))
     device[(device < -(2**31)) | (device >= 2**31)] = NULL
@@ -103,33 +99,6 @@ def allocation_frame(
         },
         schema=SCHEMAS["allocations"],
     )
-
-
-def _innermost_op(time: Ints, pair_number: Array, host: HostEvents) -> Ints:
-    """The innermost op that is open at each time on each (pid, tid) pair."""
-    spot, start, end, parent, is_op = host
-    rows = np.flatnonzero(spot >= 0)
-    order = rows[np.argsort(spot[rows], kind="stable")]
-    lows = np.searchsorted(spot[order], pair_number, side="left")
-    highs = np.searchsorted(spot[order], pair_number, side="right")
-    out = np.full(len(time), NO_ROW, dtype=np.int64, like=time)
-    for number in distinct(pair_number):
-        of_pair = np.flatnonzero(pair_number == number)
-        members = order[lows[of_pair[0]] : highs[of_pair[0]]]
-        if not members.size:
-            continue
-        at = np.searchsorted(start[members], time[of_pair], side="right") - 1
-        out[of_pair] = np.where(at >= 0, members[np.maximum(at, 0)], NO_ROW)
-    rows = np.flatnonzero(out >= 0)
-    while rows.size:
-        ended = end[out[rows]] <= time[rows]
-        rows = rows[ended]
-        out[rows] = parent[out[rows]]
-        rows = rows[out[rows] >= 0]
-    above = nearest(parent, is_op)
-    has_event = out >= 0
-    out[has_event] = np.where(is_op[out[has_event]], out[has_event], above[out[has_event]])
-    return out
 
 
 def unknown_devices(columns: dict[str, Array]) -> int:

@@ -64,64 +64,7 @@ def read_timeline(path: str | Path) -> MemoryTimeline:
         InputError: `unreadable`, `gzip-bomb`; `not-a-memory-timeline`: cut, no JSON, or other rows.
     """
     try:
-        document = json.loads(_text(Path(path)))
-    except (ValueError, RecursionError) as error:
-        raise _bad(path, "it is cut, or no JSON") from error
-    return timeline_of(document, str(path))
-
-
-def timeline_of(document: Any, path: str) -> MemoryTimeline:
-    """The timeline in a JSON document; see `read_timeline`."""
-    if not isinstance(document, list) or not document:
-        raise _bad(path, "it holds no list of rows")
-    if len(document) == 2 and all(isinstance(part, list) for part in document) and _are_rows(document[1], 9):
-        return _of_levels(document[0], document[1], path)
-    if not _are_rows(document, 4):
-        raise _bad(path, "expected rows of [time, action, bytes, category]")
-    rows = np.array(document, dtype=np.int64)
-    time, action, size, category = rows.T
-    if (category < 0).any() or (category >= len(CATEGORIES)).any():
-        raise _bad(path, f"categories are numbered 0 to {len(CATEGORIES) - 1}, found {int(category.max())}")
-    if not np.isin(action, list(ACTIONS)).all():
-        raise _bad(path, "actions are numbered 1 to 4")
-    if np.abs(size.astype(np.float64)).sum() >= _LARGEST:
-        raise _bad(path, "its sizes are larger than any memory")
-    change = np.zeros((len(CATEGORIES), rows.shape[0]), dtype=np.int64)
-    early = time < 0
-    order = np.argsort(np.where(early, -1, time), kind="stable")
-    change[category[order], np.arange(order.size)] = size[order]
-    first = int(time[~early].min()) if (~early).any() else 0
-    return MemoryTimeline(
-        path, True, np.where(early, first, time)[order], np.cumsum(change, axis=1),
-        int((action == CREATE).sum()), int((action == DESTROY).sum()), int(early.sum()),
-    )  # fmt: skip
-
-
-def _of_levels(times: list[Any], sizes: list[Any], path: str) -> MemoryTimeline:
-    if len(times) != len(sizes) or not _are_rows([times], len(times)):
-        raise _bad(path, "it has other numbers of times and of levels")
-    if times and max(abs(value) for value in times) > _LARGEST // 1000:
-        raise _bad(path, "its times are no microseconds")
-    time = np.array(times, dtype=np.int64) * 1000
-    levels = np.array(sizes, dtype=np.int64).T[1:]
-    order = np.argsort(time, kind="stable")
-    return MemoryTimeline(path, False, time[order], levels[:, order], 0, 0, 0)
-
-
-def _are_rows(rows: Any, width: int) -> bool:
-    """Whether these are lists of so many integers."""
-    return isinstance(rows, list) and all(
-        isinstance(row, list)
-        and len(row) == width
-        and all(type(value) is int and -_LARGEST < value < _LARGEST for value in row)
-        for row in rows
-    )
-
-
-def _text(path: Path) -> bytes:
-    """The text of the file, not beyond what a timeline may have."""
-    try:
-        with open_input(path) as file:
+        with open_input(Path(path)) as file:
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
             if not packed:
@@ -145,7 +88,56 @@ def _text(path: Path) -> bytes:
         raise InputError(
             f"the timeline has more than {MOST_BYTES / 1e9:.1f} GB of text", slug="gzip-bomb", where=str(path)
         )
-    return text
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad(path, "it is cut, or no JSON") from error
+    return timeline_of(document, str(path))
+
+
+def timeline_of(document: Any, path: str) -> MemoryTimeline:
+    """The timeline in a JSON document; see `read_timeline`."""
+    if not isinstance(document, list) or not document:
+        raise _bad(path, "it holds no list of rows")
+    if len(document) == 2 and all(isinstance(part, list) for part in document) and _are_rows(document[1], 9):
+        times, sizes = document
+        if len(times) != len(sizes) or not _are_rows([times], len(times)):
+            raise _bad(path, "it has other numbers of times and of levels")
+        if times and max(abs(value) for value in times) > _LARGEST // 1000:
+            raise _bad(path, "its times are no microseconds")
+        time = np.array(times, dtype=np.int64) * 1000
+        levels = np.array(sizes, dtype=np.int64).T[1:]
+        order = np.argsort(time, kind="stable")
+        return MemoryTimeline(path, False, time[order], levels[:, order], 0, 0, 0)
+    if not _are_rows(document, 4):
+        raise _bad(path, "expected rows of [time, action, bytes, category]")
+    rows = np.array(document, dtype=np.int64)
+    time, action, size, category = rows.T
+    if (category < 0).any() or (category >= len(CATEGORIES)).any():
+        raise _bad(path, f"categories are numbered 0 to {len(CATEGORIES) - 1}, found {int(category.max())}")
+    if not np.isin(action, list(ACTIONS)).all():
+        raise _bad(path, "actions are numbered 1 to 4")
+    if np.abs(size.astype(np.float64)).sum() >= _LARGEST:
+        raise _bad(path, "its sizes are larger than any memory")
+    change = np.zeros((len(CATEGORIES), rows.shape[0]), dtype=np.int64)
+    early = time < 0
+    order = np.argsort(np.where(early, -1, time), kind="stable")
+    change[category[order], np.arange(order.size)] = size[order]
+    first = int(time[~early].min()) if (~early).any() else 0
+    return MemoryTimeline(
+        path, True, np.where(early, first, time)[order], np.cumsum(change, axis=1),
+        int((action == CREATE).sum()), int((action == DESTROY).sum()), int(early.sum()),
+    )  # fmt: skip
+
+
+def _are_rows(rows: Any, width: int) -> bool:
+    """Whether these are lists of so many integers."""
+    return isinstance(rows, list) and all(
+        isinstance(row, list)
+        and len(row) == width
+        and all(type(value) is int and -_LARGEST < value < _LARGEST for value in row)
+        for row in rows
+    )
 
 
 def _bad(path: str | Path, why: str) -> InputError:

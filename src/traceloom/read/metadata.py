@@ -92,43 +92,39 @@ def _small(value: int | None) -> int | None:
 
 def group_frame(metadata: dict[str, Any], capture: dict[str, Any] | None) -> pl.DataFrame:
     """The `groups` frame, from `pg_config` and from capture.json (which knows the members of every group)."""
-    rows: dict[str, dict[str, Any]] = {}
     listed = distributed(metadata).get("pg_config")
     if isinstance(listed, str):
         listed = _parsed(listed)
-    for item in listed if isinstance(listed, list) else []:
-        if isinstance(item, dict) and item.get("pg_name") is not None:
-            _add_group(rows, item["pg_name"], item.get("pg_desc"), item.get("backend_config"), item.get("ranks"), item)
-    for item in (capture or {}).get("groups") or []:
-        if isinstance(item, dict) and (item.get("name") or item.get("group")) is not None:
-            name = item.get("name", item.get("group"))
-            _add_group(rows, name, item.get("description"), item.get("backend"), item.get("ranks"), item)
+    named = [  # name, description, backend, the whole entry
+        (item["pg_name"], item.get("pg_desc"), item.get("backend_config"), item)
+        for item in (listed if isinstance(listed, list) else [])
+        if isinstance(item, dict) and item.get("pg_name") is not None
+    ]
+    named += [
+        (item.get("name", item.get("group")), item.get("description"), item.get("backend"), item)
+        for item in (capture or {}).get("groups") or []
+        if isinstance(item, dict) and (item.get("name") or item.get("group")) is not None
+    ]
+    rows: dict[str, dict[str, Any]] = {}
+    for name, description, backend, item in named:
+        ranks = item.get("ranks")
+        members = ranks if isinstance(ranks, list) else _parsed(ranks) if isinstance(ranks, str) else None
+        if not isinstance(members, list) or not all(isinstance(rank, int) for rank in members):
+            members = None
+        size = _small(whole(item.get("pg_size", item.get("size"))))
+        if size is None and members:
+            size = len(members)
+        if members is not None and size is not None and len(members) < size:
+            members = None  # cut
+        previous = rows.get(str(name), {})
+        rows[str(name)] = {
+            "group": str(name),
+            "description": (isinstance(description, str) and description) or previous.get("description"),
+            "backend": (isinstance(backend, str) and backend) or previous.get("backend"),
+            "size": size or previous.get("size"),
+            "ranks": members or previous.get("ranks"),
+        }
     return pl.DataFrame(list(rows.values()), schema=SCHEMAS["groups"])
-
-
-def _add_group(  # noqa: PLR0917  (the columns of the frame)
-    rows: dict[str, dict[str, Any]], name: Any, description: Any, backend: Any, ranks: Any, item: dict[str, Any]
-) -> None:
-    members = ranks if isinstance(ranks, list) else _parsed(ranks) if isinstance(ranks, str) else None
-    if not isinstance(members, list) or not all(isinstance(rank, int) for rank in members):
-        members = None
-    size = _small(whole(item.get("pg_size", item.get("size"))))
-    if size is None and members:
-        size = len(members)
-    if members is not None and size is not None and len(members) < size:
-        members = None  # cut
-    previous = rows.get(str(name), {})
-    rows[str(name)] = {
-        "group": str(name),
-        "description": _text(description) or previous.get("description"),
-        "backend": _text(backend) or previous.get("backend"),
-        "size": size or previous.get("size"),
-        "ranks": members or previous.get("ranks"),
-    }
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
 
 
 def _parsed(text: str) -> Any:

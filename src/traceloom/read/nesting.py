@@ -25,6 +25,21 @@ def stable_order(numbers: Ints) -> Ints:
     return np.argsort(numbers.astype(np.uint16), kind="stable")
 
 
+def time_order(start: Ints, duration: Ints) -> Ints:
+    """The rows by (start, longer first, place in the file); only where starts are equal are durations looked at."""
+    rows = np.argsort(start, kind="stable")
+    sorted_start = start[rows]
+    equal = sorted_start[1:] == sorted_start[:-1]
+    if equal.any():
+        tied = np.zeros(len(rows), dtype=np.bool_, like=start)
+        tied[1:] |= equal
+        tied[:-1] |= equal
+        places = np.flatnonzero(tied)
+        among = rows[places]
+        rows[places] = among[np.lexsort((-duration[among], start[among]))]
+    return rows
+
+
 class Nesting(Struct, frozen=True):
     """The forest of a trace's events; arrays of shape (events,).
 
@@ -57,7 +72,30 @@ def nest(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
     rows = np.flatnonzero(nests)
     order = rows[stable_order(lane[rows])]
     lanes, starts, raw = lane[order], start_ns[order], end_ns[order]
-    above, depths, ends = _settle(starts, *_cut(lanes, starts, raw))
+    # First candidates: the row before on the same lane.
+    above = np.arange(-1, len(lanes) - 1, dtype=np.int64, like=lanes)
+    above[1:][lanes[1:] != lanes[:-1]] = -1
+    above = _previous_open(starts, raw, above)
+    # Parents are cut where an overrunning child would lose more.
+    ends = raw
+    for _ in range(_ROUNDS):
+        child = np.flatnonzero((above >= 0) & (ends > ends[above]))
+        outer = above[child]
+        shorter = ends.copy()
+        for _ in range(_CLIMB):
+            overrun = ends[child] - ends[outer]
+            cut = (overrun > 0) & (ends[outer] - starts[child] < overrun)
+            child, outer = child[cut], outer[cut]
+            np.minimum.at(shorter, outer, starts[child])
+            outer = above[outer]
+            child, outer = child[outer >= 0], outer[outer >= 0]
+            if not child.size:
+                break
+        if np.array_equal(shorter, ends):
+            break
+        ends = shorter
+        above = _previous_open(starts, ends, above)
+    above, depths, ends = _settle(starts, above, ends)
     parent = np.full(len(lane), -1, dtype=np.int64, like=lane)
     parent[order] = np.where(above >= 0, order[above], -1)
     depth = np.zeros(len(lane), dtype=np.int64, like=lane)
@@ -67,30 +105,6 @@ def nest(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
     return Nesting(parent, depth, nested_end, np.sort(order[ends < raw]))
 
 
-def _cut(lanes: Ints, starts: Ints, raw: Ints) -> tuple[Ints, Ints]:
-    """Candidate parents, and ends after parents were cut where an overrunning child would lose more."""
-    ends = raw
-    above = _previous_open(starts, ends, _before(lanes))
-    for _ in range(_ROUNDS):
-        child = np.flatnonzero((above >= 0) & (ends > ends[above]))
-        parent = above[child]
-        shorter = ends.copy()
-        for _ in range(_CLIMB):
-            overrun = ends[child] - ends[parent]
-            cut = (overrun > 0) & (ends[parent] - starts[child] < overrun)
-            child, parent = child[cut], parent[cut]
-            np.minimum.at(shorter, parent, starts[child])
-            parent = above[parent]
-            child, parent = child[parent >= 0], parent[parent >= 0]
-            if not child.size:
-                break
-        if np.array_equal(shorter, ends):
-            break
-        ends = shorter
-        above = _previous_open(starts, ends, above)
-    return above, ends
-
-
 def _settle(starts: Ints, above: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
     """Parents, depths and clipped ends that agree with each other; rows in pre-order.
 
@@ -98,36 +112,34 @@ def _settle(starts: Ints, above: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
     event by event.
     """
     depths = nesting_depths(above)
-    ends = _clip(above, depths, raw)
+    # Each end is bounded by its parent's, from the roots down.
+    ends = raw.copy()
+    order = stable_order(depths)
+    for low, high in pairwise(np.cumsum(np.bincount(depths))):
+        rows = order[low:high]
+        ends[rows] = np.minimum(ends[rows], ends[above[rows]])
     freed = np.flatnonzero((above >= 0) & (ends[above] <= starts))
-    done = 0
-    for top in sorted(set(_tops(freed, above, starts, ends).tolist())):
-        if top >= done:
-            done = _subtree_end(top, depths)
-            _walk(top, done, starts, raw, (above, depths, ends))
-    return above, depths, ends
-
-
-def _tops(freed: Ints, above: Ints, starts: Ints, ends: Ints) -> Ints:
-    """For rows whose parent ended too early: the highest ancestor that did; all that can change lies below it."""
+    # The highest ancestors that ended too early: all that can change lies below them.
     tops = above[freed]
     while True:
         higher = above[tops]
         climbs = (higher >= 0) & (ends[higher] <= starts[freed])
         if not climbs.any():
-            return tops
+            break
         tops = np.where(climbs, higher, tops)
-
-
-def _subtree_end(row: int, depths: Ints) -> int:
-    """The first row after the subtree of `row`."""
-    low, width = row + 1, 64
-    while low < len(depths):
-        outside = np.flatnonzero(depths[low : low + width] <= depths[row])
-        if outside.size:
-            return low + int(outside[0])
-        low, width = low + width, width * 2
-    return len(depths)
+    done = 0
+    for top in sorted(set(tops.tolist())):
+        if top < done:
+            continue
+        done, width = top + 1, 64  # the first row after the subtree
+        while done < len(depths):
+            outside = np.flatnonzero(depths[done : done + width] <= depths[top])
+            if outside.size:
+                done += int(outside[0])
+                break
+            done, width = min(done + width, len(depths)), width * 2
+        _walk(top, done, starts, raw, (above, depths, ends))
+    return above, depths, ends
 
 
 def _walk(low: int, high: int, starts: Ints, raw: Ints, columns: tuple[Ints, Ints, Ints]) -> None:
@@ -149,13 +161,6 @@ def _walk(low: int, high: int, starts: Ints, raw: Ints, columns: tuple[Ints, Int
     above[low:high], depths[low:high], ends[low:high] = parents, levels, clipped
 
 
-def _before(lanes: Ints) -> Ints:
-    """The row before each row, -1 where that is of another lane."""
-    before = np.arange(-1, len(lanes) - 1, dtype=np.int64, like=lanes)
-    before[1:][lanes[1:] != lanes[:-1]] = -1
-    return before
-
-
 def _previous_open(starts: Ints, ends: Ints, above: Ints) -> Ints:
     """The nearest earlier row of the same lane whose end is after the start, by pointer jumping.
 
@@ -164,7 +169,7 @@ def _previous_open(starts: Ints, ends: Ints, above: Ints) -> Ints:
     Args:
         starts: Starts.
         ends: Ends.
-        above: First candidates: `_before`, or what was found for later ends.
+        above: First candidates: the row before, or the result for later ends; -1 where that is of another lane.
     """
     above = above.copy()
     rows = np.flatnonzero(above >= 0)
@@ -188,14 +193,3 @@ def nesting_depths(above: Ints) -> Ints:
         pointer[rows] = pointer[target]
         rows = rows[pointer[rows] >= 0]
     return depth
-
-
-def _clip(above: Ints, depths: Ints, raw: Ints) -> Ints:
-    """The ends, each bounded by its parent's, from the roots down."""
-    ends = raw.copy()
-    order = stable_order(depths)
-    bounds = np.cumsum(np.bincount(depths))
-    for low, high in pairwise(bounds):
-        rows = order[low:high]
-        ends[rows] = np.minimum(ends[rows], ends[above[rows]])
-    return ends

@@ -123,7 +123,20 @@ def _checked(data: bytes, where: str) -> tuple[bytes, int]:
             at += 5
             continue
         elif code in _CODE:
-            _refuse_code(code, data[at + 1 : at + 200], names, where)
+            # Say what is asked for, as far as it can be said harmlessly.
+            name = _CODE[code].encode()
+            if code == ord("c"):
+                name = b".".join(data[at + 1 : at + 200].split(b"\n")[:2])
+            elif code == 0x93:
+                name = b".".join(names)
+            shown = "".join(letter if letter.isprintable() else "?" for letter in name.decode("utf-8", "replace")[:80])
+            raise InputError(
+                f"the pickle asks for code{f' ({shown})' if shown else ''}, which no snapshot needs; "
+                "nothing of it was run",
+                slug="pickle-with-code",
+                where=where,
+                hint="do not open this file with anything else, unless you trust who made it",
+            )
         elif at == begin:
             raise _damaged(f"instruction {code} belongs to no plain data", where, at)
         else:
@@ -146,20 +159,4 @@ def _damaged(why: str, where: str, at: int | None = None) -> InputError:
         slug="pickle-damaged",
         where=where,
         hint="write the snapshot again",
-    )
-
-
-def _refuse_code(code: int, following: bytes, names: list[bytes], where: str) -> NoReturn:
-    """Say what is asked for, as far as it can be told harmlessly."""
-    name = _CODE[code].encode()
-    if code == ord("c"):
-        name = b".".join(following.split(b"\n")[:2])
-    elif code == 0x93:
-        name = b".".join(names)
-    shown = "".join(letter if letter.isprintable() else "?" for letter in name.decode("utf-8", "replace")[:80])
-    raise InputError(
-        f"the pickle asks for code{f' ({shown})' if shown else ''}, which no snapshot needs; nothing of it was run",
-        slug="pickle-with-code",
-        where=where,
-        hint="do not open this file with anything else, unless you trust who made it",
     )

@@ -54,36 +54,24 @@ def places(text: bytes, count: int, braces: Places) -> tuple[Places, Places]:
     """
     if not count:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    boundaries = _boundaries(text, braces)
-    if boundaries is None or len(boundaries[0]) != count - 1:
-        return _by_decoding(text)
-    begins = np.concatenate([[0], boundaries[1]])
-    ends = np.concatenate([boundaries[0] + 1, [len(text.rstrip())]])
-    return begins, ends - begins
-
-
-def _boundaries(text: bytes, braces: Places) -> tuple[Places, Places] | None:
-    """Where a bracket closes and, behind a comma, the next one opens; None where too much stands between."""
-    signs = np.frombuffer(text, dtype=np.uint8)
-    ends = braces[braces < len(text.rstrip()) - 1]
-    places = ends
+    # Where a bracket closes and, behind a comma, the next one opens.
+    signs, size = np.frombuffer(text, dtype=np.uint8), len(text.rstrip())
+    ends = begins = braces[braces < size - 1]
     for sign in b",{":
-        behind = _behind_blanks(signs, places + 1)
-        if behind is None:
-            return None
-        fits = signs[behind] == sign
-        ends, places = ends[fits], behind[fits]
-    return ends, places
-
-
-def _behind_blanks(signs: NDArray[np.uint8], places: Places) -> Places | None:
-    """The first place from each on that is not white; there is one."""
-    for _ in range(_MOST_BLANKS):
-        white = _WHITE[signs[places]]
-        if not white.any():
-            return places
-        places = places + white
-    return None
+        begins = begins + 1
+        for _ in range(_MOST_BLANKS):  # the next sign that is not white; there is one
+            white = _WHITE[signs[begins]]
+            if not white.any():
+                break
+            begins = begins + white
+        else:
+            return _by_decoding(text)
+        fits = signs[begins] == sign
+        ends, begins = ends[fits], begins[fits]
+    if len(ends) != count - 1:
+        return _by_decoding(text)
+    begins, ends = np.concatenate([[0], begins]), np.concatenate([ends + 1, [size]])
+    return begins, ends - begins
 
 
 def _by_decoding(text: bytes) -> tuple[Places, Places]:

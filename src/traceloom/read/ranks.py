@@ -27,7 +27,7 @@ from traceloom.model.parked import ColumnFiles
 from traceloom.read.graph_step import with_shapes
 from traceloom.read.inputs import Input
 from traceloom.read.sources import source_of
-from traceloom.storage.cache import Cache, Entry, Seen
+from traceloom.storage.cache import Cache, Seen
 
 _WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
 _EXPANSION = 16  # of gzip, roughly
@@ -39,7 +39,7 @@ _START = (
 )
 
 
-class Progress(Struct, frozen=True):
+class ReadProgress(Struct, frozen=True):
     """How far the reading is.
 
     Attributes:
@@ -57,7 +57,7 @@ class Progress(Struct, frozen=True):
     name: str
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[ReadProgress], None]
 
 
 class _Meter:
@@ -82,7 +82,7 @@ class _Meter:
 
     def _tell(self, number: int) -> None:
         if self._report:
-            progress = Progress(
+            progress = ReadProgress(
                 sum(self._read), sum(self._sizes), sum(self._done), len(self._sizes), self._names[number]
             )
             self._report(progress)
@@ -119,18 +119,41 @@ def read_all(inputs: list[Input], *, cache: Cache | None, report: Report | None 
             out[number] = column_files.kept(cached)
             meter.finished(number)
     seen = [_seen(inputs[number]) for number in missing]
-    text = sum(_size(inputs[at]) * (_EXPANSION if inputs[at].path.name.endswith(".gz") else 1) for at in missing)
-    if _cores(missing) > 1 and text > _WORTH_BYTES:
-        _beside(inputs, missing, out, meter, column_files)
+    text_bytes = sum(_size(inputs[at]) * (_EXPANSION if inputs[at].path.name.endswith(".gz") else 1) for at in missing)
+    cores = min(os.cpu_count() or 1, len(missing))
+    if cores > 1 and text_bytes > _WORTH_BYTES:
+        _beside(inputs, missing, out, meter, column_files, cores=cores)
     else:
         for number in missing:
-            out[number] = _here(inputs[number], number, meter, column_files)
+            source = inputs[number]
+
+            def step(read: int, _text: int, number: int = number) -> None:
+                meter.moved(number, read)
+
+            try:
+                trace = source_of(source.path).read(source.path, capture=source.entry, step=step, processes=None)
+            except InputError as error:
+                out[number] = error
+                continue
+            meter.finished(number)
+            out[number] = column_files.kept(trace)
     for number, before in zip(missing, seen, strict=True):
-        trace, entry = out[number], entries[number]
-        if isinstance(trace, Trace):
-            if entry:
-                entry.put(partial(trace_store.save, trace))
-            out[number] = _with_notices(trace, entry, changed=_seen(inputs[number]) != before)
+        made, entry = out[number], entries[number]
+        if not isinstance(made, Trace):
+            continue
+        if entry:
+            entry.put(partial(trace_store.save, made))
+        notices, where = list(made.notices), made.meta.path
+        if _seen(inputs[number]) != before:
+            text = (
+                "the file changed while it was read: this may be a mixture of what it was and what it is; read it again"
+            )
+            notices.append(Notice("changed-while-read", "warning", text, where=where))
+        if entry and entry.damaged:
+            text = "what the cache had of this file was damaged; it was thrown away, and the file has been read again"
+            notices.append(Notice("damaged-cache", "info", text, where=where))
+        if len(notices) > len(made.notices):
+            out[number] = replace(made, notices=tuple(notices))
     if cache and missing:
         cache.prune()
 
@@ -152,40 +175,14 @@ def _seen(source: Input) -> tuple[int, ...] | None:
         return None
 
 
-def _with_notices(trace: Trace, entry: Entry | None, *, changed: bool) -> Trace:
-    """The trace, with notices about how it was read this time."""
-    notices = list(trace.notices)
-    path = trace.meta.path
-    if changed:
-        text = "the file changed while it was read: this may be a mixture of what it was and what it is; read it again"
-        notices.append(Notice("changed-while-read", "warning", text, where=path))
-    if entry and entry.damaged:
-        text = "what the cache had of this file was damaged; it was thrown away, and the file has been read again"
-        notices.append(Notice("damaged-cache", "info", text, where=path))
-    return replace(trace, notices=tuple(notices)) if len(notices) > len(trace.notices) else trace
-
-
-def _cores(missing: list[int]) -> int:
-    return min(os.cpu_count() or 1, len(missing))
-
-
-def _here(source: Input, number: int, meter: _Meter, column_files: ColumnFiles) -> Trace | InputError:
-    try:
-        trace = source_of(source.path).read(
-            source.path, capture=source.entry, step=lambda read, _text: meter.moved(number, read), processes=None
-        )
-    except InputError as error:
-        return error
-    meter.finished(number)
-    return column_files.kept(trace)
-
-
 def _beside(
     inputs: list[Input],
     missing: list[int],
     out: list[Trace | InputError | None],
     meter: _Meter,
     column_files: ColumnFiles,
+    *,
+    cores: int,
 ) -> None:
     """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
     folder = Path(tempfile.gettempdir()) / f"traceloom-{os.urandom(8).hex()}"
@@ -194,7 +191,7 @@ def _beside(
         undone_on_leaving(partial(shutil.rmtree, folder, ignore_errors=True)),
         undone_on_leaving(readers.stop),
         # Ctrl-C in a terminal reaches all processes. Those that read do not hear of it: this one ends them.
-        ThreadPoolExecutor(_cores(missing), thread_name_prefix="traceloom-rank", initializer=block) as pool,
+        ThreadPoolExecutor(cores, thread_name_prefix="traceloom-rank", initializer=block) as pool,
     ):
         try:
             folder.mkdir(mode=0o700)
@@ -204,7 +201,7 @@ def _beside(
                 readers=readers,
                 meter=meter,
                 column_files=column_files,
-                processes=(os.cpu_count() or 1) // _cores(missing),
+                processes=(os.cpu_count() or 1) // cores,
             )
             jobs = {at: pool.submit(each, inputs[at], at, folder / str(at)) for at in largest}
             for number, job in jobs.items():

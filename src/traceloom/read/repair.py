@@ -9,9 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, field
 
-from traceloom.read.damage import Damage
 from traceloom.read.fields import decode_loosely
 from traceloom.read.resync import MALFORMED, Form, Recovery, Span
 
@@ -28,6 +26,7 @@ EVENTS = Form(
     is_entry=lambda value: "ph" in value and ("ts" in value or value["ph"] == "M"),
 )
 
+_LONE_SURROGATE = re.compile(rb"\\ud[89a-f][0-9a-f]{2}")
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 # Good escapes are matched too, so that the second half of `\\` is not taken for the beginning of another.
 _BACKSLASH = re.compile(r'\\(?P<good>["\\/bfnrt]|u[0-9a-fA-F]{4})?')
@@ -56,8 +55,8 @@ def whole_events(text: bytes) -> int | None:
     return int(ends[-1]) + 1 if ends.size else None
 
 
-class Recovered(Struct):
-    """What could be kept of a stretch of text.
+class EventRecovery(Recovery):
+    """Keeps every whole event of a malformed stretch, as decoded structs.
 
     Attributes:
         entries: Decoded entries.
@@ -65,95 +64,64 @@ class Recovered(Struct):
         lengths: Their lengths in bytes.
     """
 
-    entries: list[Any] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.entries: list[Any] = []
+        self.offsets: list[int] = []
+        self.lengths: list[int] = []
 
-    def add(self, entries: list[Any], spans: list[tuple[int, int]]) -> None:
-        """Take entries with their spans; entries of one span share it."""
+    def keep(self, entries: list[Any], spans: list[Span]) -> None:
+        """Keep entries with their spans; entries of one span share it."""
         if len(spans) != len(entries):
             spans = [(spans[0][0], spans[-1][1])] * len(entries)
         self.entries += entries
         self.offsets += [start for start, _ in spans]
         self.lengths += [end - start for start, end in spans]
 
-
-def recover(text: bytes, base: int, damage: Damage, *, last: bool, alone: bool) -> tuple[Recovered, int, bool]:
-    """Keep every whole entry of a malformed stretch.
-
-    Args:
-        text: Entries separated by commas, and perhaps what follows the list.
-        base: Where it begins in the whole text, for the notices.
-        damage: Told what was repaired and what was lost.
-        last: No more text follows.
-        alone: Nothing stands around the list.
-
-    Returns:
-        (what was kept, bytes used up, whether the list ended there).
-    """
-    recovery = _OfEvents(text, base, damage, EVENTS, last=last, alone=alone)
-    used, closed = recovery.run()
-    return recovery.kept, used, closed
-
-
-class _OfEvents(Recovery):
-    """Entries as decoded structs."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.kept = Recovered()
-
     def take(self, begin: int, end: int, spans: list[Span]) -> None:
+        """See `Recovery`."""
         entries, odd = decode_loosely(b"[" + self.text[begin:end] + b"]")
         if odd:
-            self.damage.note("odd-values", f"byte {self.base + begin} of the text", odd)
-        self.kept.add(entries, spans)
+            self._note("odd-values", begin, odd)
+        self.keep(entries, spans)
 
     def mend(self, begin: int, end: int) -> int:
-        entries = mend(self.text[begin:end])
-        if entries:
-            self.kept.add(entries, [(begin, end)])
+        """Entries of one malformed piece, by ever bolder repairs; none where no repair helps."""
+        whole = mended(self.text[begin:end])
+        if not whole:
+            return 0
+        # Lone surrogates (half of a pair, cut by a writer) cannot stand in UTF-8.
+        text = json.dumps(whole).encode("utf-8", "replace")
+        try:
+            entries, _ = decode_loosely(text)
+        except MALFORMED:
+            try:
+                entries, _ = decode_loosely(_LONE_SURROGATE.sub(b"\\\\ufffd", text))
+            except MALFORMED:
+                return 0
+        self.keep(entries, [(begin, end)])
         return len(entries)
 
 
-def mend(piece: bytes) -> list[Any]:
-    """Entries of one malformed piece, by ever bolder repairs; empty where none helps."""
-    whole = mended(piece)
-    # Lone surrogates (half of a pair, cut by a writer) cannot stand in UTF-8.
-    return _loosely(json.dumps(whole).encode("utf-8", "replace")) if whole else []
-
-
 def mended(piece: bytes, key: str = "ph") -> list[dict[str, Any]]:
-    """The same as plain dicts, of those entries that have the key."""
+    """Entries of one malformed piece that have the key, as plain dicts, by ever bolder repairs."""
+
+    def finite(number: str) -> float | None:
+        return value if math.isfinite(value := float(number)) else None
+
     text = piece.decode("utf-8", "replace").strip().strip(",")
     for repairs in _REPAIRS:
         repaired = text
         for repair in repairs:
             repaired = repair(repaired)
         try:
-            entries = json.loads(f"[{repaired}]", strict=False, parse_constant=lambda _: None, parse_float=_finite)
+            entries = json.loads(f"[{repaired}]", strict=False, parse_constant=lambda _: None, parse_float=finite)
         except (ValueError, RecursionError):
             continue
         whole = [entry for entry in entries if isinstance(entry, dict) and key in entry]
         if whole:
             return whole
     return []
-
-
-def _finite(text: str) -> float | None:
-    value = float(text)
-    return value if math.isfinite(value) else None
-
-
-def _loosely(text: bytes) -> list[Any]:
-    try:
-        return decode_loosely(text)[0]
-    except MALFORMED:
-        lone = re.compile(rb"\\ud[89a-f][0-9a-f]{2}")
-        try:
-            return decode_loosely(lone.sub(b"\\\\ufffd", text))[0]
-        except MALFORMED:
-            return []
 
 
 def _escapes(text: str) -> str:
@@ -164,12 +132,10 @@ def _escapes(text: str) -> str:
 def _values(text: str) -> str:
     """Words that are no JSON values, and values that are missing, become null; spare commas go; outside of strings."""
     parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
-    return "".join(part if part.startswith('"') else _bare(part) for part in parts)
-
-
-def _bare(part: str) -> str:
-    part = _NO_VALUE.sub(r"\1null", part)
-    return _SPARE_COMMA.sub("", _MISSING.sub(" null", part))
+    for at, part in enumerate(parts):
+        if not part.startswith('"'):
+            parts[at] = _SPARE_COMMA.sub("", _MISSING.sub(" null", _NO_VALUE.sub(r"\1null", part)))
+    return "".join(parts)
 
 
 def _strings(text: str) -> str:
@@ -185,10 +151,14 @@ def _strings(text: str) -> str:
                 at += 2
                 continue
             if char == '"':
-                inside = not _closes(text, at, is_key, open_brackets)
+                in_list = open_brackets and open_brackets[-1] == "["
+                closing = _CLOSES_KEY if is_key else _CLOSES_ITEM if in_list else _CLOSES_VALUE
+                inside = closing.match(text, at) is None
                 char = '\\"' if inside else '"'
         elif char == '"':
-            inside, is_key = True, _is_key(out, open_brackets)
+            inside, is_key = True, False
+            if open_brackets and open_brackets[-1] != "[":
+                is_key = next((part for part in reversed(out) if part.strip()), "") in "{,"
         elif char in "{[":
             open_brackets.append(char)
         elif char in "}]" and open_brackets:
@@ -196,20 +166,6 @@ def _strings(text: str) -> str:
         out.append(char)
         at += 1
     return "".join(out)
-
-
-def _is_key(out: list[str], open_brackets: list[str]) -> bool:
-    if not open_brackets or open_brackets[-1] == "[":
-        return False
-    before = next((part for part in reversed(out) if part.strip()), "")
-    return before in "{,"
-
-
-def _closes(text: str, at: int, is_key: bool, open_brackets: list[str]) -> bool:
-    if is_key:
-        return _CLOSES_KEY.match(text, at) is not None
-    pattern = _CLOSES_ITEM if open_brackets and open_brackets[-1] == "[" else _CLOSES_VALUE
-    return pattern.match(text, at) is not None
 
 
 _Repair = Callable[[str], str]

@@ -89,10 +89,18 @@ class Walk:
             try:
                 value, end = _SCANNER.raw_decode(piece)
             except RecursionError:
-                self._reached, self._deep = self._behind_brackets(at), True
+                match = _MANY_BRACKETS.match(self.letters, at)
+                self._reached, self._deep = match.end() if match else len(self.letters), True
                 return None
             except ValueError as error:
-                self.reaches_end, reached = _end_reached(piece, error)
+                reason, reached = str(error), int(getattr(error, "pos", 1))
+                rest = piece[reached : reached + 16].strip()
+                if reason.startswith("Unterminated string"):
+                    self.reaches_end, reached = "text", len(piece)
+                elif "escape" in reason:
+                    self.reaches_end = "text" if len(rest) < 6 else ""
+                elif not rest or any(word != rest and word.startswith(rest) for word in _WORDS):
+                    self.reaches_end = "value"
                 self._reached = at + reached
                 if not self.reaches_end or at + size >= len(self.letters):
                     return None
@@ -100,17 +108,6 @@ class Walk:
                 if end < len(piece) or at + size >= len(self.letters):
                     return value, at + end
             size *= 8
-
-    def _behind_brackets(self, at: int) -> int:
-        match = _MANY_BRACKETS.match(self.letters, at)
-        return match.end() if match else len(self.letters)
-
-    def _entry(self, at: int) -> tuple[int, bool] | None:
-        """The end of the complete object at a position, and whether it is an entry."""
-        if not _OPENING.match(self.letters, at):
-            return None
-        parsed = self.value(at)
-        return None if parsed is None else (parsed[1], self._form.is_entry(parsed[0]))
 
     def next_entry(self, at: int) -> int | None:
         """Where the next complete entry begins, from a position on."""
@@ -134,8 +131,9 @@ class Walk:
     def resumes(self, at: int) -> bool:
         """Whether an entry follows, with nothing but closing brackets before it."""
         match = _STRAY.match(self.letters, at)
-        entry = self._entry(match.end() if match else at)
-        return entry is not None and entry[1]
+        at = match.end() if match else at
+        parsed = self.value(at) if _OPENING.match(self.letters, at) else None
+        return parsed is not None and self._form.is_entry(parsed[0])
 
     def foreign_key(self, at: int) -> bool:
         """Whether a key stands there that no entry has."""
@@ -225,13 +223,20 @@ class Recovery:
         while (at := self._walk.behind_blanks(at)) < len(self.text):
             number = numbers.get(at)
             if number is not None:
-                upto = min(number + window, len(self._spans))
-                error = self._taken(number, upto)
-                if error is None:
-                    at, window = self._spans[upto - 1][1], window * 4
+                spans = self._spans[number : number + window]
+                try:
+                    self.take(spans[0][0], spans[-1][1], spans)
+                except MALFORMED as error:
+                    byte = byte_of(error)
+                else:
+                    at, window = spans[-1][1], window * 4
                     continue
-                if upto - number > 1:
-                    window = _good_before(error, self._spans, number, upto)
+                if len(spans) > 1:  # next those before the fault, or half where its position is unknown
+                    good = len(spans) // 2
+                    if byte is not None:
+                        fault = spans[0][0] + byte - 1
+                        good = min(sum(1 for _, end in spans if end < fault), len(spans) - 1)
+                    window = max(1, good)
                     continue
             window = 1
             following, ended = self._single(at)
@@ -242,14 +247,6 @@ class Recovery:
             self._note("cut-file", len(self.text), 0)
         return len(self.text), self._last
 
-    def _taken(self, number: int, upto: int) -> Exception | None:
-        spans = self._spans[number:upto]
-        try:
-            self.take(spans[0][0], spans[-1][1], spans)
-        except MALFORMED as error:
-            return error
-        return None
-
     def _single(self, at: int) -> tuple[int | None, bool]:
         """Handle what is at one position: (where to go on, whether the list ended); None asks for more text."""
         sign, walk = self.text[at : at + 1], self._walk
@@ -257,7 +254,19 @@ class Recovery:
         if sign == b"{":
             parsed = walk.value(at)
             if parsed is not None:
-                return self._object(at, parsed[1], parsed[0]), False
+                value, end = parsed
+                rest = walk.behind_blanks(end)
+                following = walk.next_entry(rest) if walk.own_key(rest) else None
+                if following is None or self._form.mark.search(self.text, rest, following):
+                    self._whole(at, end)
+                    return end, False
+                # A whole object, which is the first part of an entry with a bracket too many.
+                if self._form.is_entry(value):
+                    self._whole(at, end)
+                    self._note("stray-text", rest)
+                else:
+                    self._between(at, following)
+                return following, False
             cut = walk.reaches_end
         elif sign == b"]" and not (walk.resumes(at + 1) or _GOES_ON.match(walk.letters, at + 1)):
             return at + 1, True
@@ -268,24 +277,7 @@ class Recovery:
         if following is not None:
             self._between(at, following)
             return following, False
-        return self._rest(at, cut)
-
-    def _object(self, begin: int, end: int, value: Any) -> int:
-        """One whole object, which may be the first part of an entry with a bracket too many: where to go on."""
-        walk, rest = self._walk, self._walk.behind_blanks(end)
-        following = walk.next_entry(rest) if walk.own_key(rest) else None
-        if following is None or self._form.mark.search(self.text, rest, following):
-            self._whole(begin, end)
-            return end
-        if self._form.is_entry(value):
-            self._whole(begin, end)
-            self._note("stray-text", rest)
-        else:
-            self._between(begin, following)
-        return following
-
-    def _rest(self, at: int, cut: str) -> tuple[int | None, bool]:
-        """No entry follows what cannot be read."""
+        # No entry follows what cannot be read.
         if not self._last:
             if cut or len(self.text) - at < _PATIENCE:
                 return None, False
@@ -294,10 +286,10 @@ class Recovery:
         if self._bounded:
             self._between(at, len(self.text))
             return len(self.text), True
-        end = None if cut == "value" else self._walk.end_of_list(at, alone=self._alone)
-        if end is not None:
-            self._between(at, end)
-            return end + 1, True
+        list_end = None if cut == "value" else walk.end_of_list(at, alone=self._alone)
+        if list_end is not None:
+            self._between(at, list_end)
+            return list_end + 1, True
         if cut:
             self._note("cut-file", at)
         else:
@@ -338,18 +330,6 @@ class Recovery:
         self.damage.note(slug, f"byte {self.base + at} of the text", count)
 
 
-def _end_reached(text: str, error: ValueError) -> tuple[str, int]:
-    """Whether what could not be read may go on behind the text (see `Walk.value`), and how far it was read."""
-    reason, reached = str(error), int(getattr(error, "pos", 1))
-    if reason.startswith("Unterminated string"):
-        return "text", len(text)
-    rest = text[reached : reached + 16].strip()
-    if "escape" in reason:
-        return "text" if len(rest) < 6 else "", reached
-    cut = not rest or any(word != rest and word.startswith(rest) for word in _WORDS)
-    return "value" if cut else "", reached
-
-
 def byte_of(error: Exception) -> int | None:
     """The byte at which the decoder gave up, where it says so."""
     match = _BYTE.search(str(error))
@@ -364,13 +344,3 @@ def spans_between(boundary: re.Pattern[bytes], text: bytes) -> list[Span]:
         start = match.end()
     spans.append((start, len(text)))
     return spans
-
-
-def _good_before(error: Exception, spans: list[Span], at: int, upto: int) -> int:
-    """How many pieces to try next: those before the fault, or half where its position is unknown."""
-    byte = byte_of(error)
-    if byte is None:
-        return max(1, (upto - at) // 2)
-    fault = spans[at][0] + byte - 1
-    good = sum(1 for _, end in spans[at:upto] if end < fault)
-    return max(1, min(good, (upto - at) - 1))

@@ -64,10 +64,14 @@ def peek(source: Input) -> Peek:
     metadata = document.metadata
     entries = [entry for entry in first.entries if entry.ph == "X"] if first else []
     process = next((entry.pid for entry in entries if isinstance(entry.pid, int) and entry.pid > 0), None)
-    start = _earliest(entries, exact=first.exact if first else False)
-    base = md.base_ns(metadata)
+    start = None
+    if entries and first and first.exact:
+        starts, _, good, _ = from_text([entry.ts for entry in entries], [b"0"] * len(entries))
+        start = int(starts[good].min()) if good.any() else None
+    elif times := [entry.ts for entry in entries if entry.ts == entry.ts]:  # no NaN
+        start = int(min(times) * 1000)
     if start is not None:
-        start += base
+        start += md.base_ns(metadata)
     info = md.distributed(metadata)
     entry = source.entry or {}
     rank, _, _ = md.find_rank(metadata, None, str(source.path), source.entry)
@@ -83,16 +87,6 @@ def peek(source: Input) -> Peek:
         start_ns=start if start is not None and start > 10**18 else None,
         pattern=re.sub(r"\d+", "#", str(source.path)),
     )
-
-
-def _earliest(entries: list[Any], *, exact: bool) -> int | None:
-    if not entries:
-        return None
-    if exact:
-        start, _, good, _ = from_text([entry.ts for entry in entries], [b"0"] * len(entries))
-        return int(start[good].min()) if good.any() else None
-    times = [entry.ts for entry in entries if entry.ts == entry.ts]
-    return int(min(times) * 1000) if times else None
 
 
 def same_run(left: Peek, right: Peek) -> bool:

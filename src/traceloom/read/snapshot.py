@@ -89,7 +89,7 @@ class _Reader:
         self.blocks: list[tuple[Any, ...]] = []
         self.stacks: list[tuple[Frame, ...]] = [()]
         self._frames: list[Frame] = []
-        self._known: dict[Frame, int] = {}
+        self._frame_numbers: dict[Frame, int] = {}
         self._seen: dict[int, int] = {}  # frames are shared: by identity
         self._stack: dict[tuple[int, ...], int] = {(): 0}
 
@@ -171,7 +171,22 @@ class _Reader:
         try:
             key = tuple([seen[id(frame)] for frame in kept])
         except KeyError:
-            key = tuple([self._frame(frame) for frame in kept])
+            for frame in kept:  # the document keeps its object alive as long as the reader
+                if id(frame) in seen:
+                    continue
+                location: Frame = ("", 0, "?")
+                if isinstance(frame, dict):
+                    # What is no text is not spelled out, since it may be huge.
+                    file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
+                    location = (
+                        file[:1000] if isinstance(file, str) else "",
+                        line if isinstance(line, int) and _is_size(line) else 0,
+                        (name[:1000] if isinstance(name, str) else "") or "?",
+                    )
+                seen[id(frame)] = self._frame_numbers.setdefault(location, len(self._frames))
+                if seen[id(frame)] == len(self._frames):
+                    self._frames.append(location)
+            key = tuple([seen[id(frame)] for frame in kept])
         number = self._stack.get(key)
         if number is None:
             number = self._stack[key] = len(self.stacks)
@@ -194,28 +209,8 @@ class _Reader:
                 where=self._path,
             )
 
-    def _frame(self, frame: Any) -> int:
-        """The number of a frame; the document keeps its object alive as long as the reader."""
-        cached = self._seen.get(id(frame))
-        if cached is not None:
-            return cached
-        location: Frame = ("", 0, "?")
-        if isinstance(frame, dict):
-            file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-            location = (_name(file), line if isinstance(line, int) and _is_size(line) else 0, _name(name) or "?")
-        number = self._known.setdefault(location, len(self._frames))
-        if number == len(self._frames):
-            self._frames.append(location)
-        self._seen[id(frame)] = number
-        return number
-
 
 _KNOWN = frozenset(ACTIONS)
-
-
-def _name(value: Any) -> str:
-    """A text of a frame; what is none is not spelled out, since it may be huge."""
-    return value[:1000] if isinstance(value, str) else ""
 
 
 def _is_size(value: Any) -> bool:

@@ -60,10 +60,11 @@ def text_pieces(
         InputError: `gzip-bomb`, where the text grows out of all proportion.
     """
     head = stream.read(_PACKED)
+    chunks = _unpacked(stream, head, damage, step)
     if not head.startswith(_GZIP):
-        yield from _looked_at(_transcoded(_gathered(_plain(stream, head, step), PIECE)), look)
+        yield from _looked_at(_transcoded(_gathered(chunks, PIECE)), look)
         return
-    batches = _looked_at(_transcoded(_gathered(_unpacked(stream, head, damage, step), _BATCH)), look)
+    batches = _looked_at(_transcoded(_gathered(chunks, _BATCH)), look)
     with ThreadPoolExecutor(1, thread_name_prefix="traceloom-text") as pool:
         ahead = pool.submit(next, batches, None)
         while (batch := ahead.result()) is not None:
@@ -74,9 +75,7 @@ def text_pieces(
 
 def first_pieces(stream: BinaryIO, damage: Damage, look: Look | None = None) -> Iterator[bytes]:
     """As `text_pieces`, for who wants the beginning only: no more is decompressed than is asked for."""
-    head = stream.read(_PACKED)
-    chunks = _unpacked(stream, head, damage, None) if head.startswith(_GZIP) else _plain(stream, head, None)
-    yield from _looked_at(_transcoded(chunks), look)
+    yield from _looked_at(_transcoded(_unpacked(stream, stream.read(_PACKED), damage, None)), look)
 
 
 def _looked_at(pieces: Iterator[bytes], look: Look | None) -> Iterator[bytes]:
@@ -86,20 +85,18 @@ def _looked_at(pieces: Iterator[bytes], look: Look | None) -> Iterator[bytes]:
         yield piece
 
 
-def _plain(stream: BinaryIO, head: bytes, step: Step | None) -> Iterator[bytes]:
-    total = 0
-    while head:
-        total += len(head)
-        yield head
-        if step:
-            step(total, total)
-        head = stream.read(PIECE)
-
-
 def _unpacked(stream: BinaryIO, packed: bytes, damage: Damage, step: Step | None) -> Iterator[bytes]:
-    """Gzip members one after the other, as far as they can be read."""
-    inflate = isal_zlib.decompressobj(31)
+    """Plain text as it is; gzip members one after the other, as far as they can be read."""
     read = text = 0
+    if not packed.startswith(_GZIP):
+        while packed:
+            read += len(packed)
+            yield packed
+            if step:
+                step(read, read)
+            packed = stream.read(PIECE)
+        return
+    inflate = isal_zlib.decompressobj(31)
     member = 0  # where the current member begins
     while packed:
         try:
@@ -112,7 +109,12 @@ def _unpacked(stream: BinaryIO, packed: bytes, damage: Damage, step: Step | None
             return
         read += len(packed)
         text += len(out)
-        _refuse_bomb(read, text)
+        if text > _BOMB_BYTES and text > read * _MOST_EXPANSION:
+            raise InputError(
+                f"the compressed file expands more than {_MOST_EXPANSION} times, which no trace does",
+                slug="gzip-bomb",
+                hint="decompress it yourself and give the plain file if you trust it",
+            )
         yield out
         if step:
             step(read, text)
@@ -154,15 +156,6 @@ def _slowly(stream: BinaryIO, member: int, until: int, delivered: int) -> Iterat
             got += len(out)
             if got > delivered:
                 yield out[max(0, len(out) - (got - delivered)) :]
-
-
-def _refuse_bomb(read: int, text: int) -> None:
-    if text > _BOMB_BYTES and text > read * _MOST_EXPANSION:
-        raise InputError(
-            f"the compressed file expands more than {_MOST_EXPANSION} times, which no trace does",
-            slug="gzip-bomb",
-            hint="decompress it yourself and give the plain file if you trust it",
-        )
 
 
 def _gathered(chunks: Iterator[bytes], least: int) -> Iterator[bytes]:

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from traceloom.model.arrays import lookup
 from traceloom.model.notice import Notice
 from traceloom.model.schema import REQUEST, SCHEMAS, empty
-from traceloom.read.requests import find_requests
+from traceloom.model.thread_cpu import samples_of
 
 Ints = NDArray[np.int64]
-_NO_STEP = -(2**31)
-"""Evidence of steps that are requests."""
+NO_STEP = -(2**31)
 _FEWEST = 3  # occurrences that make an annotation regular
 _LEAST_COVER = 0.5  # of the host's window, from the first to the last of them
 _MOST_VARIATION = 0.5  # standard deviation of the distances over their mean
@@ -24,6 +23,12 @@ _PROFILER = r"^ProfilerStep#\s*(\d+)$"
 _NUMBERED = ("ProfilerStep#", "traceloom.step#")
 _MARK = r"^traceloom\.step#\s*(\d+)$"
 _NO_STEPS = r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler"
+# Requests: bursts of work between waits, of a program that has no steps, such as a server.
+_FEWEST_REQUESTS = 5  # requests that make a server
+_LEAST_GAP_NS = 200_000  # between two
+_APART = 4.0  # times as long as the pauses inside of them
+_ALIKE, _OFTEN = 0.6, 0.1  # of them begin alike: with operators with which so many begin
+_MOST_RUNNING = 0.8  # of the window that the threads of a program run that waits for requests
 
 
 def find_steps(
@@ -60,7 +65,7 @@ def find_steps(
     regular = _regular(annotations.select("name", "lane", "start_ns", "nested_end_ns"), events)
     if regular[0].height:
         return regular
-    requests = find_requests(events, hosts, capture, path)
+    requests = _requests(events, hosts, capture, path)
     if not requests.height:
         return regular
     text = (
@@ -116,8 +121,17 @@ def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFr
     )
     best: tuple[float, pl.DataFrame] | None = None
     for (_, _), group in shaped.group_by("pattern", "lane", maintain_order=True):
-        score = _regularity(group, window)
-        if score is not None and (best is None or score > best[0]):
+        if group.height < _FEWEST or window <= 0:
+            continue
+        start, end = group["start_ns"].to_numpy(), group["nested_end_ns"].to_numpy()
+        distance = np.diff(start)
+        variation = float(distance.std() / distance.mean()) if distance.mean() > 0 else 1.0
+        covers = end[-1] - start[0] >= _LEAST_COVER * window
+        if (start[1:] < end[:-1]).any() or variation > _MOST_VARIATION or not covers:
+            continue
+        # Share of the window inside the spans, less their variation.
+        score = float((end - start).sum()) / window * (1 - variation)
+        if best is None or score > best[0]:
             best = (score, group)
     if best is None:
         text = "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation"
@@ -134,34 +148,70 @@ def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFr
     return _frame(spans, "annotation"), [Notice("steps-from-annotation", "info", text, spans.height)]
 
 
-def _regularity(group: pl.DataFrame, window: int) -> float | None:
-    """Share of the window inside the spans, less their variation; None where they are no steps."""
-    if group.height < _FEWEST or window <= 0:
-        return None
-    start, end = group["start_ns"].to_numpy(), group["nested_end_ns"].to_numpy()
-    if (start[1:] < end[:-1]).any():
-        return None
-    distance = np.diff(start)
-    variation = float(distance.std() / distance.mean()) if distance.mean() > 0 else 1.0
-    if variation > _MOST_VARIATION or (end[-1] - start[0]) < _LEAST_COVER * window:
-        return None
-    return float((end - start).sum()) / window * (1 - variation)
+def _requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any] | None, path: str) -> pl.DataFrame:
+    """Requests of a program that waits between them, by the processor time of its threads.
+
+    Args:
+        events: The events in time order.
+        hosts: Lanes of the host.
+        capture: This rank's part of capture.json; without samples of processor time nobody knows that it waited.
+        path: Of the trace.
+
+    Returns:
+        `name`, `start_ns`, `end_ns` of each; no row where the program does not wait, or no requests are seen.
+    """
+    nothing = pl.DataFrame(schema={"name": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64})
+    samples = samples_of(capture, path)
+    if not samples or (capture or {}).get("world_size") not in (None, 1):
+        return nothing
+    roots = events.filter(
+        (pl.col("category") == "op") & pl.col("parent").is_null() & pl.col("lane").is_in(hosts.implode())
+    ).select("start_ns", "nested_end_ns", "name")
+    if roots.height < _FEWEST_REQUESTS:
+        return nothing
+    # A program that waits hardly runs, all its threads together.
+    ran = sum(int(thread.ran_ns[-1] - thread.ran_ns[0]) for thread in samples.values())
+    begins = min(int(thread.time_ns[0]) for thread in samples.values())
+    ends = max(int(thread.time_ns[-1]) for thread in samples.values())
+    elsewhere = begins >= roots["nested_end_ns"][-1] or ends <= roots["start_ns"][0]
+    if elsewhere or ran > _MOST_RUNNING * max(ends - begins, 1):
+        return nothing
+    start, reached = roots["start_ns"].to_numpy(), np.maximum.accumulate(roots["nested_end_ns"].to_numpy())
+    pause = start[1:] - reached[:-1]
+    # The pauses fall into two groups, one far longer than the other: those between requests and those inside.
+    ordered = np.sort(pause[pause > 0])
+    if ordered.size < _FEWEST_REQUESTS:
+        return nothing
+    logs = np.log(ordered)
+    count = np.arange(1, logs.size)
+    below = np.cumsum(logs)[:-1] / count
+    above = (logs.sum() - np.cumsum(logs)[:-1]) / (logs.size - count)
+    between = count * (logs.size - count) * (above - below) ** 2  # the split with which both groups vary least
+    at = int(np.argmax(between))
+    inside, outside = np.median(ordered[: at + 1]), np.median(ordered[at + 1 :])
+    if outside < max(_APART * inside, _LEAST_GAP_NS):
+        return nothing
+    first = np.flatnonzero(np.append(True, pause > int(ordered[at])))
+    names = roots["name"].gather(first)
+    often = names.value_counts(sort=True).filter(pl.col("count") >= _OFTEN * first.size)
+    if first.size < _FEWEST_REQUESTS or often["count"].sum() < _ALIKE * first.size:
+        return nothing
+    first = first[names.is_in(often["name"].implode()).to_numpy()]  # the system may have interrupted one in its midst
+    last = np.append(first[1:], start.size) - 1
+    return pl.DataFrame({"name": "request", "start_ns": start[first], "end_ns": reached[last]})
 
 
 def step_of(steps: pl.DataFrame, time_ns: Ints) -> Ints:
-    """The step that holds each time; `_NO_STEP` outside."""
+    """The step that holds each time; `NO_STEP` outside."""
     if not steps.height:
-        return np.full(len(time_ns), _NO_STEP, dtype=np.int64, like=time_ns)
+        return np.full(len(time_ns), NO_STEP, dtype=np.int64, like=time_ns)
     at = np.searchsorted(steps["start_ns"].to_numpy(), time_ns, side="right") - 1
     row = np.maximum(at, 0)
     inside = (at >= 0) & (time_ns < lookup(steps["end_ns"].to_numpy(), row))
-    return np.where(inside, lookup(steps["step"].to_numpy().astype(np.int64), row), _NO_STEP)
+    return np.where(inside, lookup(steps["step"].to_numpy().astype(np.int64), row), NO_STEP)
 
 
 def event_steps(steps: pl.DataFrame, start: Ints, launch: Ints, is_work: Any) -> Ints:
     """The step of each event: of its start on the host; of its launch for GPU work, none without a launch."""
     step = step_of(steps, start)
-    return np.where(is_work, np.where(launch >= 0, step[launch], _NO_STEP), step)
-
-
-NO_STEP = _NO_STEP
+    return np.where(is_work, np.where(launch >= 0, step[launch], NO_STEP), step)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+
+_BLANK = re.compile(rb"[\s,]*")
 
 
 class TextWindow:
@@ -37,10 +40,24 @@ class TextWindow:
         self._text = self._text[count:]
         self._base += count
 
-    def _leap(self, byte: int) -> None:
-        """Go to a byte further on, or to the end, without having all that is before it at hand."""
-        while self._base + len(self._text) < byte:
-            self._skip(len(self._text))
-            if not self._fill(1):
-                return
-        self._skip(byte - self._base)
+    def _skip_blank(self) -> None:
+        """Go behind white space and commas."""
+        if blank := _BLANK.match(self._text):
+            self._skip(blank.end())
+
+    def _last_boundary(self, between: re.Pattern[bytes], ahead: int) -> int | None:
+        """The end of the last whole entry at hand, behind its bracket.
+
+        Args:
+            between: Matches between two entries, from the bracket of the first.
+            ahead: Bytes that a match may be long.
+        """
+        low = len(self._text)
+        while low > 0:
+            high, low = low, max(0, low - (1 << 14))
+            last = None
+            for last in between.finditer(self._text, low, min(len(self._text), high + ahead)):  # noqa: B007
+                pass
+            if last is not None and last.start() > 0:
+                return last.start() + 1
+        return None

@@ -22,7 +22,6 @@ _TIMES = re.compile(rb'"(?:ts|dur)"\s*:\s*"?(-?\d+)(?:\.(\d+))?([eE]?)')
 _MOST_NS = 2**62  # times beyond (146 years) are no times
 _MOST_US = _MOST_NS // 1000
 _DIGITS = len(str(_MOST_US))
-_NO_TIME = (_MOST_US, 0)
 
 
 def needs_text(sample: bytes) -> bool:
@@ -83,24 +82,15 @@ def _split(texts: list[Any]) -> tuple[Ints, Ints, Bools]:
             whole.append(int(digits))
             millionths.append(int(fraction.ljust(6, b"0")[:6]))
         else:
-            other = _decimal(bytes(text).strip(b'" ').decode("ascii", "replace")) or _NO_TIME
-            whole.append(other[0])
-            millionths.append(other[1])
+            # Exponents and other spellings, one by one.
+            try:
+                value = Decimal(bytes(text).strip(b'" ').decode("ascii", "replace"))
+            except InvalidOperation:
+                value = Decimal(_MOST_US)
+            usable = value.is_finite() and abs(value) < _MOST_US
+            whole.append(int(value) if usable else _MOST_US)
+            millionths.append(int((value - int(value)) * 1_000_000) if usable else 0)
     us, parts = np.array(whole, dtype=np.int64), np.array(millionths, dtype=np.int64)
     good = us < _MOST_US
     us[~good] = parts[~good] = 0
     return us, parts, good
-
-
-def _decimal(text: str) -> tuple[int, int] | None:
-    """Exponents and other spellings, one by one; None for what is no number or no such time."""
-    if not text:
-        return None
-    try:
-        value = Decimal(text)
-    except InvalidOperation:
-        return None
-    if not value.is_finite() or abs(value) >= _MOST_US:
-        return None
-    whole = int(value)
-    return whole, int((value - whole) * 1_000_000)

@@ -4,26 +4,157 @@ A part begins where an entry ends, near a byte that is agreed upon. What looks l
 list of an entry; whether it is one is known to who has the part before, if all of that is decoded. So each process
 stops only where its own text proves that the next part can begin there, and parts are put together only where one
 begins where the other stopped. Otherwise this process goes on alone.
+
+Python does one thing at a time in a process, so another core needs another process. It is a fork, which costs a
+hundredth of what a new interpreter would. Of other threads of this process the fork has nothing but what they held
+locked, so decoding keeps to what takes no locks of theirs: Polars has no part in it. Whatever goes wrong there is no
+loss: the file is decoded here then.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import mmap
 import os
 import pickle
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any, NoReturn
 
-from traceloom.read.columns import Columns
+from msgspec import Struct
+
+from traceloom import leaving
+from traceloom.read.columns import Columns, Legend
 from traceloom.read.damage import Damage
 from traceloom.read.decoding import Decoded, Step, decode
 from traceloom.read.document import TextPart, keep
-from traceloom.read.forks import Fork, ForkResult, cores
 from traceloom.storage import spill
+from traceloom.storage.ondisk import SCRATCH, Array
 
 LEAST_TEXT = 1 << 23  # bytes of text that are worth a process
 _HANDING = 7 << 20  # bytes of text that are decoded in the time that handing a part over takes
 _MOST_PACKED = 4  # processes for one compressed file, since each has to unpack what is before its part
 _MOST = 8
 _MOST_EXPANSION = 250
+_MOST_COPIED = 2 << 30  # bytes of memory of a process: the tables of more take longer to copy than is gained
+_PATIENCE_S = 30  # beyond what the file has taken so far
+
+
+class ForkResult(Struct, frozen=True):
+    """What a part holds beside its columns; see `Decoded`."""
+
+    legend: Legend
+    metadata: dict[str, Any]
+    damage: Damage
+    size: int
+    began: int | None
+    left_at: int | None
+
+
+class Fork:
+    """The process that decodes a part of a file.
+
+    Raises:
+        OSError: There is no more process, file or memory to be had.
+    """
+
+    def __init__(self, path: Path, part: TextPart) -> None:
+        self._since = time.monotonic()
+        self._until_stopped = contextlib.ExitStack()
+        parent = os.getpid()
+        answer, into = os.pipe()
+        try:
+            with leaving.put_off():
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # of other threads: see above
+                    self._process = os.fork()
+                if not self._process:
+                    _decode_into(path, part, into, parent)
+                self._until_stopped.enter_context(leaving.undone_on_leaving(self._kill))
+        except OSError:
+            os.close(answer)
+            raise
+        finally:
+            os.close(into)
+        self._answer = open(answer, "rb")  # noqa: PTH123, SIM115  (no path; open until `stop`)
+
+    def result(self) -> ForkResult | None:
+        """What it decoded, once it is done; None if it failed."""
+        waiting = select.poll()
+        waiting.register(self._answer, select.POLLIN)
+        took_s = time.monotonic() - self._since
+        if not waiting.poll((_PATIENCE_S + 4 * took_s) * 1000):
+            return None
+        try:
+            decoded: ForkResult = pickle.load(self._answer)  # noqa: S301  (written by this very program)
+        except (EOFError, pickle.UnpicklingError):
+            return None
+        return decoded
+
+    def pieces(self) -> Iterator[tuple[str, str, Array]]:
+        """The columns of what it decoded, as of `Columns.pieces`.
+
+        Raises:
+            EOFError: It was ended from outside.
+        """
+        while (piece := pickle.load(self._answer)) is not None:  # noqa: S301
+            yield piece
+
+    def stop(self) -> None:
+        """End it, if it has not ended."""
+        self._answer.close()
+        self._until_stopped.close()
+        self._kill()
+        with contextlib.suppress(ChildProcessError):  # where somebody ignores SIGCHLD, the system has seen to it
+            os.waitpid(self._process, 0)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)
+
+
+def cores() -> int:
+    """How many processes may decode at once; 1 where this one may not be forked."""
+    if sys.platform != "linux":
+        return 1
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return 1 if pages * mmap.PAGESIZE > _MOST_COPIED else len(os.sched_getaffinity(0))
+
+
+def _decode_into(path: Path, part: TextPart, into: int, parent: int) -> NoReturn:
+    """What the fork does, in place of anything that its parent was doing."""
+    try:
+        leaving.forget()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):  # whoever waits for the end of our output must not wait for this process
+            os.dup2(nowhere, stream)
+        for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, into}:  # noqa: PTH208  (of names alone)
+            with contextlib.suppress(OSError):  # the listing itself is among them
+                os.close(descriptor)
+        SCRATCH.forget()
+        gc.disable()
+
+        def step(_read: int, _text: int) -> None:
+            if os.getppid() != parent:
+                os._exit(0)  # nobody waits for it any more
+
+        decoded = decode(path, step, part=part)
+        columns = decoded.columns
+        result = ForkResult(
+            columns.legend(), decoded.metadata, decoded.damage, decoded.size, decoded.began, decoded.left_at
+        )
+        with open(into, "wb") as pipe:
+            for item in chain([result], columns.pieces(), [None]):
+                pickle.dump(item, pipe, pickle.HIGHEST_PROTOCOL)
+    finally:
+        os._exit(0)
 
 
 class Helpers:
@@ -46,7 +177,7 @@ class Helpers:
         self.first = begins[0]
         self.share = size / max(1, self.first)
         self._forks: list[Fork] = []
-        self._found: list[ForkResult] = []
+        self._results: list[ForkResult] = []
         try:
             for begin, until in zip(begins, [*begins[1:], None], strict=True):
                 self._forks.append(Fork(path, TextPart(begin, until)))
@@ -58,10 +189,10 @@ class Helpers:
         """Whether they decoded all that follows a byte; waits until they have."""
         at: int | None = byte
         for fork in self._forks:
-            decoded = fork.found()
+            decoded = fork.result()
             if decoded is None or decoded.began != at:
                 break
-            self._found.append(decoded)
+            self._results.append(decoded)
             if (at := decoded.left_at) is None:
                 return True
         return False
@@ -72,10 +203,10 @@ class Helpers:
         Raises:
             EOFError: One was ended from outside; `own` is of no use any more.
         """
-        if self._found[-1].size >= spill.SPILL_BYTES and own.columns.spill is None:
+        if self._results[-1].size >= spill.SPILL_BYTES and own.columns.spill is None:
             own.columns.spill = spill.Spill()
-        for fork, decoded in zip(self._forks, self._found, strict=False):  # one may have gone to the end by itself
-            own.columns.extend(decoded.known, fork.pieces())
+        for fork, decoded in zip(self._forks, self._results, strict=False):  # one may have gone to the end by itself
+            own.columns.extend(decoded.legend, fork.pieces())
             for key, value in decoded.metadata.items():
                 keep(own.metadata, key, value, own.damage)
             own.damage.add(decoded.damage)
@@ -98,7 +229,13 @@ def helpers(path: Path, processes: int | None = None, lead: int = 0) -> Helpers 
     Raises:
         OSError: The file cannot be read, or there are not so many processes to be had.
     """
-    size, most = _text_size(path), _MOST_PACKED if _packed(path) else _MOST
+    size, most = path.stat().st_size, _MOST
+    with path.open("rb") as file:
+        if file.read(2) == b"\x1f\x8b":
+            most = _MOST_PACKED
+            if size >= 4:  # gzip states the size of the text at its end, and may be wrong
+                file.seek(-4, os.SEEK_END)
+                size = min(max(int.from_bytes(file.read(4), "little"), size), size * _MOST_EXPANSION)
     begins = parts(size, min(cores(), processes or most, most), lead)
     return Helpers(path, begins, size) if begins else None
 
@@ -121,47 +258,24 @@ def decode_with(helping: Helpers, path: str | Path, step: Step | None = None) ->
         InputError: As of `decode`.
     """
     try:
-        decoded = _mine(helping, path, step)
-        if decoded is not None and (decoded.left_at is None or _joined(helping, decoded)):
+        decoded = None
+        if helping.first:  # what is before the part of the first helper; all where they fail
+            scaled = None if step is None else lambda read, text: step(int(read * helping.share), text)
+            decoded = decode(path, scaled, TextPart(until=helping.first), helping.have)
+        elif helping.have(0):
+            damage = Damage()
+            decoded = Decoded(Columns(damage), {}, damage, 0, 0, 0)
+        if decoded is not None and decoded.left_at is not None:
+            try:
+                helping.join(decoded)
+            except (EOFError, pickle.UnpicklingError):  # one was ended meanwhile
+                decoded.columns.close()
+                decoded = None
+            except BaseException:
+                decoded.columns.close()
+                raise
+        if decoded is not None:
             return decoded
     finally:
         helping.stop()
     return decode(path, step)
-
-
-def _joined(helping: Helpers, decoded: Decoded) -> bool:
-    """Add what the helpers have; False where one was ended meanwhile."""
-    try:
-        helping.join(decoded)
-    except (EOFError, pickle.UnpicklingError):
-        decoded.columns.close()
-        return False
-    except BaseException:
-        decoded.columns.close()
-        raise
-    return True
-
-
-def _mine(helping: Helpers, path: str | Path, step: Step | None) -> Decoded | None:
-    """What is before the part of the first helper; all where they fail, None if that is theirs."""
-    if not helping.first:
-        damage = Damage()
-        return Decoded(Columns(damage), {}, damage, 0, 0, 0) if helping.have(0) else None
-    scaled = None if step is None else lambda read, text: step(int(read * helping.share), text)
-    return decode(path, scaled, TextPart(until=helping.first), helping.have)
-
-
-def _packed(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
-
-
-def _text_size(path: Path) -> int:
-    """Bytes of text of a file, roughly: gzip states it at its end, and may be wrong."""
-    size = path.stat().st_size
-    if size < 4 or not _packed(path):
-        return size
-    with path.open("rb") as file:
-        file.seek(-4, os.SEEK_END)
-        stated = int.from_bytes(file.read(4), "little")
-    return min(max(stated, size), size * _MOST_EXPANSION)

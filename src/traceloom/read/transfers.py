@@ -1,4 +1,4 @@
-"""The frames of copies, fills, kernels and synchronisations."""
+"""The frames of what only some events say of themselves: copies, kernels, synchronisations, inputs, Python frames."""
 
 from __future__ import annotations
 
@@ -36,9 +36,19 @@ def copy_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) ->
         called["name"], fill=called["category"] == "fill"
     )
     different = keys.unique(maintain_order=True)
-    rows = [
-        _describe(*row) for row in different.select("name", "copy_kind", "rocm_kind", "source", "target", "fill").rows()
-    ]
+    rows: list[tuple[str, str | None, str | None]] = []
+    for name, argument, rocm, source, target, fill in different.select(
+        "name", "copy_kind", "rocm_kind", "source", "target", "fill"
+    ).rows():
+        if fill:
+            in_brackets = re.search(r"\((\w+)\)", name)
+            filled = in_brackets.group(1).lower() if in_brackets else None
+            rows.append(("fill", None, memory_kinds(name, None, target)[1] or filled))
+            continue
+        kind = copy_kind(name, argument)
+        if kind == "unknown" and rocm:
+            kind = copy_kind(rocm)
+        rows.append((kind, *memory_kinds(name, source, target)))
     described = different.with_columns(
         pl.DataFrame(rows, schema=["copied", "source_memory", "target_memory"], orient="row").cast(pl.String)
     )
@@ -48,24 +58,25 @@ def copy_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) ->
     ).cast(SCHEMAS["copies"])
 
 
-def _describe(  # noqa: PLR0917  (the columns that tell)
-    name: str, argument: str | None, rocm: str | None, source: str | None, target: str | None, fill: bool
-) -> tuple[str, str | None, str | None]:
-    if fill:
-        in_brackets = re.search(r"\((\w+)\)", name)
-        filled = in_brackets.group(1).lower() if in_brackets else None
-        return ("fill", None, memory_kinds(name, None, target)[1] or filled)
-    kind = copy_kind(name, argument)
-    if kind == "unknown" and rocm:
-        kind = copy_kind(rocm)
-    return (kind, *memory_kinds(name, source, target))
-
-
 def kernel_frame(columns: dict[str, Array]) -> pl.DataFrame:
     """The `kernels` frame: how each kernel fills the device, in time order."""
     order = np.argsort(columns["event"], kind="stable")
     figures = {name: plain(columns[name][order], pl.Float64).fill_nan(None) for name in FILLING}
     return pl.DataFrame({"event": plain(columns["event"][order], pl.UInt32), **figures}, schema=SCHEMAS["kernels"])
+
+
+def tensor_frame(columns: dict[str, Array], texts: Texts) -> pl.DataFrame:
+    """The `tensors` frame: inputs of ops, as lists of JSON text."""
+    order = np.argsort(columns["event"], kind="stable")
+    lists = {name: texts.column(values[order]) for name, values in columns.items() if name != "event"}
+    return pl.DataFrame({"event": plain(columns["event"][order], pl.UInt32), **lists}, schema=SCHEMAS["tensors"])
+
+
+def python_frame(columns: dict[str, Array]) -> pl.DataFrame:
+    """The `python` frame: ids of Python frames and modules."""
+    order = np.argsort(columns["event"], kind="stable")
+    values = {name: nullable(column[order]) for name, column in columns.items() if name != "event"}
+    return pl.DataFrame({"event": plain(columns["event"][order], pl.UInt32), **values}, schema=SCHEMAS["python"])
 
 
 def sync_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) -> pl.DataFrame:

@@ -16,7 +16,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache as once
 from functools import partial
 from pathlib import Path
@@ -90,37 +90,30 @@ class Cache:
         """
         try:
             seen = Seen.now(path)
-            content = self._content(path, seen)
+            # The digest of the content, from the index if the file is listed there.
+            listed = json.dumps([str(path.resolve()), *seen.stamp]).encode()
+            noted = self._folder / "index" / hashlib.blake2b(listed, digest_size=20).hexdigest()
+            content = ""
+            if seen.settled:
+                with contextlib.suppress(OSError, ValueError), open_regular(noted) as file:
+                    content = file.read(41).decode("ascii")
+            if len(content) != 40:
+                content = digest(path)
+                if Seen.now(path).stamp != seen.stamp:
+                    return None
+                if seen.settled:
+                    with contextlib.suppress(OSError):
+                        noted.parent.mkdir(parents=True, exist_ok=True)
+                        written = noted.with_name(f".{noted.name}-{os.getpid()}")
+                        written.write_text(content, encoding="ascii")
+                        written.replace(noted)
         except OSError:
-            return None
-        if content is None:
             return None
         about = hashlib.blake2b(digest_size=20)
         about.update(content.encode())
         about.update(reader_version().encode())
         about.update(json.dumps(capture, sort_keys=True).encode())
         return Entry(self._folder / "traces" / about.hexdigest(), path, seen, content)
-
-    def _content(self, path: Path, seen: Seen) -> str | None:
-        """Digest of the content, from the index if the file is listed there; None if it changes meanwhile."""
-        about = json.dumps([str(path.resolve()), *seen.stamp]).encode()
-        noted = self._folder / "index" / hashlib.blake2b(about, digest_size=20).hexdigest()
-        if seen.settled:
-            with contextlib.suppress(OSError, ValueError):
-                with open_regular(noted) as file:
-                    cached = file.read(41).decode("ascii")
-                if len(cached) == 40:
-                    return cached
-        content = digest(path)
-        if Seen.now(path).stamp != seen.stamp:
-            return None
-        if seen.settled:
-            with contextlib.suppress(OSError):
-                noted.parent.mkdir(parents=True, exist_ok=True)
-                written = noted.with_name(f".{noted.name}-{os.getpid()}")
-                written.write_text(content, encoding="ascii")
-                written.replace(noted)
-        return content
 
     def prune(self) -> None:
         """Drop the entries unused for longest until the rest fits."""
@@ -172,9 +165,17 @@ class Entry:
         import polars as pl
 
         with contextlib.suppress(OSError, ValueError, pl.exceptions.PolarsError):
-            if self.unchanged():
-                with self._beside() as folder:
-                    write(folder)
+            if not self.unchanged():
+                return
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            made = self._folder.with_name(f".making-{os.urandom(8).hex()}")
+            with undone_on_leaving(partial(_remove, made)):
+                try:
+                    made.mkdir(mode=0o700)
+                    write(made)
+                    made.rename(self._folder)  # fails where another process was faster, whose entry is as good
+                finally:
+                    _remove(made)
 
     def unchanged(self) -> bool:
         """Whether the file is what it was when the entry was asked for.
@@ -185,19 +186,6 @@ class Entry:
         if Seen.now(self._path).stamp != self._seen.stamp:
             return False
         return self._seen.settled or digest(self._path) == self._content
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[Path]:
-        """A new folder that takes the entry's name when it is whole."""
-        self._folder.parent.mkdir(parents=True, exist_ok=True)
-        made = self._folder.with_name(f".making-{os.urandom(8).hex()}")
-        with undone_on_leaving(partial(_remove, made)):
-            try:
-                made.mkdir(mode=0o700)
-                yield made
-                made.rename(self._folder)  # fails where another process was faster, whose entry is as good
-            finally:
-                _remove(made)
 
 
 def prune(folder: Path, cap_bytes: int) -> None:

@@ -60,10 +60,6 @@ def arrow_name(dtype: pl.DataType) -> str | None:
     return _ARROW.get(type(dtype))
 
 
-def _as_it_is(values: Array) -> Array:
-    return values
-
-
 class TextTable:
     """Distinct texts from which columns are made.
 
@@ -77,11 +73,15 @@ class TextTable:
         self.fits = int(lengths.sum()) <= _MOST_HEAP
         self._heap = np.frombuffer(b"".join(encoded) or b"\0", dtype=np.uint8)
         places = np.cumsum(lengths) - lengths
-        views = [_view(text, int(offset)) for text, offset in zip(encoded, places, strict=True)] if self.fits else []
+        views = []
+        for text, offset in zip(encoded, places.tolist(), strict=True) if self.fits else ():
+            length = len(text).to_bytes(4, "little")
+            inline = text.ljust(_INLINE, b"\0") if len(text) <= _INLINE else None
+            views.append(length + (inline or text[:4] + bytes(4) + offset.to_bytes(4, "little")))
         # one more, for codes below 0
         self._views = np.frombuffer(b"".join([*views, bytes(16)]), dtype=np.complex128)  # any type of 16 bytes
 
-    def column(self, codes: Array, keep: Callable[[Array], Array] = _as_it_is) -> pl.Series:
+    def column(self, codes: Array, keep: Callable[[Array], Array] = lambda values: values) -> pl.Series:
         """The texts of these codes; null for codes below 0. Shape (rows,).
 
         Args:
@@ -92,13 +92,6 @@ class TextTable:
         gathered = rows_of(self._views, codes).view(np.ndarray)
         bits = None if present.all() else np.packbits(present.view(np.ndarray), bitorder="little")
         return series("string_view", len(codes), [bits, keep(gathered).view(np.uint8), keep(self._heap)])
-
-
-def _view(text: bytes, offset: int) -> bytes:
-    length = len(text).to_bytes(4, "little")
-    if len(text) <= _INLINE:
-        return length + text.ljust(_INLINE, b"\0")
-    return length + text[:4] + bytes(4) + offset.to_bytes(4, "little")
 
 
 def series(kind: str, length: int, buffers: list[Any]) -> pl.Series:
@@ -123,13 +116,23 @@ def gathered(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Ser
     """
     if not count:
         return pl.Series([], dtype=dtype)
+    at = 0
     if dtype == pl.String:
-        return _texts(count, parts)
+        distinct = pl.Series([], dtype=pl.String)
+        for part in parts():
+            distinct = pl.concat([distinct, part.drop_nulls().unique()]).unique(maintain_order=True)
+        table, codes = TextTable(distinct.to_list()), empty(count, np.int32)
+        if not table.fits or not isinstance(codes, OnDisk):
+            return pl.concat(list(parts()), rechunk=True)
+        for part in parts():
+            numbered = part.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32)
+            codes[at : at + part.len()] = numbered.fill_null(-1).to_numpy()
+            at += part.len()
+        return table.column(codes)
     if type(dtype) not in _ARROW:
         return pl.concat(list(parts()), rechunk=True)
     kind = _ARROW[type(dtype)]
     values, present = empty(count, np.dtype(kind)), np.ones(count, dtype=np.bool_)
-    at = 0
     for part in parts():
         rows = slice(at, at + part.len())
         values[rows] = part.fill_null(0).to_numpy()
@@ -139,18 +142,3 @@ def gathered(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Ser
     if present.all():
         return pl.Series(data)
     return series(kind, count, [np.packbits(present, bitorder="little"), data])
-
-
-def _texts(count: int, parts: Callable[[], Iterator[pl.Series]]) -> pl.Series:
-    distinct = pl.Series([], dtype=pl.String)
-    for part in parts():
-        distinct = pl.concat([distinct, part.drop_nulls().unique()]).unique(maintain_order=True)
-    table = TextTable(distinct.to_list())
-    codes = empty(count, np.int32)
-    if not table.fits or not isinstance(codes, OnDisk):
-        return pl.concat(list(parts()), rechunk=True)
-    at = 0
-    for part in parts():
-        codes[at : at + part.len()] = part.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
-        at += part.len()
-    return table.column(codes)

@@ -58,7 +58,12 @@ class Scratch:
         else:
             block = new_block(size)
         self._used[id(block)] = block
-        self._give_back_pages(size)
+        # Unmap pages now and then: they stay in the system's file cache, which may drop them.
+        self._fresh += size
+        if self._fresh > _MOST_MAPPED and hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in [*self._used.values(), *(block for blocks in self._idle.values() for block in blocks)]:
+                mapped.madvise(mmap.MADV_DONTNEED)
+            self._fresh = size
         owner = OnDisk((int(count),), dtype, buffer=block)
         # not at the end of the process, when all files vanish by themselves
         weakref.finalize(owner, self._free, block).atexit = False
@@ -81,14 +86,6 @@ class Scratch:
         if self._idle_bytes + size <= _MOST_IDLE:
             self._idle.setdefault(size, []).append(block)
             self._idle_bytes += size
-
-    def _give_back_pages(self, size: int) -> None:
-        """Unmap pages now and then: they stay in the system's file cache, which may drop them."""
-        self._fresh += size
-        if self._fresh > _MOST_MAPPED and hasattr(mmap, "MADV_DONTNEED"):
-            for block in [*self._used.values(), *(block for blocks in self._idle.values() for block in blocks)]:
-                block.madvise(mmap.MADV_DONTNEED)
-            self._fresh = size
 
 
 def folder() -> Path:
@@ -121,17 +118,13 @@ def new_block(size: int) -> mmap.mmap:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
-                _write_zeros(file, size)
+                zeros = bytes(min(size, 1 << 20))
+                for at in range(0, size, len(zeros)):
+                    file.write(zeros[: size - at])
+                file.flush()
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise no_space(error) from error
-
-
-def _write_zeros(file: Any, size: int) -> None:
-    zeros = bytes(min(size, 1 << 20))
-    for at in range(0, size, len(zeros)):
-        file.write(zeros[: size - at])
-    file.flush()
 
 
 SCRATCH = Scratch()
@@ -189,10 +182,22 @@ class OnDisk(np.ndarray[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Rows by number or by mask are set by piece."""
-        if isinstance(key, np.ndarray) and key.ndim == 1 and self.ndim == 1:
-            _scatter(_plain(self), _plain(key), _plain(value))
-        else:
-            super().__setitem__(key, _plain(value))
+        new = _plain(value)
+        if not (isinstance(key, np.ndarray) and key.ndim == 1 and self.ndim == 1):
+            super().__setitem__(key, new)
+            return
+        values, key = _plain(self), _plain(key)
+        each = isinstance(new, np.ndarray) and new.ndim == 1 and len(new) != 1
+        at = 0
+        for piece in pieces(len(key)):
+            part, selection = values, key[piece]
+            count = len(selection)
+            if key.dtype == np.bool_:
+                part, count = values[piece], int(np.count_nonzero(selection))
+            part[selection] = new[at : at + count] if each else new
+            at += count
+        if each and at != len(new):
+            raise ValueError(f"{len(new)} values for {at} rows")
 
     def astype(self, dtype: Any, *_: Any, **__: Any) -> Any:
         """A converted copy."""
@@ -204,13 +209,13 @@ class OnDisk(np.ndarray[Any, Any]):
         """A copy."""
         return self.astype(self.dtype)
 
-    def argsort(self, *args: Any, **kwargs: Any) -> Any:
+    def argsort(self, *_: Any, **__: Any) -> Any:
         """See `numpy.argsort`; always stable."""
-        return _argsort(self, *args, **kwargs)
+        return _argsort(self)
 
-    def cumsum(self, *args: Any, **kwargs: Any) -> Any:
+    def cumsum(self, *_: Any, **__: Any) -> Any:
         """See `numpy.cumsum`."""
-        return _cumsum(self, *args, **kwargs)
+        return _cumsum(self)
 
 
 def stored(values: Array) -> Array:
@@ -243,20 +248,6 @@ def rows_of(values: Array, key: Array) -> Array:
         raise IndexError(f"a mask of {len(key)} for {len(values)} rows")
     selected = (values[piece][key[piece]] for piece in pieces(len(key)))
     return _gathered(int(np.count_nonzero(key)), values.dtype, selected)
-
-
-def _scatter(values: Array, key: Array, new: Any) -> None:
-    each = isinstance(new, np.ndarray) and new.ndim == 1 and len(new) != 1
-    at = 0
-    for piece in pieces(len(key)):
-        part, selection = values, key[piece]
-        count = len(selection)
-        if key.dtype == np.bool_:
-            part, count = values[piece], int(np.count_nonzero(selection))
-        part[selection] = new[at : at + count] if each else new
-        at += count
-    if each and at != len(new):
-        raise ValueError(f"{len(new)} values for {at} rows")
 
 
 def _where(condition: Any, *choices: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from traceloom.errors import InputError, UsageError
-from traceloom.read import Progress, load, load_inputs, load_runs, ranks
+from traceloom.read import ReadProgress, load, load_inputs, load_runs, ranks
 from traceloom.read.inputs import Input
 from traceloom.storage.cache import Cache
 from traceloom.testing import TraceBuilder
@@ -241,7 +241,7 @@ def test_processes_read_the_same_as_this_one(tmp_path, monkeypatch):
     inputs.append(Input(tmp_path / "bad.json", given=True))
     here = ranks.read_all(inputs, cache=None)
     monkeypatch.setattr(ranks, "_WORTH_BYTES", 0)
-    seen: list[Progress] = []
+    seen: list[ReadProgress] = []
     beside = ranks.read_all(inputs, cache=None, report=seen.append)
     for one, other in zip(here[:2], beside[:2], strict=True):
         assert one.meta == other.meta

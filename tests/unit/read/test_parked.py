@@ -11,7 +11,7 @@ import traceloom
 from support.jobs import ParallelRecipe, parallel_job
 from traceloom.errors import InputError
 from traceloom.model import Trace, parked
-from traceloom.read import Progress, load_inputs
+from traceloom.read import ReadProgress, load_inputs
 from traceloom.storage import ondisk
 from traceloom.testing import TraceBuilder
 
@@ -88,7 +88,7 @@ def test_a_full_disk_is_said(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_files_of_other_ranks_are_not_read(tmp_path: Path) -> None:
     folder = parallel_job(ParallelRecipe(data=4, steps=1)).run().write(tmp_path / "job")
-    told: list[Progress] = []
+    told: list[ReadProgress] = []
     loaded = load_inputs(folder, cache=False, ranks=(1, 3), progress=told.append)
     assert loaded.runs[0].ranks == (1, 3)
     assert {one.files for one in told} == {2}

@@ -18,11 +18,10 @@ from support import damage
 from support.strategies import builders
 from traceloom.errors import InputError
 from traceloom.model import Trace
-from traceloom.read import ahead, forks, read_kineto, together
+from traceloom.read import ahead, read_kineto, together
 from traceloom.read.decoding import decode
 from traceloom.read.document import TextPart
-from traceloom.read.forks import ForkResult
-from traceloom.read.together import Helpers
+from traceloom.read.together import ForkResult, Helpers
 from traceloom.storage import spill
 from traceloom.storage.cache import Seen
 from traceloom.testing import TraceBuilder
@@ -37,14 +36,14 @@ class Here:
     def __init__(self, path: Path, part: TextPart) -> None:
         self._path, self._part = path, part
 
-    def found(self) -> ForkResult | None:
+    def result(self) -> ForkResult | None:
         try:
             self._decoded = one = decode(self._path, part=self._part)
         except InputError:
             return None
-        return ForkResult(one.columns.known(), one.metadata, one.damage, one.size, one.began, one.left_at)
+        return ForkResult(one.columns.legend(), one.metadata, one.damage, one.size, one.began, one.left_at)
 
-    def pieces(self) -> Iterator[tuple[str, str, forks.Array]]:
+    def pieces(self) -> Iterator[tuple[str, str, together.Array]]:
         yield from self._decoded.columns.pieces()
 
     def stop(self) -> None:
@@ -61,7 +60,7 @@ def in_parts(path: Path, *begins: int) -> tuple[Trace, bool]:
     helping = Helpers(path, list(begins), path.stat().st_size)
     ahead._running[path] = helping, Seen.now(path)
     trace = read_kineto(path)
-    return trace, bool(helping._found) and helping._found[-1].left_at is None
+    return trace, bool(helping._results) and helping._results[-1].left_at is None
 
 
 def assert_equal(one: Trace, other: Trace) -> None:
@@ -194,13 +193,13 @@ def test_a_fork_that_dies_or_hangs_costs_nothing_but_time(
         os.waitpid(last._process, 0)
     elif when == "between":
 
-        def gone() -> Iterator[tuple[str, str, forks.Array]]:
+        def gone() -> Iterator[tuple[str, str, together.Array]]:
             raise EOFError
             yield
 
         monkeypatch.setattr(last, "pieces", gone)
     else:
-        monkeypatch.setattr(forks, "_PATIENCE_S", -1000)
+        monkeypatch.setattr(together, "_PATIENCE_S", -1000)
     ahead._running[path] = helping, Seen.now(path)
     assert_equal(read_kineto(path), whole)
     for fork in helping._forks:
