@@ -277,12 +277,12 @@ def test_a_reader_that_is_stopped_leaves_no_files(ending, tmp_path):
         "from traceloom.read import kineto, read_kineto\n"
         "from traceloom.storage import ondisk, spill\n"
         "spill.SPILL_BYTES = 0; ondisk.LEAST_BYTES = 1\n"
-        "real = kineto.assemble\n"
-        "def stopped(columns, file):\n"
-        "    columns.take('spans', 'start', 'int64')\n"
+        "real = kineto._assemble\n"
+        "def stopped(decoded, *rest):\n"
+        "    decoded.columns.take('spans', 'start', 'int64')\n"
         "    os.kill(os.getpid(), int(sys.argv[2]))\n"
-        "    return real(columns, file)\n"
-        "kineto.assemble = stopped\n"
+        "    return real(decoded, *rest)\n"
+        "kineto._assemble = stopped\n"
         "read_kineto(sys.argv[1])\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path), str(int(ending))], capture_output=True, check=False)
