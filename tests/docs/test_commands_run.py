@@ -1,0 +1,100 @@
+"""The commands of README and of the tutorials run, word by word and in their order, on the example that is recorded."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import traceloom
+from traceloom.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+FAILED_CHECK = 5  # what a check says of two runs of a small program is up to chance
+# The program of all pages: the example, small, with whatever options a page gives it.
+TRAIN = f"""
+import runpy, sys
+sys.argv = ["train.py", *sys.argv[1:], "--layers", "1", "--width", "32", "--heads", "2", "--context", "32"]
+runpy.run_path({str(ROOT / "examples" / "train_gpt.py")!r}, run_name="__main__")
+"""
+
+
+def commands(page: Path, folder: Path) -> Iterator[list[str]]:
+    """The words of every `traceloom ...` that a page has, as the shell splits them; loops are run by the shell."""
+    blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    log = folder / "log"
+    script = f'traceloom() {{ printf "%q " "$@" >> {log}; echo >> {log}; }}\nmake() {{ :; }}\npip() {{ :; }}\n'
+    subprocess.run(["bash", "-euc", script + "".join(blocks)], cwd=folder, check=True)
+    yield from (shlex.split(line) for line in log.read_text().splitlines())
+
+
+class Recordings:
+    """Runs of the example: each choice of the recorder's options is recorded once, and copied from then on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, words: list[str], folder: Path) -> None:
+        """What `traceloom record ...` would leave in `folder`."""
+        program = words.index("--")
+        at = words.index("-o")
+        options = [*words[1:at], *words[at + 2 : program]]
+        kept = self._folder / re.sub(r"\W+", "-", " ".join([*options, *words[program : words.index("train.py")]]))
+        if not kept.exists():
+            python = Path(sys.executable).parent
+            env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(traceloom.__file__).parents[1])}
+            env["PATH"] = f"{python}:{env['PATH']}"
+            command = [sys.executable, "-m", "traceloom", "record", *options, "-o", str(kept), *words[program:]]
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+        shutil.copytree(kept, folder / words[at + 1])
+
+
+@pytest.mark.torch
+def test_every_command_of_the_readme_and_the_tutorials_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    recordings = Recordings(tmp_path / "recordings")
+    for page in PAGES:
+        folder = tmp_path / page.stem
+        folder.mkdir()
+        (folder / "train.py").write_text(TRAIN)
+        monkeypatch.chdir(folder)
+        run_count = 0
+        for words in commands(page, folder):
+            if words[0] == "record":
+                recordings.put(words, folder)
+                window = next(folder.rglob("rank0.kineto.json.gz"))
+                shutil.copy(window, folder / "trace.json.gz")  # "any trace of torch.profiler"
+            else:
+                code = main(words)
+                said = capsys.readouterr().err
+                assert code in {0, FAILED_CHECK}, f"{page.name}: traceloom {shlex.join(words)}\n{said}"
+                assert code == 0 or "--fail-if" in words
+            run_count += 1
+        assert run_count >= 3, page
+
+
+def test_the_three_questions_take_at_most_three_commands_each() -> None:
+    text = (ROOT / "docs" / "tutorials" / "three-questions.md").read_text(encoding="utf-8")
+    parts = text.split("\n## ")[1:]
+    assert [part.partition("\n")[0] for part in parts] == [
+        "Why is this step slow?", "Did my change help?", "Whose memory is it?",
+    ]  # fmt: skip
+    assert all(0 < len(re.findall(r"^traceloom ", part, re.MULTILINE)) <= 3 for part in parts)
+
+
+def test_the_first_tutorial_says_how_to_install() -> None:
+    text = (ROOT / "docs" / "tutorials" / "first-report.md").read_text(encoding="utf-8")
+    assert text.index("pip install traceloom") < text.index("traceloom record")
