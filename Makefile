@@ -8,7 +8,7 @@ JOBS ?= 2
 CASES ?= 20000
 SEED ?= 1
 
-.PHONY: help demo test ecosystem fuzz lowest lint format bench docs clean
+.PHONY: help demo test ecosystem fuzz lowest lint format bench docs pictures clean
 .DEFAULT_GOAL := help
 
 help: ## Show what can be made
@@ -83,8 +83,11 @@ bench: $(VENV)/.test ## Measure reading, analyses, recording, linking and Chakra
 	$(BIN)/python benchmarks/memory.py
 
 docs: $(VENV)/.docs ## Build the documentation into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Wrote site/index.html"
+
+pictures: $(VENV)/.test demo ## Take the pictures of the documentation anew, of the demo run
+	PYTHONPATH=tests $(BIN)/python scripts/pictures.py
 
 clean: ## Remove what was made
 	rm -rf $(VENV) .venv-lowest demo site build dist .pytest_cache .mypy_cache .ruff_cache

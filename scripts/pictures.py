@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 from rich.console import Console
 from rich.text import Text
+
 from support.jobs import Change, LateHost, ParallelRecipe, SlowRank, parallel_job
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +75,12 @@ PAGES = {
 
 def terminal(command: str, folder: Path, target: Path) -> None:
     """Run a command as on a terminal and draw what it prints."""
-    env = os.environ | {"COLUMNS": str(_COLUMNS), "FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+    env = os.environ | {
+        "COLUMNS": str(_COLUMNS),
+        "FORCE_COLOR": "1",
+        "TERM": "xterm-256color",
+        "PYTHONIOENCODING": "utf-8",
+    }
     words = [sys.executable, "-m", "traceloom", *shlex.split(command)]
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode not in {0, 5}:
@@ -82,7 +89,10 @@ def terminal(command: str, folder: Path, target: Path) -> None:
     shown = lines[:_MOST_LINES] + (["…"] if len(lines) > _MOST_LINES else [])
     console = Console(record=True, width=_COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: PTH123, SIM115
     console.print(Text.from_ansi("\n".join(shown)))
-    console.save_svg(str(target), title=f"traceloom {command}")
+    drawn = console.export_svg(title=f"traceloom {command}", unique_id=target.stem)
+    target.write_text(
+        re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL), encoding="utf-8"
+    )  # no fonts from afar
 
 
 def page(picture: Page, folder: Path, browser: Any, target: Path) -> None:
@@ -132,7 +142,9 @@ def main() -> int:
         folder = Path(temporary)
         (folder / "demo").symlink_to(args.demo.resolve())
         made(folder)
-        subprocess.run([sys.executable, "-m", "traceloom", "link", "gpu", "-q", "-o", "gpu.graph"], cwd=folder, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "traceloom", "link", "gpu", "-q", "-o", "gpu.graph"], cwd=folder, check=True
+        )
         for name in sorted(TERMINALS.keys() & wanted):
             terminal(TERMINALS[name], folder, IMAGES / f"{name}.svg")
         with chromium() as browser:

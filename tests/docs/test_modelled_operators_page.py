@@ -1,4 +1,4 @@
-"""The pages about models and peaks say what the registry and the table hold, and the how-to works."""
+"""Pages that scripts write say what the program holds: models, peaks, what is public; and the how-to works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from traceloom.testing import TraceBuilder
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("script", ["modelled_operators.py", "device_peaks.py"])
+@pytest.mark.parametrize("script", ["modelled_operators.py", "device_peaks.py", "api_pages.py"])
 def test_the_pages_are_up_to_date(script: str) -> None:
     script = str(ROOT / "scripts" / script)
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
