@@ -62,6 +62,7 @@ _WORTH_SAYING = 0.005
 _IDLE_WORTH_A_REASON = 0.05
 _WAITING = 0.8  # of the time that a thread runs at most: it waits, too
 _ALIKE = 0.02  # of the longer one: steps of two ranks that a sentence needs not tell apart
+_UNLIKE = 1.5  # times the shortest step: the middle one does not stand for the longest
 _FEWEST = 4  # steps that tell what a usual one takes
 _FIRST = 2.0  # usual steps that the first one takes longer by,
 _OF_RUN = 0.05  # and of the time of all steps: worth a sentence
@@ -179,7 +180,7 @@ def _where(all_facts: list[Facts]) -> str:
     ranks = sorted({trace.rank for trace in traces if trace.rank is not None})
     if len(ranks) == 1 and len(traces) == 1 and (traces[0].meta.world_size or 1) == 1:
         ranks = []
-    step_ns = _step_ns(traces)
+    lengths, step_ns = _lengths(traces), _step_ns(traces)
     if step_ns is not None:
         stepped = [trace.steps for trace in traces if has_step_time(trace)]
         number = max(steps.height for steps in stepped)
@@ -188,6 +189,8 @@ def _where(all_facts: list[Facts]) -> str:
         by_rank = [ns for trace in traces if (ns := _step_ns([trace])) is not None]
         if max(by_rank) - min(by_rank) > _ALIKE * max(by_rank):
             span += f" ({duration(min(by_rank))} to {duration(max(by_rank))} by rank)"
+        elif (least := int(lengths.min())) * _UNLIKE < (most := int(lengths.max())):  # type: ignore[arg-type]
+            span += f" ({duration(least)} to {duration(most)})"
         if word == "request":  # in the rest of the window there is none
             served_ns = sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped)
             window = max(trace.end_ns - trace.start_ns for trace in traces)
@@ -208,11 +211,16 @@ def _where(all_facts: list[Facts]) -> str:
 
 
 def _step_ns(traces: list[Trace]) -> int | None:
-    """The middle one of the whole steps of all ranks; of all steps, where none is whole."""
+    """The middle one of them."""
+    middle = _lengths(traces).median()
+    return None if middle is None else int(middle)  # type: ignore[arg-type]
+
+
+def _lengths(traces: list[Trace]) -> pl.Series:
+    """Durations of the whole steps of all ranks; of all steps, where none is whole."""
     steps = pl.concat([step_times(trace).steps.select("duration_ns", "complete") for trace in traces])
     whole = pl.col("complete") | ~pl.col("complete").any()
-    middle = steps.filter(whole, pl.col("duration_ns") > 0)["duration_ns"].median()
-    return None if middle is None else int(middle)  # type: ignore[arg-type]
+    return steps.filter(whole, pl.col("duration_ns") > 0)["duration_ns"]
 
 
 def _of_gpus(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:

@@ -67,6 +67,8 @@ class Patterns(Result):
         steps: Per sequence calls and span per whole step, as mean, min and max.
         work_count: GPU work that was searched.
         work_ns: Its summed durations.
+        fusible_count: Kernels fewer, if each occurrence of an `elementwise` sequence were one kernel; those that two
+            sequences share count once.
     """
 
     sequences: pl.DataFrame
@@ -74,6 +76,7 @@ class Patterns(Result):
     steps: pl.DataFrame
     work_count: int
     work_ns: int
+    fusible_count: int = 0
 
 
 def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: int = 3, most: int = 25) -> Patterns:
@@ -134,6 +137,12 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
             "names": [words.names.gather(code[start[0] : start[0] + size]).to_list() for start, size in repeats],
         }
     ).with_columns((pl.col("kernel_ns") / max(whole, 1)).alias("fraction"))
+    # a kernel is fused with the next one where any occurrence holds both
+    joins = np.zeros(code.size + 1, dtype=np.int64)
+    of_fused = slice(sum(counts[: len(every)]), None)
+    np.add.at(joins, low[of_fused], 1)
+    np.add.at(joins, high[of_fused] - 1, -1)
+    fusible = int(np.count_nonzero(np.cumsum(joins)))
     where = pl.DataFrame({"device": made.device[low], "stream": made.stream[low], "step": made.step[low]})
     where = where.select(pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name) for name in where.columns)
     occurrences = pl.DataFrame(
@@ -151,7 +160,8 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     in_steps = occurrences.filter(pl.col("step").is_not_null()).with_columns(pl.lit(1, pl.Int64).alias("call_count"))
     spread = per_step(in_steps, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
     steps = spread.select(list(STEPS)).cast(STEPS).sort("sequence")
-    return Patterns(sequences.select(list(SEQUENCES)).cast(SEQUENCES), occurrences, steps, made.row.size, whole)
+    sequences = sequences.select(list(SEQUENCES)).cast(SEQUENCES)
+    return Patterns(sequences, occurrences, steps, made.row.size, whole, fusible)
 
 
 def _search(code: Ints, made: Submissions, border: Bools, bounds: tuple[int, int, int, int]) -> list[tuple[Ints, int]]:

@@ -78,6 +78,11 @@ EFFECTS: dict[str, dict[str, str]] = {
         "roofline": "nothing has a model",
         "operators": "not distinguished by size",
     },
+    "operators-left-out": {
+        "operators": "most are missing",
+        "ranks[*].host": "time between operators may be that of operators that are not in the file",
+        "ranks[*].idle": "idle time may be that of work that is not in the file",
+    },
     "missing-stacks": {
         "modules": "only annotations name modules",
         "ranks[*].host": "time between operators is unobserved",

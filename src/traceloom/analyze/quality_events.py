@@ -16,6 +16,8 @@ from traceloom.model import category as cat
 from traceloom.model.arrays import column
 from traceloom.model.units import count, duration, share
 
+_ENOUGH_IDS = 500  # operators
+_SAMPLED = 0.05  # of the numbers are in the file: recorded traces have 13 % and more
 ABSURD_NS = 24 * 3600 * 10**9
 """A span this long is no measurement: profiles last seconds, and overflowed counters give days."""
 
@@ -31,6 +33,21 @@ def missing_ops(trace: Trace) -> Check | None:
         "unknown, only calls and GPU work are shown"
     )
     return Check(0 if ops else seen, seen, "warning", message, slug="no-operators")
+
+
+def operators_left_out(trace: Trace) -> Check | None:
+    """Operators that were numbered one by one, of which a file holds a few: what lies between them is unknown."""
+    ids = trace.events.filter(pl.col("category") == cat.OP)["external_id"].drop_nulls()
+    if ids.len() < _ENOUGH_IDS:
+        return None
+    numbered = int(ids.max()) - int(ids.min()) + 1  # type: ignore[arg-type]
+    held = ids.n_unique()
+    message = (
+        f"{count(held)} operators are in the file, with numbers that are {count(numbered)} apart: the others were left "
+        "out (a sampled trace), so that idle time, and time between operators, may be theirs"
+    )
+    return Check(numbered - held if held < _SAMPLED * numbered else 0, numbered, "warning", message,
+                 slug="operators-left-out")  # fmt: skip
 
 
 def missing_shapes(trace: Trace) -> Check | None:
@@ -175,6 +192,7 @@ def _count(trace: Trace, *categories: str) -> int:
 
 EVENT_CHECKS: tuple[Callable[[Trace], Check | None], ...] = (
     missing_ops,
+    operators_left_out,
     missing_shapes,
     missing_stacks,
     shortened_events,

@@ -17,6 +17,7 @@ from traceloom.analyze.allocations import Allocations, allocations
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.intervals import difference, union
 from traceloom.analyze.path.window import common_steps, usual_step
+from traceloom.analyze.quality_events import operators_left_out
 from traceloom.analyze.steps import of_requests
 from traceloom.findings.wording import brief
 from traceloom.link import link_session
@@ -334,6 +335,12 @@ class Context:
     def stacks(self) -> bool:
         """Whether Python's frames were recorded."""
         return any(bool((trace.events["category"] == cat.PYTHON).any()) for trace in self.traces)
+
+    @cached_property
+    def sampled(self) -> bool:
+        """Whether most operators were left out of a file, so that nobody knows what lies between those in it."""
+        checks = (operators_left_out(trace) for trace in self.traces)
+        return any(check is not None and check.affected for check in checks)
 
     @cached_property
     def allocations(self) -> list[tuple[Trace, Allocations]]:

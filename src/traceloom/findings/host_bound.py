@@ -9,7 +9,7 @@ import polars as pl
 
 from traceloom import analyze
 from traceloom.findings.context import Bools, Context
-from traceloom.findings.pauses import IDLE, between_operators, long_ns, waits_for_requests
+from traceloom.findings.pauses import IDLE, SAMPLED, between_operators, long_ns, waits_for_requests
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
@@ -36,6 +36,9 @@ def launch_bound(context: Context) -> Iterator[Said]:
     """Kernels wait for their launches."""
     if not context.on_device:
         yield Abstention("launch-bound", "no GPU work was recorded")
+        return
+    if context.sampled:
+        yield Abstention("launch-bound", SAMPLED)
         return
     idle, most, gaps = 0, 0, []  # most: what better launching could win at most on one rank
     for trace in context.traces:
@@ -129,6 +132,9 @@ def python_bound(context: Context) -> Iterator[Said]:
         return
     if waits_for_requests(context):
         yield Abstention("python-bound", IDLE)
+        return
+    if context.sampled:
+        yield Abstention("python-bound", SAMPLED)
         return
     loops, calls = looped(context)
     if context.work_ns(loops & ~context.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * context.whole_ns:

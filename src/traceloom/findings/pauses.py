@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.host_wait import COLLECTIONS
+from traceloom.analyze.phases import BACKWARD, WORD_PHASES
 from traceloom.findings.context import NAMELESS, Bools, Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import category as cat
@@ -25,6 +26,11 @@ _BUSY = 0.5  # of its time a thread runs at least: it works
 _MOST_RANKS = 4
 _FAR_MORE = 2.0  # times as long as the middle one of the others: the pause is this rank's
 _ASLEEP = 0.2  # at most: it waits
+_BACKWARD = next(pattern for phase, pattern in WORD_PHASES if phase == BACKWARD)
+_ENGINE = "autograd::engine::"
+_ADDS_UP = "AccumulateGrad"  # runs on the main thread, too
+_UNSEEN = "what the host waits for in the backward pass was not recorded: the operators of another thread"
+SAMPLED = "most operators were left out of the file: nobody knows what lies between those in it"
 IDLE = "the program waits most of the time, for requests or for something that was not recorded: that costs nothing"
 
 
@@ -33,9 +39,16 @@ def pauses(context: Context) -> Iterator[Said]:
     if waits_for_requests(context):
         yield Abstention("host-pause", IDLE)
         return
+    if context.sampled:
+        yield Abstention("host-pause", SAMPLED)
+        return
     python = between_operators(context)
     work = context.graph.nodes["work_ns"].to_numpy()
     long = python & (work >= long_ns(context))
+    unseen = long & _of_unseen_threads(context)
+    if unseen.any():
+        yield Abstention("host-pause", _UNSEEN)
+        long &= ~unseen
     if context.steps is None:  # threads of a program without steps that sleep, wait for work: that is no pause
         long &= ~context.asleep(long, _ASLEEP)
     if not long.any():
@@ -61,6 +74,16 @@ def between_operators(context: Context) -> Bools:
     others = (named(context.graph, LOADING) | named(context.graph, COLLECTIONS)).fill_null(value=False).to_numpy()
     unclaimed: Bools = between & ~others
     return unclaimed
+
+
+def _of_unseen_threads(context: Context) -> Bools:
+    """Regions named backward, on ranks of whose backward pass no derivative was recorded: they run elsewhere."""
+    nodes = context.graph.nodes
+    name, rank = nodes["name"].cast(pl.String).fill_null(""), nodes["rank"].fill_null(-1)
+    seen = rank.filter(name.str.starts_with(_ENGINE) & ~name.str.ends_with(_ADDS_UP)).unique()
+    region = (nodes["category"].cast(pl.String) == cat.ANNOTATION) & name.str.contains(_BACKWARD)
+    unseen: Bools = (region.fill_null(value=False) & ~rank.is_in(seen.implode())).to_numpy()
+    return unseen
 
 
 def waits_for_requests(context: Context) -> bool:

@@ -28,6 +28,14 @@ def sound() -> TraceBuilder:
     return builder
 
 
+def sampled(every: int) -> TraceBuilder:
+    """One of so many operators."""
+    builder = TraceBuilder()
+    for number in range(500):
+        builder.op("aten::mm", 10 * number, 5, shapes=[[2, 2], [2, 2]], external_id=1 + every * number)
+    return builder
+
+
 @lru_cache(maxsize=1)
 def sound_report() -> dict[str, Any]:
     return build(Session((sound().build(),), "made"))
@@ -123,6 +131,7 @@ CASES: list[tuple[str, int, TraceBuilder]] = [
         2,
         TraceBuilder().launch("cudaLaunchKernel", 0, 2, correlation=1).kernel("k", 5, 2, correlation=1),
     ),
+    ("operators-left-out", 500 * 50 - 49 - 500, sampled(50)),
     ("rank-unknown", 1, TraceBuilder(rank=None).collective("allreduce", 0, 5)),
     ("rank-outside-world", 1, TraceBuilder(rank=8, world_size=8).op("aten::mm", 0, 5)),
     ("collectives-without-details", 1, TraceBuilder().op("record_param_comms", 0, 5)),

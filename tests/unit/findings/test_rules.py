@@ -320,6 +320,27 @@ def test_waits_of_a_profiler_for_its_own_window_are_no_finding() -> None:
     assert [one for one in said("blocking-sync", made.done()) if isinstance(one, Candidate)] == []
 
 
+def test_a_backward_pass_of_a_thread_that_was_not_recorded_is_no_pause() -> None:
+    made = busy().inside("## backward ##", 4_000)
+    made.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad")
+    (one,) = said("host-pause", made.done())
+    assert isinstance(one, Abstention)
+    assert "was not recorded" in one.reason
+    seen = busy().inside("## backward ##", 4_000).op("autograd::engine::evaluate_function: AddBackward0")
+    (one,) = said("host-pause", seen.done())
+    assert isinstance(one, Candidate)
+
+
+def test_of_a_file_with_a_few_of_its_operators_nobody_knows_what_lies_between_them() -> None:
+    made = busy()
+    for number in range(600):
+        made.op(external_id=1_000 * number).pause(300)
+    for slug in ("python-bound", "host-pause", "launch-bound"):
+        (one,) = said(slug, made.done())
+        assert isinstance(one, Abstention)
+        assert "left out of the file" in one.reason
+
+
 def test_evidence_stands_in_the_step_and_its_times_are_those_of_the_trace() -> None:
     made = FOUND["host-pause"]().done()
     context = grounded(made)

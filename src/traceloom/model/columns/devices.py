@@ -237,6 +237,7 @@ LAUNCHES: dict[str, Column] = {
     "elementwise": Column("text", "Elementwise", "whether all of its kernels are elementwise"),
     "patterns.rank_count": Column("count", "Ranks", "ranks in which it occurs"),
     "names": Column("name", "Kernels in order", "names of its pieces of work, in order"),
+    "fusible_count": Column("count", "Fusible", "kernels fewer, if each elementwise sequence were one kernel"),
     "patterns.ranks.sequence": Column("count", "Sequence", "number of the sequence"),
     **per_step("patterns.call_count", "count", "times", unknown="it does not occur inside a whole step"),
     "patterns.mean_call_count": Column(

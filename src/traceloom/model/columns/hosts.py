@@ -52,6 +52,8 @@ HOST: dict[str, Column] = {
     "compile_ns": Column("time", "Compiling", "summed durations of compilations"),
     "compile.part": Column("text", "Part", "compile, lookup, graph, wrapper, break, outside or unobserved"),
     "compile.device_ns": Column("time", "GPU", "GPU work launched there"),
+    "compilation_count": Column("count", "Compilations", "compilations in the window"),
+    "compile.counts.break_count": Column("count", "Breaks", "how often a graph broke"),
     "compile.count": Column("count", "Calls", "how often it was called"),
     "compile.kernel_count": Column("count", "Kernels", "pieces of GPU work launched there"),
     "compile.regions.host_ns": Column("time", "Host", "without compilations, lookups and regions inside it"),

@@ -176,12 +176,15 @@ def _sentence(comparison: AcrossRanks) -> str:
         return f"No collective could be joined over ranks{calls}."
     share = units.share(comparison.wait_ns, comparison.collective_ns)
     text = f"{share} of {units.duration(comparison.collective_ns)} in joined collectives is waiting for other ranks"
-    slowest = comparison.slowest
-    if slowest is None:
-        return f"{text}."
-    of_it = units.share(slowest.waited_ns, comparison.wait_ns)
-    because = f", mostly because of: {CAUSE_WORDS[slowest.cause]}"
-    return f"{text}; {of_it} of the waiting goes back to rank {slowest.rank}{because}."
+    of_it = []
+    if ordered := int(comparison.collectives["schedule_ns"].sum()):
+        of_it.append(f"{units.share(ordered, comparison.wait_ns)} of the waiting is the order of the pipeline")
+    if slowest := comparison.slowest:
+        share = units.share(slowest.waited_ns, comparison.wait_ns)
+        of_it.append(
+            f"{share} of the waiting goes back to rank {slowest.rank}, mostly because of: {CAUSE_WORDS[slowest.cause]}"
+        )
+    return f"{'; '.join([text, *of_it])}."
 
 
 SECTION = AcrossRanksSection()

@@ -25,6 +25,8 @@ _COUNTS = pl.Schema(
         "miss_count": pl.Int64(),
         "recompile_count": pl.Int64(),
         "compile_ns": pl.Int64(),
+        "compilation_count": pl.Int64(),
+        "break_count": pl.Int64(),
     }
 )
 _COMPILATIONS = pl.Schema({name: kind for name, kind in COMPILATIONS.items() if name != "event"})
@@ -81,15 +83,23 @@ class CompileSection(Section[Frames]):
             .sort("part")
             .with_columns(pl.exclude("part").fill_null(0))
         )
-        compile_ns = int(compiled.compilations["duration_ns"].sum())
-        counts = (compiled.lookup_count, compiled.lookup_ns, compiled.miss_count, compiled.recompile_count, compile_ns)
+        compilations, breaks = compiled.compilations, int(compiled.breaks["count"].sum())
+        made = (int(compilations["duration_ns"].sum()), compilations.height)
+        counts = (
+            compiled.lookup_count,
+            compiled.lookup_ns,
+            compiled.miss_count,
+            compiled.recompile_count,
+            *made,
+            breaks,
+        )
         return {
             "counts": pl.DataFrame([counts] if compiled.seen else [], schema=_COUNTS, orient="row"),
             "time": time.select(list(_TIME)).cast(_TIME),
             "regions": compiled.regions.sort("host_ns", descending=True).head(_MOST),
             "graphs": compiled.graphs.head(_MOST),
             "breaks": compiled.breaks.head(_MOST),
-            "compilations": compiled.compilations.sort("duration_ns", descending=True).head(_MOST).drop("event"),
+            "compilations": compilations.sort("duration_ns", descending=True).head(_MOST).drop("event"),
             "uncompiled": compiled.uncompiled.head(_MOST),
         }
 
@@ -124,13 +134,13 @@ class CompileSection(Section[Frames]):
         counts = value["counts"]
         compile_ns = sum(row["compile_ns"] for row in counts)
         again = [row["recompile_count"] for row in counts if row["recompile_count"] is not None]
-        breaks = sum(row["count"] for row in value["breaks"])
+        breaks = sum(row["break_count"] for row in counts)
         graphs = sum(row["host_ns"] for row in value["time"] if row["part"] == "graph")
         clauses = [f"compiled graphs take {units.duration(graphs)} of host time"]
         clauses += [f"{units.count(breaks)} graph {'break' if breaks == 1 else 'breaks'}"] if breaks else []
         if compile_ns:
             more = f" ({units.count(sum(again))} again)" if sum(again) else ""
-            number = len(value["compilations"])
+            number = sum(row["compilation_count"] for row in counts)
             clauses.append(
                 f"{units.count(number)} {'compilation' if number == 1 else 'compilations'}{more} "
                 f"{'takes' if number == 1 else 'take'} {units.duration(compile_ns)}"

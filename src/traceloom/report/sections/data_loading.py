@@ -71,12 +71,20 @@ class DataLoadingSection(CoreSection):
         if not loading:
             return None
         total, waits = loading["total_ns"], loading["waits"]
-        window = sum(rank["window_ns"] for rank in document["ranks"])
+        # of the ranks that have a loader: of the time of the answer, their steps; without steps, of their windows
+        loaders = {wait["rank"] for wait in waits}
+        ranks = [rank for rank in document["ranks"] if rank["rank"] in loaders]
+        length = sum(step["duration_ns"] for rank in ranks for step in rank["steps"])
+        waited = sum(row["wait_ns"] or 0 for row in loading["steps"]) if length else total
+        whole = length or sum(rank["window_ns"] for rank in ranks)
         longest = max(wait["duration_ns"] for wait in waits)
         batches = f"{units.count(len(waits))} batch{'es' if len(waits) > 1 else ''}"
+        if len(ranks) < len(document["ranks"]):
+            batches += f" of rank {ranks[0]['rank']}" if len(ranks) == 1 else f" of {len(ranks)} ranks"
         sentence = (
-            f"{units.duration(total)} waited for data in {batches} "
-            f"({units.share(total, window)} of the time); the longest wait took {units.duration(longest)}."
+            f"{units.duration(waited)} waited for data in {batches} "
+            f"({units.share(waited, whole)} of {'the steps' if length else 'the time'}); "
+            f"the longest wait took {units.duration(longest)}."
         )
         clauses = [_MAKERS[maker] for maker in sorted({wait.get("maker") for wait in waits} - {None})]
         parts: dict[str, int] = {}

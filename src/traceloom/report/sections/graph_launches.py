@@ -76,7 +76,7 @@ class GraphLaunchesSection(Section[Frames]):
         replays = sum(row["replay_count"] for row in value["graphs"])
         odd = sum(row["deviating_count"] for row in value["graphs"])
         work = sum(row["total_ns"] for row in value["graphs"])
-        how = f"{units.count(odd)} of them deviate" if odd else "none deviates"
+        how = f"{units.count(odd)} of them {'deviates' if odd == 1 else 'deviate'}" if odd else "none deviates"
         single = len(value["graphs"]) == 1
         return (
             f"{units.count(replays)} {'replay' if replays == 1 else 'replays'} of {len(value['graphs'])} "

@@ -12,7 +12,7 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Row, Section, Study, table
+from traceloom.report.sections.section import Frames, Row, Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Table
 
@@ -78,7 +78,8 @@ class KernelShapesSection(Section[Frames]):
         top = max(value["rows"], key=lambda row: int(row["total_ns"]))
         shapes = f" {short(top['shapes'], _SHOWN)}" if top["shapes"] else ""
         whole = units.share(top["total_ns"], round(top["total_ns"] / top["fraction"])) if top["fraction"] else "no time"
-        return f"the largest is {short(top['op'] or top['kernel'], _SHOWN)}{shapes}: {whole} of its rank's GPU work"
+        of = on_rank(top, value["rows"])
+        return f"the largest is {short(top['op'] or top['kernel'], _SHOWN)}{shapes}: {whole} of the GPU work{of}"
 
 
 SECTION = KernelShapesSection()

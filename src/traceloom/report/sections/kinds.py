@@ -214,7 +214,7 @@ class KindsSection(Section[Frames]):
             for state in ("used", "unused")
         }
         products = sum(matrix_ns.values())
-        return shares + (
+        return f"{shares} of the GPU work, added up" + (
             f"; matrix units used in {units.share(matrix_ns['used'], products)} of matrix products" if products else ""
         )
 

@@ -50,6 +50,8 @@ class PatternsSection(Section[Patterns]):
         ),
     }
 
+    others = {"fusible_count": {"type": "integer"}}
+
     def measure(self, trace: Trace, options: ReportOptions) -> Patterns:
         return analyze.patterns(trace)
 
@@ -74,7 +76,8 @@ class PatternsSection(Section[Patterns]):
             .with_columns((pl.col("kernel_ns") / max(whole_ns, 1)).alias("fraction"))
             .sort("kind", "kernel_ns", descending=[False, True], maintain_order=True)
         )
-        return self.lists({"job": job.select(list(_JOB)).cast(_JOB), "ranks": sequences}, absent)
+        lists = self.lists({"job": job.select(list(_JOB)).cast(_JOB), "ranks": sequences}, absent)
+        return {**lists, "fusible_count": sum(of.fusible_count for of in study.results)}
 
     def tables(self, value: Row) -> Iterator[Table]:
         several = ["rank_count"] if len({row["rank"] for row in value["ranks"]}) > 1 else []
@@ -92,16 +95,19 @@ class PatternsSection(Section[Patterns]):
 
     def summary(self, value: Row | None) -> str | None:
         first = next((row for row in value["job"] if row["kind"] == "sequence"), None) if value else None
-        if first is None:
+        if value is None or first is None:
             return None
+        where, whose = "", "the GPU's work"
+        ranks = [row for row in value["ranks"] if row["kind"] == "sequence"]
+        if first["rank_count"] < len({row["rank"] for row in ranks}):  # elsewhere it may be part of another one
+            first = max(ranks, key=lambda row: row["kernel_ns"])
+            where, whose = f"on rank {first['rank']} ", "its work"
         words = (
-            f"a sequence of {first['length']} kernels occurs {units.count(first['count'])} times and holds "
-            f"{units.share(first['fraction'], 1.0)} of the GPU's work"
+            f"{where}a sequence of {first['length']} kernels occurs {units.count(first['count'])} times and holds "
+            f"{units.share(first['fraction'], 1.0)} of {whose}"
         )
-        fused = [row for row in value["job"] if row["kind"] == "elementwise"] if value else []
-        if fused:
-            saved = sum(row["count"] * (row["length"] - 1) for row in fused)
-            words += f"; fusing runs of elementwise kernels would save {units.count(saved)} of them"
+        if value["fusible_count"]:
+            words += f"; fusing runs of elementwise kernels would save {units.count(value['fusible_count'])} of them"
         return words
 
 

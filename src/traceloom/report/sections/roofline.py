@@ -171,17 +171,17 @@ class RooflineSection(Section[Roofline]):
             yield table("roofline.devices", "Devices", columns, value["devices"])
 
     def summary(self, value: Row) -> str | None:
-        rows = value["steps"] or value["whole"]
-        modelled = [row for row in rows if row["flops"]]
-        if not modelled:
+        rows = [row for row in value["steps"] if row["complete"]] or value["steps"] or value["whole"]
+        modelled = [row for row in rows if row["flops"] is not None]
+        if not any(row["flops"] for row in modelled):
             return None
-        covered = sum(row["modelled_ns"] for row in modelled)
-        gpu = sum(row["gpu_ns"] for row in modelled)
+        covered = sum(row["modelled_ns"] for row in rows)
+        gpu = sum(row["gpu_ns"] for row in rows)
         scope = "step" if value["steps"] else "recording"
-        scope += " of a rank" if len({row["rank"] for row in modelled}) > 1 else ""
+        scope += " of a rank" if len({row["rank"] for row in rows}) > 1 else ""
         text = f"{units.flops(sum(row['flops'] for row in modelled) / len(modelled))} per {scope}"
         # work that is mostly not modelled counts as measured: nobody knows how good it is
-        placed = sum(row["gpu_ns"] * (row["placed_fraction"] or 0) for row in modelled)
+        placed = sum(row["gpu_ns"] * (row["placed_fraction"] or 0) for row in rows)
         for key, name in (("roofline_fraction", "of the roofline"), ("mfu", "MFU")):
             fractions = [row[key] for row in modelled if row[key] is not None]
             if fractions and placed >= _WORTH_SAYING * gpu:
