@@ -22,6 +22,7 @@ from traceloom.simulate.selection import Chosen
 
 _OPTIMIZER_LEFT = 0.15  # of the host time of an optimizer that goes tensor by tensor, when it is fused
 _NORM_LEFT = 0.35  # of the time of a normalisation made of several operators, when it is one
+_SUMS = ("aten::add", "aten::add_")
 _BEFORE, _AFTER = 5, 4  # operators around the root of a normalisation that may belong to it
 _NORM_OPS = ("aten::pow", "aten::square", "aten::mean", "aten::var", "aten::add", "aten::sub", "aten::mul", "aten::to",
              "aten::rsqrt", "aten::sqrt", "aten::div", "aten::reciprocal", "aten::add_", "aten::mul_")  # fmt: skip
@@ -153,6 +154,8 @@ def _norms(trace: Trace) -> pl.DataFrame:
         low = at
         while low > 0 and at - low < _BEFORE and names[low - 1] in norm_ops and lanes[low - 1] == lanes[at]:
             low -= 1
+        while names[low] in _SUMS and low < at:  # a residual connection: the sum that is normalised
+            low += 1
         high = at
         while (
             high + 1 < len(names)

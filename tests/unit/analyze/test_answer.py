@@ -109,3 +109,11 @@ def test_without_steps_the_sentence_names_the_time_that_its_shares_are_of() -> N
     busy_until = 190_015_000
     assert result.whole_ns == busy_until - busy_from
     assert result.sentence.startswith("From first to last GPU work, 180 ms of a window of 200 ms: GPU 0 is computing")
+
+
+def test_steps_of_unlike_length_are_told_with_the_shortest_and_the_longest() -> None:
+    builder = TraceBuilder()
+    for step, (start, length) in enumerate(((0, 2_000), (2_000, 9_000), (11_000, 8_000))):
+        builder.step(step, start, length).launch("cudaLaunchKernel", start + 10, 10, correlation=step + 1)
+        builder.kernel("gemm", start + 30, 100, correlation=step + 1)
+    assert "3 steps of 8.00 ms (2.00 ms to 9.00 ms): " in answer(session(builder.build())).sentence

@@ -341,6 +341,16 @@ def test_of_a_file_with_a_few_of_its_operators_nobody_knows_what_lies_between_th
         assert "left out of the file" in one.reason
 
 
+def test_the_sum_that_is_normalised_is_no_part_of_the_normalisation() -> None:
+    made = busy()
+    for _ in range(8):
+        for name in ("aten::linear", "aten::add", *NORM):
+            made.op(name)
+    (one,) = said("unfused-normalisation", made.done())
+    assert isinstance(one, Candidate)
+    assert f"8 normalisations are made of {8 * len(NORM)} kernels" in one.title
+
+
 def test_evidence_stands_in_the_step_and_its_times_are_those_of_the_trace() -> None:
     made = FOUND["host-pause"]().done()
     context = grounded(made)
