@@ -195,6 +195,19 @@ def data_loading(job: Ranks) -> Iterator[str]:
         yield f"batches of rank {next(iter(waits))} "
 
 
+def steps(job: Ranks) -> Iterator[str]:
+    """A step lasts until the next one begins."""
+    medians = []
+    for raw in job.raw:
+        starts = [step["start"] for step in raw.steps]
+        lengths = [b - a for a, b in pairwise([*starts, raw.steps[-1]["end"]])]
+        medians.append(int(median(lengths)))
+    number = "1 whole step" if len(starts) == 1 else f"{len(starts)} whole steps"
+    low, high = min(medians), max(medians)
+    yield f"{number} of each of {RANKS} ranks; median {units.duration(low)} (rank {medians.index(low)}) to "
+    yield f"{units.duration(high)} (rank {medians.index(high)})"
+
+
 def per_step(job: Ranks) -> Iterator[str]:
     sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(job.raw[0].steps))
     for rank, raw in enumerate(job.raw):
@@ -485,7 +498,7 @@ def inference(job: Ranks) -> Iterator[str]:
 TRUTHS: list[tuple[Callable[[], Ranks], str, Truth]] = [
     *(
         (job, truth.__name__, truth)
-        for truth in (data_loading, per_step, kinds, kernel_shapes, copies, critical_path, idle_gaps, launches, flame,
+        for truth in (data_loading, steps, per_step, kinds, kernel_shapes, copies, critical_path, idle_gaps, launches, flame,
                       blocking_calls, threads, collectives, across_ranks, imbalance, anti_patterns, patterns)
         for job in (training, dlrm)
     ),
