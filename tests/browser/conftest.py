@@ -11,7 +11,10 @@ import pytest
 
 from traceloom.model import Session
 from traceloom.report import document
+from traceloom.report.table import Col
 from traceloom.report.views.html import render
+from traceloom.report.views.html.frame import framed, one_after_the_other
+from traceloom.report.views.html.table import table
 from traceloom.testing import TraceBuilder
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -61,10 +64,38 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     names = [f"kernel_{k:02d}_gemm" if k % 2 else f"kernel_{k:02d}_copy" for k in range(9)]
     out = {}
     runs = {"plain": run_of(*names, *(f"rare_{k}" for k in range(1))), "hostile": run_of(EVIL, "kind", name=EVIL)}
+    many = TraceBuilder()
+    for k in range(400):
+        many.launch("cudaLaunchKernel", 10.0 * k, 4, correlation=k + 1)
+        many.kernel(f"kernel_{k:03d}", 10.0 * k + 5, 3, correlation=k + 1)
+    runs["long"] = Session((many.build(),), "long")
+    out["numbers"] = folder / "numbers.html"
+    out["numbers"].write_text(framed(**NUMBERS, **one_after_the_other([("s", "S", "", numbers())])), encoding="utf-8")
     for name, session in runs.items():
         out[name] = folder / f"{name}.html"
         out[name].write_text(render(document.build(session), session), encoding="utf-8")
     return out
+
+
+NUMBERS = {"title": "Numbers", "name": "Numbers", "headline": "<h1>Numbers</h1>", "footer": ""}
+
+
+def numbers() -> str:
+    """A table of numbers of all sizes."""
+    columns = [
+        Col("wide", "Wide", "time"),
+        Col("time", "Time", "time"),
+        Col("share", "Share", "share"),
+        Col("rate", "Rate", "flop_rate"),
+        Col("number", "Number", "number"),
+    ]
+    values = [
+        (3_400_000_000, 1_230_000, 0.0, 1.2e13, 0.0002),
+        (12, 123_000_000, 0.0001, 1.5e12, 1234),
+        (None, 4_000, 1.0, 7e10, 0.5),
+    ]
+    rows = [dict(zip(("wide", "time", "share", "rate", "number"), row, strict=True)) for row in values]
+    return table("made", columns, rows, {}, "Made")
 
 
 class Tab:
@@ -81,7 +112,7 @@ class Tab:
         page.on("request", lambda request: self.requests.append(request.url))
 
     def go(self, hash_: str = "") -> Tab:
-        """(Re)load the page with this hash and wait until the timeline stands."""
+        """(Re)load the page with this hash and wait until the view stands."""
         self.page.goto("about:blank")
         self.requests.clear()
         self.page.goto(self.uri + hash_)
@@ -118,7 +149,7 @@ def open_page(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Ta
     """Open one of the pages; after the test, nothing may have gone wrong in it."""
     contexts, tabs = [], []
 
-    def opened(name: str = "plain", hash_: str = "", script: str = "", **options: Any) -> Tab:
+    def opened(name: str = "plain", hash_: str = "#timeline", script: str = "", **options: Any) -> Tab:
         options.setdefault("viewport", {"width": 1440, "height": 1000})
         context = browser.new_context(**options)
         page = context.new_page()

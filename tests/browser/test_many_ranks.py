@@ -35,7 +35,7 @@ def page(browser: Any, page_file: Path) -> Any:
     problems: list[str] = []
     shown.on("console", lambda message: problems.append(message.text))
     shown.on("pageerror", lambda error: problems.append(str(error)))
-    shown.goto(page_file.as_uri())
+    shown.goto(f"{page_file.as_uri()}#timeline")
     shown.wait_for_selector("html[data-ready=yes]", state="attached")
     yield shown
     context.close()
@@ -67,6 +67,7 @@ def test_it_says_what_is_shown_and_the_command_for_the_rest(page: Any) -> None:
 
 
 def test_all_ranks_stand_in_the_table_of_ranks(page: Any) -> None:
+    page.locator("nav").get_by_role("link", name="Overview").click()
     text = page.locator("#breakdown-section").inner_text()
     assert all(f"rank {rank}" in text.lower() or f"\n{rank}\t" in text for rank in range(12))
 
@@ -83,6 +84,7 @@ def test_the_step_of_the_table_is_found_in_the_timeline(page: Any) -> None:
     ways = page.locator("#steps-0 tbody tr").get_by_role("button", name="Show it in the timeline")
     assert ways.count() >= 1
     ways.first.click()
+    page.wait_for_timeout(50)
     start, end = timeline(page, "t.events.ranks[0].steps[0].slice(2)")
     low, high = timeline(page, "[t.view.from, t.view.to]")
     assert low <= start < end <= high or ways.count() > 1

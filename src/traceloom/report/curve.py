@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from traceloom.model import units
-from traceloom.report.icicle import island
+from traceloom.report.island import island
 from traceloom.report.names import allocator
 from traceloom.report.views.html.text import text
 
@@ -65,5 +65,5 @@ def figure(curve: Row) -> str:
         f'{paths}<text x="{_LEFT}" y="{_HEIGHT - 4}">{units.duration(times[0])}</text>'
         f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{units.duration(times[-1])}</text>'
         f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></svg>'
-        f'<script type="application/json">{island(data)}</script></figure>'
+        f'{island(data)}</figure>'
     )

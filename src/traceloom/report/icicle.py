@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from traceloom.harmless import harmless
+from traceloom.report.island import island
 
 Node = tuple[int | None, str, int, int, int | None]
 """Place of the parent among the nodes (None for roots), name, calls, host time, GPU time (None: not told)."""
@@ -41,11 +41,6 @@ def figure(nodes: Sequence[Node], *, label: str, note: str = "", slim: bool = Fa
         f'<div class="switch" role="group" aria-label="Width of the boxes">{switch if device else ""}</div>'
         '<div class="icicle"></div><p class="icicle-says quiet" role="status">'
         "Hover or use the arrow keys to read a box; click or Enter to zoom, Escape to go back.</p>"
-        f'<script type="application/json">{island({"nodes": rows})}</script>{more}</figure>'
+        f'{island({"nodes": rows})}{more}</figure>'
     )
 
-
-def island(value: Any) -> str:
-    """JSON that is safe inside a script element, whatever names it holds."""
-    dumped = json.dumps(value, separators=(",", ":"))  # ASCII, so U+2028 and U+2029 are escaped already
-    return dumped.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -11,7 +11,7 @@ from traceloom.model import units
 from traceloom.model.columns import UNITS
 
 PICTURES = ("bar", "spark")
-KINDS = (*UNITS, "html", *PICTURES)
+KINDS = (*UNITS, "grade", *PICTURES)
 """Kinds of a column: what its values are, so that every view writes them with a unit."""
 
 
@@ -37,7 +37,7 @@ class Col:
     Attributes:
         key: Key of the row, and the name of the column in the page's address.
         title: Heading.
-        kind: One of `KINDS`: text; name (long, may be cut); html (the page's own, never of a trace); time in ns; bytes;
+        kind: One of `KINDS`: text; name (long, may be cut); grade (how bad a notice is); time in ns; bytes;
             count; share from 0 to 1; number; flops; flop_rate in FLOP/s; byte_rate in B/s; bar (a `Bar`); spark (a
             list of numbers, drawn on terminals only).
         hint: What is counted; shown on hover.

@@ -10,6 +10,7 @@ import pytest
 
 import traceloom
 from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
+from support.pages import tables
 from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.views.html.absence import Reasons
@@ -137,10 +138,9 @@ def test_tiles_and_tables_of_the_page_are_those_of_the_sentence(document: dict[s
     busy = whole - expected["idle"]
     assert f"{busy} of {whole} ns" in key_numbers(document)
     assert headline(document)
-    page = "".join(body for *_, body in sections(document, document, Reasons(document)))
-    for rank in document["ranks"]:
-        for device in rank["gpu_account"]["devices"]:
-            assert f'data-v="{device["window_ns"]}"' in page
+    page = "".join(section.body for section in sections(document, document, Reasons(document)))
+    windows = [device["window_ns"] for rank in document["ranks"] for device in rank["gpu_account"]["devices"]]
+    assert [row["Window"] for row in tables(page)["breakdown"]] == windows
 
 
 def test_markdown_has_the_same_shares(document: dict[str, Any]) -> None:

@@ -1,32 +1,56 @@
-"""Numbers in tables: one unit per column, three digits, aligned, never zero unless zero."""
+"""Tables as the page carries them: each text once, names first, columns that say nothing only named."""
 
 from __future__ import annotations
 
-from traceloom.report.table import Col
-from traceloom.report.views.html.cells import cells
+from typing import Any
+
+from support.pages import tables
+from traceloom.report.table import Bar, Col
+from traceloom.report.views.html.cells import packed
+from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import text
 
 
-def test_the_exact_value_stands_behind_the_rounded_one() -> None:
-    column = Col("t", "T", "time")
-    assert cells(column, [1_234_567], (1_000_000, "ms"), "") == ['<td class="n" data-v="1234567">1.23</td>']
+def drawn(columns: list[Col], rows: list[dict[str, Any]], **reasons: str) -> str:
+    return table("t", columns, rows, reasons, "Made")
 
 
-def test_decimals_are_aligned_by_padding() -> None:
-    column = Col("t", "T", "time")
-    made = cells(column, [123_000_000, 12_340_000, 1_230_000], (1_000_000, "ms"), "")
-    assert [cell.split('"')[1] for cell in made] == ["n p2 w", "n p1", "n"]
+def test_numbers_are_exact_and_each_text_stands_once() -> None:
+    assert packed(Col("t", "T", "time"), [1_234_567, None], "not told") == {
+        "key": "t", "title": "T", "kind": "time", "why": "not told", "values": [1_234_567, None],
+    }  # fmt: skip
+    column = packed(Col("s", "S"), ["a", "b", None, "a"], "")
+    assert (column["texts"], column["at"]) == (["a", "b"], [0, 1, -1, 0])
 
 
-def test_unknown_is_a_dash_with_a_reason() -> None:
-    made = cells(Col("b", "B", "bytes"), [None], (1, ""), 'the trace does not "say"')
-    assert made == ['<td class="n none" title="the trace does not &quot;say&quot;">–</td>']
+def test_a_long_name_is_cut_and_whole() -> None:
+    name = "void " + "kernel_" * 20 + "<float>"
+    shown, whole = packed(Col("n", "N", "name"), [name], "")["texts"][0]
+    assert len(shown) <= 64
+    assert whole == name
 
 
-def test_a_share_is_never_zero_or_whole_unless_it_is() -> None:
-    made = cells(Col("s", "S", "share"), [0.0, 0.0001, 0.5, 0.9999, 1.0], (0.01, "%"), "")
-    shown = [cell.split('"sh">')[1].split("<")[0] for cell in made]
-    assert shown == ["0", "&lt;0.1", "50.0", "&gt;99.9", "100"]
+def test_a_bar_has_its_parts_that_take_time() -> None:
+    bar = Bar([("compute", "compute", 3), ("idle", "idle", 0)], 4, 8)
+    assert packed(Col("b", "B", "bar"), [bar], "")["values"] == [[4, 8, [["compute", "compute", 3]]]]
+
+
+def test_the_name_comes_first() -> None:
+    page = drawn([Col("rank", "Rank", "count"), Col("name", "Name", "name")], [{"rank": 0, "name": "mm"}])
+    assert [list(row) for row in tables(page)["t"]] == [["Name", "Rank"]]
+
+
+def test_columns_of_zeros_and_unknowns_are_named_not_shown() -> None:
+    columns = [Col("name", "Name"), Col("rank", "Rank", "count"), Col("a", "A", "time"), Col("b", "B", "bytes")]
+    page = drawn(columns, [{"name": "x", "rank": 0, "a": 0}, {"name": "y", "rank": 0, "a": 0}], b="nobody <wrote> it")
+    assert [list(row) for row in tables(page)["t"]] == [["Name", "Rank"]] * 2  # rank 0 is a rank
+    assert "Not shown: A: 0 in all rows; B (nobody &lt;wrote&gt; it): unknown." in page
+
+
+def test_no_more_rows_than_asked_for() -> None:
+    page = table("t", [Col("a", "A", "count")], [{"a": k + 1} for k in range(9)], {}, "Made", most=4)
+    assert len(tables(page)["t"]) == 4
+    assert "The first 4 of 9 rows" in page
 
 
 def test_texts_are_escaped_and_control_characters_spelled_out() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -14,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from support.pages import islands, tables, words
 from traceloom.model import Notice, Session
 from traceloom.report import document
-from traceloom.report.icicle import island
+from traceloom.report.island import island
 from traceloom.report.views.html import render
 from traceloom.report.views.html.frame import SCRIPTS, STYLES
 
@@ -95,19 +95,28 @@ def test_the_page_without_data_is_small(page: str) -> None:
 
 def test_ids_are_unique_and_links_lead_somewhere(page: str) -> None:
     tags = Elements(page).tags
+    views = {attributes["data-view"] for _, attributes in tags if "data-view" in attributes}
     ids = Counter(attributes["id"] for _, attributes in tags if "id" in attributes)
     assert [name for name, count in ids.items() if count > 1] == []
     for _, attributes in tags:
-        target = (attributes.get("href") or "").replace("#at=", "#").partition("&")[0]  # with or without what to show
-        assert not target.startswith("#") or target[1:] in ids, target
+        target = (attributes.get("href") or "").partition("&")[0]  # with or without what to show
+        places = target[1:].split("/")
+        assert not target.startswith("#") or places[-1] in ids or places in [[view] for view in views], target
 
 
-def test_the_sentence_is_headline_and_title(page: str, made_document: dict[str, Any]) -> None:
-    sentence = made_document["answer"]["sentence"]
+def test_the_sentence_is_the_headline_and_the_title_is_short(page: str, made_document: dict[str, Any]) -> None:
     shown = "".join(Elements(page).texts)
-    plain = sentence.replace(" %", "\u202f%")
-    assert f"{sentence} – small run" in shown
-    assert plain in shown
+    assert made_document["answer"]["sentence"].replace(" %", "\u202f%") in shown
+    assert re.search("<title>(.*?)</title>", page)[1] == "small run – Traceloom"  # type: ignore[index]
+
+
+def test_views_stand_in_templates_and_say_in_short_what_they_are_about(page: str) -> None:
+    views = [attributes["data-view"] for tag, attributes in Elements(page).tags if tag == "template"]
+    assert views == ["timeline", "gpu", "host", "memory", "ranks", "data"]
+    first = page[: page.index("<template")]
+    assert "What to fix first" in first
+    for section in ("gpu/kinds", "gpu/launches", "ranks/collectives"):
+        assert re.search(rf'<li><a href="#{section}">[^<]*</a> [A-Z0-9]', first), section
 
 
 def test_four_key_numbers(page: str) -> None:
@@ -138,7 +147,8 @@ def test_missing_parts_say_why_in_one_line(page: str, made_document: dict[str, A
     shown = "".join(Elements(page).texts)
     for path in ("memory.devices", "data_loading", "graph_launches"):
         assert reasons[path].replace("`", "") in shown
-    assert 'href="#memory"' not in page  # a part that is not there has no link
+    assert 'href="#memory/memory"' not in page  # a part that is not there has no link
+    assert 'data-view="memory" class="empty"' in page
 
 
 def test_unknown_values_are_dashes_with_the_document_s_reason(made_document: dict[str, Any], session: Session) -> None:
@@ -146,7 +156,10 @@ def test_unknown_values_are_dashes_with_the_document_s_reason(made_document: dic
         {"kind": "all_reduce", "where": "device", "count": 2, "total_ns": 5, "mean_ns": 2, "max_ns": 3, "bytes": None}
     ]
     made_document["absent"] = [{"path": "communication.collectives[*].bytes", "reason": "nobody wrote it down"}]
-    assert '<td class="n none" title="nobody wrote it down">–</td>' in render(made_document, session)
+    row = {"kind": "all_reduce", "where": "device", "count": 2, "total_ns": 5, "mean_ns": 2, "max_ns": 3, "bytes": 7}
+    made_document["communication"]["collectives"].append(row)
+    columns = [column for island in islands(render(made_document, session)) for column in island.get("columns", ())]
+    assert [(c["values"], c["why"]) for c in columns if c.get("why")] == [([None, 7], "nobody wrote it down")]
 
 
 def test_a_run_without_a_gpu_shows_the_host_account(session: Session, named_trace: Callable[..., Any]) -> None:
@@ -213,16 +226,18 @@ def test_hostile_names_are_text_everywhere(session: Session, named_trace: Callab
         "figcaption",
         "h3",
     }
-    shown = "".join(elements.texts)
+    shown = "".join(elements.texts) + words(page)
     assert shown.count("</script><script>alert(1)</script>") >= 12
     assert "\u2028" not in page
     assert page.count("<script>") == 2
 
 
-def test_islands_keep_hostile_names_inside_json() -> None:
-    made = island({"name": EVIL})
-    assert json.loads(made) == {"name": EVIL}
-    assert not re.search("[<>&\u2028\u2029]", made)
+@pytest.mark.parametrize("times", [1, 100])
+def test_islands_keep_hostile_names_inside_json(times: int) -> None:
+    made = island({"name": EVIL * times})
+    assert islands(made) == [{"name": EVIL * times}]
+    body = made.removeprefix('<script type="application/json">').removesuffix("</script>")
+    assert not re.search("[<>&\u2028\u2029]", body)
 
 
 def test_scripts_import_only_what_stands_before_them() -> None:
@@ -282,9 +297,8 @@ def test_light_and_dark_name_the_same_colours() -> None:
 def test_several_runs_are_a_table_with_a_command_each(session: Session) -> None:
     made = document.build_runs([session, session], "folder", ["traceloom report a", "traceloom report '<b>'"])
     page = render(made, session)
-    shown = "".join(Elements(page).texts)
-    assert "traceloom report a" in shown
-    assert "traceloom report '<b>'" in shown
+    commands = [row["Report it alone"] for row in tables(page)["run-table"]]
+    assert commands == ["traceloom report a", "traceloom report '<b>'"]
     assert 'id="timeline"' not in page
 
 
@@ -309,7 +323,7 @@ def test_a_recording_shows_its_command_cost_and_steps(made_document: dict[str, A
     page = render(made_document, session)
     shown = "".join(Elements(page).texts)
     assert "torchrun train.py --name 'a b'" in shown
-    assert "1.20 ×" in shown
+    assert tables(page)["recording-table"][0]["Overhead"] == "1.20 ×"
     assert [page.count(f'<rect class="s-{state}"') for state in ("early", "recorded", "graph", "unrecorded")] == [1] * 4
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.icicle import island
+from traceloom.report.island import island
 
 Row = dict[str, Any]
 
@@ -94,7 +94,7 @@ def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> st
         f'<div class="switch" role="group" aria-label="What the boxes are">{views if "stacks" in data["trees"] else ""}'
         '</div><div class="icicle"></div><p class="icicle-says quiet" role="status">Click the curve, or use the arrow '
         "keys on it, to choose an instant. Hover or use the arrow keys to read a box; click or Enter to zoom, Escape "
-        f'to go back.</p></div><script type="application/json">{island(data)}</script></figure>'
+        f'to go back.</p></div>{island(data)}</figure>'
     )
 
 

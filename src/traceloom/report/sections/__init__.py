@@ -28,8 +28,8 @@ KEYS = (
 """The sections beyond the core, in the order of the document; each is the module of that name."""
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("", ("findings", "breakdown", "timeline")),
-    ("Steps", ("steps", "per_step", "critical_path", "slow_steps", "inference")),
+    ("Overview", ("runs", "findings", "breakdown")),
+    ("Timeline", ("timeline", "steps", "slow_steps", "critical_path", "per_step", "inference")),
     (
         "GPU",
         ("kernels", "kinds", "kernel_shapes", "roofline", "idle", "idle_gaps", "launches", "graph_launches", "patterns",
@@ -40,15 +40,15 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("operators", "modules", "flame", "host", "threads", "blocking_calls", "data_loading", "compile",
          "anti_patterns"),
     ),
+    ("Memory", ("memory", "memory_owners")),
     (
         "Ranks",
         ("communication", "collectives", "across_ranks", "groups", "rank_matrix", "imbalance", "pipeline"),
     ),
-    ("Memory", ("memory", "memory_owners")),
-    ("Data", ("data", "runs")),
+    ("Data", ("data",)),
 )  # fmt: skip
-"""What stands together in the page, in its order: name of the group, keys of sections and of the page's own parts
-(`findings`, `timeline`, `data`, `runs`). The first group has no heading: it is the answer."""
+"""The views of the page, in its order: title, keys of sections and of the page's own parts (`findings`, `timeline`,
+`data`, `runs`). The first one is the answer."""
 
 CORE = "core"
 FINDINGS = "findings"

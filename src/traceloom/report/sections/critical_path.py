@@ -184,7 +184,7 @@ class CriticalPathSection(Section[None]):
         from traceloom.report.views.html.bars import bar, legend  # the page draws sections: it is not there yet
 
         parts = [(row["class"], _COLOURS.get(row["class"], "other"), row["duration_ns"]) for row in value["classes"]]
-        way = '<p class="quiet"><a href="#at=timeline&amp;path=1">Show it in the timeline</a></p>'
+        way = '<p class="quiet"><a href="#timeline&amp;path=1">Show it in the timeline</a></p>'
         return bar(parts, value["window_ns"]) + legend(parts, value["window_ns"]) + (way if value["stretches"] else "")
 
 

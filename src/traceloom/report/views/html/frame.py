@@ -15,7 +15,8 @@ from traceloom.report.views.html.text import text
 SCRIPTS = (
     "state.js", "units.js", "element.js", "inflate.js", "unpack.js", "levels.js", "events.js", "palette.js", "scale.js",
     "draw.js", "tracks.js", "rows.js", "overview.js", "pace.js", "path.js", "sides.js", "timeline.js", "gestures.js",
-    "details.js", "search.js", "links.js", "tables.js", "icicle.js", "curve.js", "owners.js", "page.js", "main.js",
+    "details.js", "search.js", "links.js", "cells.js", "tables.js", "icicle.js", "curve.js", "owners.js", "views.js",
+    "lookup.js", "page.js", "main.js",
 )  # fmt: skip
 STYLES = ("colours.css", "page.css", "views.css", "timeline.css", "print.css")
 _IMPORT = re.compile(r'^import [^;]*? from "\./[a-z]+\.js";\n', re.MULTILINE)
@@ -34,8 +35,24 @@ def framed(
     ranks: str = "",
     numbers: str = "",
     data: str = "",
+    more: str = "",
+    window: str = "",
 ) -> str:
-    """A page that needs nothing but itself. `title` and `name` are plain words, all else is HTML."""
+    """A page that needs nothing but itself. `title` and `name` are plain words, all else is HTML.
+
+    Args:
+        title: Of the browser's tab.
+        name: Of the run.
+        headline: The answer.
+        links: What the side bar leads to.
+        sections: Of the first view.
+        footer: How the page was made.
+        ranks: A choice of ranks.
+        numbers: The key numbers.
+        data: The packed events of the timeline.
+        more: The other views, as templates: they are made when they are first opened.
+        window: From-to in ns: what the timeline shows.
+    """
     # All modules in one script: their imports and exports resolve to names of one shared scope.
     modules = [_MARGIN.sub("", _EXPORT.sub("", _IMPORT.sub("", asset(module)))) for module in SCRIPTS]
     script = '(() => {\n"use strict";\n' + "\n".join(modules) + "})();\n"
@@ -52,6 +69,8 @@ def framed(
         numbers=numbers,
         links=links,
         sections=sections,
+        more=more,
+        window=window,
         footer=footer,
         data=data,
         script=script,

@@ -7,7 +7,6 @@ from typing import Any
 from traceloom.report.table import Col
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.table import table
-from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 
@@ -20,13 +19,12 @@ def notices(document: Row, reasons: Reasons) -> str:
     marked = [
         {
             **row,
-            "grade": f'<b class="grade {text(row["severity"])}">{text(row["severity"])}</b>',
             "weakens": "; ".join(f"{effect['part']}: {effect['how']}" for effect in row.get("affects", [])),
         }
         for row in rows
     ]
     columns = [
-        Col("grade", "Severity", "html"),
+        Col("severity", "Severity", "grade"),
         Col("message", "Notice"),
         Col("weakens", "Weakens", "text", "parts of the report that are less certain for it"),
         Col("count", "Events", "count"),

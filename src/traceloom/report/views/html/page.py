@@ -10,8 +10,8 @@ from traceloom.model import Session, units
 from traceloom.report.names import rank_name
 from traceloom.report.views.html import capture, featured, findings, inputs, navigation, overview, sections, timeline
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.frame import asset, framed, missing, standing
-from traceloom.report.views.html.navigation import Section
+from traceloom.report.views.html.frame import asset, framed
+from traceloom.report.views.html.navigation import PageSection
 from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
@@ -45,24 +45,25 @@ def render(document: dict[str, Any], session: Session) -> str:
                 f"to keep the page small ({escape(kinds)}); every table and number counts them. "
                 "<code>traceloom report … -o x.perfetto.json.gz</code> writes all of them for Perfetto.</p>"
             )
-    groups = navigation.grouped(_sections(document, near, reasons, events), missing)
-    sentence = (document.get("answer") or {}).get("sentence") or "Report"
+    first, *others = navigation.views(_sections(document, near, reasons, events))
     name = document.get("name") or session.name
     choice = ""
     if len(entries := near["ranks"][: sections.MOST_RANKS]) > 1:
         options = "".join(f'<option value="{k}">{rank_name(r, k)}</option>' for k, r in enumerate(entries))
         choice = f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
     version, epoch = text(document.get("traceloom", "")), text(document.get("epoch_ns", ""))
-    others = {f"{k} {v}" for entry in document.get("inputs") or [] for k, v in (entry.get("versions") or {}).items()}
-    recorded = text(", ".join(sorted(others))) or "no versions named in the files"
+    versions = {f"{k} {v}" for entry in document.get("inputs") or [] for k, v in (entry.get("versions") or {}).items()}
+    recorded = text(", ".join(sorted(versions))) or "no versions named in the files"
     return framed(
-        title=f"{sentence} – {name}",
+        title=f"{name} – Traceloom",
         name=name,
         ranks=choice,
         headline=overview.headline(document),
         numbers=overview.key_numbers(document),
-        links=navigation.links(groups),
-        sections=navigation.body(groups, standing),
+        links=navigation.links([first, *others]),
+        sections=first.body + navigation.in_short(others),
+        more=navigation.templates(others),
+        window=view.window if view else "",
         footer=(
             f"<p>Traceloom {version} · {recorded} · times count from {epoch} ns (Unix time where the trace gives it) · "
             f"page made in {time.perf_counter() - began:.2f} s</p>"
@@ -82,22 +83,20 @@ def _timeline(document: Row, session: Session) -> timeline.TimelinePayload | Non
     return timeline.build(session, communication, curves, path=document.get("critical_path"), epoch_ns=epoch)
 
 
-def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[Section]:
+def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[PageSection]:
     """All sections, in no order; `near` has the ranks that are shown one by one."""
     data = inputs.notices(document, reasons) + inputs.inputs(document, reasons)
+    about_data = "What was read, and what to know about it."
     if document.get("runs"):
         runs = inputs.runs(document, reasons)
-        return [("runs", "runs", "Runs", "Report one of them alone to see more.", runs),
-                ("data", "data", "Data", "What was read, and what to know about it.", data)]  # fmt: skip
+        return [
+            PageSection("runs", "runs", "Runs", "Report one of them alone to see more.", runs),
+            PageSection("data", "data", "Data", about_data, data),
+        ]
+    found = findings.findings(document, reasons)
     return [
-        ("findings", "findings", "What to fix first", _ABOUT_FINDINGS, findings.findings(document, reasons)),
-        ("timeline", "timeline", "Timeline", "Every event of every thread and stream.", events),
+        PageSection("findings", "findings", "What to fix first", _ABOUT_FINDINGS, found),
+        PageSection("timeline", "timeline", "Timeline", "Every event of every thread and stream.", events),
         *sections.sections(document, near, reasons),
-        (
-            "data",
-            "data",
-            "Data",
-            "What was read, and what to know about it.",
-            data + capture.capture(document, reasons),
-        ),
+        PageSection("data", "data", "Data", about_data, data + capture.capture(document, reasons)),
     ]

@@ -12,6 +12,7 @@ from traceloom.report.sections import core, shown
 from traceloom.report.sections.section import Section
 from traceloom.report.table import Table
 from traceloom.report.views.html.absence import Reasons
+from traceloom.report.views.html.navigation import PageSection
 from traceloom.report.views.html.table import MOST_ROWS, table
 from traceloom.report.views.html.text import text
 
@@ -20,8 +21,8 @@ MOST_RANKS = 64  # whose own tables stand in the page
 _MOST_ROWS_OF_MANY = 500  # of one table, where the page is about many ranks
 
 
-def sections(document: Row, near: Row, reasons: Reasons) -> Iterator[tuple[str, str, str, str, str]]:
-    """Key, id, title, note and body of each section that was made; of many ranks, tables have fewer rows of each.
+def sections(document: Row, near: Row, reasons: Reasons) -> Iterator[PageSection]:
+    """The sections that were made; of many ranks, tables have fewer rows of each.
 
     Args:
         document: The report.
@@ -30,10 +31,14 @@ def sections(document: Row, near: Row, reasons: Reasons) -> Iterator[tuple[str, 
     """
     for section in (*core(), *shown(document)):
         anchor = section.anchor or section.key.replace("_", "-")
-        yield section.key, anchor, section.title, section.note, _body(section, document, near, reasons)
+        sentence = section.summary(value) if (value := section.value(document)) else None
+        if sentence:
+            sentence = sentence[0].upper() + sentence[1:] + ("" if sentence.endswith((".", "!", "?")) else ".")
+        body = _body(section, document, near, reasons, sentence or "")
+        yield PageSection(section.key, anchor, section.title, section.note, body, sentence or "")
 
 
-def _body(section: Section[Any], document: Row, near: Row, reasons: Reasons) -> str:
+def _body(section: Section[Any], document: Row, near: Row, reasons: Reasons, sentence: str) -> str:
     most = MOST_ROWS if near is document else _MOST_ROWS_OF_MANY
     value, shown_value = section.value(document), section.value(near)
     tables = [t for t in section.tables(value) if t.position is None] if value else []
@@ -46,11 +51,7 @@ def _body(section: Section[Any], document: Row, near: Row, reasons: Reasons) -> 
         if section.nothing and path not in paths:
             return f'<p class="quiet">{section.nothing}</p>'
         return reasons.line(path if path in paths else next(iter(paths), path), section.title)
-    body = ""
-    if sentence := section.summary(value):
-        ended = sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
-        body = f'<p class="sentence">{text(ended[0].upper() + ended[1:])}</p>'
-    body += picture
+    body = (f'<p class="sentence">{text(sentence)}</p>' if sentence else "") + picture
     if tables:
         body += drawn(tables[0], reasons, most, alone=len(tables) == 1 and not of_ranks)
     for each in tables[1:]:  # lines that unfold

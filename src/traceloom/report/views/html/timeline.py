@@ -52,11 +52,13 @@ class TimelinePayload:
         payload: Base64 text, see `packing`.
         shown: Events in it.
         omitted: Events left out, by category; empty when all are there.
+        window: From-to in ns of the document's times: what it shows.
     """
 
     payload: str
     shown: int
     omitted: dict[str, int]
+    window: str
 
 
 def build(
@@ -124,7 +126,7 @@ def build(
             for category, count in frame.group_by("category").len().iter_rows():
                 missing[category] = missing.get(category, 0) + sign * count
     omitted = {category: count for category, count in missing.items() if count}
-    return TimelinePayload(pack(header, columns), first, omitted)
+    return TimelinePayload(pack(header, columns), first, omitted, f"{shift}-{shift + header['span_ns']}")
 
 
 def _path(

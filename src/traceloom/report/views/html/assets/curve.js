@@ -1,8 +1,9 @@
 // Hover and keyboard on the memory curves: the value at a time.
 import { byteSize, duration, exact } from "./units.js";
+import { readIsland } from "./unpack.js";
 
 export function readCurve(figure) {
-  const { times, series, left, right } = JSON.parse(figure.querySelector("script").textContent);
+  const { times, series, left, right } = readIsland(figure);
   const svg = figure.querySelector("svg");
   const cursor = svg.querySelector(".cursor");
   const says = figure.querySelector(".curve-says");

@@ -1,13 +1,14 @@
 // A tree as an icicle: each box as wide as its time or its bytes, children below their parents. Click or Enter zooms.
 import { element, svgElement } from "./element.js";
 import { byteSize, duration, exact, grouped, share } from "./units.js";
+import { readIsland } from "./unpack.js";
 
 const BOX = 26;
 const SLIM_BOX = 20; // of call stacks, which are deep
 const THINNEST = 1.5; // pixels
 
 function timesOf(figure) {
-  const { nodes } = JSON.parse(figure.querySelector("script").textContent);
+  const { nodes } = readIsland(figure);
   return nodes.map(([parent, name, count, host, device], id) => ({ id, parent, name, count, host, device, children: [] }));
 }
 

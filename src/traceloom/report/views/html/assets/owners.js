@@ -2,6 +2,7 @@
 import { element, svgElement } from "./element.js";
 import { Icicle } from "./icicle.js";
 import { byteSize, duration, exact, share } from "./units.js";
+import { readIsland } from "./unpack.js";
 
 const TALL = 260;
 const MARGIN_LEFT = 66;
@@ -133,7 +134,7 @@ function ticksOf(highest) {
 export class Owners {
   constructor(figure) {
     this.figure = figure;
-    const { times, peak, chosen, steps, kinds, trees } = JSON.parse(figure.querySelector("script").textContent);
+    const { times, peak, chosen, steps, kinds, trees } = readIsland(figure);
     Object.assign(this, { times, peak, steps });
     this.kinds = kinds.map(([name, colour, changes]) => ({ name, full: name, colour, levels: levelsOf(changes, times.length) }));
     this.totals = times.map((_, k) => this.kinds.reduce((sum, { levels }) => sum + levels[k], 0));

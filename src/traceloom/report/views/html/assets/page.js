@@ -1,5 +1,7 @@
-// The page around the views: theme, rank, section links, help.
+// The page around the views: theme, rank, help.
 import { getState, onState, setState } from "./state.js";
+import { drawTables } from "./tables.js";
+import { openView } from "./views.js";
 
 export function effectiveTheme() {
   const chosen = document.documentElement.dataset.theme;
@@ -37,14 +39,20 @@ export function switchTheme(changed) {
   label();
 }
 
-// Parts of the page that are about one rank: only the chosen one is shown.
+// Of what is about one rank each, only the parts of the chosen one are shown.
+export function showRank(root) {
+  const rank = document.getElementById("rank")?.value;
+  for (const part of rank ? root.querySelectorAll("[data-of-rank]") : []) part.hidden = part.dataset.ofRank !== rank;
+  drawTables(root);
+}
+
 export function chooseRank() {
   const choice = document.getElementById("rank");
   if (!choice) return;
   const apply = (rank) => {
-    const known = [...choice.options].some((option) => option.value === rank);
-    choice.value = known ? rank : choice.options[0].value;
-    for (const part of document.querySelectorAll("[data-of-rank]")) part.hidden = part.dataset.ofRank !== choice.value;
+    const isThere = [...choice.options].some((option) => option.value === rank);
+    choice.value = isThere ? rank : choice.options[0].value;
+    showRank(document);
   };
   choice.addEventListener("change", () => {
     setState("rank", choice.selectedIndex === 0 ? null : choice.value);
@@ -52,75 +60,6 @@ export function chooseRank() {
   });
   onState("rank", apply);
   apply(getState("rank"));
-}
-
-// What stands folded in menus: one is open at a time, until the reader looks elsewhere.
-const menus = [...document.querySelectorAll("nav .menu")];
-
-function closeMenus(but = null) {
-  for (const menu of menus) if (menu !== but) menu.open = false;
-}
-
-export function sectionMenus() {
-  addEventListener("click", (event) => closeMenus(event.target.closest?.(".menu")));
-  addEventListener("keydown", (event) => {
-    const open = event.key === "Escape" && menus.find((menu) => menu.open);
-    if (!open) return;
-    open.open = false;
-    open.querySelector("summary").focus();
-  });
-  for (const menu of menus) {
-    menu.addEventListener("focusout", (event) => {
-      if (event.relatedTarget && !menu.contains(event.relatedTarget)) menu.open = false;
-    });
-  }
-}
-
-// Paper has no folds: all of them open while it is printed.
-export function unfoldForPrint() {
-  let opened = [];
-  addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("main details:not([open])")];
-    for (const fold of opened) fold.open = true;
-  });
-  addEventListener("afterprint", () => {
-    for (const fold of opened) fold.open = false;
-  });
-}
-
-export function sectionLinks() {
-  const links = [...document.querySelectorAll("nav a[href^='#']")];
-  const go = (name) => {
-    const section = name && document.getElementById(name);
-    if (!section) return;
-    for (let around = section.parentElement.closest("details"); around; around = around.parentElement.closest("details")) around.open = true;
-    section.scrollIntoView();
-  };
-  for (const link of links) {
-    link.addEventListener("click", (event) => {
-      event.preventDefault();
-      closeMenus();
-      const name = link.getAttribute("href").slice(1);
-      setState("at", name);
-      go(name);
-    });
-  }
-  onState("at", go);
-  const seen = new IntersectionObserver(
-    (entries) => {
-      for (const entry of entries) {
-        if (!entry.isIntersecting) continue;
-        for (const link of links) link.toggleAttribute("aria-current", link.getAttribute("href") === `#${entry.target.id}`);
-        for (const menu of menus) menu.toggleAttribute("data-current", menu.querySelector("[aria-current]") !== null);
-      }
-    },
-    { rootMargin: "-20% 0px -70% 0px" },
-  );
-  for (const link of links) {
-    const section = document.getElementById(link.getAttribute("href").slice(1));
-    if (section) seen.observe(section);
-  }
-  go(getState("at"));
 }
 
 export function help() {
@@ -134,7 +73,7 @@ export function help() {
     if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key === "?") dialog.open ? dialog.close() : dialog.showModal();
     else if (event.key === "/") {
-      document.querySelector("[data-part=search]")?.focus();
+      (openView().querySelector("[data-part=search]") ?? document.getElementById("lookup")).focus();
       event.preventDefault();
     } else if (event.key === "t" && !dialog.open) document.getElementById("theme").click();
   });

@@ -1,4 +1,5 @@
-// What the reader has chosen (rank, sorting, filters, time range, theme) lives in the address: #key=value&key=value.
+// What the reader has chosen lives in the address: #place&key=value&key=value. The place is a view, a section, or both
+// (`gpu/kernels`); the rest are rank, sorting, filters, time range, theme.
 
 const chosen = new Map();
 const listeners = new Map();
@@ -6,29 +7,36 @@ let timer = 0;
 
 function read() {
   chosen.clear();
-  const text = location.hash.slice(1);
-  if (!text) return;
-  if (!text.includes("=")) chosen.set("at", text); // a plain link to a section
-  else for (const [key, value] of new URLSearchParams(text)) chosen.set(key, value);
+  const [first, ...rest] = location.hash.slice(1).split("&");
+  if (first && !first.includes("=")) chosen.set("at", decodeURIComponent(first));
+  else rest.unshift(first);
+  for (const [key, value] of new URLSearchParams(rest.join("&"))) chosen.set(key, value);
+}
+
+function address() {
+  const entries = [...chosen].filter(([key]) => key !== "at").sort(([a], [b]) => (a < b ? -1 : 1));
+  const place = encodeURIComponent(getState("at") ?? "").replace("%2F", "/");
+  const parts = [place, String(new URLSearchParams(entries))].filter(Boolean);
+  return parts.length ? `#${parts.join("&")}` : location.pathname + location.search;
 }
 
 function write() {
   timer = 0;
-  const entries = [...chosen].sort(([a], [b]) => (a < b ? -1 : 1));
-  const hash = entries.length ? `#${new URLSearchParams(entries)}` : location.pathname + location.search;
-  history.replaceState(null, "", hash);
+  history.replaceState(null, "", address());
 }
 
 export function getState(key) {
   return chosen.get(key) ?? null;
 }
 
-// Sets one key (null removes it); the address follows a moment later, so that a drag does not flood it.
-export function setState(key, value) {
+// Sets one key (null removes it); the address follows a moment later, so that a drag does not flood it. A new place is
+// one that the reader can go back from.
+export function setState(key, value, isNewPlace = false) {
   if (getState(key) === value) return;
   if (value === null || value === "") chosen.delete(key);
   else chosen.set(key, String(value));
-  if (!timer) timer = setTimeout(write, 150);
+  if (isNewPlace) history.pushState(null, "", address());
+  else if (!timer) timer = setTimeout(write, 150);
 }
 
 // Calls back when the address is changed by the reader (back, forward, a pasted link).

@@ -1,91 +1,120 @@
-// Sorting, filtering and unfolding of the tables; the rows themselves stand in the page.
-import { exact } from "./units.js";
+// Tables: the first rows are drawn, the others as the reader comes to them; sorting and filtering.
+import { readColumns } from "./cells.js";
+import { element } from "./element.js";
+import { rowWay } from "./links.js";
 import { getState, onState, setState } from "./state.js";
+import { readIsland } from "./unpack.js";
 
 const FIRST = 12; // rows shown before "show all"
+const MORE = 150; // rows that are drawn at a time from then on
+const FILTER_FROM = 13; // rows; a filter over fewer is clutter
+const FEW_COLUMNS = 7; // short columns stand close together, so that the eye finds the way along a row
 
-export function bringToLife(figure) {
-  const table = figure.querySelector("table");
-  const key = figure.id;
-  const body = table.tBodies[0];
-  const rows = [...body.rows];
-  const headers = [...table.tHead.rows[0].cells];
-  const filter = figure.querySelector("input[type=search]");
-  const more = figure.querySelector(".more");
-  const count = figure.querySelector(".count");
-  const keepOrder = table.dataset.order === "fixed";
-  let open = false;
+const decoded = new WeakMap();
 
-  function show() {
-    const wanted = (filter?.value ?? "").trim().toLowerCase();
-    let kept = 0;
-    for (const row of body.rows) {
-      const fits = !wanted || row.textContent.toLowerCase().includes(wanted) || (row.dataset.full ?? "").toLowerCase().includes(wanted);
-      kept += fits;
-      row.hidden = !fits;
-      row.classList.toggle("beyond", fits && !open && kept > FIRST);
-    }
-    if (count) count.textContent = wanted ? `${kept} of ${rows.length}` : "";
-    more.hidden = kept <= FIRST;
-    more.textContent = open ? `Show the first ${FIRST}` : `Show all ${kept}`;
+// What a figure holds, drawn or not: {label, columns, rows, ranges}.
+export function dataOf(figure) {
+  if (!decoded.has(figure)) {
+    const { label, columns, rows, ranges } = readIsland(figure);
+    decoded.set(figure, { label, rows, ranges, columns: readColumns(columns) });
   }
-
-  function sort(column, direction) {
-    headers.forEach((header, k) => header.removeAttribute("aria-sort") ?? k);
-    const sorted = [...rows];
-    if (column >= 0) {
-      headers[column].setAttribute("aria-sort", direction < 0 ? "descending" : "ascending");
-      sorted.sort((a, b) => direction * compare(a.cells[column], b.cells[column]) || rows.indexOf(a) - rows.indexOf(b));
-    }
-    body.append(...sorted);
-    show();
-  }
-
-  function sortFromAddress() {
-    const [name, way] = (getState(`${key}.sort`) ?? "").split(":");
-    sort(headers.findIndex((header) => header.dataset.key === name), way === "up" ? 1 : -1);
-  }
-
-  if (!keepOrder) {
-    headers.forEach((header) => {
-      header.querySelector("button")?.addEventListener("click", () => {
-        const numeric = header.classList.contains("n");
-        const now = header.getAttribute("aria-sort");
-        const first = numeric ? "descending" : "ascending";
-        const down = now ? now === "ascending" : numeric;
-        // The third click gives the first order back.
-        setState(`${key}.sort`, now && now !== first ? null : `${header.dataset.key}:${down ? "down" : "up"}`);
-        sortFromAddress();
-      });
-    });
-    onState(`${key}.sort`, sortFromAddress);
-  }
-  filter?.addEventListener("input", () => {
-    setState(`${key}.q`, filter.value || null);
-    show();
-  });
-  if (filter) {
-    filter.value = getState(`${key}.q`) ?? "";
-    onState(`${key}.q`, (value) => show((filter.value = value ?? "")));
-  }
-  more.addEventListener("click", () => show((open = !open)));
-  addEventListener("beforeprint", () => body.querySelectorAll(".beyond").forEach((row) => row.classList.remove("beyond")));
-  addEventListener("afterprint", () => show());
-  // The exact value stands in the cell's data; it becomes the tooltip when somebody asks.
-  const tell = (event) => {
-    const cell = event.target.closest("td[data-v]");
-    if (cell && !cell.title) cell.title = exact(cell.dataset.v, headers[cell.cellIndex].dataset.exact ?? "");
-  };
-  table.addEventListener("mouseover", tell);
-  table.addEventListener("focusin", tell);
-  if (keepOrder) show();
-  else sortFromAddress();
+  return decoded.get(figure);
 }
 
-// Unknown values stand last whatever the direction means for numbers.
-function compare(a, b) {
-  const [left, right] = [a, b].map((cell) => cell.dataset.v ?? cell.dataset.s ?? null);
-  if (left !== null && right !== null) return Number(left) - Number(right);
-  if (left !== null || right !== null) return left === null ? -1 : 1;
-  return a.textContent.localeCompare(b.textContent, undefined, { numeric: true });
+export class DataTable {
+  constructor(figure) {
+    this.figure = figure;
+    Object.assign(this, dataOf(figure));
+    this.order = Array.from({ length: this.rows }, (_, row) => row);
+    this.most = FIRST;
+    this.body = element("tbody");
+    this.heads = this.columns.map((column) => column.head());
+    this.count = element("span", { className: "count", role: "status" });
+    this.more = element("button", { type: "button", className: "more", onclick: () => this.#unfold() });
+    this.filter = element("input", {
+      type: "search", placeholder: `Filter ${this.rows} rows`, "aria-label": `Filter: ${this.label}`, autocomplete: "off", spellcheck: false,
+      value: getState(`${figure.id}.q`) ?? "", oninput: () => this.filterBy(this.filter.value),
+    });
+    this.search = element("div", { className: "filter", hidden: this.rows < FILTER_FROM && !this.filter.value }, this.filter, this.count);
+    const caption = element("caption", { className: "unseen" }, this.label);
+    const table = element("table", {}, caption, element("thead", {}, element("tr", {}, ...this.heads)), this.body);
+    const scroll = element("div", { className: "scroll", tabindex: 0, role: "region", "aria-label": this.label }, table);
+    const narrow = this.columns.length <= FEW_COLUMNS && !this.columns.some(({ kind }) => kind === "name" || kind === "bar");
+    figure.classList.toggle("narrow", narrow);
+    figure.prepend(this.search, scroll, this.more);
+    this.#listen(table);
+    this.#sortAsAddressed();
+    figure.table = this;
+  }
+
+  #listen(table) {
+    this.heads.forEach((head, k) => head.querySelector("button")?.addEventListener("click", () => this.#turn(head, this.columns[k])));
+    onState(`${this.figure.id}.sort`, () => this.#sortAsAddressed());
+    onState(`${this.figure.id}.q`, (value) => this.filterBy(value ?? ""));
+    // The exact value becomes the tooltip when somebody asks.
+    const tell = ({ target }) => {
+      const cell = target.closest("td[data-v]");
+      if (cell && !cell.title) cell.title = this.columns[cell.cellIndex].exact(cell.dataset.v);
+    };
+    table.addEventListener("mouseover", tell);
+    table.addEventListener("focusin", tell);
+    const nearEnd = new IntersectionObserver(
+      ([entry]) => entry.isIntersecting && this.most > FIRST && this.#draw((this.most += MORE)), { rootMargin: "600px" });
+    nearEnd.observe(this.more);
+  }
+
+  // The third click gives the first order back.
+  #turn(head, { key, numeric }) {
+    const now = head.getAttribute("aria-sort");
+    const first = numeric ? "descending" : "ascending";
+    const down = now ? now === "ascending" : numeric;
+    setState(`${this.figure.id}.sort`, now && now !== first ? null : `${key}:${down ? "down" : "up"}`);
+    this.#sortAsAddressed();
+  }
+
+  #sortAsAddressed() {
+    const [name, way] = (getState(`${this.figure.id}.sort`) ?? "").split(":");
+    const at = this.columns.findIndex(({ key }) => key === name);
+    const direction = way === "up" ? 1 : -1;
+    for (const head of this.heads) head.removeAttribute("aria-sort");
+    this.heads[at]?.setAttribute("aria-sort", direction < 0 ? "descending" : "ascending");
+    this.order.sort((a, b) => (at < 0 ? 0 : this.columns[at].compare(a, b, direction)) || a - b);
+    this.#draw();
+  }
+
+  filterBy(text) {
+    if (this.filter.value !== text) this.filter.value = text;
+    this.search.hidden = this.rows < FILTER_FROM && !text;
+    setState(`${this.figure.id}.q`, text || null);
+    this.most = Math.min(this.most, FIRST);
+    this.#draw();
+  }
+
+  #unfold() {
+    this.most = this.most > FIRST ? FIRST : MORE;
+    this.#draw();
+  }
+
+  #draw() {
+    const wanted = this.filter.value.trim().toLowerCase();
+    const fits = (row) => this.columns.some((column) => column.words(row).toLowerCase().includes(wanted));
+    const kept = wanted ? this.order.filter(fits) : this.order;
+    this.body.replaceChildren(...kept.slice(0, this.most).map((row) => this.#row(row)));
+    this.count.textContent = wanted ? `${kept.length} of ${this.rows}` : "";
+    this.more.hidden = kept.length <= FIRST;
+    this.more.textContent = this.most > FIRST ? `Show the first ${FIRST}` : `Show all ${kept.length}`;
+  }
+
+  #row(row) {
+    const line = element("tr", {}, ...this.columns.map((column) => column.cell(row)));
+    rowWay(this, row, line);
+    return line;
+  }
+}
+
+// Draws what can be seen of a part of the page: not what is folded, and not other ranks.
+export function drawTables(root) {
+  for (const figure of root.querySelectorAll(".table")) {
+    if (!figure.table && !figure.closest("[hidden], details:not([open])")) new DataTable(figure);
+  }
 }

@@ -59,3 +59,9 @@ export async function unpack(text) {
   }
   return { header, columns };
 }
+
+// What `island.py` wrote into a part of the page: JSON, packed where it is long.
+export function readIsland(root) {
+  const text = root.querySelector("script").textContent;
+  return JSON.parse(text.startsWith("{") ? text : new TextDecoder().decode(inflate(fromBase64(text).subarray(2))));
+}
