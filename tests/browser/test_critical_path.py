@@ -52,7 +52,7 @@ def test_it_is_switched_on_by_a_box_and_by_a_key(open_page: Open) -> None:
 
 
 def test_the_address_remembers_it(open_page: Open) -> None:
-    tab = open_page(hash_="#path=1")
+    tab = open_page(hash_="#timeline&path=1")
     assert tab.page.get_by_role("checkbox", name="Critical path").is_checked()
     assert painted(tab) > 50
     tab.page.get_by_role("checkbox", name="Critical path").uncheck()
@@ -72,7 +72,7 @@ def test_its_section_leads_to_it(open_page: Open) -> None:
 
 
 def test_it_shows_on_the_line_of_a_folded_rank(open_page: Open) -> None:
-    tab = open_page(hash_="#path=1")
+    tab = open_page(hash_="#timeline&path=1")
     for rank in (0, 1):
         tab.timeline(f"t.rows.folded.has('r{rank}') || t.rows.toggle('r{rank}')")
     assert painted(tab) > 20

@@ -9,7 +9,7 @@ Open = Callable[..., Any]
 
 
 def test_call_stacks_are_drawn_by_host_time_and_by_gpu_time(open_page: Open) -> None:
-    tab = open_page()
+    tab = open_page(hash_="#host")
     stacks = tab.page.locator("#flame .stacks")
     texts = stacks.locator("[role=treeitem]").evaluate_all(
         "boxes => boxes.map((box) => box.getAttribute('aria-label'))"
@@ -27,7 +27,7 @@ def test_call_stacks_are_drawn_by_host_time_and_by_gpu_time(open_page: Open) -> 
 
 
 def test_a_box_zooms_and_says_its_times(open_page: Open) -> None:
-    tab = open_page()
+    tab = open_page(hash_="#host")
     stacks = tab.page.locator("#flame .stacks")
     stacks.locator("[tabindex='0']").first.focus()
     tab.page.keyboard.press("ArrowDown")
@@ -41,6 +41,6 @@ def test_a_box_zooms_and_says_its_times(open_page: Open) -> None:
 
 
 def test_hostile_names_are_text_in_stacks_too(open_page: Open) -> None:
-    tab = open_page("hostile")
+    tab = open_page("hostile", "#host")
     assert tab.page.locator("#flame svg").count() >= 1
     assert tab.page.locator("#flame img").count() == 0

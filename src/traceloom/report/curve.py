@@ -65,5 +65,5 @@ def figure(curve: Row) -> str:
         f'{paths}<text x="{_LEFT}" y="{_HEIGHT - 4}">{units.duration(times[0])}</text>'
         f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{units.duration(times[-1])}</text>'
         f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></svg>'
-        f'{island(data)}</figure>'
+        f"{island(data)}</figure>"
     )

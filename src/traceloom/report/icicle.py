@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.report.island import island
@@ -41,6 +40,5 @@ def figure(nodes: Sequence[Node], *, label: str, note: str = "", slim: bool = Fa
         f'<div class="switch" role="group" aria-label="Width of the boxes">{switch if device else ""}</div>'
         '<div class="icicle"></div><p class="icicle-says quiet" role="status">'
         "Hover or use the arrow keys to read a box; click or Enter to zoom, Escape to go back.</p>"
-        f'{island({"nodes": rows})}{more}</figure>'
+        f"{island({'nodes': rows})}{more}</figure>"
     )
-

@@ -18,6 +18,7 @@ VISION = {
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 SETS = {
     "kinds of GPU time": ("compute", "communication", "memory", "idle"),
+    "causes of idle time": ("compute", "communication", "memory", "idle", *(f"idle-{k}" for k in range(1, 6))),
     "phases": ("loading", "forward", "backward", "optimizer", "communication", "other"),
 }
 
@@ -64,6 +65,9 @@ def test_texts_have_the_contrast_that_wcag_asks_for(theme: str) -> None:
         ("ink", "paper"),
         ("muted", "paper"),
         ("muted", "panel"),
+        ("accent", "panel"),
+        ("accent", "accent-soft"),
+        ("ink", "panel"),
         ("accent", "paper"),
         ("bad", "paper"),
         ("warn", "paper"),

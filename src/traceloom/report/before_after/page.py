@@ -9,10 +9,9 @@ from typing import Any
 from traceloom.model import units
 from traceloom.report.before_after.payload import BeforeAfter
 from traceloom.report.table import Col
-from traceloom.report.views.html.absence import with_code
 from traceloom.report.views.html.frame import asset, framed, one_after_the_other
 from traceloom.report.views.html.table import table
-from traceloom.report.views.html.text import text
+from traceloom.report.views.html.text import prose, text
 from traceloom.report.whatif import trust
 
 Row = dict[str, Any]
@@ -89,7 +88,7 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
         missing = '<p class="quiet absent">Timeline: nothing takes any time on any thread or stream.</p>'
         yield "timeline", "Timeline", "", missing
     else:
-        note = f'<p class="quiet">{with_code(text(view.said))}</p>' if view.said else ""
+        note = f'<p class="quiet">{prose(view.said)}</p>' if view.said else ""
         yield "timeline", "Timeline", _ABOUT_TIMELINE, note + asset("timeline.html")
     if len(document["ranks"]) > 1:
         columns = (Col("rank", "Rank", "count"), *_TIMES, _SAVED)

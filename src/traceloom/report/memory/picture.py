@@ -94,7 +94,7 @@ def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> st
         f'<div class="switch" role="group" aria-label="What the boxes are">{views if "stacks" in data["trees"] else ""}'
         '</div><div class="icicle"></div><p class="icicle-says quiet" role="status">Click the curve, or use the arrow '
         "keys on it, to choose an instant. Hover or use the arrow keys to read a box; click or Enter to zoom, Escape "
-        f'to go back.</p></div>{island(data)}</figure>'
+        f"to go back.</p></div>{island(data)}</figure>"
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from traceloom.report.views.html.text import text
+from traceloom.report.views.html.text import prose
 
 
 class Reasons:
@@ -25,9 +24,4 @@ class Reasons:
 
     def line(self, path: str, what: str) -> str:
         """One quiet line in place of a part that is missing."""
-        return f'<p class="quiet absent"><span class="what">{what}: </span>{with_code(text(self.of(path)))}.</p>'
-
-
-def with_code(escaped: str) -> str:
-    """Escaped text with what stands between backticks as code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)
+        return f'<p class="quiet absent"><span class="what">{what}: </span>{prose(self.of(path))}.</p>'

@@ -20,7 +20,7 @@ def packed(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
         reason: Why they are unknown.
     """
     told = {"key": column.key, "title": column.title, "kind": column.kind, "hint": column.hint,
-            "swatch": column.swatch, "scale": column.scale, "why": reason}  # fmt: skip
+            "swatch": column.swatch, "scale": column.scale, "why": reason if None in values else ""}  # fmt: skip
     told = {name: value for name, value in told.items() if value}
     if column.numeric or column.kind == "bar":
         return {**told, "values": [_bar(value) if isinstance(value, Bar) else value for value in values]}

@@ -13,7 +13,6 @@ from typing import Any
 
 from traceloom.model import Session
 from traceloom.report.names import rank_name
-from traceloom.report.views.html.text import text
 from traceloom.report.window import cut
 
 Row = dict[str, Any]
@@ -64,12 +63,6 @@ class Featured:
             "Times of the timeline count from its own beginning. "
             f"The tables cover all ranks. Any other: `traceloom report {where} --rank {other}{steps} -o out.html`."
         )
-
-
-def told(sentence: str) -> str:
-    """The sentence as a paragraph of the page."""
-    plain, command, end = sentence.rsplit("`", 2)
-    return f'<p class="quiet">{text(plain)}<code>{text(command)}</code>{text(end)}</p>'
 
 
 def choose(document: Row, session: Session) -> Featured | None:

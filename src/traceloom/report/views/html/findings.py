@@ -7,7 +7,7 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.text import text
+from traceloom.report.views.html.text import prose, text
 
 Row = dict[str, Any]
 
@@ -19,17 +19,17 @@ def findings(document: Row, reasons: Reasons) -> str:
         return reasons.line("findings", "Findings")
     context = document.get("findings_ground") or {}
     hint = (
-        "" if context.get("holds", True) else f'<p class="quiet">Take the savings as hints: {text(context["law"])}</p>'
+        "" if context.get("holds", True) else f'<p class="quiet">Take the savings as hints: {prose(context["law"])}</p>'
     )
-    hint += f'<p class="quiet">Of savings: {text(context["limit"])}.</p>' if context.get("limit") else ""
+    hint += f'<p class="quiet">Of savings: {prose(context["limit"])}.</p>' if context.get("limit") else ""
     positions = {rank.get("rank"): k for k, rank in enumerate(document["ranks"])}
     cards = "".join(_card(row, positions) for row in rows)
     if context:
-        hint += f'<p class="quiet">Savings {text(context["basis"])}, by re-timing; they do not overlap.</p>'
+        hint += f'<p class="quiet">Savings {prose(context["basis"])}, by re-timing; they do not overlap.</p>'
     abstained = ""
     if abstentions := context.get("abstentions") or []:
         reason_of = {row["slug"]: row["reason"] for row in abstentions}
-        items = "".join(f"<li>{text(slug)}: {text(reason)}</li>" for slug, reason in reason_of.items())
+        items = "".join(f"<li>{text(slug)}: {prose(reason)}</li>" for slug, reason in reason_of.items())
         abstained = f"<details><summary>Checks that were skipped ({len(abstentions)})</summary>"
         abstained += f'<ul class="quiet">{items}</ul></details>'
     return f'{hint}<ol class="findings">{cards}</ol>{abstained}'
@@ -52,9 +52,9 @@ def _card(row: Row, positions: dict[int | None, int]) -> str:
         '<svg class="saving" viewBox="0 0 100 4" preserveAspectRatio="none" aria-hidden="true">'
         f'<rect width="{width:.2f}" height="4"/></svg>'
     )
-    risk = f'<p class="risk">{text(row["risk"])}</p>' if row["risk"] else ""
+    risk = f'<p class="risk">{prose(row["risk"])}</p>' if row["risk"] else ""
     others = "".join(
-        f"<li>{text(other['title'])} ({escape(units.duration(other['alone_ns']))})</li>"
+        f"<li>{prose(other['title'])} ({escape(units.duration(other['alone_ns']))})</li>"
         for other in row["alternatives"]
     )
     alternatives = f'<p class="quiet">Or, for the same time:</p><ul class="quiet">{others}</ul>' if others else ""
@@ -62,10 +62,11 @@ def _card(row: Row, positions: dict[int | None, int]) -> str:
     return (
         f'<li class="finding {text(row["severity"])}">'
         f'<p class="figure"><b>{escape(figure)}</b> <span class="quiet">{escape(saved)}</span></p>{bar}'
-        f'<p class="title">{text(row["title"])}</p><p>{text(row["advice"])}</p>{risk}{alternatives}'
+        f'<p class="title">{prose(row["title"])}</p><p>{prose(row["advice"])}</p>{risk}{alternatives}'
         f'<ul class="evidence">{"".join(_evidence(evidence, positions) for evidence in row["evidence"])}</ul>'
-        f'<p class="quiet">{text(row["slug"])} · confidence {row["confidence"]:.1f}{alone} · '
-        f"evaluated: {text(row['change'] or 'no change')}</p></li>"
+        f'<p class="quiet"><a href="{text(row["learn_more"])}" target="_blank" rel="noreferrer">What '
+        f"{text(row['slug'])} means</a> · confidence {row['confidence']:.1f}{alone} · "
+        f"evaluated: {prose(row['change'] or 'no change')}</p></li>"
     )
 
 
@@ -73,7 +74,7 @@ def _evidence(evidence: Row, positions: dict[int | None, int]) -> str:
     long = evidence["duration_ns"] if evidence["duration_ns"] is not None else evidence["total_ns"]
     size = "" if long is None else f" ({escape(units.duration(long))})"
     count = f"{units.count(evidence['count'])} × " if evidence["count"] > 1 else ""
-    description = f"{escape(count)}{text(evidence['what'])}{size}"
+    description = f"{escape(count)}{prose(evidence['what'])}{size}"
     if evidence["start_ns"] is None or evidence["duration_ns"] is None:
         return f"<li>{description}</li>"
     end = evidence["start_ns"] + max(evidence["duration_ns"], 1)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from traceloom.report.sections import GROUPS
 from traceloom.report.views.html.frame import missing, standing
-from traceloom.report.views.html.text import text
+from traceloom.report.views.html.text import prose
 
 _FEW = 2  # sections without anything to show that stand as they are
 
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """One section: its key in the report, id in the page, title, how to read it, body, and main figure in a sentence."""
+    """One section: key in the report, id in the page, title, how to read it, body, its main figure in a sentence."""
 
     key: str
     anchor: str
@@ -79,9 +79,7 @@ def links(pages: Iterable[View]) -> str:
     out = []
     for view in pages:
         quiet = "" if view.shown else ' class="empty" title="Nothing was recorded for it"'
-        inside = "".join(
-            f'<a href="#{view.key}/{section.anchor}">{section.title}</a>' for section in view.shown
-        )
+        inside = "".join(f'<a href="#{view.key}/{section.anchor}">{section.title}</a>' for section in view.shown)
         out.append(
             f'<a href="#{view.key}" data-view="{view.key}"{quiet}>{view.title}</a>'
             f'<div class="inside" data-of="{view.key}" hidden>{inside}</div>'
@@ -102,12 +100,12 @@ def in_short(pages: Iterable[View]) -> str:
     out = []
     for view in pages:
         lines = "".join(
-            f'<li><a href="#{view.key}/{section.anchor}">{section.title}</a> {text(section.sentence)}</li>'
+            f'<li><a href="#{view.key}/{section.anchor}">{section.title}</a> {prose(section.sentence)}</li>'
             for section in view.shown
             if section.sentence
         )
         if lines:
-            out.append(f'<div><h3>{view.title}</h3><ul>{lines}</ul></div>')
+            out.append(f"<div><h3>{view.title}</h3><ul>{lines}</ul></div>")
     if not out:
         return ""
     return standing("in-short", "In short", "What the other views say.", f'<div class="short">{"".join(out)}</div>')

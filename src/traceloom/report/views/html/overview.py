@@ -11,12 +11,13 @@ from traceloom.report.accounts import main_account
 from traceloom.report.names import allocator
 from traceloom.report.parts import PHASES, of_answer, order
 from traceloom.report.views.html.bars import bar, legend
-from traceloom.report.views.html.text import text
+from traceloom.report.views.html.text import prose, text
 
 Row = dict[str, Any]
 KEY_NUMBERS = 4
 NO_BREAK = "\u202f"
 _SMALL = 0.01  # share of the bar below which a part is not listed on its own
+_CAUSES = 5  # of idle time with colours of their own
 _PHASES = [phase.key for phase in PHASES]
 
 
@@ -25,11 +26,12 @@ def headline(document: Row) -> str:
     answer = document.get("answer") or {}
     parts = of_answer(answer)
     whole = sum(ns for _, _, ns in parts)
-    picture = (
-        f'<div class="answer-bar">{bar(parts, whole)}{legend(_folded(parts, whole), whole)}</div>' if whole else ""
-    )
+    picture = ""
+    if whole:
+        key = legend(_by_cause(_folded(parts, whole)), whole)
+        picture = f'<div class="answer-bar">{bar(_by_cause(parts), whole)}{key}</div>'
     sentence = str(answer.get("sentence") or document.get("name") or "Report")
-    return f"<h1>{text(sentence).replace(' %', NO_BREAK + '%')}</h1>{picture}"
+    return f"<h1>{prose(sentence).replace(' %', NO_BREAK + '%')}</h1>{picture}"
 
 
 def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, str, int]]:
@@ -49,6 +51,15 @@ def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, st
             label = f"{len(same)} {'' if alone else 'other '}{'causes of idle time' if colour == 'idle' else 'parts'}"
         out.append((label, colour, sum(ns for _, _, ns in same)))
     return sorted(out, key=lambda part: order(part[1]))
+
+
+def _by_cause(parts: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
+    """The largest causes of idle time in colours of their own, where there are several."""
+    causes = [part for part in parts if part[1] == "idle" and part[0].startswith("idle:")]
+    causes.sort(key=lambda part: -part[2])
+    colours = {label: f"idle-{k}" for k, (label, *_) in enumerate(causes[:_CAUSES], 1)} if len(causes) > 1 else {}
+    return [(label, colours.get(label, colour), ns) for label, colour, ns in parts]
+
 
 
 def key_numbers(document: Row) -> str:

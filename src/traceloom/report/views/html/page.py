@@ -12,7 +12,7 @@ from traceloom.report.views.html import capture, featured, findings, inputs, nav
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.frame import asset, framed
 from traceloom.report.views.html.navigation import PageSection
-from traceloom.report.views.html.text import text
+from traceloom.report.views.html.text import prose, text
 
 Row = dict[str, Any]
 
@@ -33,7 +33,7 @@ def render(document: dict[str, Any], session: Session) -> str:
     few = None if document.get("runs") else featured.choose(document, session)
     near = document if few is None else few.document(document)
     view = _timeline(document, session if few is None else few.session(session))
-    note = "" if few is None else featured.told(few.sentence(document))
+    note = "" if few is None else f'<p class="quiet">{prose(few.sentence(document))}</p>'
     events = '<p class="quiet absent">Timeline: the trace has no events.</p>'
     if view is not None:
         events = note + asset("timeline.html")

@@ -14,7 +14,7 @@ from traceloom.report.table import Table
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.navigation import PageSection
 from traceloom.report.views.html.table import MOST_ROWS, table
-from traceloom.report.views.html.text import text
+from traceloom.report.views.html.text import prose
 
 Row = dict[str, Any]
 MOST_RANKS = 64  # whose own tables stand in the page
@@ -51,7 +51,7 @@ def _body(section: Section[Any], document: Row, near: Row, reasons: Reasons, sen
         if section.nothing and path not in paths:
             return f'<p class="quiet">{section.nothing}</p>'
         return reasons.line(path if path in paths else next(iter(paths), path), section.title)
-    body = (f'<p class="sentence">{text(sentence)}</p>' if sentence else "") + picture
+    body = (f'<p class="sentence">{prose(sentence)}</p>' if sentence else "") + picture
     if tables:
         body += drawn(tables[0], reasons, most, alone=len(tables) == 1 and not of_ranks)
     for each in tables[1:]:  # lines that unfold
@@ -72,7 +72,7 @@ def _body(section: Section[Any], document: Row, near: Row, reasons: Reasons, sen
 def drawn(data_table: Table, reasons: Reasons, most: int = MOST_ROWS, *, alone: bool = True) -> str:
     """One table with its picture; with heading unless it stands alone in its section."""
     head = "" if alone else f"<h3>{escape(data_table.title)}</h3>"
-    note = f'<p class="quiet">{text(data_table.note)}</p>' if data_table.note else ""
+    note = f'<p class="quiet">{prose(data_table.note)}</p>' if data_table.note else ""
     why = {**(reasons.columns(data_table.path) if data_table.path else {}), **(data_table.unknown or {})}
     figure = table(data_table.key, data_table.columns, data_table.rows, why, data_table.title, most=most)
     return head + note + data_table.picture + figure

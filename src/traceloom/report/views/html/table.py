@@ -11,7 +11,7 @@ from traceloom.model.columns.everywhere import IDENTITY
 from traceloom.report.island import island
 from traceloom.report.table import Col
 from traceloom.report.views.html.cells import packed
-from traceloom.report.views.html.text import text
+from traceloom.report.views.html.text import prose
 
 MOST_ROWS = 2_000  # of one table in the page; the JSON report has all
 
@@ -29,7 +29,7 @@ def table(
 
     Args:
         identity: Its id in the page and in the address.
-        columns: What to show; a row lacks what it does not know. Those that are 0 or unknown in all rows are only named.
+        columns: What to show; a row lacks what it does not know. What is 0 or unknown in all rows is only named.
         rows: In the order to be shown first; `range` (start-end in ns) lets a row be shown in the timeline.
         reasons: Why a column's unknown values are unknown, by key.
         label: What the table is about, for readers that do not see it.
@@ -59,6 +59,6 @@ def table(
         )
     if zero or unknown:
         parts = [", ".join(zero) + ": 0 in all rows"] * bool(zero) + [", ".join(unknown) + ": unknown"] * bool(unknown)
-        notes.append(f"Not shown: {text('; '.join(parts))}.")
+        notes.append(f"Not shown: {prose('; '.join(parts))}.")
     after = "".join(f'<p class="quiet">{note}</p>' for note in notes)
     return f'<figure class="table" id="{escape(identity)}">{island(data)}{after}</figure>'

@@ -3,6 +3,7 @@ import { element, svgElement } from "./element.js";
 import { commonScale, duration, exact, exactUnit, grouped, perCent, rounded, share } from "./units.js";
 
 const ONE_LINE = 32; // characters that never wrap
+const CODE = /\u0060([^\u0060]+)\u0060/; // between backticks
 const WORDS = ["text", "name", "grade"];
 
 export class Column {
@@ -61,7 +62,8 @@ export class Column {
     const [shown, whole] = Array.isArray(text) ? text : [text, ""];
     if (this.kind === "name") return element("td", { className: "name", ...(whole && { title: whole }) }, shown);
     if (this.kind === "grade") return element("td", {}, element("b", { className: `grade ${shown}` }, shown));
-    return element("td", { className: shown.length <= ONE_LINE ? "s" : "" }, shown);
+    const pieces = shown.split(CODE).map((piece, k) => (k % 2 ? element("code", {}, piece) : piece));
+    return element("td", { className: shown.length <= ONE_LINE ? "s" : "" }, ...pieces);
   }
 
   #number(row, text) {

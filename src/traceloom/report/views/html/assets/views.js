@@ -96,5 +96,5 @@ export async function startViews(bringToLife) {
   new MutationObserver(() => openView().querySelectorAll("section[id]").forEach((section) => seen.observe(section))).observe(
     document.getElementById("main"), { childList: true });
   first.querySelectorAll("section[id]").forEach((section) => seen.observe(section));
-  await go(getState("at"));
+  await go(getState("at") ?? (getState("t") ? "timeline" : null));
 }
