@@ -28,8 +28,9 @@ def headline(document: Row) -> str:
     whole = sum(ns for _, _, ns in parts)
     picture = ""
     if whole:
-        key = legend(_by_cause(_folded(parts, whole)), whole)
-        picture = f'<div class="answer-bar">{bar(_by_cause(parts), whole)}{key}</div>'
+        causes = _causes(parts)
+        key = legend(_coloured(_folded(parts, whole), causes), whole)
+        picture = f'<div class="answer-bar">{bar(_coloured(parts, causes), whole)}{key}</div>'
     sentence = str(answer.get("sentence") or document.get("name") or "Report")
     return f"<h1>{prose(sentence).replace(' %', NO_BREAK + '%')}</h1>{picture}"
 
@@ -53,13 +54,14 @@ def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, st
     return sorted(out, key=lambda part: order(part[1]))
 
 
-def _by_cause(parts: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    """The largest causes of idle time in colours of their own, where there are several."""
-    causes = [part for part in parts if part[1] == "idle" and part[0].startswith("idle:")]
-    causes.sort(key=lambda part: -part[2])
-    colours = {label: f"idle-{k}" for k, (label, *_) in enumerate(causes[:_CAUSES], 1)} if len(causes) > 1 else {}
-    return [(label, colours.get(label, colour), ns) for label, colour, ns in parts]
+def _causes(parts: list[tuple[str, str, int]]) -> dict[str, str]:
+    """Colours of the largest causes of idle time by their label; none where there is only one."""
+    causes = sorted((part for part in parts if part[1] == "idle"), key=lambda part: -part[2])
+    return {label: f"idle-{k}" for k, (label, *_) in enumerate(causes[:_CAUSES], 1)} if len(causes) > 1 else {}
 
+
+def _coloured(parts: list[tuple[str, str, int]], causes: dict[str, str]) -> list[tuple[str, str, int]]:
+    return [(label, causes.get(label, colour), ns) for label, colour, ns in parts]
 
 
 def key_numbers(document: Row) -> str:
