@@ -540,3 +540,33 @@ def test_numbers_read_as_those_of_the_terminal(open_page: Open) -> None:
         ["0.012", "123", "<0.1", "1.50", "1\u202f234"],
         ["–", "0.004", "100", "0.070", "0.500"],
     ]
+
+
+CONTRAST = """() => {
+  const parse = (colour) => (colour.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
+  const over = ([r, g, b, a = 1], under) => [r, g, b].map((value, k) => value * a + under[k] * (1 - a));
+  const linear = (value) => (value /= 255) <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const ground = (e) => !e ? [255, 255, 255]
+    : over(parse(getComputedStyle(e).backgroundColor), parse(getComputedStyle(e).backgroundColor)[3] === 1 ? [0, 0, 0] : ground(e.parentElement));
+  const opacity = (e) => e ? Number(getComputedStyle(e).opacity) * opacity(e.parentElement) : 1;
+  const bad = new Set();
+  for (const e of document.querySelectorAll("body *")) {
+    const own = [...e.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !e.checkVisibility({ opacityProperty: true }) || e.disabled || e.closest("svg, .unseen, option")) continue;
+    const [r, g, b, a = 1] = parse(getComputedStyle(e).color);
+    const under = ground(e);
+    const [bright, dim] = [light(over([r, g, b, a * opacity(e)], under)), light(under)].sort((x, y) => y - x);
+    if ((bright + 0.05) / (dim + 0.05) < 4.5) bad.add(`${e.className || e.tagName}: ${e.textContent.slice(0, 30)}`);
+  }
+  return [...bad];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_of_every_view_have_contrast(open_page: Open, scheme: str) -> None:
+    tab = open_page(hash_="", color_scheme=scheme)
+    for link in tab.page.locator("nav [data-view]").all():
+        link.click()
+        tab.page.wait_for_timeout(50)
+        assert tab.page.evaluate(CONTRAST) == []

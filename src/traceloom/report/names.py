@@ -13,6 +13,7 @@ _LAMBDA = re.compile(r"::\{lambda\([^)]*\)#\d+\}(?:::operator\(\)\(\)(?: const)?
 _NAMESPACE = re.compile(r"\b[A-Za-z_]\w*::")
 _NUMBERS = re.compile(r"<(?:(?:\d+u?l?|\((?:int|bool)\)\d+|true|false), )+")
 _WRAPPER = re.compile(r"\bgpu_kernel_impl\w*<")
+_MODULE = "traceloom.module:"  # in front of the names of modules, where memory is followed
 _LEAST_ARGUMENTS = 6
 _LONGEST = 4_000  # characters of a name that are looked at
 _ELLIPSIS = "…"
@@ -34,13 +35,18 @@ def allocator(row: Mapping[str, Any]) -> str:
     return kind if kind.startswith("cpu") or row.get("device") in (None, -1) else f"{kind} {row['device']}"
 
 
+def label(name: str) -> str:
+    """A harmless name without what only says that it is a module."""
+    return harmless(name).removeprefix(_MODULE)
+
+
 def short(name: str, width: int) -> str:
     """A harmless name of at most `width` characters that still tells two kernels apart.
 
     A name that is too long loses, until it fits: `void ` in front and the parameter list behind; namespaces; numbers
     and wrappers at the head of its template arguments; the end of these arguments; at last its middle.
     """
-    name = harmless(name[:_LONGEST])
+    name = label(name[:_LONGEST])
     if len(name) <= width:
         return name
     # Without `void `, the parameter list behind a C++ function and unnamed namespaces

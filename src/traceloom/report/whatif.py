@@ -20,6 +20,18 @@ from traceloom.simulate.whatif import WhatIf
 FORMAT = "traceloom-whatif"
 VERSION = 1
 _ROWS = 8
+_WORK = {
+    "host": "operators, other work on the host", "think": "host time that nothing names", "wait": "waiting on the host",
+    "launch": "launch calls", "block": "calls that wait for the device", "kernel": "kernels", "copy": "copies",
+    "fill": "fills", "collective": "communication", "send": "sends", "receive": "receives",
+    "rendezvous": "meetings of ranks", "arrival": "peers that were not recorded", "origin": "the beginning",
+}  # fmt: skip
+_DELAYS = {
+    "call": "into and out of calls", "thread": "between events of a thread", "launch": "from launch to start",
+    "stream": "between pieces of work of a stream", "wait": "after another stream", "queue": "full launch queue",
+    "synchronize": "from the end of GPU work to the call that waits for it", "occupancy": "full device",
+    "cross-thread": "from thread to thread", "rendezvous": "in meetings of ranks", "origin": "before a lane begins",
+}  # fmt: skip
 _HINT = "The change is smaller than the error of the graph, or the graph misses the law: take it as a hint."
 
 Row = dict[str, Any]
@@ -94,8 +106,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
     columns = [TextColumn("before"), TextColumn("after")]
 
     def name(i: int, _room: int) -> str:
-        kind = parts[i]["kind"]
-        return f"{parts[i]['what']}: {kind}" if kind else str(parts[i]["what"])
+        return part_name(parts[i])
 
     yield from lines(columns, cells, ("of", name), width)
     yield Text("")
@@ -105,6 +116,16 @@ def render(document: Row, width: int) -> Iterator[Text]:
 def trust(document: Row) -> str:
     """How far the answer can be trusted, in words."""
     return ("" if document["trusted"] else f"{_HINT} ") + str(document["law"]["sentence"])
+
+
+def part_name(part: Row) -> str:
+    """What a part of the critical path is, in words."""
+    what, kind = str(part["what"]), part["kind"]
+    if what == "before":
+        return "before the path begins"
+    if what == "work" or not kind:
+        return _WORK.get(kind, kind or what)
+    return f"{'unexplained' if what == 'residual' else what}: {_DELAYS.get(kind) or _WORK.get(kind, kind)}"
 
 
 def _wrapped(words: str, width: int) -> Iterator[Text]:

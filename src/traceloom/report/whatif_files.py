@@ -7,7 +7,7 @@ from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.whatif import trust
+from traceloom.report.whatif import part_name, trust
 from traceloom.simulate.whatif import Sweep
 
 Row = dict[str, Any]
@@ -28,8 +28,7 @@ def markdown(document: Row) -> str:
         ]
         tables.append((["rank", "before", "after", "saved"], ranks))
     path = [
-        [f"{row['what']}: {row['kind']}" if row["kind"] else str(row["what"]), units.duration(row["before_ns"]),
-         units.duration(row["after_ns"])]
+        [part_name(row), units.duration(row["before_ns"]), units.duration(row["after_ns"])]
         for row in document["path"][:_ROWS]
     ]  # fmt: skip
     tables.append((["critical path", "before", "after"], path))

@@ -12,7 +12,7 @@ from traceloom.report.table import Col
 from traceloom.report.views.html.frame import asset, framed, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import prose, text
-from traceloom.report.whatif import trust
+from traceloom.report.whatif import part_name, trust
 
 Row = dict[str, Any]
 
@@ -98,9 +98,7 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
             "How long each rank takes.",
             table("ranks-table", columns, document["ranks"], {}, "Ranks"),
         )
-    parts = [
-        {**part, "of": f"{part['what']}: {part['kind']}" if part["kind"] else part["what"]} for part in document["path"]
-    ]
+    parts = [{**part, "of": part_name(part)} for part in document["path"]]
     kinds = (Col("of", "Time", hint="kind of time on the path"), *_TIMES)
     yield "path", "Critical path", _ABOUT_PATH, table("path-table", kinds, parts, {}, "Critical path")
     yield "trust", "Trust", "How far the answer goes.", f"<p>{text(trust(document))}</p>"

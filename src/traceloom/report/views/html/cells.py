@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from traceloom.harmless import harmless
-from traceloom.report.names import short
+from traceloom.report.names import label, short
 from traceloom.report.table import Bar, Col
 
 NAME_LENGTH = 64
@@ -32,7 +32,7 @@ def packed(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
 def _text(column: Col, value: str) -> str | list[str]:
     """A text; a name that is too long as [what is shown, all of it]."""
     whole = harmless(value)
-    cut = short(whole, NAME_LENGTH) if column.kind == "name" else whole
+    cut = short(whole, NAME_LENGTH) if column.kind == "name" else label(value)
     return whole if cut == whole else [cut, whole]
 
 

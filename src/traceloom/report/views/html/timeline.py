@@ -251,7 +251,7 @@ def _columns(
     return columns, {
         "unit_ns": unit,
         "labels": [[harmless(name), codes[category]] for name, category in labels],
-        "short": {i: short(name, _SHORT) for i, (name, _) in enumerate(labels) if len(name) > _SHORT},
+        "short": {i: cut for i, (name, _) in enumerate(labels) if (cut := short(name, _SHORT)) != harmless(name)},
         "facts": [text for (text,) in facts],
     }
 

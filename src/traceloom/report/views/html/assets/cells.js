@@ -60,10 +60,11 @@ export class Column {
     if (text === null) return element("td", { className: `${look} none`.trim(), title: this.why }, "–");
     if (this.numeric) return this.#number(row, text);
     const [shown, whole] = Array.isArray(text) ? text : [text, ""];
-    if (this.kind === "name") return element("td", { className: "name", ...(whole && { title: whole }) }, shown);
+    const hover = whole && { title: whole };
+    if (this.kind === "name") return element("td", { className: "name", ...hover }, shown);
     if (this.kind === "grade") return element("td", {}, element("b", { className: `grade ${shown}` }, shown));
     const pieces = shown.split(CODE).map((piece, k) => (k % 2 ? element("code", {}, piece) : piece));
-    return element("td", { className: shown.length <= ONE_LINE ? "s" : "" }, ...pieces);
+    return element("td", { className: shown.length <= ONE_LINE ? "s" : "", ...hover }, ...pieces);
   }
 
   #number(row, text) {

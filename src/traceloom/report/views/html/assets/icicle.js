@@ -12,6 +12,13 @@ function timesOf(figure) {
   return nodes.map(([parent, name, count, host, device], id) => ({ id, parent, name, count, host, device, children: [] }));
 }
 
+// A name that is too long loses its middle: what it begins and ends with tells it apart.
+function middleOut(name, room) {
+  if (name.length <= room) return name;
+  const back = Math.floor((room - 1) / 3);
+  return room > 2 ? `${name.slice(0, room - 1 - back)}…${back ? name.slice(-back) : ""}` : "";
+}
+
 export class Icicle {
   // `given`: boxes made elsewhere (parent, name, full, key, bytes), parents first; else those of the figure's own script.
   constructor(figure, given = null) {
@@ -99,7 +106,7 @@ export class Icicle {
     if (wide > 30) {
       const text = svgElement("text", { x: 7, y: this.box / 2 + 4 });
       const room = Math.floor((wide - 12) / 6.6);
-      text.textContent = node.name.length <= room ? node.name : room > 2 ? `${node.name.slice(0, room - 1)}…` : "";
+      text.textContent = middleOut(node.name, room);
       box.append(text);
     }
     const value = this.#value(node);

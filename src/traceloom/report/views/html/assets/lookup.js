@@ -1,6 +1,6 @@
 // Search over the page: sections by their titles and sentences, rows of tables by their texts.
 import { element } from "./element.js";
-import { setState } from "./state.js";
+import { visit } from "./state.js";
 import { dataOf, drawTables } from "./tables.js";
 import { go } from "./views.js";
 
@@ -46,7 +46,7 @@ function* matches(wanted) {
 }
 
 async function leadTo(wanted, place, table) {
-  setState("at", place, true);
+  visit(place);
   await go(place);
   if (!table) return;
   const [id, rank] = table;

@@ -9,7 +9,7 @@ import { startLookup } from "./lookup.js";
 import { Owners } from "./owners.js";
 import { chooseRank, help, showRank, switchTheme } from "./page.js";
 import { Search } from "./search.js";
-import { setState } from "./state.js";
+import { visit } from "./state.js";
 import { drawTables } from "./tables.js";
 import { Timeline } from "./timeline.js";
 import { go, startViews } from "./views.js";
@@ -59,7 +59,7 @@ async function start() {
   addEventListener("afterprint", () => timeline?.recolour());
   matchMedia("print").addEventListener("change", ({ matches }) => timeline?.recolour(matches));
   leadToTimeline(async () => {
-    setState("at", "timeline", true);
+    visit("timeline");
     await go("timeline/timeline");
     return timeline;
   });

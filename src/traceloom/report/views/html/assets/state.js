@@ -29,14 +29,19 @@ export function getState(key) {
   return chosen.get(key) ?? null;
 }
 
-// Sets one key (null removes it); the address follows a moment later, so that a drag does not flood it. A new place is
-// one that the reader can go back from.
-export function setState(key, value, isNewPlace = false) {
+// Sets one key (null removes it); the address follows a moment later, so that a drag does not flood it.
+export function setState(key, value) {
   if (getState(key) === value) return;
   if (value === null || value === "") chosen.delete(key);
   else chosen.set(key, String(value));
-  if (isNewPlace) history.pushState(null, "", address());
-  else if (!timer) timer = setTimeout(write, 150);
+  if (!timer) timer = setTimeout(write, 150);
+}
+
+// Goes to a place, with other choices or the same; the reader can go back from it.
+export function visit(place, choices = []) {
+  for (const [key, value] of [["at", place], ...choices]) chosen.set(key, value);
+  history.pushState(null, "", address());
+  callBack();
 }
 
 // Calls back when the address is changed by the reader (back, forward, a pasted link).
@@ -44,8 +49,12 @@ export function onState(key, callback) {
   listeners.set(key, [...(listeners.get(key) ?? []), callback]);
 }
 
+function callBack() {
+  for (const [key, callbacks] of listeners) for (const callback of callbacks) callback(getState(key));
+}
+
 addEventListener("hashchange", () => {
   read();
-  for (const [key, callbacks] of listeners) for (const callback of callbacks) callback(getState(key));
+  callBack();
 });
 read();

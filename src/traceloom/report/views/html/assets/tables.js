@@ -50,7 +50,7 @@ export class DataTable {
   #listen(table) {
     this.heads.forEach((head, k) => head.querySelector("button")?.addEventListener("click", () => this.#turn(head, this.columns[k])));
     onState(`${this.figure.id}.sort`, () => this.#sortAsAddressed());
-    onState(`${this.figure.id}.q`, (value) => this.filterBy(value ?? ""));
+    onState(`${this.figure.id}.q`, (value) => (value ?? "") === this.filter.value || this.filterBy(value ?? ""));
     // The exact value becomes the tooltip when somebody asks.
     const tell = ({ target }) => {
       const cell = target.closest("td[data-v]");

@@ -1,9 +1,10 @@
 // The views of the page: one is open at a time, made when it is first opened; the side bar keeps the place.
-import { getState, onState, setState } from "./state.js";
+import { getState, onState, visit } from "./state.js";
 
 const links = [...document.querySelectorAll("nav .links a")];
 const scrolled = new Map(); // view -> where the reader left it
-let bring = () => {}; // what brings a new part of the page to life
+const readiness = new Map(); // view -> when all in it stands
+let bring = async () => {}; // what brings a new part of the page to life
 
 function placeOf(link) {
   return link.getAttribute("href").slice(1);
@@ -19,7 +20,7 @@ function viewWith(id) {
   return [...document.querySelectorAll("main > [data-view]")].find(within)?.dataset.view;
 }
 
-// Opens a view. Returns it once all in it stands.
+// Opens a view; done once all in it stands.
 async function show(name) {
   const before = openView();
   let view = document.querySelector(`main > [data-view="${CSS.escape(name)}"]`);
@@ -34,7 +35,7 @@ async function show(name) {
     view = box;
     made = true;
   }
-  if (!view) return before;
+  if (!view) return;
   if (before && before !== view) {
     scrolled.set(before.dataset.view, scrollY);
     before.hidden = true;
@@ -42,8 +43,8 @@ async function show(name) {
   view.hidden = false;
   for (const link of links) if (link.dataset.view) link.toggleAttribute("aria-current", link.dataset.view === name);
   for (const inside of document.querySelectorAll("nav .inside")) inside.hidden = inside.dataset.of !== name;
-  if (made) await bring(view);
-  return view;
+  if (made) readiness.set(name, bring(view));
+  await readiness.get(name);
 }
 
 // Goes to a place of the address: `gpu/kernels`, `gpu`, `kernels`; nothing is the first view.
@@ -82,9 +83,7 @@ export async function startViews(bringToLife) {
     if (!link || event.defaultPrevented || link.classList.contains("skip")) return;
     event.preventDefault();
     const [place, ...choices] = placeOf(link).split("&");
-    for (const [key, value] of new URLSearchParams(choices.join("&"))) setState(key, value);
-    setState("at", place, true);
-    go(place);
+    visit(place, new URLSearchParams(choices.join("&")));
   });
   onState("at", go);
   const seen = new IntersectionObserver(
