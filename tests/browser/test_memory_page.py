@@ -68,7 +68,7 @@ def tab(browser: Any, uris: dict[str, str], request: pytest.FixtureRequest) -> I
     shown.on("pageerror", lambda error: problems.append(str(error)))
     shown.on("dialog", lambda dialog: (problems.append("dialog"), dialog.dismiss()))
     shown.on("request", lambda request: asked.append(request.url))
-    shown.goto(uris[name])
+    shown.goto(f"{uris[name]}#memory")
     shown.wait_for_selector("html[data-ready=yes]", state="attached")
     shown.locator(".owners .areas").first.scroll_into_view_if_needed()
     yield shown
