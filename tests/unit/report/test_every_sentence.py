@@ -333,7 +333,8 @@ def blocking_calls(job: Ranks) -> Iterator[str]:
                 waits[op, event["name"]] += event["ns"]
     yield f"{units.duration(sum(waits.values()))} of host time in calls that wait"
     yield f"{units.share(max(waits.values()), sum(waits.values()))} of it for "
-    yield ", ".join(max(waits, key=lambda key: waits[key]))
+    (longest, _), *_ = waits.most_common(1)
+    yield ", ".join(longest)
 
 
 def threads(job: Ranks) -> Iterator[str]:
