@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from traceloom.capture.messages import say_once
+from traceloom.capture.writing import replacing
 
 MOST_ENTRIES = 100_000
 """What the allocator keeps, the newest; blocks that are alive keep their stack however old they are."""
@@ -64,12 +65,8 @@ class AllocatorHistory:
         """
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             return False
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with replacing(path) as temporary:
             torch.cuda.memory._dump_snapshot(str(temporary))
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
         return True
 
     def end(self) -> None:

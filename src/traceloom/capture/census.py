@@ -40,9 +40,14 @@ def census() -> dict[str, list[Any]]:
     rows: dict[tuple[str, int], Row] = {}
     for owner, name, owned in _owned(objects):
         for tensor in _plain(owned):
-            row = _row(owner, name, tensor)
-            if row is not None:
-                rows.setdefault((row[2], row[0]), row)
+            try:
+                storage = tensor.untyped_storage()
+                size, address, at = storage.nbytes(), storage.data_ptr(), storage.device
+            except (RuntimeError, NotImplementedError, ReferenceError):
+                continue  # no storage: sparse, fake or meta tensors, subclasses that wrap others
+            if size and address:
+                number = -1 if at.index is None else at.index
+                rows.setdefault((at.type, address), (address, size, at.type, number, owner, name))
     ordered = sorted(rows.values(), key=lambda row: -row[1])
     kept = ordered[:MOST_ROWS]
     smallest: dict[tuple[str, int, str], list[int]] = {}
@@ -126,24 +131,20 @@ def _kept_by_autograd(todo: list[Any]) -> Iterator[Owned]:
         if kind not in saved_by:
             saved_by[kind] = [name for name in dir(kind) if name.startswith(_SAVED)]
         for name in saved_by[kind]:
-            for tensor in _unpacked(node, name):
-                yield "activation", f"kept for backward by {node.name()}", tensor
+            try:
+                value = getattr(node, name)
+                several = value if isinstance(value, (tuple, list)) else (value,)
+                tensors = [saved.data for saved in several if saved is not None and hasattr(saved, "data")]
+            except (RuntimeError, AttributeError):  # it was freed already, or packed by hooks of the user
+                continue
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor):
+                    yield "activation", f"kept for backward by {node.name()}", tensor
         leaf = getattr(node, "variable", None)  # a leaf that the program has let go of, with its gradient
         if isinstance(leaf, torch.Tensor):
             if leaf.grad is not None:
                 yield "gradient", "(no module)", leaf.grad
             yield "activation", f"kept for backward by {node.name()}", leaf
-
-
-def _unpacked(node: Any, name: str) -> Iterator[torch.Tensor]:
-    """The tensors in a saved variable; none where it was freed already or was packed by hooks of the user."""
-    try:
-        value = getattr(node, name)
-        several = value if isinstance(value, (tuple, list)) else (value,)
-        tensors = [saved.data for saved in several if saved is not None and hasattr(saved, "data")]
-    except (RuntimeError, AttributeError):
-        return
-    yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -161,14 +162,3 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             todo += [part for name in parts(current)[0] if isinstance(part := getattr(current, name), torch.Tensor)]
         except (RuntimeError, AttributeError, TypeError, NotImplementedError):  # a subclass of the user's own
             yield current
-
-
-def _row(owner: str, name: str, tensor: torch.Tensor) -> Row | None:
-    try:
-        storage = tensor.untyped_storage()
-        size, address, device = storage.nbytes(), storage.data_ptr(), storage.device
-    except (RuntimeError, NotImplementedError, ReferenceError):
-        return None  # no storage: sparse, fake or meta tensors, subclasses that wrap others
-    if not size or not address:
-        return None
-    return address, size, device.type, -1 if device.index is None else device.index, owner, name

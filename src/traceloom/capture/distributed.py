@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -210,8 +211,12 @@ class CollectiveLog:
             try:
                 return original(group, *args, **kwargs)
             finally:
-                where = (start, clock(), thread(), _sequence(group))
-                calls.append((name, group, _sizes(name, args), _peer(name, args), where))
+                end = clock()
+                try:  # the group's own count of calls, after this one; not every backend keeps it
+                    sequence = int(group._get_sequence_number_for_group())
+                except RuntimeError:
+                    sequence = None
+                calls.append((name, group, _sizes(name, args), _peer(name, args), (start, end, thread(), sequence)))
 
         method.__name__ = name
         method.__doc__ = original.__doc__
@@ -247,14 +252,6 @@ class CollectiveLog:
                     }
                 )  # fmt: skip
         return rows
-
-
-def _sequence(group: Any) -> int | None:
-    """The group's own count of calls, after this one; not every backend keeps it."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:
-        return None
 
 
 def _tensors(value: Any) -> Iterable[Any]:
@@ -346,12 +343,7 @@ def _recorded_kind(name: str) -> tuple[str, int | None]:
 
 def _bytes(sizes: Any, types: Any) -> int | None:
     """Bytes of all tensors; None where an element type is unknown."""
-    total = 0
-    for size, kind in zip(sizes or [], types or [], strict=False):
-        if kind not in _ITEM_BYTES:
-            return None
-        count = 1
-        for extent in size:
-            count *= int(extent)
-        total += count * _ITEM_BYTES[kind]
-    return total
+    tensors = list(zip(sizes or [], types or [], strict=False))
+    if any(kind not in _ITEM_BYTES for _, kind in tensors):
+        return None
+    return sum(math.prod(map(int, size)) * _ITEM_BYTES[kind] for size, kind in tensors)

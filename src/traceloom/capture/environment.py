@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
@@ -13,17 +14,33 @@ import torch
 
 def describe() -> dict[str, Any]:
     """Host, processor, devices and versions of this process. Never initialises a device."""
+    processor = None
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+        processor = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), None)
+    if processor is None:  # not Linux, or no processor of a PC; this may start a process
+        processor = platform.processor() or None
+    version = torch.version
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": getattr(version, "cuda", None),
+        "hip": getattr(version, "hip", None),
+        "xpu": getattr(version, "xpu", None),
+    }
+    nccl = getattr(torch.cuda, "nccl", None)
+    if version.cuda and nccl is not None and torch.distributed.is_available():
+        versions["nccl"] = ".".join(map(str, nccl.version()))
     return {
         "host": socket.gethostname(),
         "process": os.getpid(),
         "command": list(getattr(sys, "orig_argv", sys.argv)),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor,
         "logical_cpus": os.cpu_count(),
         "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "devices": devices(),
-        "versions": _versions(),
+        "versions": {name: str(value) for name, value in versions.items() if value},
     }
 
 
@@ -47,29 +64,3 @@ def devices() -> list[dict[str, Any]]:
                 }
             )
     return described
-
-
-def _versions() -> dict[str, str]:
-    version = torch.version
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": getattr(version, "cuda", None),
-        "hip": getattr(version, "hip", None),
-        "xpu": getattr(version, "xpu", None),
-    }
-    nccl = getattr(torch.cuda, "nccl", None)
-    if version.cuda and nccl is not None and torch.distributed.is_available():
-        versions["nccl"] = ".".join(map(str, nccl.version()))
-    return {name: str(value) for name, value in versions.items() if value}
-
-
-def _processor() -> str | None:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or None

@@ -55,35 +55,9 @@ class Recording:
             return self
         if not torch_is_new_enough():
             return self
-        self._prepare()
-        self._recorder = attach(self._settings)
-        self.active = True
-        self._recorder.used_torch = True
-        self._recorder.first_call()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return
-        self.active = False
-        recorder.finish("block" if kind is None else f"exception: {kind.__name__}", error)
-        recorder.attachment.detach()
-        if not self._lock.held:
-            return  # a fork of the process that records
-        storage = recorder.storage
-        if storage.empty:
-            say(f"nothing was recorded: {recorder.why_nothing()} [nothing-recorded]")
-        elif self._adopted(storage) and not self._settings.quiet:
-            say(f"wrote `{self.path}`; next: traceloom report {self.path}")
-        self._release()
-
-    def _prepare(self) -> None:
-        """Claim the directory for this rank. An earlier capture in it stays until the new one is whole."""
         from traceloom.capture.distributed import place
 
+        # Claim the directory for this rank. An earlier capture in it stays until the new one is whole.
         rank, _, _ = place()
         notes = self.path / writing.NOTES
         if not self._force and (self.path / f"rank{rank or 0}.{manifest.NAME}").exists():
@@ -108,19 +82,37 @@ class Recording:
         except OutputError:
             self._release()
             raise
+        self._recorder = attach(self._settings)
+        self.active = True
+        self._recorder.used_torch = True
+        self._recorder.first_call()
+        return self
 
-    def _adopted(self, storage: Any) -> bool:
-        """Put what this process recorded where it belongs; whether it is there."""
-        made = Path(self._settings.directory)
-        if made == self.path:
-            return True
-        try:
-            if not storage.moved:
-                manifest.adopt(made, self.path, self._old, {}, storage.stem())
-                return True
-        except (OSError, ValueError) as error:
-            say(f"the parts of the capture could not be put together: {error} [not-merged]")
-        return False
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        self.active = False
+        recorder.finish("block" if kind is None else f"exception: {kind.__name__}", error)
+        recorder.attachment.detach()
+        if not self._lock.held:
+            return  # a fork of the process that records
+        storage, made = recorder.storage, Path(self._settings.directory)
+        if storage.empty:
+            say(f"nothing was recorded: {recorder.why_nothing()} [nothing-recorded]")
+        else:
+            in_place = made == self.path
+            try:
+                if not in_place and not storage.moved:
+                    manifest.adopt(made, self.path, self._old, {}, storage.stem())
+                    in_place = True
+            except (OSError, ValueError) as problem:
+                say(f"the parts of the capture could not be put together: {problem} [not-merged]")
+            if in_place and not self._settings.quiet:
+                say(f"wrote `{self.path}`; next: traceloom report {self.path}")
+        self._release()
 
     def _release(self) -> None:
         """Leave nothing behind but what was recorded, and what other ranks still need."""

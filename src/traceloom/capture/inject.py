@@ -26,9 +26,7 @@ def begin() -> None:
     from traceloom.capture import moments
 
     text = os.environ.get(VARIABLE)
-    if not text or _recorder is not None or not torch_is_new_enough():
-        return
-    if moments.is_launcher():
+    if not text or _recorder is not None or not torch_is_new_enough() or moments.is_launcher():
         return
     note(f"{os.getpid()}.torch")
     attach(from_json(text))
@@ -100,31 +98,14 @@ class _Restored:
             setattr(self.kind, self.name, self.original)
 
 
-class _LoaderWorkers:
-    """Sees to it that a process which serves a DataLoader is not recorded: nobody can tell until it begins to serve."""
-
-    def __init__(self, recorder: Any) -> None:
-        import torch.utils.data._utils.worker as module
-
-        self._recorder, self._module, self._serve = recorder, module, module._worker_loop  # noqa: SLF001
-
-        @functools.wraps(self._serve)
-        def serve(*args: Any, **kwargs: Any) -> Any:
-            if recorder.pid == os.getpid():  # a spawned one; a fork has been detached already
-                recorder.abandon()
-            return self._serve(*args, **kwargs)
-
-        self._ours = module._worker_loop = serve  # noqa: SLF001
-
-    def remove(self) -> None:
-        if self._module._worker_loop is self._ours:  # noqa: SLF001
-            self._module._worker_loop = self._serve  # noqa: SLF001
-
-
 class Attachment:
     """Everything that ties a recorder to its process."""
 
     def __init__(self, recorder: Any, *, in_child: bool) -> None:
+        import torch
+        import torch.utils.data._utils.worker as workers
+
+        from traceloom.capture import moments
         from traceloom.capture.endings import Endings
         from traceloom.capture.yielding import Yielding
 
@@ -146,12 +127,28 @@ class Attachment:
         )
         self._yielding.install()
         self._watch_compiler()
-        self._handles.append(_LoaderWorkers(recorder))
+        # A process that serves a DataLoader is not recorded; nobody can tell until it begins to serve.
+        worker_loop = workers._worker_loop  # noqa: SLF001
+
+        @functools.wraps(worker_loop)
+        def serve(*args: Any, **kwargs: Any) -> Any:
+            if recorder.pid == os.getpid():  # a spawned one; a fork has been detached already
+                recorder.abandon()
+            return worker_loop(*args, **kwargs)
+
+        workers._worker_loop = serve  # noqa: SLF001
+        self._handles.append(_Restored(workers, "_worker_loop", worker_loop, serve))
         self.endings = Endings(recorder)
         recorder.on_start = self.endings.watch_signals
         recorder.attachment = self
         self._set_alarm()
-        self._watch_beginning(in_child=in_child)
+        # There is something to record at once, or with the first device, module or optimizer call: with stacks the
+        # imports to come would be recorded, millions of calls; in a fork, what the parent was doing.
+        if not in_child and (recorder.settings.early or not recorder.settings.stacks):
+            if moments.device_is_ready(torch):
+                recorder.torch_imported()
+            else:
+                moments.when_device_is_used(torch, self._device_is_used)
         if not in_child:
             self._alarm.changed()
 
@@ -262,23 +259,6 @@ class Attachment:
         anywhere = True in kineto.kinds(recorder.settings)
         self._alarm = moments.Alarm(recorder.tick, deadline=lambda: recorder.plan.deadline, anywhere=anywhere)
         recorder.deadline_changed = self._alarm.changed
-
-    def _watch_beginning(self, *, in_child: bool) -> None:
-        """From when on there is something to record: at once, or with the first device, module or optimizer call.
-
-        With stacks the imports to come would be recorded, millions of calls; in a fork, what the parent was doing.
-        """
-        import torch
-
-        from traceloom.capture import moments
-
-        settings = self.recorder.settings
-        if in_child or (settings.stacks and not settings.early):
-            return
-        if moments.device_is_ready(torch):
-            self.recorder.torch_imported()
-        else:
-            moments.when_device_is_used(torch, self._device_is_used)
 
     def _watch_compiler(self) -> None:
         """Code is compiled with the hooks that are set then, so ours for the first call must be removed before."""

@@ -43,24 +43,19 @@ class Launch:
         self._remarks: list[str] = []
         self._until_cleaned = contextlib.ExitStack()
         self._until_cleaned.enter_context(undone_on_leaving(self._clean))
-        self._prepare(force=force)
-        self._place = Path(self._settings.directory)
-        self._notes = self._place / writing.NOTES
-
-    def _prepare(self, *, force: bool) -> None:
-        """Claim the directory. An earlier capture in it stays until the new one is whole, which is made beside it."""
+        # Claim the directory. An earlier capture in it stays until the new one is whole, which is made beside it.
         directory = self._directory
         notes = directory / writing.NOTES
         beside = notes / "new"
         try:
-            self._check_free(force=force)
+            self._holds_capture(force=force)
             self._lock.take()
             lock.check_free(notes, f"{lock.NAME}.*")
-            self._check_free(force=force)
+            replaces = self._holds_capture(force=force)
             if beside.is_dir() and manifest.parts(beside):  # what a recorder that was killed could not put in its place
                 self._keep(beside)
             manifest.clear_notes(directory)
-            if self._holds_capture():
+            if replaces:
                 self._old = manifest.files(directory)
                 self._settings = replace(self._settings, directory=str(beside), replaces=str(directory))
                 (beside / writing.NOTES).mkdir(parents=True)
@@ -74,18 +69,21 @@ class Launch:
         except OutputError:
             self._clean()
             raise
+        self._place = Path(self._settings.directory)
+        self._notes = self._place / writing.NOTES
 
-    def _check_free(self, *, force: bool) -> None:
-        if self._holds_capture() and not force:
+    def _holds_capture(self, *, force: bool) -> bool:
+        """Whether there is a capture in the directory already, which only `force` replaces."""
+        directory = self._directory
+        if not ((directory / manifest.NAME).exists() or (directory.is_dir() and manifest.parts(directory))):
+            return False
+        if not force:
             raise OutputError(
-                f"`{self._directory}` holds a capture already",
+                f"`{directory}` holds a capture already",
                 slug="capture-exists",
                 hint="choose another directory with `-o`, or replace it with `--force`",
             )
-
-    def _holds_capture(self) -> bool:
-        directory = self._directory
-        return (directory / manifest.NAME).exists() or (directory.is_dir() and bool(manifest.parts(directory)))
+        return True
 
     def environment(self) -> dict[str, str]:
         """The environment of the command: our hook, the settings, and silence for libkineto."""
@@ -276,7 +274,8 @@ def describe(ranks: list[dict[str, Any]]) -> str:
     if windows and windows[0]["step_count"]:
         first, count = windows[0]["first_step"], windows[0]["step_count"]
         steps = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
-        words.append(f"recorded {steps} of {len_steps(ranks[0])}")
+        table = ranks[0]["steps"]  # of all whole steps of the run, here or in a file of its own
+        words.append(f"recorded {steps} of {table['rows'] if 'rows' in table else len(table['start_ns'])}")
     elif windows:
         seconds = (windows[0]["end_ns"] - windows[0]["start_ns"]) / 1e9
         words.append(f"recorded {seconds:.1f} s (no whole step)")
@@ -289,25 +288,14 @@ def describe(ranks: list[dict[str, Any]]) -> str:
         words[0] += f" in {ranks[0]['name']}, the first of {len(runs)} separate runs"
     elif len(ranks) > 1:
         words[0] += f" on {len(ranks)} ranks"
-    words += cost(ranks[0]["overhead"])
+    overhead = ranks[0]["overhead"]
+    ratio, low, high = overhead["ratio"], overhead["ratio_low"], overhead["ratio_high"]
+    if ratio is not None:
+        of = "the CPU time of " if overhead["ratio_of"] == "cpu" else ""
+        spread = f" ({low:.2f} to {high:.2f})" if f"{low:.2f}" != f"{high:.2f}" else ""
+        words.append(f"a recorded step took {ratio:.2f} x{spread} {of}an unrecorded one")
     graph = ranks[0]["graph_step"]
     if graph is not None:
-        ratio = ranks[0]["overhead"]["graph_step_ratio"]
+        ratio = overhead["graph_step_ratio"]
         words.append(f"graph step {graph['step']}" + (f" took {ratio:.2f} x" if ratio is not None else ""))
     return "; ".join(words)
-
-
-def cost(overhead: dict[str, Any]) -> list[str]:
-    """What a recorded step cost, in words; nothing where nobody knows."""
-    ratio, low, high = overhead["ratio"], overhead["ratio_low"], overhead["ratio_high"]
-    if ratio is None:
-        return []
-    of = "the CPU time of " if overhead["ratio_of"] == "cpu" else ""
-    spread = f" ({low:.2f} to {high:.2f})" if f"{low:.2f}" != f"{high:.2f}" else ""
-    return [f"a recorded step took {ratio:.2f} x{spread} {of}an unrecorded one"]
-
-
-def len_steps(rank: dict[str, Any]) -> int:
-    """Number of whole steps of a rank's run."""
-    steps = rank["steps"]
-    return int(steps["rows"]) if "rows" in steps else len(steps["start_ns"])

@@ -44,7 +44,13 @@ class Lock:
         while self._handle is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
-            if not _lock(handle):
+            is_free = True
+            if sys.platform != "win32":
+                try:
+                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:  # where a file system has no locks, nobody holds one
+                    is_free = not isinstance(error, (BlockingIOError, PermissionError))
+            if not is_free:
                 holder = ""
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is being written just now
                     about = json.loads(os.read(handle, 1000))
@@ -85,16 +91,3 @@ def check_free(notes: Path, pattern: str) -> None:
         with contextlib.suppress(OSError):  # gone meanwhile
             other.take()
         other.release()
-
-
-def _lock(handle: int) -> bool:
-    """Whether nobody else holds it; where a file system knows no locks, nobody does."""
-    if sys.platform == "win32":
-        return True
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        return True
-    return True

@@ -155,17 +155,22 @@ def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
     durations = {mark: log.durations(steps) for mark, steps in numbers.items()}
     for mark, name in ((Mark.PLAIN, "unrecorded"), (Mark.RECORDED, "recorded")):
         figures[f"{name}_steps"] = len(durations[mark])
-        figures[f"{name}_median_ns"] = _median(durations[mark])
-        figures[f"{name}_cpu_median_ns"] = _median(ran[mark])
+        for clock, values in (("", durations[mark]), ("_cpu", ran[mark])):
+            figures[f"{name}{clock}_median_ns"] = int(statistics.median(values)) if values else None
     figures["graph_step_ns"] = durations[Mark.GRAPH][-1] if durations[Mark.GRAPH] else None
     by_processor = all(len(ran[mark]) == len(durations[mark]) for mark in durations)
     compared = ran if by_processor else durations
     figures["ratio_of"] = "cpu" if by_processor else "wall"
     enough = {mark: steps if len(steps) >= FEWEST_STEPS else [] for mark, steps in compared.items()}
     plain, recorded = enough[Mark.PLAIN], enough[Mark.RECORDED]
-    for name, low, high in (("ratio", 0.5, 0.5), ("ratio_low", 0.25, 0.75), ("ratio_high", 0.75, 0.25)):
-        figures[name] = _ratio(_quantile(recorded, low), _quantile(plain, high))
-    figures["graph_step_ratio"] = _ratio(_quantile(compared[Mark.GRAPH], 0.5), _quantile(plain, 0.5))
+    for name, dividend, share, plain_share in (
+        ("ratio", recorded, 0.5, 0.5),
+        ("ratio_low", recorded, 0.25, 0.75),
+        ("ratio_high", recorded, 0.75, 0.25),
+        ("graph_step_ratio", compared[Mark.GRAPH], 0.5, 0.5),
+    ):
+        value, base = _quantile(dividend, share), _quantile(plain, plain_share)
+        figures[name] = round(value / base, 4) if value and base else None
     return figures
 
 
@@ -177,10 +182,6 @@ def nearest(steps: list[int], recorded: list[int]) -> list[int]:
     return sorted(ordered[: max(_NEIGHBOURS, 2 * len(recorded))])
 
 
-def _median(values: list[int]) -> int | None:
-    return int(statistics.median(values)) if values else None
-
-
 def _quantile(values: list[int], share: float) -> float | None:
     if not values:
         return None
@@ -188,7 +189,3 @@ def _quantile(values: list[int], share: float) -> float | None:
     at = share * (len(ordered) - 1)
     low = ordered[int(at)]
     return low + (ordered[math.ceil(at)] - low) * (at - int(at))
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return round(value / base, 4) if value and base else None

@@ -75,7 +75,16 @@ class ModuleScopes:
         around = stack[-1] if stack else None
         if around is not None and around.inner is inner and around.module is not inner:
             return  # the wrapper around it has opened its scope
-        opened = module_scope(self._name(inner, around.inner if around is not None else None))
+        name = self._paths.get(inner) if self._by_path else class_name(inner)
+        if name is None:  # nobody above has named it
+            for path, part in named_parts(inner):
+                if part not in self._paths:
+                    self._paths[part] = path
+            name = self._paths.get(inner, class_name(inner))
+        outer = self._paths.get(around.inner) if self._by_path and around is not None else None
+        if outer is not None and name.startswith(f"{outer}."):  # inside the scope of the module around it
+            name = name[len(outer) + 1 :]
+        opened = module_scope(name)
         opened.__enter__()
         stack.append(_Call(module, inner, opened))
 
@@ -95,18 +104,3 @@ class ModuleScopes:
         if stack is None:
             stack = self._open.stack = []
         return stack
-
-    def _name(self, module: torch.nn.Module, around: torch.nn.Module | None) -> str:
-        """The module's name inside the scope of the module around it."""
-        if not self._by_path:
-            return class_name(module)
-        path = self._paths.get(module)
-        if path is None:
-            for below, part in named_parts(module):  # nobody above has named it
-                if part not in self._paths:
-                    self._paths[part] = below
-            path = self._paths.get(module, class_name(module))
-        outer = self._paths.get(around) if around is not None else None
-        if outer is not None and path.startswith(f"{outer}."):
-            return path[len(outer) + 1 :]
-        return path

@@ -289,10 +289,7 @@ class Recorder:
         self._disturbed = self.storage.busy
         if not actions and not self.plan.recording:
             return
-        self._between(number, actions, frame)
-
-    def _between(self, number: int, actions: list[Action], frame: Any) -> None:
-        """Cross from a step to the next where nothing of PyTorch is open around us: no annotation, no backward pass."""
+        # Cross to the next step where nothing of PyTorch is open around us: no annotation, no backward pass.
         frame = crossing.outermost_of_torch() or frame if actions else frame
         stacks = self.settings.stacks and Action.START in actions
         if self._window is None or not self._window.stacks:
@@ -351,11 +348,20 @@ class Recorder:
             if self._window is not None:
                 self._window.kind = "steps"
         elif action in (Action.GRAPH_KEEP, Action.GRAPH_DISCARD):
-            self._stop_graph(keep=action is Action.GRAPH_KEEP)
+            graph, self.graph = self.graph, None
+            self.modules.stop()
+            self._checkpoints.stop()
+            if graph is not None and self._stopped(graph.stop):
+                if action is Action.GRAPH_KEEP:
+                    self.storage.keep_graph(graph, self._graph_step)
+                else:  # half a graph is of no use
+                    graph.host_path.unlink(missing_ok=True)
         else:
             window = self._stop()
+            if action in (Action.SET_ASIDE, Action.HOLD) and window is not None:  # in case nothing better follows
+                window.held = self.storage.hold(window)
             if action is Action.SET_ASIDE:
-                self._before = self._set_aside(window)
+                self._before = window
             elif action is Action.HOLD:
                 self._hold(window)
             else:
@@ -452,7 +458,6 @@ class Recorder:
 
     def _hold(self, window: RecordedWindow | None) -> None:
         """Keep the better of two attempts: more whole steps, then with calls of modules, then more operators."""
-        window = self._set_aside(window)
         attempts = [attempt for attempt in (self._held, window) if attempt is not None]
         if not attempts:
             return
@@ -466,12 +471,6 @@ class Recorder:
             if attempt is not best:
                 self._forget(attempt)
         self._held = best
-
-    def _set_aside(self, window: RecordedWindow | None) -> RecordedWindow | None:
-        """Export what was recorded, for the case that nothing better follows."""
-        if window is not None:
-            window.held = self.storage.hold(window)
-        return window
 
     def _forget(self, window: RecordedWindow | None) -> None:
         if window is not None:
@@ -497,17 +496,6 @@ class Recorder:
         if self.settings.names_modules:
             self.modules.start()  # the same names as in the timed steps, which are matched by them
         return True
-
-    def _stop_graph(self, *, keep: bool) -> None:
-        graph, self.graph = self.graph, None
-        self.modules.stop()
-        self._checkpoints.stop()
-        if graph is None or not self._stopped(graph.stop):
-            return
-        if keep:
-            self.storage.keep_graph(graph, self._graph_step)
-        else:  # half a graph is of no use
-            graph.host_path.unlink(missing_ok=True)
 
     def give_up(self) -> None:
         """After a failure of ours: do not leave Kineto running in the user's program."""

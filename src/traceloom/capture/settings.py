@@ -115,28 +115,21 @@ def parse_steps(value: str | int | range | None) -> tuple[int | None, int | None
     """
     if value is None:
         return None, None
+    first = end = -1
     if isinstance(value, range):
-        if value.step != 1:
-            raise _bad_steps(value)
-        first, end = value.start, value.stop
+        if value.step == 1:
+            first, end = value.start, value.stop
     elif isinstance(value, int) or re.fullmatch(r"\s*\d{1,18}\s*", value):
         first, end = WARM_UP_STEPS, WARM_UP_STEPS + int(value)
-    else:
-        match = re.fullmatch(r"\s*(\d{1,18})\s*\.\.\s*(\d{1,18})\s*", value)
-        if match is None:
-            raise _bad_steps(value)
+    elif match := re.fullmatch(r"\s*(\d{1,18})\s*\.\.\s*(\d{1,18})\s*", value):
         first, end = int(match[1]), int(match[2])
     if first < 0 or end <= first:
-        raise _bad_steps(value)
+        raise UsageError(
+            f"`{value}` is no choice of steps",
+            slug="bad-steps",
+            hint="give `20..25` for the steps 20 to 24, or `5` for five steps after the warm-up",
+        )
     return first, end - first
-
-
-def _bad_steps(value: object) -> UsageError:
-    return UsageError(
-        f"`{value}` is no choice of steps",
-        slug="bad-steps",
-        hint="give `20..25` for the steps 20 to 24, or `5` for five steps after the warm-up",
-    )
 
 
 def check_times(after: float | None, duration: float | None, steps: object) -> None:

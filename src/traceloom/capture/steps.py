@@ -68,7 +68,10 @@ class StepClock:
         if self.source not in ("none", "optimizer", "backward") or (self.frozen and self.source == "backward"):
             return Tick.NOTHING
         before, self.source = self.source, "optimizer"
-        stepped = self._seen(optimizer)
+        stepped = self._optimizers.get(id(optimizer))
+        # Identities are used again after an optimizer was freed, therefore the weak reference.
+        if stepped is None or stepped.reference() is not optimizer:
+            stepped = self._optimizers[id(optimizer)] = _Optimizer(weakref.ref(optimizer))
         stepped.count += 1
         clock = self._clock
         if clock is None or clock.reference() is None:
@@ -86,14 +89,6 @@ class StepClock:
             self._clock = stepped
             return Tick.RESTART
         return Tick.NOTHING
-
-    def _seen(self, optimizer: Any) -> _Optimizer:
-        # Identities are used again after an optimizer was freed, therefore the weak reference.
-        remembered = self._optimizers.get(id(optimizer))
-        if remembered is None or remembered.reference() is not optimizer:
-            remembered = _Optimizer(weakref.ref(optimizer))
-            self._optimizers[id(optimizer)] = remembered
-        return remembered
 
 
 class Mark(Enum):

@@ -107,12 +107,12 @@ class Storage:
 
     def host_trace_path(self) -> Path:
         """Where PyTorch's observer writes during the graph step."""
-        return self._places.for_torch(_expected_bytes(0)) / f"{self.stem()}.host.json"
+        return self._places.for_torch(0) / f"{self.stem()}.host.json"
 
     def hold(self, window: RecordedWindow) -> HeldTrace | None:
         """Export what was recorded, without a name in the capture yet; None where it could not be written at all."""
         notes = self.directory / writing.NOTES
-        folder = self._places.for_torch(_expected_bytes(window.end_ns - window.start_ns))
+        folder = self._places.for_torch(window.end_ns - window.start_ns)
         if folder == self.directory:
             with contextlib.suppress(OSError):
                 notes.mkdir(parents=True, exist_ok=True)
@@ -141,9 +141,7 @@ class Storage:
         if held is not None:
             plain = self._named(held.path, "kineto.json")
         else:
-            plain = (
-                self._places.for_torch(_expected_bytes(window.end_ns - window.start_ns)) / f"{self.stem()}.kineto.json"
-            )
+            plain = self._places.for_torch(window.end_ns - window.start_ns) / f"{self.stem()}.kineto.json"
             self._export(plain, window.kineto.save)
         if not plain.exists():
             return
@@ -328,11 +326,6 @@ class Storage:
         except OSError:
             return columns  # then they travel with the rest, wherever that can be written
         return {"file": self._places.compress(path).name, "rows": rows}
-
-
-def _expected_bytes(window_ns: int) -> int:
-    """A generous guess at the size of a trace before compression: 200,000 events a second of 500 bytes each."""
-    return 64_000_000 + window_ns // 10
 
 
 def _operators(path: Path) -> int:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,26 @@ def claim(directory: Path, rank: int | None, *, is_child: bool = False) -> str:
     return second
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary file that becomes `path` at the end of the block; where that fails, nothing is left behind."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically.
 
     Raises:
         OSError: It could not be written; nothing is left behind.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as temporary:
         temporary.write_text(json.dumps(value, separators=(",", ":")) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def reason(error: OSError, directory: Path) -> str:
@@ -77,13 +83,14 @@ class CaptureFolders:
         self.directory = directory
         self._refuge: Path | None = None
 
-    def for_torch(self, expected_bytes: int) -> Path:
-        """As `choose`, for a file that PyTorch writes: it takes no path that is not UTF-8."""
+    def for_torch(self, window_ns: int) -> Path:
+        """As `choose`, for a trace of so much time that PyTorch writes: it takes no path that is not UTF-8."""
         try:
             str(self.directory).encode("utf-8")
         except UnicodeEncodeError:
             return self.refuge()
-        return self.choose(expected_bytes)
+        # A generous guess at the size before compression: 200,000 events a second of 500 bytes each.
+        return self.choose(64_000_000 + window_ns // 10)
 
     def choose(self, expected_bytes: int) -> Path:
         """A directory for a file of about this size before compression.
@@ -122,7 +129,12 @@ class CaptureFolders:
         for folder in dict.fromkeys((self.directory, plain.parent)):
             target = folder / (plain.name + ".gz")
             try:
-                _gzip(plain, target)
+                with (
+                    replacing(target) as temporary,
+                    plain.open("rb") as source,
+                    gzip.open(temporary, "wb", compresslevel=GZIP_LEVEL) as sink,
+                ):
+                    shutil.copyfileobj(source, sink, _PIECE)
             except OSError as error:
                 why = why or reason(error, folder)
                 continue
@@ -141,18 +153,6 @@ class CaptureFolders:
         if self._refuge is not None:
             with contextlib.suppress(OSError):
                 self._refuge.rmdir()
-
-
-def _gzip(plain: Path, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with plain.open("rb") as source, gzip.open(temporary, "wb", compresslevel=GZIP_LEVEL) as sink:
-            shutil.copyfileobj(source, sink, _PIECE)
-        temporary.replace(target)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 class BackgroundWriter:

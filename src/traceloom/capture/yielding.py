@@ -83,7 +83,13 @@ class Yielding:
     def _beginning(self, original: Any) -> Any:
         def begin(profiler: Any, *args: Any, **kwargs: Any) -> Any:
             if not ours() and getattr(profiler, "enabled", True):
-                self._enter(profiler)
+                identity = id(profiler)
+                with self._lock:
+                    first = not self._active
+                    # A profiler that was prepared, never started and then dropped has ended as well.
+                    self._active[identity] = weakref.ref(profiler, lambda _: self._leave(identity))
+                if first:
+                    self._began(bool(getattr(profiler, "with_stack", False)))
             return original(profiler, *args, **kwargs)
 
         return begin
@@ -140,15 +146,6 @@ class Yielding:
                 self._after_step()
 
         return step
-
-    def _enter(self, profiler: Any) -> None:
-        identity = id(profiler)
-        with self._lock:
-            first = not self._active
-            # A profiler that was prepared, never started and then dropped has ended as well.
-            self._active[identity] = weakref.ref(profiler, lambda _: self._leave(identity))
-        if first:
-            self._began(bool(getattr(profiler, "with_stack", False)))
 
     def _leave(self, identity: int) -> None:
         with self._lock:
