@@ -171,58 +171,46 @@ def _tensors(about: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
 def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Segments, segment_node: Ints) -> None:
     """From the end of each forward op to the start of its backward op.
 
-    Arrows of the file come first. Else ops are joined by sequence number, which counts within one forward thread:
-    only where a process has one such thread is it known which is meant.
+    Arrows of the file come first. Else ops are joined by process and sequence number, which counts within one forward
+    thread: only where a process has one such thread is it known which is meant. Several ops can have one number, since
+    it is read when an op begins: of forward ops the last to begin made the node, of backward ops the outermost stands
+    for it.
     """
-    arrows = trace.flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
-    source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
-    has_both = (source >= 0) & (target >= 0)
-    source, target = source[has_both], target[has_both]
-    by_number = _equal_sequences(trace, tree)
-    # an arrow may end at an op inside the one that stands for the node
-    arrows_before = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=tree.row.size))])
-    drawn = arrows_before[tree.stop[by_number[1]]] > arrows_before[by_number[1]]
-    evidence = np.repeat(["measured", "correlated"], [target.size, int((~drawn).sum())])
-    source = np.concatenate([source, by_number[0][~drawn]])
-    target = np.concatenate([target, by_number[1][~drawn]])
-    possible = tree.end[source] <= tree.start[target]
-    source, target = source[possible], target[possible]
-    edges.add(
-        "forward-backward", evidence[possible], segment_node[host.last[source]], segment_node[host.first[target]],
-        from_end=True, to_end=False,
-    )  # fmt: skip
-
-
-def _equal_sequences(trace: Trace, tree: HostTree) -> tuple[Ints, Ints]:
-    """Positions of forward and backward op that share a process and a sequence number.
-
-    Several ops can have one number, since it is read when an op begins: of forward ops the last to begin made the
-    node, of backward ops the outermost stands for it.
-    """
-    nothing = np.zeros(0, dtype=np.int64)
     columns = trace.events.select("process", "sequence", "forward_thread", "category", "lane")
     numbered = columns.with_columns(pl.Series("position", tree.position)).filter(
         (pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0)
     )
     forward = numbered.filter(pl.col("forward_thread").fill_null(0) == 0)
     backward = numbered.filter(pl.col("forward_thread") > 0)
-    if not forward.height or not backward.height:
-        return nothing, nothing
-    threads = pl.concat(
-        [
-            forward.group_by("process").agg(pl.col("lane").n_unique().alias("threads")),
-            backward.group_by("process").agg(pl.col("forward_thread").n_unique().alias("threads")),
-        ]
+    threads = (
+        forward.group_by("process").agg(pl.col("lane").n_unique())["lane"],
+        backward.group_by("process").agg(pl.col("forward_thread").n_unique())["forward_thread"],
     )
-    if (threads["threads"] > 1).any():
-        return nothing, nothing
+    if any((of_process > 1).any() for of_process in threads):
+        backward = backward.clear()
     is_backward = np.zeros(tree.row.size, dtype=np.bool_)
     is_backward[backward["position"].to_numpy()] = True
     outermost = nearest(tree.parent, is_backward) < 0
     made = forward.group_by("process", "sequence").agg(pl.col("position").max().alias("forward"))
-    joined = (
+    by_number = (
         backward.filter(pl.Series(outermost[backward["position"].to_numpy()], dtype=pl.Boolean))
         .join(made, on=["process", "sequence"], how="inner")
         .sort("position")
     )
-    return joined["forward"].to_numpy(), joined["position"].to_numpy()
+    arrows = trace.flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
+    source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
+    has_both = (source >= 0) & (target >= 0)
+    source, target = source[has_both], target[has_both]
+    # an arrow may end at an op inside the one that stands for the node
+    arrows_before = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=tree.row.size))])
+    numbered_target = by_number["position"].to_numpy()
+    drawn = arrows_before[tree.stop[numbered_target]] > arrows_before[numbered_target]
+    evidence = np.repeat(["measured", "correlated"], [target.size, int((~drawn).sum())])
+    source = np.concatenate([source, by_number["forward"].to_numpy()[~drawn]])
+    target = np.concatenate([target, numbered_target[~drawn]])
+    possible = tree.end[source] <= tree.start[target]
+    source, target = source[possible], target[possible]
+    edges.add(
+        "forward-backward", evidence[possible], segment_node[host.last[source]], segment_node[host.first[target]],
+        from_end=True, to_end=False,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from traceloom.errors import InputError
 from traceloom.files import with_addresses
 from traceloom.link.host_device import match
-from traceloom.link.inputs import AnyPath, RankInput, Window, find_inputs
+from traceloom.link.inputs import AnyPath, Window, find_inputs
 from traceloom.link.matching import Matching
 from traceloom.model import Graph, Notice, Trace
 from traceloom.model.host_trace import HostTrace
@@ -154,43 +154,25 @@ def load_ranks(
         if isinstance(trace, InputError):
             out.refused.append(trace)
             continue
-        out.ranks.append(LoadedRank(rank_input.rank, trace, _matched(rank_input, host_trace, trace, out.notices)))
+        rank, host, graph_step = rank_input.rank, rank_input.host, rank_input.graph_step
+        matching = None
+        try:
+            if isinstance(host_trace, InputError):
+                raise host_trace
+            if host_trace is not None and graph_step is None:
+                matching = match(trace, host_trace)
+            elif host_trace is not None and graph_step is not None:  # joined over the graph step of a capture
+                step = read_kineto(graph_step.path, capture=graph_step.entry)
+                matching = _carried(trace, step, match(step, host_trace))
+        except InputError as error:
+            if host is None or host.capture is None:  # the user gave it
+                raise
+            text = f"the host trace of rank {rank} is left out: {error}"
+            out.notices.append(Notice("host-trace-unused", "warning", text, rank=rank, where=str(host.path)))
+        out.ranks.append(LoadedRank(rank, trace, matching))
     if not out.ranks:
         raise out.refused[0]
     return out
-
-
-def _matched(
-    rank_input: RankInput, host: HostTrace | InputError | None, trace: Trace, notices: list[Notice]
-) -> Matching | None:
-    """Join the host trace of a rank to its device trace; over the graph step where a capture has one.
-
-    Args:
-        rank_input: The files of the rank.
-        host: The host trace, read.
-        trace: The device trace, read.
-        notices: Told why a capture's host trace is left out.
-
-    Raises:
-        InputError: A host trace that the user gave cannot be read, or is of another process.
-    """
-    if rank_input.host is None or host is None:
-        return None
-    try:
-        if isinstance(host, InputError):
-            raise host
-        if rank_input.graph_step is None:
-            return match(trace, host)
-        step = read_kineto(rank_input.graph_step.path, capture=rank_input.graph_step.entry)
-        return _carried(trace, step, match(step, host))
-    except InputError as error:
-        if rank_input.host.capture is None:
-            raise
-        text = f"the host trace of rank {rank_input.rank} is left out: {error}"
-        notices.append(
-            Notice("host-trace-unused", "warning", text, rank=rank_input.rank, where=str(rank_input.host.path))
-        )
-        return None
 
 
 def _carried(timed: Trace, graph: Trace, matching: Matching) -> Matching:

@@ -56,6 +56,14 @@ def meet(graph: Graph, evidence: list[str | None]) -> Graph:
         (pl.int_range(pl.len(), dtype=pl.Int64) + first + meetings.height).alias("arrival")
     )
     arrivals = _arrival_times(arrivals, parts)
+    # Into an arrival from the start of the last recorded part, and on to the meeting. Peers of which nothing is known
+    # are taken to do as we do: if we come earlier, so do they, and what we waited for them stays. The other assumption,
+    # that they keep their pace, would nail a graph of few ranks to measured times.
+    last = parts.sort("from", descending=True, maintain_order=True).group_by("key").agg(pl.col("node").first())
+    assumed, no_slack = pl.lit("assumed").alias("evidence"), pl.lit(0).alias("slack")
+    arrival = arrivals.join(last, on="key", how="left", maintain_order="left")
+    arrive = arrival.select(pl.col("node").alias("source"), pl.col("arrival").alias("target"), assumed, no_slack)
+    onward = arrival.select(pl.col("arrival").alias("source"), pl.col("meeting").alias("target"), assumed, no_slack)
     timed = meetings.join(arrivals.select("key", "at"), on="key", how="left", maintain_order="left")
     timed = timed.with_columns(pl.max_horizontal("start", "at").alias("met"))
     met = _points(gs.RENDEZVOUS, timed, "meeting", "met")
@@ -79,7 +87,8 @@ def meet(graph: Graph, evidence: list[str | None]) -> Graph:
             graph.edges,
             _edges(into, from_end=False, to_end=False),
             _edges(out_of, from_end=True, to_end=True),
-            _arrival_edges(arrivals, parts),
+            _edges(arrive, from_end=False, to_end=False),
+            _edges(onward, from_end=True, to_end=False),
         ]
     )
     return replace(graph, nodes=nodes, edges=edges, coverage=_coverage(graph, parts))
@@ -189,23 +198,6 @@ def _edges(frame: pl.DataFrame, *, from_end: bool, to_end: bool) -> pl.DataFrame
             pl.lit(0).alias("residual_ns"),
         ),
     )
-
-
-def _arrival_edges(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
-    """Into an arrival from the start of the last recorded part, and on to the meeting.
-
-    Peers of which nothing is known are taken to do as we do: if we come earlier, so do they, and what we waited for
-    them stays. The other assumption, that they keep their pace, would nail a graph of few ranks to measured times.
-    """
-    if not arrivals.height:
-        return gs.empty_frame("edges")
-    last = parts.sort("from", descending=True, maintain_order=True).group_by("key").agg(pl.col("node").first())
-    met = arrivals.join(last, on="key", how="left", maintain_order="left")
-    assumed = pl.lit("assumed").alias("evidence")
-    no_slack = pl.lit(0).alias("slack")
-    into = met.select(pl.col("node").alias("source"), pl.col("arrival").alias("target"), assumed, no_slack)
-    onward = met.select(pl.col("arrival").alias("source"), pl.col("meeting").alias("target"), assumed, no_slack)
-    return pl.concat([_edges(into, from_end=False, to_end=False), _edges(onward, from_end=True, to_end=False)])
 
 
 def _coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:

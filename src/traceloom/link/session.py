@@ -224,19 +224,16 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
         kept[missing] = True
     row = np.flatnonzero(kept)
     first = np.where(host[row], np.maximum(start[row], from_ns), start[row])
-    row = row[np.argsort(first, kind="stable")]
-    return _part(trace, row, host[row], from_ns, high), row
-
-
-def _part(trace: Trace, row: Ints, host: Bools, low: int, high: int) -> Trace:
-    """The events of some rows and all that goes with them, cut to [low, high) on the host."""
-    number = np.full(trace.events.height + 1, -1, dtype=np.int64)  # the last for rows that are null
+    order = np.argsort(first, kind="stable")
+    row, first = row[order], first[order]
+    # the events of these rows and all that goes with them
+    number = np.full(events.height + 1, -1, dtype=np.int64)  # the last for rows that are null
     number[row] = np.arange(row.size)
-    events = trace.events[row]
-    start, duration = events["start_ns"].to_numpy(), events["duration_ns"].to_numpy()
-    first = np.where(host, np.maximum(start, low), start)
-    last = np.where(host, np.minimum(start + duration, high), start + duration)
-    nested = np.where(host, np.minimum(events["nested_end_ns"].to_numpy(), high), events["nested_end_ns"].to_numpy())
+    events, host = events[row], host[row]
+    duration, nested = events["duration_ns"].to_numpy(), events["nested_end_ns"].to_numpy()
+    last = start[row] + duration
+    last = np.where(host, np.minimum(last, high), last)
+    nested = np.where(host, np.minimum(nested, high), nested)
     events = events.with_columns(
         pl.int_range(row.size, dtype=pl.UInt32).alias("event"),
         pl.Series("start_ns", first),
@@ -252,8 +249,8 @@ def _part(trace: Trace, row: Ints, host: Bools, low: int, high: int) -> Trace:
     flows = trace.flows.with_columns(_moved(trace.flows[end], number) for end in ("source", "target"))
     frames["flows"] = flows.drop_nulls(["source", "target"])
     for name in _BY_TIME:
-        frames[name] = getattr(trace, name).filter(pl.col("time_ns").is_between(low, high, closed="left"))
-    return replace(trace, **frames)
+        frames[name] = getattr(trace, name).filter(pl.col("time_ns").is_between(from_ns, high, closed="left"))
+    return replace(trace, **frames), row
 
 
 def _moved(rows: pl.Series, number: Ints) -> pl.Series:

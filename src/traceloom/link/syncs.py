@@ -63,7 +63,13 @@ def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, r
     waiting = np.concatenate([device, stream, event])
     parts: list[_Pairs] = []
     if work.row.size:
-        recorded = _recorded(tree, times, records, waiting)
+        # records of stream and event synchronisation; questions that do not wait have such records, too
+        of_stream, of_event = records.of("Stream Sync"), records.of("Event Sync")
+        call = np.concatenate([of_stream.call, of_event.call])
+        lane = np.concatenate([of_stream.lane, of_event.awaited])
+        until = np.concatenate([tree.start[of_stream.call], of_event.recorded])
+        usable = (lane != UNKNOWN) & (until != UNKNOWN) & np.isin(call, waiting)
+        recorded = call[usable], times.launched_before(lane[usable], until[usable]), "measured"
         in_records = recorded[0][recorded[1] >= 0]
         stream, event = (part[~np.isin(part, in_records)] for part in (stream, event))
         has_record = np.isin(device, records.of("Context Sync").call)
@@ -71,8 +77,8 @@ def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, r
             recorded,
             _whole_device(tree, times, device[has_record], records),
             _whole_device(tree, times, device[~has_record], None),
-            _one_stream(tree, times, stream),
-            _one_event(tree, times, event),
+            _one_stream(tree, times, stream, by_event=False),
+            _one_stream(tree, times, event, by_event=True),
             _copies(trace, tree, work),
         ]
     nothing = np.zeros(0, dtype=np.int64)
@@ -88,16 +94,6 @@ def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, r
     synchronising = np.unique(waiting)
     without = synchronising[~np.isin(synchronising, call)]
     return AwaitedWork(call, of, evidence, synchronising, without[tree.span()[without] >= _LONG_NS])
-
-
-def _recorded(tree: HostTree, times: WorkByTime, records: SyncRecords, waiting: Ints) -> _Pairs:
-    """From records of stream and event synchronisation; questions that do not wait have such records, too."""
-    stream, event = records.of("Stream Sync"), records.of("Event Sync")
-    call = np.concatenate([stream.call, event.call])
-    lane = np.concatenate([stream.lane, event.awaited])
-    until = np.concatenate([tree.start[stream.call], event.recorded])
-    usable = (lane != UNKNOWN) & (until != UNKNOWN) & np.isin(call, waiting)
-    return call[usable], times.launched_before(lane[usable], until[usable]), "measured"
 
 
 def _whole_device(tree: HostTree, times: WorkByTime, call: Ints, records: SyncRecords | None) -> _Pairs:
@@ -119,29 +115,44 @@ def _whole_device(tree: HostTree, times: WorkByTime, call: Ints, records: SyncRe
     return call[~again], of[~again], "inferred" if records is None else "measured"
 
 
-def _one_stream(tree: HostTree, times: WorkByTime, call: Ints) -> _Pairs:
-    start, end = tree.start[call], tree.end[call]
-    explains = _explaining(times, call, tree, ended_by=False)
-    usual = times.thread_launched_before(tree.lane[call], start)
-    lane = np.where(usual >= 0, times.work.lane[usual], UNKNOWN)
-    last = times.launched_before(lane, start)
-    # its own stream explains the return as well as any other
-    own = (last >= 0) & (times.work.end[last] <= end + _EARLY_NS) & (times.work.end[last] >= end - _AT_ONCE_NS)
-    return call, np.where(own | (explains < 0), last, explains), "inferred"
+def _one_stream(tree: HostTree, times: WorkByTime, call: Ints, *, by_event: bool) -> _Pairs:
+    """The work that calls wait for which wait for one stream: as far as it has been filled, or until an event of it.
 
-
-def _one_event(tree: HostTree, times: WorkByTime, call: Ints) -> _Pairs:
-    """An event's record may lie far back; where the call waited, the work that ended then is the one it meant."""
-    start = tree.start[call]
-    explains = _explaining(times, call, tree, ended_by=True)
-    records = np.flatnonzero(tree.call)
-    records = records[tree.named(calls.RECORDS, records)]
-    before = last_of_thread(tree, records, call)
-    until = np.where(before >= 0, tree.start[before], start)
+    Where a call waited, it is the work, on any stream, that was launched before and ended when the call returned; else
+    what its thread had launched last (`by_event`: before the last event was recorded, which may lie far back).
+    """
+    explains = np.full(call.size, -1, dtype=np.int64)
+    # the streams on which work ends when a long call returns: indices into `call`, and lanes
+    long = np.flatnonzero(tree.end[call] - tree.start[call] >= _LONG_NS)
+    returned = tree.end[call[long]]
+    by_end = np.argsort(times.work.end, kind="stable")
+    ends = times.work.end[by_end]
+    low = np.searchsorted(ends, returned - _AT_ONCE_NS, side="left")
+    count = np.searchsorted(ends, returned + _EARLY_NS, side="right") - low
+    index = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - low, count)
+    at, lane = np.unique(np.stack([np.repeat(long, count), times.work.lane[by_end[index]]]), axis=1)
+    start, end = tree.start[call[at]], tree.end[call[at]]
+    of = times.launched_before(lane, start)
+    if by_event:
+        done = times.ended_by(lane, end + _EARLY_NS // 10)
+        of = np.where((done >= 0) & (times.work.asked[done] < start), done, of)
+    finished = times.work.end[of]
+    fits = np.flatnonzero((of >= 0) & (finished <= end + _EARLY_NS) & (finished >= end - _AT_ONCE_NS))
+    # The last one written stays: the latest end, and the first stream of those that end at once.
+    order = fits[np.lexsort((-lane[fits], finished[fits]))]
+    explains[at[order]] = of[order]
+    until, end = tree.start[call], tree.end[call]
+    if by_event:
+        records = np.flatnonzero(tree.call)
+        before = last_of_thread(tree, records[tree.named(calls.RECORDS, records)], call)
+        until = np.where(before >= 0, tree.start[before], until)
     usual = times.thread_launched_before(tree.lane[call], until)
-    lane = np.where(usual >= 0, times.work.lane[usual], UNKNOWN)
-    last = times.launched_before(lane, until)
-    return call, np.where(explains < 0, last, explains), "inferred"
+    last = times.launched_before(np.where(usual >= 0, times.work.lane[usual], UNKNOWN), until)
+    chosen = explains < 0
+    if not by_event:  # its own stream explains the return as well as any other
+        finished = times.work.end[last]
+        chosen |= (last >= 0) & (finished <= end + _EARLY_NS) & (finished >= end - _AT_ONCE_NS)
+    return call, np.where(chosen, last, explains), "inferred"
 
 
 def last_of_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
@@ -149,34 +160,6 @@ def last_of_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
     at = np.searchsorted(events, call) - 1
     last = np.where(at >= 0, events[at] if events.size else -1, -1)
     return np.where((last >= 0) & (tree.lane[last] == tree.lane[call]), last, -1)
-
-
-def _explaining(times: WorkByTime, call: Ints, tree: HostTree, *, ended_by: bool) -> Ints:
-    """For long calls the work, on any stream, that was launched before and ended when the call returned; else -1.
-
-    A stream is awaited as far as it has been filled (`ended_by` False), an event as far as it was then recorded.
-    """
-    best = np.full(call.size, -1, dtype=np.int64)
-    # the streams on which work ends when such a call returns: indices into `call`, and lanes
-    long = np.flatnonzero(tree.end[call] - tree.start[call] >= _LONG_NS)
-    until = tree.end[call[long]]
-    by_end = np.argsort(times.work.end, kind="stable")
-    ends = times.work.end[by_end]
-    low = np.searchsorted(ends, until - _AT_ONCE_NS, side="left")
-    count = np.searchsorted(ends, until + _EARLY_NS, side="right") - low
-    index = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - low, count)
-    at, lane = np.unique(np.stack([np.repeat(long, count), times.work.lane[by_end[index]]]), axis=1)
-    start, end = tree.start[call[at]], tree.end[call[at]]
-    of = times.launched_before(lane, start)
-    if ended_by:
-        done = times.ended_by(lane, end + _EARLY_NS // 10)
-        of = np.where((done >= 0) & (times.work.asked[done] < start), done, of)
-    finished = times.work.end[of]
-    fits = np.flatnonzero((of >= 0) & (finished <= end + _EARLY_NS) & (finished >= end - _AT_ONCE_NS))
-    # The last one written stays: the latest end, and the first stream of those that end at once.
-    order = fits[np.lexsort((-lane[fits], finished[fits]))]
-    best[at[order]] = of[order]
-    return best
 
 
 def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
