@@ -72,12 +72,55 @@ class Arguments:
     """
 
     def __init__(self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: Account) -> None:
-        self._names = names
         self._shapes = shapes
         self._policy = policy
         self._account = account
-        self._rules = {key: (json.dumps(key).encode() + b":", rule) for key, rule in self._table().items()}
         self._texts: dict[tuple[str, bytes], bytes | None] = {}
+        kept = policy.shapes == KEEP
+
+        def types(value: Any) -> bytes | None:
+            if not isinstance(value, list):
+                return None
+            return msgspec.json.encode([item if isinstance(item, str) and is_type(item) else "" for item in value])
+
+        def values(value: Any) -> bytes | None:
+            if policy.scalars != KEEP or not isinstance(value, list):
+                return None
+            return msgspec.json.encode([self.scalar(item) for item in value])
+
+        def block(value: Any) -> bytes | None:  # a choice of the kernel's author, no shape
+            small = isinstance(value, list) and len(value) <= 3
+            fits = small and all(isinstance(n, int) and 0 <= n < 4096 for n in value)
+            return msgspec.json.encode(value) if fits else None
+
+        table: dict[str, Rule | None] = dict.fromkeys((*PLAIN, *policy.keep_arguments))
+        table |= dict.fromkeys(POINTERS, _counted(names.pointer))
+        table |= dict.fromkeys(SIZES, _counted(shapes.size))
+        table |= dict.fromkeys(TOTALS, _counted(shapes.total))
+        table |= dict.fromkeys(OF_SHAPE, number if kept else lambda _: None)
+        table |= dict.fromkeys(("finished", "Is asynchronized op"), _TRUE.get)
+        table |= dict.fromkeys(("Input Dims", "Input dims"), shapes.dims)
+        table |= dict.fromkeys(("In split size", "Out split size"), shapes.splits)
+        copy_word = self._text(lambda text: text if _COPY_WORD.fullmatch(text) else None)
+        table |= dict.fromkeys(("kind", "copy kind", "src kind", "dst kind", "direction"), copy_word)
+        table |= {
+            "Input Strides": shapes.dims,
+            "Input type": self._remembered("types", types),
+            "Concrete Inputs": self._remembered("values", values),
+            "grid": shapes.grid,
+            "block": self._remembered("block", block),
+            "Addr": _counted(names.address),
+            "Collective name": self._text(names.operation),
+            "dtype": self._text(lambda text: text if is_type(text) else None),
+            "cuda_sync_kind": self._text(lambda text: text if text in sections()["regions"] else None),
+            "kernel_backend": self._text(lambda text: text if text in _BACKENDS else None),
+            "Process Group Name": self._text(names.group),
+            "Process Group Description": self._text(names.description),
+            "Process Group Ranks": lambda raw: raw if _RANKS.fullmatch(raw) else None,
+        }
+        if policy.structure == COLLAPSE:  # what leads back to single operators
+            table = {key: rule for key, rule in table.items() if key not in OF_STRUCTURE}
+        self._rules = {key: (json.dumps(key).encode() + b":", rule) for key, rule in table.items()}
 
     def rewrite(self, args: dict[str, msgspec.Raw], *, talking: bool = False) -> bytes:
         """The arguments of one event as the inside of a JSON object.
@@ -110,53 +153,6 @@ class Arguments:
             else:
                 self._account.drop(key, value)
         return b",".join(parts)
-
-    def _table(self) -> dict[str, Rule | None]:
-        names, shapes, kept = self._names, self._shapes, self._policy.shapes == KEEP
-
-        def types(value: Any) -> bytes | None:
-            if not isinstance(value, list):
-                return None
-            return msgspec.json.encode([item if isinstance(item, str) and is_type(item) else "" for item in value])
-
-        def values(value: Any) -> bytes | None:
-            if self._policy.scalars != KEEP or not isinstance(value, list):
-                return None
-            return msgspec.json.encode([self.scalar(item) for item in value])
-
-        def block(value: Any) -> bytes | None:  # a choice of the kernel's author, no shape
-            small = isinstance(value, list) and len(value) <= 3
-            fits = small and all(isinstance(n, int) and 0 <= n < 4096 for n in value)
-            return msgspec.json.encode(value) if fits else None
-
-        table: dict[str, Rule | None] = dict.fromkeys((*PLAIN, *self._policy.keep_arguments))
-        table |= dict.fromkeys(POINTERS, _counted(names.pointer))
-        table |= dict.fromkeys(SIZES, _counted(shapes.size))
-        table |= dict.fromkeys(TOTALS, _counted(shapes.total))
-        table |= dict.fromkeys(OF_SHAPE, number if kept else lambda _: None)
-        table |= dict.fromkeys(("finished", "Is asynchronized op"), _TRUE.get)
-        table |= dict.fromkeys(("Input Dims", "Input dims"), shapes.dims)
-        table |= dict.fromkeys(("In split size", "Out split size"), shapes.splits)
-        copy_word = self._text(lambda text: text if _COPY_WORD.fullmatch(text) else None)
-        table |= dict.fromkeys(("kind", "copy kind", "src kind", "dst kind", "direction"), copy_word)
-        table |= {
-            "Input Strides": shapes.dims,
-            "Input type": self._remembered("types", types),
-            "Concrete Inputs": self._remembered("values", values),
-            "grid": shapes.grid,
-            "block": self._remembered("block", block),
-            "Addr": _counted(names.address),
-            "Collective name": self._text(names.operation),
-            "dtype": self._text(lambda text: text if is_type(text) else None),
-            "cuda_sync_kind": self._text(lambda text: text if text in sections()["regions"] else None),
-            "kernel_backend": self._text(lambda text: text if text in _BACKENDS else None),
-            "Process Group Name": self._text(names.group),
-            "Process Group Description": self._text(names.description),
-            "Process Group Ranks": lambda raw: raw if _RANKS.fullmatch(raw) else None,
-        }
-        if self._policy.structure == COLLAPSE:  # what leads back to single operators
-            table = {key: rule for key, rule in table.items() if key not in OF_STRUCTURE}
-        return table
 
     # -- rules ------------------------------------------------------------------------------------------------
 

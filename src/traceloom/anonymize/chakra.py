@@ -21,7 +21,7 @@ from traceloom.anonymize.structure import FUSED
 from traceloom.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, PLAIN, Tensors
 from traceloom.anonymize.writing import opened
 from traceloom.chakra.graph_metadata import is_ours
-from traceloom.chakra.schema import AttributeProto, GlobalMetadata, IOInfo, Node, NodeType
+from traceloom.chakra.schema import AttributeProto, GlobalMetadata, Node, NodeType
 from traceloom.chakra.stream import EtReader, EtWriter
 from traceloom.model.host_trace import GROUP_LIST
 
@@ -94,8 +94,23 @@ class ChakraRewriter:
         collapse = self._rules.policy.structure == COLLAPSE
         self._chains = find_chains(self._path) if collapse else None
         with EtReader(self._path) as reader, opened(target) as out:
-            writer = EtWriter(out)
-            writer.message(self._metadata(reader.metadata))
+            old, writer = reader.metadata, EtWriter(out)
+            new = GlobalMetadata(version=old.version if _VERSION.fullmatch(old.version) else "")
+            values = {attribute.name: _value(attribute) for attribute in old.attr}
+            schema, process = values.pop("schema", None), values.pop("pid", None)
+            if isinstance(schema, str) and _SCHEMA.fullmatch(schema):
+                new.attr.add(name="schema", string_val=schema)
+            if isinstance(process, int):
+                new.attr.add(name="pid", uint64_val=self._rules.names.process(process))
+            start, finish = values.pop("start_ts", None), values.pop("finish_ts", None)
+            if isinstance(start, int) and isinstance(finish, int) and finish >= start:
+                kept = self._rules.policy.times == KEEP
+                new.attr.add(name="start_ts", uint64_val=start if kept else 0)
+                new.attr.add(name="finish_ts", uint64_val=finish if kept else finish - start)
+            for name, value in values.items():
+                self._account.drop(f"metadata.{name}", _bytes(value), unknown=name not in {"time", "input_file"})
+            self._saw(schema, new.version)
+            writer.message(new)
             for node in reader:
                 self._account.entries_in += 1
                 if self._chains is not None and node.id in self._chains.head:
@@ -105,25 +120,6 @@ class ChakraRewriter:
                 self._account.entries_out += 1
         for notice in reader.notices:
             self._account.dropped_entries[notice.slug] += notice.count
-
-    def _metadata(self, old: GlobalMetadata) -> GlobalMetadata:
-        new = GlobalMetadata(version=old.version if _VERSION.fullmatch(old.version) else "")
-        values = {attribute.name: _value(attribute) for attribute in old.attr}
-        schema = values.pop("schema", None)
-        if isinstance(schema, str) and _SCHEMA.fullmatch(schema):
-            new.attr.add(name="schema", string_val=schema)
-        process = values.pop("pid", None)
-        if isinstance(process, int):
-            new.attr.add(name="pid", uint64_val=self._rules.names.process(process))
-        start, finish = values.pop("start_ts", None), values.pop("finish_ts", None)
-        if isinstance(start, int) and isinstance(finish, int) and finish >= start:
-            kept = self._rules.policy.times == KEEP
-            new.attr.add(name="start_ts", uint64_val=start if kept else 0)
-            new.attr.add(name="finish_ts", uint64_val=finish if kept else finish - start)
-        for name, value in values.items():
-            self._account.drop(f"metadata.{name}", _bytes(value), unknown=name not in {"time", "input_file"})
-        self._saw(schema, new.version)
-        return new
 
     def _node(self, old: Node) -> Node:
         values = {attribute.name: attribute for attribute in old.attr}
@@ -145,8 +141,22 @@ class ChakraRewriter:
             kind = OF_GROUPS if old.name == GROUP_LIST else PLAIN
             kind = OF_COMMUNICATION if old.name.startswith("record_param_comms") else kind
             for side in ("inputs", "outputs"):
-                if old.HasField(side):
-                    getattr(new, side).CopyFrom(self._side(getattr(old, side), kind))
+                if not old.HasField(side):
+                    continue
+                old_side, new_side = getattr(old, side), getattr(new, side)
+                new_side.SetInParent()
+                values_, shapes, types = (_listed(getattr(old_side, field)) for field in ("values", "shapes", "types"))
+                self._hidden.add(shapes[0], types[0])
+                made = {
+                    "values": (self._tensors.values(values_[0], kind), values_[1]),
+                    "shapes": (self._tensors.shapes(shapes[0]), shapes[1]),
+                    "types": (self._tensors.types(types[0]), types[1]),
+                }
+                for field, (value, python) in made.items():  # each text keeps its spelling, of Python or of JSON
+                    text = repr(value) if python else json.dumps(value)
+                    quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", text)
+                    self._account.strings.update(part.encode() for pair in quoted for part in pair)
+                    setattr(new_side, field, text if getattr(old_side, field) else "")
         for attribute in old.attr:
             if chains is not None:
                 if old.type == NodeType.COMP_NODE and attribute.name in _OF_OPERATORS:
@@ -231,23 +241,6 @@ class ChakraRewriter:
             new.string_val = self._texts[name, value]
         else:
             return None
-        return new
-
-    def _side(self, old: IOInfo, kind: str) -> IOInfo:
-        """Values, shapes and types; each text keeps its spelling, of Python or of JSON."""
-        values, shapes, types = _listed(old.values), _listed(old.shapes), _listed(old.types)
-        self._hidden.add(shapes[0], types[0])
-        made = {
-            "values": (self._tensors.values(values[0], kind), values[1]),
-            "shapes": (self._tensors.shapes(shapes[0]), shapes[1]),
-            "types": (self._tensors.types(types[0]), types[1]),
-        }
-        new = IOInfo()
-        for field, (value, python) in made.items():
-            text = repr(value) if python else json.dumps(value)
-            quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", text)
-            self._account.strings.update(part.encode() for pair in quoted for part in pair)
-            setattr(new, field, text if getattr(old, field) else "")
         return new
 
     def _saw(self, *texts: Any) -> None:

@@ -93,29 +93,26 @@ class HostRewriter:
                 if lines:
                     out.write(piece if first else b",\n" + piece)
                     first = False
-            out.write(b"\n]," + self._envelope() + b"}\n")
-
-    def _envelope(self) -> bytes:
-        """What stands beside the nodes: the order of keys means nothing to readers."""
-        start, finish = whole(self.envelope.get("start_ts")), whole(self.envelope.get("finish_ts"))
-        schema = str(self.envelope.get("schema", ""))
-        out: dict[str, Any] = {"schema": schema if _SCHEMA.fullmatch(schema) else _NEWEST}
-        process = whole(self.envelope.get("pid"))
-        if process is not None:
-            out["pid"] = self._rules.names.process(process)
-        kept = self._rules.policy.times == KEEP
-        out["time"] = str(self.envelope.get("time", ""))[:19] if kept else _NO_TIME
-        if not re.fullmatch(r"[\d :-]*", out["time"]):
-            out["time"] = _NO_TIME
-        if start is not None:
-            out["start_ts"] = start if kept else 0
-            if finish is not None:
-                out["finish_ts"] = finish if kept else finish - start
-        for key in self.envelope.keys() - {*out, "time"}:
-            self._account.drop(key, json.dumps(self.envelope[key]).encode(), unknown=True)
-        text = json.dumps(out).encode()
-        self._account.scan(text)
-        return text[1:-1]
+            # What stands beside the nodes: the order of keys means nothing to readers.
+            old = self.envelope
+            start, finish, process = (whole(old.get(key)) for key in ("start_ts", "finish_ts", "pid"))
+            schema = str(old.get("schema", ""))
+            new: dict[str, Any] = {"schema": schema if _SCHEMA.fullmatch(schema) else _NEWEST}
+            if process is not None:
+                new["pid"] = self._rules.names.process(process)
+            kept = self._rules.policy.times == KEEP
+            new["time"] = str(old.get("time", ""))[:19] if kept else _NO_TIME
+            if not re.fullmatch(r"[\d :-]*", new["time"]):
+                new["time"] = _NO_TIME
+            if start is not None:
+                new["start_ts"] = start if kept else 0
+                if finish is not None:
+                    new["finish_ts"] = finish if kept else finish - start
+            for key in old.keys() - {*new, "time"}:
+                self._account.drop(key, json.dumps(old[key]).encode(), unknown=True)
+            text = json.dumps(new).encode()
+            self._account.scan(text)
+            out.write(b"\n]," + text[1:-1] + b"}\n")
 
     def _node(self, row: dict[str, Any]) -> dict[str, Any]:
         name = row["name"] or ""
@@ -130,7 +127,18 @@ class HostRewriter:
             self._account.drop("op_schema", schema.encode("utf-8", "replace"))
             schema = ""
         attributes.append({"name": "op_schema", "type": "string", "value": schema})
-        sides = {side: self._side(row, side, kind, more) for side in ("inputs", "outputs")}
+        sides = {}
+        for side, one in (("inputs", "input"), ("outputs", "output")):
+            values, shapes, types = (_decoded(row[column], list) for column in (side, f"{one}_shapes", f"{one}_types"))
+            self._hidden.add(shapes, types)
+            sides[side] = {
+                "values": self._tensors.values(values, kind),
+                "shapes": self._tensors.shapes(shapes),
+                "types": self._tensors.types(types),
+            }
+            strides = more.pop(f"{one}_strides", None)
+            if strides is not None:
+                sides[side]["strides"] = self._tensors.strides(strides, shapes)
         attributes += [made for key, value in more.items() if (made := self._attribute(key, value)) is not None]
         parent, steps = row["parent"], 0
         while parent in self._above and steps < 10_000:
@@ -142,20 +150,6 @@ class HostRewriter:
             **sides,
             "attrs": attributes,
         }
-
-    def _side(self, row: dict[str, Any], side: str, kind: str, more: dict[str, Any]) -> dict[str, Any]:
-        columns = (side, f"{side[:-1]}_shapes", f"{side[:-1]}_types")
-        values, shapes, types = (_decoded(row[column], list) for column in columns)
-        self._hidden.add(shapes, types)
-        made = {
-            "values": self._tensors.values(values, kind),
-            "shapes": self._tensors.shapes(shapes),
-            "types": self._tensors.types(types),
-        }
-        strides = more.pop(f"{side[:-1]}_strides", None)
-        if strides is not None:
-            made["strides"] = self._tensors.strides(strides, shapes)
-        return made
 
     def _attribute(self, key: str, value: Any) -> dict[str, Any] | None:
         """An attribute beyond those of every version; None leaves it out."""

@@ -184,10 +184,32 @@ class Rewriter:
         return None
 
     def _span(self, entry: dict[str, msgspec.Raw], start: int, duration: int) -> bytes | None:
-        category = bytes(entry.get("cat", _MISSING))
-        plan = self._plans.get(category)
-        if plan is None:
-            plan = self._plans[category] = self._plan(category)
+        raw = bytes(entry.get("cat", _MISSING))
+        plan = self._plans.get(raw)
+        if plan is None:  # the first event of its category
+            spelled = decoded(raw)
+            text = spelled if isinstance(spelled, str) else ""
+            category = cat.FROM_KINETO.get(text.lower(), cat.OTHER)
+            names, kernels, policy = self._rules.names, self._rules.kernels, self._rules.policy
+            functions = {
+                cat.PYTHON: names.python,
+                **dict.fromkeys((cat.KERNEL, cat.COUNTER_RANGE), kernels.kernel),
+                **dict.fromkeys((cat.COPY, cat.FILL), kernels.copy),
+                **dict.fromkeys((cat.RUNTIME, cat.DRIVER), names.call),
+            }
+            head = b'{"ph":"X","cat":' + json.dumps(text).encode() + b',"name":'
+            plan = _Plan(head, functions.get(category, names.host), device=category in _ON_DEVICE)
+            if category == cat.OTHER:
+                plan.dropped = "unknown category"
+                self._account.texts.add(raw)
+            elif category == cat.PYTHON and (policy.stacks == DROP or policy.structure == COLLAPSE):
+                plan.dropped = "stacks"
+            elif policy.structure == COLLAPSE and category == cat.GPU_ANNOTATION:
+                plan.dropped = "collapsed"
+            elif text.lower() != text and text not in _SPELLED:
+                plan.head = b'{"ph":"X","cat":' + json.dumps(text.lower()).encode() + b',"name":'
+            plan.some = policy.structure == COLLAPSE and category in _ON_HOST
+            self._plans[raw] = plan
         if plan.dropped:
             return self._left_out(plan.dropped)
         name = self._named(plan, entry)
@@ -209,34 +231,6 @@ class Rewriter:
                 b',"args":{' + args + b"}}" if args else b"}",
             )
         )
-
-    def _plan(self, raw: bytes) -> _Plan:
-        """What becomes of the events of a category."""
-        spelled = decoded(raw)
-        text = spelled if isinstance(spelled, str) else ""
-        category = cat.FROM_KINETO.get(text.lower(), cat.OTHER)
-        names, kernels, policy = self._rules.names, self._rules.kernels, self._rules.policy
-        functions = {
-            cat.PYTHON: names.python,
-            cat.KERNEL: kernels.kernel,
-            cat.COPY: kernels.copy,
-            cat.FILL: kernels.copy,
-        }
-        functions |= dict.fromkeys((cat.RUNTIME, cat.DRIVER), names.call)
-        functions[cat.COUNTER_RANGE] = kernels.kernel
-        head = b'{"ph":"X","cat":' + json.dumps(text).encode() + b',"name":'
-        plan = _Plan(head, functions.get(category, names.host), device=category in _ON_DEVICE)
-        if category == cat.OTHER:
-            plan.dropped = "unknown category"
-            self._account.texts.add(raw)
-        elif category == cat.PYTHON and (policy.stacks == DROP or policy.structure == COLLAPSE):
-            plan.dropped = "stacks"
-        elif policy.structure == COLLAPSE and category == cat.GPU_ANNOTATION:
-            plan.dropped = "collapsed"
-        elif text.lower() != text and text not in _SPELLED:
-            plan.head = b'{"ph":"X","cat":' + json.dumps(text.lower()).encode() + b',"name":'
-        plan.some = policy.structure == COLLAPSE and category in _ON_HOST
-        return plan
 
     def _named(self, plan: _Plan, entry: dict[str, msgspec.Raw]) -> bytes | None:
         """The name as JSON; None where `collapse` leaves the event out."""

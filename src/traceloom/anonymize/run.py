@@ -126,7 +126,21 @@ class AnonymizeRun:
             captures = Captures(rules.names, rules.shapes, rules.policy, self.account, origin_ns, renamed)
             target.write_bytes(captures.rewrite(document))
             self.files.append({"input": str(folder / "capture.json"), "output": target.name, "kind": sources.CAPTURE})
-        self._compare_job(stage)
+        # Link all ranks together, before and after, where there is more than one file to link. Collapsed host traces
+        # fit no device trace any more, on purpose.
+        kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
+        linked = [source for source in self._inputs.files if source.kind in kinds]
+        size = sum(source.path.stat().st_size for source in linked)
+        if len(linked) < 2 or not self._seen or size > _MOST_LINKED:
+            return
+        self._say("linking all ranks, before and after")
+        folders = [] if self._collapsed else list(self._inputs.captures)
+        loose = [source for source in linked if source.path.parent not in folders and not source.graph]
+        before = measure_job([*folders, *(source.path for source in loose)])
+        named = [stage.folder / self._inputs.captures[folder][1] for folder in folders]
+        after = measure_job([*named, *(stage.folder / source.name for source in loose)])
+        if not isinstance(before, str):
+            self._compare(None, None, before, {} if isinstance(after, str) else after, [])
 
     def _measured(self, source: InputFile) -> _Seen:
         trace = read_kineto(source.path, capture=source.entry)
@@ -197,23 +211,6 @@ class AnonymizeRun:
         if file is None:
             parts = [part | {"part": f"{part['part']} of the job"} for part in parts]
         self.utility.append({"file": file, "rank": rank, "parts": parts, "new_notices": new_notices})
-
-    def _compare_job(self, stage: Staging) -> None:
-        """Link all ranks together, before and after, where there is more than one file to link."""
-        # Collapsed host traces fit no device trace any more, on purpose.
-        kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
-        linked = [source for source in self._inputs.files if source.kind in kinds]
-        size = sum(source.path.stat().st_size for source in linked)
-        if len(linked) < 2 or not self._seen or size > _MOST_LINKED:
-            return
-        self._say("linking all ranks, before and after")
-        folders = [] if self._collapsed else list(self._inputs.captures)
-        loose = [source for source in linked if source.path.parent not in folders and not source.graph]
-        before = measure_job([*folders, *(source.path for source in loose)])
-        named = [stage.folder / self._inputs.captures[folder][1] for folder in folders]
-        after = measure_job([*named, *(stage.folder / source.name for source in loose)])
-        if not isinstance(before, str):
-            self._compare(None, None, before, {} if isinstance(after, str) else after, [])
 
     def report(self) -> dict[str, Any]:
         """The reports as one JSON object."""
