@@ -94,9 +94,19 @@ class CheckError(TraceloomError):
 
 
 class InvariantError(TraceloomError):
-    """A structure of ours broke its own law: a defect of Traceloom, please report it."""
+    """A structure of ours broke its own law."""
 
     exit_code = 1
+
+    def __init__(
+        self, message: str, *, slug: str, where: str = "", hint: str = "this is a defect of Traceloom, please report it"
+    ) -> None:
+        super().__init__(message, slug=slug, where=where, hint=hint)
+
+
+def broken(law: str, message: str) -> InvariantError:
+    """The error for a structure that broke one of its laws (`nesting`, `order`, ...), in words."""
+    return InvariantError(message, slug=f"broken-{law}")
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

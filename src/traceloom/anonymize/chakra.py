@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,20 +141,18 @@ class ChakraRewriter:
             new.data_deps.extend(old.data_deps)
             kind = OF_GROUPS if old.name == GROUP_LIST else PLAIN
             kind = OF_COMMUNICATION if old.name.startswith("record_param_comms") else kind
+            tensors = self._tensors
+            rewrites = {"values": partial(tensors.values, kind=kind), "shapes": tensors.shapes, "types": tensors.types}
             for side in ("inputs", "outputs"):
                 if not old.HasField(side):
                     continue
                 old_side, new_side = getattr(old, side), getattr(new, side)
                 new_side.SetInParent()
-                values_, shapes, types = (_listed(getattr(old_side, field)) for field in ("values", "shapes", "types"))
-                self._hidden.add(shapes[0], types[0])
-                made = {
-                    "values": (self._tensors.values(values_[0], kind), values_[1]),
-                    "shapes": (self._tensors.shapes(shapes[0]), shapes[1]),
-                    "types": (self._tensors.types(types[0]), types[1]),
-                }
-                for field, (value, python) in made.items():  # each text keeps its spelling, of Python or of JSON
-                    text = repr(value) if python else json.dumps(value)
+                listed = {field: _listed(getattr(old_side, field)) for field in rewrites}
+                self._hidden.add(listed["shapes"][0], listed["types"][0])
+                for field, rewrite in rewrites.items():  # each text keeps its spelling, of Python or of JSON
+                    value, python = listed[field]
+                    text = repr(rewrite(value)) if python else json.dumps(rewrite(value))
                     quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", text)
                     self._account.strings.update(part.encode() for pair in quoted for part in pair)
                     setattr(new_side, field, text if getattr(old_side, field) else "")

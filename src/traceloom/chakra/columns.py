@@ -173,6 +173,23 @@ class Decoder:
         named = parsed.numbered(2, DELIMITED)
         for row, text in zip(named.row.tolist(), texts(source, named.begin, named.value), strict=True):
             names[row] = text
+        # The attributes that are asked for, of all nodes.
+        messages = parsed.numbered(10, DELIMITED)
+        inner = fields(source, messages.begin, messages.begin + messages.value)
+        attribute_names = inner.numbered(1, DELIMITED)
+        code = np.full(len(messages.row), -1, np.int16)
+        code[attribute_names.row] = self._finder.find(source, attribute_names.begin, attribute_names.value)
+        held = inner.where(np.isin(inner.number, list(_MEMBERS)))
+        columns = [np.zeros(len(messages.row), np.int64) for _ in range(3)]
+        for column, values in zip(columns, (held.number, held.value, held.begin), strict=True):
+            column[held.row] = values
+        order = np.argsort(code, kind="stable")
+        edges = np.searchsorted(code[order], np.arange(len(self._names) + 1))
+        attributes = {}
+        for number, name in enumerate(self._names):
+            indices = order[edges[number] : edges[number + 1]]
+            if len(indices):
+                attributes[name] = _Attributes(messages.row[indices], *(column[indices] for column in columns))
         return NodeColumns(
             source=source,
             id=_numbers(parsed, 1, count),
@@ -184,26 +201,8 @@ class Decoder:
             data=_dependencies(source, parsed, 5),
             inputs=_tensors(source, parsed.numbered(8, DELIMITED)),
             outputs=_tensors(source, parsed.numbered(9, DELIMITED)),
-            attributes=self._attributes(source, parsed.numbered(10, DELIMITED)),
+            attributes=attributes,
         )
-
-    def _attributes(self, source: Buffer, messages: Fields) -> dict[str, _Attributes]:
-        inner = fields(source, messages.begin, messages.begin + messages.value)
-        names = inner.numbered(1, DELIMITED)
-        code = np.full(len(messages.row), -1, np.int16)
-        code[names.row] = self._finder.find(source, names.begin, names.value)
-        held = inner.where(np.isin(inner.number, list(_MEMBERS)))
-        columns = [np.zeros(len(messages.row), np.int64) for _ in range(3)]
-        for column, values in zip(columns, (held.number, held.value, held.begin), strict=True):
-            column[held.row] = values
-        order = np.argsort(code, kind="stable")
-        edges = np.searchsorted(code[order], np.arange(len(self._names) + 1))
-        by_name = {}
-        for number, name in enumerate(self._names):
-            indices = order[edges[number] : edges[number + 1]]
-            if len(indices):
-                by_name[name] = _Attributes(messages.row[indices], *(column[indices] for column in columns))
-        return by_name
 
 
 def _numbers(parsed: Fields, number: int, count: int) -> Ints:

@@ -11,7 +11,6 @@ from traceloom import files
 from traceloom.chakra.formats import Form, form_of, open_messages, rank_files, write_messages
 from traceloom.chakra.framing import Block
 from traceloom.chakra.graph import (
-    GROUPS_FILE,
     blocks_of,
     from_messages,
     group_file,
@@ -21,7 +20,7 @@ from traceloom.chakra.graph import (
     write_rank,
 )
 from traceloom.chakra.graph_out import Outgoing
-from traceloom.chakra.group_file import MOST_GROUP_BYTES
+from traceloom.chakra.group_file import GROUP_FILES, MOST_GROUP_BYTES
 from traceloom.chakra.isolation import Side, isolate, metadata_of_side, remaining, shape
 from traceloom.chakra.json_stream import JsonReader
 from traceloom.chakra.schema import GlobalMetadata, Node
@@ -31,11 +30,10 @@ from traceloom.model import graph_store
 from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 
-_GROUP_FILES = (GROUPS_FILE, "comm_group.json")
 _RANK = re.compile(r"\.(\d+)\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE)
 Messages = tuple[GlobalMetadata, Iterator[Node]]
 # What a directory may hold that is replaced.
-DIRECTORY_FILES: Sequence[str] = ("*.et", "*.et.gz", *_GROUP_FILES)
+DIRECTORY_FILES: Sequence[str] = ("*.et", "*.et.gz", *GROUP_FILES)
 Say = Callable[[str], None]
 
 
@@ -66,7 +64,7 @@ class ConversionInput:
         self._readers: list[EtReader | JsonReader] = []
         if self.path.is_dir():
             self._files = rank_files(self.path)
-            for name in (*(path for _, path in self._files), *(self.path / name for name in _GROUP_FILES)):
+            for name in (*(path for _, path in self._files), *(self.path / name for name in GROUP_FILES)):
                 files.note_input(name)
         elif self.path.name.endswith(graph_store.ENDING) or graph_store.is_graph(self.path):
             self.say(f"reading {self.path}")
@@ -145,7 +143,7 @@ class ConversionInput:
             return group_file(self._graph) if groups(self._graph) else None
         if not self.path.is_dir():
             return None
-        group_path = next((self.path / name for name in _GROUP_FILES if (self.path / name).is_file()), None)
+        group_path = next((self.path / name for name in GROUP_FILES if (self.path / name).is_file()), None)
         return files.read_small(group_path, MOST_GROUP_BYTES) if group_path else None
 
     def write_file(self, path: Path, side: Side | None, *, force: bool) -> int:
@@ -171,7 +169,7 @@ class ConversionInput:
             for rank in self.ranks:
                 self._write(rank, folder / f"workload.{rank}.et", side, force=False)
             if (members := self.group_file()) is not None:
-                (folder / GROUPS_FILE).write_bytes(members)
+                (folder / GROUP_FILES[0]).write_bytes(members)
 
         return files.write_directory(path, produce, DIRECTORY_FILES, force=force)
 

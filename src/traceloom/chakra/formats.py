@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from traceloom import files
 from traceloom.chakra.json_stream import JsonReader, write_json, write_lines
-from traceloom.chakra.packed import Step, UnpackedFile, open_file, packing
+from traceloom.chakra.packed import Step, UnpackedFile, open_file, write_packed
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.chakra.stream import EtReader, EtWriter
 from traceloom.errors import InputError
@@ -63,15 +62,7 @@ def write_messages(
     """
     path = Path(path)
     produce = _WRITERS[form or form_of(path) or "et"]
-
-    def into(handle: BinaryIO) -> None:
-        if not path.name.lower().endswith(".gz"):
-            produce(handle, metadata, nodes)
-            return
-        with packing(handle) as packed:
-            produce(packed, metadata, nodes)
-
-    return files.write(path, into, force=force)
+    return write_packed(path, lambda handle: produce(handle, metadata, nodes), force=force)
 
 
 _WRITERS: dict[Form, Callable[[BinaryIO, GlobalMetadata, Iterable[Node]], None]] = {

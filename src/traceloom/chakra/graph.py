@@ -19,15 +19,13 @@ from traceloom.chakra import graph_foreign, graph_in
 from traceloom.chakra.framing import Block, Cut, blocks
 from traceloom.chakra.graph_metadata import Header, is_ours
 from traceloom.chakra.graph_out import WINDOW, Outgoing
+from traceloom.chakra.group_file import FILES_OF_RANKS, GROUP_FILES
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.chakra.stream import EtReader, EtWriter, write_with
 from traceloom.errors import InputError, InvariantError, UsageError
 from traceloom.model.concatenation import concatenated
 from traceloom.model.graph import STAGES, Graph, Stage
 from traceloom.plain_text import encoded
-
-GROUPS_FILE = "comm_groups.json"
-FILES_OF_RANKS = ("workload.*.et", "workload.*.et.gz", GROUPS_FILE)
 
 Step = Callable[[int], None]
 
@@ -100,7 +98,7 @@ def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False, ste
 
         for rank in outgoing.ranks:
             done += _write(outgoing, rank, folder / f"workload.{rank}.et", tell)
-        (folder / GROUPS_FILE).write_bytes(group_file(graph))
+        (folder / GROUP_FILES[0]).write_bytes(group_file(graph))
 
     return files.write_directory(Path(directory), produce, FILES_OF_RANKS, force=force)
 

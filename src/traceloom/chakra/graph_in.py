@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
 
 from traceloom.chakra import graph_layout as layout
-from traceloom.chakra.columns import Decoder, Lists, NodeColumns
+from traceloom.chakra.columns import Decoder, NodeColumns
 from traceloom.chakra.framing import Block
 from traceloom.chakra.graph_metadata import Header
 from traceloom.chakra.wire import Ints
@@ -115,12 +114,28 @@ def _frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
         schema, present = GRAPH_SCHEMAS[name], columns.has(row_of)
         frames[name] = pl.DataFrame(schema=schema)
         if present.any():
-            frame = pl.DataFrame({"node": columns.id}).with_columns(
-                *_attributes(columns, numbers_of, texts_of),
-                *(_list_column(columns, key).alias(column) for key, column in lists_of.items()),
-            )
+            frame = pl.DataFrame({"node": columns.id}).with_columns(_attributes(columns, numbers_of, texts_of))
+            for key, column in lists_of.items():
+                lists = columns.lists(key, "int64_list")
+                ends = np.cumsum(lists.count)
+                of_nodes: list[list[int] | None] = [None] * len(columns)
+                whole = lists.values.tolist()
+                for row, end, count in zip(lists.row.tolist(), ends.tolist(), lists.count.tolist(), strict=True):
+                    of_nodes[row] = whole[end - count : end]
+                frame = frame.with_columns(pl.Series(column, of_nodes, dtype=pl.List(pl.Int64)))
             frames[name] = frame.filter(pl.Series(present)).select(schema.names()).cast(schema)
-    return frames | {"host_ops": _host_ops(columns, header.rank)}
+    texts: dict[str, list[str | None]] = {}
+    for names, tensors in ((layout.HOST_INPUTS, columns.inputs), (layout.HOST_OUTPUTS, columns.outputs)):
+        for name, number in zip(names, (1, 2, 3), strict=True):
+            texts[name] = [None] * len(columns)
+            for row, text in zip(tensors[number][0].tolist(), tensors[number][1], strict=True):
+                texts[name][row] = text
+    host_ops = pl.DataFrame(texts, schema=dict.fromkeys(texts, pl.String)).with_columns(
+        _attributes(columns, layout.HOST_NUMBERS, layout.HOST_TEXTS), rank=pl.lit(header.rank, pl.Int32)
+    )
+    host_ops = host_ops.with_columns(pl.coalesce("name", pl.Series(columns.names)).alias("name"))
+    host_ops = host_ops.filter(pl.Series(columns.has(layout.ROW_OF_HOST_OP)))
+    return frames | {"host_ops": host_ops.select(_HOST_OPS.names()).cast(_HOST_OPS)}
 
 
 def _attributes(columns: NodeColumns, numbers: dict[str, str], texts: dict[str, str]) -> list[pl.Series]:
@@ -128,31 +143,6 @@ def _attributes(columns: NodeColumns, numbers: dict[str, str], texts: dict[str, 
     return [columns.numbers(name).alias(column) for name, column in numbers.items()] + [
         columns.strings(name).alias(column) for name, column in texts.items()
     ]
-
-
-def _list_column(columns: NodeColumns, name: str) -> pl.Series:
-    lists: Lists = columns.lists(name, "int64_list")
-    ends = np.cumsum(lists.count)
-    out: list[Any] = [None] * len(columns)
-    values = lists.values.tolist()
-    for row, end, count in zip(lists.row.tolist(), ends.tolist(), lists.count.tolist(), strict=True):
-        out[row] = values[end - count : end]
-    return pl.Series(name, out, dtype=pl.List(pl.Int64))
-
-
-def _host_ops(columns: NodeColumns, rank: int) -> pl.DataFrame:
-    present = pl.Series(columns.has(layout.ROW_OF_HOST_OP))
-    texts: dict[str, list[str | None]] = {}
-    for names, tensors in ((layout.HOST_INPUTS, columns.inputs), (layout.HOST_OUTPUTS, columns.outputs)):
-        for name, number in zip(names, (1, 2, 3), strict=True):
-            texts[name] = [None] * len(columns)
-            for row, text in zip(tensors[number][0].tolist(), tensors[number][1], strict=True):
-                texts[name][row] = text
-    frame = pl.DataFrame(texts, schema=dict.fromkeys(texts, pl.String)).with_columns(
-        _attributes(columns, layout.HOST_NUMBERS, layout.HOST_TEXTS), rank=pl.lit(rank, pl.Int32)
-    )
-    frame = frame.with_columns(pl.coalesce("name", pl.Series(columns.names)).alias("name")).filter(present)
-    return frame.select(_HOST_OPS.names()).cast(_HOST_OPS)
 
 
 def together(parts: Sequence[GraphPart], where: str) -> Graph:

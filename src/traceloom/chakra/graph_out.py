@@ -54,8 +54,42 @@ class Outgoing:
         self.graph = graph
         self._written: Flags = graph.nodes.select(~pl.col("kind").is_in(layout.CARRIED)).to_series().to_numpy()
         self._control, self._data = dependencies(graph, self._written)
-        self._carried, self._loose_nodes, self._loose_edges = _carried(graph, self._written)
-        self._in, self._out = _edge_lists(graph.edges, self._written)
+        # Rows of nodes that are not written, by the node that carries them (`rows`: JSON), then what nobody carries.
+        flags = graph.nodes.select("node", "rank", written=pl.Series(self._written))
+        ends = graph.edges.select("source", "target")
+        neighbours = pl.concat([ends, ends.select(source="target", target="source")])
+        kept = (
+            neighbours.join(flags.filter(~pl.col("written")).select(source="node"), on="source")
+            .join(flags.filter("written").select(target="node", rank="rank"), on="target")
+            .group_by("source", "rank")
+            .agg(pl.col("target").min())
+        )
+        text = graph.nodes.join(kept.select(node="source").unique(), on="node").select(
+            "node", row=pl.struct(layout.CARRIED_COLUMNS).struct.json_encode()
+        )
+        self._carried = (
+            kept.join(text, left_on="source", right_on="node")
+            .sort("target", "source")
+            .group_by(node="target", maintain_order=True)
+            .agg(("[" + pl.col("row").str.join(",") + "]").alias("rows"))
+        )
+        unwritten = graph.nodes.filter(~pl.Series(self._written))
+        self._loose_nodes = unwritten.join(kept, left_on="node", right_on="source", how="anti")
+        unwritten = unwritten.select("node")
+        self._loose_edges = graph.edges.join(unwritten, left_on="source", right_on="node", how="semi").join(
+            unwritten, left_on="target", right_on="node", how="semi"
+        )
+        # The edges of written nodes by their target; then those of written nodes to others, by their source.
+        source, target = (graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target"))
+        code = layout.edge_code(graph.edges).to_numpy()
+        delay, residual = graph.edges["delay_ns"].to_numpy(), graph.edges["residual_ns"].to_numpy()
+        into, out = self._written[target], self._written[source] & ~self._written[target]
+        lists = []
+        for rows, key, other in ((into, target, source), (out, source, target)):
+            order = np.flatnonzero(rows)[np.argsort(key[rows], kind="stable")]
+            values = np.stack([other[order], code[order], delay[order], residual[order]], axis=1)
+            lists.append(_NumberLists(key[order], values.ravel(), layout.PER_EDGE))
+        self._in, self._out = lists
         # Host ops with their row and the node that stands for them: the first of each op; null where there is none.
         first = (
             graph.nodes.filter(pl.col("host_op").is_not_null() & ~pl.col("kind").is_in(layout.CARRIED))
@@ -209,18 +243,6 @@ class Outgoing:
         yield from (wire.picked(table, lane) for table in self._places)
 
 
-def _edge_lists(edges: pl.DataFrame, solid: Flags) -> Iterator[_NumberLists]:
-    """The edges of written nodes by their target; then those of written nodes to others, by their source."""
-    source, target = (edges[name].to_numpy().astype(np.int64) for name in ("source", "target"))
-    code = layout.edge_code(edges).to_numpy()
-    delay, residual = edges["delay_ns"].to_numpy(), edges["residual_ns"].to_numpy()
-    into, out = solid[target], solid[source] & ~solid[target]
-    for rows, key, other in ((into, target, source), (out, source, target)):
-        order = np.flatnonzero(rows)[np.argsort(key[rows], kind="stable")]
-        values = np.stack([other[order], code[order], delay[order], residual[order]], axis=1)
-        yield _NumberLists(key[order], values.ravel(), layout.PER_EDGE)
-
-
 def _with_rows(nodes: pl.DataFrame, frame: pl.DataFrame) -> pl.DataFrame:
     return nodes.join(frame, on="node", how="left", maintain_order="left", coalesce=False, suffix="_there")
 
@@ -291,34 +313,6 @@ def _tensors(tag: bytes, frame: pl.DataFrame, columns: tuple[str, str, str]) -> 
         for key, name in zip((b"\x0a", b"\x12", b"\x1a"), columns, strict=True)
     ]
     return wire.delimited(tag, wire.joined(parts))
-
-
-def _carried(graph: Graph, solid: Flags) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """Rows of nodes that are not written, by the node that carries them (`rows`: JSON), then what nobody carries."""
-    flags = graph.nodes.select("node", "rank", solid=pl.Series(solid))
-    edges = graph.edges.select("source", "target")
-    neighbours = pl.concat([edges, edges.select(source="target", target="source")])
-    kept = (
-        neighbours.join(flags.filter(~pl.col("solid")).select(source="node"), on="source")
-        .join(flags.filter("solid").select(target="node", rank="rank"), on="target")
-        .group_by("source", "rank")
-        .agg(pl.col("target").min())
-    )
-    text = graph.nodes.join(kept.select(node="source").unique(), on="node").select(
-        "node", row=pl.struct(layout.CARRIED_COLUMNS).struct.json_encode()
-    )
-    rows = (
-        kept.join(text, left_on="source", right_on="node")
-        .sort("target", "source")
-        .group_by(node="target", maintain_order=True)
-        .agg(("[" + pl.col("row").str.join(",") + "]").alias("rows"))
-    )
-    alone = graph.nodes.filter(~pl.Series(solid)).join(kept, left_on="node", right_on="source", how="anti")
-    unwritten = flags.filter(~pl.col("solid")).select("node")
-    between = graph.edges.join(unwritten, left_on="source", right_on="node", how="semi").join(
-        unwritten, left_on="target", right_on="node", how="semi"
-    )
-    return rows, alone, between
 
 
 def dependencies(graph: Graph, solid: Flags) -> Iterator[_NumberLists]:

@@ -41,28 +41,16 @@ class UnpackedFile:
         self.fault = ""
 
     def __iter__(self) -> Iterator[bytes]:
-        if self.packed:
-            yield from self._unpacked()
-            return
-        waiting: list[bytes] = []
-        for piece in self._read():
-            waiting.append(piece)
-            if len(waiting) * _READ >= PIECE:
+        if not self.packed:
+            waiting: list[bytes] = []
+            for piece in self._read():
+                waiting.append(piece)
+                if len(waiting) * _READ >= PIECE:
+                    yield b"".join(waiting)
+                    waiting = []
+            if waiting:
                 yield b"".join(waiting)
-                waiting = []
-        if waiting:
-            yield b"".join(waiting)
-
-    def _read(self) -> Iterator[bytes]:
-        piece, total = self._head, 0
-        while piece:
-            total += len(piece)
-            yield piece
-            if self._step:
-                self._step(total)
-            piece = self._handle.read(_READ)
-
-    def _unpacked(self) -> Iterator[bytes]:
+            return
         inflate = isal_zlib.decompressobj(31)
         read = text = 0
         member = before = 0  # where in the file the current member begins, and how much text came before it
@@ -93,6 +81,15 @@ class UnpackedFile:
                 rest = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
         if not inflate.eof:
             self.fault = f"the gzip data ends at byte {read} of the compressed file, before its end mark"
+
+    def _read(self) -> Iterator[bytes]:
+        piece, total = self._head, 0
+        while piece:
+            total += len(piece)
+            yield piece
+            if self._step:
+                self._step(total)
+            piece = self._handle.read(_READ)
 
     def _slowly(self, member: int, until: int, decoded: int) -> Iterator[bytes]:
         """The text of a corrupt member beyond its first `decoded` bytes, up to the fault.
@@ -130,7 +127,25 @@ def open_file(path: Path) -> BinaryIO:
         raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=str(path)) from error
 
 
-def packing(handle: BinaryIO) -> BinaryIO:
-    """A gzip writer on an open file; the same bytes give the same file. Close it before the file."""
-    packed: Any = igzip.IGzipFile(filename="", fileobj=handle, mode="wb", compresslevel=2, mtime=0)
-    return packed  # type: ignore[no-any-return]
+def write_packed(
+    path: Path, produce: Callable[[BinaryIO], object], *, force: bool = False, gzip: bool | None = None
+) -> int:
+    """Write a file, whole or not at all; returns its size in bytes. The same content gives the same file.
+
+    Args:
+        path: The file.
+        produce: Writes its content.
+        force: Overwrite an existing file.
+        gzip: Compress or not; None where the name ends in `.gz`.
+
+    Raises:
+        OutputError: `file-exists`, `cannot-write`.
+    """
+
+    def pack(handle: BinaryIO) -> None:
+        packed: Any = igzip.IGzipFile(filename="", fileobj=handle, mode="wb", compresslevel=2, mtime=0)
+        with packed:
+            produce(packed)
+
+    packs = path.name.lower().endswith(".gz") if gzip is None else gzip
+    return files.write(path, pack if packs else produce, force=force)

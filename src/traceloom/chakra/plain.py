@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from traceloom import __version__, files
 from traceloom.chakra import wire
-from traceloom.chakra.group_file import GROUP_FILES, group_text
+from traceloom.chakra.group_file import FILES_OF_RANKS, GROUP_FILES, group_text
 from traceloom.chakra.node_table import ADDED
 from traceloom.chakra.schema import GlobalMetadata
 from traceloom.chakra.stream import EtWriter, write_with
@@ -143,4 +143,4 @@ def write_plain(
         text = group_text(groups).encode()
         files.write(folder / GROUP_FILES[0], lambda handle: handle.write(text), force=False)
 
-    return files.write_directory(directory, produce, ("workload.*.et", "workload.*.et.gz", GROUP_FILES[0]), force=force)
+    return files.write_directory(directory, produce, FILES_OF_RANKS, force=force)

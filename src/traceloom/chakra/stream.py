@@ -14,9 +14,8 @@ from typing import BinaryIO
 
 from google.protobuf.message import DecodeError
 
-from traceloom import files
 from traceloom.chakra.framing import Block, Cut, blocks, length_prefix
-from traceloom.chakra.packed import Step, UnpackedFile, open_file, packing
+from traceloom.chakra.packed import Step, UnpackedFile, open_file, write_packed
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.errors import InputError
 from traceloom.model.notice import Notice
@@ -224,14 +223,4 @@ def write_with(
     path: str | Path, produce: Callable[[EtWriter], None], *, force: bool = False, gzip: bool | None = None
 ) -> int:
     """As `write`, for who has messages in another shape: `produce` writes them, the metadata first."""
-    path = Path(path)
-    pack = path.name.lower().endswith(".gz") if gzip is None else gzip
-
-    def into(handle: BinaryIO) -> None:
-        if not pack:
-            produce(EtWriter(handle))
-            return
-        with packing(handle) as packed:
-            produce(EtWriter(packed))
-
-    return files.write(path, into, force=force)
+    return write_packed(Path(path), lambda handle: produce(EtWriter(handle)), force=force, gzip=gzip)

@@ -80,7 +80,16 @@ def run(args: argparse.Namespace) -> int:
     elif not args.quiet:
         for line in _lines(outcome):
             print(line)
-    outputs.say(args, *_closing(args, outcome, fresh=fresh))
+    if fresh:
+        outputs.say(args, f"Made the key {args.key}: whoever has it can test guesses of names; keep it to yourself.")
+    if args.map:
+        outputs.say(args, f"Wrote {args.map}: it undoes all pseudonyms and is not encrypted; keep it to yourself.")
+    verb = "validate" if all(file["kind"] in ("et", "groups") for file in outcome.report["files"]) else "report"
+    outputs.say(
+        args,
+        f"Wrote {outcome.report_path}: it names what was hidden; read it, and do not share it.",
+        f"Wrote {outcome.output}; look at it: traceloom {verb} {shlex.quote(str(outcome.output))}",
+    )
     if outcome.refused:
         more = f" (and {len(outcome.refused) - 1} more)" if len(outcome.refused) > 1 else ""
         raise PartialError(f"refused: {outcome.refused[0]}{more}", slug="refused-input")
@@ -147,14 +156,3 @@ def _lines(outcome: Anonymized) -> Iterator[str]:
         yield f"  shapes: {shapes['distinct']:,} distinct, {shapes['distinct_after']:,} after ({shapes['policy']})"
         if shapes["policy"] != "keep":
             yield f"  {len(shapes['given_away']):>10,}  hidden shapes that bytes, operations, grids or names give away"
-
-
-def _closing(args: argparse.Namespace, outcome: Anonymized, *, fresh: bool) -> Iterator[str]:
-    if fresh:
-        yield f"Made the key {args.key}: whoever has it can test guesses of names; keep it to yourself."
-    if args.map:
-        yield f"Wrote {args.map}: it undoes all pseudonyms and is not encrypted; keep it to yourself."
-    yield f"Wrote {outcome.report_path}: it names what was hidden; read it, and do not share it."
-    shown = shlex.quote(str(outcome.output))
-    verb = "validate" if all(file["kind"] in ("et", "groups") for file in outcome.report["files"]) else "report"
-    yield f"Wrote {outcome.output}; look at it: traceloom {verb} {shown}"

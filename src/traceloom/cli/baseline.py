@@ -93,14 +93,11 @@ def _save(args: argparse.Namespace) -> int:
         print(f"Wrote {where} ({many}).")
         if len(runs) == 1:
             print("One run says nothing of how runs differ: several make a verdict that holds.")
-        following = [args.name, "NEW-RUN", *_store_option(args), "--fail-if", "step_time > 3%"]
+        store_option = [] if args.store == _STORE else ["--store", args.store]
+        following = [args.name, "NEW-RUN", *store_option, "--fail-if", "step_time > 3%"]
         print(f"Next: traceloom baseline compare {shlex.join(following)}")
     checking.refuse(refused)
     return 0
-
-
-def _store_option(args: argparse.Namespace) -> list[str]:
-    return [] if args.store == _STORE else ["--store", args.store]
 
 
 def _summaries(args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> list[RunSummary]:
@@ -154,8 +151,9 @@ def _compare(args: argparse.Namespace) -> int:
         document = verdict.build(judged, *sides, strict=args.strict, effect=args.power)
         written = outputs.write(args, chosen, document, progress)
     checking.show(args, document)
-    flags = [part for text in args.conditions for part in ("--fail-if", text)]
-    again = shlex.join([args.name, *args.runs, *_store_option(args), *flags])
+    flags = [] if args.store == _STORE else ["--store", args.store]
+    flags += [part for text in args.conditions for part in ("--fail-if", text)]
+    again = shlex.join([args.name, *args.runs, *flags])
     outputs.close(args, written, f"traceloom baseline compare {again} -o check.md")
     checking.conclude(document)
     checking.refuse(refused)

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -139,16 +139,8 @@ def _converted(
 
         graph_store.save(graph, target, force=args.force)
         return [target], graph.nodes.height, source.notices, f"traceloom convert {target} workload/"
-    from traceloom import files
-    from traceloom.chakra.packed import packing
+    from traceloom.chakra.packed import write_packed
     from traceloom.report.exports.perfetto.graph import write_graph
 
-    def produce(handle: BinaryIO) -> None:
-        if not target.name.lower().endswith(".gz"):
-            write_graph(graph, handle)
-            return
-        with packing(handle) as packed:
-            write_graph(graph, packed)
-
-    files.write(target, produce, force=args.force)
+    write_packed(target, lambda handle: write_graph(graph, handle), force=args.force)
     return [target], graph.nodes.height, source.notices, "open it at ui.perfetto.dev"

@@ -63,7 +63,19 @@ def run(args: argparse.Namespace) -> int:
     if args.more_base or args.more_new or args.strict:
         message = "--base, --new and --strict belong to a check"
         raise UsageError(message, slug="wrong-usage", hint="add --fail-if 'step_time > 3%'")
-    chosen = outputs.targets(args, _FORMATS)
+
+    def write_html(document: dict[str, Any], handle: BinaryIO) -> None:
+        from traceloom.report.comparison import page
+
+        handle.write(encoded(page.render(document)))
+
+    def write_markdown(document: dict[str, Any], handle: BinaryIO) -> None:
+        from traceloom.report.comparison import markdown
+
+        handle.write(encoded(markdown.render(document)))
+
+    formats = {".html": write_html, ".htm": write_html, ".md": write_markdown, ".json": checking.json}
+    chosen = outputs.targets(args, formats)
     from traceloom.analyze import compare
     from traceloom.report import comparison
 
@@ -124,18 +136,3 @@ def _check(args: argparse.Namespace) -> int:
     checking.conclude(document)
     checking.refuse(refused)
     return 0
-
-
-def _html(document: dict[str, Any], handle: BinaryIO) -> None:
-    from traceloom.report.comparison import page
-
-    handle.write(encoded(page.render(document)))
-
-
-def _markdown(document: dict[str, Any], handle: BinaryIO) -> None:
-    from traceloom.report.comparison import markdown
-
-    handle.write(encoded(markdown.render(document)))
-
-
-_FORMATS: dict[str, checking.Writer] = {".html": _html, ".htm": _html, ".md": _markdown, ".json": checking.json}

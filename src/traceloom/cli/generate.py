@@ -6,14 +6,11 @@ import argparse
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.errors import UsageError, nearest
-
-if TYPE_CHECKING:
-    from traceloom.chakra.generate import Generated
 
 _EXAMPLES = """\
 examples:
@@ -85,26 +82,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Generate and write; returns the exit code."""
-    from traceloom.chakra.generate import write_generated
-
-    generated = _generated(args)
-    files = write_generated(generated, args.output, force=args.force)
-    if args.json:
-        import msgspec
-
-        from traceloom.plain_text import json_line
-
-        sys.stdout.buffer.write(msgspec.json.format(json_line(generated.to_dict()), indent=1) + b"\n")
-    elif not args.quiet:
-        for name, value in generated.totals.items():
-            print(f"{name:>18}  {_shown(value)}")
-    nodes = sum(len(program) for program in generated.programs)
-    written = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes)"
-    outputs.say(args, f"{written}; next: traceloom validate {args.output}")
-    return 0
-
-
-def _generated(args: argparse.Namespace) -> Generated:
     from traceloom.chakra import generate
 
     kinds: dict[str, tuple[Any, Any]] = {
@@ -128,8 +105,21 @@ def _generated(args: argparse.Namespace) -> Generated:
         raise UsageError(
             "a single rank has no peer to communicate with", slug="wrong-usage", hint="give --ranks 2 or more"
         )
-    made: Generated = make(options(**chosen))
-    return made
+    generated: generate.Generated = make(options(**chosen))
+    files = generate.write_generated(generated, args.output, force=args.force)
+    if args.json:
+        import msgspec
+
+        from traceloom.plain_text import json_line
+
+        sys.stdout.buffer.write(msgspec.json.format(json_line(generated.to_dict()), indent=1) + b"\n")
+    elif not args.quiet:
+        for name, value in generated.totals.items():
+            print(f"{name:>18}  {_shown(value)}")
+    nodes = sum(len(program) for program in generated.programs)
+    written = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes)"
+    outputs.say(args, f"{written}; next: traceloom validate {args.output}")
+    return 0
 
 
 def _shown(value: Any) -> str:

@@ -65,20 +65,19 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Read, link and write; returns the exit code."""
-    from traceloom.chakra.graph import FILES_OF_RANKS
+    from traceloom.chakra.group_file import FILES_OF_RANKS
 
     form = "" if args.output is None else outputs.form_of(args, _FORMATS, FILES_OF_RANKS)
     from traceloom.read import Cache
     from traceloom.read.ahead import decoding
 
-    with decoding(args.inputs, None if args.no_cache else Cache()):
-        return _run(args, form)
+    with (
+        decoding(args.inputs, None if args.no_cache else Cache()),
+        Progress(shown=not args.quiet) as progress,
+        ThreadPoolExecutor(1, "traceloom-write") as beside,
+    ):
+        from traceloom.link import link
 
-
-def _run(args: argparse.Namespace, form: str) -> int:
-    from traceloom.link import link
-
-    with Progress(shown=not args.quiet) as progress, ThreadPoolExecutor(1, "traceloom-write") as beside:
         linked = link(*args.inputs, window=args.window, cache=not args.no_cache, progress=progress.say)
         # A graph is encoded without Python's lock: what is said of it is found out meanwhile.
         writing = None if args.output is None else beside.submit(_write, args, form, linked)
@@ -88,7 +87,17 @@ def _run(args: argparse.Namespace, form: str) -> int:
 
             progress.say("re-timing")
             law = find_law(linked.graph)
-        show = _summary(args, linked, law)
+        show: Callable[[], object] = lambda: None  # noqa: E731  (made ready here, printed when all is written)
+        if args.json or not args.quiet:
+            from traceloom.report import graph_document
+
+            document = graph_document.build(linked.graph, law)
+            if args.json:
+                show = partial(sys.stdout.write, json.dumps(document, indent=2) + "\n")
+            else:
+                from traceloom.report.views import terminal
+
+                show = partial(terminal.show_graph, document, sys.stdout)
         written: list[str] = []
         if writing is not None:
             progress.say(f"writing {args.output}")
@@ -123,17 +132,3 @@ def _write(args: argparse.Namespace, form: str, linked: Linked) -> list[str]:
     names = chakra.write_ranks(graph, path, force=args.force)
     size = sum(name.stat().st_size for name in names)
     return [f"Wrote {path}/ ({len(names)} files, {units.size(size)})."]
-
-
-def _summary(args: argparse.Namespace, linked: Linked, law: Any) -> Callable[[], object]:
-    """What prints the summary, made ready."""
-    if args.quiet and not args.json:
-        return lambda: None
-    from traceloom.report import graph_document
-
-    document = graph_document.build(linked.graph, law)
-    if args.json:
-        return partial(sys.stdout.write, json.dumps(document, indent=2) + "\n")
-    from traceloom.report.views import terminal
-
-    return partial(terminal.show_graph, document, sys.stdout)

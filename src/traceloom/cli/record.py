@@ -105,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
     )
     launch = Launch(settings, command, force=args.force)
     status = launch.run()
-    for line in launch.summary(_shown(directory)):
+    relative = os.path.relpath(directory) if sys.platform != "win32" else str(directory)
+    for line in launch.summary(relative if not relative.startswith("..") else str(directory)):
         say(line)
     if status < 0:
         launch.die_alike(-status)
@@ -122,9 +123,3 @@ def default_name(command: list[str]) -> str:
     first = f"traceloom-{name}-{now:%Y%m%d-%H%M%S}"
     names = chain([first], (f"{first}-{number}" for number in count(2)))
     return next(name for name in names if not Path(name).exists())  # two may begin within a second
-
-
-def _shown(directory: Path) -> str:
-    """The directory as the user would type it."""
-    relative = os.path.relpath(directory) if sys.platform != "win32" else str(directory)
-    return relative if not relative.startswith("..") else str(directory)

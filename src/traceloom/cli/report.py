@@ -240,8 +240,18 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
 
     if len(sessions) == 1:
         return Report(report.build(sessions[0], options), report.selected(sessions[0], options), options)
-    homes = Counter(home for session in sessions for home in _homes(session))
-    commands = [_command(session, homes) for session in sessions]
+    # The shell command that reports each run alone: by its directory or pattern, where these name nothing else.
+    homes = [{Path(trace.meta.path).parent for trace in session.traces} for session in sessions]
+    runs_by_home = Counter(home for of_session in homes for home in of_session)
+    commands = []
+    for session, of_session in zip(sessions, homes, strict=True):
+        paths = [trace.meta.path for trace in session.traces]
+        inputs = shlex.join(paths)
+        if len(paths) > 1 and len(of_session) == 1 and runs_by_home[min(of_session)] == 1:
+            inputs = shlex.quote(str(min(of_session)))
+        elif len(paths) > 1:
+            inputs = _pattern(session) or inputs
+        commands.append(with_addresses(f"traceloom report {inputs}"))
     of_one = of_one + [option for option, value in (("--rank", args.rank), ("--steps", args.steps)) if value]
     if of_one:
         raise UsageError(
@@ -250,22 +260,6 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
             hint=f"choose one, as with: {commands[0]}",
         )
     return Report(report.build_runs(sessions, with_addresses(", ".join(args.inputs)), commands), sessions[0], options)
-
-
-def _homes(session: Session) -> set[Path]:
-    return {Path(trace.meta.path).parent for trace in session.traces}
-
-
-def _command(session: Session, runs_by_home: Counter[Path]) -> str:
-    """The shell command that reports this run alone: by its directory or its pattern, where these name nothing else."""
-    paths = [trace.meta.path for trace in session.traces]
-    homes = _homes(session)
-    inputs = shlex.join(paths)
-    if len(paths) > 1 and len(homes) == 1 and all(runs_by_home[home] == 1 for home in homes):
-        inputs = shlex.quote(str(homes.pop()))
-    elif len(paths) > 1:
-        inputs = _pattern(session) or inputs
-    return with_addresses(f"traceloom report {inputs}")
 
 
 def _pattern(session: Session) -> str | None:

@@ -71,7 +71,15 @@ def run(args: argparse.Namespace) -> int:
         network = _network(args.inputs, progress)
         row = None if args.node is None else _row(network, args.node, args.rank)
         progress.say("counting")
-        document = _document(network, row)
+        from traceloom.report.workload.attributes import attributes_of
+        from traceloom.report.workload.summary import neighbours, summarise
+
+        document = summarise(network) if row is None else neighbours(network, row)
+        if row is not None:
+            node = network.nodes.row(row, named=True)
+            path = network.details.get(node["rank"])
+            # What else the file says of a Chakra node, looked up in it.
+            document["attributes"] = dict(attributes_of(path, node["id"])) if path is not None else {}
         written = outputs.write(args, chosen, document, progress)
     if args.json:
         from traceloom.report.views.jsonfile import encode
@@ -131,17 +139,3 @@ def _row(network: Network, identity: int, rank: int | None) -> int:
             f"node {identity} is on {len(ranks)} ranks", slug="several-ranks", hint=f"add --rank {ranks[0]}"
         )
     return rows[0]
-
-
-def _document(network: Network, row: int | None) -> dict[str, Any]:
-    from traceloom.report.workload.attributes import attributes_of
-    from traceloom.report.workload.summary import neighbours, summarise
-
-    if row is None:
-        return summarise(network)
-    document = neighbours(network, row)
-    node = network.nodes.row(row, named=True)
-    path = network.details.get(node["rank"])
-    # What else the file says of a Chakra node, looked up in it.
-    attributes = attributes_of(path, node["id"]) if path is not None else []
-    return {**document, "attributes": dict(attributes)}

@@ -68,8 +68,11 @@ def run(args: argparse.Namespace) -> int:
 
         sys.stdout.buffer.write(msgspec.json.format(json_line(verdict.to_dict()), indent=1) + b"\n")
     else:
+        letters: dict[int, str] = {}
+        if not (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf"):
+            from traceloom.report.views.terminal.look import ASCII as letters  # noqa: N811  (those that it knows)
         for line in _lines(verdict, quiet=args.quiet):
-            print(_spelled(line))
+            print(with_addresses(line).translate(letters))
     broken = verdict.errors + (verdict.warnings if args.strict else 0)
     if broken:
         raise CheckError(
@@ -122,13 +125,3 @@ def _summary(verdict: ValidationResult) -> str:
 
 def _s(count: int) -> str:
     return "" if count == 1 else "s"
-
-
-def _spelled(line: str) -> str:
-    """The line in letters that the output knows, with inputs as the user named them."""
-    line = with_addresses(line)
-    if (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf"):
-        return line
-    from traceloom.report.views.terminal.look import ASCII
-
-    return line.translate(ASCII)

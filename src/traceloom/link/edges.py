@@ -122,11 +122,7 @@ def fitting(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
             break
         inside = basis & ~firm & stuck[source] & stuck[target]
         if not inside.any():
-            raise InvariantError(
-                "the order of calls, launches and streams contradicts itself",
-                slug="broken-cycle",
-                hint="this is a defect of Traceloom, please report it",
-            )
+            raise InvariantError("the order of calls, launches and streams contradicts itself", slug="broken-cycle")
         basis &= ~inside
     position = np.empty(times.size, dtype=np.int64)
     position[order] = np.arange(times.size)

@@ -57,13 +57,13 @@ def column_of(events: pl.DataFrame, name: str, absent: int | None = None, *, lar
     series = events[name]
     if isinstance(series.dtype, pl.Enum):
         series = series.to_physical()
-    if not large:
-        return _filled(series, absent)
     if absent is None:
-        return series.to_numpy().view(OnDisk)
+        return series.to_numpy().view(OnDisk) if large else series.to_numpy()
+    if not large:
+        return series.cast(pl.Int64).fill_null(absent).to_numpy()
     values = empty(series.len(), np.int64)
     for piece in pieces(series.len()):
-        values[piece] = _filled(series[piece], absent)
+        values[piece] = series[piece].cast(pl.Int64).fill_null(absent).to_numpy()
     return values
 
 
@@ -77,10 +77,6 @@ def on_disk(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
 
     columns = [mapped.gathered(dtype, frame.height, partial(parts, name)) for name, dtype in frame.schema.items()]
     return pl.DataFrame([column.alias(name) for name, column in zip(frame.schema, columns, strict=True)])
-
-
-def _filled(series: pl.Series, absent: int | None) -> Array:
-    return (series if absent is None else series.cast(pl.Int64).fill_null(absent)).to_numpy()
 
 
 def lookup(table: Array, codes: Array) -> Array:

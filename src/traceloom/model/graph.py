@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import polars as pl
 
-from traceloom.errors import InvariantError
+from traceloom.errors import broken
 from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
 from traceloom.model.notice import Notice
 from traceloom.model.points import topological
@@ -92,18 +92,32 @@ class Graph:
         of a node are within its duration; no edge asks for more than the measured times show; there is no cycle.
         """
         self.check_columns()
-        self._check_times()
-        topological(self.nodes.height, *self.points())
+        wrong = self.nodes.filter(
+            (pl.col("duration_ns") < 0)
+            | (pl.col("work_ns") < 0)
+            | (pl.col("residual_ns") < 0)
+            | (pl.col("work_ns") + pl.col("residual_ns") > pl.col("duration_ns"))
+        )
+        if wrong.height:
+            raise broken("times", f"{wrong.height} nodes have times that cannot be, the first is {wrong['node'][0]}")
+        source, target = self.points()
+        times = self.point_times()
+        required = self.edges["delay_ns"].to_numpy() + self.edges["residual_ns"].to_numpy()
+        late = times[target] < times[source] + required
+        if late.any():
+            first = self.edges.row(int(np.flatnonzero(late)[0]), named=True)
+            raise broken("times", f"{int(late.sum())} edges ask for more than was measured, the first is {first}")
+        topological(self.nodes.height, source, target)
 
     def check_columns(self) -> None:
         """The part of `check` that costs little: columns as declared, ids that are row numbers, references to rows."""
         for name, frame in self.frames().items():
             if frame.schema != GRAPH_SCHEMAS[name]:
-                raise _broken("columns", f"frame {name} has {frame.schema}, expected {GRAPH_SCHEMAS[name]}")
+                raise broken("columns", f"frame {name} has {frame.schema}, expected {GRAPH_SCHEMAS[name]}")
         for name, column in (("nodes", "node"), ("lanes", "lane")):
             frame = getattr(self, name)
             if not (frame[column].to_numpy() == np.arange(frame.height)).all():
-                raise _broken("ids", f"ids of {name} are not the row numbers")
+                raise broken("ids", f"ids of {name} are not the row numbers")
         for name, column, target in (
             ("edges", "source", "nodes"),
             ("edges", "target", "nodes"),
@@ -113,7 +127,7 @@ class Graph:
         ):
             highest = getattr(self, name)[column].max()
             if isinstance(highest, int) and highest >= getattr(self, target).height:
-                raise _broken("references", f"`{column}` of {name} points past the last row of {target}")
+                raise broken("references", f"`{column}` of {name} points past the last row of {target}")
 
     def points(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
         """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end."""
@@ -131,24 +145,3 @@ class Graph:
         times = np.empty(2 * len(start), dtype=np.int64)
         times[0::2], times[1::2] = start, start + duration
         return times
-
-    def _check_times(self) -> None:
-        wrong = self.nodes.filter(
-            (pl.col("duration_ns") < 0)
-            | (pl.col("work_ns") < 0)
-            | (pl.col("residual_ns") < 0)
-            | (pl.col("work_ns") + pl.col("residual_ns") > pl.col("duration_ns"))
-        )
-        if wrong.height:
-            raise _broken("times", f"{wrong.height} nodes have times that cannot be, the first is {wrong['node'][0]}")
-        source, target = self.points()
-        times = self.point_times()
-        required = self.edges["delay_ns"].to_numpy() + self.edges["residual_ns"].to_numpy()
-        late = times[target] < times[source] + required
-        if late.any():
-            first = self.edges.row(int(np.flatnonzero(late)[0]), named=True)
-            raise _broken("times", f"{int(late.sum())} edges ask for more than was measured, the first is {first}")
-
-
-def _broken(law: str, message: str) -> InvariantError:
-    return InvariantError(message, slug=f"broken-{law}", hint="this is a defect of Traceloom, please report it")

@@ -33,6 +33,11 @@ _MOST_UNZIPPED = 20
 # A row takes tens of bytes in memory and at least some in the file, even where every column repeats itself.
 _MOST_ROWS_PER_BYTE = 50
 _FEW_ROWS = 1_000_000
+_DAMAGE = (
+    OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, zlib.error, InvariantError,
+    # Parquet that was changed can make the reader of Parquet panic, which is no ordinary exception.
+    pl.exceptions.PolarsError, pl.exceptions.PanicException,
+)  # fmt: skip
 _NEVER_NULL = {
     "nodes": ("node", "kind", "name", "rank", "start_ns", "duration_ns", "work_ns", "residual_ns"),
     "edges": tuple(GRAPH_SCHEMAS["edges"]),
@@ -49,7 +54,27 @@ def save(graph: Graph, path: str | Path, *, force: bool = False) -> int:
     Raises:
         OutputError: `file-exists`, `cannot-write`.
     """
-    return files.write(Path(path), lambda handle: _pack(graph, handle), force=force)
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "name": graph.name,
+        "epoch_ns": graph.epoch_ns,
+        "world_size": graph.world_size,
+        "stage": graph.stage,
+        "notices": [asdict(notice) for notice in graph.notices],
+        "rows": {name: frame.height for name, frame in graph.frames().items()},
+    }
+
+    def pack(handle: BinaryIO) -> None:
+        with zipfile.ZipFile(handle, "w", zipfile.ZIP_STORED) as archive:
+            _add(archive, _HEADER, lambda member: member.write(json.dumps(header, indent=1).encode()))
+            for name, frame in graph.frames().items():
+                enums = [column for column, kind in frame.schema.items() if isinstance(kind, pl.Enum)]
+                plain = frame.with_columns(pl.col(column).cast(pl.String) for column in enums)
+                _add(archive, f"{name}.parquet", plain.write_parquet)
+
+    return files.write(Path(path), pack, force=force)
 
 
 def load(path: str | Path) -> Graph:
@@ -69,20 +94,26 @@ def load(path: str | Path) -> Graph:
         with handle, zipfile.ZipFile(handle) as archive:
             header = _header(archive, where)
             frames = {name: _frame(archive, name, header["rows"][name]) for name in GRAPH_SCHEMAS}
-            graph = _graph(header, frames)
+        name, stage, epoch, world = (header[key] for key in ("name", "stage", "epoch_ns", "world_size"))
+        if stage not in get_args(Stage):
+            raise ValueError(f"`{stage}` is no stage of a graph")
+        if not (world is None or isinstance(world, int)) or not isinstance(epoch, int):
+            raise TypeError("its header has no whole numbers where they belong")
+        names = {field.name for field in fields(Notice)}
+        notices = tuple(Notice(**{k: v for k, v in notice.items() if k in names}) for notice in header["notices"])
+        graph = Graph(**frames, name=str(name), epoch_ns=epoch, world_size=world, stage=stage, notices=notices)
         graph.check_columns()
     except zipfile.BadZipFile as error:
-        raise _no_zip(Path(path)) from error
-    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, zlib.error) as error:
-        raise _damaged(_first_line(error), where) from error
-    # Parquet that was changed can make the reader of Parquet panic, which is no ordinary exception.
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, InvariantError) as error:
-        raise _damaged(_first_line(error), where) from error
+        with Path(path).open("rb") as opened:
+            cut = opened.read(4) == b"PK\x03\x04"
+        if cut:
+            raise _damaged("its end is missing, or it was changed", where) from error
+        raise InputError(
+            "this is not a saved graph", slug="not-a-graph", where=where, hint="a graph is a zip archive"
+        ) from error
+    except _DAMAGE as error:
+        raise _damaged(next(iter(str(error).splitlines()), type(error).__name__), where) from error
     return graph
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def is_graph(path: Path) -> bool:
@@ -92,26 +123,6 @@ def is_graph(path: Path) -> bool:
             return _HEADER in archive.namelist()
     except (OSError, zipfile.BadZipFile):
         return False
-
-
-def _pack(graph: Graph, handle: BinaryIO) -> None:
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "traceloom": __version__,
-        "name": graph.name,
-        "epoch_ns": graph.epoch_ns,
-        "world_size": graph.world_size,
-        "stage": graph.stage,
-        "notices": [asdict(notice) for notice in graph.notices],
-        "rows": {name: frame.height for name, frame in graph.frames().items()},
-    }
-    with zipfile.ZipFile(handle, "w", zipfile.ZIP_STORED) as archive:
-        _add(archive, _HEADER, lambda member: member.write(json.dumps(header, indent=1).encode()))
-        for name, frame in graph.frames().items():
-            enums = [column for column, kind in frame.schema.items() if isinstance(kind, pl.Enum)]
-            plain = frame.with_columns(pl.col(column).cast(pl.String) for column in enums)
-            _add(archive, f"{name}.parquet", plain.write_parquet)
 
 
 def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], Any]) -> None:
@@ -171,27 +182,6 @@ def _frame(archive: zipfile.ZipFile, name: str, rows: int) -> pl.DataFrame:
     if empty := next((column for column in _NEVER_NULL.get(name, ()) if frame[column].null_count()), None):
         raise ValueError(f"column `{empty}` of `{name}` has rows without a value")
     return frame.cast(schema)
-
-
-def _graph(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Graph:
-    stage, world = header["stage"], header["world_size"]
-    if stage not in get_args(Stage):
-        raise ValueError(f"`{stage}` is no stage of a graph")
-    if not (world is None or isinstance(world, int)) or not isinstance(header["epoch_ns"], int):
-        raise TypeError("its header has no whole numbers where they belong")
-    field_names = {field.name for field in fields(Notice)}
-    notices = tuple(Notice(**{k: v for k, v in notice.items() if k in field_names}) for notice in header["notices"])
-    return Graph(
-        **frames, name=str(header["name"]), epoch_ns=header["epoch_ns"], world_size=world, stage=stage, notices=notices
-    )
-
-
-def _no_zip(path: Path) -> InputError:
-    with path.open("rb") as handle:
-        cut = handle.read(4) == b"PK\x03\x04"
-    if cut:
-        return _damaged("its end is missing, or it was changed", str(path))
-    return InputError("this is not a saved graph", slug="not-a-graph", where=str(path), hint="a graph is a zip archive")
 
 
 def _damaged(why: str, where: str) -> InputError:

@@ -84,7 +84,10 @@ class ColumnFiles:
 
     def _column(self, series: pl.Series) -> pl.Series:
         if series.dtype == pl.String:
-            return self._texts(series)
+            distinct = series.drop_nulls().unique(maintain_order=True)
+            codes = series.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
+            table = mapped.TextTable(distinct.to_list())
+            return table.column(codes, self._kept).alias(series.name) if table.fits else series
         kind = mapped.arrow_name(series.dtype)
         if kind is None:
             return series
@@ -94,14 +97,6 @@ class ColumnFiles:
             return pl.Series(series.name, data)
         bits = self._kept(np.packbits(present.to_numpy(), bitorder="little"))
         return mapped.series(kind, len(data), [bits, data]).alias(series.name)
-
-    def _texts(self, series: pl.Series) -> pl.Series:
-        distinct = series.drop_nulls().unique(maintain_order=True)
-        codes = series.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
-        table = mapped.TextTable(distinct.to_list())
-        if not table.fits:
-            return series
-        return table.column(codes, self._kept).alias(series.name)
 
     def _kept(self, values: Array) -> Array:
         """A copy of the values in a file."""

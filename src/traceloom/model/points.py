@@ -146,5 +146,4 @@ def cycle(nodes: int, source: Ints, target: Ints) -> InvariantError:
     return InvariantError(
         f"{stuck.size} points wait for each other, one of them is of node {int(stuck[0]) // 2}",
         slug="broken-cycle",
-        hint="this is a defect of Traceloom, please report it",
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from traceloom.errors import InvariantError
+from traceloom.errors import broken
 from traceloom.model.category import GPU_WORK
 from traceloom.model.deferred import Deferred
 from traceloom.model.notice import Notice
@@ -139,21 +139,16 @@ class Trace:
         """
         for name, frame in self.frames().items():
             if frame.schema != SCHEMAS[name]:
-                raise _broken("columns", f"frame {name} has {frame.schema}, expected {SCHEMAS[name]}")
+                raise broken("columns", f"frame {name} has {frame.schema}, expected {SCHEMAS[name]}")
         events = self.events
         if not (events["event"].to_numpy() == np.arange(events.height)).all():
-            raise _broken("ids", "event ids are not the row numbers")
+            raise broken("ids", "event ids are not the row numbers")
         if not events["start_ns"].is_sorted():
-            raise _broken("order", "events are not sorted by start")
-        self._check_nesting()
-        self._check_references()
-
-    def _check_nesting(self) -> None:
-        events = self.events
+            raise broken("order", "events are not sorted by start")
         start = events["start_ns"].to_numpy()
         end = events["nested_end_ns"].to_numpy()
         if (end < start).any():
-            raise _broken("nesting", f"{int((end < start).sum())} events end before they start")
+            raise broken("nesting", f"{int((end < start).sum())} events end before they start")
         has_parent = events["parent"].is_not_null().to_numpy()
         child = np.flatnonzero(has_parent)
         parent = events["parent"].drop_nulls().to_numpy()
@@ -161,16 +156,16 @@ class Trace:
         depth = events["depth"].to_numpy().astype(np.int64)
         outside = (start[child] < start[parent]) | (end[child] > end[parent]) | (lane[child] != lane[parent])
         if outside.any():
-            raise _broken("nesting", f"{int(outside.sum())} events lie outside their parents")
+            raise broken("nesting", f"{int(outside.sum())} events lie outside their parents")
         if (depth[child] != depth[parent] + 1).any() or depth[~has_parent].any():
-            raise _broken("nesting", "depths do not follow the parents")
+            raise broken("nesting", "depths do not follow the parents")
         self_ns = end - start
         np.subtract.at(self_ns, parent, end[child] - start[child])
         if (self_ns < 0).any():
-            raise _broken("self-time", f"{int((self_ns < 0).sum())} events have negative self time")
+            raise broken("self-time", f"{int((self_ns < 0).sum())} events have negative self time")
         kinds = self.lanes.select("lane", "kind", "busy_ns")
         by_lane = (
-            pl.DataFrame({"lane": self.events["lane"], "self_ns": self_ns})
+            pl.DataFrame({"lane": events["lane"], "self_ns": self_ns})
             .group_by("lane")
             .agg(pl.col("self_ns").sum())
             .join(kinds, on="lane")
@@ -178,20 +173,13 @@ class Trace:
         )
         wrong = by_lane.filter(pl.col("self_ns") != pl.col("busy_ns"))
         if wrong.height:
-            raise _broken("self-time", f"self times of {wrong.height} lanes do not add up to their busy time")
-
-    def _check_references(self) -> None:
-        category = self.events["category"]
+            raise broken("self-time", f"self times of {wrong.height} lanes do not add up to their busy time")
         for column, allowed in (("op", ["op"]), ("launch", ["runtime", "driver"])):
-            target = self.events[column].drop_nulls()
-            if target.len() and not category.gather(target).is_in(allowed).all():
-                raise _broken("references", f"`{column}` points to events that are no {' or '.join(allowed)}")
+            target = events[column].drop_nulls()
+            if target.len() and not events["category"].gather(target).is_in(allowed).all():
+                raise broken("references", f"`{column}` points to events that are no {' or '.join(allowed)}")
         for name, frame in self.frames().items():
             if name != "events" and "event" in frame.columns and frame.height:
                 highest = frame["event"].max()
-                if isinstance(highest, int) and highest >= self.events.height:
-                    raise _broken("references", f"frame {name} points past the last event")
-
-
-def _broken(law: str, message: str) -> InvariantError:
-    return InvariantError(message, slug=f"broken-{law}", hint="this is a defect of Traceloom, please report it")
+                if isinstance(highest, int) and highest >= events.height:
+                    raise broken("references", f"frame {name} points past the last event")

@@ -89,8 +89,12 @@ def saved(folder: Path, *, kept: bool = True) -> Trace:
     rows = {name: count for name, count in head.rows.items() if count and name in SCHEMAS}
     if head.meta.file_bytes >= spill.SPILL_BYTES:
         frames = {name: _frame_on_disk(folder, name, count) for name, count in rows.items()}
-    else:
-        frames = _frames(folder, rows)
+    else:  # all at once, which takes half as long as one after the other
+        read = pl.collect_all([pl.scan_ipc(folder / f"{name}.arrow") for name in rows])
+        frames = dict(zip(rows, read, strict=True))
+        for name, frame in frames.items():
+            if frame.height != rows[name] or frame.schema != SCHEMAS[name]:
+                raise ValueError(f"frame {name} is not as its head says")
     empty = {name: pl.DataFrame(schema=SCHEMAS[name]) for name in SCHEMAS}
     return Trace(meta=head.meta, notices=tuple(head.notices), **(empty | frames))
 
@@ -102,16 +106,6 @@ def _checksum(path: Path) -> tuple[int, int]:
         while piece := file.read(_PIECE):
             size, checksum = size + len(piece), crc32(piece, checksum)
     return size, checksum
-
-
-def _frames(folder: Path, rows: dict[str, int]) -> dict[str, pl.DataFrame]:
-    """All frames at once, which takes half as long as one after the other."""
-    read = pl.collect_all([pl.scan_ipc(folder / f"{name}.arrow") for name in rows])
-    frames = dict(zip(rows, read, strict=True))
-    for name, frame in frames.items():
-        if frame.height != rows[name] or frame.schema != SCHEMAS[name]:
-            raise ValueError(f"frame {name} is not as its head says")
-    return frames
 
 
 def _frame_on_disk(folder: Path, name: str, rows: int) -> pl.DataFrame:

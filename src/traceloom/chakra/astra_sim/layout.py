@@ -55,7 +55,13 @@ def lay_out(
     pairs = np.stack([waits.target, waits.source], axis=1)
     nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
     begin = int(graph.nodes["start_ns"].min() or 0)  # type: ignore[arg-type]
-    nodes, kept = _with_delays(nodes, kept, begin, None if gpu_only else _unexplained(graph))
+    # Long times before GPU work that nothing explains, of each node: traces without host events have them, and devices
+    # that were busy with something else before the window.
+    from_origin = pl.when(pl.col("kind") == "origin").then("delay_ns").otherwise(0)
+    late = graph.edges.filter(~pl.col("to_end")).select("target", (pl.col("residual_ns") + from_origin).alias("late"))
+    late = late.filter(pl.col("late") >= _LEAST_UNEXPLAINED_NS)
+    unexplained = late.group_by(pl.col("target").alias("node")).agg(pl.col("late").max().alias("residual_ns"))
+    nodes, kept = _with_delays(nodes, kept, begin, None if gpu_only else unexplained)
     delays = nodes.frame[frame.height :]
     if not gpu_only:
         nodes, kept = _with_starts(nodes, kept, begin)
@@ -99,17 +105,6 @@ def _leads_to_work(units: Units, frame: pl.DataFrame) -> Flags:
                 reached.add(source)
                 ahead.append(source)
     return np.isin(lane, list(reached))
-
-
-def _unexplained(graph: Graph) -> pl.DataFrame:
-    """Long times before GPU work that nothing explains, of each node.
-
-    Traces without host events have them, and devices that were busy with something else before the window.
-    """
-    from_origin = pl.when(pl.col("kind") == "origin").then("delay_ns").otherwise(0)
-    late = graph.edges.filter(~pl.col("to_end")).select("target", (pl.col("residual_ns") + from_origin).alias("late"))
-    late = late.filter(pl.col("late") >= _LEAST_UNEXPLAINED_NS)
-    return late.group_by(pl.col("target").alias("node")).agg(pl.col("late").max().alias("residual_ns"))
 
 
 def _with_starts(nodes: _Nodes, kept: Flags, begin: int) -> tuple[_Nodes, Flags]:

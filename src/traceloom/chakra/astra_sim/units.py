@@ -66,7 +66,20 @@ def units_of(graph: Graph) -> Units:
     edges = edges.filter(pl.Series(within_rank))
     source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
     from_end, to_end = edges["from_end"].to_numpy(), edges["to_end"].to_numpy()
-    unit = np.cumsum(_cuts(nodes, source, target, from_end, to_end)) - 1
+    # Whether a unit begins with each node (by its place).
+    at_host = nodes["kind"].is_in(HOST_KINDS).to_numpy()
+    lane = nodes["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
+    begins = ~at_host
+    begins[:1] = True
+    begins[1:] |= (lane[1:] != lane[:-1]) | ~at_host[:-1]
+    begins |= (nodes["kind"] == gs.WAIT).to_numpy()  # alone, so that the work of a unit lies where the unit does
+    # Only what holds from an end to the start of the next node on the lane is inside a unit.
+    inner = from_end & ~to_end & (target == source + 1)
+    begins[target[~inner & ~to_end]] = True
+    begins[source[~inner & ~from_end]] = True
+    ends = np.concatenate([target[~inner & to_end], source[~inner & from_end]])
+    begins[ends[ends + 1 < len(begins)] + 1] = True
+    unit = np.cumsum(begins) - 1
     on_host = pl.col("kind").is_in(HOST_KINDS)
     waits = pl.col("kind") == gs.WAIT
     # A thread that waits does nothing itself; GPU work takes what it took.
@@ -91,24 +104,6 @@ def units_of(graph: Graph) -> Units:
     )
     source, target = unit[source], unit[target]
     other = source != target
-    lane = nodes["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
     follows = edges["kind"].is_in(["thread", "stream"]) | ((edges["kind"] == "call") & edges["from_end"])
     queues = np.unique(lane[edges["target"].to_numpy()][follows.to_numpy()])
     return Units(frame, source[other], target[other], from_end[other], to_end[other], queues)
-
-
-def _cuts(nodes: pl.DataFrame, source: Ints, target: Ints, from_end: Flags, to_end: Flags) -> Flags:
-    """Whether a unit begins with each node (by its place)."""
-    on_host = nodes["kind"].is_in(HOST_KINDS).to_numpy()
-    lane = nodes["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
-    begins = ~on_host
-    begins[:1] = True
-    begins[1:] |= (lane[1:] != lane[:-1]) | ~on_host[:-1]
-    begins |= (nodes["kind"] == gs.WAIT).to_numpy()  # alone, so that the work of a unit lies where the unit does
-    # Only what holds from an end to the start of the next node on the lane is inside a unit.
-    inner = from_end & ~to_end & (target == source + 1)
-    begins[target[~inner & ~to_end]] = True
-    begins[source[~inner & ~from_end]] = True
-    ends = np.concatenate([target[~inner & to_end], source[~inner & from_end]])
-    begins[ends[ends + 1 < len(begins)] + 1] = True
-    return begins
