@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -254,12 +254,13 @@ def reported(path: Path) -> Iterator[None]:
         raise OutputError(f"`{path}` cannot be written: {reason}", slug="cannot-write", hint=hint) from error
 
 
-def check_directory(path: Path, ours: Sequence[str], *, force: bool) -> None:
+def check_directory(path: Path, ours: str, *, force: bool) -> None:
     """Refuse a place where a directory of files cannot go before any work is done.
 
     Args:
         path: The directory.
-        ours: Patterns of the names of such files; with `force`, a directory that holds nothing else may be replaced.
+        ours: Regular expression of the paths of such files below it; with `force`, a directory that holds nothing else
+            may be replaced.
         force: Replace.
 
     Raises:
@@ -275,15 +276,18 @@ def check_directory(path: Path, ours: Sequence[str], *, force: bool) -> None:
     entries = sorted(path.iterdir())
     if entries and not force:
         raise OutputError(f"`{path}` exists already", slug="file-exists", hint="use --force to overwrite it")
-    if other := next((file for file in entries if file.is_dir() or not any(file.match(kind) for kind in ours)), None):
-        raise OutputError(
-            f"`{path}` holds other things, as {other.name}, and is not replaced",
-            slug="cannot-write",
-            hint="choose another directory",
-        )
+    for entry in (below for top in entries for below in (top, *(top.rglob("*") if top.is_dir() else ()))):
+        name = entry.relative_to(path).as_posix()
+        folder = entry.is_dir() and not entry.is_symlink()
+        if not any(entry.iterdir()) if folder else not re.fullmatch(ours, name):
+            raise OutputError(
+                f"`{path}` holds other things, as {name}, and is not replaced",
+                slug="cannot-write",
+                hint="choose another directory",
+            )
 
 
-def write_directory(path: Path, produce: Callable[[Path], None], ours: Sequence[str], *, force: bool) -> list[Path]:
+def write_directory(path: Path, produce: Callable[[Path], None], ours: str, *, force: bool) -> list[Path]:
     """Let `produce` fill a directory: beside its place first, then renamed, so that it is whole or not there.
 
     Args:

@@ -79,10 +79,33 @@ def test_a_file_that_is_replaced_hands_on_who_may_use_it(tmp_path: Path) -> None
     write(path, _hello, force=True)
     assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"hello", 0o640)
     folder = tmp_path / "out"
-    write_directory(folder, lambda folder: None, (), force=False)
+    write_directory(folder, lambda folder: None, "", force=False)
     folder.chmod(0o700)
-    write_directory(folder, lambda folder: (folder / "a.et").touch(), ("*.et",), force=True)
+    write_directory(folder, lambda folder: (folder / "a.et").touch(), r".*\.et", force=True)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("other", ["notes.txt", "part-1/notes.txt", "part-1/deeper/a.et", "empty/", "link.et/"])
+def test_a_directory_is_replaced_only_where_all_that_it_holds_is_ours(other: str, tmp_path: Path) -> None:
+    ours, folder = r"(part-\d+/)?[^/]*\.et", tmp_path / "out"
+    (folder / "part-1").mkdir(parents=True)
+    (folder / "part-1" / "a.et").touch()
+    assert [path.name for path in write_directory(folder, lambda made: (made / "b.et").touch(), ours, force=True)] == [
+        "b.et"
+    ]
+    path = folder / other
+    if other == "link.et/":
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "diary.txt").touch()
+        path.symlink_to(tmp_path / "elsewhere")
+    elif other.endswith("/"):
+        path.mkdir()
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with pytest.raises(OutputError, match="holds other things"):
+        write_directory(folder, lambda made: None, ours, force=True)
+    assert path.exists()
 
 
 def test_a_new_file_is_as_the_system_makes_files_and_a_private_one_is_the_owners(tmp_path: Path) -> None:
@@ -114,7 +137,7 @@ def test_only_ordinary_files_are_replaced(kind: str, force: bool, tmp_path: Path
         write(path, _hello, force=force)
     assert caught.value.slug == "cannot-write"
     with pytest.raises(OutputError) as caught:
-        write_directory(path, lambda folder: None, ("*",), force=force)
+        write_directory(path, lambda folder: None, ".*", force=force)
     assert caught.value.slug == "cannot-write"
     assert path.lstat() == before
     assert kind != "link" or target.read_text() == "old"
@@ -152,7 +175,7 @@ def test_whatever_ends_the_writing_of_a_directory_leaves_what_was_there(error: t
         raise error
 
     with pytest.raises(error):
-        write_directory(path, fails, ("*.et",), force=True)
+        write_directory(path, fails, r".*\.et", force=True)
     assert [(file.name, file.read_text()) for file in tmp_path.rglob("*") if file.is_file()] == [("a.et", "old")]
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
@@ -170,7 +193,7 @@ def test_nothing_is_written_over_what_is_read_whatever_it_is_called(tmp_path: Pa
                 write(path, _hello, force=True)
         for path in (folder, tmp_path / "in" / "."):
             with pytest.raises(UsageError, match="is where the inputs are"):
-                write_directory(path, lambda folder: None, ("*",), force=True)
+                write_directory(path, lambda folder: None, ".*", force=True)
         with inputs_kept():  # what is done inside knows it too
             note_input(tmp_path / "no such file")
             with pytest.raises(UsageError):

@@ -25,7 +25,7 @@ from traceloom.anonymize.shapes import Shapes
 from traceloom.anonymize.sources import InputFile, InputFiles
 from traceloom.anonymize.structure import fused
 from traceloom.anonymize.utility import Measure, compare, measure, measure_chakra, measure_job
-from traceloom.anonymize.writing import Staging
+from traceloom.anonymize.writing import ENDINGS, Staging
 from traceloom.errors import InputError
 from traceloom.plain_text import encoded
 from traceloom.read import read_kineto
@@ -33,7 +33,6 @@ from traceloom.read import read_kineto
 Say = Callable[[str], None]
 _MOST_LINKED = 1 << 29  # bytes of files; more are not linked only to be compared
 _GRAIN_NS = 1_000_000  # times begin at a whole millisecond
-_ENDINGS = (".json", ".json.gz", ".et", ".et.gz")
 
 
 @dataclass(slots=True)
@@ -271,7 +270,7 @@ def anonymize(
         all_sources = sources.find(inputs)
         for source in all_sources.files:
             files.note_input(source.path)
-        single = len(all_sources.files) == 1 and not all_sources.captures and output.name.lower().endswith(_ENDINGS)
+        single = len(all_sources.files) == 1 and not all_sources.captures and output.name.lower().endswith(ENDINGS)
         if single:
             # The name in the stage decides whether the file is compressed: that of the output does.
             source = all_sources.files[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -14,10 +13,12 @@ from typing import BinaryIO, cast
 from isal import igzip
 
 from traceloom import files
-from traceloom.errors import OutputError
 from traceloom.leaving import undone_on_leaving
 
-_OURS = re.compile(r"(rank\d+|trace-\d+|workload\.\d+|capture|comm_groups)[\w.-]*\.(json|json\.gz|et|et\.gz)")
+ENDINGS = (".json", ".json.gz", ".et", ".et.gz")
+"""Of a single file; other names are those of directories."""
+OURS = r"(capture-\d+/)?(rank\d+|trace-\d+|workload\.\d+|capture|comm_groups)[\w.-]*\.(json|et)(\.gz)?"
+"""What a directory of ours holds, as a regular expression."""
 _LEVEL = 1
 _PIECE = 1 << 20
 
@@ -48,7 +49,10 @@ class Staging:
     def __init__(self, target: Path, *, single: bool, force: bool) -> None:
         self.target = target
         self._single = single
-        check_free(target, single=single, force=force)
+        if single:
+            files.check_free(target, force=force)
+        else:
+            files.check_directory(target, OURS, force=force)
         self.folder = files.beside_of(target)
         self._until_done = contextlib.ExitStack()
 
@@ -81,29 +85,6 @@ class Staging:
             return
         files.keep_mode(self.target, self.folder)
         files.replace_directory(self.folder, self.target)
-
-
-def check_free(target: Path, *, single: bool, force: bool) -> None:
-    """Refuse a place that is taken, before any work is done."""
-    if single:
-        files.check_free(target, force=force)
-        return
-    if not target.exists() and not target.is_symlink():
-        return
-    if target.is_symlink() or not target.is_dir():
-        kind = "symbolic link" if target.is_symlink() else "file"
-        raise OutputError(f"`{target}` is a {kind}", slug="cannot-write", hint="several files need a directory")
-    files.check_no_input(target)
-    existing = [path for path in target.rglob("*") if not path.is_dir()]
-    if existing and not force:
-        raise OutputError(f"`{target}` is not empty", slug="file-exists", hint="use --force to replace what is in it")
-    foreign = next((path for path in existing if not _OURS.fullmatch(path.name)), None)
-    if foreign is not None:
-        raise OutputError(
-            f"`{target}` holds `{foreign.name}`, which is no file that this verb writes, and would be lost",
-            slug="cannot-write",
-            hint="give a directory of its own with -o",
-        )
 
 
 def joined(parts: list[Path], target: Path) -> None:

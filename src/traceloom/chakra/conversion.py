@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from traceloom.model.notice import Notice
 _RANK = re.compile(r"\.(\d+)\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE)
 Messages = tuple[GlobalMetadata, Iterator[Node]]
 # What a directory may hold that is replaced.
-DIRECTORY_FILES: Sequence[str] = ("*.et", "*.et.gz", *GROUP_FILES)
+DIRECTORY_FILES = r"[^/]*\.et(\.gz)?|comm_groups?\.json"
 Say = Callable[[str], None]
 
 

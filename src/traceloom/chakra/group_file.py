@@ -11,8 +11,8 @@ from traceloom.errors import InputError
 from traceloom.files import read_small
 
 GROUP_FILES = ("comm_groups.json", "comm_group.json")  # the first is written
-FILES_OF_RANKS = ("workload.*.et", "workload.*.et.gz", GROUP_FILES[0])
-"""What a directory with the files of all ranks holds."""
+FILES_OF_RANKS = r"workload\.[^/]*\.et(\.gz)?|comm_groups\.json"
+"""What a directory with the files of all ranks holds, as a regular expression."""
 MOST_GROUP_BYTES = 1 << 28
 
 

@@ -65,7 +65,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def run(args: argparse.Namespace) -> int:
     """Anonymise; exit code 4 where an input was refused and the rest was done."""
     from traceloom.anonymize import anonymize, random_key, read_key, read_policy
+    from traceloom.anonymize.writing import ENDINGS, OURS
 
+    outputs.form_of(args, dict.fromkeys(ENDINGS, "file"), OURS, mostly_directory=True)
     policy = read_policy(args.policy).with_structure(args.structure)
     key, fresh = (random_key(), False) if args.key is None else read_key(args.key)
     with Progress(shown=not args.quiet) as progress:

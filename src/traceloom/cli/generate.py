@@ -83,7 +83,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def run(args: argparse.Namespace) -> int:
     """Generate and write; returns the exit code."""
     from traceloom.chakra import generate
+    from traceloom.chakra.group_file import FILES_OF_RANKS
 
+    outputs.form_of(args, {}, FILES_OF_RANKS, mostly_directory=True)
     kinds: dict[str, tuple[Any, Any]] = {
         "collective": (generate.CollectiveOptions, generate.collectives),
         "pipeline": (generate.PipelineOptions, generate.pipeline),

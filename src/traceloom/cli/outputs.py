@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -140,13 +140,14 @@ def targets(
     return chosen
 
 
-def form_of(args: argparse.Namespace, formats: Mapping[str, str], ours: Sequence[str]) -> str:
+def form_of(args: argparse.Namespace, formats: Mapping[str, str], ours: str, *, mostly_directory: bool = False) -> str:
     """What the one output of a verb is, which can be written: a format, or `directory`.
 
     Args:
         args: With `output` and `force`.
         formats: By ending.
         ours: As for `files.check_directory`.
+        mostly_directory: A name with any other ending is a directory.
 
     Raises:
         UsageError: slug `unknown-format`.
@@ -154,7 +155,9 @@ def form_of(args: argparse.Namespace, formats: Mapping[str, str], ours: Sequence
     """
     from traceloom import files
 
-    form, path = format_of(args.output, formats, directory="directory"), Path(args.output)
+    form, path = "directory", Path(args.output)
+    if not mostly_directory or path.name.lower().endswith(tuple(formats)):
+        form = format_of(args.output, formats, directory="directory")
     if form == "directory":
         files.check_directory(path, ours, force=args.force)
     else:

@@ -282,7 +282,7 @@ def test_nothing_is_left_behind_when_writing_fails(
 def test_an_output_is_replaced_only_by_force_and_only_where_it_is_ours(run: Anonymise, tmp_path: Path) -> None:
     source = job(0).write(tmp_path / "rank0.json")
     run(source)
-    with pytest.raises(OutputError, match="is not empty"):
+    with pytest.raises(OutputError, match="exists already"):
         run(source)
     run(source, force=True)
     with pytest.raises(UsageError, match="is an input too"):

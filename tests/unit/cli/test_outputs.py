@@ -63,6 +63,21 @@ def test_graphs_and_directories_do_not_go_to_standard_output(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("output", ["out", "out.json", "out.v2"])
+@pytest.mark.parametrize("verb", [["generate", "pipeline"], ["anonymize", "one.json", "--key", "new.key"]])
+def test_a_place_that_is_taken_is_refused_before_any_work(
+    verb: list[str], output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace().write(tmp_path / "one.json")
+    Path(output).mkdir()
+    (Path(output) / "diary.txt").touch()
+    for force, problem in (([], "exists already"), (["--force"], "holds other things, as diary.txt")):
+        assert main([*verb, "-o", output, *force]) == 3
+        assert problem in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", output]
+
+
 @pytest.mark.parametrize(
     ("arguments", "proposed"),
     [
