@@ -80,8 +80,7 @@ def _save(args: argparse.Namespace) -> int:
 
     store.checked(args.name)
     baseline_store = store.Store(args.store)
-    if not args.force:
-        baseline_store.check_free(args.name)
+    outputs.check_name_free(args, f"baseline `{args.name}`", lambda: args.name in baseline_store.names())
     refused: list[Notice] = []
     with Progress(shown=not args.quiet) as progress:
         runs = _summaries(args, progress, refused)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from traceloom.cli.progress import Progress
-from traceloom.errors import UsageError
+from traceloom.errors import OutputError, UsageError
 from traceloom.files import is_address, with_addresses
 
 _STANDARD_OUTPUT = "-"
-# Arguments that name what is written. A store of baselines is read and written; it takes care of itself.
+# Arguments that name what is written. A store of baselines is read and written.
 _WRITTEN = ("output", "map")
 _READ = ("inputs", "input", "base", "new", "more_base", "more_new", "runs")
 Form = TypeVar("Form")
@@ -163,6 +163,21 @@ def form_of(args: argparse.Namespace, formats: Mapping[str, str], ours: str, *, 
     else:
         files.check_free(path, force=args.force)
     return form
+
+
+def check_name_free(args: argparse.Namespace, what: str, taken: Callable[[], bool]) -> None:
+    """Refuse to write over what has a name in a place that need not be a directory, as a baseline in a store.
+
+    Args:
+        args: With `force`, with which nothing is looked up.
+        what: What is to be written, with its name.
+        taken: Whether there is such a thing already.
+
+    Raises:
+        OutputError: slug `file-exists`.
+    """
+    if not args.force and taken():
+        raise OutputError(f"{what} exists already", slug="file-exists", hint="use --force to overwrite it")
 
 
 def write(

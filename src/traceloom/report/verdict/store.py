@@ -54,15 +54,6 @@ class Store:
         names = (name.removesuffix(_ENDING) for name in self._place.names() if name.endswith(_ENDING))
         return [name for name in names if _NAME.fullmatch(name)]
 
-    def check_free(self, name: str) -> None:
-        """Refuse a name that is taken, before any work is done.
-
-        Raises:
-            OutputError: `file-exists`.
-        """
-        if checked(name) in self.names():
-            raise OutputError(f"baseline `{name}` exists already", slug="file-exists", hint="use --force to replace it")
-
     def save(self, name: str, runs: Sequence[RunSummary], saved_unix_s: int, *, force: bool) -> str:
         """Keep the summaries of runs under a name; returns where.
 
