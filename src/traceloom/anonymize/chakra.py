@@ -142,7 +142,9 @@ class ChakraRewriter:
             kind = OF_GROUPS if old.name == GROUP_LIST else PLAIN
             kind = OF_COMMUNICATION if old.name.startswith("record_param_comms") else kind
             tensors = self._tensors
-            rewrites = {"values": partial(tensors.values, kind=kind), "shapes": tensors.shapes, "types": tensors.types}
+            rewrites: dict[str, Callable[[Any], Any]] = {
+                "values": partial(tensors.values, kind=kind), "shapes": tensors.shapes, "types": tensors.types,
+            }  # fmt: skip
             for side in ("inputs", "outputs"):
                 if not old.HasField(side):
                     continue
