@@ -146,15 +146,43 @@ class Rewriter:
         if not entry.keys() <= _ENTRY_KEYS:
             for key in entry.keys() - _ENTRY_KEYS:
                 self._account.drop(key, bytes(entry[key]), unknown=True)
-        phase = bytes(entry.get("ph", _MISSING))
+        phase, names = bytes(entry.get("ph", _MISSING)), self._rules.names
         if phase == b'"X"':
             return self._span(entry, start, duration) if timed else self._left_out("no usable time")
         if phase == b'"M"':
-            return self._metadata(entry)
+            kind, args = (decoded(bytes(entry.get(key, _MISSING))) for key in ("name", "args"))
+            key = "labels" if kind == "process_labels" else "name"
+            value = args.get(key) if isinstance(args, dict) else None
+            if kind not in ("process_name", "thread_name", "process_labels") or not isinstance(value, str):
+                return self._left_out("metadata that no reader needs")
+            named = names.thread(value) if key == "name" else value if value in _LABELS else ""
+            for other in args.keys() - {key}:
+                self._account.drop(other, json.dumps(args[other]).encode(), unknown=True)
+            return b'{"ph":"M","name":"%b",%b,"args":{"%b":%b}}' % (
+                encoded(kind), self._where(entry, device=None), encoded(key),
+                encoded(json.dumps(named, ensure_ascii=False)),
+            )  # fmt: skip
         if not timed:
             return self._left_out("no usable time")
         if phase in (b'"s"', b'"t"', b'"f"'):
-            return self._flow(entry, phase, start)
+            spelled = (bytes(entry.get("cat", _MISSING)), bytes(entry.get("name", _MISSING)))
+            if spelled not in self._arrows:  # category and name, as far as they are known; empty where neither is
+                texts = [(key, decoded(raw)) for key, raw in zip((b"cat", b"name"), spelled, strict=True)]
+                self._arrows[spelled] = b"".join(
+                    b',"%b":"%b"' % (key, text.encode())
+                    for key, text in texts
+                    if isinstance(text, str) and text in _FLOWS
+                )
+            tail = self._arrows[spelled]
+            identity = number(bytes(entry.get("id", _MISSING)))
+            if not tail or identity is None or identity == b"null":
+                return self._left_out("unknown arrow")
+            if self._rules.policy.structure == COLLAPSE and b"fwdbwd" in tail:
+                return self._left_out("collapsed")
+            end = b',"bp":"e"}' if bytes(entry.get("bp", _MISSING)) == b'"e"' else b"}"
+            place = self._where(entry, device=None)
+            ts = microseconds(start)
+            return b"".join((b'{"ph":', phase, b',"id":', identity, b",", place, b',"ts":', ts, tail, end))
         if phase in (b'"i"', b'"I"', b'"R"'):
             name = self._named(self._marks, entry) or b'""'
             args = self._rewritten(entry)
@@ -169,7 +197,6 @@ class Rewriter:
         if self._rules.policy.counters != KEEP:
             return self._left_out("counters")
         value, title = (decoded(bytes(entry.get(key, _MISSING))) for key in ("args", "name"))
-        names = self._rules.names
         values = {
             names.pseudonym("counter", key): amount
             for key, amount in (value.items() if isinstance(value, dict) else ())
@@ -286,40 +313,6 @@ class Rewriter:
                 return b'"%d"' % change(int(digits))
             return json.dumps(names.lane(value)).encode()
         return b'""'
-
-    def _metadata(self, entry: dict[str, msgspec.Raw]) -> bytes | None:
-        kind = decoded(bytes(entry.get("name", _MISSING)))
-        args = decoded(bytes(entry.get("args", _MISSING)))
-        if not isinstance(args, dict) or kind not in ("process_name", "thread_name", "process_labels"):
-            return self._left_out("metadata that no reader needs")
-        key = "labels" if kind == "process_labels" else "name"
-        value = args.get(key)
-        if not isinstance(value, str):
-            return self._left_out("metadata that no reader needs")
-        shown = self._rules.names.thread(value) if key == "name" else value if value in _LABELS else ""
-        for other in args.keys() - {key}:
-            self._account.drop(other, json.dumps(args[other]).encode(), unknown=True)
-        where = self._where(entry, device=None)
-        return b'{"ph":"M","name":"%b",%b,"args":{"%b":%b}}' % (
-            encoded(kind), where, encoded(key), encoded(json.dumps(shown, ensure_ascii=False))
-        )  # fmt: skip
-
-    def _flow(self, entry: dict[str, msgspec.Raw], phase: bytes, start: int) -> bytes | None:
-        spelled = (bytes(entry.get("cat", _MISSING)), bytes(entry.get("name", _MISSING)))
-        if spelled not in self._arrows:  # category and name, as far as they are known; empty where neither is
-            texts = [(key, decoded(raw)) for key, raw in zip((b"cat", b"name"), spelled, strict=True)]
-            self._arrows[spelled] = b"".join(
-                b',"%b":"%b"' % (key, text.encode()) for key, text in texts if isinstance(text, str) and text in _FLOWS
-            )
-        tail = self._arrows[spelled]
-        identity = number(bytes(entry.get("id", _MISSING)))
-        if not tail or identity is None or identity == b"null":
-            return self._left_out("unknown arrow")
-        if self._rules.policy.structure == COLLAPSE and b"fwdbwd" in tail:
-            return self._left_out("collapsed")
-        end = b',"bp":"e"}' if bytes(entry.get("bp", _MISSING)) == b'"e"' else b"}"
-        where = self._where(entry, device=None)
-        return b"".join((b'{"ph":', phase, b',"id":', identity, b",", where, b',"ts":', microseconds(start), tail, end))
 
 
 def _decoded(part: Slice) -> list[dict[str, msgspec.Raw]]:

@@ -139,27 +139,26 @@ class Metadata:
         if nccl_version is not None and (version := self.version(nccl_version)) is not None:
             out["nccl_version"] = version
         if isinstance(value.get("pg_config"), list):
-            out["pg_config"] = [self._group(item) for item in value["pg_config"] if isinstance(item, dict)]
+            out["pg_config"] = []
+            for item in value["pg_config"]:
+                if not isinstance(item, dict):
+                    continue
+                group: dict[str, Any] = {}
+                if item.get("pg_name") is not None:
+                    group["pg_name"] = self._names.group(str(item["pg_name"]))
+                if isinstance(item.get("pg_desc"), str):
+                    group["pg_desc"] = self._names.description(item["pg_desc"])
+                if (backend := self.backend(item.get("backend_config"))) is not None:
+                    group["backend_config"] = backend
+                if whole(item.get("pg_size")) is not None:
+                    group["pg_size"] = item["pg_size"]
+                if (ranks := rank_list(item.get("ranks"))) is not None:
+                    group["ranks"] = ranks
+                for key in item.keys() - group.keys():
+                    self._account.drop(f"pg_config.{key}", text_of(item[key]), unknown=True)
+                out["pg_config"].append(group)
         for key in value.keys() - out.keys():
             self._account.drop(f"distributedInfo.{key}", text_of(value[key]), unknown=True)
-        return out
-
-    def _group(self, item: dict[str, Any]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        if item.get("pg_name") is not None:
-            out["pg_name"] = self._names.group(str(item["pg_name"]))
-        if isinstance(item.get("pg_desc"), str):
-            out["pg_desc"] = self._names.description(item["pg_desc"])
-        backend = self.backend(item.get("backend_config"))
-        if backend is not None:
-            out["backend_config"] = backend
-        if whole(item.get("pg_size")) is not None:
-            out["pg_size"] = item["pg_size"]
-        ranks = rank_list(item.get("ranks"))
-        if ranks is not None:
-            out["ranks"] = ranks
-        for key in item.keys() - out.keys():
-            self._account.drop(f"pg_config.{key}", text_of(item[key]), unknown=True)
         return out
 
 

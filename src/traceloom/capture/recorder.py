@@ -279,7 +279,15 @@ class Recorder:
             self.log.restart()
             self.storage.forget()
             restart = self.plan.renumber(now)
-        self.log.end(boundary, self._mark())
+        if self.graph is not None:
+            mark = Mark.GRAPH
+        elif self._disturbed or (self._window is None and self.storage.busy):
+            mark = Mark.DISTURBED
+        elif self._window is None:
+            mark = Mark.PLAIN
+        else:
+            mark = Mark.EARLY if self._window.kind == "early" else Mark.RECORDED
+        self.log.end(boundary, mark)
         number = self.log.number
         if number == 1:
             self.storage.look_around()
@@ -314,16 +322,6 @@ class Recorder:
             kineto.mark(number)
         if actions:
             self.log.begin(Instant.now())
-
-    def _mark(self) -> Mark:
-        """What became of the step that ends now."""
-        if self.graph is not None:
-            return Mark.GRAPH
-        if self._disturbed:
-            return Mark.DISTURBED
-        if self._window is None:
-            return Mark.DISTURBED if self.storage.busy else Mark.PLAIN
-        return Mark.EARLY if self._window.kind == "early" else Mark.RECORDED
 
     # ---- actions
 

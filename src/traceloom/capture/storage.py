@@ -120,7 +120,15 @@ class Storage:
         self._holds += 1
         plain = folder / f"{os.getpid()}-{self._holds}.kineto.json"
         complete = self._export(plain, window.kineto.save)
-        return HeldTrace(plain, complete, _operators(plain)) if plain.exists() else None
+        if not plain.exists():
+            return None
+        operators, rest = 0, b""
+        with plain.open("rb") as file:
+            while piece := file.read(_PIECE):
+                text = rest + piece
+                operators += text.count(_OPERATOR)
+                rest = text[-len(_OPERATOR) + 1 :]
+        return HeldTrace(plain, complete, operators)
 
     def keep(self, window: RecordedWindow, *, used_torch: bool) -> None:
         """Write a recorded window: exported now if it is not yet, compressed beside the steps."""
@@ -326,17 +334,6 @@ class Storage:
         except OSError:
             return columns  # then they travel with the rest, wherever that can be written
         return {"file": self._places.compress(path).name, "rows": rows}
-
-
-def _operators(path: Path) -> int:
-    """How many operators a trace in plain JSON holds."""
-    count, rest = 0, b""
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            text = rest + piece
-            count += text.count(_OPERATOR)
-            rest = text[-len(_OPERATOR) + 1 :]
-    return count
 
 
 def _first_operator_ns(path: Path) -> int | None:

@@ -81,62 +81,25 @@ class _GraphRows:
             "kernel", _HARD_NAME, rank, compute, 125 + late, 500, event=3, correlation=11, category="kernel", **gpu
         )
         m = self.node(
-            "copy",
-            "Memcpy HtoD",
-            rank,
-            compute,
-            625 + late,
-            50,
-            event=4,
-            correlation=12,
-            category="copy",
-            bytes=4096,
-            **gpu,
-        )
+            "copy", "Memcpy HtoD", rank, compute, 625 + late, 50,
+            event=4, correlation=12, category="copy", bytes=4096, **gpu,
+        )  # fmt: skip
         z = self.node("fill", "Memset", rank, compute, 675 + late, 1, event=5, category="fill", bytes=2**40 + rank)
         r = self.node(
-            "collective",
-            "ncclDevKernel_AllReduce",
-            rank,
-            network,
-            700 + late,
-            300 - late,
-            event=6,
-            category="kernel",
-            bytes=1 << 20,
-        )
+            "collective", "ncclDevKernel_AllReduce", rank, network, 700 + late, 300 - late,
+            event=6, category="kernel", bytes=1 << 20,
+        )  # fmt: skip
         s = self.node(
-            "receive" if rank % 2 else "send",
-            "ncclDevKernel_SendRecv",
-            rank,
-            network,
-            1000,
-            90,
-            event=7,
-            category="kernel",
-            bytes=77,
-        )
+            "receive" if rank % 2 else "send", "ncclDevKernel_SendRecv", rank, network, 1000, 90,
+            event=7, category="kernel", bytes=77,
+        )  # fmt: skip
         w = self.node("wait", "wait", rank, autograd, late, 130)
         e = self.node(
-            "block",
-            "cudaStreamSynchronize",
-            rank,
-            main,
-            140 + late,
-            970 - late,
-            event=8,
-            category="runtime",
-            work_ns=4,
-            residual_ns=3,
-        )
+            "block", "cudaStreamSynchronize", rank, main, 140 + late, 970 - late,
+            event=8, category="runtime", work_ns=4, residual_ns=3,
+        )  # fmt: skip
         meetings["reduce"].append(r)
         meetings["pair"].append(s)
-        self._edges(origin, (a, b, c, d, e, w), (k, m, z, r, s))
-        self._sides(rank, r, s, m, z)
-
-    def _edges(self, origin: int, host: tuple[int, ...], device: tuple[int, ...]) -> None:
-        a, b, c, d, e, w = host
-        k, m, z, r, s = device
         self.edge(origin, a, "origin", "assumed")
         self.edge(origin, w, "origin", "assumed")
         self.edge(a, b, "call")
@@ -152,6 +115,7 @@ class _GraphRows:
         self.edge(r, s, "stream")
         self.edge(s, e, "synchronize", "inferred", to_end=True, delay_ns=-3, residual_ns=1)
         self.edge(a, w, "cross-thread", "inferred", from_end=True, to_end=True)
+        self._sides(rank, r, s, m, z)
 
     def _sides(self, rank: int, reduce: int, pair: int, copy: int, fill: int) -> None:
         group = {"group": "default_pg", "group_size": 2, "ranks": [0, 1], "sequence": 7, "element_type": "bfloat16"}

@@ -27,7 +27,15 @@ class SnapshotBuilder:
     def alloc(self, size: int, *frames: tuple[str, int, str]) -> int:
         """Give out a block; `frames` are the stack, the innermost first. Returns its address."""
         rounded = -(-size // 512) * 512
-        block = self._free_block(rounded)
+        free = [b for segment in self._segments for b in segment if b["state"] == "inactive" and b["size"] >= rounded]
+        if free:
+            block = min(free, key=lambda block: int(block["size"]))
+        else:
+            whole = max(self._segment, -(-rounded // self._segment) * self._segment)
+            address = 0x7F0000000000 + (len(self._segments) << 36)
+            block = {"address": address, "size": whole, "state": "inactive", "segment": len(self._segments)}
+            self._segments.append([block])
+            self._add("segment_alloc", address, whole, [])
         if block["size"] > rounded:
             segment = self._segments[block["segment"]]
             rest = {**block, "address": block["address"] + rounded, "size": block["size"] - rounded}
@@ -81,17 +89,6 @@ class SnapshotBuilder:
         """Pickle it as `torch.cuda.memory._dump_snapshot` does."""
         Path(path).write_bytes(pickle.dumps(self.build(**options), protocol=4))
         return Path(path)
-
-    def _free_block(self, size: int) -> dict[str, Any]:
-        free = [b for segment in self._segments for b in segment if b["state"] == "inactive" and b["size"] >= size]
-        if free:
-            return min(free, key=lambda block: block["size"])
-        rounded = max(self._segment, -(-size // self._segment) * self._segment)
-        address = 0x7F0000000000 + (len(self._segments) << 36)
-        block = {"address": address, "size": rounded, "state": "inactive", "segment": len(self._segments)}
-        self._segments.append([block])
-        self._add("segment_alloc", address, rounded, [])
-        return block
 
     def _stack(self, frames: tuple[tuple[str, int, str], ...]) -> list[dict[str, Any]]:
         return [self._shared.setdefault(f, {"filename": f[0], "line": f[1], "name": f[2]}) for f in frames]

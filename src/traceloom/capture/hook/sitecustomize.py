@@ -35,7 +35,12 @@ class _TorchFinder:
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        spec = self._others(name, path, target)
+        spec = None
+        for finder in list(sys.meta_path):  # those behind this one
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                break
         if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
             return spec
         loader, execute = spec.loader, spec.loader.exec_module
@@ -50,15 +55,6 @@ class _TorchFinder:
         # Whoever only asks whether there is a torch (Polars, transformers) gets a spec too, and never runs it.
         loader.exec_module = exec_module
         return spec
-
-    def _others(self, name, path, target):
-        """What the finders behind this one find."""
-        for finder in list(sys.meta_path):
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find is not None else None
-            if spec is not None:
-                return spec
-        return None
 
 
 def _begin():

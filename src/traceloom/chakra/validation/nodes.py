@@ -99,23 +99,29 @@ def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -
     key = table.nodes["id"].rank("ordinal").to_numpy().astype(np.int64)
     held = np.union1d(resolved.dangling[0], resolved.own)
     by_data = settle(len(table), resolved.data, key, held)
-    rings = circles(resolved.data, by_data.stuck)
-    if rings:
-        _say_circles("dependency-cycle", table, location, rings, findings)
-    both = resolved.data + resolved.control
-    settled = settle(len(table), both, key, held)
+    arcs = resolved.data + resolved.control
+    settled = settle(len(table), arcs, key, held)
+    rule, rings = "dependency-cycle", circles(resolved.data, by_data.stuck)
     if not rings:
-        rings = circles(both, settled.stuck)
-        if rings:
-            _say_circles("control-dependency-cycle", table, location, rings, findings)
-            settled = by_data
+        rule, rings = "control-dependency-cycle", circles(arcs, settled.stuck)
+        settled = by_data if rings else settled
+
+    def sentence(ring: list[int]) -> str:
+        shown = ring[:_LONGEST_CIRCLE]
+        more = f" … and {len(ring) - len(shown)} more" if len(shown) < len(ring) else ""
+        chain = ", which waits for ".join(label(table, row) for row in shown).replace(", which", "", 1)
+        return f"{chain}{more}, which waits for {label(table, ring[0])}"
+
+    if rings:
+        sentences = ((table.nodes["id"][ring[0]], sentence(ring)) for ring in rings)
+        members = np.unique(np.concatenate([np.array(ring) for ring in rings]))
+        findings.add(rule, location, sentences, ids(table, members), count=len(rings))
     behind = settled.stuck.copy()
     behind[[row for ring in rings for row in ring]] = False
     behind[held] = False
     rows = np.flatnonzero(behind)
     if len(rows):
         findings.add("never-starts", location, each(table, rows, "waits for a node that never ends"), ids(table, rows))
-    arcs = resolved.data + resolved.control
     if len(arcs.source):
         alone = np.ones(len(table), dtype=bool)
         for part in (table.data.row, table.control.row, arcs.source):
@@ -128,15 +134,3 @@ def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -
         if len(rows):
             findings.add("isolated-node", location, each(table, rows, "has no place in the order"), ids(table, rows))
     return resolved, settled
-
-
-def _say_circles(rule: str, table: NodeTable, location: Place, rings: list[list[int]], findings: Findings) -> None:
-    def sentence(ring: list[int]) -> str:
-        shown = ring[:_LONGEST_CIRCLE]
-        more = f" … and {len(ring) - len(shown)} more" if len(shown) < len(ring) else ""
-        chain = ", which waits for ".join(label(table, row) for row in shown).replace(", which", "", 1)
-        return f"{chain}{more}, which waits for {label(table, ring[0])}"
-
-    examples = ((table.nodes["id"][ring[0]], sentence(ring)) for ring in rings)
-    members = np.unique(np.concatenate([np.array(ring) for ring in rings]))
-    findings.add(rule, location, examples, ids(table, members), count=len(rings))
