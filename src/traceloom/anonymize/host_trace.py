@@ -128,15 +128,17 @@ class HostRewriter:
             schema = ""
         attributes.append({"name": "op_schema", "type": "string", "value": schema})
         sides = {}
-        for side, one in (("inputs", "input"), ("outputs", "output")):
-            values, shapes, types = (_decoded(row[column], list) for column in (side, f"{one}_shapes", f"{one}_types"))
+        for side, single in (("inputs", "input"), ("outputs", "output")):
+            values, shapes, types = (
+                _decoded(row[column], list) for column in (side, f"{single}_shapes", f"{single}_types")
+            )
             self._hidden.add(shapes, types)
             sides[side] = {
                 "values": self._tensors.values(values, kind),
                 "shapes": self._tensors.shapes(shapes),
                 "types": self._tensors.types(types),
             }
-            strides = more.pop(f"{one}_strides", None)
+            strides = more.pop(f"{single}_strides", None)
             if strides is not None:
                 sides[side]["strides"] = self._tensors.strides(strides, shapes)
         attributes += [made for key, value in more.items() if (made := self._attribute(key, value)) is not None]

@@ -180,9 +180,9 @@ class Rewriter:
             if self._rules.policy.structure == COLLAPSE and b"fwdbwd" in tail:
                 return self._left_out("collapsed")
             end = b',"bp":"e"}' if bytes(entry.get("bp", _MISSING)) == b'"e"' else b"}"
-            place = self._where(entry, device=None)
+            lane = self._where(entry, device=None)
             ts = microseconds(start)
-            return b"".join((b'{"ph":', phase, b',"id":', identity, b",", place, b',"ts":', ts, tail, end))
+            return b"".join((b'{"ph":', phase, b',"id":', identity, b",", lane, b',"ts":', ts, tail, end))
         if phase in (b'"i"', b'"I"', b'"R"'):
             name = self._named(self._marks, entry) or b'""'
             args = self._rewritten(entry)

@@ -60,10 +60,10 @@ def census() -> dict[str, list[Any]]:
     return {name: [row[k] for row in kept] for k, name in enumerate(COLUMNS)}
 
 
-def live_bytes(found: dict[str, list[Any]]) -> dict[str, int]:
+def live_bytes(columns: dict[str, list[Any]]) -> dict[str, int]:
     """Bytes of a census by device, as `cpu` or `cuda:0`."""
     total: dict[str, int] = {}
-    for size, kind, number in zip(found["bytes"], found["device_type"], found["device"], strict=True):
+    for size, kind, number in zip(columns["bytes"], columns["device_type"], columns["device"], strict=True):
         device = kind if number < 0 else f"{kind}:{number}"
         total[device] = total.get(device, 0) + size
     return total

@@ -114,14 +114,14 @@ def format_of(name: str | Path, formats: Mapping[str, Form], *, directory: Form 
 
 
 def targets(
-    args: argparse.Namespace, formats: Mapping[str, Form], directory: tuple[Form, Sequence[str]] | None = None
+    args: argparse.Namespace, formats: Mapping[str, Form], directory: tuple[Form, str] | None = None
 ) -> list[tuple[Path, Form]]:
     """The files to write with their formats, all of which can be written.
 
     Args:
         args: With `output` and `force`.
         formats: By ending.
-        directory: What a directory stands for, with the patterns of the files in it; None where the verb writes none.
+        directory: What a directory stands for, with `ours` of `files.check_directory`; None where the verb writes none.
 
     Raises:
         UsageError: slug `unknown-format`.
@@ -130,7 +130,7 @@ def targets(
     from traceloom import files
 
     names = [args.output] if isinstance(args.output, str) else args.output or []
-    form, ours = directory or (None, ())
+    form, ours = directory or (None, "")
     chosen = [(Path(name), format_of(name, formats, directory=form)) for name in names if name != _STANDARD_OUTPUT]
     for path, chosen_form in chosen:
         if directory is not None and chosen_form is form:

@@ -41,7 +41,7 @@ class Directory:
     """What a directory is filled with."""
 
     fill: Callable[[Report, Path], None]
-    ours: tuple[str, ...]  # patterns of the files in it
+    ours: str  # the files in it, as a regular expression
     next_step: str = "read them with Polars, pandas or a spreadsheet"
     of_runs: bool = False
 

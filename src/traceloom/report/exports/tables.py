@@ -12,7 +12,7 @@ from traceloom.errors import UsageError, nearest
 from traceloom.report.sections import core, shown
 from traceloom.report.table import Bar
 
-OURS = ("*.csv", "*.parquet")
+OURS = r"[^/]*\.(csv|parquet)"
 """What a directory of tables holds."""
 
 
