@@ -128,9 +128,9 @@ class HostRewriter:
             schema = ""
         attributes.append({"name": "op_schema", "type": "string", "value": schema})
         sides = {}
-        for side, single in (("inputs", "input"), ("outputs", "output")):
+        for side, word in (("inputs", "input"), ("outputs", "output")):
             values, shapes, types = (
-                _decoded(row[column], list) for column in (side, f"{single}_shapes", f"{single}_types")
+                _decoded(row[column], list) for column in (side, f"{word}_shapes", f"{word}_types")
             )
             self._hidden.add(shapes, types)
             sides[side] = {
@@ -138,7 +138,7 @@ class HostRewriter:
                 "shapes": self._tensors.shapes(shapes),
                 "types": self._tensors.types(types),
             }
-            strides = more.pop(f"{single}_strides", None)
+            strides = more.pop(f"{word}_strides", None)
             if strides is not None:
                 sides[side]["strides"] = self._tensors.strides(strides, shapes)
         attributes += [made for key, value in more.items() if (made := self._attribute(key, value)) is not None]
