@@ -40,12 +40,10 @@ class Page:
 
     Attributes:
         command: What writes it, without `-o`.
-        selector: The part that is shown; empty is what a screen shows.
-        place: What stands behind the `#` of its address.
+        place: The view that is shown, as in its address; empty for the first.
     """
 
     command: str
-    selector: str = ""
     place: str = ""
 
 
@@ -90,9 +88,8 @@ def terminal(command: str, folder: Path, target: Path) -> None:
     console = Console(record=True, width=_COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: PTH123, SIM115
     console.print(Text.from_ansi("\n".join(shown)))
     drawn = console.export_svg(title=f"traceloom {command}", unique_id=target.stem)
-    target.write_text(
-        re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL), encoding="utf-8"
-    )  # no fonts from afar
+    without_fonts = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # which come from elsewhere
+    target.write_text(without_fonts, encoding="utf-8")
 
 
 def page(picture: Page, folder: Path, browser: Any, target: Path) -> None:
@@ -103,13 +100,7 @@ def page(picture: Page, folder: Path, browser: Any, target: Path) -> None:
     tab = browser.new_page(viewport={"width": _WIDTH, "height": _HEIGHT}, color_scheme="light")
     tab.goto(f"{file.as_uri()}{picture.place}")
     tab.wait_for_timeout(1500)
-    if picture.selector:
-        part = tab.locator(picture.selector).first
-        part.scroll_into_view_if_needed()
-        tab.wait_for_timeout(500)
-        part.screenshot(path=target)
-    else:
-        tab.screenshot(path=target)
+    tab.screenshot(path=target)
     tab.close()
 
 

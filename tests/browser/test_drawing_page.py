@@ -33,6 +33,10 @@ def page(browser: Any, tmp_path: Path) -> Any:
     opened.close()
 
 
+def test_the_drawing_has_the_width_of_the_window(page: Any) -> None:
+    assert page.locator("#drawing").bounding_box()["width"] > 0.9 * 1200
+
+
 def test_a_box_shows_its_neighbours(page: Any) -> None:
     page.click('.box[data-name="d op"]')
     assert page.locator(".box.selected").count() == 1
