@@ -268,7 +268,7 @@ def test_columns_on_which_polars_panics_are_a_damaged_entry(tmp_path: Path, monk
     def panics(*_: object) -> object:
         raise pl.exceptions.PanicException("index out of bounds")
 
-    monkeypatch.setattr(trace_store, "_frames", panics)
+    monkeypatch.setattr(pl, "collect_all", panics)
     assert "damaged-cache" in slugs(path)
 
 
