@@ -33,13 +33,13 @@ VARIES = re.compile(rb'Traceloom \d[\w.]*|"traceloom":"[^"]*"|page made in [\d.]
 def outputs(pattern: str) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each format of the report of the files that match."""
     session = traceloom.load(*(file.relative_to(DATA) for file in sorted(DATA.glob(pattern))), cache=False)
-    options = ReportOptions()
+    options = ReportOptions(full=True)
     document = build(session, options)
     yield "terminal", encoded("\n".join(line.plain for line in render(document, options, WIDTH)))
     for form in FORMATS:
         if not form.endings[0].endswith(".gz"):
             stream = io.BytesIO()
-            form.write(Report(document, session, options), stream)
+            form.writer(Path(f"flame{form.endings[0]}"))(Report(document, session, options), stream)
             yield form.endings[0], stream.getvalue()
 
 
