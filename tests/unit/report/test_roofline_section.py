@@ -156,7 +156,7 @@ def test_peaks_that_make_no_sense_end_before_reading(
     option: list[str], slug: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path / "not there.json"), *option]) == 2
-    assert f"messages.md#{slug}" in capsys.readouterr().err
+    assert f"messages/#{slug}" in capsys.readouterr().err
 
 
 def test_device_and_peak_exclude_each_other(tmp_path: Path) -> None:
