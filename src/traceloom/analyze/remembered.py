@@ -10,8 +10,8 @@ from typing import TypeVar
 from traceloom.model import Trace
 
 T = TypeVar("T")
-MOST_EVENTS = 200_000
-"""Events of the traces whose results are kept at once: small ranks all, so that what asks rank after rank again (the
+MOST_EVENTS = 1_000_000
+"""Events of the traces whose results are kept at once (about 70 bytes each): small ranks all, so that what asks rank after rank again (the
 findings after the sections) finds them; of large ones the last alone, so that a run needs the memory of one."""
 
 
