@@ -6,6 +6,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.analyze.intervals import coverage, union
 from traceloom.model import Trace
 from traceloom.model.arrays import column
 from traceloom.model.category import COPY, GPU_WORK, LAUNCHES
@@ -16,13 +17,18 @@ BY_NAME = (
     r"|Memcpy|Memset|Malloc|Free|HostAlloc|HostRegister|HostUnregister"
     r"|ModuleLoad|ModuleUnload|LibraryLoad|LibraryUnload"
 )
+# Longer than a thread is kept from running now and then.
+_STARTS_NS = 5_000_000
+_BUSY = 0.1  # of a call at most: no device had anything to do
+_BEFORE_FREES = "Malloc|Event|Synchronize|LastError|MemGetInfo"  # what PyTorch's allocator calls before it frees
 
 
 def blocking_calls(trace: Trace) -> NDArray[np.bool_]:
     """True for every event that is a blocking runtime or driver call; shape (events,).
 
     Blocking are, by name, synchronising calls, copies and fills that are not asynchronous, and allocations; and, by
-    what happened, asynchronous copies that returned no earlier than their copy ended (copies of pageable memory).
+    what happened, asynchronous copies that returned no earlier than their copy ended (copies of pageable memory), and
+    calls that start the device.
     """
     events = trace.events.lazy()
     calls = events.filter(pl.col("category").is_in(LAUNCHES)).select(
@@ -44,4 +50,34 @@ def blocking_calls(trace: Trace) -> NDArray[np.bool_]:
     rows = pl.concat([by_name, waited]).collect()["event"].to_numpy()
     blocking = np.zeros(trace.events.height, dtype=np.bool_, like=column(trace, "start_ns"))
     blocking[rows] = True
-    return blocking
+    return blocking | starting_calls(trace)
+
+
+def starting_calls(trace: Trace) -> NDArray[np.bool_]:
+    """True for every call of CUDA or HIP in which the device is set up or code is loaded; shape (events,).
+
+    The first call that needs it does it, whatever it is called: it takes 5 ms and more though no device has anything
+    to do. Calls that wait by name are none, but for the `cudaFree` of an operator that did not ask for memory or look
+    at events right before: the allocator gives back only then, and libraries call it to have the device set up.
+    """
+    starting = np.zeros(trace.events.height, dtype=np.bool_)
+    work = trace.gpu_work().select("start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0))
+    name, is_free = pl.col("name"), pl.col("name").str.contains("^(cuda|hip)Free$")
+    before = pl.when(~is_free).then(name).shift(1).forward_fill().over("lane").fill_null("")  # several may be freed
+    frees = is_free & ~before.str.contains(_BEFORE_FREES) & pl.col("op").is_not_null()
+    calls = (
+        trace.events.lazy()
+        .filter(pl.col("category").is_in(LAUNCHES))
+        .select("event", "lane", "op", "start_ns", "duration_ns", name.cast(pl.String))
+        .sort("lane", "start_ns")
+        .filter(~name.str.contains(BY_NAME) | name.str.contains("Async", literal=True) | frees)
+        .filter(name.str.contains("^(cuda|cu|hip)[A-Z]"), pl.col("duration_ns") >= _STARTS_NS)
+        .collect()
+    )
+    if not work.height or not calls.height:
+        return starting
+    start, duration = calls["start_ns"].to_numpy(), calls["duration_ns"].to_numpy()
+    busy = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
+    idle = coverage(busy, start, start + duration) <= _BUSY * duration
+    starting[calls["event"].to_numpy()[idle]] = True
+    return starting

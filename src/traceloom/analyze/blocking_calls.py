@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.blocking import starting_calls
 from traceloom.analyze.call_tree import KINDS as NODE_KINDS
 from traceloom.analyze.call_tree import call_tree
 from traceloom.analyze.intervals import Ints, Spans, coverage, union
@@ -31,7 +32,7 @@ KINDS = {
     "synchronize": "waits for the device or a stream",
     "event_synchronize": "waits for an event",
     "allocation": "memory of the device, or pinned memory, is taken or given back",
-    "module_load": "code is loaded onto the device",
+    "module_load": "code is loaded onto the device, or the device is set up",
     "fill": "a fill that is not asynchronous",
     "python": "Python waits: a lock, a queue, a socket, sleep",
     "other": "another call that waits",
@@ -140,6 +141,8 @@ def blocking_calls(trace: Trace) -> BlockingCalls:
         kind = (
             pl.when(python)
             .then(pl.lit("python"))
+            .when(pl.Series(starting_calls(trace)[row]))
+            .then(pl.lit("module_load"))
             .when((by_call == "allocation") | (by_call == "module_load"))
             .then(by_call)
             .otherwise(pl.coalesce(paths["by_op"], copied["way"], by_call))

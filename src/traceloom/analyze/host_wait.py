@@ -20,7 +20,7 @@ HOST_CAUSES = {
     "host_garbage_collection": "Python collected garbage",
     "host_lock": "the host waited for a lock",
     "host_blocking_call": "the host stood in a call that waits",
-    "host_launch": "the host made other runtime calls",
+    "host_launch": "the host was in runtime calls",
     "host_op": "the host worked inside framework operators",
     "host_python": "the host ran Python",
     "host_unobserved": "nothing is recorded of what the host did",

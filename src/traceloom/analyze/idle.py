@@ -104,6 +104,8 @@ def idle(trace: Trace) -> Idle:
     waits = copies(trace, all_gaps.after) & (back >= ended) & (call < low)
     called = np.clip(call, low, high)
     returned = np.where(waits, low, np.clip(back, called, high))
+    # a call that takes longer than work takes to begin keeps the host: it loads code, say
+    called = np.where(~waits & (returned - called > LAUNCH_LATENCY_NS), returned, called)
     prompt = caused & ~waits & (back > low) & (high - returned <= LAUNCH_LATENCY_NS)
     taken = np.where(prompt, high, returned)
     steps = tiles(trace)

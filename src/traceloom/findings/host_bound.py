@@ -27,6 +27,7 @@ _LOOP = 64  # calls in a row, from which on somebody loops over the elements of 
 _OF_ELEMENTS = ("aten::item", "aten::select", "aten::index", "aten::is_nonzero", "aten::equal")
 _MOST_LOOPS = 16  # of a trace that are looked at, those of the most calls
 _LATE = ("host_op", "host_launch", "host_python", "host_unobserved")
+_SINGLE = ("host_op", "host_launch")
 _ALSO = ("launch_latency", "kernel_to_kernel")  # pauses that one submission of everything shortens as well
 _ELEMENTWISE = r"elementwise|pointwise|triton_poi"
 _MANY = 20
@@ -44,6 +45,10 @@ def launch_bound(context: Context) -> Iterator[Said]:
     for trace in context.traces:
         rows = context.in_step(context.ask(trace, analyze.idle).gaps)
         late = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_LATE)))
+        if context.steps is None:  # one call or operator that takes long, at the start say, does not come again
+            took = trace.events["duration_ns"].gather(late["host_event"])
+            once = pl.min_horizontal("duration_ns", took) >= long_ns(context)
+            late = late.filter(~(once & pl.col("cause").cast(pl.String).is_in(list(_SINGLE))))
         idle += int(late["duration_ns"].sum())
         also = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_ALSO)))
         most = max(most, int(late["duration_ns"].sum()) + int(also["duration_ns"].sum()))

@@ -31,7 +31,7 @@ _KINDS = {
     "copy_to_device": ("blocking-copy", "copying to the device"),
     "other_copy": ("blocking-copy", "copying"),
     "allocation": ("device-allocation", "taking memory from the device and giving it back"),
-    "module_load": ("module-loading", "loading code onto the device"),
+    "module_load": ("module-loading", "loading code onto the device, or setting it up,"),
 }
 _ADVICE = {
     "blocking-item": "Read values less often, or later: keep sums on the device, read every N steps, use "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.analyze.blocking import blocking_calls
+from traceloom.analyze.blocking import blocking_calls, starting_calls
 from traceloom.testing import TraceBuilder
 
 
@@ -54,3 +54,38 @@ def test_an_asynchronous_copy_that_returned_after_its_copy_ended_has_waited() ->
 def test_only_runtime_and_driver_calls_block() -> None:
     trace = TraceBuilder().op("my::Synchronize", 0, 5).kernel("Memcpy", 0, 5).build()
     assert not blocking_calls(trace).any()
+
+
+def slow(*names: str, ms: float = 20, op: str | None = "aten::conv2d", busy: bool = False) -> list[str]:
+    """The calls, each of `ms` milliseconds inside an operator, that start the device; its first work is before them."""
+    builder = TraceBuilder().launch("cudaLaunchKernel", 0, 5, correlation=1)
+    builder.kernel("work", 6, 1000 * ms * len(names) if busy else 10, correlation=1)
+    if op is not None:
+        builder.op(op, 20, 1000 * ms * len(names) + 10)
+    for at, name in enumerate(names):
+        builder.launch(name, 21 + 1000 * ms * at, 1000 * ms - 1, correlation=at + 2, flow=False)
+    trace = builder.build()
+    return trace.events.filter(starting_calls(trace))["name"].to_list()
+
+
+def test_a_call_that_is_slow_while_the_device_is_idle_starts_it_or_loads_code() -> None:
+    for name in ("cudaLaunchKernel", "cudaDeviceGetStreamPriorityRange", "hipExtModuleLaunchKernel", "cudaMemsetAsync"):
+        assert slow(name) == [name]
+        assert slow(name, op=None) == [name]
+        assert slow(name, busy=True) == slow(name, ms=4) == []
+
+
+@pytest.mark.parametrize("name", ["cudaDeviceSynchronize", "cudaMalloc", "cudaMemcpy", "concatInputs"])
+def test_a_call_that_waits_or_is_none_of_the_driver_starts_nothing(name: str) -> None:
+    assert slow(name) == []
+
+
+def test_libraries_start_with_a_free_and_the_allocator_frees_after_it_asked() -> None:
+    assert slow("cudaGetSymbolAddress", "cudaFree", "cudaFree") == ["cudaGetSymbolAddress", "cudaFree", "cudaFree"]
+    assert slow("cudaMalloc", "cudaFree", "cudaFree") == slow("cudaEventQuery", "cudaFree", ms=4) == []
+    assert slow("cudaFree", op=None) == []  # somebody empties the cache
+
+
+def test_what_the_device_does_meanwhile_is_unknown_without_its_work() -> None:
+    trace = TraceBuilder().launch("cudaLaunchKernel", 0, 20_000, correlation=1).build()
+    assert not starting_calls(trace).any()

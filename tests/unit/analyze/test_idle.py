@@ -32,6 +32,13 @@ def test_a_late_launch_splits_the_gap_into_the_host_and_the_launch() -> None:
     assert causes(builder) == {"host_unobserved": 30, "launch_latency": 7}
 
 
+def test_a_launch_call_that_takes_long_is_the_hosts() -> None:
+    builder = first().launch("cudaLaunchKernel", 50, 400, correlation=2).kernel("two", 457, 5, correlation=2)
+    assert causes(builder) == {"host_unobserved": 30, "host_launch": 400, "launch_latency": 7}
+    loads = first().launch("cudaLaunchKernel", 50, 6_000, correlation=2).kernel("two", 6_057, 5, correlation=2)
+    assert causes(loads) == {"host_unobserved": 30, "host_blocking_call": 6_000, "launch_latency": 7}
+
+
 def test_the_host_part_is_split_by_the_innermost_activity_of_the_launching_thread() -> None:
     builder = first().python("train.py(3): main", 0, 100).op("aten::mm", 30, 40)
     builder.launch("cudaMemGetInfo", 24, 2, correlation=8, flow=False)

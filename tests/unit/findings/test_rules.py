@@ -313,6 +313,21 @@ def test_a_rule_that_cannot_know_says_why(slug: str) -> None:
     assert ABSTAINS[slug] in one.reason
 
 
+def test_one_operator_that_takes_long_is_a_late_launch_only_where_it_comes_again() -> None:
+    made = busy().op(host_us=30_000).op()
+    assert said("launch-bound", made.trace) == []
+    (candidate,) = said("launch-bound", made.done())
+    assert isinstance(candidate, Candidate)
+
+
+def test_a_library_that_starts_is_not_told_as_an_allocation() -> None:
+    trace = busy().call("cudaGetSymbolAddress", 10).pause(2_000).call("cudaFree", 30_000, "aten::conv2d").op().done()
+    (candidate,) = said("module-loading", trace)
+    assert isinstance(candidate, Candidate)
+    assert "30.0 ms" in candidate.title
+    assert said("device-allocation", trace) == []
+
+
 def test_waits_of_a_profiler_for_its_own_window_are_no_finding() -> None:
     made = busy()
     made.trace.python("lib/profiling/profile.py(34): run_torch_profiler", made.now - 1, 4_000)
