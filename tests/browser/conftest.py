@@ -69,6 +69,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         many.launch("cudaLaunchKernel", 10.0 * k, 4, correlation=k + 1)
         many.kernel(f"kernel_{k:03d}", 10.0 * k + 5, 3, correlation=k + 1)
     runs["long"] = Session((many.build(),), "long")
+    rooted = TraceBuilder()
+    for k in range(4):
+        rooted.python(f"runpy.py({k}): root", k, 1000 - 2 * k)
+    rooted.python("train.py(3): main", 5, 985)
+    for k in range(3):
+        rooted.python(f"train.py(9): step {k}", 10 + 300.0 * k, 290)
+        rooted.op("aten::add", 20 + 300.0 * k, 100)
+    runs["rooted"] = Session((rooted.build(),), "rooted")
     out["numbers"] = folder / "numbers.html"
     out["numbers"].write_text(framed(**NUMBERS, **one_after_the_other([("s", "S", "", numbers())])), encoding="utf-8")
     for name, session in runs.items():

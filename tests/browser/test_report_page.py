@@ -135,18 +135,99 @@ def test_it_draws_without_decompression_stream_too(open_page: Open) -> None:
 def test_search_finds_counts_and_steps_through(open_page: Open) -> None:
     tab = open_page()
     tab.page.fill("[data-part=search]", "KERNEL_03")
-    assert tab.page.locator("[data-part=count]").inner_text() == "8 found"
+    assert tab.page.locator("[data-part=count]").inner_text().startswith("8 found: ")
     tab.page.keyboard.press("Enter")
-    assert tab.page.locator("[data-part=count]").inner_text() == "1 of 8"
+    assert tab.page.locator("[data-part=count]").inner_text().startswith("1 of 8: ")
     assert tab.page.locator("[data-part=details] h3").inner_text() == "kernel_03_gemm"
     first = tab.timeline("t.events.start[t.selected]")
     tab.page.click("[data-part=next]")
     assert tab.timeline("t.events.start[t.selected]") >= first
     tab.page.click("[data-part=previous]")
-    assert tab.page.locator("[data-part=count]").inner_text() == "1 of 8"
+    assert tab.page.locator("[data-part=count]").inner_text().startswith("1 of 8: ")
     tab.page.fill("[data-part=search]", "no such event")
     assert tab.page.locator("[data-part=count]").inner_text() == "nothing found"
     assert tab.page.locator("[data-part=next]").is_disabled()
+
+
+def test_a_search_tells_how_long_its_matches_take_and_leaves_them_their_names(open_page: Open) -> None:
+    tab = open_page()
+    tab.page.fill("[data-part=search]", "kernel_03")
+    count = tab.page.locator("[data-part=count]")
+    assert count.inner_text() == "8 found: 288\u202fµs in sum, 36.0\u202fµs each, longest 36.0\u202fµs"
+    tab.page.keyboard.press("Enter")
+    assert count.inner_text() == "1 of 8: 36.0\u202fµs"
+    drawn = """(() => {
+      const names = new Set(), { context } = t.painter, write = context.fillText;
+      context.fillText = (text, ...at) => { names.add(text); write.call(context, text, ...at); };
+      t.draw();
+      context.fillText = write;
+      return [...names].filter((name) => t.events.shortNames.includes(name));
+    })()"""
+    tab.timeline("t.zoomTo(t.selected)")
+    assert tab.timeline(drawn) == ["kernel_03_gemm"]
+
+
+def test_the_tooltip_goes_when_its_event_goes(open_page: Open) -> None:
+    tab = open_page()
+    _, x, y = tab.event_named("kernel_04_copy")
+    tab.page.mouse.move(x, y)
+    tip = tab.page.locator("[data-part=tip]")
+    assert "kernel_04_copy" in tip.inner_text()
+    tab.timeline("(t.setView(0, 50), t.draw())")  # the pointer stays, the event does not
+    assert tip.is_hidden()
+    assert tab.timeline("t.hovered") == -1
+
+
+def test_lanes_are_filtered_by_name(open_page: Open) -> None:
+    tab = open_page()
+    shown = "t.rows.lines.map((line) => line.lane?.name ?? line.kind)"
+    everything = tab.timeline(shown)
+    tab.page.fill("[data-part=filter]", "RANK 1 · stream")
+    assert set(tab.timeline(shown)) == {"rank", *(name for name in everything if name.startswith("stream"))}
+    assert tab.timeline("t.rows.lines.filter((line) => line.kind === 'rank').length") == 1
+    tab.page.wait_for_timeout(250)
+    tab.go(tab.page.evaluate("location.hash"))
+    assert tab.timeline("t.rows.lines.filter((line) => line.kind === 'rank').length") == 1
+    tab.timeline("t.select(0, true)")  # what is asked for is shown, filtered or not
+    assert tab.page.locator("[data-part=filter]").input_value() == ""
+    assert tab.timeline("t.rows.lines.length") >= len(everything)
+
+
+def test_pinned_lanes_stay_in_view(open_page: Open) -> None:
+    tab = open_page()
+    top = "t.rows.topOf(t.events.lanes.find((lane) => lane.trace === 1 && lane.gpu).first)"
+    unpinned = tab.timeline(top)
+    lane = tab.timeline("t.events.lanes.findIndex((lane) => lane.trace === 1 && lane.gpu)")
+    pin = tab.page.locator(f".tl-pin[data-pin=l{lane}]")
+    pin.focus()
+    tab.page.keyboard.press("Enter")
+    assert pin.get_attribute("aria-pressed") == "true"
+    assert "rank 1 · " in pin.get_attribute("aria-label")
+    assert tab.timeline(top) == 0 < unpinned
+    tab.timeline("(t.scroller.style.height = '120px', t.resize(), t.scroller.scrollTop = 60, t.draw(), 0)")
+    assert tab.timeline("t.scroller.scrollTop") == 60
+    event = tab.timeline(f"t.events.lanes[{lane}].first")
+    assert tab.timeline(f"t.eventAt(t.painter.x(t.events.start[{event}] + 5), 8)") == event
+    tab.page.wait_for_timeout(250)
+    tab.go(tab.page.evaluate("location.hash"))
+    assert tab.timeline(top) == 0
+    tab.page.locator(f".tl-pin[data-pin=l{lane}]").click()
+    assert tab.timeline(top) == unpinned
+
+
+def test_python_frames_around_all_others_fold(open_page: Open) -> None:
+    tab = open_page("rooted")
+    tab.page.check("[data-part=python]")
+    first = "t.events.name(t.rows.lines.find((line) => line.lane?.kind === 'host').row.indices[0])"
+    assert tab.timeline(first) == "train.py(3): main"
+    label = tab.page.locator("button.tl-roots")
+    assert label.inner_text() == "4 Python frames around all"
+    label.click()
+    assert tab.timeline(first) == "runpy.py(0): root"
+    tab.page.locator("button.tl-roots").click()
+    root = "[...t.events.names.keys()].find((k) => t.events.names[k] === 'runpy.py(2): root')"
+    tab.timeline(f"t.select([...t.events.label].indexOf({root}), true)")
+    assert tab.timeline("t.rows.topOf(t.selected)") is not None
 
 
 def test_a_click_shows_what_is_known_and_leads_to_the_launch(open_page: Open) -> None:
@@ -426,7 +507,7 @@ def test_a_kernel_of_the_table_is_found_in_the_timeline(open_page: Open) -> None
     tab = open_page(hash_="#gpu")
     row = tab.page.locator("#kernel-table tbody tr", has_text="kernel_03_gemm")
     row.get_by_role("button", name="Find it in the timeline").click()
-    tab.page.wait_for_function("document.querySelector('[data-part=count]')?.textContent === '8 found'")
+    tab.page.locator("[data-part=count]", has_text="8 found").wait_for()
     assert tab.page.locator("[data-part=search]").input_value() == "kernel_03_gemm"
     tab.page.keyboard.press("Enter")
     assert tab.page.locator("[data-part=details] h3").inner_text() == "kernel_03_gemm"

@@ -174,7 +174,7 @@ export class Painter {
     context.strokeRect((left - inset) * scale, (top - inset) * scale, (right - left + width) * scale, (height + width) * scale);
   }
 
-  // Found events of one row in full colour, merged where they share a pixel.
+  // Events of one row that a search found in full colour and with their names, merged where they share a pixel.
   matches(row, found, top, height) {
     const { context, scale, events, palette } = this;
     const { from, to } = this.view;
@@ -185,8 +185,10 @@ export class Painter {
       const right = Math.max(this.x(events.end[event]), left + 1.5);
       if (right <= last) continue;
       last = right;
-      context.fillStyle = palette.fills[palette.colourOf[events.label[event]]];
+      const colour = palette.colourOf[events.label[event]];
+      context.fillStyle = palette.fills[colour];
       context.fillRect(left * scale, top * scale, (right - left) * scale, height * scale);
+      if (right - left >= NAMED) this.names.push([left * scale, right * scale, top * scale, height * scale, colour, event]);
     }
   }
 

@@ -11,6 +11,7 @@ export const GROUP_NAMES = [
   "compute", "communication", "memory", "op", "annotation", "launch", "sync", "python", "overhead", "other",
 ];
 const GPU_WORK = new Set(["kernel", "copy", "fill"]);
+const FEWEST_ROOTS = 3; // Python frames around all of a lane that are worth folding
 
 export class Events {
   constructor({ header, columns }) {
@@ -68,9 +69,18 @@ export class Events {
     for (let i = lane.first; i < lane.first + lane.count && !lane.hasPython; i++) lane.hasPython = this.python[this.label[i]];
   }
 
-  // Puts a lane's events on rows: by nesting on host threads, on the first free row on streams.
-  layOut(lane, hidePython) {
-    const rows = lane.nests ? this.#nest(lane, hidePython) : this.#spread(lane);
+  // Puts a lane's events on rows: by nesting on host threads, on the first free row on streams. `foldRoots` leaves out
+  // the Python frames that stand alone around all others, as interpreter and launcher do; the innermost of them stays.
+  layOut(lane, hidePython, foldRoots) {
+    let rows = lane.nests ? this.#nest(lane, hidePython) : this.#spread(lane);
+    const alone = rows.findIndex(({ length, 0: first }) => length > 1 || !this.python[this.label[first]]);
+    const roots = Math.max((alone < 0 ? rows.length : alone) - 1, 0);
+    lane.roots = roots < FEWEST_ROOTS ? 0 : roots;
+    if (lane.roots && foldRoots) {
+      for (const [event] of rows.slice(0, roots)) this.end[event] = -1;
+      rows = rows.slice(roots);
+      rows.forEach((indices, depth) => indices.forEach((i) => (this.row[i] = depth)));
+    }
     lane.rows = rows.map((indices) => new Row(this, Int32Array.from(indices)));
   }
 

@@ -26,7 +26,7 @@ export function listenToGestures(timeline) {
   canvas.addEventListener("pointermove", (event) => {
     const at = place(event);
     if (!pointers.has(event.pointerId)) {
-      hover(timeline, at);
+      timeline.hover(at);
       return;
     }
     if (pointers.size === 2) pinch(timeline, pointers, event.pointerId, at);
@@ -46,7 +46,7 @@ export function listenToGestures(timeline) {
   };
   canvas.addEventListener("pointerup", release);
   canvas.addEventListener("pointercancel", release);
-  canvas.addEventListener("pointerleave", () => hover(timeline, null));
+  canvas.addEventListener("pointerleave", () => timeline.hover(null));
   canvas.addEventListener("dblclick", () => {
     if (timeline.selected >= 0) timeline.zoomTo(timeline.selected);
   });
@@ -79,19 +79,11 @@ export function measureOnRuler(timeline) {
   canvas.addEventListener("pointercancel", release);
 }
 
-function hover(timeline, at) {
-  const event = at ? timeline.eventAt(at.x, at.y) : -1;
-  timeline.emit("hover", event, at);
-  if (event === timeline.hovered) return;
-  timeline.hovered = event;
-  timeline.request();
-}
-
 function follow(timeline, drag, at) {
   if (!drag.moved && Math.hypot(at.x - drag.at.x, at.y - drag.at.y) < CLICK) return;
   drag.moved = true;
   timeline.canvas.classList.add("dragging");
-  timeline.emit("hover", -1, null);
+  timeline.hover(null);
   if (drag.range) {
     const here = timeline.timeAt(at.x);
     timeline.setRange({ from: Math.min(drag.anchor, here), to: Math.max(drag.anchor, here) });
@@ -187,8 +179,7 @@ function linked(timeline) {
 
 // The first event in view on the first row in view: where the keyboard starts.
 function first(timeline) {
-  const top = timeline.scroller.scrollTop;
-  for (const line of timeline.rows.between(top, top + timeline.painter.height)) {
+  for (const [line] of timeline.rows.inView(timeline.scroller.scrollTop, timeline.painter.height)) {
     if (line.kind !== "row") continue;
     const found = line.row.indices.find((i) => timeline.events.end[i] > timeline.view.from);
     if (found !== undefined && timeline.events.start[found] < timeline.view.to) return timeline.select(found, true);

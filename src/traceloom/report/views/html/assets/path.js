@@ -68,7 +68,7 @@ export class PathOverlay {
   // The height at which the line runs along a lane; on the rank's own line where that is folded; null for no place.
   #height(lane) {
     const { rows } = this.timeline;
-    if (lane.top !== undefined && !rows.folded.has(`r${lane.trace}`)) return lane.top + rows.heightOf(lane) + 1;
+    if (lane.top !== undefined) return lane.top + rows.heightOf(lane) + 1;
     const line = rows.lines.find((one) => one.kind === "rank" && one.rank === this.timeline.events.ranks[lane.trace]);
     return line ? line.top + line.height - 2 : null;
   }
@@ -114,7 +114,7 @@ export class PathOverlay {
         low = high = 0;
       }
       if (end < from || start > to || heights[place] === null) continue;
-      const y = heights[place] - shift;
+      const y = heights[place] - this.timeline.rows.shiftOf(events.lanes[place], shift);
       const left = Math.min(Math.max(painter.x(start), -9), painter.width + 9);
       const right = Math.min(Math.max(painter.x(end), -9), painter.width + 9);
       if (right - last < APART && points.length) {

@@ -1,5 +1,5 @@
 // Finds events by name, counts them, and steps through them in the order of time.
-import { grouped } from "./units.js";
+import { duration, grouped } from "./units.js";
 import { getState, onState, setState } from "./state.js";
 
 export class Search {
@@ -27,14 +27,22 @@ export class Search {
     this.order = null;
     this.at = -1;
     let total = 0;
+    let sum = 0;
+    let longest = 0;
     if (wanted) {
       const labels = Uint8Array.from(events.names, (name) => Number(name.toLowerCase().includes(wanted)));
-      for (let i = 0; i < events.count; i++) total += labels[events.label[i]];
+      for (let i = 0; i < events.count; i++) {
+        if (!labels[events.label[i]]) continue;
+        total++;
+        sum += Math.max(events.duration[i], 0);
+        longest = Math.max(longest, events.duration[i]);
+      }
       this.timeline.search = { labels };
     } else this.timeline.search = null;
     this.total = total;
     this.previous.disabled = this.next.disabled = total === 0;
-    this.count.textContent = !wanted ? "" : total ? `${grouped(total)} found` : "nothing found";
+    const times = `${duration(sum)} in sum, ${duration(sum / total)} each, longest ${duration(longest)}`;
+    this.count.textContent = !wanted ? "" : total ? `${grouped(total)} found: ${times}` : "nothing found";
     this.timeline.request();
   }
 
@@ -51,7 +59,8 @@ export class Search {
       const visible = this.order.findIndex((i) => events.start[i] >= from);
       this.at = direction > 0 ? Math.max(visible, 0) : (visible - 1 + this.total) % this.total;
     } else this.at = (this.at + direction + this.total) % this.total;
-    this.count.textContent = `${grouped(this.at + 1)} of ${grouped(this.total)}`;
-    this.timeline.select(this.order[this.at], true);
+    const event = this.order[this.at];
+    this.count.textContent = `${grouped(this.at + 1)} of ${grouped(this.total)}: ${duration(events.duration[event])}`;
+    this.timeline.select(event, true);
   }
 }

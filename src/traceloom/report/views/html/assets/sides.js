@@ -49,8 +49,8 @@ export class BothSides {
   draw(painter, shift, palette) {
     if (!this.shown) return;
     const { rows } = this.timeline;
-    for (const line of rows.between(shift, shift + painter.height)) {
-      if (line.kind === "row") this.#row(line.row, line.top - shift + line.height - THICK, painter, palette);
+    for (const [line, top] of rows.inView(shift, painter.height)) {
+      if (line.kind === "row") this.#row(line.row, top + line.height - THICK, painter, palette);
     }
   }
 

@@ -28,15 +28,18 @@ export class Timeline {
     this.view = { from: 0, to: events.span };
     this.selected = -1;
     this.hovered = -1;
+    this.pointer = null; // where it stands on the canvas
     this.range = null;
     this.search = null;
     this.listeners = new Map();
     this.#python();
+    this.#filter();
+    this.rows.pinned = new Set((getState("pin") ?? "").split(",").filter(Boolean));
     this.rows.update();
     this.path = null;
     this.#fromAddress(getState("t"));
     onState("t", (value) => this.#fromAddress(value));
-    this.scroller.addEventListener("scroll", () => this.request());
+    this.scroller.addEventListener("scroll", () => this.#moved());
     new ResizeObserver(() => this.resize()).observe(this.scroller);
     this.path = new PathOverlay(this);
     this.sides = new BothSides(this);
@@ -65,6 +68,21 @@ export class Timeline {
     });
   }
 
+  #filter() {
+    const input = this.part("filter");
+    const apply = () => {
+      this.rows.filter = input.value.trim().toLowerCase();
+      setState("rows", this.rows.filter || null);
+      this.rows.update();
+      this.#relaid();
+    };
+    this.rows.filter = input.value = getState("rows") ?? "";
+    input.addEventListener("input", apply);
+    input.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") apply((input.value = ""));
+    });
+  }
+
   #fromAddress(value) {
     const match = /^(-?\d+)-(\d+)$/.exec(value ?? "");
     if (match && Number(match[2]) > Number(match[1])) this.setView(Number(match[1]), Number(match[2]));
@@ -73,9 +91,27 @@ export class Timeline {
 
   #relaid() {
     this.part("python").checked = !this.rows.hidePython;
+    if (!this.rows.filter) this.part("filter").value = "";
+    setState("pin", [...this.rows.pinned].join(",") || null);
     this.content.style.height = `${this.rows.height}px`;
     this.resize();
     this.overview.stale = true;
+    this.#moved();
+  }
+
+  // What stands under the pointer is another event than before, or none.
+  #moved() {
+    this.stale = true;
+    this.request();
+  }
+
+  // Tells what is under the pointer; null where that is not over the canvas.
+  hover(at) {
+    this.pointer = at;
+    const event = at ? this.eventAt(at.x, at.y) : -1;
+    this.emit("hover", event, at);
+    if (event === this.hovered) return;
+    this.hovered = event;
     this.request();
   }
 
@@ -106,7 +142,7 @@ export class Timeline {
     const middle = (from + to) / 2;
     const low = Math.min(Math.max(middle - wide / 2, -0.1 * span), 1.1 * span - wide);
     this.view = { from: low, to: low + wide };
-    this.request();
+    this.#moved();
     const whole = wide >= span;
     setState("t", whole ? null : `${Math.round(this.view.from)}-${Math.round(this.view.to)}`);
   }
@@ -146,7 +182,7 @@ export class Timeline {
 
   // The event drawn at a point of the canvas, -1 where there is none.
   eventAt(x, y) {
-    const line = this.rows.at(y + this.scroller.scrollTop);
+    const line = this.rows.at(y, this.scroller.scrollTop);
     if (!line || line.kind !== "row") return -1;
     const reach = (2 * (this.view.to - this.view.from)) / this.painter.width;
     return line.row.at(this.timeAt(x), reach);
@@ -154,7 +190,7 @@ export class Timeline {
 
   // The curve drawn at a height of the canvas, null where there is none.
   curveAt(y) {
-    const line = this.rows.at(y + this.scroller.scrollTop);
+    const line = this.rows.at(y, this.scroller.scrollTop);
     return line?.kind === "track" ? line.curve : null;
   }
 
@@ -176,9 +212,10 @@ export class Timeline {
       const middle = (start[event] + end[event]) / 2;
       this.setView(middle - wide / 2, middle + wide / 2);
     }
+    if (this.events.laneOf(event).pinned) return;
     const top = this.rows.topOf(event);
     const { scrollTop } = this.scroller;
-    if (top < scrollTop + 8 || top > scrollTop + this.painter.height - ROW - 8) {
+    if (top < scrollTop + this.rows.pinnedHeight + 8 || top > scrollTop + this.painter.height - ROW - 8) {
       this.scroller.scrollTop = Math.max(top - this.painter.height / 3, 0);
     }
   }
@@ -200,11 +237,18 @@ export class Timeline {
     if (this.frame) cancelAnimationFrame(this.frame);
     this.frame = undefined;
     this.palette ??= new Palette(this.events, false);
-    const { painter, scroller } = this;
+    const { painter, scroller, rows } = this;
     const shift = scroller.scrollTop;
+    if (this.stale && this.pointer) this.hover(this.pointer);
+    this.stale = false;
     painter.begin(this.view, this.palette, this.search !== null);
     this.#grid(painter);
-    for (const line of this.rows.between(shift, shift + painter.height)) this.#line(line, line.top - shift);
+    const seen = rows.inView(shift, painter.height);
+    const first = seen.findIndex(([line]) => line.lane?.pinned);
+    seen.forEach(([line, top], k) => {
+      if (k === first) this.#cover(rows.pinnedHeight);
+      this.#line(line, top);
+    });
     painter.finish();
     this.sides?.draw(painter, shift, this.palette);
     this.path?.draw(painter, shift, this.palette);
@@ -216,6 +260,14 @@ export class Timeline {
   #grid(painter) {
     const { marks } = ticks(this.view.from, this.view.to, painter.width, 110);
     painter.grid(marks.map((time) => painter.x(time)));
+  }
+
+  // The ground of the lanes that stay in view, over what scrolls beneath them.
+  #cover(height) {
+    const { painter, palette } = this;
+    painter.finish(); // the names of what is covered
+    painter.box(0, 0, painter.width, height, palette.background);
+    painter.box(0, height + 2, painter.width, 1, palette.line);
   }
 
   #line(line, top) {
@@ -259,9 +311,18 @@ export class Timeline {
     if (this.selected >= 0) this.#arrows(shift);
     const twin = events.twin?.[this.selected] ?? -1;
     for (const [event, colour, width] of [[this.hovered, palette.muted, 1], [twin, palette.accent, 2], [this.selected, palette.ink, 2]]) {
-      const top = event >= 0 && event < events.count ? rows.topOf(event) : null;
-      if (top !== null) painter.outline(event, top - shift, ROW, colour, width);
+      const top = event >= 0 && event < events.count ? this.#topOf(event, shift) : null;
+      if (top !== null) painter.outline(event, top, ROW, colour, width);
     }
+  }
+
+  // Where an event is drawn on the canvas; null where it is not, or lies under pinned lanes.
+  #topOf(event, shift) {
+    const { rows, events } = this;
+    const lane = events.laneOf(event);
+    const top = rows.topOf(event);
+    const there = top === null ? null : top - rows.shiftOf(lane, shift);
+    return there !== null && (lane.pinned || there >= rows.pinnedHeight) ? there : null;
   }
 
   // From the launch to its GPU work, or from the forward op to the backward op.
@@ -272,9 +333,9 @@ export class Timeline {
     if (events.forward[selected] >= 0) pairs.push([events.forward[selected], selected]);
     for (const work of this.work ?? []) pairs.push([events.launch[work], work]);
     for (const [from, to] of pairs.slice(0, 200)) {
-      const tops = [this.rows.topOf(from), this.rows.topOf(to)];
+      const tops = [this.#topOf(from, shift), this.#topOf(to, shift)];
       if (tops.includes(null)) continue;
-      const [fromY, toY] = tops.map((top) => top - shift + ROW / 2);
+      const [fromY, toY] = tops.map((top) => top + ROW / 2);
       painter.arrow(painter.x(events.start[from]), fromY, painter.x(events.start[to]), toY, palette.accent);
     }
   }
