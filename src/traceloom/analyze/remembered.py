@@ -11,8 +11,9 @@ from traceloom.model import Trace
 
 T = TypeVar("T")
 MOST_EVENTS = 1_000_000
-"""Events of the traces whose results are kept at once (about 70 bytes each): small ranks all, so that what asks rank after rank again (the
-findings after the sections) finds them; of large ones the last alone, so that a run needs the memory of one."""
+"""Events of the traces whose results are kept at once (about 70 bytes each): small ranks all, so that what asks rank
+after rank again (the findings after the sections) finds them; of large ones the last alone, so that a run needs the
+memory of one."""
 
 
 def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
