@@ -19,7 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from traceloom.testing.bigfile import write_big
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.bigfile import write_big
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"

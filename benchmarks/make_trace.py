@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
-from traceloom.testing.bigfile import write_big
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.bigfile import write_big
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 REAL = Path(__file__).resolve().parents[2] / "shared/data/kineto/h100_owlv2.json.gz"

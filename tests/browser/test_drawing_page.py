@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from support.workload import node, write_set
 from traceloom.cli import main
-from traceloom.testing.workload import node, write_set
 
 pytestmark = pytest.mark.browser
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

@@ -1,4 +1,4 @@
-"""Builders of small traces, graphs and big files, for tests."""
+"""Builders of small traces, for tests."""
 
 from traceloom.testing.builder import TraceBuilder
 from traceloom.testing.host_trace import HostTraceBuilder

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from support.jobs import Recipe, training_job
+from support.small_graph import small_graph
+from support.snapshots import SnapshotBuilder
+from support.workload import collective, node, receive, send, write_set
 from traceloom.model import graph_store
 from traceloom.testing.builder import TraceBuilder
 from traceloom.testing.host_trace import HostTraceBuilder
-from traceloom.testing.small_graph import small_graph
-from traceloom.testing.snapshots import SnapshotBuilder
-from traceloom.testing.workload import collective, node, receive, send, write_set
 
 _FRAMES = ((("train.py", 7, "step"),), (("model.py", 3, "forward"), ("train.py", 7, "step")))
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.workload import attribute, collective, node, receive, send, write_set
 from traceloom.chakra import stream
 from traceloom.chakra.node_table import EXPECTED
 from traceloom.chakra.schema import GlobalMetadata
 from traceloom.chakra.validation import RULES, Problem, Target, validate
 from traceloom.cli import main
 from traceloom.errors import InputError, UsageError
-from traceloom.testing.workload import attribute, collective, node, receive, send, write_set
 
 Make = Callable[[Path], object]
 ROOT = Path(__file__).resolve().parents[3]

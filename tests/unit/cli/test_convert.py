@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from support.small_graph import small_graph
 from traceloom.chakra.formats import write_messages
 from traceloom.chakra.graph import write_ranks
 from traceloom.chakra.schema import GlobalMetadata, Node, NodeType
 from traceloom.chakra.stream import EtReader
 from traceloom.cli import main
 from traceloom.model.graph_store import load, save
-from traceloom.testing.small_graph import small_graph
 
 
 def convert(*arguments: object) -> int:

@@ -13,9 +13,9 @@ import pytest
 
 from support.fuzzing.seeds import FORMATS, trace
 from support.fuzzing.trying import LOST, VERBS, captured
+from support.workload import collective, node, write_set
 from traceloom.cli import main
 from traceloom.read import read_kineto
-from traceloom.testing.workload import collective, node, write_set
 
 
 def tried(kind: str, source: Path, home: Path) -> None:

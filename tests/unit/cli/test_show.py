@@ -9,6 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from support.workload import collective, node, receive, send, write_set
 from traceloom.cli import main
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
@@ -16,7 +17,6 @@ from traceloom.model.graph_store import save
 from traceloom.report.workload.network import of_graph
 from traceloom.report.workload.picture import Box, Link, Picture, collapsed, neighbourhood
 from traceloom.report.workload.places import HEIGHT, WIDTH, arrange
-from traceloom.testing.workload import collective, node, receive, send, write_set
 
 EVIL = "</script><script>alert(1)</script>\x1b[31m<img src=x onerror=alert(2)>"
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.snapshots import SnapshotBuilder
 from traceloom.errors import InputError
 from traceloom.read.memory_files import kind_of, read_out_of_memory
 from traceloom.read.memory_timeline import CATEGORIES, read_timeline
 from traceloom.read.pickled import loads
 from traceloom.read.snapshot import read_snapshot, snapshot_of
-from traceloom.testing.snapshots import SnapshotBuilder
 
 STEP = ("/u/train.py", 10, "step")
 SMALL = st.integers(-(2**31), 2**31 - 1)

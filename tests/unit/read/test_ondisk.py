@@ -12,13 +12,13 @@ import numpy as np
 import polars as pl
 import pytest
 
+from support.bigfile import write_big
 from traceloom.errors import InputError
 from traceloom.model import arrays, trace_store
 from traceloom.read import read_kineto
 from traceloom.storage import ondisk, spill
 from traceloom.storage.mapped import TextTable, numbers
 from traceloom.testing import TraceBuilder
-from traceloom.testing.bigfile import write_big
 
 NAMES = (
     "a100_cupti_counters", "a100_ddp_nccl", "cpu_only_gloo_rank34", "h100_bert_small", "h100_owlv2", "h100_qwen_0.5b",

@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 
+from support.bigfile import write_big
 from traceloom.read import read_kineto
 from traceloom.read.nesting import nest
 from traceloom.storage import spill
-from traceloom.testing.bigfile import write_big
 
 
 def test_a_chain_of_crossing_spans_is_linear_work():

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import damage
+from support.bigfile import write_big
 from support.strategies import builders
 from traceloom.errors import InputError
 from traceloom.model import Trace
@@ -25,7 +26,6 @@ from traceloom.read.together import ForkResult, Helpers
 from traceloom.storage import spill
 from traceloom.storage.cache import Seen
 from traceloom.testing import TraceBuilder
-from traceloom.testing.bigfile import write_big
 
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="parts are decoded by forks on Linux alone")
 

@@ -10,12 +10,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from support.snapshots import SnapshotBuilder
 from traceloom.analyze.memory import memory as summary
 from traceloom.cli import main
 from traceloom.model import Session, Trace
 from traceloom.report.memory import MemoryOptions, build, document_of, find
 from traceloom.testing import TraceBuilder
-from traceloom.testing.snapshots import SnapshotBuilder
 
 SCHEMA = json.loads(
     (Path(__file__).resolve().parents[3] / "docs" / "reference" / "memory.schema.json").read_text(encoding="utf-8")

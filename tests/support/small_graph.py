@@ -40,9 +40,7 @@ class _GraphRows:
     def __init__(self) -> None:
         self.frames: dict[str, list[dict[str, Any]]] = {name: [] for name in GRAPH_SCHEMAS}
 
-    def node(  # noqa: PLR0917  (a table reads best without names)
-        self, kind: str, name: str, rank: int, lane: int | None, start: int, duration: int, **more: Any
-    ) -> int:
+    def node(self, kind: str, name: str, rank: int, lane: int | None, start: int, duration: int, **more: Any) -> int:
         nodes = self.frames["nodes"]
         row = {"kind": kind, "name": name, "rank": rank, "lane": lane, "start_ns": start, "duration_ns": duration}
         nodes.append({"node": len(nodes), "work_ns": duration, "residual_ns": 0} | row | more)
