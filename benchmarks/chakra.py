@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from traceloom.chakra import formats
+from traceloom.chakra import conversion
 from traceloom.chakra.graph import read_graph, write_rank
 from traceloom.chakra.stream import EtReader
 from traceloom.model import graph_store
@@ -117,7 +117,7 @@ def step(name: str, folder: Path) -> tuple[float, float, float]:
 
     def messages(target: Path) -> None:
         with EtReader(et) as reader:
-            formats.write_messages(target, reader.metadata, reader, force=True)
+            conversion.write_messages(target, reader.metadata, reader, force=True)
 
     def streamed() -> None:
         with EtReader(et) as reader:

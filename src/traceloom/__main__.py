@@ -20,7 +20,14 @@ def console() -> int:
     Garbage collector and allocator are tuned here, and not in `main`, which others call from processes of their own.
     """
     leaving.begin()
-    _leave_current_directory()
+    # Import nothing from the current directory, which may be an archive of a stranger. `python -m` puts it first by
+    # itself, and so does an empty entry of PYTHONPATH.
+    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  (pathlib is not loaded)
+    try:
+        current = os.getcwd()  # noqa: PTH109
+    except OSError:
+        current = ""  # it is gone
+    sys.path[:] = [entry for entry in sys.path if entry == home or entry not in {"", current}]
     from traceloom.cli import main
 
     gc.set_threshold(_ALLOCATIONS)
@@ -35,19 +42,6 @@ def console() -> int:
         return code  # Python says what it has to say about a stream that is closed or full
     # What the process holds goes back to the system at once; Python would free it piece by piece before.
     os._exit(code)
-
-
-def _leave_current_directory() -> None:
-    """Import nothing from the current directory, which may be an archive of a stranger.
-
-    `python -m` puts it first by itself, and so does an empty entry of PYTHONPATH.
-    """
-    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  (pathlib is not loaded)
-    try:
-        current = os.getcwd()  # noqa: PTH109
-    except OSError:
-        current = ""  # it is gone
-    sys.path[:] = [entry for entry in sys.path if entry == home or entry not in {"", current}]
 
 
 if __name__ == "__main__":

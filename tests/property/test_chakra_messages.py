@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from traceloom.chakra import wire, wire_in
-from traceloom.chakra.formats import open_messages, write_messages
+from traceloom.chakra.conversion import open_messages, write_messages
 from traceloom.chakra.framing import Cut, blocks
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata, IOInfo, Node
 from traceloom.chakra.wire_in import DamageError

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.small_graph import small_graph
-from traceloom.chakra.conversion import ConversionInput
-from traceloom.chakra.formats import open_messages, write_messages
+from traceloom.chakra.conversion import ConversionInput, open_messages, write_messages
 from traceloom.chakra.graph import read_graph, write_rank
 from traceloom.errors import TraceloomError
 from traceloom.model import graph_store

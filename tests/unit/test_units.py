@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.model.units import common_scale, count, duration, rounded, share, size
+from traceloom.model.units import count, duration, share, size
 
 ASSETS = Path(__file__).parents[2] / "src" / "traceloom" / "report" / "views" / "html" / "assets"
 SCRIPT = ASSETS / "units.js"
@@ -47,32 +47,6 @@ def test_sizes_are_decimal_and_counts_have_thin_spaces() -> None:
     assert size(None) == "-"
     assert size(512) == "512 B"
     assert count(1_234_567) == "1\u202f234\u202f567"
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0, "0"),
-        (1234567.2, "1\u202f234\u202f567"),
-        (123.4, "123"),
-        (99.96, "100"),
-        (12.34, "12.3"),
-        (1.234, "1.23"),
-        (0.1234, "0.123"),
-        (0.01234, "0.012"),
-        (0.0004, "<0.001"),
-        (-12.34, "-12.3"),
-    ],
-)
-def test_three_significant_digits(value: float, shown: str) -> None:
-    assert rounded(value) == shown
-
-
-def test_a_column_has_the_unit_of_its_largest_value() -> None:
-    assert common_scale("time", [1, 2_500_000, None]) == (1_000_000, "ms")
-    assert common_scale("time", [999]) == (1, "ns")
-    assert common_scale("time", [0, None]) == (1, "")
-    assert common_scale("bytes", [3_000_000_000]) == (10**9, "GB")
 
 
 def test_the_script_of_the_page_writes_numbers_alike(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ lazy(
         "kernel_shapes": ".kernel_shapes",
         "kernels": ".kernels",
         "KindRule": ".kind_rules",
-        "load_rules": ".own_rules",
+        "load_rules": ".kind_rules",
         "launches": ".launches",
         "longest_gaps": ".longest_gaps",
         "matrix": ".collective.matrix",
@@ -101,13 +101,13 @@ if TYPE_CHECKING:
     from traceloom.analyze.kernel_shapes import kernel_shapes as kernel_shapes
     from traceloom.analyze.kernels import kernels as kernels
     from traceloom.analyze.kind_rules import KindRule as KindRule
+    from traceloom.analyze.kind_rules import load_rules as load_rules
     from traceloom.analyze.kind_rules import read_kind_rules as read_kind_rules
     from traceloom.analyze.launches import launches as launches
     from traceloom.analyze.longest_gaps import longest_gaps as longest_gaps
     from traceloom.analyze.memory import memory as memory
     from traceloom.analyze.modules import modules as modules
     from traceloom.analyze.operators import operators as operators
-    from traceloom.analyze.own_rules import load_rules as load_rules
     from traceloom.analyze.patterns import patterns as patterns
     from traceloom.analyze.quality import quality as quality
     from traceloom.analyze.roofline import roofline as roofline

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import split_at_steps
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column, innermost, lookup, nearest
 

@@ -14,11 +14,11 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.gaps import gpu_rows
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.op_siblings import Host, host_of
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.repeats import StretchNumbers
 from traceloom.analyze.submissions import plain
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column
 from traceloom.model.result import Result

@@ -8,8 +8,8 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 

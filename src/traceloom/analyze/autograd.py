@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.remembered import per_trace
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 
@@ -50,23 +50,7 @@ def backward_of(trace: Trace) -> Backward | None:
     backward = ops.filter(pl.col("forward_thread") > 0)
     if not forward.height or not backward.height:
         return None
-    threads = _threads(trace, forward, backward)
-    if not threads.height:
-        return None
-    makers = forward.group_by("process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
-    joined = (
-        backward.drop("lane")
-        .join(threads, on=["process", "forward_thread"], how="inner")
-        .join(makers, on=["process", "lane", "sequence"], how="inner")
-        .sort("position")
-    )
-    earlier = tree.row[joined["forward"].to_numpy()] < tree.row[joined["position"].to_numpy()]
-    joined = joined.filter(pl.Series(earlier))
-    return Backward(joined["position"].to_numpy(), joined["forward"].to_numpy()) if joined.height else None
-
-
-def _threads(trace: Trace, forward: pl.DataFrame, backward: pl.DataFrame) -> pl.DataFrame:
-    """The lane of each (process, forward_thread): columns process, forward_thread, lane."""
+    # The lane of each (process, forward_thread): columns process, forward_thread, lane
     keys = ["process", "forward_thread"]
     # each arrow joins a forward op (its lane) to a backward op (its forward thread)
     events = trace.events.select("event", "process", "lane", "forward_thread")
@@ -82,14 +66,31 @@ def _threads(trace: Trace, forward: pl.DataFrame, backward: pl.DataFrame) -> pl.
     by_flow = counted.unique(keys, keep="first", maintain_order=True).select(*keys, "lane")
     rest = backward.join(by_flow, on=keys, how="anti")
     if not rest.height:
-        return by_flow
-    lanes = forward.select("process", "lane", "sequence").unique()
-    numbers = rest.select(*keys, "sequence").unique()
-    totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
-    held = numbers.join(lanes, on=["process", "sequence"], how="inner").group_by(*keys, "lane").agg(pl.len().alias("n"))
-    matches = (
-        held.filter(pl.col("n") == pl.col("n").max().over(keys))
-        .join(totals, on=keys)
-        .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
+        threads = by_flow
+    else:
+        lanes = forward.select("process", "lane", "sequence").unique()
+        numbers = rest.select(*keys, "sequence").unique()
+        totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
+        held = (
+            numbers.join(lanes, on=["process", "sequence"], how="inner")
+            .group_by(*keys, "lane")
+            .agg(pl.len().alias("n"))
+        )
+        matches = (
+            held.filter(pl.col("n") == pl.col("n").max().over(keys))
+            .join(totals, on=keys)
+            .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
+        )
+        threads = pl.concat([by_flow, matches.select(*keys, "lane")])
+    if not threads.height:
+        return None
+    makers = forward.group_by("process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
+    joined = (
+        backward.drop("lane")
+        .join(threads, on=["process", "forward_thread"], how="inner")
+        .join(makers, on=["process", "lane", "sequence"], how="inner")
+        .sort("position")
     )
-    return pl.concat([by_flow, matches.select(*keys, "lane")])
+    earlier = tree.row[joined["forward"].to_numpy()] < tree.row[joined["position"].to_numpy()]
+    joined = joined.filter(pl.Series(earlier))
+    return Backward(joined["position"].to_numpy(), joined["forward"].to_numpy()) if joined.height else None

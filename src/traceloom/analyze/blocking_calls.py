@@ -13,11 +13,12 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.blocking import starting_calls
 from traceloom.analyze.call_tree import KINDS as NODE_KINDS
 from traceloom.analyze.call_tree import call_tree
-from traceloom.analyze.intervals import Ints, Spans, coverage, union
+from traceloom.analyze.intervals import Spans, coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.phases import BLOCKING_CALL, meaning
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column

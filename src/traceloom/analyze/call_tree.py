@@ -8,9 +8,9 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column

@@ -12,11 +12,11 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.phases import meaning
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column, lookup
 

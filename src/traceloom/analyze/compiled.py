@@ -25,11 +25,12 @@ from traceloom.analyze.compilations import (
     marks,
 )
 from traceloom.analyze.host import main_lane
-from traceloom.analyze.intervals import Ints, coverage, union
+from traceloom.analyze.intervals import coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.phases import meaning
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column

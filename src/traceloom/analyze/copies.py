@@ -115,6 +115,26 @@ def copies(trace: Trace) -> Copies:
         rate.min().alias("min_bytes_per_s"),
         rate.max().alias("max_bytes_per_s"),
     )
+    # Up by the copy's own bandwidth where it begins, down where it ends
+    timed = rows.filter(_TIMED)
+    parts = [pl.DataFrame(schema=CURVE_SCHEMA)]
+    for (device, kind), part in timed.group_by("device", "kind", maintain_order=True):
+        start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
+        rate = part["bytes"].to_numpy() / (end - start) * 1e9
+        time, index = np.unique(np.concatenate([start, end]), return_inverse=True)
+        running = np.cumsum(
+            np.bincount(index, weights=np.concatenate([np.ones(start.size), -np.ones(end.size)]), minlength=time.size)
+        )
+        flow = np.cumsum(np.bincount(index, weights=np.concatenate([rate, -rate]), minlength=time.size))
+        # what is left of a sum of floats when nothing runs is not a flow
+        flow = np.where(running > 0.5, np.maximum(flow, 0.0), 0.0)
+        parts.append(
+            pl.DataFrame(
+                {"device": [device] * time.size, "kind": [kind] * time.size, "time_ns": time, "bytes_per_s": flow},
+                schema=CURVE_SCHEMA,
+            )
+        )
+    curve = pl.concat(parts)
     return Copies(
         table.join(together, on=KEYS, how="left", nulls_equal=True)
         .sort(["total_ns", *KEYS], descending=[True] + [False] * len(KEYS), nulls_last=True)
@@ -122,7 +142,7 @@ def copies(trace: Trace) -> Copies:
         .cast(KIND_SCHEMA),
         ops,
         spread,
-        _curve(rows),
+        curve,
     )
 
 
@@ -162,26 +182,3 @@ def _rows(trace: Trace) -> pl.DataFrame:
             step=trace.events["step"].gather(work["event"]),
         )
     )
-
-
-def _curve(rows: pl.DataFrame) -> pl.DataFrame:
-    """Up by the copy's own bandwidth where it begins, down where it ends."""
-    timed = rows.filter(_TIMED)
-    parts = [pl.DataFrame(schema=CURVE_SCHEMA)]
-    for (device, kind), part in timed.group_by("device", "kind", maintain_order=True):
-        start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
-        rate = part["bytes"].to_numpy() / (end - start) * 1e9
-        time, index = np.unique(np.concatenate([start, end]), return_inverse=True)
-        running = np.cumsum(
-            np.bincount(index, weights=np.concatenate([np.ones(start.size), -np.ones(end.size)]), minlength=time.size)
-        )
-        flow = np.cumsum(np.bincount(index, weights=np.concatenate([rate, -rate]), minlength=time.size))
-        # what is left of a sum of floats when nothing runs is not a flow
-        flow = np.where(running > 0.5, np.maximum(flow, 0.0), 0.0)
-        parts.append(
-            pl.DataFrame(
-                {"device": [device] * time.size, "kind": [kind] * time.size, "time_ns": time, "bytes_per_s": flow},
-                schema=CURVE_SCHEMA,
-            )
-        )
-    return pl.concat(parts)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column

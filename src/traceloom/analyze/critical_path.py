@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.analyze.path import tables
 from traceloom.analyze.path.pieces import (
@@ -31,8 +30,6 @@ from traceloom.model.graph_arrays import point_times
 from traceloom.model.result import Result
 from traceloom.retime.law import HONEST, Law, law
 from traceloom.retime.slack import slack_ns
-
-Ints = NDArray[np.int64]
 
 _WORTH_SAYING = 0.005
 

@@ -8,11 +8,12 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest, host_pieces
-from traceloom.analyze.intervals import EMPTY, Bools, Ints, complement, coverage, union
+from traceloom.analyze.intervals import EMPTY, complement, coverage, union
 from traceloom.analyze.phases import BLOCKING_CALL, OP, activity
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import lookup

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import EMPTY, Ints, coverage, merge, summed_coverage, union
+from traceloom.analyze.intervals import EMPTY, coverage, merge, summed_coverage, union
 from traceloom.analyze.steps import Tiles, tiles
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 
 SHARES = ("count", "sum_ns", "exclusive_ns")

@@ -10,9 +10,9 @@ import polars as pl
 from traceloom.analyze.ancestry import forest, host_pieces
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.call_tree import KINDS, THREAD, CallTree, call_tree
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.splitting import NO_STEP
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import column
 from traceloom.model.result import Result
@@ -120,9 +120,20 @@ def _of_trace(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> 
     used = (folded.totals(calls) > 0) | (total > 0) | (device_total > 0)
     named = places(folded.names)
     gpu_work = int(work.duration_ns[chosen].sum())
+    # Own time of each name in a usual step
+    rows = np.flatnonzero(step != NO_STEP)
+    numbers = np.sort(trace.steps["step"].cast(pl.Int64).to_numpy())
+    step_index = np.searchsorted(numbers, step[rows]) if numbers.size > 1 else np.zeros(rows.size, dtype=np.int64)
+    width = max(numbers.size, 1)
+    size = len(folded.names) * width
+    key = folded.name_of[owner[rows]] * width + step_index
+    sums, seen = _added(size, key, ns[rows]), np.flatnonzero(np.bincount(key, minlength=size))
+    number = numbers[seen % width] if numbers.size else seen
+    frame = pl.DataFrame({"label": seen // width, "step": number, "self_ns": sums[seen]})
+    usual = per_step(frame.cast({"step": pl.Int32, "label": pl.Int64}), ["label"], ["self_ns"], whole_steps(trace))
     return Flame(
         _frames(trace, folded, used, values, named),
-        _functions(trace, folded, values, named, _usual(trace, folded, owner, ns, step)),
+        _functions(trace, folded, values, named, usual),
         int(own.sum()),
         gpu_work,
         gpu_work - int(device.sum()),
@@ -203,17 +214,3 @@ def _functions(
         .cast(FUNCTIONS)
         .sort(["self_ns", "total_ns", "name", "file", "line"], descending=[True, True, False, False, False])
     )
-
-
-def _usual(trace: Trace, folded: CallTree, owner: Ints, ns: Ints, step: Ints) -> pl.DataFrame:
-    """Own time of each name in a usual step."""
-    rows = np.flatnonzero(step != NO_STEP)
-    numbers = np.sort(trace.steps["step"].cast(pl.Int64).to_numpy())
-    step_index = np.searchsorted(numbers, step[rows]) if numbers.size > 1 else np.zeros(rows.size, dtype=np.int64)
-    width = max(numbers.size, 1)
-    size = len(folded.names) * width
-    key = folded.name_of[owner[rows]] * width + step_index
-    sums, seen = _added(size, key, ns[rows]), np.flatnonzero(np.bincount(key, minlength=size))
-    number = numbers[seen % width] if numbers.size else seen
-    frame = pl.DataFrame({"label": seen // width, "step": number, "self_ns": sums[seen]})
-    return per_step(frame.cast({"step": pl.Int32, "label": pl.Int64}), ["label"], ["self_ns"], whole_steps(trace))

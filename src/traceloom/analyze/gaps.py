@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.analyze.intervals import Bools, Ints
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column
 from traceloom.model.category import CATEGORIES, COPY, GPU_WORK

@@ -12,10 +12,10 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.graph_launches import GRAPH_CALLS, GraphLaunches
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.op_siblings import host_of
 from traceloom.analyze.repeats import places_of
 from traceloom.analyze.submissions import plain
+from traceloom.array_types import Ints
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import nullable
 from traceloom.model.category import KERNEL, LAUNCHES

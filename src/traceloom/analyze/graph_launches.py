@@ -11,9 +11,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.submissions import plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.result import Result
 from traceloom.read.again import numbers, readable

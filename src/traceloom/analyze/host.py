@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import Forest, forest, host_segments
-from traceloom.analyze.intervals import Bools, Ints, union
+from traceloom.analyze.intervals import union
 from traceloom.analyze.phases import (
     ACTIVITIES,
     BACKWARD,
@@ -27,6 +27,7 @@ from traceloom.analyze.phases import (
 )
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP, contains, cut, split_at_steps
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import Engine, column, engine, lookup

@@ -9,9 +9,10 @@ import polars as pl
 
 from traceloom.analyze.ancestry import forest, host_segments
 from traceloom.analyze.host import main_lane
-from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
+from traceloom.analyze.intervals import Spans, overlaps
 from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, meaning
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import lookup
 

@@ -14,10 +14,11 @@ import polars as pl
 
 from traceloom.analyze.gaps import Gaps, copies, gaps, gpu_rows
 from traceloom.analyze.host_wait import HOST_CAUSES, Stretches, split_by_activity
-from traceloom.analyze.intervals import Bools, Ints, overlaps
+from traceloom.analyze.intervals import overlaps
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.steps import tiles
 from traceloom.analyze.waits import CALL, RECORD, stream_waits
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column, lookup, on_disk
 from traceloom.model.category import LAUNCHES

@@ -8,12 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.model.arrays import lookup
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class Spans(NamedTuple):

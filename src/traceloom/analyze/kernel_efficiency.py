@@ -6,18 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.analyze.classify import gpu_work
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.analyze.matrix_units import STATES, StateType, matrix_units
 from traceloom.analyze.steps import tiles
+from traceloom.array_types import Floats, Ints
 from traceloom.model import Trace
 from traceloom.model.result import Result
 
-Floats = NDArray[np.float64]
 DEVICE_SCHEMA = pl.Schema(
     {
         "device": pl.Int32(),

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.exclusive import SHARES, shares
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.kind_rules import KINDS, KindOfWork, KindRule, Matcher, built_in_kind_rules
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
@@ -46,12 +46,6 @@ PRIORITY: tuple[str, ...] = (
 """Who owns a nanosecond in which several kinds run at once: the first of these that does. Calculating comes before
 communicating and that before copying, as in `gpu_time`, so that hidden communication stays hidden."""
 
-DEVICE_SCHEMA = pl.Schema(
-    {
-        "device": pl.Int32(),
-        **dict.fromkeys(("window_ns", "busy_ns", "idle_ns", "sum_ns", "count"), pl.Int64()),
-    }
-)
 KINDS_SCHEMA = pl.Schema(
     {
         "device": pl.Int32(),

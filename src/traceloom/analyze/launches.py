@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Bools
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.queue_depth import QUEUES, HeldCalls, curve, held_up, of_devices, queues
 from traceloom.analyze.submissions import Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.analyze.waits import stream_waits
+from traceloom.array_types import Bools
 from traceloom.model import Trace
 from traceloom.model.arrays import column
 from traceloom.model.result import Result

@@ -15,9 +15,9 @@ from traceloom.analyze.flops.attention import BATCH, PAGED
 from traceloom.analyze.flops.call import Launched, parsed
 from traceloom.analyze.graph_capture import mapped_nodes
 from traceloom.analyze.graph_launches import graph_launches, replayed_work
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup

@@ -11,12 +11,12 @@ import polars as pl
 from traceloom.analyze.ancestry import Forest, forest, host_pieces
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.autograd import Backward, backward_of
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.phases import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK
 from traceloom.analyze.recompute import ENGINE, recomputed
 from traceloom.analyze.splitting import NO_STEP
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup
@@ -366,7 +366,17 @@ def _resolved(  # noqa: PLR0917
         enclosing = above[repeats]
         source[repeats] = np.where(forward[repeats] >= 0, source[repeats], enclosing)
         inner = np.flatnonzero(is_region & (above >= 0) & np.append(again & ~is_region, False)[above])
-        original = _original(trace, tree, kind, part, inner)
+        # For regions that repeat one: the latest earlier region of the same name in the forward pass; -1 for none
+        code = vocabulary(trace).code[tree.row].astype(np.int64)
+        first = np.flatnonzero((kind >= 0) & (part == FORWARD))
+        if not first.size or not inner.size:
+            original = np.full(inner.size, -1)
+        else:
+            key = code * trace.events.height + tree.row  # rows are in the order of starts
+            order = first[np.argsort(key[first], kind="stable")]
+            at = np.searchsorted(key[order], key[inner], side="left") - 1
+            matches = (at >= 0) & (code[order[np.maximum(at, 0)]] == code[inner])
+            original = np.where(matches, order[np.maximum(at, 0)], -1)
         has_original = original >= 0
         inner, original = inner[has_original], original[has_original]
         up[inner] = above[original]
@@ -381,16 +391,3 @@ def _resolved(  # noqa: PLR0917
     region = np.append(settled, -1)[nearest]
     parent = np.where(is_region, np.append(settled, -1)[up], -1)
     return region, parent
-
-
-def _original(trace: Trace, tree: Forest, kind: Ints, part: Ints, inner: Ints) -> Ints:
-    """For regions that repeat one: the latest earlier region of the same name in the forward pass; -1 for none."""
-    code = vocabulary(trace).code[tree.row].astype(np.int64)
-    first = np.flatnonzero((kind >= 0) & (part == FORWARD))
-    if not first.size or not inner.size:
-        return np.full(inner.size, -1)
-    key = code * trace.events.height + tree.row  # rows are in the order of starts
-    order = first[np.argsort(key[first], kind="stable")]
-    at = np.searchsorted(key[order], key[inner], side="left") - 1
-    matches = (at >= 0) & (code[order[np.maximum(at, 0)]] == code[inner])
-    return np.where(matches, order[np.maximum(at, 0)], -1)

@@ -10,9 +10,9 @@ import polars as pl
 
 from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.attribution import launched_work
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.submissions import plain
 from traceloom.analyze.vocabulary import Vocabulary, vocabulary
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, nullable

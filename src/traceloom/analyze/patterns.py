@@ -11,12 +11,12 @@ from itertools import pairwise
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.repeats import chosen, maximal_repeats
 from traceloom.analyze.submissions import Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.result import Result
 

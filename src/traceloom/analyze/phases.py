@@ -14,9 +14,9 @@ import polars as pl
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.blocking import blocking_calls
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup

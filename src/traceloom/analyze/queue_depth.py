@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.submissions import UNKNOWN, Submissions, plain
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 
 DEEP = 900

@@ -8,9 +8,9 @@ import numpy as np
 
 from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.autograd import backward_of
-from traceloom.analyze.intervals import Bools
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Bools
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup

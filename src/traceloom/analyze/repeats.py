@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.analyze.intervals import Bools, Ints
+from traceloom.array_types import Bools, Ints
 
 _CANDIDATES = 200  # repeats that are looked at closely, by what they seem to cover
 

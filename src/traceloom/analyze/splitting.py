@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
+from traceloom.analyze.intervals import Spans, overlaps
 from traceloom.analyze.steps import tiles
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import lookup
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Ints, Spans
+from traceloom.analyze.intervals import Spans
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
 from traceloom.model.result import Result

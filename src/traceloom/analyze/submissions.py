@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traceloom.analyze.gaps import gpu_rows
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column
 from traceloom.model.category import CATEGORIES, KERNEL

@@ -11,11 +11,12 @@ from traceloom.analyze.ancestry import forest, host_segments
 from traceloom.analyze.call_tree import KINDS as NODE_KINDS
 from traceloom.analyze.call_tree import call_tree
 from traceloom.analyze.host import main_lane
-from traceloom.analyze.intervals import Ints, complement, union
+from traceloom.analyze.intervals import complement, union
 from traceloom.analyze.phases import ACTIVITIES, BACKWARD, BLOCKING_CALL, UNOBSERVED, activity, meaning
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup
@@ -128,27 +129,27 @@ def threads(trace: Trace) -> Threads:
     is_last = np.append(start[1:] != start[:-1], True)
     start, count = start[is_last], count[is_last]  # the instants at which the number changes, and the end
     total = int((count[:-1] * np.diff(start)).sum()) if start.size else 0
+    if start.size < 2:
+        concurrency = CONCURRENCY.to_frame()
+    else:
+        pieces, step = split_at_steps(trace, start[:-1], start[1:])
+        frame = pl.DataFrame(
+            {
+                "step": pl.Series(step).replace(int(NO_STEP), None),
+                "threads": count[:-1][pieces.source],
+                "ns": pieces.end_ns - pieces.start_ns,
+            }
+        )
+        concurrency = (
+            frame.group_by("step", "threads").agg(pl.col("ns").sum()).sort("step", "threads").cast(CONCURRENCY)
+        )
     return Threads(
         table.sort([~is_main, pl.col("busy_ns"), pl.col("lane")], descending=[False, True, False]),
-        _concurrency(trace, start, count),
+        concurrency,
         _curve(trace, start, count),
         int(count.max(initial=0)),
         total / window if window else None,
     )
-
-
-def _concurrency(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:
-    if start.size < 2:
-        return CONCURRENCY.to_frame()
-    pieces, step = split_at_steps(trace, start[:-1], start[1:])
-    frame = pl.DataFrame(
-        {
-            "step": pl.Series(step).replace(int(NO_STEP), None),
-            "threads": count[:-1][pieces.source],
-            "ns": pieces.end_ns - pieces.start_ns,
-        }
-    )
-    return frame.group_by("step", "threads").agg(pl.col("ns").sum()).sort("step", "threads").cast(CONCURRENCY)
 
 
 def _curve(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Bools, Ints
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.category import LAUNCHES
 

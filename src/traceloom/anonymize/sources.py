@@ -118,7 +118,35 @@ def find(paths: list[Path]) -> InputFiles:
 def _directory(folder: Path, sources: InputFiles, seen: set[Path], depth: int) -> None:
     capture = read_capture(folder)
     if capture is not None:
-        _capture(folder, capture[0], sources, seen)
+        # The files that capture.json names, and only those
+        document = capture[0]
+        sources.captures[folder] = (document, "")
+        listed = document.get("ranks")
+        files_by_name: dict[str, InputFile] = {}
+        for entry in listed if isinstance(listed, list) else []:
+            if not isinstance(entry, dict):
+                continue
+            windows, step = entry.get("windows"), entry.get("graph_step")
+            named: list[tuple[Any, str, bool]] = [
+                (window.get("file"), KINETO, False)
+                for window in (windows if isinstance(windows, list) else [entry.get("window")])
+                if isinstance(window, dict)
+            ]
+            if isinstance(step, dict):
+                named += [(step.get("file"), KINETO, True), (step.get("host_file"), HOST, True)]
+            for name, kind, graph in named:
+                if not isinstance(name, str):
+                    continue
+                path = folder / name
+                if Path(name).name == name and path.is_file() and name not in files_by_name:
+                    rank = entry.get("rank") if isinstance(entry.get("rank"), int) else None
+                    files_by_name[name] = InputFile(path, kind, rank=rank, entry=entry, graph=graph)
+        for path in sorted(folder.iterdir(), key=_natural):
+            if path.name in files_by_name:
+                seen.add(path.resolve())
+                sources.files.append(files_by_name[path.name])
+            elif not path.name.endswith("capture.json") and not path.name.startswith(".") and not path.is_dir():
+                sources.leave("of a capture, but of no kind that can be rewritten")
         return
     for path in sorted(folder.iterdir(), key=_natural):
         if path.name.startswith("."):
@@ -135,37 +163,6 @@ def _directory(folder: Path, sources: InputFiles, seen: set[Path], depth: int) -
                 sources.files.append(InputFile(path, kind_of_file(path), rank=_rank(path)))
             except InputError:
                 sources.leave("unreadable or empty")
-
-
-def _capture(folder: Path, document: dict[str, Any], sources: InputFiles, seen: set[Path]) -> None:
-    """The files that capture.json names, and only those."""
-    sources.captures[folder] = (document, "")
-    listed = document.get("ranks")
-    files_by_name: dict[str, InputFile] = {}
-    for entry in listed if isinstance(listed, list) else []:
-        if not isinstance(entry, dict):
-            continue
-        windows, step = entry.get("windows"), entry.get("graph_step")
-        named: list[tuple[Any, str, bool]] = [
-            (window.get("file"), KINETO, False)
-            for window in (windows if isinstance(windows, list) else [entry.get("window")])
-            if isinstance(window, dict)
-        ]
-        if isinstance(step, dict):
-            named += [(step.get("file"), KINETO, True), (step.get("host_file"), HOST, True)]
-        for name, kind, graph in named:
-            if not isinstance(name, str):
-                continue
-            path = folder / name
-            if Path(name).name == name and path.is_file() and name not in files_by_name:
-                rank = entry.get("rank") if isinstance(entry.get("rank"), int) else None
-                files_by_name[name] = InputFile(path, kind, rank=rank, entry=entry, graph=graph)
-    for path in sorted(folder.iterdir(), key=_natural):
-        if path.name in files_by_name:
-            seen.add(path.resolve())
-            sources.files.append(files_by_name[path.name])
-        elif not path.name.endswith("capture.json") and not path.name.startswith(".") and not path.is_dir():
-            sources.leave("of a capture, but of no kind that can be rewritten")
 
 
 def kind_of_file(path: Path) -> str:

@@ -16,7 +16,7 @@ from traceloom.chakra.stream import EtReader
 from traceloom.errors import TraceloomError
 from traceloom.model import Graph, Trace
 
-EXACT, ROUNDED, GIVEN_UP, CHANGED = VERDICTS = "equal", "rounded", "given up", "changed"
+EXACT, ROUNDED, GIVEN_UP, CHANGED = "equal", "rounded", "given up", "changed"
 _NOT_COMPARED = ("name", "start_ns", "path", "lane", "thread", "process", "peak_time_ns", "node", "parent", "event",
                  "group", "group_description", "shapes", "fraction", "rule", "evidence")  # fmt: skip
 _FEW_EDGES = 0.01

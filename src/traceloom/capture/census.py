@@ -15,7 +15,6 @@ import torch
 
 from traceloom.capture.wrappers import named_parts
 
-OWNERS = ("parameter", "buffer", "gradient", "optimizer_state", "activation", "other")
 COLUMNS = ("address", "bytes", "device_type", "device", "owner", "name")
 MOST_ROWS = 10_000
 MOST_NODES = 200_000  # of the graph of a forward pass: some seconds

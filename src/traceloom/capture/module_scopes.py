@@ -16,8 +16,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from traceloom.capture.scope import MODULE_PREFIX, scope
 from traceloom.capture.wrappers import class_name, named_parts, unwrapped
 
-NAMES = ("class", "path", "off")
-
 
 class module_scope(scope):  # noqa: N801  (as its base)
     """A scope opened for a module call; told apart in the trace by its prefix."""

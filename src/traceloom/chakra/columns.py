@@ -10,9 +10,10 @@ import polars as pl
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.chakra.framing import Block
 from traceloom.chakra.schema import AttributeProto, Node
-from traceloom.chakra.wire import DELIMITED, VARINT, Ints
+from traceloom.chakra.wire import DELIMITED, VARINT
 from traceloom.chakra.wire_in import Buffer, DamageError, Fields, NameFinder, buffer, fields, packed, texts, unzigzag
 from traceloom.errors import InputError
 
@@ -20,7 +21,6 @@ _MEMBERS = {member.number: member.name for member in AttributeProto.DESCRIPTOR.o
 _NUMBER_OF = {name: number for number, name in _MEMBERS.items()}
 _ZIGZAG = [_NUMBER_OF[name] for name in ("sint32_val", "sint64_val")]
 _SIGNED_HALF = _NUMBER_OF["sfixed32_val"]
-_FLOATS = [_NUMBER_OF[name] for name in ("double_val", "float_val")]
 _WHOLE = [
     number
     for number, name in _MEMBERS.items()

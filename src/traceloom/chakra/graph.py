@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -23,11 +24,17 @@ from traceloom.chakra.group_file import FILES_OF_RANKS, GROUP_FILES
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.chakra.stream import EtReader, EtWriter, write_with
 from traceloom.errors import InputError, InvariantError, UsageError
-from traceloom.model.concatenation import concatenated
 from traceloom.model.graph import STAGES, Graph, Stage
 from traceloom.plain_text import encoded
 
 Step = Callable[[int], None]
+_SHIFTED = {
+    "nodes": {"node": "nodes", "lane": "lanes"},
+    "edges": {"source": "nodes", "target": "nodes"},
+    "lanes": {"lane": "lanes"},
+    "communication": {"node": "nodes"},
+    "transfers": {"node": "nodes"},
+}
 
 
 def to_messages(graph: Graph | Outgoing, rank: int) -> tuple[GlobalMetadata, Iterator[Node]]:
@@ -239,3 +246,24 @@ def blocks_of(nodes: Iterable[Node]) -> Iterator[Block]:
         stops = list(accumulate(map(len, window)))
         yield Block(b"".join(window), [0, *stops[:-1]], stops, 0, first)
         first += len(window)
+
+
+def concatenated(graphs: Sequence[Graph], name: str) -> Graph:
+    """One graph with the rows of all; what belongs to the whole (epoch, stage, delays) is taken from the first.
+
+    Args:
+        graphs: At least one; their ranks differ.
+        name: The name of the new graph.
+    """
+    if len(graphs) == 1:
+        return replace(graphs[0], name=name)
+    frames: dict[str, list[pl.DataFrame]] = {frame: [] for frame in graphs[0].frames()}
+    rows = {"nodes": 0, "lanes": 0}
+    for graph in graphs:
+        for frame, rows_of_it in graph.frames().items():
+            shifts = _SHIFTED.get(frame, {})
+            frames[frame].append(rows_of_it.with_columns(pl.col(column) + rows[of] for column, of in shifts.items()))
+        rows = {of: count + getattr(graph, of).height for of, count in rows.items()}
+    whole: dict[str, Any] = {frame: pl.concat(parts) for frame, parts in frames.items() if frame != "delays"}
+    notices = tuple(notice for graph in graphs for notice in graph.notices)
+    return replace(graphs[0], name=name, notices=notices, **whole)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from traceloom.array_types import Ints
 from traceloom.chakra.columns import Decoder
 from traceloom.chakra.et_pb2 import CollectiveCommType, NodeType
 from traceloom.chakra.framing import Block
 from traceloom.chakra.node_table import ADDED
-from traceloom.chakra.wire import Ints
 from traceloom.chakra.wire_in import DamageError
 from traceloom.errors import InputError, InvariantError
 from traceloom.model.graph import Graph
@@ -218,11 +218,34 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -
     schema = GRAPH_SCHEMAS["edges"]
     missing = [name for name in GRAPH_SCHEMAS["nodes"] if name not in nodes.columns]
     nodes = nodes.with_columns(pl.lit(None).alias(name) for name in missing)
+    kind = nodes["kind"].slice(1)
+    is_part = kind.cast(pl.String).is_in(list(COMMUNICATION))
+    frame = decoded.with_row_index("node", offset=1).with_columns(part=kind.cast(pl.String)).filter(is_part)
+    sends, receives = pl.col("part") == SEND, pl.col("part") == RECEIVE
+    rows = frame.select(
+        "node",
+        instance=pl.lit(None),
+        kind=pl.when(sends | receives)
+        .then("part")
+        .otherwise(pl.col("comm_type").replace_strict(_COLLECTIVES, default=None, return_dtype=pl.String)),
+        group=pl.coalesce("pg_name", pl.col("comm_group").cast(pl.String)),
+        group_size=pl.lit(None),
+        ranks=pl.lit(None),
+        sequence=pl.lit(None),
+        element_type=pl.lit(None),
+        in_bytes=pl.when(~receives).then("comm_size"),
+        out_bytes=pl.when(receives).then("comm_size"),
+        peer=pl.when(sends).then("comm_dst").when(receives).then("comm_src"),
+        tag=pl.when(sends | receives).then("comm_tag"),
+        in_splits=pl.lit(None),
+        out_splits=pl.lit(None),
+    )
+    communication = rows.cast(GRAPH_SCHEMAS["communication"])
     return Graph(
         nodes=nodes.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"]),
         edges=edges.select(schema.names()).cast(schema).sort("target", maintain_order=True),
         lanes=lanes,
-        communication=_communication(decoded, nodes["kind"].slice(1)),
+        communication=communication,
         ranks=pl.DataFrame([window], schema=GRAPH_SCHEMAS["ranks"]),
     )
 
@@ -259,28 +282,3 @@ def _lanes(kind: pl.Series, decoded: pl.DataFrame, rank: int) -> tuple[pl.Series
     )
     lane = lane_keys.join(lanes, on=keys, how="left", nulls_equal=True, maintain_order="left")["lane"]
     return lane, rows.cast(GRAPH_SCHEMAS["lanes"])
-
-
-def _communication(decoded: pl.DataFrame, kind: pl.Series) -> pl.DataFrame:
-    is_part = kind.cast(pl.String).is_in(list(COMMUNICATION))
-    frame = decoded.with_row_index("node", offset=1).with_columns(part=kind.cast(pl.String)).filter(is_part)
-    sends, receives = pl.col("part") == SEND, pl.col("part") == RECEIVE
-    rows = frame.select(
-        "node",
-        instance=pl.lit(None),
-        kind=pl.when(sends | receives)
-        .then("part")
-        .otherwise(pl.col("comm_type").replace_strict(_COLLECTIVES, default=None, return_dtype=pl.String)),
-        group=pl.coalesce("pg_name", pl.col("comm_group").cast(pl.String)),
-        group_size=pl.lit(None),
-        ranks=pl.lit(None),
-        sequence=pl.lit(None),
-        element_type=pl.lit(None),
-        in_bytes=pl.when(~receives).then("comm_size"),
-        out_bytes=pl.when(receives).then("comm_size"),
-        peer=pl.when(sends).then("comm_dst").when(receives).then("comm_src"),
-        tag=pl.when(sends | receives).then("comm_tag"),
-        in_splits=pl.lit(None),
-        out_splits=pl.lit(None),
-    )
-    return rows.cast(GRAPH_SCHEMAS["communication"])

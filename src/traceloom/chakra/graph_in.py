@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from traceloom.array_types import Ints
 from traceloom.chakra import graph_layout as layout
 from traceloom.chakra.columns import Decoder, NodeColumns
 from traceloom.chakra.framing import Block
 from traceloom.chakra.graph_metadata import Header
-from traceloom.chakra.wire import Ints
 from traceloom.errors import InputError
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.chakra import graph_layout as layout
 from traceloom.chakra import wire
 from traceloom.chakra.et_pb2 import NodeType
@@ -19,8 +19,6 @@ from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import COMMUNICATION, COPY, NODE_KINDS
 
 WINDOW = 1 << 14  # nodes encoded together
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 _COMMUNICATION = [NODE_KINDS.index(name) for name in COMMUNICATION]
 
@@ -52,7 +50,7 @@ class Outgoing:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._written: Flags = graph.nodes.select(~pl.col("kind").is_in(layout.CARRIED)).to_series().to_numpy()
+        self._written: Bools = graph.nodes.select(~pl.col("kind").is_in(layout.CARRIED)).to_series().to_numpy()
         self._control, self._data = dependencies(graph, self._written)
         # Rows of nodes that are not written, by the node that carries them (`rows`: JSON), then what nobody carries.
         flags = graph.nodes.select("node", "rank", written=pl.Series(self._written))
@@ -247,7 +245,7 @@ def _with_rows(nodes: pl.DataFrame, frame: pl.DataFrame) -> pl.DataFrame:
     return nodes.join(frame, on="node", how="left", maintain_order="left", coalesce=False, suffix="_there")
 
 
-def _numbers(name: str, values: pl.Series, present: Flags | None = None) -> list[wire.Rows]:
+def _numbers(name: str, values: pl.Series, present: Bools | None = None) -> list[wire.Rows]:
     missing = values.null_count()
     if missing == len(values):
         return []
@@ -315,7 +313,7 @@ def _tensors(tag: bytes, frame: pl.DataFrame, columns: tuple[str, str, str]) -> 
     return wire.delimited(tag, wire.joined(parts))
 
 
-def dependencies(graph: Graph, solid: Flags) -> Iterator[_NumberLists]:
+def dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
     """Control, then data dependencies between written nodes of the same rank, so that nothing waits in a circle.
 
     Chakra knows one relation: a node starts after other nodes have ended. An edge of a Graph says more (from start or

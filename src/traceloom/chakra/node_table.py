@@ -10,14 +10,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.chakra.columns import Decoder, NodeColumns
 from traceloom.chakra.framing import Block
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata
 from traceloom.chakra.stream import EtReader
 from traceloom.errors import InputError
 from traceloom.model.notice import Notice
-
-Ints = NDArray[np.int64]
 
 # Attributes that readers look at, and the member of the value that they look into.
 EXPECTED = {

@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom import __version__, files
+from traceloom.array_types import Ints
 from traceloom.chakra import wire
 from traceloom.chakra.group_file import FILES_OF_RANKS, GROUP_FILES, group_text
 from traceloom.chakra.node_table import ADDED
 from traceloom.chakra.schema import GlobalMetadata
 from traceloom.chakra.stream import EtWriter, write_with
 
-Ints = NDArray[np.int64]
 WINDOW = 1 << 16
 
 PLAIN = pl.Schema(

@@ -15,11 +15,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.chakra.et_pb2 import AttributeProto
 
 Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
 _MOST_VARINT = 10
@@ -51,7 +50,7 @@ def nothing(count: int) -> Rows:
     return Rows(np.zeros(0, np.uint8), np.zeros(count, np.int64))
 
 
-def constant(value: bytes, rows: int | Flags) -> Rows:
+def constant(value: bytes, rows: int | Bools) -> Rows:
     """The same bytes in every row, or in every row that is flagged."""
     flags = np.ones(rows, np.bool_) if isinstance(rows, int) else rows
     count = int(flags.sum())
@@ -173,7 +172,7 @@ def gathered(part: Rows, counts: Ints) -> Rows:
     return Rows(part.data, ends[last] - ends[last - counts])
 
 
-def delimited(tag: bytes, part: Rows, there: Flags | None = None) -> Rows:
+def delimited(tag: bytes, part: Rows, there: Bools | None = None) -> Rows:
     """A length-delimited field; absent where the row is empty, or where `there` says so."""
     flags = part.lengths > 0 if there is None else there
     rows = np.flatnonzero(flags)
@@ -207,7 +206,7 @@ def _named(name: str) -> bytes:
     return b"\x0a" + bytes((len(data),)) + data
 
 
-def number_attribute(name: str, member: str, values: Ints, there: Flags) -> list[Rows]:
+def number_attribute(name: str, member: str, values: Ints, there: Bools) -> list[Rows]:
     """The fields of an attribute with a whole number (`int64_val`, `bool_val`, ...), in the rows that are `there`."""
     rows = np.flatnonzero(there)
     numbers = values[rows]
@@ -238,13 +237,13 @@ def list_attribute(name: str, member: str, values: pl.Series) -> list[Rows]:
     return number_list_attribute(name, member, counts, flat, present)
 
 
-def number_list_attribute(name: str, member: str, counts: Ints, values: Ints, there: Flags) -> list[Rows]:
+def number_list_attribute(name: str, member: str, counts: Ints, values: Ints, there: Bools) -> list[Rows]:
     """As `list_attribute`, with `counts[i]` of the values for row i."""
     numbers = zigzag(values) if member.startswith("sint") else values
     return bytes_attribute(name, member, packed_field(b"\x0a", counts, numbers), there)
 
 
-def bytes_attribute(name: str, member: str, value: Rows, there: Flags) -> list[Rows]:
+def bytes_attribute(name: str, member: str, value: Rows, there: Bools) -> list[Rows]:
     """The fields of an attribute with a length-delimited value."""
     rows = np.flatnonzero(there)
     inner = _named(name) + _key(_NUMBER[member], DELIMITED)
@@ -260,7 +259,7 @@ def bytes_attribute(name: str, member: str, value: Rows, there: Flags) -> list[R
     ]
 
 
-def bare_attribute(name: str, there: Flags) -> list[Rows]:
+def bare_attribute(name: str, there: Bools) -> list[Rows]:
     """An attribute that has a name and no value, in the rows that are `there`."""
     if not there.any():
         return []

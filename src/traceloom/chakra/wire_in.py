@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.chakra.wire import DELIMITED, FIXED32, FIXED64, VARINT, Bytes, Ints
+from traceloom.array_types import Ints
+from traceloom.chakra.wire import DELIMITED, FIXED32, FIXED64, VARINT, Bytes
 
 _PADDING = 32  # reading a little past the last message must find bytes
 _FEW = 24  # so few messages are faster one by one

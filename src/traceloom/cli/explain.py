@@ -54,7 +54,8 @@ class Entry(NamedTuple):
 
 def entries() -> list[Entry]:
     """All that can be explained: findings first, in alphabetical order, then as the pages have it."""
-    home = _home()
+    package = Path(__file__).resolve().parents[1]
+    home = next(home for home in (package / "docs", package.parents[1] / "docs") if home.is_dir())
     out = []
     for path in sorted((home / "findings").glob("*.md")):
         heading, _, text = path.read_text(encoding="utf-8").partition("\n")
@@ -69,11 +70,6 @@ def entries() -> list[Entry]:
             own = re.split(r"^## ", text, flags=re.MULTILINE)[0]
             out.append(Entry(slug, kind, _with_addresses(own, url), f"{url}#{slug}"))
     return out
-
-
-def _home() -> Path:
-    package = Path(__file__).resolve().parents[1]
-    return next(home for home in (package / "docs", package.parents[1] / "docs") if home.is_dir())
 
 
 def _with_addresses(text: str, url: str) -> str:

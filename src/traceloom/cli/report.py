@@ -138,7 +138,18 @@ def _run(args: argparse.Namespace) -> int:
             # Memory may have run out before anything else was written.
             if error.slug != "no-traces" or not any(any(Path(text).glob(f"*{REPORT_ENDING}")) for text in args.inputs):
                 raise
-            return _memory_alone(args)
+            # Show whose memory it was, where no times were recorded
+            from traceloom.cli import memory
+
+            if not args.quiet:
+                message = "memory ran out before a window was recorded; this is whose memory it was (traceloom memory)"
+                print(f"traceloom: {message}", file=sys.stderr)
+            arguments = [*args.inputs, *(word for name in args.output for word in ("-o", name))]
+            arguments += [
+                f"--{name}" for name in ("json", "force", "quiet", "no-cache") if getattr(args, name.replace("-", "_"))
+            ]
+            parser = memory.add_parser(argparse.ArgumentParser().add_subparsers())
+            return memory.run(parser.parse_args(arguments))
         progress.say("analysing")
         report = _report(loaded.runs, args, made, [str(path) for path, form in targets if not form.of_runs])
         written = []
@@ -168,19 +179,6 @@ def _run(args: argparse.Namespace) -> int:
         more = f" (and {len(loaded.refused) - 1} more, see the notices)" if len(loaded.refused) > 1 else ""
         raise PartialError(f"{loaded.refused[0].message}{more}", slug="refused-input")
     return 0
-
-
-def _memory_alone(args: argparse.Namespace) -> int:
-    """Show whose memory it was, where no times were recorded."""
-    from traceloom.cli import memory
-
-    if not args.quiet:
-        message = "memory ran out before a window was recorded; this is whose memory it was (traceloom memory)"
-        print(f"traceloom: {message}", file=sys.stderr)
-    words = [*args.inputs, *(word for name in args.output for word in ("-o", name))]
-    words += [f"--{name}" for name in ("json", "force", "quiet", "no-cache") if getattr(args, name.replace("-", "_"))]
-    parser = memory.add_parser(argparse.ArgumentParser().add_subparsers())
-    return memory.run(parser.parse_args(words))
 
 
 def _options(args: argparse.Namespace) -> ReportOptions:

@@ -68,7 +68,27 @@ def run(args: argparse.Namespace) -> int:
     chosen = outputs.targets(args, {".html": draw, ".htm": draw})
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
-        network = _network(args.inputs, progress)
+        from traceloom.report.workload.network import of_graph, of_workload
+
+        graphs = [path for path in args.inputs if Path(path).name.lower().endswith(".graph")]
+        if graphs and len(args.inputs) > 1:
+            raise UsageError("a graph is shown alone", slug="wrong-usage", hint=f"traceloom show {graphs[0]}")
+        if graphs:
+            from traceloom.model.graph_store import load
+
+            network = of_graph(load(graphs[0]))
+        else:
+            from traceloom.chakra.workload import places, read_workload
+
+            file_sets = places(args.inputs)
+            if len(file_sets) > 1:
+                names = ", ".join(file_set.name for file_set in file_sets[:4])
+                raise UsageError(
+                    f"there are {len(file_sets)} sets of files: {names}",
+                    slug="several-sets",
+                    hint="name the files of one of them",
+                )
+            network = of_workload(read_workload(file_sets[0], lambda path: progress.say(f"reading {path}")))
         row = None if args.node is None else _row(network, args.node, args.rank)
         progress.say("counting")
         from traceloom.report.workload.attributes import attributes_of
@@ -96,29 +116,6 @@ def run(args: argparse.Namespace) -> int:
     if not written and row is None:
         outputs.close(args, [], f"traceloom show {args.inputs[0]} -o drawing.html")
     return 0
-
-
-def _network(inputs: list[str], progress: Progress) -> Network:
-    from traceloom.report.workload.network import of_graph, of_workload
-
-    graphs = [path for path in inputs if Path(path).name.lower().endswith(".graph")]
-    if graphs and len(inputs) > 1:
-        raise UsageError("a graph is shown alone", slug="wrong-usage", hint=f"traceloom show {graphs[0]}")
-    if graphs:
-        from traceloom.model.graph_store import load
-
-        return of_graph(load(graphs[0]))
-    from traceloom.chakra.workload import places, read_workload
-
-    file_sets = places(inputs)
-    if len(file_sets) > 1:
-        names = ", ".join(file_set.name for file_set in file_sets[:4])
-        raise UsageError(
-            f"there are {len(file_sets)} sets of files: {names}",
-            slug="several-sets",
-            hint="name the files of one of them",
-        )
-    return of_workload(read_workload(file_sets[0], lambda path: progress.say(f"reading {path}")))
 
 
 def _row(network: Network, identity: int, rank: int | None) -> int:

@@ -11,9 +11,8 @@ from collections import defaultdict
 import numpy as np
 import polars as pl
 from msgspec import Struct
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from traceloom.array_types import Ints
 
 # Nobody leaves these before everybody has come.
 ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")

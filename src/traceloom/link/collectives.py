@@ -9,11 +9,9 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.model.notice import Notice
-
-Ints = NDArray[np.int64]
 
 POINT_TO_POINT = ("send", "receive")
 # Of these every rank gives and gets the same number of bytes, so that parts of another size are no parts of it; an
@@ -62,7 +60,33 @@ def join_parts(parts: pl.DataFrame) -> JoinedParts:
             continue
         name = str(group) or "unnamed"
         if rows["sequence"].null_count() == 0:
-            matches.append((_by_sequence(rows, name, notices), "measured"))
+            # Parts of one sequence number, not those that are not of one kind.
+            # Calls that are coalesced share a sequence number: their order tells them apart.
+            keyed = rows.with_columns(pl.int_range(pl.len()).over("part", "sequence").alias("nth")).with_columns(
+                pl.struct("sequence", "nth").alias("key")
+            )
+            keyed = keyed.with_columns(
+                pl.col("kind").n_unique().over("key").alias("kinds"),
+                pl.col("part").n_unique().over("key").alias("parts"),
+            )
+            differ = keyed.filter(pl.col("kinds") > 1)
+            if differ.height:
+                first = differ.filter(pl.col("key") == differ["key"][0])
+                each = "; ".join(f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts())
+                text = (
+                    f"{differ['key'].n_unique()} collectives of group {name} are not of one kind on all ranks, "
+                    f"first number {first['sequence'][0]}: {each}; they are not joined"
+                )
+                notices.append(Notice("collectives-mismatch", "warning", text, differ.height))
+            whole = keyed.filter((pl.col("kinds") == 1) & (pl.col("parts") > 1))
+            differ = whole.filter(pl.col("size").drop_nulls().n_unique().over("key") > 1)
+            if differ.height:
+                first = differ.filter(pl.col("key") == differ["key"][0])
+                each = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
+                count = differ["key"].n_unique()
+                text = f"{count} collectives of group {name} differ in size between ranks, first: {each}"
+                notices.append(Notice("collectives-sizes", "warning", text, differ.height))
+            matches.append((whole, "measured"))
         else:
             matches.append((_by_order(rows, name, notices), "inferred"))
     # sends and receives between the same two ranks, group and tag, in order
@@ -87,34 +111,6 @@ def join_parts(parts: pl.DataFrame) -> JoinedParts:
         for row in at.tolist():
             evidence[row] = basis
     return JoinedParts(instance, evidence, tuple(notices))
-
-
-def _by_sequence(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:
-    """Parts of one sequence number; not those that are not of one kind."""
-    # Calls that are coalesced share a sequence number: their order tells them apart.
-    keyed = rows.with_columns(pl.int_range(pl.len()).over("part", "sequence").alias("nth")).with_columns(
-        pl.struct("sequence", "nth").alias("key")
-    )
-    keyed = keyed.with_columns(
-        pl.col("kind").n_unique().over("key").alias("kinds"), pl.col("part").n_unique().over("key").alias("parts")
-    )
-    differ = keyed.filter(pl.col("kinds") > 1)
-    if differ.height:
-        first = differ.filter(pl.col("key") == differ["key"][0])
-        each = "; ".join(f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts())
-        text = (
-            f"{differ['key'].n_unique()} collectives of group {group} are not of one kind on all ranks, "
-            f"first number {first['sequence'][0]}: {each}; they are not joined"
-        )
-        notices.append(Notice("collectives-mismatch", "warning", text, differ.height))
-    whole = keyed.filter((pl.col("kinds") == 1) & (pl.col("parts") > 1))
-    differ = whole.filter(pl.col("size").drop_nulls().n_unique().over("key") > 1)
-    if differ.height:
-        first = differ.filter(pl.col("key") == differ["key"][0])
-        each = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
-        text = f"{differ['key'].n_unique()} collectives of group {group} differ in size between ranks, first: {each}"
-        notices.append(Notice("collectives-sizes", "warning", text, differ.height))
-    return whole
 
 
 def _by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:

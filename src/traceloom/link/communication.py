@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.link.calls import HOST_BACKENDS, named
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.host_tree import HostTree
@@ -24,7 +24,6 @@ from traceloom.model.graph_schema import GRAPH_SCHEMAS
 if TYPE_CHECKING:
     from traceloom.link.rank import Parts
 
-Ints = NDArray[np.int64]
 
 # First match wins; kernel names in lower case. NCCL's names are of the first operation that was grouped, a hint.
 _KERNEL_KINDS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
@@ -14,9 +14,6 @@ from traceloom.link.segments import Segments
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import nearest
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 # A tensor in a host trace: [tensor, storage, offset, elements, bytes each, device], the device missing in old files.
 _TENSOR = r'\[\s*\d+\s*,\s*\d+\s*,\s*-?\d+\s*,\s*\d+\s*,\s*\d+\s*(?:,\s*"[^"]*"\s*)?\]'

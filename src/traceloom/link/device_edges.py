@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from traceloom.array_types import Bools, Ints
 from traceloom.link import calls
 from traceloom.link.device_work import DeviceWork
-from traceloom.link.edges import Bools, Edges, Ints
+from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
 from traceloom.link.order_of_work import WorkByTime
 from traceloom.link.segments import Segments

@@ -5,16 +5,13 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.link.host_tree import HostTree
 from traceloom.model import Trace
 from traceloom.model.category import COMMAND, GPU_WORK, LAUNCHES
 from traceloom.read.fields import NULL
 from traceloom.read.links import first_by_key
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 BEFORE = np.iinfo(np.int64).min // 4  # time of a launch that was not recorded: before everything
 _SKEW_NS = 1_000_000  # a work that starts earlier than this before its launch is not of that launch

@@ -9,12 +9,10 @@ import polars as pl
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.errors import InvariantError
 from traceloom.model.graph_schema import EDGE_KINDS, EVIDENCE, GRAPH_SCHEMAS, EdgeKind, Evidence
 from traceloom.model.points import topological
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _ONE_KEY = 1 << 29  # points below which both ends and the kind of an edge fit into 64 bits
 

@@ -10,6 +10,7 @@ import polars as pl
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.errors import InputError
 from traceloom.link import matching as ms
 from traceloom.link.matching import Matching
@@ -28,9 +29,6 @@ from traceloom.read.alignment import (
     occurrences,
     similar,
 )
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 LEAST = 0.9  # of the host ops must be found, or the two traces are not of one run
 _TRIED = 4  # places, where the ops fit only nearly

@@ -7,17 +7,14 @@ from itertools import pairwise
 import numpy as np
 import polars as pl
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.link.calls import HOST_BACKENDS, POLLS, named
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import innermost
 from traceloom.model.letter_case import contains
 from traceloom.read.nesting import nesting_depths
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _KEPT = (cat.OP, cat.ANNOTATION, cat.RUNTIME, cat.DRIVER, cat.COLLECTIVE)
 _POLLING = 0.5  # share of a thread's calls; such a thread holds nothing else

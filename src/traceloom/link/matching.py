@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.host_trace import GROUP_LIST, HostTrace
 from traceloom.model.notice import Notice
-
-Ints = NDArray[np.int64]
 
 BY_RECORD_ID = "matched: record function id"
 BY_RECORD_ID_RENAMED = "matched: record function id, name spelled otherwise"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.host_tree import HostTree
-
-Ints = NDArray[np.int64]
 
 
 class WorkByTime:

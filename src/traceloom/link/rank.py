@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.link.calls import LAUNCHES, NO_LAUNCH
 from traceloom.link.communication import OwnCommunication, communication
 from traceloom.link.dataflow import DataFlow, data_flow, forward_backward_edges
@@ -37,8 +37,6 @@ from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
 from traceloom.model.notice import Notice
 from traceloom.plain_text import clean
-
-Ints = NDArray[np.int64]
 
 _LONG_NAME = 60
 

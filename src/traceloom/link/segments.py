@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.link.host_tree import HostTree
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class Segments(Struct, frozen=True):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.errors import InputError, UsageError
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
@@ -23,8 +23,6 @@ from traceloom.model.schema import empty
 from traceloom.read.freeing import give_back
 from traceloom.retime import calibrate
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Say = Callable[[str], None]
 
 _KEPT = 2  # graphs remembered: of one run, the whole and a step

@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.link.host_tree import HostTree
 from traceloom.model import Trace
 from traceloom.model.category import LAUNCHES
-
-Ints = NDArray[np.int64]
 
 UNKNOWN = -1
 

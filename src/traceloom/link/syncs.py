@@ -7,6 +7,7 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.link import calls
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.host_tree import HostTree
@@ -15,8 +16,6 @@ from traceloom.link.segments import Segments
 from traceloom.link.sync_records import UNKNOWN, SyncRecords
 from traceloom.model import Trace
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 _Pairs = tuple[Ints, Ints, str]  # calls, the work that each waits for (-1: none), how that is known
 
 _EARLY_NS = 20_000  # a call may return, by its clock, this long before what it awaited is done

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.link.calls import HOST_BACKENDS
-from traceloom.link.cpu_time import CpuTime
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
 from traceloom.link.segments import Segments
 from traceloom.model import Trace
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from traceloom.model.thread_cpu import ThreadClock, thread_samples
 
 _QUIET_NS = 20_000  # a thread that does nothing named for this long may be waiting
 _SHARE = 0.5  # of a quiet time that another thread's work must fill to be what was waited for
@@ -28,6 +25,7 @@ _PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and go
 _COLLECTIVE = r"^c10d::"
 _IDLE_NS = 100_000  # a thread that has had nothing to do for this long was given something
 _JUST_NS = 1_000_000  # by what ended no longer ago than this, for all that is known
+_WORKED = 0.5  # in which it ran at least: it worked
 
 
 class HandOffs(Struct, frozen=True):
@@ -397,3 +395,31 @@ def hand_off_edges(edges: Edges, hand_offs: HandOffs, segment_node: Ints) -> Non
         "origin", "assumed", np.zeros_like(hand_offs.unknown), segment_node[hand_offs.unknown],
         from_end=True, to_end=True,
     )  # fmt: skip
+
+
+class CpuTime(Struct, frozen=True):
+    """ThreadClock of the threads of a trace.
+
+    Attributes:
+        lanes: By lane, of the threads that were sampled.
+    """
+
+    lanes: dict[int, ThreadClock]
+
+    @classmethod
+    def of(cls, trace: Trace) -> CpuTime:
+        """The samples of a trace; of no lane where its clock is not that of the samples, or nobody took any."""
+        if trace.meta.clock != "unix":
+            return cls({})
+        samples = thread_samples(trace.meta)
+        hosts = trace.lanes.filter(trace.lanes["kind"] == "host").select("lane", "thread").rows() if samples else []
+        return cls({lane: samples[thread] for lane, thread in hosts if thread in samples})
+
+    def worked(self, lane: Ints, low: Ints, high: Ints) -> Bools:
+        """Stretches in which the thread certainly ran most of the time."""
+        least = np.zeros_like(low)
+        for number, samples in self.lanes.items():
+            at = np.flatnonzero(lane == number)
+            least[at] = samples.ran(low[at], high[at])[0]
+        mostly_ran: Bools = least >= _WORKED * (high - low)
+        return mostly_ran & (high > low)

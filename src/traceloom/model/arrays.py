@@ -15,12 +15,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.array_types import Array, Ints
 from traceloom.model import Trace
 from traceloom.storage import mapped, spill
 from traceloom.storage.ondisk import OnDisk, empty, pieces, rows_of
 
-Array = NDArray[Any]
-Ints = NDArray[np.int64]
 NULL = -(2**63)  # as in `traceloom.read.fields`, which decodes without Polars
 NO_ROW = -1
 Engine = Literal["in-memory", "streaming"]

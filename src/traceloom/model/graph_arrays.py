@@ -6,17 +6,12 @@ take more memory the more ranks it has.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array, Ints
 from traceloom.model.graph import Graph
 from traceloom.storage import ondisk
-
-Array = NDArray[Any]
-Ints = NDArray[np.int64]
 
 LARGE = 500_000  # nodes and edges of a graph from which on its arrays lie in files: about twelve ranks of 20 MB
 

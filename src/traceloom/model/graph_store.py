@@ -92,7 +92,26 @@ def load(path: str | Path) -> Graph:
         raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=where) from error
     try:
         with handle, zipfile.ZipFile(handle) as archive:
-            header = _header(archive, where)
+            members = archive.namelist()
+            if _HEADER not in members:
+                raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=where)
+            header = json.loads(_member(archive, _HEADER, _HEADER_BYTES))
+            if not isinstance(header, dict) or header.get("format") != FORMAT:
+                raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=where)
+            if header.get("version") != VERSION:
+                raise InputError(
+                    f"the graph has format version {header.get('version')!r}, this Traceloom reads version {VERSION}",
+                    slug="newer-format",
+                    where=where,
+                    hint="use the version of Traceloom that wrote it, or a later one",
+                )
+            expected = {_HEADER, *(f"{name}.parquet" for name in GRAPH_SCHEMAS)}
+            if strange := sorted(set(members) - expected):
+                raise ValueError(f"it holds `{strange[0]}`, which no graph has")
+            if missing := sorted(expected - set(members)):
+                raise ValueError(f"it lacks `{missing[0]}`")
+            if len(members) > len(expected):
+                raise ValueError("it holds a part twice")
             frames = {name: _frame(archive, name, header["rows"][name]) for name in GRAPH_SCHEMAS}
         name, stage, epoch, world = (header[key] for key in ("name", "stage", "epoch_ns", "world_size"))
         if stage not in get_args(Stage):
@@ -130,30 +149,6 @@ def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], An
     produce(member)
     # A fixed date: the same graph gives the same file.
     archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), member.getbuffer())
-
-
-def _header(archive: zipfile.ZipFile, where: str) -> dict[str, Any]:
-    names = archive.namelist()
-    if _HEADER not in names:
-        raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=where)
-    header = json.loads(_member(archive, _HEADER, _HEADER_BYTES))
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=where)
-    if header.get("version") != VERSION:
-        raise InputError(
-            f"the graph has format version {header.get('version')!r}, this Traceloom reads version {VERSION}",
-            slug="newer-format",
-            where=where,
-            hint="use the version of Traceloom that wrote it, or a later one",
-        )
-    expected = {_HEADER, *(f"{name}.parquet" for name in GRAPH_SCHEMAS)}
-    if strange := sorted(set(names) - expected):
-        raise ValueError(f"it holds `{strange[0]}`, which no graph has")
-    if missing := sorted(expected - set(names)):
-        raise ValueError(f"it lacks `{missing[0]}`")
-    if len(names) > len(expected):
-        raise ValueError("it holds a part twice")
-    return header
 
 
 def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array
 from traceloom.model import Graph, Trace
 from traceloom.model.arrays import is_large
 from traceloom.storage import mapped, ondisk
@@ -24,8 +24,6 @@ SESSION_BYTES = 100 * 10**6  # of JSON, of all traces of a session, from which o
 _BLOCK = 64 << 20
 _ALIGNED = 64
 _LEAST_ROWS = 1024  # of a frame; smaller ones stay in memory
-
-Array = NDArray[Any]
 
 
 def many(traces: Iterable[Trace]) -> bool:

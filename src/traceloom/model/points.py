@@ -9,10 +9,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.errors import InvariantError
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _MOST_LISTED = 200_000  # runs; a list takes four times the room of an array
 

@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.model.step_log import captured_table
 from traceloom.model.trace import Meta
-
-Ints = NDArray[np.int64]
 
 
 class ThreadClock(Struct, frozen=True):

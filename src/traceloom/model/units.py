@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 EXACT = {"time": "ns", "bytes": "B", "share": "%", "flops": "FLOP", "flop_rate": "FLOP/s", "byte_rate": "B/s"}
@@ -18,29 +18,6 @@ _SCALES: dict[str, tuple[Scale, ...]] = {
         for rate in ("flops", "flop_rate", "byte_rate")
     },
 }
-_MOST_DECIMALS = 3
-
-
-def common_scale(unit: str, values: Iterable[Any]) -> Scale:
-    """The scale of a column of this unit in which its largest value is at least 1; none for a column of zeros."""
-    if unit == "share":
-        return 0.01, "%"
-    if unit not in _SCALES:
-        return 1, ""
-    largest = max((abs(value) for value in values if value is not None), default=0)
-    return next((scale for scale in _SCALES[unit] if largest >= scale[0]), (1, ""))
-
-
-def rounded(value: float) -> str:
-    """Three significant digits, at most three decimals, thin spaces; what is not zero never shows as zero."""
-    size = abs(value)
-    if size == 0 or float(value).is_integer():
-        return f"{int(value):,}".replace(",", "\u202f")
-    if size < 0.001:
-        return "<0.001"
-    decimals = next((d for d in range(_MOST_DECIMALS) if size >= 99.95 / 10**d), _MOST_DECIMALS)
-    shown = f"{value:,.{decimals}f}".replace(",", "\u202f")
-    return shown.rstrip("0").rstrip(".") if size < 0.01 else shown
 
 
 def per_cent(fraction: float) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
 from traceloom.read.columns import finite
@@ -23,7 +23,6 @@ from traceloom.read.damage import Damage
 from traceloom.read.repair import mended
 from traceloom.read.source import open_input, text_pieces
 
-Ints = NDArray[np.int64]
 _BATCH = 4096  # events decoded at once
 
 

@@ -15,13 +15,12 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import nearest
 from traceloom.model.host_trace import HostTrace
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Tokens = NDArray[np.uint64]
 
 _BASE = 0x9E3779B97F4A7C15 | 1

@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array
 from traceloom.model.arrays import Texts, nullable
 from traceloom.model.deferred import Deferred
 from traceloom.model.notice import Notice
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS
 from traceloom.read.metadata import whole
-
-Array = NDArray[Any]
 
 # Looked for in this order, in the lower-case name without blanks and underscores.
 _KINDS = (

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array
 from traceloom.model import category as cat
 from traceloom.read.damage import Damage
 from traceloom.read.document import Slice
@@ -21,7 +21,6 @@ from traceloom.read.times import from_doubles, from_text
 from traceloom.storage.ondisk import SCRATCH, pieces
 from traceloom.storage.spill import Spill
 
-Array = NDArray[Any]
 _OPS, _FRAMES, _CALLS, _DEVICE = 1, 2, 4, 8
 _GROUP = {
     cat.OP: _OPS,

@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.model.deferred import Deferred
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.alignment import align, device_lines, device_lines_by_step, is_op, name_codes
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 OWN = r"^traceloom\.(?:step#|scope:)"  # annotations of the recorder itself
 

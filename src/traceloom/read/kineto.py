@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array, Ints
 from traceloom.model import Meta, Notice, Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import Texts, chosen, distinct, lookup, nearest, nullable, plain, row_numbers
@@ -42,8 +42,6 @@ from traceloom.read.steps import NO_STEP, event_steps, find_steps
 from traceloom.read.together import decode_with, helpers
 from traceloom.read.transfers import copy_frame, kernel_frame, python_frame, sync_frame, tensor_frame
 
-Array = NDArray[Any]
-Ints = NDArray[np.int64]
 _CODES = {name: code for code, name in enumerate(cat.CATEGORIES)}
 _CATEGORY_NAMES = pl.Series(list(cat.CATEGORIES), dtype=CategoryType)
 _OP, _ANNOTATION, _PYTHON, _OTHER = (_CODES[name] for name in (cat.OP, cat.ANNOTATION, cat.PYTHON, cat.OTHER))

@@ -10,15 +10,13 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from traceloom.array_types import Array, Ints
 from traceloom.model import category as cat
 from traceloom.model.arrays import lookup
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.columns import number
 from traceloom.read.fields import NULL
 from traceloom.read.nesting import stable_order
-
-Ints = NDArray[np.int64]
-Array = NDArray[Any]
 
 KINDS = ("host", "device", "device_annotation", "device_sync", "other")
 _KIND = dict.fromkeys(cat.HOST_WORK, "host") | {

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array, Bools, Ints
 from traceloom.model import category as cat
 from traceloom.model.arrays import NO_ROW, Texts, chosen, column_of, lookup, nullable, plain, row_numbers
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
 from traceloom.storage.ondisk import OnDisk
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-Array = NDArray[Any]
 
 _FLOW_KINDS = ("launch", "forward-backward", "other")
 # Names of the three generations, as category or name of the arrow.

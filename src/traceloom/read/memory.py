@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array
 from traceloom.model import category as cat
 from traceloom.model.arrays import NO_ROW, Texts, column_of, distinct, lookup, nearest, nullable, plain, row_numbers
 from traceloom.model.schema import SCHEMAS
@@ -16,9 +15,6 @@ from traceloom.read.fields import NULL
 from traceloom.read.lanes import KIND_OF_CODE, KINDS, ThreadPairs
 from traceloom.read.steps import NO_STEP, step_of
 from traceloom.storage.ondisk import OnDisk
-
-Array = NDArray[Any]
-Ints = NDArray[np.int64]
 
 # torch's DeviceType numbers (c10/core/DeviceType.h).
 DEVICE_TYPES = {

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.errors import InputError
 from traceloom.files import open_input
 
@@ -30,7 +30,6 @@ MOST_BYTES = 1 << 30  # of text
 _FEW_BYTES = 1 << 24
 _MOST_EXPANSION = 100  # numbers in text become ten times smaller
 _LARGEST = 1 << 62
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.storage.ondisk import OnDisk
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _SMALL = 1 << 16  # whole numbers below are sorted in one pass
 _ROUNDS = 4  # of cutting; what still crosses then is clipped

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.model.arrays import lookup
 from traceloom.model.notice import Notice
 from traceloom.model.schema import REQUEST, SCHEMAS, empty
 from traceloom.model.thread_cpu import samples_of
 
-Ints = NDArray[np.int64]
 NO_STEP = -(2**31)
 _FEWEST = 3  # occurrences that make an annotation regular
 _LEAST_COVER = 0.5  # of the host's window, from the first to the last of them

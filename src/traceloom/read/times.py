@@ -12,11 +12,8 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from traceloom.array_types import Bools, Floats, Ints
 
 _TIMES = re.compile(rb'"(?:ts|dur)"\s*:\s*"?(-?\d+)(?:\.(\d+))?([eE]?)')
 _MOST_NS = 2**62  # times beyond (146 years) are no times

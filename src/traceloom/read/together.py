@@ -31,12 +31,13 @@ from typing import Any, NoReturn
 from msgspec import Struct
 
 from traceloom import leaving
+from traceloom.array_types import Array
 from traceloom.read.columns import Columns, Legend
 from traceloom.read.damage import Damage
 from traceloom.read.decoding import Decoded, Step, decode
 from traceloom.read.document import TextPart, keep
 from traceloom.storage import spill
-from traceloom.storage.ondisk import SCRATCH, Array
+from traceloom.storage.ondisk import SCRATCH
 
 LEAST_TEXT = 1 << 23  # bytes of text that are worth a process
 _HANDING = 7 << 20  # bytes of text that are decoded in the time that handing a part over takes

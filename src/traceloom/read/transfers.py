@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array
 from traceloom.model.arrays import Texts, nullable, plain
 from traceloom.model.copies import copy_kind, memory_kinds
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.columns import FILLING
-
-Array = NDArray[Any]
 
 
 def copy_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) -> pl.DataFrame:

@@ -11,25 +11,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import polars as pl
+
 from traceloom import __version__, analyze
+from traceloom.analyze.device_account import device_account
 from traceloom.analyze.quality_effects import affected
+from traceloom.errors import InputError, UsageError
 from traceloom.files import with_addresses
 from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
+from traceloom.model.units import duration
 from traceloom.report.absent import Absent
 from traceloom.report.faults import Faults
-from traceloom.report.findings import told
 from traceloom.report.measure import Measured, measure
 from traceloom.report.options import ReportOptions
-from traceloom.report.rank import rank_entry
 from traceloom.report.sections import FINDINGS, KEYS, NOT_ASKED, chosen, core, reasons, section
 from traceloom.report.sections.section import Study
 from traceloom.report.window import of_steps
 
 FORMAT = "traceloom-report"
 VERSION = 1
-
 Row = dict[str, Any]
+MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 
 
 def build(session: Session, options: ReportOptions | None = None) -> Row:
@@ -72,7 +75,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         if faults.failed(key):
             faults.say(key, absent)
     core_study = Study(whole, part, options, ranks)
-    findings, context = faults.guard(FINDINGS, lambda: told(whole, options, absent)) or ([], None)
+    findings, context = faults.guard(FINDINGS, lambda: ranked_findings(whole, options, absent)) or ([], None)
     if faults.failed(FINDINGS):
         faults.say(FINDINGS, absent, "findings", "findings_ground")
     of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
@@ -206,3 +209,134 @@ def _notices(notices: tuple[Notice, ...], absent: Absent) -> list[Row]:
     if any(notice.rank is None for notice in distinct):
         absent.say("notices[*].rank")
     return [{**notice.to_dict(), "affects": affected(notice.slug)} for notice in worst_first(distinct)]
+
+
+def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
+    """One entry of `ranks`; `cut` says that only chosen steps are told."""
+    trace, meta, gpu, times = measured.trace, measured.trace.meta, measured.gpu, measured.step_times
+    start, end = trace.start_ns, trace.end_ns
+    if cut and trace.steps.height:
+        start, end = int(trace.steps["start_ns"][0]), int(trace.steps["end_ns"][-1])
+    causes: dict[int, dict[str, int]] = {}
+    for row in measured.idle.totals.to_dicts():
+        causes.setdefault(row["device"], {})[row["cause"]] = row["idle_ns"]
+    devices = absent.listed(gpu.devices, "ranks[*].devices")
+    account = None
+    if devices:
+        of_gpu = device_account(trace, gpu, measured.idle)
+        account = {
+            "window": of_gpu.window,
+            "devices": absent.rows(of_gpu.devices, "ranks[*].gpu_account.devices"),
+            "idle": absent.rows(of_gpu.idle, "ranks[*].gpu_account.idle"),
+        }
+    else:
+        absent.say("ranks[*].gpu_account")
+    inside = _by_step(gpu.steps.filter(pl.col("step").is_not_null()), measured.idle.causes, absent)
+    outside = _by_step(gpu.steps.filter(pl.col("step").is_null()), measured.idle.causes, absent)
+    step_times = None
+    if times.count:
+        keys = ("count", "median_ns", "min_ns", "max_ns", "spread_fraction", "evidence")
+        step_times = {key: absent.value(getattr(times, key), f"ranks[*].step_times.{key}") for key in keys}
+    else:
+        absent.say("ranks[*].step_times")
+    return {
+        "rank": absent.value(meta.rank, "ranks[*].rank"),
+        "host_name": absent.value(meta.host, "ranks[*].host_name"),
+        "world_size": absent.value(meta.world_size, "ranks[*].world_size"),
+        "path": with_addresses(meta.path),
+        "start_ns": start - absent.epoch_ns,
+        "window_ns": end - start,
+        "event_count": trace.events.height,
+        "devices": [{**device, "idle_causes": causes.get(device["device"], {})} for device in devices],
+        "steps": [
+            {**step, "devices": inside.get(step["step"], [])} for step in absent.listed(times.steps, "ranks[*].steps")
+        ],
+        "outside": outside.get(None, []),  # of the devices; with the steps, it adds up to the whole
+        "gpu_account": account,
+        "idle": absent.rows(measured.idle.totals, "ranks[*].idle"),
+        "host": {
+            "threads": absent.listed(measured.host.threads, "ranks[*].host.threads"),
+            "account": absent.rows(measured.host.account, "ranks[*].host.account"),
+        },
+        "step_times": step_times,
+    }
+
+
+def _by_step(rows: pl.DataFrame, causes: pl.DataFrame, absent: Absent) -> dict[int | None, list[Row]]:
+    """The devices' time inside each step, with its idle causes."""
+    named: dict[tuple[Any, Any], dict[str, int]] = {}
+    for row in causes.to_dicts():
+        named.setdefault((row["step"], row["device"]), {})[row["cause"]] = row["idle_ns"]
+    out: dict[int | None, list[Row]] = {}
+    entries = absent.rows(rows.drop("step", "start_ns", "duration_ns"), "ranks[*].steps[*].devices")
+    for step, row in zip(rows["step"].to_list(), entries, strict=True):
+        out.setdefault(step, []).append({**row, "idle_causes": named.get((step, row["device"]), {})})
+    return out
+
+
+def ranked_findings(session: Session, options: ReportOptions, absent: Absent) -> tuple[list[Row], Row | None]:
+    """`findings` and `findings_ground` of the document; nothing where `--only` leaves them out."""
+    if options.only is not None and FINDINGS not in options.only:
+        return _nothing(NOT_ASKED, absent)
+    events = sum(trace.events.height for trace in session.traces)
+    if not events:
+        return _nothing("the traces hold no events", absent)
+    from traceloom.findings import RULES, Context, rank  # loaded where it is asked for
+
+    context = Context.of(session)
+    steps = max((trace.steps.height for trace in session.traces), default=0) or 1
+    if events // steps > MOST_EVENTS:
+        return _nothing(
+            f"about {events // steps:,} events would have to be linked, more than {MOST_EVENTS:,}; choose ranks with "
+            "--rank", absent
+        )  # fmt: skip
+    try:
+        ranked = rank(context, RULES)
+    except (InputError, UsageError) as error:  # traces that cannot be one graph: two windows of a rank, ranks unknown
+        return _nothing(f"the traces cannot be linked: {error}", absent)
+    times = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
+    rows = times + [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
+    for row in rows:
+        for key in (
+            "saving_ns", "saving_fraction", "alone_ns", "saving_low_ns", "saving_high_ns", "saving_bytes", "risk",
+        ):  # fmt: skip
+            absent.value(row[key], f"findings[*].{key}")
+        for evidence in row["evidence"]:
+            if evidence["start_ns"] is not None:
+                evidence["start_ns"] -= absent.epoch_ns
+            for key in ("rank", "start_ns", "duration_ns", "lane", "total_ns"):
+                absent.value(evidence[key], f"findings[*].evidence[*].{key}")
+    if not rows:
+        absent.say("findings")
+    # what the savings refer to, in words
+    law = context.law
+    length = duration(context.step_ns)
+    counted = max((finding.step_count for finding in ranked.time), default=1)
+    if counted > 1:
+        basis = f"per {context.unit} of {length}, the middle one of {counted}"
+    elif context.step is None:
+        basis = f"of the window of {length}"
+    else:
+        start = "its first start on any rank" if context.rank_count > 1 else "its start"
+        basis = f"of {context.unit} {context.step}, {length} from {start} to the end of its last work"
+    return rows, {
+        "step": absent.value(context.step, "findings_ground.step"),
+        "unit": context.unit,
+        "basis": basis,
+        "whole_ns": context.whole_ns,
+        "law": law.sentence,
+        "holds": law.holds,
+        "exact_error_ns": law.exact_error_ns,
+        "honest_error": law.honest_error,
+        "point_error": law.point_error,
+        "residual_share": law.residual_share,
+        "limit": absent.value(ranked.limit or None, "findings_ground.limit"),
+        "host_ratio": absent.value(context.host_ratio, "findings_ground.host_ratio"),
+        "abstentions": [{"slug": abstention.slug, "reason": abstention.reason} for abstention in ranked.abstentions],
+    }
+
+
+def _nothing(reason: str, absent: Absent) -> tuple[list[Row], None]:
+    absent.say("findings", reason)
+    absent.say("findings_ground", reason)
+    return [], None

@@ -9,14 +9,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array, point_times, points
 from traceloom.retime.classes import ANY, TRANSFER, Classes, classes, own_times, same_classes, spread, usual_ns
 from traceloom.retime.running import RUNNING
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _ROUNDS = 4  # which edge was the last depends on the delays, which depend on which edge was the last
 _CALLS = (gs.BLOCK, gs.LAUNCH)

@@ -8,15 +8,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.model import graph_schema as gs
 from traceloom.model.arrays import lookup
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array, point_times, points
 from traceloom.retime.of_last import OfLast
 from traceloom.retime.running import running, usual_parts
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 # Kinds whose edges take time of their own; all others only order. `place` of each: which ends are named, and how.
 _CALL_FIRST = ("launch",)  # call > kind of work

@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.model.arrays import lookup
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array, plain, point_times, points
 from traceloom.retime.of_last import OfLast
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _OWN = -1
 _NOTHING = -2

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.model import units
 from traceloom.model.graph import Graph
@@ -22,8 +21,6 @@ from traceloom.model.result import Result
 from traceloom.retime.critical_path import Path, critical_path, parts, unexplained
 from traceloom.retime.of_last import OfLast
 from traceloom.retime.plan import Plan
-
-Ints = NDArray[np.int64]
 
 HONEST = 0.02  # of the window
 POINTS = 0.05  # of the window

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array, plain, points
 from traceloom.model.points import cycle, layers
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _PIECES = 256  # pieces of chains in one slice at most: each is lifted above the last, and 64 bits must hold that
 _FEW = 24  # with fewer links than this a slice takes longer in array operations than link by link

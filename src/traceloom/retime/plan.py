@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from traceloom.array_types import Ints
 from traceloom.errors import UsageError
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import is_large, points, room
 from traceloom.retime.classes import class_delays
 from traceloom.retime.layout import LayerSlice, PassLayout, Terms, layout
 from traceloom.retime.running import in_proportion
-
-Ints = NDArray[np.int64]
 
 _NEVER = int(np.iinfo(np.int64).min)
 ABSENT = -(2**61)  # as delay of an edge: it holds nothing back

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.retime.of_last import OfLast
-
-Ints = NDArray[np.int64]
 
 RUNNING = "while running"  # place of these edges in `delays`
 _EARLY = 0.1  # of a name's fractions: a launch that came late only makes them larger

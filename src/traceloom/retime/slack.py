@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array, point_times, points
 from traceloom.retime.plan import Plan
-
-Ints = NDArray[np.int64]
 
 
 def latest_times(graph: Graph, end_ns: int | None = None) -> Ints:

@@ -6,16 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.analyze.intervals import EMPTY, Spans, coverage, difference, merge, union
+from traceloom.array_types import Bools, Ints
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array
 from traceloom.simulate.selection import among
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _ORDER = ("stream", "wait", "occupancy")
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
@@ -23,9 +23,6 @@ from traceloom.retime import ABSENT, Plan
 from traceloom.retime.running import running
 from traceloom.simulate.beside import set_beside
 from traceloom.simulate.selection import TARGETS, Chosen, Selection, among
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 ASSUMES = {
     "scale": "the work chosen takes so many times as long; everything else as long as it took",

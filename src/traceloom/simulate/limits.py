@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.analyze.intervals import merge, union
 from traceloom.model.graph import Graph
@@ -12,8 +11,6 @@ from traceloom.model.graph_arrays import array, plain, point_times, points
 from traceloom.retime import ABSENT
 from traceloom.simulate.beside import covered_ns, exposed
 from traceloom.simulate.changes import Scenario
-
-Ints = NDArray[np.int64]
 
 
 def least_ns(graph: Graph, scenario: Scenario, whole_ns: int) -> int:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.retime import ABSENT, Plan
 from traceloom.simulate.changes import Scenario
 from traceloom.simulate.selection import among
-
-Bools = NDArray[np.bool_]
 
 
 def unknown_wakers(graph: Graph) -> Bools:

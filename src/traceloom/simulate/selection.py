@@ -12,14 +12,12 @@ from difflib import get_close_matches
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.analyze.kind_rules import KINDS, Matcher, built_in_kind_rules
+from traceloom.array_types import Bools
 from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-
-Bools = NDArray[np.bool_]
 
 TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
     "kernels": ((gs.KERNEL,), "kernels that compute"),

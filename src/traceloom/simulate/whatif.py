@@ -8,8 +8,8 @@ from itertools import islice
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.link import link_session
 from traceloom.model import Session
 from traceloom.model import graph_schema as gs
@@ -25,9 +25,6 @@ from traceloom.simulate.limits import least_ns
 from traceloom.simulate.lower_bound import saves_more
 from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.selection import among
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 RANKS = pl.Schema({"rank": pl.Int32, "before_ns": pl.Int64, "after_ns": pl.Int64, "saved_ns": pl.Int64})
 PARTS = pl.Schema({"what": pl.String, "kind": pl.String, "before_ns": pl.Int64, "after_ns": pl.Int64})

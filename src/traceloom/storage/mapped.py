@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array
 from traceloom.storage.ondisk import OnDisk, empty, rows_of
 
-Array = NDArray[Any]
 _INLINE = 12  # bytes of a text that fit its view
 _MOST_HEAP = 2**31 - 1
 _ARROW: dict[Any, str] = {

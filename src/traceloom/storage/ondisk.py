@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array
 from traceloom.errors import InputError
-
-Array = NDArray[Any]
 
 LEAST_BYTES = 1 << 20  # what is smaller stays in memory
 SORTED = 1 << 20  # elements that are sorted at once

@@ -6,13 +6,12 @@ import tempfile
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
+from traceloom.array_types import Array
 from traceloom.storage import ondisk
 
 SPILL_BYTES = 500 * 10**6  # of text, from which on columns go to disk: in memory the report of more needs too much
 
-Array = NDArray[Any]
 _READ_BYTES = 1 << 22  # at once
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.json_format import MessageToJson
 
-from traceloom.chakra.formats import open_messages, rank_files, write_messages
+from traceloom.chakra.conversion import open_messages, rank_files, write_messages
 from traceloom.chakra.schema import GlobalMetadata, Node, NodeType
 from traceloom.errors import InputError
 

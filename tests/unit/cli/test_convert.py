@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.small_graph import small_graph
-from traceloom.chakra.formats import write_messages
+from traceloom.chakra.conversion import write_messages
 from traceloom.chakra.graph import write_ranks
 from traceloom.chakra.schema import GlobalMetadata, Node, NodeType
 from traceloom.chakra.stream import EtReader

@@ -14,9 +14,9 @@ from traceloom.cli import main
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.graph_store import save
+from traceloom.report.workload.drawing import HEIGHT, WIDTH, arrange
 from traceloom.report.workload.network import of_graph
 from traceloom.report.workload.picture import Box, Link, Picture, collapsed, neighbourhood
-from traceloom.report.workload.places import HEIGHT, WIDTH, arrange
 
 EVIL = "</script><script>alert(1)</script>\x1b[31m<img src=x onerror=alert(2)>"
 

@@ -54,7 +54,7 @@ def test_a_section_that_fails_is_null_with_its_error(
 
 
 def test_findings_that_fail_leave_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "told", fails(IndexError("none left")))
+    monkeypatch.setattr(module, "ranked_findings", fails(IndexError("none left")))
     document = build(made())
     assert (document["findings"], document["findings_ground"]) == ([], None)
     assert "section-failed" in {notice["slug"] for notice in document["notices"]}

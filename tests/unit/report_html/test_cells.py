@@ -6,8 +6,7 @@ from typing import Any
 
 from support.pages import tables
 from traceloom.report.table import Bar, Col
-from traceloom.report.views.html.cells import packed
-from traceloom.report.views.html.table import table
+from traceloom.report.views.html.table import packed, table
 from traceloom.report.views.html.text import text
 
 

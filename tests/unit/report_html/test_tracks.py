@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from traceloom.report.views.html.tracks import MOST_CURVES, kept, tracks
+from traceloom.report.views.html.timeline import MOST_CURVES, kept, tracks
 from traceloom.testing import TraceBuilder
 
 

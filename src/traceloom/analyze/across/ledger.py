@@ -11,7 +11,8 @@ from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.host import main_lane
 from traceloom.analyze.host_wait import HOST_CAUSES, Stretches, split_by_activity
 from traceloom.analyze.idle import CAUSES, idle
-from traceloom.analyze.intervals import Ints, Spans, coverage, merge, union
+from traceloom.analyze.intervals import Spans, coverage, merge, union
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 
 COMPUTE = "compute"

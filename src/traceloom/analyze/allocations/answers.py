@@ -15,7 +15,7 @@ from traceloom.analyze.allocations.growth import growth
 from traceloom.analyze.allocations.holders import TREE, scope_tree, sums_by
 from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.table import names
-from traceloom.analyze.intervals import Ints
+from traceloom.array_types import Ints
 from traceloom.model import Notice, Trace, units
 from traceloom.model.result import Result
 

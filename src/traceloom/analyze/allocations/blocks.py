@@ -10,11 +10,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.allocations.census import census
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.memory import SHARED, shared_memory
+from traceloom.array_types import Array, Bools, Ints
 from traceloom.model import Trace
 
-Array = NDArray[Any]
 _SHORT: Any = np.int32  # of numbers of rows and blocks: half of the memory
 ALIVE = np.iinfo(np.int64).max
 """End of a block that nobody frees while the recording lasts."""

@@ -12,9 +12,9 @@ from traceloom.analyze.allocations.blocks import EXISTED
 from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.memory import SHARED
 from traceloom.analyze.phases import LOADING, OPTIMIZER, meaning
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 
 CATEGORIES = (

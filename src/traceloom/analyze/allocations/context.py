@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import Forest
-from traceloom.analyze.intervals import Ints
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 
 _PIECE = 1 << 20

@@ -15,7 +15,7 @@ from traceloom.analyze.allocations.named import Named, named
 from traceloom.analyze.allocations.owners import Owners, owners
 from traceloom.analyze.allocations.partitions import Partition, partition, stack_partition
 from traceloom.analyze.allocations.table import Stacks
-from traceloom.analyze.intervals import Ints
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import in_memory

@@ -28,7 +28,7 @@ from traceloom.analyze.allocations.explained import Explained
 from traceloom.analyze.allocations.named import Named, turns
 from traceloom.analyze.allocations.naming import NO_OP, EventScopes
 from traceloom.analyze.allocations.owners import owners
-from traceloom.analyze.intervals import Ints
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.schema import SCHEMAS, empty
 from traceloom.model.snapshot import Snapshot, frame_text, is_python, stack_texts

@@ -7,7 +7,7 @@ import polars as pl
 
 from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
-from traceloom.analyze.intervals import Bools, Ints
+from traceloom.array_types import Bools, Ints
 
 BEFORE = "(before the recording)"
 OWNED = {

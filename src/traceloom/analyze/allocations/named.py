@@ -12,8 +12,8 @@ from traceloom.analyze.allocations.blocks import ALIVE, EXISTED, Blocks, blocks
 from traceloom.analyze.allocations.context import innermost
 from traceloom.analyze.allocations.naming import EventScopes, places
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 
 MOST_REMEMBERED = 200_000

@@ -10,9 +10,9 @@ import polars as pl
 
 from traceloom.analyze.ancestry import Forest
 from traceloom.analyze.autograd import backward_of
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.phases import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK, meaning
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup

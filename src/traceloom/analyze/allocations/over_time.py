@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from traceloom.analyze.allocations.blocks import Blocks
-from traceloom.analyze.intervals import Ints
+from traceloom.array_types import Ints
 
 INSTANTS = 480
 """About how many instants a curve has; the highest of all is among them."""

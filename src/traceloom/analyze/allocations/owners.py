@@ -9,7 +9,7 @@ import polars as pl
 
 from traceloom.analyze.allocations.blocks import Blocks
 from traceloom.analyze.allocations.census import CENSUS, census, last_census
-from traceloom.analyze.intervals import Ints
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 
 

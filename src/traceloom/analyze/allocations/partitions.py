@@ -13,7 +13,7 @@ from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
 from traceloom.analyze.allocations.table import Stacks
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.intervals import Ints
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 
 BY = ("scope", "module", "category", "op", "stack", "dtype")

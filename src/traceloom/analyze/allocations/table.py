@@ -12,8 +12,8 @@ from traceloom.analyze.allocations.categories import CATEGORIES, EVIDENCE, Categ
 from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, distinct

@@ -14,10 +14,11 @@ from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.collective.bandwidth import with_peaks, with_sizes
 from traceloom.analyze.collective.calls import PhaseType, WhereType, communication_calls, sum_or_null
 from traceloom.analyze.collective.kernel_names import with_names
-from traceloom.analyze.intervals import Bools, Ints, Spans, coverage, union
+from traceloom.analyze.intervals import Spans, coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.waits import stream_waits
+from traceloom.array_types import Bools, Ints
 from traceloom.errors import InputError
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import column

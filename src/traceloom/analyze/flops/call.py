@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,12 +284,3 @@ def parsed(text: str | None) -> list[Any]:
     except (ValueError, RecursionError):
         return []
     return value if isinstance(value, list) else []
-
-
-def flattened(shapes: Any) -> Iterator[int]:
-    """Every number of nested lists."""
-    for entry in shapes if isinstance(shapes, list) else [shapes]:
-        if isinstance(entry, list):
-            yield from flattened(entry)
-        elif isinstance(entry, int):
-            yield entry

@@ -52,7 +52,9 @@ def _triton_experts(call: Call) -> Work:
     flops = weights = 0
     for match, grid in products:
         block_rows, block_columns = int(match[4]), int(match[5])
-        columns, rest = divmod(math.prod(grid), _row_tiles(chosen, experts, block_rows))
+        # The most tiles of rows that so many rows need, however they are spread over the experts
+        row_tiles = chosen if chosen <= experts else experts - 1 - (experts - chosen - 1) // block_rows
+        columns, rest = divmod(math.prod(grid), row_tiles)
         if rest or not columns:
             raise Unknown("the grids do not determine the sizes of the experts")
         columns *= block_columns
@@ -62,11 +64,6 @@ def _triton_experts(call: Call) -> Work:
     of_weights = _BYTES.get(products[0][0][3]) or SIZES.get(products[0][0][3], tokens.size)
     moved = 2 * tokens.bytes + scores.bytes + round(min(experts, chosen) * weights * of_weights)
     return Work(flops, moved, tokens.dtype, matrix=True)
-
-
-def _row_tiles(rows: int, experts: int, block: int) -> int:
-    """The most tiles of rows that so many rows need, however they are spread over the experts."""
-    return rows if rows <= experts else experts - 1 - (experts - rows - 1) // block
 
 
 @MODELS.register(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.breakdown import gpu_time
@@ -19,7 +18,6 @@ from traceloom.errors import UsageError
 from traceloom.model import Session
 from traceloom.model.step_log import undisturbed_steps
 
-Floats = NDArray[np.float64]
 _LONG = pl.Schema({"metric": pl.String(), "name": pl.String(), "step": pl.Int32(), "value": pl.Float64()})
 _MEMORY = "memory_peak"
 _MOST_OPERATORS = 5_000
@@ -68,7 +66,26 @@ def summarise(run: Session) -> RunSummary:
         else:
             tables.setdefault(str(metric), {})[str(name)] = column.tolist()
     began = min((trace.start_ns for trace in run.traces if trace.meta.clock == "unix"), default=None)
-    return RunSummary(run.name, _stated(run), _program(chosen), _wall(run), steps, scalars, tables, began)
+    # Operators with their input shapes, calls per step and rank; those called most where there are very many
+    parts = []
+    for of in chosen:
+        trace = of.trace
+        rows = trace.events.filter(pl.col("category") == "op").select("event", "name", "step")
+        inside = _inside(rows, of).join(trace.tensors.select("event", "shapes"), on="event", how="left")
+        counts = inside.group_by("name", "shapes").agg(pl.len().alias("count"))
+        parts.append(counts.with_columns(pl.col("count") / (of.spans.start.size * len(chosen))))
+    calls = pl.concat(parts).group_by("name", "shapes").agg(pl.col("count").sum())
+    calls = calls.sort("count", "name", "shapes", descending=[True, False, False]).head(_MOST_OPERATORS)
+    program = OperatorCalls(calls["name"].to_list(), calls["shapes"].to_list(), calls["count"].to_list())
+    # The recorded conditions of the run and its machine; unknown ones are left out
+    rows = conditions(run, run).filter(~pl.col("condition").is_in(_NOT_OF_THE_RUN))
+    stated = [Stated(name, value, weight) for name, value, weight in rows.select("condition", "base", "weight").rows()]
+    has_gpu = any(trace.gpu_work().height for trace in run.traces)
+    for key, name in _MACHINE.items():
+        described = {str(value) for t in run.traces if (value := (t.meta.capture or {}).get(key)) is not None}
+        if described:
+            stated.append(Stated(name, ", ".join(sorted(described)), MINOR if has_gpu else DECISIVE))
+    return RunSummary(run.name, stated, program, _wall(run), steps, scalars, tables, began)
 
 
 def _numbers(of: ComparedSteps) -> pl.Series:
@@ -111,8 +128,22 @@ def _rank(of: ComparedSteps) -> pl.DataFrame:
     self_ns = tree.self_ns(is_op, tree.nearest(is_op))[operators]
     rows = trace.events.select("name", "step")[tree.row[operators]].with_columns(pl.Series("value", self_ns))
     parts.append(_long("op", _inside(rows, of)))
-    peaks = _memory_peaks(of)
-    if peaks is not None:
+    # Highest memory in each step, of the device with most of it, where an amount is known
+    usage = memory(of.trace)
+    devices = usage.devices.filter(pl.col("evidence") != "running-sum")  # relative to an unknown amount
+    on_device = devices.filter(~pl.col("device_type").str.starts_with("cpu"))
+    devices = on_device if on_device.height else devices
+    peaks = np.zeros(of.spans.start.size)
+    for kind, device, before in devices.select("device_type", "device", "start_bytes").rows():
+        curve = usage.curve.filter((pl.col("device_type") == kind) & (pl.col("device") == device))
+        time, level = curve["time_ns"].to_numpy(), curve["allocated_bytes"].to_numpy()
+        level = np.append(level, before or 0)  # the last one stands for before the first
+        first = np.searchsorted(time, of.spans.start, side="right")
+        last = np.searchsorted(time, of.spans.end, side="left")
+        for at, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+            highest = int(level[low:high].max()) if high > low else 0
+            peaks[at] = max(peaks[at], highest, float(level[low - 1]))
+    if devices.height:
         parts.append(_long(_MEMORY, pl.DataFrame({"step": _numbers(of), "value": peaks})))
     return pl.concat(parts)
 
@@ -133,25 +164,6 @@ def _inside(rows: pl.DataFrame, of: ComparedSteps) -> pl.DataFrame:
     return rows.filter(pl.col("step").is_in(of.step.implode()))
 
 
-def _memory_peaks(of: ComparedSteps) -> Floats | None:
-    """Highest memory in each step, of the device with most of it; None where no amount is known."""
-    usage = memory(of.trace)
-    devices = usage.devices.filter(pl.col("evidence") != "running-sum")  # relative to an unknown amount
-    on_device = devices.filter(~pl.col("device_type").str.starts_with("cpu"))
-    devices = on_device if on_device.height else devices
-    peaks = np.zeros(of.spans.start.size)
-    for kind, device, before in devices.select("device_type", "device", "start_bytes").rows():
-        curve = usage.curve.filter((pl.col("device_type") == kind) & (pl.col("device") == device))
-        time, level = curve["time_ns"].to_numpy(), curve["allocated_bytes"].to_numpy()
-        level = np.append(level, before or 0)  # the last one stands for before the first
-        first = np.searchsorted(time, of.spans.start, side="right")
-        last = np.searchsorted(time, of.spans.end, side="left")
-        for at, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-            highest = int(level[low:high].max()) if high > low else 0
-            peaks[at] = max(peaks[at], highest, float(level[low - 1]))
-    return peaks if devices.height else None
-
-
 def _wall(run: Session) -> list[float] | None:
     """Wall times of the undisturbed steps that every rank has, mean over ranks."""
     frames = []
@@ -163,29 +175,3 @@ def _wall(run: Session) -> list[float] | None:
     rows = pl.concat(frames).group_by("step").agg(pl.len().alias("ranks"), pl.col("ns").mean())
     wall_times: list[float] = rows.filter(pl.col("ranks") == len(frames)).sort("step")["ns"].to_list()
     return wall_times
-
-
-def _program(chosen: list[ComparedSteps]) -> OperatorCalls:
-    """Operators with their input shapes, calls per step and rank; those called most where there are very many."""
-    parts = []
-    for of in chosen:
-        trace = of.trace
-        rows = trace.events.filter(pl.col("category") == "op").select("event", "name", "step")
-        inside = _inside(rows, of).join(trace.tensors.select("event", "shapes"), on="event", how="left")
-        counts = inside.group_by("name", "shapes").agg(pl.len().alias("count"))
-        parts.append(counts.with_columns(pl.col("count") / (of.spans.start.size * len(chosen))))
-    calls = pl.concat(parts).group_by("name", "shapes").agg(pl.col("count").sum())
-    calls = calls.sort("count", "name", "shapes", descending=[True, False, False]).head(_MOST_OPERATORS)
-    return OperatorCalls(calls["name"].to_list(), calls["shapes"].to_list(), calls["count"].to_list())
-
-
-def _stated(run: Session) -> list[Stated]:
-    """The recorded conditions of the run and its machine; unknown ones are left out."""
-    rows = conditions(run, run).filter(~pl.col("condition").is_in(_NOT_OF_THE_RUN))
-    stated = [Stated(name, value, weight) for name, value, weight in rows.select("condition", "base", "weight").rows()]
-    has_gpu = any(trace.gpu_work().height for trace in run.traces)
-    for key, name in _MACHINE.items():
-        values = {str(value) for t in run.traces if (value := (t.meta.capture or {}).get(key)) is not None}
-        if values:
-            stated.append(Stated(name, ", ".join(sorted(values)), MINOR if has_gpu else DECISIVE))
-    return stated

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from traceloom.array_types import Floats
+
 Statistic = Callable[[Floats], Floats]  # along the last axis
 
 DRAWS = 4_000

@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.analyze.compare.conditions import CONDITIONS, DECISIVE, MINOR
 from traceloom.analyze.gate.causes import causes
 from traceloom.analyze.gate.condition import TABLES, UNDISTURBED, Condition
 from traceloom.analyze.gate.resampling import Drawn, interval, over_pairs, over_runs, statistic_of, within_runs
 from traceloom.analyze.gate.summary import RunSummary
+from traceloom.array_types import Floats
 from traceloom.errors import UsageError
 from traceloom.model.result import Result
 
-Floats = NDArray[np.float64]
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
 SEVERAL, PAIRS, ONE = "runs", "pairs of runs", "within one run only"
 LEAST_RUNS = 4  # of both sides together: fewer say next to nothing about how runs scatter

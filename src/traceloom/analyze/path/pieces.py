@@ -7,18 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.analyze.data_loading import loader_calls
 from traceloom.analyze.path.window import PathWindow
+from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import point_times
 from traceloom.retime.critical_path import trail
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 COMPUTE = "compute"
 COMMUNICATION = "communication"

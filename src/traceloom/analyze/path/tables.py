@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.analyze.path.pieces import (
     CLASSES,
@@ -20,10 +19,9 @@ from traceloom.analyze.path.pieces import (
     PathPieces,
 )
 from traceloom.analyze.path.window import PathWindow
+from traceloom.array_types import Ints
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-
-Ints = NDArray[np.int64]
 
 PATH = pl.Schema(
     {

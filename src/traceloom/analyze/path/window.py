@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.errors import UsageError
 from traceloom.model import Session, Trace
 from traceloom.model import graph_schema as gs
@@ -17,9 +17,6 @@ from traceloom.model.category import GPU_WORK
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import point_times
 from traceloom.plain_text import clean
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _HOST = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
 _NO_LANE = 2**32 - 1
@@ -112,7 +109,21 @@ def window_of(graph: Graph, step: int | None, session: Session | None = None) ->
     if not spans.height:
         raise UsageError(f"there is no step {step} in the graph", slug="no-such-step")
     low, high = int(spans["low"].min()), int(spans["high"].max())  # type: ignore[arg-type]
-    return PathWindow(step, low, high, _last(graph, step, spans, times))
+    # The last point of a step: the end of its thread's time, or of GPU work that it launched
+    in_step = np.flatnonzero((graph.nodes["step"] == step).fill_null(value=False).to_numpy())
+    launched = in_step[graph.nodes["category"].gather(in_step).is_in(list(GPU_WORK)).fill_null(value=False).to_numpy()]
+    candidates = [2 * launched + 1]
+    lane_of = graph.nodes["lane"].fill_null(_NO_LANE).to_numpy()
+    for span in spans.iter_rows(named=True):
+        if span["lane"] is None:
+            continue
+        # The stretch of the thread in which the step ends; stretches follow each other without a gap.
+        on_lane = np.flatnonzero((lane_of == span["lane"]) & (times[0::2] < max(span["high"], span["low"] + 1)))
+        candidates.append(2 * on_lane[-1:] + 1)
+    points = np.concatenate(candidates)
+    if not points.size:
+        raise UsageError(f"there is nothing in step {step} of the graph", slug="no-such-step")
+    return PathWindow(step, low, high, int(points[np.argmax(times[points])]))
 
 
 def _spans(graph: Graph) -> pl.DataFrame:
@@ -182,22 +193,3 @@ def _events_of(graph: Graph, rank: int) -> Ints:
     """Nodes of the recorded events of a rank."""
     of_rank = graph.nodes["event"].is_not_null() & (graph.nodes["rank"] == rank).fill_null(value=False)
     return np.flatnonzero(of_rank.to_numpy())
-
-
-def _last(graph: Graph, step: int, spans: pl.DataFrame, times: Ints) -> int:
-    """The last point of a step: the end of its thread's time, or of GPU work that it launched."""
-    nodes = graph.nodes
-    in_step = np.flatnonzero((nodes["step"] == step).fill_null(value=False).to_numpy())
-    launched = in_step[nodes["category"].gather(in_step).is_in(list(GPU_WORK)).fill_null(value=False).to_numpy()]
-    candidates = [2 * launched + 1]
-    lane = nodes["lane"].fill_null(_NO_LANE).to_numpy()
-    for span in spans.iter_rows(named=True):
-        if span["lane"] is None:
-            continue
-        # The stretch of the thread in which the step ends; stretches follow each other without a gap.
-        on_lane = np.flatnonzero((lane == span["lane"]) & (times[0::2] < max(span["high"], span["low"] + 1)))
-        candidates.append(2 * on_lane[-1:] + 1)
-    points = np.concatenate(candidates)
-    if not points.size:
-        raise UsageError(f"there is nothing in step {step} of the graph", slug="no-such-step")
-    return int(points[np.argmax(times[points])])

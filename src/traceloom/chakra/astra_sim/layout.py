@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.chakra.astra_sim.communication import communication_of
 from traceloom.chakra.astra_sim.order import awaited, last_before, order_of_job
 from traceloom.chakra.astra_sim.said import Changes, notices_of
@@ -17,8 +17,6 @@ from traceloom.chakra.schema import NodeType
 from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 _IN_TURN = (int(NodeType.COMM_COLL_NODE), int(NodeType.COMM_SEND_NODE))  # one of them at a time
 _US = 1000
 _LEAST_UNEXPLAINED_NS = 10_000  # shorter ones are left to the notice about delays
@@ -87,7 +85,7 @@ def lay_out(
     return files, communication.groups, list(notices_of(changes, ranks, len(nodes.added), gpu_only=gpu_only))
 
 
-def _leads_to_work(units: Units, frame: pl.DataFrame) -> Flags:
+def _leads_to_work(units: Units, frame: pl.DataFrame) -> Bools:
     """Units of threads that GPU work or communication waits for, over other threads too; all where there is none."""
     lane = frame["lane"].fill_null(2**31).cast(pl.Int64).to_numpy()
     works = ~frame["on_host"].to_numpy()
@@ -107,7 +105,7 @@ def _leads_to_work(units: Units, frame: pl.DataFrame) -> Flags:
     return np.isin(lane, list(reached))
 
 
-def _with_starts(nodes: _Nodes, kept: Flags, begin: int) -> tuple[_Nodes, Flags]:
+def _with_starts(nodes: _Nodes, kept: Bools, begin: int) -> tuple[_Nodes, Bools]:
     """With a node before everything else of each rank that began later than the first: ASTRA-sim starts all at 0."""
     chosen = nodes.frame.with_row_index("row").filter(pl.Series(kept))
     begins = chosen.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
@@ -134,7 +132,7 @@ def _with_starts(nodes: _Nodes, kept: Flags, begin: int) -> tuple[_Nodes, Flags]
     return _Nodes(frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), everything
 
 
-def _with_delays(nodes: _Nodes, kept: Flags, begin: int, unexplained: pl.DataFrame | None) -> tuple[_Nodes, Flags]:
+def _with_delays(nodes: _Nodes, kept: Bools, begin: int, unexplained: pl.DataFrame | None) -> tuple[_Nodes, Bools]:
     """With a node for times in which a rank's GPU had nothing to do, before the work that ended them.
 
     It waits for what that work waits for, and for the work that ended last before it.
@@ -189,7 +187,7 @@ def _with_delays(nodes: _Nodes, kept: Flags, begin: int, unexplained: pl.DataFra
     return _Nodes(frame, pairs, added), np.concatenate([kept, np.ones(len(new), np.bool_)])
 
 
-def _file(nodes: _Nodes, kept: Flags, rank: int) -> PlainNodes:
+def _file(nodes: _Nodes, kept: Bools, rank: int) -> PlainNodes:
     """The nodes of one rank, numbered from 1 in the order of their starts."""
     of_rank = kept & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
     rows = np.flatnonzero(of_rank)

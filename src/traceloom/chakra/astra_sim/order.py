@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.chakra.astra_sim.units import Units
 from traceloom.chakra.schema import NodeType
 from traceloom.errors import InvariantError
 from traceloom.model.points import topological
 
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 _Latest = dict[int, int]  # chain -> place in the order, of its last unit that must have ended
 _NOTHING: _Latest = {}
 
@@ -41,11 +39,11 @@ class AwaitedUnits:
 
     target: Ints
     source: Ints
-    queued: Flags
+    queued: Bools
     order: Ints
 
 
-def awaited(units: Units, kept: Flags) -> AwaitedUnits:
+def awaited(units: Units, kept: Bools) -> AwaitedUnits:
     """The dependencies between kept units, including those that pass through dropped units.
 
     Args:
@@ -93,7 +91,7 @@ def awaited(units: Units, kept: Flags) -> AwaitedUnits:
     return AwaitedUnits(pairs_target, pairs_source, queued, order[order % 2 == 0] // 2)
 
 
-def _chains(order: Ints, source: Ints, target: Ints, kept: Flags, queue_of: Ints) -> list[int]:
+def _chains(order: Ints, source: Ints, target: Ints, kept: Bools, queue_of: Ints) -> list[int]:
     """A chain for every unit: its queue; elsewhere that of a unit that it directly waits for, if that is its end.
 
     Args:
@@ -186,7 +184,7 @@ def order_of_job(frame: pl.DataFrame, pairs: Ints) -> Ints:
     return positions
 
 
-def last_before(order: Ints, counts: NDArray[np.bool_], pairs: Ints) -> Ints:
+def last_before(order: Ints, counts: Bools, pairs: Ints) -> Ints:
     """For every node: the highest place of a node that counts, among all that it waits for directly or over others.
 
     Args:

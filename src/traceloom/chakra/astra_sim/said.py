@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools
 from traceloom.chakra.astra_sim.communication import ALONE, REPLAYED, UNKNOWN_KIND, UNKNOWN_PEER, UNKNOWN_SIZE
 from traceloom.model import units as text
 from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
-
-Flags = NDArray[np.bool_]
 
 _WHY = {
     ALONE: "met no other recorded rank",
@@ -41,8 +38,8 @@ class Changes:
 
     graph: Graph
     frame: pl.DataFrame
-    kept: Flags
-    leading: Flags
+    kept: Bools
+    leading: Bools
     queued: int
     loose: int
     by_order: int

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
 _NOWHERE = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
@@ -42,8 +39,8 @@ class Units:
     frame: pl.DataFrame
     source: Ints
     target: Ints
-    from_end: Flags
-    to_end: Flags
+    from_end: Bools
+    to_end: Bools
     queues: Ints
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import polars as pl
 
+from traceloom.array_types import Ints
 from traceloom.chakra.node_table import NodeTable
 from traceloom.chakra.schema import CollectiveCommType, NodeType
 from traceloom.chakra.validation.nodes import Place, each, ids, label
 from traceloom.chakra.validation.problem import Findings
-from traceloom.chakra.validation.waiting import Ints
 from traceloom.chakra.workload import Workload
 
 COLLECTIVE, SEND, RECEIVE = NodeType.COMM_COLL_NODE, NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE

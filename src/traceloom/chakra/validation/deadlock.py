@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from traceloom.array_types import Ints
 from traceloom.chakra.validation.communication import COLLECTIVE, SEND, rows_of
 from traceloom.chakra.validation.matching import JoinedOperations, Ordered
 from traceloom.chakra.validation.nodes import label
 from traceloom.chakra.validation.problem import Findings, Severity
-from traceloom.chakra.validation.waiting import Arcs, Ints, circles, settle
+from traceloom.chakra.validation.waiting import Arcs, circles, settle
 
 _LONGEST = 8
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from traceloom.array_types import Ints
 from traceloom.chakra.node_table import NodeTable
 from traceloom.chakra.schema import CollectiveCommType
 from traceloom.chakra.validation.communication import COLLECTIVE, RECEIVE, SEND, kind_name, ranks_text
 from traceloom.chakra.validation.nodes import ids, label
 from traceloom.chakra.validation.problem import Findings, Severity
-from traceloom.chakra.validation.waiting import Ints, Settled
+from traceloom.chakra.validation.waiting import Settled
 from traceloom.chakra.workload import Workload
 
 _NONE = -1  # no type, no size
@@ -71,28 +72,6 @@ def ordered(workload: Workload, settled: Sequence[Settled]) -> list[Ordered]:
 
 def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> JoinedOperations:
     """Compare what the ranks say of their common operations."""
-    return JoinedOperations(_match_collectives(workload, parts, findings), _match_messages(parts, findings))
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """The collectives of one rank in one group, in the order of their issue."""
-
-    part: int
-    rows: Ints
-    kinds: Ints
-    sizes: Ints
-    numbers: Ints | None  # of the operations in the group, where each has one of its own
-
-    def by_number(self) -> _Sequence:
-        """The same in the order of the numbers."""
-        if self.numbers is None:
-            return self
-        order = np.argsort(self.numbers)
-        return _Sequence(self.part, self.rows[order], self.kinds[order], self.sizes[order], self.numbers[order])
-
-
-def _match_collectives(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> pl.DataFrame:
     by_group: dict[str, list[_Sequence]] = {}
     for number, part in enumerate(parts):
         nodes = (
@@ -142,7 +121,25 @@ def _match_collectives(workload: Workload, parts: Sequence[Ordered], findings: F
                 pl.DataFrame({"meeting": meeting, "file": np.full(count, s.part), "row": s.rows[:count]})
                 for s in sequences
             ]
-    return pl.concat(frames)
+    return JoinedOperations(pl.concat(frames), _match_messages(parts, findings))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """The collectives of one rank in one group, in the order of their issue."""
+
+    part: int
+    rows: Ints
+    kinds: Ints
+    sizes: Ints
+    numbers: Ints | None  # of the operations in the group, where each has one of its own
+
+    def by_number(self) -> _Sequence:
+        """The same in the order of the numbers."""
+        if self.numbers is None:
+            return self
+        order = np.argsort(self.numbers)
+        return _Sequence(self.part, self.rows[order], self.kinds[order], self.sizes[order], self.numbers[order])
 
 
 def _compare(parts: Sequence[Ordered], name: str, first: _Sequence, other: _Sequence, findings: Findings) -> bool:

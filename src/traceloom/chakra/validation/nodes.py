@@ -9,10 +9,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.chakra.node_table import EXPECTED, NodeTable
 from traceloom.chakra.schema import NodeType
 from traceloom.chakra.validation.problem import Findings
-from traceloom.chakra.validation.waiting import Ints, Resolved, Settled, circles, resolve, settle
+from traceloom.chakra.validation.waiting import Resolved, Settled, circles, resolve, settle
 
 Place = tuple[str, int | None]
 _LONGEST_CIRCLE = 6

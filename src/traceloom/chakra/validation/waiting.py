@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from traceloom.array_types import Bools, Ints
 from traceloom.chakra.node_table import NodeTable
-
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Settled:
     """
 
     order: Ints
-    stuck: Flags
+    stuck: Bools
 
 
 def settle(count: int, arcs: Arcs, key: Ints, held: Ints | None = None) -> Settled:
@@ -109,7 +107,7 @@ def settle(count: int, arcs: Arcs, key: Ints, held: Ints | None = None) -> Settl
     return Settled(np.array(order, dtype=np.int64), np.array(waits, dtype=np.int64) > 0)
 
 
-def circles(arcs: Arcs, stuck: Flags) -> list[list[int]]:
+def circles(arcs: Arcs, stuck: Bools) -> list[list[int]]:
     """Circles among nodes that never start: in each, every row waits for the next one, and the last for the first.
 
     From every stuck node, one wait is followed until a row repeats: linear time, and one circle for every group of

@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.harmless import harmless
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
@@ -21,7 +22,7 @@ from traceloom.model.graph import Graph
 from traceloom.report.before_after.chosen import LanesShown, choose
 from traceloom.report.before_after.pieces import Pieces, pieces
 from traceloom.report.names import short
-from traceloom.report.views.html.packing import Ints, lane_steps, pack, sparse, zigzag
+from traceloom.report.views.html.packing import lane_steps, pack, sparse, zigzag
 from traceloom.retime.critical_path import Path, critical_path
 from traceloom.simulate import Scenario, WhatIf, changed_graph, changed_nodes
 

@@ -16,8 +16,8 @@ import polars as pl
 from traceloom import __version__
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.call_tree import call_tree
-from traceloom.analyze.flame import Flame, flame, places, thread_names
-from traceloom.analyze.intervals import Ints
+from traceloom.analyze.flame import flame, places, thread_names
+from traceloom.array_types import Ints
 from traceloom.model import Session, Trace
 from traceloom.report.exports.stacks import NO_LAUNCH, Frames, first_of, place
 
@@ -60,7 +60,29 @@ def _profiles(trace: Trace, epoch: int, before: str, frames: Frames) -> Iterator
             yield _thread(trace, (low, high), number[folded.name_of[low:high]], epoch, before + name)
     flame_graph = flame(trace)
     if flame_graph.gpu_work_ns:
-        yield iter([_gpu_time(flame_graph, frames, f"{before}GPU time by launching stack")])
+        # GPU time by stack; a thread is the bottom frame of its stacks
+        table = flame_graph.frames
+        numbers = frames.numbers(table)
+        parent = table["parent"].to_list()
+        stacks: list[list[int]] = []
+        for row, above in enumerate(parent):
+            stacks.append([*([] if above is None else stacks[above]), numbers[row]])
+        weights = table["self_device_ns"].to_list()
+        chosen = [row for row, weight in enumerate(weights) if weight]
+        samples, values = [stacks[row] for row in chosen], [weights[row] for row in chosen]
+        if flame_graph.unattributed_device_ns:
+            samples.append([frames.number(NO_LAUNCH)])
+            values.append(flame_graph.unattributed_device_ns)
+        profile = {
+            "type": "sampled",
+            "name": f"{before}GPU time by launching stack",
+            "unit": "nanoseconds",
+            "startValue": 0,
+            "endValue": sum(values),
+            "samples": samples,
+            "weights": values,
+        }
+        yield iter([json.dumps(profile).encode()])
 
 
 def _thread(trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: str) -> Iterator[bytes]:
@@ -94,29 +116,3 @@ def _thread(trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: 
         )
         yield (b"," if first else b"") + str(text.item()).encode()
     yield b"]}"
-
-
-def _gpu_time(flame_graph: Flame, frames: Frames, name: str) -> bytes:
-    """GPU time by stack; a thread is the bottom frame of its stacks."""
-    table = flame_graph.frames
-    number = frames.numbers(table)
-    parent = table["parent"].to_list()
-    stacks: list[list[int]] = []
-    for row, above in enumerate(parent):
-        stacks.append([*([] if above is None else stacks[above]), number[row]])
-    weights = table["self_device_ns"].to_list()
-    chosen = [row for row, weight in enumerate(weights) if weight]
-    samples, values = [stacks[row] for row in chosen], [weights[row] for row in chosen]
-    if flame_graph.unattributed_device_ns:
-        samples.append([frames.number(NO_LAUNCH)])
-        values.append(flame_graph.unattributed_device_ns)
-    profile = {
-        "type": "sampled",
-        "name": name,
-        "unit": "nanoseconds",
-        "startValue": 0,
-        "endValue": sum(values),
-        "samples": samples,
-        "weights": values,
-    }
-    return json.dumps(profile).encode()

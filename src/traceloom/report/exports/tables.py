@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,14 +25,14 @@ def frames(document: dict[str, Any]) -> Iterator[tuple[str, pl.DataFrame]]:
         if value := section.value(document):
             tables = [table for table in section.tables(value) if table.rows]
             for table in tables:
-                yield section.key if len(tables) == 1 else table.key, _frame(table.rows)
-
-
-def _frame(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
-    nested = {key for row in rows for key, value in row.items() if isinstance(value, (list, dict, Bar))}
-    return pl.DataFrame(
-        [{key: value for key, value in row.items() if key not in nested} for row in rows], infer_schema_length=None
-    )
+                nested = {
+                    key for row in table.rows for key, value in row.items() if isinstance(value, (list, dict, Bar))
+                }
+                frame = pl.DataFrame(
+                    [{key: value for key, value in row.items() if key not in nested} for row in table.rows],
+                    infer_schema_length=None,
+                )
+                yield section.key if len(tables) == 1 else table.key, frame
 
 
 def write_table(document: dict[str, Any], name: str, only: Sequence[str] | None, handle: BinaryIO) -> None:

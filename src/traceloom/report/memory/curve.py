@@ -12,7 +12,7 @@ from traceloom.analyze.allocations.categories import BEFORE as OF_BEFORE
 from traceloom.analyze.allocations.holders import OWNED
 from traceloom.analyze.allocations.over_time import INSTANTS, instants, largest_keys, levels_by
 from traceloom.analyze.allocations.partitions import BEFORE
-from traceloom.analyze.intervals import Ints
+from traceloom.array_types import Ints
 from traceloom.report.absent import Absent
 
 Row = dict[str, Any]

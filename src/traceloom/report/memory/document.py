@@ -7,28 +7,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from traceloom import __version__
 from traceloom.analyze.allocations import Explained, answers
 from traceloom.analyze.allocations.answers import Allocations
+from traceloom.analyze.allocations.blocks import Blocks
 from traceloom.analyze.allocations.holders import sums_by
 from traceloom.analyze.allocations.lifetimes import lifetimes
 from traceloom.analyze.allocations.partitions import BEFORE
+from traceloom.errors import UsageError
 from traceloom.files import with_addresses
-from traceloom.model import Notice, Session, units
+from traceloom.model import Notice, Session, Trace, units
 from traceloom.model.notice import worst_first
 from traceloom.model.snapshot import Snapshot
 from traceloom.report.absent import Absent
 from traceloom.report.memory import facts, of_timeline, ran_out
 from traceloom.report.memory.curve import curve, steps
-from traceloom.report.memory.instant import row_of
 from traceloom.report.memory.options import MemoryOptions
 from traceloom.report.memory.sources import Sources, of_session
 
 FORMAT = "traceloom-memory"
 VERSION = 1
-
 REASONS = {
     "ranks": "allocations were not recorded (record with --memory, or profile with profile_memory=True)",
     "ranks[*].rank": "the file does not say its rank",
@@ -47,7 +48,6 @@ REASONS = {
     "memories[*].growth[*].stack": "Python stacks were not recorded (record with --stacks)",
     "out_of_memory": "memory did not run out, or nothing was recorded when it did",
 }
-
 Row = dict[str, Any]
 _LATER = ("tree", "categories", "modules", "curve")  # what stands after the rest in a memory's entry
 
@@ -84,13 +84,42 @@ def document_of(sources: Sources, options: MemoryOptions | None = None) -> Row:
     for entry in ranks:
         for memory in entry["memories"]:
             peaks_of_kind.setdefault(memory["device_type"], []).append(memory["peak_bytes"])
+    # Where memory ran out, if it did; the peak, and who holds most of it
+    shortage = ""
+    if ends:
+        first = ends[0]
+        when = "" if first["step"] is None else f" in step {first['step']}"
+        rank = f" on rank {first['rank']}" if first["rank"] is not None and len(ends) > 1 else ""
+        request = "" if first["asked_bytes"] is None else f" when {units.size(first['asked_bytes'])} were asked for"
+        shortage = f"Memory ran out{when}{rank}{request}, beside {units.size(first['bytes'])} that were alive."
+    if not any(entry["memories"] for entry in ranks):
+        sentence = shortage or "No allocations were recorded."
+    else:
+        entry, memory = max(((e, m) for e in ranks for m in e["memories"]), key=lambda pair: pair[1]["peak_bytes"])
+        where = {"cpu": "the CPU", "device": "the device"}.get(memory["device_type"], str(memory["device_type"]))
+        if memory["device"] is not None and memory["device"] >= 0:
+            where += f":{memory['device']}"
+        where += f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else ""
+        when = "" if memory["peak_step"] is None else f" in step {memory['peak_step']}"
+        kinds = memory["categories"][:2]
+        whole = max(sum(kind["bytes"] for kind in memory["categories"]), 1)
+        held = " and ".join(
+            f"{kind['category'].replace('_', ' ')} {units.share(kind['bytes'], whole)}" for kind in kinds
+        )
+        growth = memory["growth"][:1]
+        leak = (
+            f"; {growth[0]['site']} leaves {units.size(round(growth[0]['bytes_per_step']))} per step" if growth else ""
+        )
+        before = f"{shortage} " if shortage else ""
+        where = f"The {where[4:]}" if where.startswith("the ") else where
+        sentence = f"{before}{where} holds at most {units.size(memory['peak_bytes'])}{when}: {held}{leak}."
     return {
         "format": FORMAT,
         "version": VERSION,
         "traceloom": __version__,
         "name": sources.name,
         "epoch_ns": str(epoch_ns),
-        "sentence": _sentence(ranks, ends),
+        "sentence": sentence,
         "by": options.by,
         "at": options.at,
         "ranks": ranks,
@@ -205,28 +234,28 @@ def _with_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
     return both.with_columns(fraction=pl.col("bytes") / whole).sort("bytes", "name", descending=[True, False])
 
 
-def _sentence(ranks: list[Row], ends: list[Row]) -> str:
-    """Where memory ran out, if it did; the peak, and who holds most of it."""
-    shortage = ""
-    if ends:
-        first = ends[0]
-        when = "" if first["step"] is None else f" in step {first['step']}"
-        rank = f" on rank {first['rank']}" if first["rank"] is not None and len(ends) > 1 else ""
-        request = "" if first["asked_bytes"] is None else f" when {units.size(first['asked_bytes'])} were asked for"
-        shortage = f"Memory ran out{when}{rank}{request}, beside {units.size(first['bytes'])} that were alive."
-    if not any(entry["memories"] for entry in ranks):
-        return shortage or "No allocations were recorded."
-    entry, memory = max(((e, m) for e in ranks for m in e["memories"]), key=lambda pair: pair[1]["peak_bytes"])
-    where = {"cpu": "the CPU", "device": "the device"}.get(memory["device_type"], str(memory["device_type"]))
-    if memory["device"] is not None and memory["device"] >= 0:
-        where += f":{memory['device']}"
-    where += f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else ""
-    when = "" if memory["peak_step"] is None else f" in step {memory['peak_step']}"
-    kinds = memory["categories"][:2]
-    whole = max(sum(kind["bytes"] for kind in memory["categories"]), 1)
-    held = " and ".join(f"{kind['category'].replace('_', ' ')} {units.share(kind['bytes'], whole)}" for kind in kinds)
-    growth = memory["growth"][:1]
-    leak = f"; {growth[0]['site']} leaves {units.size(round(growth[0]['bytes_per_step']))} per step" if growth else ""
-    before = f"{shortage} " if shortage else ""
-    where = f"The {where[4:]}" if where.startswith("the ") else where
-    return f"{before}{where} holds at most {units.size(memory['peak_bytes'])}{when}: {held}{leak}."
+def row_of(at: str, trace: Trace, blocks: Blocks, pool: int) -> int:
+    """The row of `trace.allocations` just after which a memory is looked at; -1 for before the first.
+
+    Raises:
+        UsageError: slugs `bad-instant`, `no-such-step`.
+    """
+    rows = trace.allocations
+    levels = blocks.levels(pool, rows.height)
+    if at == "peak":
+        return int(levels.argmax()) - 1
+    if at in ("start", "end"):
+        return -1 if at == "start" else rows.height - 1
+    word, _, number = at.partition(" ")
+    if word == "step" and number.isascii() and number.isdigit():
+        inside = np.flatnonzero((rows["step"] == int(number)).fill_null(False).to_numpy())
+        if not inside.size:
+            steps = trace.steps["step"].to_list()
+            have = f"it has {steps[0]} to {steps[-1]}" if steps else "it has no steps"
+            raise UsageError(f"nothing was allocated in step {number} of this run; {have}", slug="no-such-step")
+        return int(inside[levels[inside + 1].argmax()])
+    if at.isascii() and at.isdigit():
+        return int(np.searchsorted(rows["time_ns"].to_numpy(), trace.start_ns + int(at), side="right")) - 1
+    raise UsageError(
+        f"`{at}` is no instant", slug="bad-instant", hint="give peak, start, end, `step 3`, or a time as 12.5ms"
+    )

@@ -16,8 +16,6 @@ from traceloom.model.snapshot import Snapshot
 from traceloom.read.memory_files import whole
 from traceloom.report.absent import Absent
 
-_TOLD = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")
-
 Row = dict[str, Any]
 MOST_MODULES = 50
 _HOST = ("cpu", "cpu-shared")

@@ -7,10 +7,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom import analyze
+from traceloom.array_types import Ints
 from traceloom.harmless import harmless
 from traceloom.model import Trace
 
-Ints = NDArray[np.int64]
 SCHEMA = {"name": pl.String, "time_ns": pl.Int64, "value": pl.Float64}
 _BUCKETS = 500
 

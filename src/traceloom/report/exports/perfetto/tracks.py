@@ -12,12 +12,11 @@ from itertools import pairwise
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.array_types import Ints
 from traceloom.harmless import harmless
 from traceloom.model import Trace
 
-Ints = NDArray[np.int64]
 _KINDS = ["host", "device_annotation", "device", "device_sync", "other"]
 # Kineto draws a GPU annotation one nanosecond around its kernels: neighbours overlap by up to two.
 _ANNOTATION_RIM_NS = 2

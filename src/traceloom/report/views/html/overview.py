@@ -28,7 +28,9 @@ def headline(document: Row) -> str:
     whole = sum(ns for _, _, ns in parts)
     picture = ""
     if whole:
-        causes = _causes(parts)
+        # Colours of the largest causes of idle time by their label; none where there is only one
+        idle = sorted((part for part in parts if part[1] == "idle"), key=lambda part: -part[2])
+        causes = {label: f"idle-{k}" for k, (label, *_) in enumerate(idle[:_CAUSES], 1)} if len(idle) > 1 else {}
         key = legend(_coloured(_folded(parts, whole), causes), whole)
         picture = f'<div class="answer-bar">{bar(_coloured(parts, causes), whole)}{key}</div>'
     sentence = str(answer.get("sentence") or document.get("name") or "Report")
@@ -52,12 +54,6 @@ def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, st
             label = f"{len(same)} {'' if alone else 'other '}{'causes of idle time' if colour == 'idle' else 'parts'}"
         out.append((label, colour, sum(ns for _, _, ns in same)))
     return sorted(out, key=lambda part: order(part[1]))
-
-
-def _causes(parts: list[tuple[str, str, int]]) -> dict[str, str]:
-    """Colours of the largest causes of idle time by their label; none where there is only one."""
-    causes = sorted((part for part in parts if part[1] == "idle"), key=lambda part: -part[2])
-    return {label: f"idle-{k}" for k, (label, *_) in enumerate(causes[:_CAUSES], 1)} if len(causes) > 1 else {}
 
 
 def _coloured(parts: list[tuple[str, str, int]], causes: dict[str, str]) -> list[tuple[str, str, int]]:

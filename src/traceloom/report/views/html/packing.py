@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from traceloom.array_types import Ints
 
 
 def zigzag(values: Ints) -> Ints:

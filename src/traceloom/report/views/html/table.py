@@ -1,4 +1,7 @@
-"""Tables: their columns stand in the page as data; the script draws the rows that are looked at, sorts and filters."""
+"""Tables: their columns stand in the page as data; the script draws the rows that are looked at, sorts and filters.
+
+Numbers stand there as they are, each distinct text once.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.model.columns.everywhere import IDENTITY
 from traceloom.report.island import island
-from traceloom.report.table import Col
-from traceloom.report.views.html.cells import packed
+from traceloom.report.names import label, short
+from traceloom.report.table import Bar, Col
 from traceloom.report.views.html.text import prose
 
 MOST_ROWS = 2_000  # of one table in the page; the JSON report has all
+NAME_LENGTH = 64
 
 
 def table(
@@ -62,3 +67,32 @@ def table(
         notes.append(f"Not shown: {prose('; '.join(parts))}.")
     after = "".join(f'<p class="quiet">{note}</p>' for note in notes)
     return f'<figure class="table" id="{escape(identity)}">{island(data)}{after}</figure>'
+
+
+def packed(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
+    """What `cells.js` draws a column from.
+
+    Args:
+        column: Its declaration.
+        values: Of all rows; None where unknown.
+        reason: Why they are unknown.
+    """
+    told = {"key": column.key, "title": column.title, "kind": column.kind, "hint": column.hint,
+            "swatch": column.swatch, "scale": column.scale, "why": reason if None in values else ""}  # fmt: skip
+    told = {name: value for name, value in told.items() if value}
+    if column.numeric or column.kind == "bar":
+        return {**told, "values": [_bar(value) if isinstance(value, Bar) else value for value in values]}
+    places: dict[Any, int] = {}
+    at = [-1 if value is None else places.setdefault(str(value), len(places)) for value in values]
+    return {**told, "texts": [_text(column, value) for value in places], "at": at}
+
+
+def _text(column: Col, value: str) -> str | list[str]:
+    """A text; a name that is too long as [what is shown, all of it]."""
+    whole = harmless(value)
+    cut = short(whole, NAME_LENGTH) if column.kind == "name" else label(value)
+    return whole if cut == whole else [cut, whole]
+
+
+def _bar(value: Bar) -> list[Any]:
+    return [value.whole, value.longest or value.whole, [list(part) for part in value.parts if part[2]]]

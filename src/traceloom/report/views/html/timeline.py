@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from traceloom.array_types import Floats, Ints
 from traceloom.harmless import harmless
 from traceloom.model import Session, Trace
 from traceloom.model.category import ANNOTATION, CATEGORIES, COLLECTIVE, GPU_ANNOTATION, GPU_WORK, KERNEL, PYTHON
+from traceloom.report.exports.perfetto.counters import beside_memory
 from traceloom.report.names import short
-from traceloom.report.views.html.packing import Ints, lane_steps, pack, sparse, zigzag
-from traceloom.report.views.html.tracks import tracks
+from traceloom.report.views.html.packing import lane_steps, pack, sparse, zigzag
 
 LIMIT = 1_000_000  # events; about 8 MB of page and 60 MB of browser memory
 _FACT_LENGTH = 300  # characters of one argument that are kept
@@ -42,6 +44,8 @@ _FACTS = {
         "peer": "peer",
     },
 }
+MOST_CURVES = 24  # of a rank; the file for Perfetto has all of them
+_POINTS = 600  # of a curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,3 +307,32 @@ def _rank(trace: Trace, epoch_ns: int, shift: int, curves: list[dict[str, Any]])
         "memory": memory,
         "curves": tracks(trace, epoch_ns),
     }
+
+
+def tracks(trace: Trace, epoch_ns: int) -> list[dict[str, Any]]:
+    """The curves of one rank: name, time_ns (relative to the epoch), values; each at most about 600 points.
+
+    A value holds from its time to the next. Curves that are 0 all the time are left out.
+    """
+    out = []
+    curves = beside_memory(trace).sort("time_ns", maintain_order=True)
+    for (name,), curve in sorted(curves.group_by("name"), key=lambda item: str(item[0][0])):
+        time, value = curve["time_ns"].to_numpy() - epoch_ns, curve["value"].to_numpy()
+        if not value.size or not value.any():
+            continue
+        at = kept(value, _POINTS)
+        shown = [float(f"{number:.4g}") for number in value[at].tolist()]
+        out.append({"name": harmless(str(name)).strip(), "time_ns": time[at].tolist(), "values": shown})
+    return out[:MOST_CURVES]
+
+
+def kept(value: Floats, most: int) -> NDArray[np.int64]:
+    """Positions of the first, last, lowest and highest of equal stretches, ascending: at most about `most`."""
+    if value.size <= most:
+        return np.arange(value.size)
+    width = -(-value.size * 4 // most)
+    rows = -(-value.size // width)
+    padded = np.concatenate([value, np.full(rows * width - value.size, value[-1])]).reshape(rows, width)
+    base = np.arange(rows) * width
+    places = [base, base + width - 1, base + padded.argmin(axis=1), base + padded.argmax(axis=1)]
+    return np.unique(np.minimum(np.concatenate(places), value.size - 1))

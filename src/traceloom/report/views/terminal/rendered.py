@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
@@ -13,12 +14,23 @@ from rich.text import Text
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import rank_label, short
+from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections import CORE, FINDINGS
-from traceloom.report.views.terminal import brief, findings, notices, sections
+from traceloom.report.parts import of_answer
+from traceloom.report.sections import CORE, FINDINGS, NAMES, core
+from traceloom.report.table import Bar
+from traceloom.report.views.terminal import findings, notices, sections
+from traceloom.report.views.terminal.bars import sparkline, stacked
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines
-from traceloom.report.views.terminal.look import DIM
-from traceloom.report.views.terminal.recording import recording
+from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
+from traceloom.report.views.terminal.notices import notice_lines
+from traceloom.report.views.terminal.sections import wrapped
+
+Row = dict[str, Any]
+_LABELS = {"memory": "copies"}  # as short as in the answer
+_MOST_LINES = 2  # of a sentence
+_MOST_NAMES = 3  # lines with names of sections
+_WIDEST_SPARKLINE = 40
 
 
 def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
@@ -53,7 +65,7 @@ def _lines(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
     for line in textwrap.wrap(harmless(document["answer"]["sentence"]), width - 2, break_on_hyphens=False):
         yield Text.assemble((" " + line, "bold"))
     if options.only is None and not options.full and not document["runs"]:
-        yield from brief.brief(document, width)
+        yield from brief(document, width)
         return
     if options.only is None or FINDINGS in options.only:
         yield from findings.findings(document, width, full=options.only is not None)
@@ -86,3 +98,84 @@ def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
     shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, folders)))
     names = [str(PurePath(*path.parts[shared:])) for path in paths]
     yield from lines(columns, rows, ("run", lambda i, room: short(names[i], room)), width)
+
+
+def brief(document: Row, width: int) -> Iterator[Text]:
+    """What stands below the answer, in some twenty lines."""
+    times: dict[str, int] = {}
+    for _, group, ns in of_answer(document["answer"]):
+        times[group] = times.get(group, 0) + ns
+    if whole := sum(times.values()):
+        bar = Bar([(_LABELS.get(group, group), group, ns) for group, ns in times.items()], whole)
+        yield Text(" ") + stacked(bar, width - 2)
+        legend = Text("")
+        for label, group, ns in bar.parts:
+            entry = Text.assemble(" ", FILLS[group], f" {label} {units.share(ns, whole)} ")
+            if legend.cell_len + entry.cell_len > width:
+                yield legend
+                legend = Text("")
+            legend = legend + entry
+        yield legend
+    yield from findings.brief(document, width)
+    sentences = [(section.title, section.summary(section.value(document))) for section in core()]
+    sentences = [(title, sentence) for title, sentence in sentences if sentence]
+    widest = max((len(title) for title, _ in sentences), default=0)
+    if sentences:
+        yield Text("")
+    for title, sentence in sentences:
+        for number, part in enumerate(_cut(wrapped(sentence or "", width - widest - 4), _MOST_LINES)):
+            yield Text.assemble((f" {title if number == 0 else '':<{widest}}  ", "bold"), part)
+    distinct = said_once(document["notices"], len(document["ranks"]))
+    errors = [notice for notice in distinct if notice.severity == "error"]
+    yield from notice_lines([(each.severity, f"{each.sentence} [{each.slug}]") for each in errors[:_MOST_LINES]], width)
+    if distinct := [notice for notice in distinct if notice not in errors]:
+        slugs = ", ".join(dict.fromkeys(notice.slug for notice in distinct))
+        words = f"{units.count(len(distinct))} notice{'' if len(distinct) == 1 else 's'} about the data: {slugs}"
+        for line, part in enumerate(_cut(textwrap.wrap(words, width - 4, break_on_hyphens=False), _MOST_LINES)):
+            yield Text.assemble(" ", SEVERITY[distinct[0].severity] if line == 0 else " ", " ", part)
+    names = ", ".join(key for key in NAMES if key != CORE)
+    yield from heading("More", "--full: the tables, too; --only NAME: one of these in full", width)
+    for part in _cut(textwrap.wrap(names, width - 2, break_on_hyphens=False), _MOST_NAMES):
+        yield Text(" " + part, DIM)
+
+
+def _cut(lines: Sequence[str], most: int) -> Sequence[str]:
+    """The first lines; an ellipsis ends the last of them where there are more."""
+    return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1].rstrip(" ,.") + " …"]
+
+
+def recording(document: dict[str, Any], width: int) -> Iterator[Text]:
+    """The recording as the first rank saw it; nothing where the run was not recorded by traceloom."""
+    ranks = _at(document["capture"], list, "ranks") or []
+    first = ranks[0] if ranks and isinstance(ranks[0], dict) else None
+    if first is None:
+        return
+    versions = _at(first, dict, "versions") or {}
+    note = ", ".join(harmless(f"{name} {version}") for name, version in sorted(versions.items()))
+    yield from heading("Recording", note if len(note) < width - 12 else "", width)
+    command = _at(document["capture"], list, "run", "command")
+    if command:
+        yield Text(" " + short(shlex.join(map(str, command)), width - 2))
+    first_step, count = _at(first, int, "window", "first_step"), _at(first, int, "window", "step_count")
+    steps = _at(first, list, "steps", "duration_ns") or []
+    facts = []
+    if first_step is not None and count:
+        window = f"step {first_step}" if count == 1 else f"steps {first_step} to {first_step + count - 1}"
+        facts.append(f"recorded {window}" + (f" of {len(steps)}" if steps else ""))
+    ratio = _at(first, (int, float), "overhead", "ratio")
+    if ratio is not None:
+        facts.append(f"a recorded step took {ratio:.2f} × an unrecorded one")
+    if facts:
+        yield Text(" " + short("; ".join(facts), width - 2))
+    durations = [ns for ns in steps if isinstance(ns, int) and ns >= 0]
+    if len(durations) > 1:
+        spark = sparkline(durations, _WIDEST_SPARKLINE)
+        longest = units.duration(max(durations))
+        yield Text.assemble(" every step of the run  ", (spark, DIM), f"  up to {longest}")
+
+
+def _at(value: Any, kind: Any, *keys: str) -> Any:
+    """What stands below these keys of `capture.json`, which others may have touched: None if it is of another kind."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, kind) and not isinstance(value, bool) else None
