@@ -103,6 +103,11 @@ def inputs_kept(named: Iterable[str | Path] = ()) -> Iterator[None]:
         _inputs = outer
 
 
+def natural(path: Path) -> list[tuple[int, str]]:
+    """Sorts files by name, numbers in it by their value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+
 def note_input(path: str | Path) -> None:
     """Remember that a file is read, so that nothing is written over it."""
     if _inputs is not None:

@@ -102,7 +102,17 @@ def split_by_activity(trace: Trace, waiting: Stretches, lane: Ints, device: Ints
     pieces = _observed(trace, waiting, lane, device)
     cause = np.full(pieces.owner.size, _UNOBSERVED)
     observed = pieces.owner >= 0
-    cause[observed] = _causes(trace)[pieces.owner[observed]]
+    # the cause that each host event stands for, by itself and what it stands in
+    words, activities = vocabulary(trace), activity(trace)
+    cause_of = np.full(tree.row.size, _UNOBSERVED, like=tree.row)
+    for code, number in _OF_ACTIVITY.items():
+        cause_of[activities == code] = number
+    for pattern, name in ((LOCKS, "host_lock"), (COLLECTIONS, "host_garbage_collection")):
+        matching = words.matching(pattern)
+        if matching.any():
+            cause_of[tree.outermost_or_self(lookup(matching, words.code[tree.row])) >= 0] = _CAUSES.index(name)
+    cause_of[tree.outermost_or_self(meaning(trace).phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
+    cause[observed] = cause_of[pieces.owner[observed]]
     rows = tree.row[pieces.owner] if tree.row.size else pieces.owner
     event_row = np.where(observed, rows, -1)
     length = pieces.end - pieces.start
@@ -158,17 +168,3 @@ def _observed(trace: Trace, waiting: Stretches, lane: Ints, device: Ints) -> _Wa
         parts.append(_WaitParts(own.part[kept], own.owner[kept], own.start[kept], own.end[kept], own.other[kept]))
         parts.append(helped._replace(owner=np.where(counts, helped.owner, -1), other=counts))
     return _WaitParts(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-
-
-def _causes(trace: Trace) -> Ints:
-    """Number of the cause that each host event stands for, by itself and what it stands in; shape (host events,)."""
-    tree, words, activities = forest(trace), vocabulary(trace), activity(trace)
-    cause = np.full(tree.row.size, _UNOBSERVED, like=tree.row)
-    for code, number in _OF_ACTIVITY.items():
-        cause[activities == code] = number
-    for pattern, name in ((LOCKS, "host_lock"), (COLLECTIONS, "host_garbage_collection")):
-        matching = words.matching(pattern)
-        if matching.any():
-            cause[tree.outermost_or_self(lookup(matching, words.code[tree.row])) >= 0] = _CAUSES.index(name)
-    cause[tree.outermost_or_self(meaning(trace).phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
-    return cause

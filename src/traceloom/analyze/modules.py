@@ -171,7 +171,20 @@ def modules(trace: Trace) -> Modules:
         numbers[name] = np.bincount(node[calls & in_part], minlength=table.height)
     if not all_regions.backward:
         numbers = {name: column for name, column in numbers.items() if not name.startswith(("backward_", "recompute_"))}
-    steps = _by_step(table, host, device, trace.steps["step"].to_numpy())
+    # Totals of all parts by node and step, in columns node, step, all_host_ns, all_device_ns
+    all_steps = np.unique(np.concatenate([trace.steps["step"].to_numpy(), device.step, [NO_STEP]]))
+    out = []
+    for sums in (host, device):
+        own = sums.by(table.height, all_steps.size, np.searchsorted(all_steps, sums.step))
+        out.append(_summed_up(table, own))
+    node, step_index = np.nonzero((out[0] > 0) | (out[1] > 0))
+    frame = {
+        "node": node,
+        "step": pl.Series(all_steps[step_index]).replace(int(NO_STEP), None),
+        "all_host_ns": out[0][node, step_index],
+        "all_device_ns": out[1][node, step_index],
+    }
+    steps = pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).cast(STEPS)
     spread = per_step(steps, ["node"], ["all_host_ns", "all_device_ns"], whole_steps(trace))
     whole = table.with_columns(**{name: pl.Series(column) for name, column in numbers.items()})
     whole = whole.join(spread, on="node", how="left", maintain_order="left")
@@ -194,23 +207,6 @@ def _summed_up(table: pl.DataFrame, own: Ints) -> Ints:
         at_level = np.flatnonzero(depth == level)
         np.add.at(whole, parent[at_level], whole[at_level])
     return whole
-
-
-def _by_step(table: pl.DataFrame, host: _Sums, device: _Sums, steps: Ints) -> pl.DataFrame:
-    """Totals of all parts by node and step, in columns node, step, all_host_ns, all_device_ns."""
-    numbers = np.unique(np.concatenate([steps, device.step, [NO_STEP]]))
-    out = []
-    for sums in (host, device):
-        own = sums.by(table.height, numbers.size, np.searchsorted(numbers, sums.step))
-        out.append(_summed_up(table, own))
-    node, step_index = np.nonzero((out[0] > 0) | (out[1] > 0))
-    frame = {
-        "node": node,
-        "step": pl.Series(numbers[step_index]).replace(int(NO_STEP), None),
-        "all_host_ns": out[0][node, step_index],
-        "all_device_ns": out[1][node, step_index],
-    }
-    return pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).cast(STEPS)
 
 
 def _paths(trace: Trace, tree: Forest, all_regions: Regions) -> tuple[Ints, pl.DataFrame]:

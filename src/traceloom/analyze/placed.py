@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,8 +70,8 @@ def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> PlacedC
     work = work.with_columns(pl.Series("position", modelled.work_owner)).filter(pl.col("position") >= 0)
     if modelled.link.size:
         # What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it.
-        single = modelled.groups.select((pl.col("dtype") == "fp32") & pl.col("matrix")).to_series()
-        is_fp32 = np.append(single.fill_null(value=False).to_numpy(), np.False_)
+        of_groups = modelled.groups.select((pl.col("dtype") == "fp32") & pl.col("matrix")).to_series()
+        is_fp32 = np.append(of_groups.fill_null(value=False).to_numpy(), np.False_)
         is_fp32 = is_fp32[modelled.group[work["position"].to_numpy()]]
         fp32_work = work.filter(pl.Series(is_fp32, dtype=pl.Boolean)).select("position", "name")
         names = fp32_work["name"].unique()
@@ -100,10 +99,6 @@ def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> PlacedC
     )
     device_peaks = peaks(trace, peak)
     has_peaks = peak is not None or any(isinstance(entry, Peak) for entry in device_peaks.values())
-    return PlacedCalls(_on_roofline(calls, device_peaks, peak), work, device_peaks, has_peaks, modelled)
-
-
-def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], user_peak: Peak | None) -> pl.DataFrame:
     single = (pl.col("dtype") == "fp32") & pl.col("matrix")
     calls = calls.with_columns(
         arithmetic=pl.when(single & (pl.col("shown") == "tf32")).then(pl.lit("tf32")).otherwise("dtype"),
@@ -117,8 +112,10 @@ def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], user_pe
     kinds = calls.select(keys).unique()
     rates: list[tuple[float | None, float | None]] = []
     for device, arithmetic, matrix in kinds.rows():
-        peak = user_peak if device is None else devices.get(device)
-        rates.append((peak.rate(arithmetic, matrix=matrix), peak.memory) if isinstance(peak, Peak) else (None, None))
+        highest = peak if device is None else device_peaks.get(device)
+        rates.append(
+            (highest.rate(arithmetic, matrix=matrix), highest.memory) if isinstance(highest, Peak) else (None, None)
+        )
     table = kinds.with_columns(
         pl.Series("rate", [rate for rate, _ in rates], dtype=pl.Float64),
         pl.Series("memory_rate", [memory for _, memory in rates], dtype=pl.Float64),
@@ -128,9 +125,10 @@ def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], user_pe
     calls = calls.with_columns(compute_ns=compute, memory_ns=pl.col("bytes") / pl.col("memory_rate") * 1e9)
     # A vector unit of unknown rate does not hide the bound that memory sets; a matrix unit of unknown rate does.
     has_bound = pl.col("memory_ns").is_not_null() & (pl.col("compute_ns").is_not_null() | ~pl.col("matrix"))
-    return calls.with_columns(
+    on_roofline = calls.with_columns(
         roofline_ns=pl.when(has_bound).then(pl.max_horizontal("compute_ns", "memory_ns")),
         bound=pl.when(has_bound)
         .then(pl.when(pl.col("compute_ns") > pl.col("memory_ns")).then(pl.lit("compute")).otherwise(pl.lit("memory")))
         .cast(BoundType),
     )
+    return PlacedCalls(on_roofline, work, device_peaks, has_peaks, modelled)

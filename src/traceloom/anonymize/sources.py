@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.errors import InputError
-from traceloom.files import read_small
+from traceloom.files import natural, read_small
 from traceloom.read.damage import Damage
 from traceloom.read.inputs import read_capture
 from traceloom.read.source import open_input, text_pieces
@@ -141,14 +141,14 @@ def _directory(folder: Path, sources: InputFiles, seen: set[Path], depth: int) -
                 if Path(name).name == name and path.is_file() and name not in files_by_name:
                     rank = entry.get("rank") if isinstance(entry.get("rank"), int) else None
                     files_by_name[name] = InputFile(path, kind, rank=rank, entry=entry, graph=graph)
-        for path in sorted(folder.iterdir(), key=_natural):
+        for path in sorted(folder.iterdir(), key=natural):
             if path.name in files_by_name:
                 seen.add(path.resolve())
                 sources.files.append(files_by_name[path.name])
             elif not path.name.endswith("capture.json") and not path.name.startswith(".") and not path.is_dir():
                 sources.leave("of a capture, but of no kind that can be rewritten")
         return
-    for path in sorted(folder.iterdir(), key=_natural):
+    for path in sorted(folder.iterdir(), key=natural):
         if path.name.startswith("."):
             continue
         if path.is_dir():
@@ -204,7 +204,3 @@ def read_json(path: Path) -> dict[str, Any]:
 def _rank(path: Path) -> int | None:
     match = _RANK.search(path.name) or _NUMBER.search(path.name)
     return int(match.group(1)) if match else None
-
-
-def _natural(path: Path) -> list[Any]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]

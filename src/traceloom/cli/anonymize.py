@@ -38,11 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="device traces, host traces, .et files, recorded runs, or directories of them; all ranks together",
+    types.add_inputs(
+        parser, "device traces, host traces, .et files, recorded runs, or directories of them; all ranks together"
     )
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="OUT", help="a file for one, else a directory"

@@ -40,12 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="recorded run, directory, or Kineto and execution traces of any ranks, in any order",
-    )
+    types.add_inputs(parser, "recorded run, directory, or Kineto and execution traces of any ranks, in any order")
     parser.add_argument(
         "-o", "--output", metavar="OUT",
         help="NAME.graph; FILE.et or .et.gz for one rank; a directory for .et files of all ranks",

@@ -34,12 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="run recorded with --memory, traces, or PyTorch's memory snapshots and timelines",
-    )
+    types.add_inputs(parser, "run recorded with --memory, traces, or PyTorch's memory snapshots and timelines")
     what = parser.add_argument_group("what to show")
     what.add_argument("--by", choices=BY, default="scope", help="divide memory by this (default: scope)")
     what.add_argument("--depth", type=types.count, metavar="N", help="levels of a scope's or module's path kept apart")

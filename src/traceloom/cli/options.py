@@ -12,6 +12,11 @@ _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)")
 _NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 
 
+def add_inputs(parser: argparse.ArgumentParser, text: str) -> None:
+    """The files that a verb is about."""
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=text)
+
+
 def add_reading(more: argparse._ActionsContainer) -> None:
     """The options of whatever reads traces."""
     more.add_argument("--no-cache", action="store_true", help="read the files again, without the cache")

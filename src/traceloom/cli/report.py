@@ -53,12 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="trace file, directory of traces, or recorded run; - for standard input",
-    )
+    types.add_inputs(parser, "trace file, directory of traces, or recorded run; - for standard input")
     what = parser.add_argument_group("what to report")
     what.add_argument("--rank", type=types.ranks, metavar="N[,N]", help="only these ranks")
     what.add_argument("--steps", type=types.steps, metavar="A..B", help="only the work of steps A to B-1")

@@ -35,9 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help="a .graph file, or .et and .et.gz files, or a directory of them"
-    )
+    types.add_inputs(parser, "a .graph file, or .et and .et.gz files, or a directory of them")
     parser.add_argument("--node", type=types.whole, metavar="ID", help="one node and its neighbours")
     parser.add_argument("--rank", type=types.whole, metavar="N", help="the rank of the node")
     parser.add_argument(

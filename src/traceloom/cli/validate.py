@@ -37,12 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help=".et or .et.gz files, or directories of them; PREFIX.0.et, PREFIX.1.et, ... are one set",
-    )
+    types.add_inputs(parser, ".et or .et.gz files, or directories of them; PREFIX.0.et, PREFIX.1.et, ... are one set")
     parser.add_argument(
         "--target", choices=_TARGETS, default="chakra", help="who must be able to read them (default: chakra)"
     )

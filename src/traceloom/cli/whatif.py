@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="trace file, directory of traces, or recorded run")
+    types.add_inputs(parser, "trace file, directory of traces, or recorded run")
     parser.add_argument(
         "--set", dest="changes", action="append", required=True, metavar="CHANGE", help="a change; several add up"
     )

@@ -16,57 +16,29 @@ class _Kind(Struct, frozen=True):
 
 
 _KINDS = (
+    _Kind("cut-file", "error", "the file ends in the middle; every whole {one} before the cut is kept"),
+    _Kind("cut-gzip", "error", "the compressed file ends early; everything before the cut is kept"),
+    _Kind("corrupt-gzip", "error", "the compressed file is corrupt; what can be decompressed before the fault is kept"),
+    _Kind("trailing-bytes", "warning", "the compressed file goes on with bytes that are no gzip; they are left out"),
+    _Kind("lost-events", "error", "malformed beyond repair and left out: {n} {event}"),
     _Kind(
-        slug="cut-file", severity="error", words="the file ends in the middle; every whole {one} before the cut is kept"
-    ),
-    _Kind(slug="cut-gzip", severity="error", words="the compressed file ends early; everything before the cut is kept"),
-    _Kind(
-        slug="corrupt-gzip",
-        severity="error",
-        words="the compressed file is corrupt; what can be decompressed before the fault is kept",
-    ),
-    _Kind(
-        slug="trailing-bytes",
-        severity="warning",
-        words="the compressed file goes on with bytes that are no gzip; they are left out",
-    ),
-    _Kind(slug="lost-events", severity="error", words="malformed beyond repair and left out: {n} {event}"),
-    _Kind(
-        slug="repaired-events",
-        severity="warning",
-        words="malformed (escapes, quotes, NaN, control characters) and repaired: {n} {event}",
+        "repaired-events", "warning", "malformed (escapes, quotes, NaN, control characters) and repaired: {n} {event}"
     ),
     _Kind(
-        slug="odd-values",
-        severity="warning",
-        words="values of an unexpected type, left empty where they are no numbers: in {n} {event}",
+        "odd-values", "warning", "values of an unexpected type, left empty where they are no numbers: in {n} {event}"
     ),
     _Kind(
-        slug="replaced-text",
-        severity="warning",
-        words="text beside `{list}` that is none (halves of surrogate pairs), replaced by U+FFFD: in {n} {place}",
+        "replaced-text",
+        "warning",
+        "text beside `{list}` that is none (halves of surrogate pairs), replaced by U+FFFD: in {n} {place}",
     ),
-    _Kind(
-        slug="stray-text", severity="warning", words="text between the entries of `{list}`, left out: in {n} {place}"
-    ),
-    _Kind(slug="damaged-metadata", severity="warning", words="malformed beside `{list}` and left out: {n} {place}"),
-    _Kind(
-        slug="duplicate-key",
-        severity="warning",
-        words="standing twice beside `{list}`, where the last one counts: {n} {entry}",
-    ),
-    _Kind(slug="missing-time", severity="error", words="without a usable start time and left out: {n} {event}"),
-    _Kind(
-        slug="missing-duration",
-        severity="warning",
-        words="without a usable duration, for which 0 is taken: {n} {event}",
-    ),
-    _Kind(
-        slug="unknown-phase",
-        severity="info",
-        words="of a phase (`ph`) that is no part of a Kineto trace, and left out: {n} {entry}",
-    ),
-    _Kind(slug="text-after-end", severity="warning", words="there is text after the end of the trace; it is left out"),
+    _Kind("stray-text", "warning", "text between the entries of `{list}`, left out: in {n} {place}"),
+    _Kind("damaged-metadata", "warning", "malformed beside `{list}` and left out: {n} {place}"),
+    _Kind("duplicate-key", "warning", "standing twice beside `{list}`, where the last one counts: {n} {entry}"),
+    _Kind("missing-time", "error", "without a usable start time and left out: {n} {event}"),
+    _Kind("missing-duration", "warning", "without a usable duration, for which 0 is taken: {n} {event}"),
+    _Kind("unknown-phase", "info", "of a phase (`ph`) that is no part of a Kineto trace, and left out: {n} {entry}"),
+    _Kind("text-after-end", "warning", "there is text after the end of the trace; it is left out"),
 )
 _BY_SLUG = {kind.slug: kind for kind in _KINDS}
 _PLURAL = {"event": "events", "node": "nodes", "entry": "entries", "place": "places"}

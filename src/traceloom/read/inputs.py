@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from traceloom.errors import InputError
-from traceloom.files import note_input, read_small
+from traceloom.files import natural, note_input, read_small
 from traceloom.model.notice import Notice
 from traceloom.read import capture_document
 from traceloom.read.sources import SOURCES
@@ -121,7 +121,7 @@ def _directory(folder: Path, discovered: FoundInputs, seen: set[Path], depth: in
                 _add(discovered, seen, Input(path, given=False, capture=folder, entry=entry))
         return
     try:
-        entries = sorted(folder.iterdir(), key=_natural)
+        entries = sorted(folder.iterdir(), key=natural)
     except OSError as error:
         raise _unreadable(folder, error) from error
     for path in entries:
@@ -135,10 +135,6 @@ def _unreadable(path: Path, error: OSError | ValueError) -> InputError:
     reason = (getattr(error, "strerror", None) or str(error)).lower()
     kind = "directory" if os.path.isdir(path) else "file"  # noqa: PTH112  (which may fail as well)
     return InputError(f"the {kind} cannot be read: {reason}", slug="unreadable", where=str(path))
-
-
-def _natural(path: Path) -> list[Any]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def read_capture(folder: Path) -> _Capture | None:
@@ -157,7 +153,7 @@ def read_capture(folder: Path) -> _Capture | None:
         if decoded is None or decoded[0].get("format") != capture_document.FORMAT:
             raise InputError("capture.json is damaged or of another program", slug="damaged-capture", where=str(whole))
     else:
-        parts = [_decoded(path) for path in sorted(folder.glob("*.capture.json"), key=_natural)]
+        parts = [_decoded(path) for path in sorted(folder.glob("*.capture.json"), key=natural)]
         ranks = [part for part in parts if part is not None and "rank" in part[0]]
         if not ranks:
             return None

@@ -135,7 +135,15 @@ def _paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list
             if (at, name) not in path_numbers:
                 recorded = str(words.names[name])
                 path_numbers[at, name] = len(paths)
-                last = _last_part(own[at], recorded)
+                # One of Traceloom's own scopes already carries the names of its own scopes around it.
+                dotted, around = (
+                    next((text[len(prefix) :] for prefix in _PREFIXES if text.startswith(prefix)), None)
+                    for text in (recorded, own[at])
+                )
+                if dotted is None:  # `Optimizer.step#Adam.step` is `Adam.step`
+                    last = _OPTIMIZER.sub("", recorded.removeprefix(PYTHON_MODULE))
+                else:
+                    last = dotted.removeprefix(f"{around}.") if around is not None else dotted
                 module = modules[at]  # of the innermost module: without the scopes between them
                 if recorded.startswith((MODULE_PREFIX, PYTHON_MODULE)):
                     module = f"{module}.{last}" if module else last
@@ -148,16 +156,6 @@ def _paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list
         inside[level] = True
         level = np.flatnonzero(is_scope & inside[above])
     return paths, modules, out
-
-
-def _last_part(outer: str, name: str) -> str:
-    """What a scope adds to the path: one of Traceloom's own already carries the names of its own scopes around it."""
-    dotted, around = (
-        next((text[len(prefix) :] for prefix in _PREFIXES if text.startswith(prefix)), None) for text in (name, outer)
-    )
-    if dotted is None:  # `Optimizer.step#Adam.step` is `Adam.step`
-        return _OPTIMIZER.sub("", name.removeprefix(PYTHON_MODULE))
-    return dotted[len(around) + 1 :] if around is not None and dotted.startswith(f"{around}.") else dotted
 
 
 def _merged(paths: list[str], modules: list[str], path: Ints, home: Ints) -> tuple[list[str], list[str], Ints]:

@@ -16,7 +16,35 @@ _MINUS = "-"
 
 def tables(document: Row) -> Iterator[Table]:
     """Checks, conditions that differ, causes; then the comparison, where there is one."""
-    yield _checks(document)
+    rows = []
+    for row in document["checks"]:
+        measure = row["measure"]
+        rows.append(
+            row
+            | {
+                "said_base": value(row["base"], measure),
+                "said_new": value(row["new"], measure),
+                "said_change": change(row["change"], row),
+                "interval": "-"
+                if row["low"] is None
+                else f"{change(row['low'], row)} to {change(row['high'], row)}",
+                "samples": f"{_many(row['base_runs'], row['base_steps'])} / {_many(row['new_runs'], row['new_steps'])}",
+                "effect": "-" if row["effect_size"] is None else f"{row['effect_size']:+.2f}",
+            }
+        )  # fmt: skip
+    checked = [
+        Col("verdict", "Verdict"),
+        Col("said_change", "Change", hint="new less base"),
+        Col("interval", "95 % interval", hint="of the change"),
+        Col("said_base", "Base", hint="per step"),
+        Col("said_new", "New", hint="per step"),
+        Col("effect", "Effect", hint="the change in standard deviations of a sample", narrow=False),
+        Col("samples", "Samples", hint="runs (steps) of the base / of the new side", narrow=False),
+        Col("sample", "Sample is", narrow=False),
+        Col("source", "Taken from", narrow=False),
+        Col("condition", "Fails if", "name"),
+    ]
+    yield Table("verdict-checks", "Checks", checked, rows)
     differ = [row for row in document["conditions"] if not row["same"]]
     if differ:
         columns = [Col("condition", "Condition"), Col("base", "Base"), Col("new", "New"), Col("weight", "Weight")]
@@ -66,38 +94,6 @@ def reasons(document: Row) -> list[str]:
             f"(a run scatters by {units.share(row['scatter'], 1)})."
         )
     return out
-
-
-def _checks(document: Row) -> Table:
-    rows = []
-    for row in document["checks"]:
-        measure = row["measure"]
-        rows.append(
-            row
-            | {
-                "said_base": value(row["base"], measure),
-                "said_new": value(row["new"], measure),
-                "said_change": change(row["change"], row),
-                "interval": "-"
-                if row["low"] is None
-                else f"{change(row['low'], row)} to {change(row['high'], row)}",
-                "samples": f"{_many(row['base_runs'], row['base_steps'])} / {_many(row['new_runs'], row['new_steps'])}",
-                "effect": "-" if row["effect_size"] is None else f"{row['effect_size']:+.2f}",
-            }
-        )  # fmt: skip
-    columns = [
-        Col("verdict", "Verdict"),
-        Col("said_change", "Change", hint="new less base"),
-        Col("interval", "95 % interval", hint="of the change"),
-        Col("said_base", "Base", hint="per step"),
-        Col("said_new", "New", hint="per step"),
-        Col("effect", "Effect", hint="the change in standard deviations of a sample", narrow=False),
-        Col("samples", "Samples", hint="runs (steps) of the base / of the new side", narrow=False),
-        Col("sample", "Sample is", narrow=False),
-        Col("source", "Taken from", narrow=False),
-        Col("condition", "Fails if", "name"),
-    ]
-    return Table("verdict-checks", "Checks", columns, rows)
 
 
 def _many(runs: int, steps: int) -> str:

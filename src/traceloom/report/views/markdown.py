@@ -29,7 +29,11 @@ def render(document: Row, options: ReportOptions) -> str:
     above = list(_lines(document, options))
     events = sum(entry["events"] for entry in document["inputs"])
     footer = f"<sub>traceloom {document['traceloom']}, {units.count(events)} events</sub>"
-    below = [*_notices(document), "", footer]
+    notices = said_once(document["notices"], len(document["ranks"]))
+    below = [""] * bool(notices) + [f"- {n.severity}: {text(n.sentence)}" for n in notices[:_MOST_NOTICES]]
+    if len(notices) > _MOST_NOTICES:
+        below.append(f"- … and {len(notices) - _MOST_NOTICES} more")
+    below += ["", footer]
     # One line per section that has something to say; the last ones are left out where there is no room for them.
     summaries = [
         (section.title, section.summary(document[section.key]))
@@ -110,14 +114,3 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ite
     yield "|" + "|".join(("---", *("--:" for _ in head))) + "|"
     for row in rows:
         yield f"| {' | '.join(row)} |"
-
-
-def _notices(document: Row) -> Iterator[str]:
-    notices = said_once(document["notices"], len(document["ranks"]))
-    if not notices:
-        return
-    yield ""
-    for notice in notices[:_MOST_NOTICES]:
-        yield f"- {notice.severity}: {text(notice.sentence)}"
-    if len(notices) > _MOST_NOTICES:
-        yield f"- … and {len(notices) - _MOST_NOTICES} more"

@@ -32,7 +32,14 @@ def render(document: dict[str, Any], session: Session) -> str:
     reasons = Reasons(document)
     few = None if document.get("runs") else featured.choose(document, session)
     near = document if few is None else few.document(document)
-    view = _timeline(document, session if few is None else few.session(session))
+    drawn = session if few is None else few.session(session)
+    view = None
+    if not document.get("runs") and any(trace.events.height for trace in drawn.traces):
+        kernels = document.get("kernels") or []
+        communication = {row["name"] for row in kernels if row.get("category") == "communication"}
+        curves = (document.get("memory") or {}).get("curve") or []
+        epoch_ns = int(document["epoch_ns"]) if document.get("epoch_ns") else drawn.epoch_ns
+        view = timeline.build(drawn, communication, curves, path=document.get("critical_path"), epoch_ns=epoch_ns)
     note = "" if few is None else f'<p class="quiet">{prose(few.sentence(document))}</p>'
     events = '<p class="quiet absent">Timeline: the trace has no events.</p>'
     if view is not None:
@@ -71,16 +78,6 @@ def render(document: dict[str, Any], session: Session) -> str:
         ),
         data=view.payload if view else "",
     )
-
-
-def _timeline(document: Row, session: Session) -> timeline.TimelinePayload | None:
-    if document.get("runs") or not any(trace.events.height for trace in session.traces):
-        return None
-    kernels = document.get("kernels") or []
-    communication = {row["name"] for row in kernels if row.get("category") == "communication"}
-    curves = (document.get("memory") or {}).get("curve") or []
-    epoch = int(document["epoch_ns"]) if document.get("epoch_ns") else session.epoch_ns
-    return timeline.build(session, communication, curves, path=document.get("critical_path"), epoch_ns=epoch)
 
 
 def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[PageSection]:

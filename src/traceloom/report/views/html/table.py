@@ -81,18 +81,16 @@ def packed(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
             "swatch": column.swatch, "scale": column.scale, "why": reason if None in values else ""}  # fmt: skip
     told = {name: value for name, value in told.items() if value}
     if column.numeric or column.kind == "bar":
-        return {**told, "values": [_bar(value) if isinstance(value, Bar) else value for value in values]}
+        bars = (
+            [v.whole, v.longest or v.whole, [list(part) for part in v.parts if part[2]]] if isinstance(v, Bar) else v
+            for v in values
+        )
+        return {**told, "values": list(bars)}
     places: dict[Any, int] = {}
     at = [-1 if value is None else places.setdefault(str(value), len(places)) for value in values]
-    return {**told, "texts": [_text(column, value) for value in places], "at": at}
-
-
-def _text(column: Col, value: str) -> str | list[str]:
-    """A text; a name that is too long as [what is shown, all of it]."""
-    whole = harmless(value)
-    cut = short(whole, NAME_LENGTH) if column.kind == "name" else label(value)
-    return whole if cut == whole else [cut, whole]
-
-
-def _bar(value: Bar) -> list[Any]:
-    return [value.whole, value.longest or value.whole, [list(part) for part in value.parts if part[2]]]
+    texts: list[str | list[str]] = []
+    for value in places:  # a name that is too long as [what is shown, all of it]
+        whole = harmless(value)
+        cut = short(whole, NAME_LENGTH) if column.kind == "name" else label(value)
+        texts.append(whole if cut == whole else [cut, whole])
+    return {**told, "texts": texts, "at": at}
