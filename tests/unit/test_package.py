@@ -22,7 +22,16 @@ LAYERS = [
 ]  # fmt: skip
 STORES = {"read", "model"}  # the others see arrays and frames, wherever their data lie
 ALONE = {"capture"}  # runs in the user's process: the standard library and the user's torch
-TOP = {"errors", "files", "harmless", "lazy", "leaving", "plain_text", "__version__"}  # anybody may import these
+TOP = {
+    "array_types",
+    "errors",
+    "files",
+    "harmless",
+    "lazy",
+    "leaving",
+    "plain_text",
+    "__version__",
+}  # anybody may import these
 
 
 @cache
