@@ -15,7 +15,9 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from symtable import SymbolTable, symtable
 
 ROOT = Path(__file__).resolve().parents[1]
 ODD_NAMES = frozenset(
@@ -49,13 +51,16 @@ class Module:
 
     path: Path
     text: str
-    tree: ast.Module
 
     @classmethod
     def read(cls, path: Path) -> Module:
-        """Parse a file of the project."""
-        text = path.read_text(encoding="utf-8")
-        return cls(path.relative_to(ROOT), text, ast.parse(text))
+        """Read a file of the project."""
+        return cls(path.relative_to(ROOT), path.read_text(encoding="utf-8"))
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """What Python parses it to."""
+        return ast.parse(self.text)
 
     def functions(self) -> Iterator[Function]:
         """All functions and methods, nested ones too."""
@@ -76,29 +81,26 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def local_names(function: Function) -> set[str]:
-    """Parameters and variables of a function, not those of functions and classes inside it."""
-    names = {parameter.arg for parameter in ast.walk(function.args) if isinstance(parameter, ast.arg)}
-    nodes: list[ast.AST] = list(function.body)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, Function | ast.ClassDef):
-            continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        if isinstance(node, ast.arg):
-            names.add(node.arg)
-        nodes += ast.iter_child_nodes(node)
-    return names
+def scopes(table: SymbolTable) -> Iterator[SymbolTable]:
+    """All scopes below one: functions, classes, lambdas and comprehensions."""
+    for scope in table.get_children():
+        yield scope
+        yield from scopes(scope)
+
+
+def local_names(scope: SymbolTable) -> set[str]:
+    """Parameters and variables of a function, not those of functions and classes inside it, nor what it imports."""
+    return {s.get_name() for s in scope.get_symbols() if s.is_local() and not (s.is_namespace() or s.is_imported())}
 
 
 def odd_names(modules: list[Module]) -> list[str]:
     """Where each odd name is."""
     return [
-        f"{module.path}:{function.lineno} {function.name}: {name}"
+        f"{module.path}:{scope.get_lineno()} {scope.get_name()}: {name}"
         for module in modules
-        for function in module.functions()
-        for name in sorted(local_names(function) & ODD_NAMES)
+        for scope in scopes(symtable(module.text, str(module.path), "exec"))
+        if scope.get_type() == "function"
+        for name in sorted(local_names(scope) & ODD_NAMES)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def test_hardly_any_function_has_an_odd_name() -> None:
     sys.modules[spec.name] = measure
     spec.loader.exec_module(measure)
     modules = [measure.Module.read(path) for path in sorted((measure.ROOT / "src").rglob("*.py"))]
-    functions = sum(1 for module in modules for _ in module.functions())
+    functions = sum(len(re.findall(r"^ *(?:async )?def ", module.text, re.MULTILINE)) for module in modules)
     assert functions > 1000
     places = measure.odd_names(modules)
     assert len(places) <= 0.005 * functions, "\n".join(places)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import traceloom
 
 SOURCE = Path(traceloom.__file__).parent
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "messages.md"
-SPEAKERS = {"Notice", "say_once"}  # their first argument is the slug
+SPEAKERS = {"Notice", "say_once", "_Kind"}  # their first argument is the slug
+_SPEAKS = re.compile("slug|" + "|".join(SPEAKERS))
 _SPOKEN = re.compile(r"\[([a-z]+(?:-[a-z]+)+)\]")  # a line of the start-up hook ends with it
 SLUG = re.compile(r"^[a-z][a-z0-9]*(-[a-z0-9]+)+$|^[a-z]+$")
 
@@ -26,12 +28,16 @@ def _text(node: ast.expr | None) -> list[str]:
     return []
 
 
+@cache
 def slugs_in_code() -> dict[str, str]:
     """Slug -> where it is used."""
     found: dict[str, str] = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if path.parent.name in ("capture", "hook") and isinstance(node, ast.Constant):
+        text, in_process = path.read_text(encoding="utf-8"), path.parent.name in ("capture", "hook")
+        if not in_process and not _SPEAKS.search(text):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if in_process and isinstance(node, ast.Constant):
                 found.update({s: f"{path.relative_to(SOURCE)}:{node.lineno}" for s in _SPOKEN.findall(str(node.value))})
             if isinstance(node, ast.Dict):
                 values = [v for k, v in zip(node.keys, node.values, strict=True) if _text(k) == ["slug"]]

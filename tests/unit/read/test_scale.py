@@ -43,7 +43,7 @@ def test_a_big_file_is_its_source_again_and_again(tmp_path):
 def test_columns_on_disk_give_the_same_trace_and_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
     path = tmp_path / "big.json"
-    write_big(path, 80_000_000)
+    write_big(path, 40_000_000)
     inside = read_kineto(path)
     monkeypatch.setattr(spill, "SPILL_BYTES", 1_000_000)
     spilled = read_kineto(path)
