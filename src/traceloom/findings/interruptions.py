@@ -174,16 +174,20 @@ def slow_steps(context: Context) -> Iterator[Said]:
             f"{difference['class'].replace('_', ' ')} {units.duration(difference['more_ns'])}"
             for difference in why.head(2).to_dicts()
         ]
-        trace = context.trace_of(row["rank"])
-        starts = [] if trace is None else trace.steps.filter(pl.col("step") == row["step"])["start_ns"].to_list()
-        start = starts[0] if starts else None
+        rank = why["rank"][0] if why.height else row["rank"]
+        where = f" on rank {rank}" if increases and row["rank_count"] > 1 else ""
+        trace = context.trace_of(rank)
+        span = (None, row["duration_ns"])
+        if trace is not None:
+            bounds = pl.col("start_ns"), pl.col("end_ns") - pl.col("start_ns")
+            span = trace.steps.filter(pl.col("step") == row["step"]).select(bounds).row(0)
         yield Remark(
             title=f"{context.unit} {row['step']} takes {units.duration(row['over_ns'])} longer than the median one "
-            f"({units.duration(row['median_ns'])}): more {', '.join(increases) or 'of unknown origin'}",
+            f"({units.duration(row['median_ns'])}): more {', '.join(increases) or 'of unknown origin'}{where}",
             confidence=0.7,
             advice="Look at this step alone (--steps): validation, checkpoints, collections and recompilations come "
             "every so many steps.",
-            evidence=(Evidence(f"step {row['step']}", row["rank"], start, row["duration_ns"]),),
+            evidence=(Evidence(f"step {row['step']}", rank, *span),),
         )
 
 

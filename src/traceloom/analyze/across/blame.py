@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.across.lateness import CAUSE_NAMES, NOT_EXPLAINED, SCHEDULE, CauseType, Lateness, roots
+from traceloom.analyze.across.lateness import CAUSE_NAMES, NOT_EXPLAINED, PEER, SCHEDULE, CauseType, Lateness, roots
 from traceloom.analyze.across.matched import INSTANCE_SCHEMA, Matched
 
 COLLECTIVE_SCHEMA = pl.Schema(
@@ -63,7 +63,7 @@ def with_causes(matched: Matched, lateness: Lateness) -> pl.DataFrame:
     root, root_cause = roots(lateness, frame["met_ns"].to_numpy())
     names = pl.Series(list(CAUSE_NAMES), dtype=CauseType)
     nameless = [CAUSE_NAMES.index(name) for name in NOT_EXPLAINED]
-    schedule = CAUSE_NAMES.index(SCHEDULE)
+    usual, peer = (lateness.excess_ns[:, CAUSE_NAMES.index(name)] for name in (SCHEDULE, PEER))
     lost = lateness.excess_ns[:, nameless].sum(axis=1)
     return (
         frame.with_columns(
@@ -72,9 +72,8 @@ def with_causes(matched: Matched, lateness: Lateness) -> pl.DataFrame:
             pl.Series("cause_ns", lateness.excess_ns[rows, lateness.cause] if rows.size else rows),
             pl.Series("explained_ns", lateness.late_ns - lost),
             pl.Series("unexplained_ns", lost),
-            pl.min_horizontal(pl.Series("schedule_ns", lateness.excess_ns[:, schedule]), "wait_ns").alias(
-                "schedule_ns"
-            ),
+            # who waits longer only because it came earlier waits for the order, too
+            pl.min_horizontal(pl.Series("schedule_ns", usual + np.maximum(peer, 0)), "wait_ns").alias("schedule_ns"),
             frame["instance"].gather(root).alias("root_instance"),
             frame["last_rank"].gather(root).alias("root_rank"),
             names.gather(root_cause).alias("root_cause"),

@@ -70,7 +70,8 @@ def chains(
             follows = numbers[onward] if goes_on else None
             rank = collectives["last_rank"][at]
             head = (numbers[start], link, numbers[at], rank, int(lateness.late_ns[at]))
-            rows += [(*head, *cause, follows if cause[0] == "communication" else None) for cause in causes_of[at]]
+            leads = CAUSE_NAMES[lateness.excess_cause[at]]
+            rows += [(*head, *cause, follows if cause[0] == leads else None) for cause in causes_of[at]]
             if not goes_on:
                 break
             at, link = onward, link + 1
@@ -86,7 +87,7 @@ def _detail(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, at:
     if cause == COMMUNICATION:  # the collectives that it was in since counting began
         own_rows = np.flatnonzero(parts["part"].to_numpy() == parts["part"][row])
         position = lateness.start_of_part[own_rows]
-        inside = own_rows[(position >= lateness.base_of_part[row]) & (position < lateness.start_of_part[row])]
+        inside = own_rows[(position >= lateness.stood_of_part[row]) & (position < lateness.start_of_part[row])]
         if not inside.size:
             return None
         waits = parts["wait_ns"].gather(inside)

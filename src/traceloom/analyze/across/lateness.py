@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 BEGAN = "began_later"
-"""What lies before the first moment that the ranks have in common."""
+"""What it was late by already where counting begins, beyond what standing in the anchor made up for."""
 
 SCHEDULE = "pipeline_schedule"
 """The part of a wait for a message that the same stages of other pipelines wait as well."""
@@ -45,7 +45,7 @@ NOT_EXPLAINED = ("unexplained", "host_unobserved", "launch_not_recorded", PEER, 
 
 _ANCHORS = (*ENDS_TOGETHER, "send_recv")
 _COMMUNICATION = CLASSES.index(COMMUNICATION)
-_SCHEDULE, _PEER = CAUSE_NAMES.index(SCHEDULE), CAUSE_NAMES.index(PEER)
+_SCHEDULE, _PEER, _BEGAN = (CAUSE_NAMES.index(name) for name in (SCHEDULE, PEER, BEGAN))
 _STANDS = 0.5  # of the waiting that nothing hides at least: the ranks stood, and began again together
 
 
@@ -57,13 +57,14 @@ class Lateness:
         late_ns: How much later the last arriver came than the middle half of the others, on average.
         excess_ns: Parts of it by `CAUSE_NAMES`: what the last arriver spent on each since the anchor, less what the
             others did. They add up to `late_ns`.
-        follow: The earlier collective of other ranks that the last arriver waited in, where that is the main cause;
-            else -1.
+        follow: The earlier collective that made the last arriver late: of other ranks, where waiting in it is the main
+            cause; the anchor, where this rank was last there too and that is the main cause; else -1.
         cause: Number of the main cause.
         excess_cause: The same without the order of the pipeline and what peers did.
         last_part: Row (of `parts`) of the last arriver.
         others: For each row of `parts` whether it is one of those that the last arriver is compared with.
         base_of_part: Place in its ledger where counting begins, for each row of `parts`; -1 where it cannot be told.
+        stood_of_part: Place where counting of communication begins: the end of the anchor.
         start_of_part: Place in its ledger where it came.
     """
 
@@ -75,6 +76,7 @@ class Lateness:
     last_part: Ints
     others: Bools
     base_of_part: Ints
+    stood_of_part: Ints
     start_of_part: Ints
 
 
@@ -122,7 +124,8 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
         start_place=start_place,
         end_place=end_place,
     )
-    base = _bases(ranks, rows, _anchors(ranks, matched, rows))
+    anchor = _anchors(ranks, matched, rows)
+    base, stood = _bases(ranks, rows, anchor)
     last = np.flatnonzero(rows.last)
     # the last arriver is compared with the middle half, by arrival, of those that were not last
     size = np.bincount(rows.inst)
@@ -135,7 +138,10 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
     spent = np.zeros((rows.part.size, len(CLASSES)), dtype=np.int64)  # by each row of parts since counting began
     for number, rank in enumerate(ranks):
         own_rows = np.flatnonzero(rows.part == number)
-        spent[own_rows] = rank.ledger.sums[rows.start_place[own_rows]] - rank.ledger.sums[np.maximum(base[own_rows], 0)]
+        begun = rank.ledger.sums[np.maximum(base[own_rows], 0)]
+        # standing in the anchor is no cause; what was computed beside it need not be computed after it
+        begun[:, _COMMUNICATION] = rank.ledger.sums[np.maximum(stood[own_rows], 0), _COMMUNICATION]
+        spent[own_rows] = rank.ledger.sums[rows.start_place[own_rows]] - begun
     compared = (base[last] >= 0) & (np.bincount(rows.inst[others], minlength=many) > 0)
     late, excess = _excess(rows, spent, others, many)
     late[~compared], excess[~compared] = 0, 0
@@ -147,8 +153,10 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
     beyond[:, [_SCHEDULE, _PEER]] = 0
     cause = np.where(compared, np.argmax(excess, axis=1), len(CAUSE_NAMES) - 1)
     excess_cause = np.where(compared, np.argmax(beyond, axis=1), len(CAUSE_NAMES) - 1)
-    follow = _followed(rows, base, excess_cause, rows.wait - excess[rows.inst, _SCHEDULE])
-    return Lateness(late, excess, follow, cause, excess_cause, last, others, base, rows.start_place)
+    follow = _followed(rows, stood, excess_cause, rows.wait - excess[rows.inst, _SCHEDULE])
+    was_last = (anchor >= 0) & (rows.part[last[np.maximum(anchor, 0)]] == rows.part[last])
+    follow = np.where(compared & was_last & (excess_cause == _BEGAN), anchor, follow)
+    return Lateness(late, excess, follow, cause, excess_cause, last, others, base, stood, rows.start_place)
 
 
 def _anchors(ranks: Sequence[RankPart], matched: Matched, rows: _Arrivals) -> Ints:
@@ -192,17 +200,20 @@ def _anchors(ranks: Sequence[RankPart], matched: Matched, rows: _Arrivals) -> In
     return anchor
 
 
-def _bases(ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints) -> Ints:
-    """Where counting begins: end of the anchor, else start of the step (if all have it), else of the recording."""
+def _bases(ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints) -> tuple[Ints, Ints]:
+    """Where counting begins, in places of the ledgers: arrival at the anchor; and the end of standing in it.
+
+    Without an anchor both are the start of the step, if all have it, else of the recording.
+    """
     key = rows.inst * len(ranks) + rows.part
     order = np.argsort(key, kind="stable")
     if not order.size:
-        return order
+        return order, order
     # for each row of parts the row of the same rank in the anchor
     anchor_key = np.where(anchor[rows.inst] >= 0, anchor[rows.inst] * len(ranks) + rows.part, -1)
     candidate = order[np.minimum(np.searchsorted(key[order], anchor_key), order.size - 1)]
     free = (anchor_key < 0) | (key[candidate] != anchor_key)
-    base = np.where(free, -1, rows.end_place[candidate])
+    base = np.where(free, -1, rows.start_place[candidate])
     in_step = np.full(base.size, -1, dtype=np.int64)
     for number, rank in enumerate(ranks):
         own_rows = np.flatnonzero((rows.part == number) & free)
@@ -214,7 +225,9 @@ def _bases(ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints) -> Ints:
     all_know = np.ones(int(rows.inst.max()) + 1, dtype=np.bool_)
     np.logical_and.at(all_know, rows.inst[free], in_step[free] >= 0)
     base[free] = np.where(all_know[rows.inst[free]], in_step[free], 0)
-    return np.where(base <= rows.start_place, base, -1)
+    # a receive may stand on its stream already when the rank comes to the anchor on another
+    stood = np.where(free, base, rows.end_place[candidate])
+    return np.minimum(base, rows.start_place), np.minimum(stood, rows.start_place)
 
 
 def _excess(rows: _Arrivals, spent: Ints, others: Bools, many: int) -> tuple[Ints, Ints]:
@@ -293,7 +306,7 @@ def _pair_excess(
     return middle["number"].to_numpy().astype(np.int64), excess, middle["late"].to_numpy()
 
 
-def _followed(rows: _Arrivals, base: Ints, cause: Ints, wait: Ints) -> Ints:
+def _followed(rows: _Arrivals, stood: Ints, cause: Ints, wait: Ints) -> Ints:
     """Where communication made a rank late: the collective in which it then waited longest, beyond what is usual."""
     last = np.flatnonzero(rows.last)
     follow = np.full(last.size, -1, dtype=np.int64)
@@ -305,7 +318,7 @@ def _followed(rows: _Arrivals, base: Ints, cause: Ints, wait: Ints) -> Ints:
     for number in candidates.tolist():
         row = int(last[number])
         own_rows = rows_of[int(rows.part[row])]
-        low = np.searchsorted(rows.end_place[own_rows], base[row], side="right")
+        low = np.searchsorted(rows.end_place[own_rows], stood[row], side="right")
         high = np.searchsorted(rows.end_place[own_rows], rows.start_place[row], side="right")
         inside = own_rows[low:high]
         inside = inside[(rows.inst[inside] != number) & (wait[inside] > 0)]

@@ -105,7 +105,6 @@ def pipeline(parts: Sequence[RankPart], matched: Matched) -> Pipeline:
         (pl.col("bubble_ns").sum() / pl.max_horizontal(pl.col("window_ns").sum(), 1)).alias("bubble_fraction"),
     )
     count = (pl.col("stage").max().over("pipeline") + 1).alias("stage_count")
-    count = (pl.col("stage").max().over("pipeline") + 1).alias("stage_count")
     stages = sums.with_columns(count).select(list(STAGE_SCHEMA)).cast(dict(STAGE_SCHEMA))  # type: ignore[arg-type]
     return Pipeline(stages.sort("pipeline", "stage", "rank"), steps)
 

@@ -119,7 +119,8 @@ def stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
         pair_before_ns, pair_inside_ns, pair_after_ns (time in sends and receives that compute does not hide, before,
         between and after those), other_ns (other communication between them that compute does not hide),
         receives_from and sends_to (peer of the first receive and of the first send; null without one or where unknown),
-        first_receive_ns and first_send_ns (their starts), send_count, receive_count.
+        first_receive_ns and first_send_ns (their launches, in the order of the program; their starts where those are
+        not recorded), send_count, receive_count.
     """
     is_pair = pl.col("kind").is_in(_PAIRS)
     of_pairs = calls.filter(is_pair)
@@ -128,7 +129,9 @@ def stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     stepped = trace.steps.height > 0
     work = gpu_work(trace).filter(pl.col("category") == "compute")
     all_compute = work.select("start_ns", "end_ns").with_columns(trace.events["step"].gather(work["event"]))
-    all_talk = calls.with_columns((pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"))
+    all_talk = calls.with_columns(
+        (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"), called_ns=pl.coalesce("launch_ns", "start_ns")
+    )
     rows: list[dict[str, int | None]] = []
     for step in of_pairs["step"].unique().sort().to_list() if stepped else [None]:
         in_step = pl.col("step").eq_missing(step) if stepped else pl.lit(value=True)
@@ -153,9 +156,9 @@ def stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
             "other_ns": int(coverage(rest, np.array([first]), np.array([last]))[0]),
         }
         for kind, word, peer in (("recv", "receive", "receives_from"), ("send", "send", "sends_to")):
-            of_kind = pairs.filter(pl.col("kind") == kind).sort("start_ns")
+            of_kind = pairs.filter(pl.col("kind") == kind).sort("called_ns")
             times[peer] = of_kind["peer"][0] if of_kind.height else None
-            times[f"first_{word}_ns"] = of_kind["start_ns"][0] if of_kind.height else None
+            times[f"first_{word}_ns"] = of_kind["called_ns"][0] if of_kind.height else None
             times[f"{word}_count"] = of_kind.height
         rows.append(times)
     return pl.DataFrame(rows, schema=STAGE_TIMES_SCHEMA)

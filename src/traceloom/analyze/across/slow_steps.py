@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.across.ledger import ClassType
+from traceloom.analyze.across.ledger import COMMUNICATION, ClassType
 from traceloom.analyze.across.matched import numbered
 from traceloom.analyze.across.rank_part import RankPart, breakdown_per_step
 from traceloom.model.result import Result
@@ -51,9 +51,10 @@ class SlowSteps(Result):
         steps: One row per step that every recorded rank holds completely: duration_ns (of the rank that took longest),
             rank (that one), rank_count, median_ns (over the steps), limit_ns (what is still usual; null where there are
             fewer than four steps), slow, over_ns (beyond the median).
-        differences: For each slow step its account on that rank: class, ns, usual_ns (median of the same class over
-            the steps that are not slow, on that rank), more_ns; the largest difference first. Classes that are 0 in
-            both are left out.
+        differences: For each slow step the account of the rank that did most more than usual, waiting in communication
+            apart; of the one that took longest, where that explains less than half of over_ns. class, ns, usual_ns
+            (median of the same class over the steps that are not slow, on that rank), more_ns; the largest difference
+            first. Classes that are 0 in both are left out.
     """
 
     steps: pl.DataFrame
@@ -85,21 +86,25 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
         (pl.col("duration_ns") - pl.lit(median, pl.Int64)).alias("over_ns"),
     )
     rated = rated.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
-    differences = [pl.DataFrame(schema=DIFFERENCE_SCHEMA)]
+    slow = rated.filter("slow")
     good = rated.filter(~pl.col("slow"))["step"].implode()
-    for part, rank in zip(parts, ranks, strict=True):
-        slow = rated.filter("slow", pl.col("rank") == rank)["step"]
-        if not slow.len():
-            continue
+    differences = [pl.DataFrame(schema=DIFFERENCE_SCHEMA)]
+    for part, rank in zip(parts, ranks, strict=True) if slow.height else ():
         spent = breakdown_per_step(part)
         normal = spent.filter(pl.col("step").is_in(good)).group_by("class").agg(pl.col("ns").median().alias("usual_ns"))
-        slow_spent = spent.filter(pl.col("step").is_in(slow.implode())).join(normal, on="class", how="left")
-        rows = slow_spent.with_columns(
+        rows = spent.filter(pl.col("step").is_in(slow["step"].implode())).join(normal, on="class", how="left")
+        rows = rows.with_columns(
             pl.col("usual_ns").fill_null(0).cast(pl.Int64), pl.lit(rank, pl.Int32).alias("rank")
         ).with_columns((pl.col("ns") - pl.col("usual_ns")).alias("more_ns"))
         rows = rows.filter((pl.col("ns") != 0) | (pl.col("usual_ns") != 0)).select(list(DIFFERENCE_SCHEMA))
         differences.append(rows.cast(dict(DIFFERENCE_SCHEMA)))  # type: ignore[arg-type]
-    largest_first = pl.concat(differences).sort("step", "more_ns", "class", descending=[False, True, False])
+    every_rank = pl.concat(differences).sort("step", "more_ns", "class", "rank", descending=[False, True, False, False])
+    # who waits for a late rank is as late: the account is that of the rank that did most more, if that explains half
+    busy = every_rank.filter(pl.col("class") != COMMUNICATION).unique("step", keep="first", maintain_order=True)
+    both = slow.join(busy, on="step", how="left", suffix="_busy", maintain_order="left")
+    explains = (2 * pl.col("more_ns") >= pl.col("over_ns")).fill_null(value=False)
+    chosen = both.select("step", rank=pl.when(explains).then("rank_busy").otherwise("rank"))
+    largest_first = every_rank.join(chosen, on=["step", "rank"], how="semi", maintain_order="left")
     return SlowSteps(rated, largest_first)
 
 

@@ -12,7 +12,7 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Columns, Row, Section, Study, table
+from traceloom.report.sections.section import Columns, Row, Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Table
 
@@ -80,7 +80,9 @@ class IdleGapsSection(Section[pl.DataFrame]):
         top = _shown(value[0])
         reason = top["host_activity"] or top["because"]
         where = f": {short(reason, _NAME)}" if reason else ""
-        return f"the longest gap is {units.duration(top['duration_ns'])}, {top['cause']}{where}"
+        length = f"{units.duration(top['duration_ns'])}{on_rank(top, value)}"
+        mostly = "" if top["cause_ns"] == top["duration_ns"] else "mostly "
+        return f"the longest gap is {length}, {mostly}{top['cause']}{where}"
 
 
 SECTION = IdleGapsSection()

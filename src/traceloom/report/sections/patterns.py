@@ -107,7 +107,10 @@ class PatternsSection(Section[Patterns]):
             f"{units.share(first['fraction'], 1.0)} of {whose}"
         )
         if value["fusible_count"]:
-            words += f"; fusing runs of elementwise kernels would save {units.count(value['fusible_count'])} of them"
+            of = " of all ranks" if where else ""
+            words += (
+                f"; fusing runs of elementwise kernels would save {units.count(value['fusible_count'])} kernels{of}"
+            )
         return words
 
 

@@ -58,9 +58,11 @@ class SlowStepsSection(RanksSection):
             return None
         worst = max(slow, key=lambda row: row["over_ns"])
         differences = [row for row in value["differences"] if row["step"] == worst["step"]]
-        because = (
-            f", mostly {differences[0]['class']} (+{units.duration(differences[0]['more_ns'])})" if differences else ""
-        )
+        because = ""
+        if differences:
+            top = differences[0]
+            of = f" of rank {top['rank']}" if worst["rank_count"] > 1 else ""
+            because = f", mostly {top['class'].replace('_', ' ')}{of} (+{units.duration(top['more_ns'])})"
         return (
             f"{units.count(len(slow))} of {units.count(len(value['steps']))} steps; step {worst['step']} takes "
             f"{units.duration(worst['over_ns'])} longer than the median{because}"
