@@ -1,4 +1,4 @@
-"""The sentence of every section, on jobs of eight ranks, against figures made from the text of their traces alone."""
+"""Sentences and first figures of every section, on jobs of eight ranks, against sums made from their traces alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import traceloom
-from support.jobs import ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
+from support.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
 from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import KEYS, core, every
@@ -46,21 +46,31 @@ class Raw:
     def select(self, *categories: str, name: str = "") -> list[Event]:
         return [event for event in self.events if event["cat"] in categories and name in event["name"]]
 
-    @property
+    @cached_property
     def work(self) -> list[Event]:
         return self.select("kernel", "gpu_memcpy", "gpu_memset")
 
-    @property
+    @cached_property
     def calls(self) -> dict[int, Event]:
         return {event["args"]["correlation"]: event for event in self.select("cuda_runtime")}
 
-    @property
+    @cached_property
     def steps(self) -> list[Event]:
         return self.select("user_annotation", name="ProfilerStep#")
 
     @property
     def main(self) -> int:
         return int(self.steps[0]["tid"])
+
+    @cached_property
+    def bounds(self) -> list[Interval]:
+        """A step lasts until the next one begins."""
+        starts = [step["start"] for step in self.steps]
+        return list(pairwise([*starts, self.steps[-1]["end"]]))
+
+    @cached_property
+    def computing(self) -> list[Interval]:
+        return union(event for event in self.select("kernel") if not nccl(event))
 
     def step_of(self, event: Event) -> int | None:
         """Number of the step that launched some work."""
@@ -120,6 +130,38 @@ def training() -> Ranks:
     recipe = Recipe(ranks=RANKS, steps=5, layers=3, item=True, sync="stream", pageable_input=True, autograd=True,
                     delay_us={3: 700.0}, seed=4)  # fmt: skip
     return Ranks.made(training_job(recipe).run().traces())
+
+
+@cache
+def uneven() -> Ranks:
+    """Tensor and data groups, a loader on each rank; one loader is late in all steps, one host pauses in one step."""
+    faults = LateHost(5, 1500, by="data"), LateHost(1, 2500, by="gc", steps=(2,))
+    recipe = ParallelRecipe(data=4, tensor=2, steps=4, layers=2, seed=5, transfer_us=120, faults=faults)
+    return Ranks.made(parallel_job(recipe).run().traces())
+
+
+@cache
+def reading() -> Ranks:
+    """Each rank reads values; on rank 0 the synchronisation takes longest, on all others the value."""
+    traces = []
+    for rank in range(RANKS):
+        made, number = TraceBuilder(rank=rank, world_size=RANKS), 0
+        for at in (0, 3000, 6000):
+            made.step(at // 3000, at, 2999)
+            for offset, name, call, took in (
+                (100, "aten::item", "cudaMemcpyAsync", 100 if rank == 0 else 900 + rank),
+                (1500, "aten::sync", "cudaDeviceSynchronize", 400 if rank == 0 else 50),
+            ):
+                number += 1
+                made.op(name, at + offset, took + 20).launch(call, at + offset + 5, took, correlation=number)
+                if call == "cudaMemcpyAsync":
+                    made.copy("Memcpy DtoH (Device -> Pageable)", at + offset + took - 10, 5, bytes=4 * (rank + 1),
+                              correlation=number)  # fmt: skip
+            number += 1
+            made.launch("cudaLaunchKernel", at + 2100, 5, correlation=number)
+            made.kernel("gemm", at + 2120 + 3 * rank, 100 + rank, correlation=number)
+        traces.append(made)
+    return Ranks.made(traces)
 
 
 @cache
@@ -193,16 +235,22 @@ def data_loading(job: Ranks) -> Iterator[str]:
     yield f"the longest wait took {units.duration(max(event['ns'] for found in waits.values() for event in found))}"
     if len(waits) == 1:
         yield f"batches of rank {next(iter(waits))} "
+    # at least a twentieth of the step, and the GPU idle in half of it
+    held = whole = 0
+    for rank, found in waits.items():
+        work = union(job.raw[rank].work)
+        for start, end in job.raw[rank].bounds:
+            inside = union(event for event in found if start <= event["start"] < end)
+            idle = total(inside) - overlap(inside, work)
+            held += total(inside) >= (end - start) / 20 and 2 * idle >= total(inside)
+            whole += 1
+    yield f"it holds up {held} of {whole} step"
 
 
 def steps(job: Ranks) -> Iterator[str]:
-    """A step lasts until the next one begins."""
-    medians = []
-    for raw in job.raw:
-        starts = [step["start"] for step in raw.steps]
-        lengths = [b - a for a, b in pairwise([*starts, raw.steps[-1]["end"]])]
-        medians.append(int(median(lengths)))
-    number = "1 whole step" if len(starts) == 1 else f"{len(starts)} whole steps"
+    medians = [int(median(end - start for start, end in raw.bounds)) for raw in job.raw]
+    count = len(job.raw[0].steps)
+    number = "1 whole step" if count == 1 else f"{count} whole steps"
     low, high = min(medians), max(medians)
     yield f"{number} of each of {RANKS} ranks; median {units.duration(low)} (rank {medians.index(low)}) to "
     yield f"{units.duration(high)} (rank {medians.index(high)})"
@@ -219,17 +267,29 @@ def per_step(job: Ranks) -> Iterator[str]:
     times = sums[name, rank]
     yield f"{name[:12]}"
     yield f" of rank {rank}: {units.duration(round(sum(times) / len(times)))} per step"
-    if len(times) > 1:
+    if min(times) < max(times):
         yield f"({units.duration(min(times))} to {units.duration(max(times))})"
 
 
 def kinds(job: Ranks) -> Iterator[str]:
-    work = [event for raw in job.raw for event in raw.work]
-    whole = sum(event["ns"] for event in work)
-    yield f"communication {units.share(sum(event['ns'] for event in work if nccl(event)), whole)}"
-    if job is training():
-        yield f"gemm {units.share(sum(event['ns'] for event in work if 'gemm' in event['name']), whole)}"
+    """The three largest; products below an operator of attention are attention's."""
+    sums: Counter[str] = Counter()
+    for raw in job.raw:
+        for event in raw.work:
+            inside = " ".join(op["name"] for op in ops_around(raw, event))
+            names = {"communication": nccl(event), "attention": "ttention" in inside + event["name"],
+                     "gemm": "gemm" in event["name"], "copy": event["cat"] == "gpu_memcpy"}  # fmt: skip
+            sums[next((kind for kind, is_kind in names.items() if is_kind), "")] += event["ns"]
+    whole = sum(sums.values())
+    for kind, ns in sums.most_common(3 if job is not dlrm() else 1):
+        yield f"{kind} {units.share(ns, whole)}"
     yield "of the GPU work"
+
+
+def ops_around(raw: Raw, event: Event) -> list[Event]:
+    """The operators around the launch of some work."""
+    call = raw.calls.get(event["args"].get("correlation"))
+    return [op for op in raw.select("cpu_op", "user_annotation") if call and around(op, call)]
 
 
 def kernel_shapes(job: Ranks) -> Iterator[str]:
@@ -265,12 +325,11 @@ def critical_path(job: Ranks) -> Iterator[str]:
                  if event["args"].get("correlation") in raw.calls and raw.step_of(event) == number]  # fmt: skip
         lengths.append(max(ends) - min(starts))
         loading.append(
-            sum(event["ns"] for raw in job.raw for event in raw.events
-                if "DataLoader" in event["name"] and min(starts) <= event["start"] < max(ends)
-                and raw.steps[number]["start"] <= event["start"] < raw.steps[number]["end"])
+            max(sum(event["ns"] for event in raw.events if "DataLoader" in event["name"]
+                    and raw.steps[number]["start"] <= event["start"] < raw.steps[number]["end"]) for raw in job.raw)
         )  # fmt: skip
         began.append(starts)
-    if count > 1:  # one loader, which all ranks wait for
+    if count > 1:  # one late loader, which all ranks wait for
         said = sentence(job, "critical_path")
         number = next(n for n in range(count) if f"of step {n}:" in said)
         yield f"what decides the {units.duration(lengths[number])} of step {number}: "
@@ -283,21 +342,26 @@ def critical_path(job: Ranks) -> Iterator[str]:
 
 
 def idle_gaps(job: Ranks) -> Iterator[str]:
-    gaps = [b[0] - a[1] for raw in job.raw for a, b in pairwise(union(raw.work))]
-    yield f"the longest gap is {units.duration(max(gaps))}, "
+    gaps = [(b[0] - a[1], rank) for rank, raw in enumerate(job.raw) for a, b in pairwise(union(raw.work))]
+    longest, rank = max(gaps)
+    yield f"the longest gap is {units.duration(longest)} of rank {rank}, "
 
 
 def launches(job: Ranks) -> Iterator[str]:
     latencies, short, kernels = [], 0, 0
     for raw in job.raw:
         calls = raw.calls
-        pairs = [(event, calls[event["args"]["correlation"]]) for event in raw.work
-                 if event["args"].get("correlation") in calls]  # fmt: skip
-        latencies.append(median(event["start"] - call["end"] for event, call in pairs))
-        short += sum(event["ns"] < call["ns"] for event, call in pairs if event["cat"] == "kernel")
+        # the stream may still be busy with earlier work when the call ends
+        pairs, free = [], defaultdict(int)
+        for event in sorted(raw.work, key=lambda event: event["start"]):
+            call, stream = calls.get(event["args"].get("correlation")), event["args"]["stream"]
+            if call:
+                pairs.append((event, call, max(event["start"] - max(call["end"], free[stream]), 0)))
+            free[stream] = max(free[stream], event["end"])
+        latencies.append(median(latency for _, _, latency in pairs))
+        short += sum(event["ns"] < call["ns"] for event, call, _ in pairs if event["cat"] == "kernel")
         kernels += len(raw.select("kernel"))
-    if len(job.raw[0].steps) == 1:
-        yield units.duration(round(max(latencies)))
+    yield f"median launch latency of rank {latencies.index(max(latencies))}: {units.duration(round(max(latencies)))}"
     yield f"{units.count(short)} of {units.count(kernels)} kernels are shorter than their launch call"
 
 
@@ -372,42 +436,80 @@ def collectives(job: Ranks) -> Iterator[str]:
         for raw, rank in zip(job.raw, work, strict=True) for event in rank
     )  # fmt: skip
     yield f"{sum(map(len, work))} calls, {units.duration(whole)} over all ranks, {units.share(exposed, whole)} of it exposed"
-    if job is training():
-        sizes: Counter[int] = Counter()
+    if job is not dlrm():
+        sizes: Counter[tuple[str, int]] = Counter()
         for event in (event for rank in work for event in rank):
-            sizes[event["args"]["In msg nelems"]] += event["ns"]
-        elements, ns = sizes.most_common(1)[0]
-        yield f"most in all_reduce of {units.size(4 * elements)} ({units.duration(ns)})"
+            sizes[event["args"]["Collective name"].replace("allreduce", "all_reduce"), sent_bytes(event)] += event["ns"]
+        (kind, size), ns = sizes.most_common(1)[0]
+        yield f"most in {kind} of {units.size(size)} ({units.duration(ns)})"
+
+
+def sent_bytes(event: Event) -> int:
+    return int(event["args"]["In msg nelems"]) * {"Float": 4, "BFloat16": 2}[event["args"]["dtype"]]
 
 
 def groups(job: Ranks) -> Iterator[str]:
     names = {(event["args"]["Process Group Name"], event["args"]["Process Group Ranks"])
              for raw in job.raw for event in raw.select("kernel") if nccl(event)}  # fmt: skip
     yield f"{len(names)} group{'s' if len(names) > 1 else ''} in use: "
+    yield {training(): "1 data", stages(): "4 data, 2 pipeline", uneven(): "4 tensor, 2 data"}[job]
 
 
 def rank_matrix(job: Ranks) -> Iterator[str]:
     """An all-reduce sends each of the n - 1 others 2 ÷ n of its bytes."""
-    sent = sum(event["args"]["In msg nelems"] * 4 * 2 / RANKS for event in job.raw[0].select("kernel") if nccl(event))
-    yield f"most goes from rank 0 to rank 1 ({units.size(round(sent))}); 0 % of all bytes is recorded"
+    sent: dict[tuple[int, int], float] = defaultdict(float)
+    for rank, raw in enumerate(job.raw):
+        for event in filter(nccl, raw.work):
+            members = json.loads(event["args"]["Process Group Ranks"])
+            for other in set(members) - {rank}:
+                sent[rank, other] += sent_bytes(event) * 2 / len(members)
+    source, target = max(sorted(sent), key=lambda pair: sent[pair])
+    size = units.size(round(sent[source, target]))
+    yield f"most goes from rank {source} to rank {target} ({size}); 0 % of all bytes is recorded"
 
 
 def across_ranks(job: Ranks) -> Iterator[str]:
     """Calls meet in their order: all wait for the one that comes last."""
-    calls = [sorted((e for e in raw.work if nccl(e)), key=lambda e: e["start"]) for raw in job.raw]
-    waits = [
-        sum(max(e["start"] for e in meeting) - e["start"] for e in meeting) for meeting in zip(*calls, strict=True)
-    ]
-    whole = sum(event["ns"] for rank in calls for event in rank)
-    yield f"{units.share(sum(waits), whole)} of {units.duration(whole)} in joined collectives is waiting for other ranks"
-    yield f"goes back to rank {3 if job is training() else 7}, "
+    meetings: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for raw in job.raw:
+        many: Counter[str] = Counter()
+        for event in sorted(filter(nccl, raw.work), key=lambda event: event["start"]):
+            group = event["args"].get("Process Group Ranks", "all")
+            meetings[group, many[group]].append(event["start"])
+            many[group] += 1
+    waited = sum(max(starts) - start for starts in meetings.values() for start in starts)
+    whole = sum(event["ns"] for raw in job.raw for event in filter(nccl, raw.work))
+    yield f"{units.share(waited, whole)} of {units.duration(whole)} in joined collectives is waiting for other ranks"
+    if job in (training(), uneven()):
+        yield f"goes back to rank {3 if job is training() else 5}, mostly because of: the host waited for or made the next"
+    else:
+        yield "goes back to rank 7, mostly because of: it was behind already"
 
 
 def slow_steps(job: Ranks) -> Iterator[str]:
-    lengths = [max(raw.steps[number]["ns"] for raw in job.raw) for number in range(5)]
-    over = max(lengths) - int(median(lengths))
-    slow = sum(length > 1.02 * median(lengths) and length > 1.3 * median(lengths) for length in lengths)
-    yield f"{slow} of 5 steps; step {lengths.index(max(lengths))} takes {units.duration(over)} longer than the median"
+    """Longer than the median by 3.5 deviations and by 2 %; explained by the rank that did most more in the worst one."""
+    lengths = [max(raw.bounds[step][1] - raw.bounds[step][0] for raw in job.raw)
+               for step in range(len(job.raw[0].steps))]  # fmt: skip
+    middle = median(lengths)
+    deviation = 1.4826 * median(abs(length - middle) for length in lengths)
+    slow = [length > middle + max(3.5 * deviation, 0.02 * middle) for length in lengths]
+    worst = lengths.index(max(lengths))
+    yield f"{sum(slow)} of {len(lengths)} steps; step {worst} takes {units.duration(max(lengths) - int(middle))} longer"
+
+    def more(of: Callable[[Raw], list[Interval]]) -> list[int]:
+        """What each rank spent more than usual in that step."""
+        out = []
+        for raw in job.raw:
+            spent = [overlap(of(raw), [bounds]) for bounds in raw.bounds]
+            out.append(spent[worst] - int(median(ns for ns, is_slow in zip(spent, slow, strict=True) if not is_slow)))
+        return out
+
+    if job is stages():
+        computed = more(lambda raw: raw.computing)
+        yield f", mostly compute of rank {computed.index(max(computed))} (+{units.duration(max(computed))})"
+    else:
+        busy = more(lambda raw: union(raw.work))
+        yield f", mostly host unobserved of rank {busy.index(min(busy))} (+"
 
 
 def imbalance(job: Ranks) -> Iterator[str]:
@@ -415,11 +517,17 @@ def imbalance(job: Ranks) -> Iterator[str]:
         values = [of(raw) for raw in job.raw]
         return max(values) * RANKS / sum(values), values.index(max(values))
 
-    if job is training():
-        ratio, rank = largest_over_mean(
-            lambda raw: total(union(e for e in raw.work if e["cat"] == "kernel" and not nccl(e)))
-        )
-        yield f"max ÷ mean {ratio:.2f} (rank {rank})"
+    ratio, rank = largest_over_mean(
+        (lambda raw: total(raw.computing)) if job is training() else
+        (lambda raw: sum(event["ns"] for event in raw.select("kernel") if embeds(raw, event)))
+    )  # fmt: skip
+    yield f"max ÷ mean {ratio:.2f} (rank {rank})"
+
+
+def embeds(raw: Raw, event: Event) -> bool:
+    """Whether a kernel, or an operator around its launch, is of embedding tables."""
+    names = [event["name"], *(op["name"] for op in ops_around(raw, event))]
+    return not nccl(event) and any("embedding" in name.lower() for name in names)
 
 
 def anti_patterns(job: Ranks) -> Iterator[str]:
@@ -428,13 +536,15 @@ def anti_patterns(job: Ranks) -> Iterator[str]:
 
 
 def graph_launches(job: Ranks) -> Iterator[str]:
-    replays = work = 0
+    """Replays of the step that computes three times as long deviate."""
+    replays = work = odd = 0
     for raw in job.raw:
         calls = {e["args"]["correlation"] for e in raw.select("cuda_runtime", name="GraphLaunch")}
         replays += len(calls)
+        odd += sum(raw.step_of(event) == 2 for event in raw.select("cuda_runtime", name="GraphLaunch"))
         work += sum(event["ns"] for event in raw.work if event["args"].get("correlation") in calls)
     yield f"{units.count(replays)} replays of "
-    yield f" hold {units.duration(work)} of GPU work"
+    yield f" hold {units.duration(work)} of GPU work; {odd} of them deviate"
 
 
 def patterns(job: Ranks) -> Iterator[str]:
@@ -462,7 +572,25 @@ def patterns(job: Ranks) -> Iterator[str]:
 
 
 def pipeline(job: Ranks) -> Iterator[str]:
-    yield "2 pipelines of 4 stages; "
+    """Bubbles: between the first and last compute of a step on any stage, neither computing nor in other collectives."""
+    bubbles, windows = [0] * RANKS, [0] * RANKS
+    for step in range(5):
+        work = [[event for event in raw.select("kernel") if raw.step_of(event) == step] for raw in job.raw]
+        computing = [union(event for event in rank if not nccl(event)) for rank in work]
+        for rank in range(RANKS):
+            stages_of = [computing[other] for other in range(rank % 2, RANKS, 2)]
+            low, high = min(busy[0][0] for busy in stages_of), max(busy[-1][1] for busy in stages_of)
+            pairs = union(e for e in work[rank] if nccl(e) and "SendRecv" in e["name"])
+            both = union(spans([*computing[rank], *pairs]))
+            others = union(e for e in work[rank] if nccl(e) and "SendRecv" not in e["name"])
+            inner = [(computing[rank][0][0], computing[rank][-1][1])]
+            hidden = union(spans([(max(a, b), min(c, d)) for a, c in others for b, d in both if max(a, b) < min(c, d)]))
+            alone = overlap(others, inner) - overlap(hidden, inner)
+            windows[rank] += high - low
+            bubbles[rank] += high - low - total(computing[rank]) - alone
+    yield f"2 pipelines of 4 stages; {units.share(sum(bubbles), sum(windows))} of their time is bubbles"
+    worst = max(range(RANKS), key=lambda rank: bubbles[rank] / windows[rank])
+    yield f"most on rank {worst} (stage {worst // 2}, {units.share(bubbles[worst], windows[worst])})"
 
 
 def roofline(job: Ranks) -> Iterator[str]:
@@ -494,6 +622,9 @@ def memory_owners(job: Ranks) -> Iterator[str]:
 def inference(job: Ranks) -> Iterator[str]:
     work = [event["ns"] for raw in job.raw for event in raw.work]
     yield f"{len(work)} decode steps of {RANKS} ranks of {units.duration(round(sum(work) / len(work)))} (at most 1.00 ms"
+    rates = [12e9 / (max(e["end"] for e in raw.events) - min(e["start"] for e in raw.events)) for raw in job.raw]
+    low, high = units.number(min(rates)), units.number(max(rates))
+    yield f"{low} to {high} generated tokens per second on each rank"
 
 
 TRUTHS: list[tuple[Callable[[], Ranks], str, Truth]] = [
@@ -501,9 +632,11 @@ TRUTHS: list[tuple[Callable[[], Ranks], str, Truth]] = [
         (job, truth.__name__, truth)
         for truth in (data_loading, steps, per_step, kinds, kernel_shapes, copies, critical_path, idle_gaps, launches, flame,
                       blocking_calls, threads, collectives, across_ranks, imbalance, anti_patterns, patterns)
-        for job in (training, dlrm)
+        for job in (training, uneven, dlrm)
     ),
-    *((training, truth.__name__, truth) for truth in (groups, rank_matrix)),
+    *((job, truth.__name__, truth) for job in (training, uneven) for truth in (groups, rank_matrix)),
+    *((reading, truth.__name__, truth) for truth in (per_step, kinds, copies, idle_gaps, launches, blocking_calls)),
+    (uneven, "slow_steps", slow_steps),
     *((stages, truth.__name__, truth) for truth in (slow_steps, pipeline, graph_launches, groups, patterns, collectives)),
     *((built, key, truth) for key, truth in (("roofline", roofline), ("compile", compiled), ("counters", counters),
                                              ("memory_owners", memory_owners))),
