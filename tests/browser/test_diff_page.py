@@ -82,3 +82,28 @@ def test_both_steps_are_bars_of_one_scale(tab: Any) -> None:
     )
     assert widths[0] == pytest.approx(1000, abs=1)
     assert widths[1] == pytest.approx(1000, abs=1)  # the steps are equally long
+
+
+def test_bars_run_from_the_middle_and_say_which_way(tab: Any) -> None:
+    bars = tab.locator("#diff-parts td.delta svg")
+    labels = bars.evaluate_all("bars => bars.map((bar) => bar.getAttribute('aria-label').split(' ')[0])")
+    lefts = bars.evaluate_all("bars => bars.map((bar) => Number(bar.querySelector('rect')?.getAttribute('x') ?? 0))")
+    assert "slower" in labels
+    assert "faster" in labels
+    assert all((left < 0) == (label == "faster") for left, label in zip(lefts, labels, strict=True))
+
+
+def test_the_call_tree_is_read_with_the_keyboard(tab: Any) -> None:
+    boxes = tab.locator("#diff-tree-section [role=treeitem]")
+    assert boxes.first.get_attribute("class") == "slower"
+    boxes.first.focus()
+    says = tab.locator("#diff-tree-section .icicle-says")
+    assert "(all)" in says.inner_text()
+    tab.keyboard.press("ArrowDown")
+    tab.keyboard.press("ArrowDown")
+    assert "10.0 µs → 20.0 µs" in tab.locator("#diff-tree-section [role=treeitem]:focus").get_attribute(
+        "aria-label"
+    ) or ("→" in says.inner_text() and "calls per step" in says.inner_text())
+    tab.get_by_role("button", name="Host time").click()
+    assert tab.locator("#diff-tree-section .same").count() > 0  # the host does the same on both sides
+    assert EVIL not in tab.content()

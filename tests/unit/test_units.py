@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.model.units import count, duration, share, size
+from traceloom.model.units import change, count, duration, share, size
 
 ASSETS = Path(__file__).parents[2] / "src" / "traceloom" / "report" / "views" / "html" / "assets"
 SCRIPT = ASSETS / "units.js"
@@ -49,6 +49,17 @@ def test_sizes_are_decimal_and_counts_have_thin_spaces() -> None:
     assert count(1_234_567) == "1\u202f234\u202f567"
 
 
+@pytest.mark.parametrize(
+    ("fraction", "text"),
+    [
+        (0, "0 %"), (0.261, "+26.1 %"), (-0.094, "-9.4 %"), (0.0002, "+<0.1 %"), (-0.0002, "-<0.1 %"), (-1, "-100 %"),
+        (-0.9999, "-99.9 %"), (6.07, "+607.0 %"), (123.4, "+12\u202f340 %"),
+    ],
+)  # fmt: skip
+def test_a_change_has_a_sign_and_is_nothing_only_when_it_is(fraction: float, text: str) -> None:
+    assert change(fraction) == text
+
+
 def test_the_script_of_the_page_writes_numbers_alike(tmp_path: Path) -> None:
     """`units.js` says the same of the same values, with a thin space before the unit and a dash for what is unknown."""
     node = shutil.which("node")
@@ -59,15 +70,18 @@ def test_the_script_of_the_page_writes_numbers_alike(tmp_path: Path) -> None:
     near = [factor * k // 10_000 for factor in powers for k in (9_994, 9_995, 9_996, 12_344, 99_949, 99_951)]
     numbers = [None, 0, 1, 999, 1_000, -1_500, *powers, *near]
     parts = [(0, 0), (0, 5), (5, 5), (1, 10**6), (10**6 - 1, 10**6), (1, 8), (1, 3), (123, 1000)]
+    changes = [0, 1, -1, 0.261, -0.0002, 0.9994, 9.99, 123.4]
     (tmp_path / "units.mjs").write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "ask.mjs").write_text(
-        "import { duration, byteSize, share } from './units.mjs';"
-        f"const numbers = {json.dumps(numbers)}, parts = {json.dumps(parts)};"
-        "console.log(JSON.stringify([numbers.map(duration), numbers.map(byteSize), parts.map((p) => share(...p))]));",
+        "import { duration, byteSize, share, change } from './units.mjs';"
+        f"const numbers = {json.dumps(numbers)}, parts = {json.dumps(parts)}, changes = {json.dumps(changes)};"
+        "const shares = parts.map((p) => share(...p));"
+        "console.log(JSON.stringify([numbers.map(duration), numbers.map(byteSize), shares, changes.map(change)]));",
         encoding="utf-8",
     )
     done = subprocess.run([node, str(tmp_path / "ask.mjs")], capture_output=True, text=True, check=True)
     expected = [[duration(n) for n in numbers], [size(n) for n in numbers], [share(*part) for part in parts]]
+    expected.append([change(fraction) for fraction in changes])
     for of_script, of_package in zip(json.loads(done.stdout), expected, strict=True):
         assert [t.replace("\u202f", " ").replace("–", "-") for t in of_script] == [
             t.replace("\u202f", " ") for t in of_package

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-EXACT = {"time": "ns", "bytes": "B", "share": "%", "flops": "FLOP", "flop_rate": "FLOP/s", "byte_rate": "B/s"}
-"""Unit of the exact value, by unit of a column (see `traceloom.model.columns`)."""
-
 Scale = tuple[float, str]  # what a number is divided by, and the unit it then has
 _PREFIXES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"), (1, ""))
 _SCALES: dict[str, tuple[Scale, ...]] = {
     "time": ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns")),
     "bytes": ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B")),
     **{
-        rate: tuple((factor, f"{prefix}{EXACT[rate]}") for factor, prefix in _PREFIXES)
-        for rate in ("flops", "flop_rate", "byte_rate")
+        rate: tuple((factor, prefix + unit) for factor, prefix in _PREFIXES)
+        for rate, unit in (("flops", "FLOP"), ("flop_rate", "FLOP/s"), ("byte_rate", "B/s"))
     },
 }
 
@@ -83,6 +80,13 @@ def share(part: float, whole: float) -> str:
     return f"{per_cent(part / whole)} %" if whole else "-"
 
 
+def change(fraction: float) -> str:
+    """A relative change with its sign: 0.261 -> `+26.1 %`; never 0 or -100 % unless it is exactly that."""
+    size = abs(fraction)
+    shown = count(round(100 * size)) if size >= 10 else per_cent(size).lstrip(">")
+    return f"{'+' if fraction > 0 else '-' if fraction else ''}{shown} %"
+
+
 def count(value: int | None) -> str:
     """1234567 -> `1 234 567` with thin spaces; None -> `-`."""
     return "-" if value is None else f"{value:,}".replace(",", "\u202f")
@@ -93,6 +97,7 @@ _WRITE: dict[str, Callable[[Any], str]] = {
     "bytes": size,
     "count": count,
     "share": lambda value: share(value, 1.0),
+    "change": change,
     "number": number,
     "flops": flops,
     "flop_rate": flop_rate,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from traceloom.harmless import harmless
@@ -11,10 +11,15 @@ from traceloom.report.island import island
 Node = tuple[int | None, str, int, int, int | None]
 """Place of the parent among the nodes (None for roots), name, calls, host time, GPU time (None: not told)."""
 
+Sides = Mapping[str, tuple[float, float]]
+"""Of a node of two runs: `count`, `host` and `device` of the base and of the new run; its times are widths then."""
+
 MEASURES = (("device", "GPU time"), ("host", "Host time"))
 
 
-def figure(nodes: Sequence[Node], *, label: str, note: str = "", slim: bool = False) -> str:
+def figure(
+    nodes: Sequence[Node], *, label: str, note: str = "", slim: bool = False, sides: Sequence[Sides] = ()
+) -> str:
     """The figure of one tree.
 
     Args:
@@ -22,6 +27,7 @@ def figure(nodes: Sequence[Node], *, label: str, note: str = "", slim: bool = Fa
         label: What it shows, for readers that do not see it.
         note: A sentence below the picture.
         slim: Low boxes, for call stacks.
+        sides: Of every node, where two runs are compared: the colour says what changed.
     """
     device = any(node[4] for node in nodes)
     host = any(node[3] for node in nodes)
@@ -35,10 +41,11 @@ def figure(nodes: Sequence[Node], *, label: str, note: str = "", slim: bool = Fa
         for key, name in MEASURES
     )
     more = f'<p class="quiet">{escape(note)}</p>' if note else ""
+    data = {"nodes": rows, "sides": sides} if sides else {"nodes": rows}
     return (
         f'<figure class="{"stacks" if slim else "modules"}" data-measure="{measure}" data-label="{escape(label)}">'
         f'<div class="switch" role="group" aria-label="Width of the boxes">{switch if device else ""}</div>'
         '<div class="icicle"></div><p class="icicle-says quiet" role="status">'
         "Hover or use the arrow keys to read a box; click or Enter to zoom, Escape to go back.</p>"
-        f"{island({'nodes': rows})}{more}</figure>"
+        f"{island(data)}{more}</figure>"
     )

@@ -11,7 +11,7 @@ from traceloom.model import units
 from traceloom.model.columns import UNITS
 
 PICTURES = ("bar", "spark")
-KINDS = (*UNITS, "grade", *PICTURES)
+KINDS = (*UNITS, "grade", "delta", *PICTURES)
 """Kinds of a column: what its values are, so that every view writes them with a unit."""
 
 
@@ -39,11 +39,12 @@ class Col:
         title: Heading.
         kind: One of `KINDS`: text; name (long, may be cut); grade (how bad a notice is); time in ns; bytes;
             count; share from 0 to 1; number; flops; flop_rate in FLOP/s; byte_rate in B/s; bar (a `Bar`); spark (a
-            list of numbers, drawn on terminals only).
+            list of numbers, drawn on terminals only); delta (a difference in ns, drawn from the middle).
         hint: What is counted; shown on hover.
         narrow: Whether it also stands on a terminal of 80 columns.
         swatch: Colour group shown before the title.
         scale: Columns with the same scale share one unit, so that they can be compared.
+        kept: Whether it stands on terminals of any width, as what is compared does: texts wrap instead.
     """
 
     key: str
@@ -53,6 +54,7 @@ class Col:
     narrow: bool = True
     swatch: str = ""
     scale: str = ""
+    kept: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

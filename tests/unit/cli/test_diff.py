@@ -13,6 +13,10 @@ from traceloom.analyze import compare
 from traceloom.cli import main
 from traceloom.model import Session
 from traceloom.report.comparison import build, markdown, page, terminal
+from traceloom.report.comparison.tables import tables
+from traceloom.report.options import ReportOptions
+from traceloom.report.views.terminal.bars import from_the_middle
+from traceloom.report.views.terminal.sections import table_lines
 from traceloom.testing import TraceBuilder
 
 EVIL = "</script><b>kernel|`x`\x1b[31m"
@@ -117,6 +121,54 @@ def test_lines_fit_the_terminal(width: int) -> None:
     assert any("the step" in line for line in lines)
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_table_leaves_out_what_is_compared(width: int) -> None:
+    """Both sides and what changed stand on a terminal of any width, uncut; names are cut before."""
+    long = "AMD Instinct MI300X VF, of a vendor with a long name"
+    told = document(trace(35, kernel="x" * 300, device=long, generation="rocm"))
+    every = list(tables(told))
+    assert [table.key for table in every] == ["diff-conditions", "diff-parts", "diff-kernels", "diff-operators"]
+    for table in every:
+        lines = [line.plain for line in table_lines(table, ReportOptions(top=50), width)]
+        assert max(map(len, lines)) <= width
+        heading = next(line for line in lines if "Base" in line)
+        assert all(word in heading for word in ("Base", "New"))
+        assert table.key == "diff-conditions" or "Difference" in heading
+        assert width < 80 or table.key == "diff-conditions" or "Change  Of step" in heading
+        assert width < 100 or table.key == "diff-conditions" or "faster │ slower" in heading
+        shown = "".join(" ".join(lines).split())
+        for row in table.rows if table.key == "diff-conditions" else ():
+            assert all(word in shown for side in ("base", "new") for word in row[side].split())
+
+
+def test_a_change_is_of_the_row_and_of_the_step() -> None:
+    told = document(trace(35))
+    assert told["change"] == 0
+    rows = {row["part"]: row for row in told["breakdown"]}
+    assert rows["compute"]["change"] == pytest.approx(35 / 20 - 1, abs=0.02)
+    assert rows["compute"]["of_step"] == pytest.approx(0.15, abs=0.01)
+    assert sum(row["of_step"] for row in told["breakdown"]) == pytest.approx(told["change"])
+    assert [row["duration_change"] for row in told["operators"]] == [0.75, None]
+    text = markdown.render(told)
+    assert "| +75.0 % | +15.0 % |" in text
+
+
+def test_a_bar_from_the_middle_says_which_side_it_is_of_without_colour() -> None:
+    bars = [from_the_middle(value, 100, 15).plain for value in (100, -50, 0, 1, -1)]
+    assert bars == ["       │███████", "   ████│       ", "       │       ", "       │▏      ", "      ▕│       "]
+
+
+def test_the_call_tree_is_bounded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = document(trace(35))
+    tree = told["tree"]
+    assert (tree[0]["parent"], tree[0]["base_duration_ns"], tree[0]["new_duration_ns"]) == (None, 20_000, 35_000)
+    assert [row["name"] for row in tree] == ["(all)", "main thread", "aten::mm", "(outside operators)"]
+    assert tree[0]["base_host_ns"] == told["base_ns"]
+    assert "smaller boxes" not in page.call_tree(tree)
+    monkeypatch.setattr(page, "_MOST_BOXES", 2)
+    assert "2 smaller boxes are counted to those above them" in page.call_tree(tree)
+
+
 def test_names_are_text_in_every_view() -> None:
     told = document(trace(kernel=EVIL))
     shown = page.render(told)
@@ -129,5 +181,12 @@ def test_names_are_text_in_every_view() -> None:
 def test_the_page_asks_nothing_of_the_network_and_holds_every_table() -> None:
     shown = page.render(document(trace(35, device="AMD Instinct MI300X", generation="rocm")))
     assert "http://" not in shown.replace("http://www.w3.org/2000/svg", "")
-    for identity in ("diff-conditions", "diff-parts", "diff-kernels", "diff-operators", "diff-inputs"):
+    for identity in (
+        "diff-conditions",
+        "diff-parts",
+        "diff-kernels",
+        "diff-operators",
+        "diff-inputs",
+        "diff-tree-section",
+    ):
         assert f'id="{identity}"' in shown

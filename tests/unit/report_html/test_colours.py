@@ -19,6 +19,7 @@ TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 
 SETS = {
     "kinds of GPU time": ("compute", "communication", "memory", "idle"),
     "causes of idle time": ("compute", "communication", "memory", "idle", *(f"idle-{k}" for k in range(1, 6))),
+    "changes": ("accent", "bad", "c-idle"),
     "phases": ("loading", "forward", "backward", "optimizer", "communication", "other"),
 }
 
@@ -53,7 +54,9 @@ def contrast(a: str, b: str) -> float:
 @pytest.mark.parametrize("vision", VISION)
 def test_colours_of_one_picture_can_be_told_apart(theme: str, kind: str, vision: str) -> None:
     palette = palettes()[theme]
-    seen = {name: lab(np.array(VISION[vision]) @ linear(palette[f"c-{name}"])) for name in SETS[kind]}
+    seen = {
+        name: lab(np.array(VISION[vision]) @ linear(palette.get(name) or palette[f"c-{name}"])) for name in SETS[kind]
+    }
     nearest = min((float(np.linalg.norm(seen[a] - seen[b])), a, b) for a, b in combinations(seen, 2))
     assert nearest[0] > 12, nearest
 
@@ -61,6 +64,12 @@ def test_colours_of_one_picture_can_be_told_apart(theme: str, kind: str, vision:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_texts_have_the_contrast_that_wcag_asks_for(theme: str) -> None:
     palette = palettes()[theme]
+    for change in ("bad", "accent"):  # boxes of what changed, at their strongest
+        colour, paper = (
+            np.array([int(palette[name][at : at + 2], 16) for at in (1, 3, 5)]) for name in (change, "paper")
+        )
+        box = "#" + "".join(f"{round(value):02x}" for value in 0.55 * colour + 0.45 * paper)
+        assert contrast(palette["ink"], box) >= 4.5, change
     for text, ground in (
         ("ink", "paper"),
         ("muted", "paper"),

@@ -38,18 +38,26 @@ class Comparison(Result):
         new_ns: The same of the new run.
         difference_ns: `new_ns - base_ns`.
         conditions: `condition`, `base`, `new`, `same`, `weight`.
+        change: Of the step: new over base, less 1 (0.25: a quarter longer). That of a row is null where the base has
+            none of it.
         breakdown: `part`, `meaning`, `base_ns`, `new_ns`, `difference_ns`: adds up to `base_ns`, `new_ns` and
-            `difference_ns`.
+            `difference_ns`; `change` of the row, and its `of_step`: its difference over the base's step, which adds up
+            to the change of the step.
         kernels: GPU work by path and names: `status`, `operator`, `path`, `kind`, `base_kernel`, `new_kernel` (null
             where that side has none); of what a step launched, whenever it ran, `base_count`, `new_count`,
             `base_duration_ns`, `new_duration_ns`; of the time of the steps themselves `base_ns`, `new_ns`,
-            `difference_ns`, which add up to the step with the idle parts of `breakdown`. The status is by durations.
+            `difference_ns`, which add up to the step with the idle parts of `breakdown`, with `change` and `of_step`.
+            The status is by durations.
         operators: Operators by path and shapes: `status`, `operator`, `path`, `base_shapes`, `new_shapes`,
             `base_count`, `new_count`; of the GPU work that they launched themselves, whenever it ran,
-            `base_duration_ns`, `new_duration_ns`, `duration_difference_ns`; what of it lies in the time of the steps
+            `base_duration_ns`, `new_duration_ns`, `duration_difference_ns`, `duration_change`, `duration_of_step`;
+            what of it lies in the time of the steps
             `base_device_ns`, `new_device_ns`, `device_difference_ns` (adds up to `kernels`); of the step's thread in
             them, not in operators below, `base_host_ns`, `new_host_ns`, `host_difference_ns` (adds up to the mean
-            step).
+            step), `host_change`, `host_of_step`, `host_status`.
+        tree: The call tree: `parent` (number of a row before it; null of the first, which holds all), `name`,
+            `base_count`, `new_count`; of it and all below it `base_duration_ns`, `new_duration_ns`, `base_host_ns`,
+            `new_host_ns`.
         steps: `side` (base, new), `rank`, `step`, `duration_ns` of every compared step.
     """
 
@@ -59,10 +67,12 @@ class Comparison(Result):
     base_ns: int
     new_ns: int
     difference_ns: int
+    change: float
     conditions: pl.DataFrame
     breakdown: pl.DataFrame
     kernels: pl.DataFrame
     operators: pl.DataFrame
+    tree: pl.DataFrame
     steps: pl.DataFrame
 
     def check(self) -> None:
@@ -72,6 +82,9 @@ class Comparison(Result):
         for name in ("base", "new"):
             steps = self.steps.filter(pl.col("side") == name)["duration_ns"]
             assert int(self.operators[f"{name}_host_ns"].sum()) == tables.mean(int(steps.sum()), steps.len())
+            for kind in ("duration", "host"):
+                own = self.operators[f"{name}_{kind}_ns"].sum()
+                assert own == self.tree[f"{name}_{kind}_ns"][0]
             on_device = int(self.operators[f"{name}_device_ns"].sum())
             assert on_device == int(self.kernels[f"{name}_ns"].sum())
             if self.account == "device":
@@ -108,7 +121,9 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
     device_account = tables.device(*sides)
     counts = [tables.padded(run_side.count, len(union.parent)) for run_side in sides]
     places = tables.grouped(union, words, *counts)
-    operators = tables.operators(device_account, places, *sides)
+    of_places = tables.by_place(device_account, places.group.size, *sides)
+    operators = tables.operators(of_places, places, *sides)
+    tree = tables.tree(of_places, union, words, *sides)
     by_device = all(run_side.device_steps for run_side in sides)
     lengths = [
         tables.mean(run_side.device_ns, run_side.device_steps)
@@ -125,8 +140,9 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
             old, now = operators.filter(chosen).select(pl.col("base_host_ns", "new_host_ns").sum()).row(0)
             rows.append((part, meaning, old, now, now - old))
         breakdown = pl.DataFrame(rows, schema=tables.PARTS, orient="row")
-        operators = operators.with_columns(
-            pl.lit(0, pl.Int64).alias(n) for n in operators.columns if "device" in n or "duration" in n
+        operators, tree = (
+            frame.with_columns(pl.lit(0, pl.Int64).alias(n) for n in frame.columns if "device" in n or "duration" in n)
+            for frame in (operators, tree)
         )
         kernels = kernels[:0]
     stated = pl.concat([same.conditions(*runs), same.of_program(union, *counts)])
@@ -138,10 +154,14 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
         base_ns=lengths[0],
         new_ns=lengths[1],
         difference_ns=lengths[1] - lengths[0],
+        change=(lengths[1] - lengths[0]) / max(lengths[0], 1),
         conditions=stated,
-        breakdown=breakdown,
-        kernels=kernels,
-        operators=operators,
+        breakdown=breakdown.with_columns(tables.relative(lengths[0])),
+        kernels=kernels.with_columns(tables.relative(lengths[0])),
+        operators=operators.with_columns(
+            *tables.relative(lengths[0], "duration_"), *tables.relative(lengths[0], "host_")
+        ),
+        tree=tree,
         steps=pl.concat(
             run_side.steps.select(pl.lit(name).alias("side"), *STEPS)
             for name, run_side in zip(("base", "new"), sides, strict=True)
@@ -156,8 +176,8 @@ def _sentence(  # noqa: PLR0917  (what the sentence is made of)
     changes = any(frame.filter(pl.col("status").cast(pl.String) != SAME).height for frame in (operators, kernels))
     if not difference and not changes:
         return f"No difference: the step takes {units.duration(base)} on both sides, and so does everything in it."
-    share = f"{difference / max(base, 1):+.1%}".replace("%", " %")
-    text = f"The step takes {units.duration(new)} instead of {units.duration(base)} ({share})"
+    change = units.change(difference / max(base, 1))
+    text = f"The step takes {units.duration(new)} instead of {units.duration(base)} ({change})"
     largest = breakdown.sort(pl.col("difference_ns").abs(), descending=True).row(0, named=True)
     if largest["difference_ns"]:
         sign = "+" if largest["difference_ns"] > 0 else "−"

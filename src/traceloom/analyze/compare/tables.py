@@ -19,7 +19,7 @@ ADDED, REMOVED, REPLACED, MORE, FEWER = "added", "removed", "replaced", "more", 
 SLOWER, FASTER, SAME = "slower", "faster", "same"
 STATUSES = (ADDED, REMOVED, REPLACED, MORE, FEWER, SLOWER, FASTER, SAME)
 StatusType = pl.Enum(list(STATUSES))
-OUTSIDE = "(outside operators)"
+OUTSIDE, ALL = "(outside operators)", "(all)"
 SEPARATOR = " > "
 LEAST_NS = 1_000  # a smaller difference of the mean is none
 LEAST_SHARE = 0.02  # of the larger side
@@ -59,6 +59,15 @@ OPERATORS = pl.Schema(
         "base_host_ns": pl.Int64(),
         "new_host_ns": pl.Int64(),
         "host_difference_ns": pl.Int64(),
+        "host_status": StatusType,
+    }
+)
+TREE = pl.Schema(
+    {
+        "parent": pl.UInt32(),
+        "name": pl.String(),
+        **dict.fromkeys(("base_count", "new_count"), pl.Float64()),
+        **dict.fromkeys(("base_duration_ns", "new_duration_ns", "base_host_ns", "new_host_ns"), pl.Int64()),
     }
 )
 
@@ -259,56 +268,104 @@ def _status(
     )  # fmt: skip
 
 
-def operators(device: Device, places: PlaceGroups, base: Side, new: Side) -> pl.DataFrame:
-    """Operators by path and shapes, with the time of what they launched themselves, and of the host in them.
+def by_place(device: Device, size: int, base: Side, new: Side) -> pl.DataFrame:
+    """How often each place of the union is reached, and what it costs itself; the last row is what no operator did.
 
-    What they launched is compared whenever it ran: a host that runs ahead has the device do it after its step.
+    What a place launched is compared whenever it ran: a host that runs ahead has the device do it after its step.
+
+    Returns:
+        `base_count` (total), and means per step: `base_duration_ns` of the GPU work that it launched, `base_device_ns`
+        of what of it lies in the steps, `base_host_ns`; the same of `new`.
     """
-    size = places.group.size
-    table: dict[str, Ints] = {"group": places.group}
-    for name, side, steps in (("base", base, base.steps.height), ("new", new, new.steps.height)):
-        count = padded(side.count, size)
+    columns: dict[str, Ints] = {}
+    for name, side in (("base", base), ("new", new)):
         host = padded(side.host_ns, size)
         host[-1] = side.outside_ns
-        table[f"{name}_total"] = count
-        table[f"{name}_host_ns"] = apportioned(host, steps)
-        launched = np.zeros(size, dtype=np.int64)
+        launched, took = np.zeros((2, size), dtype=np.int64)
         np.add.at(launched, device.kernels["place"].to_numpy(), device.kernels[f"{name}_ns"].to_numpy())
-        table[f"{name}_device_ns"] = launched
-        took = np.zeros(size, dtype=np.int64)
         np.add.at(took, device.kernels["place"].to_numpy(), device.kernels[f"{name}_sum"].to_numpy())
-        table[f"{name}_duration_ns"] = apportioned(took, side.device_steps)
-    summed = pl.DataFrame(table).group_by("group", maintain_order=True).agg(pl.all().sum())
+        columns |= {
+            f"{name}_count": padded(side.count, size),
+            f"{name}_duration_ns": apportioned(took, side.device_steps),
+            f"{name}_device_ns": launched,
+            f"{name}_host_ns": apportioned(host, side.steps.height),
+        }
+    return pl.DataFrame(columns)
+
+
+def operators(of_places: pl.DataFrame, places: PlaceGroups, base: Side, new: Side) -> pl.DataFrame:
+    """Operators by path and shapes, with the time of what they launched themselves, and of the host in them."""
+    summed = of_places.with_columns(group=places.group).group_by("group", maintain_order=True).agg(pl.all().sum())
     at = summed["group"]
-    on_device = pl.col("new_device_ns") - pl.col("base_device_ns")
-    on_host = pl.col("new_host_ns") - pl.col("base_host_ns")
-    longer = pl.col("new_duration_ns") - pl.col("base_duration_ns")
-    by_device = pl.max_horizontal("base_duration_ns", "new_duration_ns") > 0
+    texts = {
+        name: pl.Series(getattr(places, name), dtype=pl.String).gather(at)
+        for name in ("operator", "path", "base_shapes", "new_shapes")
+    }
     outside = pl.col("group") == int(places.group[-1])
-    added, removed = (pl.col("base_total") == 0) & ~outside, (pl.col("new_total") == 0) & ~outside
+    added, removed = (pl.col("base_count") == 0) & ~outside, (pl.col("new_count") == 0) & ~outside
     never = pl.lit(value=False)
-    oftener = pl.col("new_total") * base.steps.height - pl.col("base_total") * new.steps.height
+    oftener = pl.col("new_count") * base.steps.height - pl.col("base_count") * new.steps.height
     rows = summed.with_columns(
-        pl.Series("operator", places.operator, dtype=pl.String).gather(at).alias("operator"),
-        pl.Series("path", places.path, dtype=pl.String).gather(at).alias("path"),
-        pl.Series("base_shapes", places.base_shapes, dtype=pl.String).gather(at).alias("base_shapes"),
-        pl.Series("new_shapes", places.new_shapes, dtype=pl.String).gather(at).alias("new_shapes"),
-        (pl.col("base_total") / max(base.steps.height, 1)).alias("base_count"),
-        (pl.col("new_total") / max(new.steps.height, 1)).alias("new_count"),
-        longer.alias("duration_difference_ns"),
-        on_device.alias("device_difference_ns"),
-        on_host.alias("host_difference_ns"),
-        pl.when(by_device)
-        .then(_status(added, removed, never, oftener, ("base_duration_ns", "new_duration_ns")))
-        .otherwise(_status(added, removed, never, oftener, ("base_host_ns", "new_host_ns")))
-        .alias("status"),
+        **texts,
+        base_count=pl.col("base_count") / max(base.steps.height, 1),
+        new_count=pl.col("new_count") / max(new.steps.height, 1),
+        **{
+            f"{kind}_difference_ns": pl.col(f"new_{kind}_ns") - pl.col(f"base_{kind}_ns")
+            for kind in ("duration", "device", "host")
+        },
+        status=_status(added, removed, never, oftener, ("base_duration_ns", "new_duration_ns")),
+        host_status=_status(added, removed, never, oftener, ("base_host_ns", "new_host_ns")),
     )
+    by_device = pl.max_horizontal("base_duration_ns", "new_duration_ns") > 0
+    rows = rows.with_columns(status=pl.when(by_device).then("status").otherwise("host_status"))
     # The root and the threads are no operators: they are never reached.
-    rows = rows.filter(outside | (pl.col("base_total") > 0) | (pl.col("new_total") > 0))
+    rows = rows.filter(outside | (pl.col("base_count") > 0) | (pl.col("new_count") > 0))
     primary = "duration_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
     largest_first = pl.col(primary).abs(), "path", "operator"
     ordered = rows.sort(largest_first, descending=[True, False, False], maintain_order=True)
     return ordered.select(list(OPERATORS)).cast(OPERATORS)
+
+
+def tree(of_places: pl.DataFrame, union: Union, words: Words, base: Side, new: Side) -> pl.DataFrame:
+    """The call tree of both sides: places with the same names above them are one node, with the time of all below it.
+
+    Returns:
+        `parent` (row; null of the first, which holds all), `name`, `base_count`, `new_count`, `base_duration_ns`,
+        `new_duration_ns`, `base_host_ns`, `new_host_ns`; parents before children.
+    """
+    names = list(words.names)
+    keys: dict[tuple[int, str], int] = {}
+    node: list[int] = []
+    for up, *of_side in zip(union.parent, *union.name, strict=True):
+        label = next((names[name] for name in of_side if name >= 0), ALL)
+        node.append(keys.setdefault((node[up] if up >= 0 else -1, label), len(keys)))
+    node.append(keys.setdefault((0, OUTSIDE), len(keys)))
+    parent = [up for up, _ in keys]
+    sums = np.zeros((len(keys), len(TREE) - 2), dtype=np.int64)
+    np.add.at(sums, node, of_places.select(list(TREE)[2:]).to_numpy())
+    for child in range(len(keys) - 1, 0, -1):
+        sums[parent[child], 2:] += sums[child, 2:]
+    frame = pl.DataFrame(sums, schema=list(TREE)[2:]).with_columns(
+        parent=pl.Series(parent).replace(-1, None),
+        name=pl.Series([name for _, name in keys]),
+        base_count=pl.col("base_count") / max(base.steps.height, 1),
+        new_count=pl.col("new_count") / max(new.steps.height, 1),
+    )
+    return frame.select(list(TREE)).cast(TREE)
+
+
+def relative(step_ns: int, of: str = "") -> list[pl.Expr]:
+    """`change`: the new time of a row over that of the base, less 1; `of_step`: its difference over the base's step.
+
+    Args:
+        step_ns: Of the base.
+        of: Which time, `host_` for `base_host_ns`; the columns are named alike.
+    """
+    base, new = pl.col(f"base_{of}ns"), pl.col(f"new_{of}ns")
+    return [
+        pl.when(base > 0).then((new - base) / base).alias(f"{of}change"),
+        ((new - base) / max(step_ns, 1)).alias(f"{of}of_step"),
+    ]
 
 
 def padded(values: Ints, size: int) -> Ints:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNITS = ("text", "name", "time", "bytes", "count", "share", "number", "flops", "flop_rate", "byte_rate")
-"""Text; name (long, may be cut); time in ns; bytes; count; share from 0 to 1; number; FLOPs; FLOP/s; B/s."""
+UNITS = ("text", "name", "time", "bytes", "count", "share", "change", "number", "flops", "flop_rate", "byte_rate")
+"""Text; name (long, may be cut); time in ns; bytes; count; share from 0 to 1; change (0.25: a quarter more); number;
+FLOPs; FLOP/s; B/s."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from traceloom.model import units
 from traceloom.report.comparison.tables import tables
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Table, written
 from traceloom.report.views.markdown import code, table, text
 
 Row = dict[str, Any]
 _MOST_ROWS = 10
-_WRITTEN: dict[str, Callable[[Any], str]] = {
-    "time": units.duration,
-    "number": units.number,
-    "share": lambda value: units.share(value, 1.0),
-    "name": lambda value: code(str(value)),
-}
 
 
 def render(document: Row) -> str:
@@ -36,14 +29,10 @@ def table_of(declared: Table, most: int, *, whole: bool = False) -> Iterator[str
     # The first column is text, so what a row is about stands first.
     columns = sorted((column for column in declared.columns if column.narrow), key=lambda column: column.kind != "name")
     columns = list(declared.columns) if whole else columns
-    rows = [[_cell(column, row.get(column.key)) for column in columns] for row in declared.rows[:most]]
+    rows = [
+        [(code if column.kind == "name" else text)(written(column, row.get(column.key))) for column in columns]
+        for row in declared.rows[:most]
+    ]
     yield from table(f"{declared.title}: {columns[0].title}", [column.title for column in columns[1:]], rows)
     if len(declared.rows) > most:
         yield f"| … and {len(declared.rows) - most} more |{' |' * (len(columns) - 1)}"
-
-
-def _cell(column: Col, value: Any) -> str:
-    if value is None:
-        return "-"
-    write = _WRITTEN.get(column.kind)
-    return write(value) if write else text(str(value))

@@ -5,121 +5,122 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.table import Col, Table
 
 Row = dict[str, Any]
 
-_TIMES = [
-    Col("base_ns", "Base", "time", "mean per step"),
-    Col("new_ns", "New", "time", "mean per step"),
-    Col("difference_ns", "Difference", "time", "new less base; adds up to the difference of the step"),
-]
 _LAUNCHED = "of the GPU work that it launched itself, whenever it ran"
+_ON_THREAD = "of the step's thread in it, not below it"
 _SEPARATOR = " > "
 _HALF = 33  # letters of each of two names that stand for each other
-_LEAST = 0.05  # per cent; less is not told as a number
 _DEEP = 3  # names of a path that are shown beside an operator
 
 
 def tables(document: Row) -> Iterator[Table]:
     """Conditions that differ, then parts of the step, kernels and operators that changed."""
-    differ = [row for row in document["conditions"] if not row["same"]]
-    if differ:
-        yield Table(
-            "diff-conditions",
-            "Conditions that differ",
-            [
-                Col("condition", "Condition"),
-                Col("base", "Base"),
-                Col("new", "New"),
-                Col("weight", "Weight", narrow=False),
-            ],
-            differ,
-            note=""
-            if document["comparable"]
-            else "Where a decisive one differs, times cannot be held against each other.",
-        )
+    note = "Where a decisive one differs, times cannot be held against each other."
+    yield from conditions(document, "diff-conditions", note)
     parts = [
-        row | {"said": f"idle: {row['meaning']}" if row["part"].split(":")[0] == "idle" else row["part"]}
+        row | {"name": f"idle: {row['meaning']}" if row["part"].split(":")[0] == "idle" else row["part"]}
         for row in document["breakdown"]
     ]
     parts.sort(key=lambda row: -abs(row["difference_ns"]))
-    parts.append({"said": "the step", **{key: document[key] for key in ("base_ns", "new_ns", "difference_ns")}})
-    for row in parts:  # with the sign of the change
-        part, share = row["difference_ns"], 100 * row["difference_ns"] / max(document["base_ns"], 1)
-        row["change"] = f"{share:+.1f} %" if part else "0 %"
-        if part and abs(share) < _LEAST:
-            row["change"] = "<0.1 %" if part > 0 else ">-0.1 %"
+    whole = {key: document[key] for key in ("base_ns", "new_ns", "difference_ns", "change")}
     subject = "each device" if document["account"] == "device" else "the step's thread (not both sides have GPU work)"
     yield Table(
         "diff-parts",
         "Where the difference lies",
-        [Col("said", "Part", "name"), *_TIMES, Col("change", "Change", hint="of the base's step")],
-        parts,
+        [*_times("mean per step", adds_up=True), Col("name", "Part", "name")],
+        [*parts, {"name": "the step", **whole, "of_step": document["change"]}],
         note=f"Every nanosecond of {subject} in a usual step; the rows add up to the step, and so do their "
         "differences.",
     )
-    if kernels := [row for row in document["kernels"] if row["status"] != "same"]:
-        shown = [
-            row | {"said": _renamed(row["base_kernel"], row["new_kernel"]), "at": _near(row["path"])} for row in kernels
-        ]
-        of = len(document["kernels"])
+    if rows := [row for row in document["kernels"] if row["status"] != "same"]:
         yield Table(
             "diff-kernels",
             "Kernels, copies and fills",
             [
                 Col("status", "What"),
-                Col("said", "Kernel", "name"),
-                *_TIMES,
+                *_times("mean per step", adds_up=True),
                 Col("operator", "Operator", hint="the operator that launched it"),
-                Col("base_count", "Base count", "number", "launched per step", narrow=False),
-                Col("new_count", "New count", "number", "launched per step", narrow=False),
+                Col("count", "Count", hint="launched per step", narrow=False),
+                Col("name", "Kernel", "name"),
             ],
-            shown,
-            note=f"Of {of}: {_count(kernels)}. Kernels of one operator stand for each other, whatever their names.",
+            [row | {"name": _renamed(row["base_kernel"], row["new_kernel"]), "count": _counts(row)} for row in rows],
+            note=f"Of {len(document['kernels'])}: {_statuses(rows, 'status')}. Kernels of one operator stand for each "
+            "other, whatever their names.",
         )
-    if operators := [row for row in document["operators"] if row["status"] != "same"]:
-        yield _operators(operators, document)
+    if document["account"] == "device":
+        yield from _operators(document, "diff-operators", "Operators by GPU work", "duration_", _LAUNCHED)
+    yield from _operators(document, "diff-host", "Operators by host time", "host_", _ON_THREAD)
 
 
-def _count(rows: list[Row]) -> str:
+def conditions(document: Row, key: str, note: str) -> Iterator[Table]:
+    """The conditions that differ, where there are any; the note where a decisive one does."""
+    columns = [
+        Col("condition", "Condition", kept=True),
+        Col("base", "Base", kept=True),
+        Col("new", "New", kept=True),
+        Col("weight", "Weight", narrow=False),
+    ]
+    if differ := [row for row in document["conditions"] if not row["same"]]:
+        yield Table(key, "Conditions that differ", columns, differ, note="" if document["comparable"] else note)
+
+
+def _times(hint: str, of: str = "", *, adds_up: bool = False) -> list[Col]:
+    """Both sides and what changed; `of` is the prefix of the row's keys, which are of `base_{of}ns` then."""
+    difference = f"{of}difference_ns"
+    return [
+        Col(f"base_{of}ns", "Base", "time", hint, kept=True, scale="sides"),
+        Col(f"new_{of}ns", "New", "time", hint, kept=True, scale="sides"),
+        Col(difference, "Difference", "time", "new less base", kept=True, scale="sides"),
+        Col(f"{of}change", "Change", "change", "of the row itself: new over base, less 1"),
+        Col(
+            f"{of}of_step",
+            "Of step",
+            "change",
+            "the difference as a share of the base's step" + "; adds up to the change of the step" * adds_up,
+        ),
+        Col(difference, "faster │ slower", "delta", narrow=False),
+    ]
+
+
+def _operators(document: Row, key: str, title: str, of: str, hint: str) -> Iterator[Table]:
+    """The operators that changed by one of their times, the largest differences first."""
+    status = "host_status" if of == "host_" else "status"
+    rows = [
+        row | {"at": _near(row["path"]), "count": _counts(row)}
+        for row in document["operators"]
+        if row[status] != "same" and (row[f"base_{of}ns"] or row[f"new_{of}ns"])
+    ]
+    if rows:
+        yield Table(
+            key,
+            title,
+            [
+                Col(status, "What"),
+                *_times(hint, of, adds_up=of == "host_"),
+                Col("count", "Count", hint="calls per step", narrow=False),
+                Col("at", "Operator", "name", "and what it stands in, the nearest first"),
+            ],
+            sorted(rows, key=lambda row: -abs(row[f"{of}difference_ns"])),
+            note=f"Of {len(document['operators'])}: {_statuses(rows, status)}. Times {hint}; aligned by place, shapes "
+            "and order.",
+        )
+
+
+def _statuses(rows: list[Row], key: str) -> str:
     """How many rows of each status, as words."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row["status"]] = counts.get(row["status"], 0) + 1
-    return ", ".join(f"{number} {status}" for status, number in counts.items())
+    statuses = [row[key] for row in rows]
+    return ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
 
 
-def _operators(rows: list[Row], document: Row) -> Table:
-    shown = [
-        row | {"at": _near(row["path"]), "shapes": _renamed(row["base_shapes"], row["new_shapes"])} for row in rows
-    ]
-    device = document["account"] == "device"
-    gpu = [
-        Col("base_duration_ns", "Base GPU", "time", _LAUNCHED, narrow=False),
-        Col("new_duration_ns", "New GPU", "time", _LAUNCHED, narrow=False),
-        Col("duration_difference_ns", "GPU difference", "time", _LAUNCHED),
-    ]
-    host = [
-        Col("base_host_ns", "Base host", "time", "of the step's thread in it, not below it", narrow=False),
-        Col("new_host_ns", "New host", "time", "of the step's thread in it, not below it", narrow=False),
-        Col("host_difference_ns", "Host difference", "time", "adds up to the step's difference"),
-    ]
-    return Table(
-        "diff-operators",
-        "Operators",
-        [
-            Col("status", "What"),
-            Col("at", "Operator", "name", "and what it stands in, the nearest first"),
-            *(gpu if device else []),
-            *host,
-            Col("base_count", "Base count", "number", "calls per step", narrow=False),
-            Col("new_count", "New count", "number", "calls per step", narrow=False),
-        ],
-        shown,
-        note=f"Of {len(document['operators'])}: {_count(rows)}. Aligned by place, shapes and order.",
-    )
+def _counts(row: Row) -> str:
+    """How often per step, on both sides where they differ."""
+    base, new = (units.number(row[f"{side}_count"]) for side in ("base", "new"))
+    return base if base == new else f"{base} → {new}"
 
 
 def _renamed(base: str | None, new: str | None) -> str:

@@ -11,7 +11,7 @@ from traceloom.report.views.markdown import code, text
 Row = dict[str, Any]
 _MOST_ROWS = 10
 _WHOLE = ("verdict-checks", "verdict-conditions")
-_LEFT_OUT = ("diff-operators",)  # a comment is read by people; the page has all
+_LEFT_OUT = ("diff-operators", "diff-host")  # a comment is read by people; the page has all
 _SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔"}
 
 

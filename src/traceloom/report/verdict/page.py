@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import Any
 
+from traceloom.report.comparison.page import standing
 from traceloom.report.table import Col, Table
 from traceloom.report.verdict.tables import headline, reasons, tables
 from traceloom.report.views.html.frame import framed, one_after_the_other
-from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
-_UNKNOWN = {"base_kernel": "the base does not launch it", "new_kernel": "the new run does not launch it"}
 
 
 def render(document: Row) -> str:
     """The verdict as one HTML page that needs nothing but itself."""
     name = f"{document['base']['name']} → {document['new']['name']}"
     paragraphs = "".join(f'<p class="quiet">{text(line)}</p>' for line in reasons(document))
-    sections = []
     runs = [{"side": side, **run} for side in ("base", "new") for run in document[side]["runs"]]
     run_columns = [
         Col("side", "Side"),
@@ -27,10 +24,7 @@ def render(document: Row) -> str:
         Col("recorded_steps", "Recorded steps", "count"),
         Col("name", "Run", "name"),
     ]
-    for data_table in (*tables(document), Table("verdict-runs", "Runs", run_columns, runs)):
-        columns = [Col(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
-        drawn = table(data_table.key, columns, data_table.rows, _UNKNOWN, data_table.title)
-        sections.append((f"{data_table.key}-section", escape(data_table.title), text(data_table.note), drawn))
+    sections = [standing(each) for each in (*tables(document), Table("verdict-runs", "Runs", run_columns, runs))]
     return framed(
         title=f"{headline(document)} – {name}",
         name=name,

@@ -34,10 +34,10 @@ def tables(document: Row) -> Iterator[Table]:
         )  # fmt: skip
     checked = [
         Col("verdict", "Verdict"),
-        Col("said_change", "Change", hint="new less base"),
+        Col("said_change", "Change", hint="new less base", kept=True),
         Col("interval", "95 % interval", hint="of the change"),
-        Col("said_base", "Base", hint="per step"),
-        Col("said_new", "New", hint="per step"),
+        Col("said_base", "Base", hint="per step", kept=True),
+        Col("said_new", "New", hint="per step", kept=True),
         Col("effect", "Effect", hint="the change in standard deviations of a sample", narrow=False),
         Col("samples", "Samples", hint="runs (steps) of the base / of the new side", narrow=False),
         Col("sample", "Sample is", narrow=False),
@@ -45,17 +45,14 @@ def tables(document: Row) -> Iterator[Table]:
         Col("condition", "Fails if", "name"),
     ]
     yield Table("verdict-checks", "Checks", checked, rows)
-    differ = [row for row in document["conditions"] if not row["same"]]
-    if differ:
-        columns = [Col("condition", "Condition"), Col("base", "Base"), Col("new", "New"), Col("weight", "Weight")]
-        note = "" if document["comparable"] else "Where a decisive one differs, there is no verdict."
-        yield Table("verdict-conditions", "Conditions that differ", columns, differ, note=note)
+    note = "Where a decisive one differs, there is no verdict."
+    yield from comparison.conditions(document, "verdict-conditions", note)
     if document["causes"]:
         columns = [
             Col("what", "What"),
-            Col("difference_ns", "Difference", "time", "new less base, per recorded step"),
-            Col("base_ns", "Base", "time", "mean per recorded step"),
-            Col("new_ns", "New", "time", "mean per recorded step"),
+            Col("difference_ns", "Difference", "time", "new less base, per recorded step", kept=True, scale="sides"),
+            Col("base_ns", "Base", "time", "mean per recorded step", kept=True, scale="sides"),
+            Col("new_ns", "New", "time", "mean per recorded step", kept=True, scale="sides"),
             Col("name", "Name", "name"),
         ]
         note = "The largest differences by name."

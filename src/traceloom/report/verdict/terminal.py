@@ -19,7 +19,7 @@ from traceloom.report.views.terminal.sections import table_lines
 
 Row = dict[str, Any]
 _WHOLE = ("verdict-checks", "verdict-conditions", "diff-parts")  # never cut short
-_LEFT_OUT = ("diff-kernels", "diff-operators")  # causes has the largest of them; files have all
+_LEFT_OUT = ("diff-kernels", "diff-operators", "diff-host")  # causes has the largest of them; files have all
 _COLOURS = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 
 

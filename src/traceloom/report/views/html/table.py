@@ -80,7 +80,7 @@ def packed(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
     told = {"key": column.key, "title": column.title, "kind": column.kind, "hint": column.hint,
             "swatch": column.swatch, "scale": column.scale, "why": reason if None in values else ""}  # fmt: skip
     told = {name: value for name, value in told.items() if value}
-    if column.numeric or column.kind == "bar":
+    if column.numeric or column.kind in ("bar", "delta"):
         bars = (
             [v.whole, v.longest or v.whole, [list(part) for part in v.parts if part[2]]] if isinstance(v, Bar) else v
             for v in values

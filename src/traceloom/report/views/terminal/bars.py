@@ -8,7 +8,7 @@ from itertools import pairwise
 from rich.text import Text
 
 from traceloom.report.table import Bar
-from traceloom.report.views.terminal.look import FILLS
+from traceloom.report.views.terminal.look import DIM, FASTER, FILLS, SLOWER
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
@@ -43,6 +43,14 @@ def plain(fraction: float, width: int, style: str) -> Text:
     """A bar of a share, to an eighth of a cell; at least that where the share is not nothing."""
     eighths = min(width * 8, max(round(fraction * width * 8), 1 if fraction > 0 else 0))
     return Text("█" * (eighths // 8) + _EIGHTHS[eighths % 8], style)
+
+
+def from_the_middle(difference: int, largest: int, width: int) -> Text:
+    """A difference as a bar: to the right of the line in the middle what takes longer, to the left what takes less."""
+    half = (width - 1) // 2
+    bar = "█" * round(half * abs(difference) / max(largest, 1))
+    left, right = (bar or "▕", "") if difference < 0 else ("", bar or "▏" * bool(difference))
+    return Text.assemble((left.rjust(half), FASTER), ("│", DIM), (right.ljust(half), SLOWER))
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

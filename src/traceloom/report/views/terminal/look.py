@@ -23,6 +23,7 @@ FILLS = {
 }
 """Pattern and colour of each colour group of `report.parts`."""
 
+SLOWER, FASTER = "#d55e00", "#3b82d6"  # of differences
 CURVE = "#c2578f"  # of curves of memory
 SEVERITY = {"error": ("✖", "bold red"), "warning": ("▲", "yellow"), "info": ("•", "bright_black")}
 DIM = "bright_black"
@@ -31,7 +32,7 @@ DIM = "bright_black"
 ASCII = str.maketrans(
     {
         "█": "#", "▓": "=", "▒": "%", "░": ":", "▞": "/", "·": ".", "µ": "u", "\u202f": " ", "…": "~", "✖": "x",
-        "▲": "!", "•": "-", "→": ">",
+        "▲": "!", "•": "-", "→": ">", "│": "|", "▕": "|",
         "▁": "_", "▂": "_", "▃": "-", "▄": "-", "▅": "=", "▆": "=", "▇": "#", "─": "-", "–": "-", "×": "x",
         "▏": "|", "▎": "|", "▍": "|", "▌": "|", "▋": "|", "▊": "|", "▉": "#",
     }

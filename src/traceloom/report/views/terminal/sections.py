@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from rich.text import Text
@@ -16,8 +17,8 @@ from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.sections import CORE, core, shown
 from traceloom.report.sections.section import Section
 from traceloom.report.table import PICTURES, Bar, Col, Table, written
-from traceloom.report.views.terminal.bars import sparkline, stacked
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines, with_bars
+from traceloom.report.views.terminal.bars import from_the_middle, sparkline, stacked
+from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, with_bars
 from traceloom.report.views.terminal.look import CURVE, FILLS
 
 Row = dict[str, Any]
@@ -27,6 +28,7 @@ _LEAST_NAME = 16
 _MOST_TEXT = 40
 _MOST_NAME = 400
 _WIDEST_SPARK = 72
+_DELTA = 15  # cells of a bar from the middle
 
 
 def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
@@ -95,27 +97,27 @@ def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Te
     note = f"{len(rows)} of {units.count(len(table.rows))}" if len(rows) < len(table.rows) else ""
     yield from heading(table.title, " · ".join(part for part in (note, table.note) if part), width)
     last = next((c for c in reversed(table.columns) if c.kind in ("name", *PICTURES)), None)
-    columns = [c for c in table.columns if c is not last and (c.narrow or width >= _WIDE)]
-    cells = [[_cell(column, row.get(column.key)) for row in rows] for column in columns]
-    # As many columns, from the left, as the width has room for; always the first.
-    room, used, fitting = width - (_LEAST_NAME if last and last.kind == "name" else 0), 1, 0
-    for column, texts in zip(columns, cells, strict=True):
-        used += 2 + max(len(column.title) + 2 * bool(column.swatch), *(len(cell) for cell in texts))
-        if used > room and fitting:
-            break
-        fitting += 1
-    columns, cells = columns[:fitting], cells[:fitting]
-    # Before a heading stands the pattern of its part of the bar beside it.
-    heads = [
-        TextColumn(Text.assemble(FILLS[c.swatch], " ", (c.title, "bold")) if c.swatch else c.title, right=c.numeric)
-        for c in columns
-    ]
-    cell_rows = [[column[i] for column in cells] for i in range(len(rows))]
+    tried = [_Column(c, rows) for c in table.columns if c is not last and (c.narrow or width >= _WIDE)]
+    # What is kept, else the first; of the others as many, from the left, as the width has room for.
+    kept = [column for column in tried if column.declared.kept] or tried[:1]
+    room = width - 1 - (_LEAST_NAME if last and last.kind == "name" else 0) - sum(column.size for column in kept)
+    while room < 0 and last is None and (widest := max(kept, key=lambda column: column.size)).size > _LEAST_NAME:
+        widest.size -= 1  # its texts wrap
+        room += 1
+    columns = []
+    for column in tried:
+        room -= 0 if column in kept else column.size
+        if column in kept or room >= 0:
+            columns.append(column)
+    heads = [column.head for column in columns]
+    cell_rows = list(zip(*(column.cells for column in columns), strict=True)) or [()] * len(rows)
+    if last is None:
+        cell_rows = [line for row in cell_rows for line in _wrapped_cells(row, columns)]
     if last is not None and last.kind in PICTURES:
-        column = last
+        key = last.key
 
         def bar(i: int, room: int) -> Text:
-            value = rows[i].get(column.key)
+            value = rows[i].get(key)
             if isinstance(value, Bar):
                 return stacked(value, room)
             return Text(sparkline(value or [], min(room, _WIDEST_SPARK)), CURVE)
@@ -129,6 +131,33 @@ def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Te
     yield from lines(heads, cell_rows, (last.title if last else "", name), width)
 
 
+class _Column:
+    """A column that is tried: `size` cells of the terminal with the gap before it."""
+
+    def __init__(self, declared: Col, rows: Sequence[Mapping[str, Any]]) -> None:
+        values = [row.get(declared.key) for row in rows]
+        # Before a heading stands the pattern of its part of the bar beside it.
+        fill = (FILLS[declared.swatch], " ") if declared.swatch else ()
+        self.declared = declared
+        self.head = TextColumn(Text.assemble(*fill, (declared.title, "bold")), right=declared.numeric)
+        self.cells: list[Cell] = [_cell(declared, value) for value in values]
+        if declared.kind == "delta":
+            differences: list[int] = [row[declared.key] for row in rows]
+            largest = max(map(abs, differences))
+            self.cells = [from_the_middle(difference, largest, _DELTA) for difference in differences]
+        self.size = 2 + max(len(self.head.heading), *map(len, self.cells))
+
+
+def _wrapped_cells(row: Sequence[Cell], columns: Sequence[_Column]) -> Iterator[tuple[Cell, ...]]:
+    """The lines of a row in whose columns some texts may have too little room."""
+    pieces = [
+        textwrap.wrap(cell, column.size - 2) if isinstance(cell, str) and len(cell) > column.size - 2 else [cell]
+        for cell, column in zip(row, columns, strict=True)
+    ]
+    yield from zip_longest(*pieces, fillvalue="")
+
+
 def _cell(column: Col, value: Any) -> str:
     shown_value = written(column, value)
-    return shown_value if column.numeric else short(shown_value, _MOST_NAME if column.kind == "name" else _MOST_TEXT)
+    long = column.kind == "name" or column.kept
+    return shown_value if column.numeric else short(shown_value, _MOST_NAME if long else _MOST_TEXT)

@@ -1,22 +1,24 @@
 // Columns of tables: how their values are written, aligned, compared; heads and cells.
 import { element, svgElement } from "./element.js";
-import { commonScale, duration, exact, exactUnit, grouped, perCent, rounded, share } from "./units.js";
+import { change, commonScale, duration, exact, exactUnit, grouped, perCent, rounded, share } from "./units.js";
 
 const ONE_LINE = 32; // characters that never wrap
 const CODE = /\u0060([^\u0060]+)\u0060/; // between backticks
 const WORDS = ["text", "name", "grade"];
+const PICTURES = { bar: stack, delta: fromTheMiddle };
 
 export class Column {
   constructor(told) {
     Object.assign(this, { hint: "", swatch: "", why: "", scale: told.key }, told);
-    this.numeric = this.kind !== "bar" && !WORDS.includes(this.kind);
+    this.picture = PICTURES[this.kind];
+    this.numeric = !this.picture && !WORDS.includes(this.kind);
   }
 
   // Numbers of one column stand in one unit, with the decimals below each other.
   write([factor, unit]) {
     this.unit = unit;
     if (!this.numeric) return;
-    const write = { count: grouped, share: perCent }[this.kind] ?? ((value) => rounded(value / factor));
+    const write = { count: grouped, share: perCent, change: (value) => change(value).replace(" %", "") }[this.kind] ?? ((value) => rounded(value / factor));
     this.shown = this.values.map((value) => (value === null ? null : write(value)));
     this.widest = this.shown.reduce((most, text) => Math.max(most, decimals(text)), 0);
   }
@@ -29,7 +31,7 @@ export class Column {
 
   // What a filter looks at.
   words(row) {
-    if (this.kind === "bar") return "";
+    if (this.picture) return "";
     return (this.numeric ? this.shown[row] : this.whole(row)) ?? "";
   }
 
@@ -41,20 +43,20 @@ export class Column {
   }
 
   head() {
-    const look = this.numeric ? "n" : this.kind === "bar" ? "bar" : this.kind === "name" ? "name" : "";
+    const look = this.numeric ? "n" : this.picture ? this.kind : this.kind === "name" ? "name" : "";
     const head = element("th", { scope: "col", className: look, "data-key": this.key });
     const inside = [
       this.swatch ? element("i", { className: `swatch b-${this.swatch}` }) : null,
       this.title,
       this.unit ? element("small", {}, ` ${this.unit}`) : null,
     ];
-    if (this.kind === "bar") head.append(...inside.filter(Boolean));
+    if (this.picture) head.append(...inside.filter(Boolean));
     else head.append(element("button", { type: "button", title: this.hint }, ...inside));
     return head;
   }
 
   cell(row) {
-    if (this.kind === "bar") return element("td", { className: "bar" }, stack(this.values[row]));
+    if (this.picture) return element("td", { className: this.kind }, this.picture(this.values[row], this.values));
     const text = this.numeric ? this.shown[row] : this.texts[this.at[row]] ?? null;
     const look = this.numeric ? "n" : "";
     if (text === null) return element("td", { className: `${look} none`.trim(), title: this.why }, "–");
@@ -71,8 +73,10 @@ export class Column {
     const value = this.values[row];
     const missing = this.widest - decimals(text);
     const look = missing ? ` p${missing}${text.includes(".") ? "" : " w"}` : "";
-    if (this.kind !== "share") return element("td", { className: `n${look}`, "data-v": value }, text);
-    const cell = element("td", { className: "n share", "data-v": Number((value * 100).toFixed(6)) }, text);
+    const perCents = this.kind === "share" || this.kind === "change";
+    const cell = element("td", { className: `n${look}`, "data-v": perCents ? Number((value * 100).toFixed(6)) : value }, text);
+    if (this.kind !== "share") return cell;
+    cell.className = "n share";
     cell.style.setProperty("--part", Math.min(Math.max(value, 0), 1));
     return cell;
   }
@@ -115,5 +119,16 @@ function stack(bar) {
     left += width;
   }
   svg.setAttribute("aria-label", words.join("; "));
+  return svg;
+}
+
+// A difference from the line in the middle: to the right what takes longer, to the left what takes less.
+function fromTheMiddle(ns, values) {
+  const largest = values.reduce((most, value) => Math.max(most, Math.abs(value)), 1);
+  const size = (Math.abs(ns) * 1000) / largest;
+  const svg = svgElement("svg", { class: "stack", viewBox: "-1000 0 2000 1", preserveAspectRatio: "none", role: "img" });
+  svg.setAttribute("aria-label", ns ? `${ns > 0 ? "slower" : "faster"} by ${duration(Math.abs(ns))}` : "no difference");
+  if (ns) svg.append(svgElement("rect", { class: ns > 0 ? "f-slower" : "f-faster", x: Math.min(Math.sign(ns) * size, 0), width: size, height: 1 }));
+  svg.append(svgElement("line", { class: "middle", y2: 1 }));
   return svg;
 }

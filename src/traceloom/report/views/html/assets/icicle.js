@@ -1,15 +1,24 @@
 // A tree as an icicle: each box as wide as its time or its bytes, children below their parents. Click or Enter zooms.
 import { element, svgElement } from "./element.js";
-import { byteSize, duration, exact, grouped, share } from "./units.js";
+import { byteSize, change, duration, exact, grouped, rounded, share } from "./units.js";
 import { readIsland } from "./unpack.js";
 
 const BOX = 26;
 const SLIM_BOX = 20; // of call stacks, which are deep
 const THINNEST = 1.5; // pixels
+const LETTER = 7; // pixels
+const LEAST_NAME = 6; // letters, beside which a change is written
+const SAME = 0.02; // of the larger of two runs
+const SAME_NS = 1000;
 
 function timesOf(figure) {
-  const { nodes } = readIsland(figure);
-  return nodes.map(([parent, name, count, host, device], id) => ({ id, parent, name, count, host, device, children: [] }));
+  const { nodes, sides = [] } = readIsland(figure);
+  return nodes.map(([parent, name, count, host, device], id) => ({ id, parent, name, count, host, device, sides: sides[id], children: [] }));
+}
+
+// What became of the time of a base.
+function became([base, now]) {
+  return !now && base ? "removed" : !base && now ? "added" : change(base ? now / base - 1 : 0);
 }
 
 // A name that is too long loses its middle: what it begins and ends with tells it apart.
@@ -64,8 +73,20 @@ export class Icicle {
     return node[this.measure] ?? 0;
   }
 
-  #written(value) {
-    return this.measure === "bytes" ? byteSize(value) : duration(value);
+  // A value as text; of two runs both, and what changed.
+  #written(node, measure = this.measure) {
+    if (measure === "bytes") return byteSize(this.#value(node));
+    if (!node.sides) return duration(node[measure] ?? 0);
+    return `${node.sides[measure].map(duration).join(" → ")} (${became(node.sides[measure])})`;
+  }
+
+  // Less than 2 % or 1 µs is no change; from a half on the colour is at its strongest.
+  #colour(box, [base, now]) {
+    const part = (now - base) / Math.max(base, now, 1);
+    const same = Math.abs(part) < SAME || Math.abs(now - base) < SAME_NS;
+    box.setAttribute("class", same ? "same" : part > 0 ? "slower" : "faster");
+    box.style.setProperty("--change", Math.min(2 * Math.abs(part), 1));
+    return same ? "" : became([base, now]);
   }
 
   draw() {
@@ -102,15 +123,17 @@ export class Icicle {
       role: "treeitem", tabindex: "-1", "data-node": node.id, "aria-level": depth + 1, class: faded ? "faded" : `d${depth % 4}`,
       transform: `translate(${left.toFixed(2)} ${depth * this.box})`,
     });
+    const beside = node.sides && !faded ? this.#colour(box, node.sides[this.measure]) : "";
     box.append(svgElement("rect", { width: Math.max(wide - 1, 0.5).toFixed(2), height: this.box - 1, rx: 2 }));
     if (wide > 30) {
       const text = svgElement("text", { x: 7, y: this.box / 2 + 4 });
-      const room = Math.floor((wide - 12) / 6.6);
-      text.textContent = middleOut(node.name, room);
+      const room = Math.floor((wide - 12) / LETTER);
+      const left = room - beside.length - 1;
+      text.textContent = beside && left >= LEAST_NAME ? `${middleOut(node.name, left)} ${beside}` : middleOut(node.name, room);
       box.append(text);
     }
-    const value = this.#value(node);
-    box.setAttribute("aria-label", `${node.name}, ${this.#written(value)}, ${share(value, total)}`);
+    const part = node.sides ? [] : [share(this.#value(node), total)];
+    box.setAttribute("aria-label", [node.name, this.#written(node), ...part].join(", "));
     const tell = () => this.#tell(node, total);
     box.addEventListener("mouseenter", tell);
     box.addEventListener("focus", tell);
@@ -120,12 +143,15 @@ export class Icicle {
 
   #tell(node, total) {
     const bytes = this.measure === "bytes";
-    const facts = [bytes ? byteSize(node.bytes) : `${duration(node.host)} on the host`];
-    if (!bytes && node.device !== null) facts.push(`${duration(node.device)} on the GPU`);
-    if (!bytes) facts.push(`${grouped(node.count)} ${node.count === 1 ? "call" : "calls"}`);
-    facts.push(`${share(this.#value(node), total)} of what is shown`);
+    const facts = [bytes ? this.#written(node) : `${this.#written(node, "host")} on the host`];
+    if (!bytes && node.device !== null) facts.push(`${this.#written(node, "device")} on the GPU`);
+    if (node.sides) facts.push(`${[...new Set(node.sides.count.map(rounded))].join(" → ")} calls per step`);
+    else {
+      if (!bytes) facts.push(`${grouped(node.count)} ${node.count === 1 ? "call" : "calls"}`);
+      facts.push(`${share(this.#value(node), total)} of what is shown`);
+    }
     this.say.replaceChildren(element("b", { textContent: node.full ?? node.name }), ` ${facts.join(" · ")}`);
-    this.say.title = exact(this.#value(node), bytes ? "B" : "ns");
+    this.say.title = (node.sides?.[this.measure] ?? [this.#value(node)]).map((value) => exact(value, bytes ? "B" : "ns")).join(" → ");
   }
 
   zoom(node) {

@@ -39,7 +39,7 @@ export class DataTable {
     const caption = element("caption", { className: "unseen" }, this.label);
     const table = element("table", {}, caption, element("thead", {}, element("tr", {}, ...this.heads)), this.body);
     const scroll = element("div", { className: "scroll", tabindex: 0, role: "region", "aria-label": this.label }, table);
-    const narrow = this.columns.length <= FEW_COLUMNS && !this.columns.some(({ kind }) => kind === "name" || kind === "bar");
+    const narrow = this.columns.length <= FEW_COLUMNS && !this.columns.some(({ kind, picture }) => kind === "name" || picture);
     figure.classList.toggle("narrow", narrow);
     figure.prepend(this.search, scroll, this.more);
     this.#listen(table);

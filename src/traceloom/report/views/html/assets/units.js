@@ -47,6 +47,13 @@ export function perCent(fraction) {
   return fraction < 1 && fraction > 0.999 ? ">99.9" : (fraction * 100).toFixed(1);
 }
 
+// A relative change with its sign; never 0 or -100 % unless it is exactly that.
+export function change(fraction) {
+  const size = Math.abs(fraction);
+  const shown = size >= 10 ? grouped(Math.round(100 * size)) : perCent(size).replace(">", "");
+  return `${fraction > 0 ? "+" : fraction < 0 ? "-" : ""}${shown} %`;
+}
+
 // The exact value behind a rounded number.
 export function exact(value, unit) {
   return `${grouped(value)} ${unit}`;
@@ -62,14 +69,14 @@ export function commonScale(kind, values) {
     if (size && size < smallest) smallest = size;
   }
   const scales = SCALES[kind];
-  if (kind === "share") return [0.01, "%"];
+  if (kind === "share" || kind === "change") return [0.01, "%"];
   if (!scales || !largest) return [1, ""];
   return scales.find(([factor]) => factor <= largest && factor * LEAST <= smallest) ?? scales[scales.length - 1];
 }
 
 // The unit of the value behind a rounded one.
 export function exactUnit(kind) {
-  return kind === "share" ? "%" : SCALES[kind]?.find(([factor]) => factor === 1)[1] ?? "";
+  return kind === "share" || kind === "change" ? "%" : SCALES[kind]?.find(([factor]) => factor === 1)[1] ?? "";
 }
 
 // Three significant digits, at most three decimals; what is not zero never shows as zero.
