@@ -670,3 +670,32 @@ def test_the_sentence_of_a_section_is_true_of_all_ranks(make: Callable[[], Ranks
     said = sentence(make(), key)
     for part in truth(make()):
         assert part in said
+
+
+@pytest.mark.parametrize("make", [training, uneven, pytest.param(dlrm, marks=pytest.mark.thorough)])
+def test_first_figures_of_the_core_are_sums_over_all_ranks(make: Callable[[], Ranks]) -> None:
+    job, whole = make(), document(make())
+    for raw, rank in zip(job.raw, whole["ranks"], strict=True):  # GPU time and idle time, from first to last step
+        in_steps = [(raw.bounds[0][0], raw.bounds[-1][1])]
+        talking, busy = union(filter(nccl, raw.work)), union(raw.work)
+        device = rank["gpu_account"]["devices"][0]
+        assert device["window_ns"] == total(in_steps)
+        assert device["compute_ns"] == overlap(raw.computing, in_steps)
+        either = union(spans([*raw.computing, *talking]))
+        assert device["exposed_communication_ns"] == overlap(either, in_steps) - overlap(raw.computing, in_steps)
+        assert device["exposed_memory_ns"] == overlap(busy, in_steps) - overlap(either, in_steps)
+        idle = sum(row["idle_ns"] for row in rank["gpu_account"]["idle"]) + device["edge_idle_ns"]
+        assert idle == device["idle_ns"] == total(in_steps) - overlap(busy, in_steps)
+    for key, categories in (("kernels", ("kernel", "gpu_memcpy", "gpu_memset")), ("operators", ("cpu_op",))):
+        times, counts = Counter[str](), Counter[str]()
+        for event in (event for raw in job.raw for event in raw.select(*categories)):
+            times[event["name"]] += event["ns"]
+            counts[event["name"]] += 1
+        top = whole[key][0]
+        assert (top["total_ns"], top["count"]) == (times[top["name"]], counts[top["name"]])
+        assert key == "operators" or top["total_ns"] == max(times.values())
+    rows = [row for row in whole["communication"]["collectives"] if row["where"] == "device"]
+    calls = [event for raw in job.raw for event in raw.work if nccl(event)]
+    assert (sum(row["total_ns"] for row in rows), sum(row["count"] for row in rows)) == (
+        sum(event["ns"] for event in calls), len(calls)
+    )  # fmt: skip
