@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from traceloom import load
 from traceloom.model import Session
 from traceloom.report import document
 from traceloom.report.table import Col
@@ -76,7 +77,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for k in range(3):
         rooted.python(f"train.py(9): step {k}", 10 + 300.0 * k, 290)
         rooted.op("aten::add", 20 + 300.0 * k, 100)
-    runs["rooted"] = Session((rooted.build(),), "rooted")
+    rooted.launch("cudaLaunchKernel", 630, 5, correlation=1)
+    rooted.kernel("gemm", 650, 20, correlation=1, grid=[7, 16, 32], block=[256, 1, 1], **{"shared memory": 4096})
+    runs["rooted"] = load(rooted.write(folder / "rooted.json"))
     out["numbers"] = folder / "numbers.html"
     out["numbers"].write_text(framed(**NUMBERS, **one_after_the_other([("s", "S", "", numbers())])), encoding="utf-8")
     for name, session in runs.items():

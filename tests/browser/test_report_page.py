@@ -167,6 +167,18 @@ def test_a_search_tells_how_long_its_matches_take_and_leaves_them_their_names(op
     assert tab.timeline(drawn) == ["kernel_03_gemm"]
 
 
+def test_a_kernel_tells_how_it_was_launched(open_page: Open) -> None:
+    tab = open_page("rooted")
+    _, x, y = tab.event_named("gemm")
+    tab.page.mouse.click(x, y)
+    panel = tab.page.locator("[data-part=details]")
+    facts = dict(zip(panel.locator("dt").all_inner_texts(), panel.locator("dd").all_inner_texts(), strict=True))
+    sizes = {"grid": "7 × 16 × 32", "block": "256 × 1 × 1", "shared memory": "4.10\u202fkB", "operator": "aten::add"}
+    assert sizes.items() <= facts.items()
+    panel.get_by_role("button", name="Operator").click()
+    assert panel.locator("h3").inner_text() == "aten::add"
+
+
 def test_the_tooltip_goes_when_its_event_goes(open_page: Open) -> None:
     tab = open_page()
     _, x, y = tab.event_named("kernel_04_copy")
@@ -239,6 +251,7 @@ def test_a_click_shows_what_is_known_and_leads_to_the_launch(open_page: Open) ->
     assert facts["kind"] == "kernel · compute"
     assert facts["duration"] == "38.0\u202fµs"
     assert facts["step"] == "ProfilerStep#0"
+    assert (facts["operator"], facts["shapes"]) == ("aten::op4", "[[2,7]]")
     assert facts["where"] == "rank 0 · stream 7 · GPU 0"
     assert facts["correlation"] == "5"
     assert facts["after its launch"] == "30.0\u202fµs"

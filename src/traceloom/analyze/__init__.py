@@ -40,6 +40,7 @@ lazy(
         "kernel_bounds": ".kernel_bound",
         "kernel_efficiency": ".kernel_efficiency",
         "kernel_kinds": ".kernel_kinds",
+        "kernel_launches": ".kernel_launches",
         "kernel_shapes": ".kernel_shapes",
         "kernels": ".kernels",
         "KindRule": ".kind_rules",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from traceloom.analyze.kernel_bound import kernel_bounds as kernel_bounds
     from traceloom.analyze.kernel_efficiency import kernel_efficiency as kernel_efficiency
     from traceloom.analyze.kernel_kinds import kernel_kinds as kernel_kinds
+    from traceloom.analyze.kernel_launches import kernel_launches as kernel_launches
     from traceloom.analyze.kernel_shapes import kernel_shapes as kernel_shapes
     from traceloom.analyze.kernels import kernels as kernels
     from traceloom.analyze.kind_rules import KindRule as KindRule

@@ -59,13 +59,13 @@ def arguments(trace: Trace, event: int) -> dict[str, Any]:
     )
 
 
-def numbers(trace: Trace, events: Ints, keys: Mapping[str, str]) -> pl.DataFrame:
+def numbers(trace: Trace, events: Ints, keys: Mapping[str, str | tuple[str, int]]) -> pl.DataFrame:
     """Some numeric arguments of some events.
 
     Args:
         trace: A trace for which `readable` holds; the file is decompressed up to the last of the events.
         events: Rows of `trace.events`, ascending.
-        keys: Name of a column -> key of the argument in the file.
+        keys: Name of a column -> key of the argument in the file; of a list, with the position in it.
 
     Returns:
         The column `event` and one Float64 column per name, in the order of `events`; null where the argument is absent,
@@ -74,15 +74,22 @@ def numbers(trace: Trace, events: Ints, keys: Mapping[str, str]) -> pl.DataFrame
     Raises:
         InputError: `unreadable`: the file is gone.
     """
+    spec = {key if isinstance(key, str) else key[0]: f"value_{number}" for number, key in enumerate(keys.values())}
     record = msgspec.defstruct(
-        "Numbers", [(name, Any, msgspec.field(default=None, name=key)) for name, key in keys.items()], gc=False
+        "Numbers", [(field, Any, msgspec.field(default=None, name=key)) for key, field in spec.items()], gc=False
     )
     columns = {name: np.full(events.size, np.nan) for name in keys}
     none = record()
     for places, decoded in _decoded(trace, events, record):
         rows = [none if args is None else args for args in decoded]
         for name, values in columns.items():
-            values[places] = finite([getattr(row, name) for row in rows])
+            key = keys[name]
+            recorded = [getattr(row, spec[key if isinstance(key, str) else key[0]]) for row in rows]
+            if not isinstance(key, str):
+                recorded = [
+                    next(iter(value[key[1] :]), None) if isinstance(value, list) else None for value in recorded
+                ]
+            values[places] = finite(recorded)
     series = [pl.Series(name, values).fill_nan(None) for name, values in columns.items()]
     return pl.DataFrame([pl.Series("event", events).cast(pl.UInt32), *series])
 

@@ -79,3 +79,13 @@ def test_a_file_that_is_gone_or_cut_is_told(tmp_path: Path) -> None:
     assert not readable(trace)
     with pytest.raises(InputError):
         numbers(trace, rows, KEYS)
+
+
+def test_places_of_lists_are_numbers_too(tmp_path: Path) -> None:
+    grids = [[7, 16, 32], [8], "[1,2,3]", None, [1, "x", None]]
+    made = TraceBuilder()
+    for at, grid in enumerate(grids):
+        made = made.kernel(f"k{at}", 10 * at, 5, grid=grid)
+    trace, rows = read(made.write(tmp_path / "trace.json"))
+    sizes = numbers(trace, rows, {"x": ("grid", 0), "y": ("grid", 1), "z": ("grid", 2)})
+    assert sizes.drop("event").rows() == [(7, 16, 32), (8, None, None), (None,) * 3, (None,) * 3, (1, None, None)]

@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.analyze.kernel_launches import kernel_launches
 from traceloom.array_types import Floats, Ints
 from traceloom.harmless import harmless
 from traceloom.model import Session, Trace
@@ -206,7 +207,7 @@ def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
         useful = pl.when(first).then(0).when(pl.col("category") == PYTHON).then(2).otherwise(1)
         events = events.sort(useful, -pl.col("duration_ns"), "event").head(share)
     # The arguments of an event as one text: key, unit separator, value, record separator, key, ...
-    frames = []
+    frames = [_launch_facts(trace)]
     for name, facts in _FACTS.items():
         frame: pl.DataFrame = getattr(trace, name)
         texts = [
@@ -227,6 +228,23 @@ def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
         .join(forward_of_backward, on="event", how="left")
         .sort("order", "event")
     )
+
+
+def _launch_facts(trace: Trace) -> pl.DataFrame:
+    """How the kernels were launched, as texts of facts: event, facts."""
+    sizes = {
+        what: pl.format("{} × {} × {}", *(f"{what}_{axis}" for axis in "xyz")).alias(what) for what in ("grid", "block")
+    }
+    values = {
+        **sizes,
+        "registers per thread": pl.col("registers").cast(pl.String),
+        "shared memory": pl.col("shared_bytes").cast(pl.String),
+        "blocks per SM": pl.col("blocks_per_sm").round(2).cast(pl.String),
+        "estimated occupancy": pl.format("{} %", (100 * pl.col("occupancy")).round(0).cast(pl.Int64)),
+    }
+    texts = [pl.lit(f"{title}\x1f") + value for title, value in values.items()]
+    rows = kernel_launches(trace).rows
+    return rows.select("event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts"))
 
 
 def _columns(

@@ -7,7 +7,7 @@ import { byteSize, duration, exact, grouped, share } from "./units.js";
 
 const RECORD = "\u001e";
 const UNIT = "\u001f";
-const FACT_BYTES = new Set(["bytes", "bytes in", "bytes out"]);
+const FACT_BYTES = new Set(["bytes", "bytes in", "bytes out", "shared memory"]);
 const RANGE_NOTE = "Sums of the time inside it over all ranks; work that overlaps counts twice.";
 const MOST = 6; // rows of the sums of a range
 
@@ -96,11 +96,9 @@ export class Details {
       const total = work.reduce((sum, k) => sum + events.duration[k], 0);
       rows.push(["GPU work", `${grouped(work.length)}, ${duration(total)} in sum`, exact(total, "ns")]);
     }
-    const text = events.fact[event] ? events.facts[events.fact[event] - 1] : "";
-    for (const pair of text ? text.split(RECORD) : []) {
-      const [key, value] = pair.split(UNIT);
-      rows.push(FACT_BYTES.has(key) ? [key, byteSize(Number(value)), `${value} B`] : [key, value]);
-    }
+    rows.push(...factsOf(events, event));
+    const operator = operatorOf(events, event);
+    if (operator >= 0) rows.push(["operator", events.name(operator)], ...factsOf(events, operator));
     return rows.map(([key, value, more]) =>
       element("div", {}, element("dt", { textContent: key }), element("dd", { textContent: value, title: more ?? "" })));
   }
@@ -116,6 +114,7 @@ export class Details {
       "div",
       { className: "tl-ways" },
       go("Launch", events.launch[event], "the call that submitted this work (l)"),
+      go("Operator", operatorOf(events, event), "the operator that launched this work"),
       go("GPU work", work[0] ?? -1, "the first GPU work launched in here (l)"),
       go("Parent", events.end[event] >= 0 ? events.parent[event] : -1, "the event around this one (p)"),
       go(events.laneOf(event).side === "before" ? "After" : "Before", events.twin?.[event] ?? -1, "the same on the other side (l)"),
@@ -148,6 +147,22 @@ export class Details {
       element("dl", { className: "tl-facts tl-long" }, ...longest.map(([label, ns]) => row([this.events.shortNames[label], ns]))),
     );
   }
+}
+
+// Names and values of what the profiler recorded of an event.
+function factsOf(events, event) {
+  const text = events.fact[event] ? events.facts[events.fact[event] - 1] : "";
+  return (text ? text.split(RECORD) : []).map((pair) => {
+    const [key, value] = pair.split(UNIT);
+    return FACT_BYTES.has(key) ? [key, byteSize(Number(value)), `${value} B`] : [key, value];
+  });
+}
+
+// The innermost operator around the launch of GPU work, -1 where there is none.
+function operatorOf(events, event) {
+  let at = events.isGpuWork(event) ? events.launch[event] : -1;
+  while (at >= 0 && events.category(at) !== "op") at = events.parent[at];
+  return at;
 }
 
 function kindOf(events, event) {
