@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import polars as pl
 
 from traceloom.analyze.host_wait import COLLECTIONS
-from traceloom.analyze.phases import BACKWARD, WORD_PHASES
+from traceloom.analyze.phases import BACKWARD, COMMUNICATION, SPAN_PHASES, WORD_PHASES
 from traceloom.findings.context import NAMELESS, Bools, Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import category as cat
@@ -27,6 +29,7 @@ _MOST_RANKS = 4
 _FAR_MORE = 2.0  # times as long as the middle one of the others: the pause is this rank's
 _ASLEEP = 0.2  # at most: it waits
 _BACKWARD = next(pattern for phase, pattern in WORD_PHASES if phase == BACKWARD)
+_COLLECTIVES = "|".join(pattern for phase, pattern in SPAN_PHASES if phase == COMMUNICATION)
 _ENGINE = "autograd::engine::"
 _ADDS_UP = "AccumulateGrad"  # runs on the main thread, too
 _UNSEEN = "what the host waits for in the backward pass was not recorded: the operators of another thread"
@@ -71,8 +74,8 @@ def between_operators(context: Context) -> Bools:
     nodes = context.graph.nodes
     frames = pl.Series(context.of_kind(gs.HOST)) & nodes["category"].cast(pl.String).is_in([cat.ANNOTATION, cat.PYTHON])
     between = context.of_kind(gs.THINK) | frames.fill_null(value=False).to_numpy()
-    others = (named(context.graph, LOADING) | named(context.graph, COLLECTIONS)).fill_null(value=False).to_numpy()
-    unclaimed: Bools = between & ~others
+    others = (named(context.graph, pattern) for pattern in (LOADING, COLLECTIONS, _COLLECTIVES))
+    unclaimed: Bools = between & ~reduce(or_, others).fill_null(value=False).to_numpy()
     return unclaimed
 
 

@@ -236,9 +236,10 @@ class _Writer:
     def _wait(self, step: int) -> None:
         if self.recipe.sync == do.EVENT:
             self.out.append(do.Record(f"end {step}", COMPUTE, self._call(0.4)))
+        cost = self._call() if self.recipe.sync == do.DEVICE else self._call(0.5)  # the same call costs the same
         back = self.chance.draw(self.recipe.back_us)
         self.out.append(
-            do.Synchronize(self.recipe.sync, self._call(0.5), back, COMPUTE, f"end {step}", label=SYNC)
+            do.Synchronize(self.recipe.sync, cost, back, COMPUTE, f"end {step}", label=SYNC)
         )  # fmt: skip
 
     def _op(

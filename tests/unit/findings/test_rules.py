@@ -131,6 +131,13 @@ def _small(count: int, kernel_us: float = 2) -> Made:
     return made
 
 
+def _talking(count: int) -> Made:
+    made = Made()
+    for _ in range(count):
+        made.op(kernel_us=2).inside("nccl:all_reduce", 30)
+    return made
+
+
 def _paused(count: int) -> Made:
     made = Made()
     for _ in range(count):
@@ -211,6 +218,7 @@ WELL = {
     "graph-breaks": lambda: _broken(0),
     "autotuning": lambda: busy().around("train.py(7): benchmark_of_the_year", lambda made: made.op(), python=True),
     "uneven-exchange": lambda: _exchanges([1000, 1100, 1000, 996]),
+    "python-bound": lambda: _talking(40),
 }
 
 
