@@ -44,7 +44,8 @@ def exposed(context: Context) -> Iterator[Said]:
         alone = context.exposed_ns(mask)
         if not alone or (kind in _MESSAGES and context.piped):
             continue
-        time = int(context.graph.nodes["duration_ns"].to_numpy()[mask].sum())
+        own = context.own(mask)
+        time = int(context.graph.nodes["duration_ns"].to_numpy()[own].sum())
         movable = kind in _MOVABLE
         change = Change("overlap", Chosen(f"{kind}, beside computing", mask, "collectives"))
         at_most_ns = None
@@ -53,8 +54,8 @@ def exposed(context: Context) -> Iterator[Said]:
             times = whatif_many(context.graph, (fixed, context.changed(fixed, [change])), context.plan)
             at_most_ns = max(int(times[0] - times[1]), 0)
         yield Candidate(
-            title=f"{context.in_words(alone)} of {context.in_words(time)} of {kind} not overlapped "
-            f"({context.many(int(mask.sum()))} calls{context.over_ranks})",
+            title=f"{context.in_words(context.exposed_ns(own))} of {context.in_words(time)} of {kind} not overlapped "
+            f"({context.many(int(own.sum()))} calls{context.over_ranks})",
             changes=(change,),
             confidence=0.5 if movable else 0.3,
             advice="Start it earlier and wait for it later: gradient buckets in DDP, prefetching in FSDP "

@@ -42,7 +42,6 @@ NAMELESS = "host time outside any recorded event"
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
 _NEVER = int(np.iinfo(np.int64).min)
 _BETWEEN = 0.1  # of the steps: more time between them is not theirs
-_RUNS_AHEAD = 0.8  # of the graph is the step at most: else what is counted in the graph is that of the step
 _MOST_OF = 0.6  # of a stretch of host time: what it is called by covers so much of it
 
 
@@ -153,7 +152,7 @@ class Context:
         The graph spans more where the host runs ahead of the device: what the device still has to do of earlier steps.
         Stages of a pipeline are in a step at different times: there it is the step of the rank where it takes longest.
         """
-        return self._lengths[0] // self.step_count
+        return self._length // self.step_count
 
     @property
     def step(self) -> int | None:
@@ -174,27 +173,27 @@ class Context:
         return index
 
     @cached_property
-    def _lengths(self) -> tuple[int, int]:
-        """Of the step, and of all that the graph holds: of all ranks together, or of the longest stage's."""
+    def _length(self) -> int:
+        """Of the steps: of all ranks together, or of the longest stage's."""
         if not self.piped:
             return self._length_of(np.ones(self.graph.nodes.height, dtype=np.bool_))
         rank = self.graph.nodes["rank"].fill_null(-1).to_numpy()
         return max(self._length_of(rank == number) for number in np.unique(rank))
 
-    def _length_of(self, of_ranks: Bools) -> tuple[int, int]:
+    def _length_of(self, of_ranks: Bools) -> int:
         if self.apart:
-            return self.whole_ns, self.whole_ns
+            return self.whole_ns
         times = point_times(self.graph)
         begin, end = times[0::2][of_ranks], times[1::2][of_ranks]
         whole = int(end.max() - begin.min()) if end.size else 0
         if self.elsewhere is None:
-            return whole, whole
+            return whole
         device = self.elsewhere[of_ranks] & self.of_kind(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)[of_ranks]
         host = ~self.elsewhere[of_ranks] & self.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)[of_ranks]
         if not device.any() or not host.any():
-            return whole, whole
+            return whole
         begins = max(int(end[device].max()), int(begin[host].min()))
-        return max(int(end.max()) - begins, 0) or whole, whole
+        return max(int(end.max()) - begins, 0) or whole
 
     @cached_property
     def elsewhere(self) -> Bools | None:
@@ -390,18 +389,17 @@ class Context:
         """Summed work of some nodes."""
         return int(self.graph.nodes["work_ns"].to_numpy()[nodes].sum())
 
-    @cached_property
-    def _per_step(self) -> float:
-        share = self._lengths[0] / max(self._lengths[1], 1)
-        return (share if share < _RUNS_AHEAD else 1.0) / self.step_count
+    def own(self, nodes: Bools) -> Bools:
+        """Those of some nodes that are of the steps looked at, not of those that the device still had to do."""
+        return nodes if self.elsewhere is None else nodes & ~self.elsewhere
 
     def in_words(self, time_ns: int) -> str:
-        """A time in the graph, as what it comes to in one step."""
-        return units.duration(round(time_ns * self._per_step))
+        """A time of the steps, as what it comes to in one of them."""
+        return units.duration(round(time_ns / self.step_count))
 
     def many(self, count: int) -> str:
-        """A number of things in the graph, as what it comes to in one step."""
-        return units.count(max(round(count * self._per_step), 1))
+        """A number of things in the steps, as what it comes to in one of them."""
+        return units.count(max(round(count / self.step_count), 1))
 
     @property
     def over_ranks(self) -> str:

@@ -82,9 +82,10 @@ def on_the_device(context: Context) -> Iterator[Said]:
     if not mask.any() or time < _LEAST_SHARE * context.whole_ns * max(context.rank_count, 1):
         return
     most = max(by_op, key=lambda name: by_op[name])
+    own = context.own(mask)
     yield Candidate(
-        title=f"{context.many(int(mask.sum()))} copies inside the device take {context.in_words(time)}, most of it in "
-        f"{most}",
+        title=f"{context.many(int(own.sum()))} copies inside the device take {context.in_words(context.work_ns(own))}, "
+        f"most of it in {most}",
         changes=(Change("remove", Chosen("copies inside the device", mask, "copies")),),
         confidence=0.3,
         advice="Avoid clones and changes of layout: write in place or into preallocated tensors, keep one memory "
@@ -100,10 +101,11 @@ def exposed(context: Context) -> Iterator[Said]:
         rows = _copies(trace).filter(pl.col("kind").is_in(list(_HOST)), pl.col("bytes") >= _LEAST_BYTES)
         mask |= context.nodes_of(trace, rows["event"])
     mask &= context.of_kind(gs.COPY)
-    alone = context.exposed_ns(mask)
-    if alone < _LEAST_SHARE * context.whole_ns:
+    if context.exposed_ns(mask) < _LEAST_SHARE * context.whole_ns:
         return
-    size = int(context.graph.nodes["bytes"].to_numpy()[mask].sum()) if mask.any() else 0
+    own = context.own(mask)
+    alone = context.exposed_ns(own)
+    size = int(context.graph.nodes["bytes"].to_numpy()[own].sum()) // context.step_count if own.any() else 0
     yield Candidate(
         title=f"nothing is computed during {context.in_words(alone)} of copying between host and device "
         f"({units.size(size)})",

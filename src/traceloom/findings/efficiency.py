@@ -94,10 +94,10 @@ def odd_sizes(context: Context) -> Iterator[Said]:
     if not checked:
         yield Abstention("unaligned-matmul", "shapes and types of inputs were not recorded")
         return
-    time = context.work_ns(odd)
-    if time < _LEAST_SHARE * context.whole_ns:
+    if context.work_ns(odd) < _LEAST_SHARE * context.whole_ns:
         return
     factor = _roofline_factor(context, odd)
+    time = context.work_ns(context.own(odd))
     yield Candidate(
         title=f"{context.in_words(time)} of matrix products have sizes that are no multiples of 8",
         changes=(Change("scale", Chosen("matrix products of odd sizes", odd, "kernels"),
@@ -115,14 +115,14 @@ def no_matrix_units(context: Context) -> Iterator[Said]:
         yield Abstention("matrix-units-unused", "no GPU work was recorded")
         return
     _, unused, _ = _products(context)
-    time = context.work_ns(unused)
-    if time < _LEAST_SHARE * context.whole_ns:
+    if context.work_ns(unused) < _LEAST_SHARE * context.whole_ns:
         return
     abilities = [
         float(capability)
         for trace in context.traces
         for capability in trace.devices["compute_capability"].drop_nulls().to_list()
     ]
+    time = context.work_ns(context.own(unused))
     tf32 = bool(abilities) and max(abilities) >= _TF32
     yield Candidate(
         title=f"{context.in_words(time)} of matrix products use no tensor cores"
@@ -165,9 +165,10 @@ def low_roofline(context: Context) -> Iterator[Said]:
         bound = parts[0][1]["bound"].drop_nulls().cast(pl.String).mode()[0]
         limit = "memory's bandwidth" if bound == "memory" else "its arithmetic"
         hint = next((text for pattern, text in _HINTS.items() if re.search(pattern, name)), _HINT)
+        own = context.own(mask)
         yield Candidate(
             title=f"{brief(name)} reaches {units.share(factor * _REACHABLE, 1)} of what {limit} allows: "
-            f"{context.in_words(context.work_ns(mask))} in {context.many(int(mask.sum()))} kernels",
+            f"{context.in_words(context.work_ns(own))} in {context.many(int(own.sum()))} kernels",
             changes=(Change("scale", Chosen(f"kernels of {brief(name)}", mask, "kernels"), factor),),
             confidence=0.4,
             advice=f"{hint} The saving assumes {_REACHABLE:.0%} of the roofline.",
@@ -181,7 +182,8 @@ def slow_kernels(context: Context) -> Iterator[Said]:
     """Kernels of the step that take longer than the same kernels elsewhere in the run."""
     for trace in context.traces:
         slow = context.ask(trace, _slow)
-        mask = context.nodes_of(trace, slow["event"]) & context.of_kind(gs.KERNEL)  # communication waits for others
+        computing = context.of_kind(gs.KERNEL)  # communication waits for others
+        mask = context.own(context.nodes_of(trace, slow["event"])) & computing
         if not mask.any():
             continue
         slow = slow.filter(pl.col("event").is_in(context.graph.nodes["event"].filter(pl.Series(mask)).implode()))

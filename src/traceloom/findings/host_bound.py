@@ -187,9 +187,9 @@ def small_kernels(context: Context) -> Iterator[Said]:
     many = int(following.sum())
     if many < _MANY // 2 * context.step_count:
         return
+    own = [context.many(int(context.own(nodes).sum())) for nodes in (following, mask)]
     yield Candidate(
-        title=f"{context.many(many)} of {context.many(count)} elementwise kernels follow another one: "
-        "they could be one",
+        title=f"{own[0]} of {own[1]} elementwise kernels follow another one: they could be one",
         changes=(Change("fuse", chosen),),
         confidence=0.6,
         advice="Let torch.compile fuse them, or use fused operators.",

@@ -29,6 +29,7 @@ LEAST = 0.005  # of the step; less is not worth a line
 HIGH, MEDIUM = 0.10, 0.03
 MOST_STEPS = 5
 _MOST_NODES = 150_000  # of all steps together: of larger ones fewer are looked at
+_LIKE = 0.5  # of the usual step: steps that take less are none of its kind
 _COUNTS = 0.01  # of the step: a saving that may be larger by this much is a lower bound
 _SAME = 0.98  # of the largest saving: as large, for all that steps differ; then causes come before symptoms
 _NEARLY = 0.7  # of the largest saving: a cause comes before a symptom that is about the same time, too
@@ -130,11 +131,12 @@ def _greedy(
     # steps around the usual one, with what the rules find in them; the usual one alone where there are no others
     fitting = min(most + 1, _MOST_NODES // max(context.graph.nodes.height, 1))
     around = context.around(fitting) if most > 1 and fitting > 1 else ()
+    steps: Steady | None = None
     if len(around) > 1:
         several = context.over(around)
         outcomes = ((rule, outcome) for rule in rules for outcome in rule.look(several))
         steps = Steady(several, _keyed((rule, each) for rule, each in outcomes if isinstance(each, Candidate)))
-    else:
+    if steps is None or middle(steps.now_ns) < _LIKE * context.step_ns:  # in those next to nothing is done
         steps = Steady(context, usual)
     order = {rule.slug: number for number, rule in enumerate(rules)}
     left = sorted(steps.candidates, key=lambda key: order[key[0]])

@@ -38,7 +38,7 @@ def recomputation(context: Context) -> Iterator[Said]:
     if not mask.any():
         return
     on_device = mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
-    time = context.work_ns(on_device if on_device.any() else mask)
+    time = context.work_ns(context.own(on_device if on_device.any() else mask))
     yield Candidate(
         title=f"activation checkpointing repeats {context.in_words(time)} of forward work",
         changes=(Change("remove", Chosen("recomputation", mask)),),
@@ -120,10 +120,11 @@ def unfused_norm(context: Context) -> Iterator[Said]:
     kernels = mask & context.of_kind(gs.KERNEL)
     if not kernels.any():
         return
+    own = context.own(kernels)
     all_but_waits = mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL, gs.HOST, gs.LAUNCH)
     yield Candidate(
-        title=f"{units.count(count)} normalisations are made of {context.many(int(kernels.sum()))} kernels "
-        f"({context.in_words(context.work_ns(kernels))})",
+        title=f"{units.count(count)} normalisations are made of {context.many(int(own.sum()))} kernels "
+        f"({context.in_words(context.work_ns(own))})",
         changes=(Change("scale", Chosen("normalisations, fused", all_but_waits, "gpu"), _NORM_LEFT),),
         confidence=0.6,
         advice="Use torch.nn.RMSNorm or torch.nn.LayerNorm, a fused kernel (Liger, Apex), or torch.compile.",

@@ -202,6 +202,24 @@ def test_a_found_fault_is_in_the_ranked_list(slug: str) -> None:
     assert slug in {one.slug for one in rank(grounded(FOUND[slug]().done()), RULES).time}
 
 
+def test_an_empty_step_behind_the_only_one_hides_nothing() -> None:
+    made = FOUND["host-pause"]()
+    (found, *_) = rank(grounded(made.done().step(2, made.now + 5, 20)), RULES).time
+    assert (found.slug, found.step_count) == ("host-pause", 1)
+
+
+def test_what_the_device_still_has_to_do_of_earlier_steps_is_not_told_of_this_one() -> None:
+    made = Made()
+    for step, kernel in ((1, KERNEL), (2, "ampere_sgemm_128x64_nn")):
+        began = made.now
+        for _ in range(10):
+            made.op("aten::mm", kernel, 60)
+        made.trace.step(step, began - 5, made.now - began)
+    (candidate,) = BY_SLUG["matrix-units-unused"].look(grounded(made.trace).over((2,)))
+    assert isinstance(candidate, Candidate)
+    assert candidate.title.startswith("600 µs of matrix products")
+
+
 def test_a_device_that_is_always_busy_needs_no_fix() -> None:
     found = rank(grounded(busy().done()), RULES)
     assert [one.title for one in found.time if (one.saving_fraction or 0) > 0.02] == []
