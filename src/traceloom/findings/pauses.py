@@ -48,7 +48,12 @@ def pauses(context: Context) -> Iterator[Said]:
     python = between_operators(context)
     work = context.graph.nodes["work_ns"].to_numpy()
     long = python & (work >= long_ns(context))
-    unseen = long & _of_unseen_threads(context)
+    # regions named backward, on ranks of whose backward pass no derivative was recorded: they run elsewhere
+    nodes = context.graph.nodes
+    name, of_rank = nodes["name"].cast(pl.String).fill_null(""), nodes["rank"].fill_null(-1)
+    seen = of_rank.filter(name.str.starts_with(_ENGINE) & ~name.str.ends_with(_ADDS_UP)).unique()
+    backward = (nodes["category"].cast(pl.String) == cat.ANNOTATION) & name.str.contains(_BACKWARD)
+    unseen: Bools = long & (backward.fill_null(value=False) & ~of_rank.is_in(seen.implode())).to_numpy()
     if unseen.any():
         yield Abstention("host-pause", _UNSEEN)
         long &= ~unseen
@@ -77,16 +82,6 @@ def between_operators(context: Context) -> Bools:
     others = (named(context.graph, pattern) for pattern in (LOADING, COLLECTIONS, _COLLECTIVES))
     unclaimed: Bools = between & ~reduce(or_, others).fill_null(value=False).to_numpy()
     return unclaimed
-
-
-def _of_unseen_threads(context: Context) -> Bools:
-    """Regions named backward, on ranks of whose backward pass no derivative was recorded: they run elsewhere."""
-    nodes = context.graph.nodes
-    name, rank = nodes["name"].cast(pl.String).fill_null(""), nodes["rank"].fill_null(-1)
-    seen = rank.filter(name.str.starts_with(_ENGINE) & ~name.str.ends_with(_ADDS_UP)).unique()
-    region = (nodes["category"].cast(pl.String) == cat.ANNOTATION) & name.str.contains(_BACKWARD)
-    unseen: Bools = (region.fill_null(value=False) & ~rank.is_in(seen.implode())).to_numpy()
-    return unseen
 
 
 def waits_for_requests(context: Context) -> bool:

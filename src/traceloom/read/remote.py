@@ -107,11 +107,13 @@ def _download(remotes: list[_Remote], path: Path, shown: str, say: Say) -> None:
 
         def produce(out: BinaryIO, remote: _Remote = remote, before: int = before) -> None:
             size = 0
-            for piece in _pieces(remote, shown):
-                out.write(piece)
-                size += len(piece)
-                _check_size(before + size, shown)
-                say(before + size, total)
+            with _reported(shown), closing(remote.open()) as stream:
+                pieces = iter(lambda: stream.read(_PIECE), b"")
+                for piece in pieces:
+                    out.write(piece)
+                    size += len(piece)
+                    _check_size(before + size, shown)
+                    say(before + size, total)
             if remote.size not in {None, size}:
                 message = f"the connection ended after {size:,} of {remote.size:,} bytes"
                 raise InputError(message, slug="cut-download", where=shown, hint="try again")
@@ -158,12 +160,6 @@ def _versions(copy: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return versions if isinstance(versions, dict) else {}
-
-
-def _pieces(remote: _Remote, where: str) -> Iterator[bytes]:
-    with _reported(where), closing(remote.open()) as stream:
-        while piece := stream.read(_PIECE):
-            yield piece
 
 
 @contextmanager

@@ -49,7 +49,13 @@ def picture(operators: Sequence[Row]) -> str:
     shown = sorted(shown, key=lambda row: -row["total_ns"])[:_MOST]
     if not shown:
         return ""
-    roofs = _ceilings(shown)
+    # (label, FLOP/s, bytes/s) of every peak that a shown operator is compared with, the highest first
+    peaks: dict[tuple[float, float | None], set[str]] = {}
+    for row in shown:
+        if row["peak_flop_rate"]:
+            name = str(row["arithmetic"]) if row["matrix"] else "vector units"
+            peaks.setdefault((row["peak_flop_rate"], row["peak_byte_rate"]), set()).add(name)
+    roofs = [(", ".join(sorted(peaks[key])), *key) for key in sorted(peaks, key=lambda key: -key[0])]
     rates = [row["flop_rate"] for row in shown] + [rate for _, rate, _ in roofs]
     ridges = [rate / memory for _, rate, memory in roofs if memory]
     plane = _Plane([row["intensity"] for row in shown] + ridges, rates)
@@ -65,16 +71,6 @@ def picture(operators: Sequence[Row]) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(caption)}">'
         f"{_grid(plane)}{lines}{points}{names}</svg></figure>"
     )
-
-
-def _ceilings(rows: Sequence[Row]) -> list[tuple[str, float, float | None]]:
-    """(label, FLOP/s, bytes/s) of every peak that a shown operator is compared with, the highest first."""
-    names: dict[tuple[float, float | None], set[str]] = {}
-    for row in rows:
-        if row["peak_flop_rate"]:
-            name = str(row["arithmetic"]) if row["matrix"] else "vector units"
-            names.setdefault((row["peak_flop_rate"], row["peak_byte_rate"]), set()).add(name)
-    return [(", ".join(sorted(names[key])), *key) for key in sorted(names, key=lambda key: -key[0])]
 
 
 def _grid(plane: _Plane) -> str:

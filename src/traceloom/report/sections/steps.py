@@ -88,7 +88,12 @@ def _of_rank(rank: Row, position: int, *, several: bool) -> Table:
     rows = []
     for step in rank["steps"]:
         if gpu:
-            sums, whole = _on_devices(step)
+            # the times of all devices together; before its first and after its last work a device is idle
+            devices = step.get("devices") or []
+            sums: Row = {part.key: sum(device.get(part.key) or 0 for device in devices) for part in DEVICE}
+            edges = sum((d.get("edge_idle_before_ns") or 0) + (d.get("edge_idle_after_ns") or 0) for d in devices)
+            sums["idle_ns"] += edges
+            whole = sum(device.get("window_ns") or 0 for device in devices) + edges
             count = max(len(step["devices"]), 1)
             parts = [(label, colour, ns // count) for label, colour, ns in named(DEVICE, sums)] if whole else []
             seen = {**shares(DEVICE, sums, whole), "lag": step.get("lag_ns"), "launches": step.get("launch_count")}
@@ -131,15 +136,6 @@ def _of_rank(rank: Row, position: int, *, several: bool) -> Table:
         position,
         brief=not several,
     )
-
-
-def _on_devices(step: Row) -> tuple[Row, int]:
-    """Times of a step's devices together, and their sum; before its first and after its last work a device is idle."""
-    devices = step.get("devices") or []
-    sums: Row = {part.key: sum(device.get(part.key) or 0 for device in devices) for part in DEVICE}
-    edges = sum((d.get("edge_idle_before_ns") or 0) + (d.get("edge_idle_after_ns") or 0) for d in devices)
-    sums["idle_ns"] += edges
-    return sums, sum(device.get("window_ns") or 0 for device in devices) + edges
 
 
 SECTION = StepsSection()

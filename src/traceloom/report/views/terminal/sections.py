@@ -112,7 +112,15 @@ def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Te
     heads = [column.head for column in columns]
     cell_rows = list(zip(*(column.cells for column in columns), strict=True)) or [()] * len(rows)
     if last is None:
-        cell_rows = [line for row in cell_rows for line in _wrapped_cells(row, columns)]
+        wrapped: list[tuple[Cell, ...]] = []
+        for row in cell_rows:  # texts that have too little room take several lines
+            rooms = [column.size - 2 for column in columns]
+            pieces = [
+                textwrap.wrap(cell, room) if isinstance(cell, str) and len(cell) > room else [cell]
+                for cell, room in zip(row, rooms, strict=True)
+            ]
+            wrapped += zip_longest(*pieces, fillvalue="")
+        cell_rows = wrapped
     if last is not None and last.kind in PICTURES:
         key = last.key
 
@@ -146,15 +154,6 @@ class _Column:
             largest = max(map(abs, differences))
             self.cells = [from_the_middle(difference, largest, _DELTA) for difference in differences]
         self.size = 2 + max(len(self.head.heading), *map(len, self.cells))
-
-
-def _wrapped_cells(row: Sequence[Cell], columns: Sequence[_Column]) -> Iterator[tuple[Cell, ...]]:
-    """The lines of a row in whose columns some texts may have too little room."""
-    pieces = [
-        textwrap.wrap(cell, column.size - 2) if isinstance(cell, str) and len(cell) > column.size - 2 else [cell]
-        for cell, column in zip(row, columns, strict=True)
-    ]
-    yield from zip_longest(*pieces, fillvalue="")
 
 
 def _cell(column: Col, value: Any) -> str:
