@@ -62,6 +62,12 @@ def test_a_rank_that_comes_late_once_does_not_compute_for_longer(fault: str, tmp
     assert ("it computed longer" in first.title) == (fault == "slow rank"), first.title
 
 
+def test_a_pause_is_named_by_the_thread_that_makes_it(tmp_path: Path) -> None:
+    first = findings(loaded(CASES["Python beside a thread that waits"], tmp_path)).time[0]
+    assert "write_metrics" in first.title
+    assert "threading.py" not in f"{first.title} {first.evidence}"
+
+
 @pytest.mark.parametrize(
     ("stages", "microbatches", "kernel_us"),
     [(2, 2, 100), *(pytest.param(*some, marks=pytest.mark.thorough) for some in ((4, 8, 50), (2, 4, 60)))],

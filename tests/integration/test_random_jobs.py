@@ -15,11 +15,10 @@ from support.jobs.at_random import (
     Late,
     awaited_by_autograd,
     step_ends,
-    that_never_meet,
     to_change,
     with_a_late_rank,
 )
-from support.jobs.planted import at_each_step, reads
+from support.jobs.planted import at_each_step, reads, that_never_meet
 from traceloom.findings import Context, findings
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank

@@ -6,7 +6,7 @@ import random
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from support.jobs import Fault, Job, ParallelRecipe, Recipe, Run, parallel_job, training_job
 from support.jobs import program as do
@@ -95,16 +95,6 @@ def awaited_by_autograd(job: Job) -> Job:
         return out
 
     return edited(job, edit)
-
-
-def that_never_meet(recipe: Recipe, ranks: int) -> Job:
-    """Processes of one job that share no communication; the last one's kernels take twice as long."""
-    last = ranks - 1
-    alone = [
-        training_job(replace(recipe, seed=rank, kernel_us=recipe.kernel_us * (2 if rank == last else 1))).ranks[0]
-        for rank in range(ranks)
-    ]
-    return Job([do.Rank(rank, single.threads, single.clock, single.queue_limit) for rank, single in enumerate(alone)])
 
 
 def to_change(count: int, seed: int) -> Iterator[Changed]:

@@ -245,6 +245,15 @@ def single_rank() -> Iterator[Planted]:
         ("pageable copy", "blocking-copy", partial(uploads, 40, pageable=True), partial(uploads, 40, pageable=False)),
     ):
         yield Planted(fault, slug, after_each(ahead, "aten::linear", wrong), after_each(ahead, "aten::linear", right))
+    # the next step begins when the value was read; the last one has none, so that there are many
+    read = training_job(Recipe(steps=16, layers=4, kernel_us=40, think_us=300))
+    wrong, right = (at_each_step(read, partial(_reads, blocking), last=True) for blocking in (True, False))
+    yield Planted("value at the end of a step", "blocking-item", wrong, right)
+    waiting = busy("threading.py(324): wait", 7_000, python=True)
+    beside = [replace(rank, threads=[*rank.threads, waiting]) for rank in clean.ranks]
+    monitored = replace(clean, ranks=beside)
+    write = partial(_busy, "train.py(88): write_metrics", True)
+    yield Planted("Python beside a thread that waits", "host-pause", at_each_step(monitored, write), monitored)
     small = training_job(Recipe(steps=STEPS, layers=16, kernel_us=5, op_us=16, sync="device"))
     yield Planted("launches", "launch-bound", small, one_graph(small))
     yield Planted("recomputation", "recomputation", repeated_forward(clean), clean)
@@ -255,6 +264,10 @@ def single_rank() -> Iterator[Planted]:
 
 def _busy(name: str, python: bool, _step: int) -> Instructions:
     return busy(name, 600, python=python)
+
+
+def _reads(blocking: bool, _step: int) -> Instructions:
+    return reads(blocking=blocking)
 
 
 def _synchronises() -> Instructions:
@@ -286,6 +299,16 @@ def several_ranks() -> Iterator[Planted]:
     yield Planted("bubbles of GPipe", "pipeline-bubbles", parallel_job(flushed), parallel_job(finer))
 
 
+def that_never_meet(recipe: Recipe, ranks: int) -> Job:
+    """Processes of one job that share no communication; the last one's kernels take twice as long."""
+    last = ranks - 1
+    alone = [
+        training_job(replace(recipe, seed=rank, kernel_us=recipe.kernel_us * (2 if rank == last else 1))).ranks[0]
+        for rank in range(ranks)
+    ]
+    return Job([do.Rank(rank, single.threads, single.clock, single.queue_limit) for rank, single in enumerate(alone)])
+
+
 def clean_jobs() -> dict[str, Job]:
     """Jobs without a fault: the device is busy all the time, with kernels near what it can do."""
     base = replace(BASE, kernel_us=120)
@@ -294,5 +317,7 @@ def clean_jobs() -> dict[str, Job]:
         "several streams": training_job(replace(base, side_stream=True, autograd=True)),
         "a loader in time": training_job(replace(base, loader_us=300)),
         "data parallel": parallel_job(replace(PARALLEL, op_us=2, transfer_us=20, item=False)),
+        "ranks that never meet": that_never_meet(base, 2),
+        "a copy of a hundredth": at_each_step(training_job(base), lambda _: uploads(30, pageable=False)),
         "two ranks": training_job(replace(base, ranks=2, transfer_us=40, spread=0.04)),  # else one does more by chance
     }
