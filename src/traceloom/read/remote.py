@@ -77,7 +77,10 @@ def fetched(url: str, *, cache: bool = True, say: Say | None = None) -> Path:
     with ExitStack() as opened:
         with _reported(shown):
             remotes = [*(_on_server(url, shown, opened) if address.scheme in _SERVERS else _in_store(url))]
-        versions = _versions(copy) if cache else {}
+        versions: Any = {}  # of what was fetched before
+        with suppress(OSError, ValueError):
+            versions = json.loads((copy / _VERSIONS).read_bytes()) if cache else {}
+        versions = versions if isinstance(versions, dict) else {}
         changed = [
             remote
             for remote in remotes
@@ -151,15 +154,6 @@ def _check_size(size: int, where: str) -> None:
     if size > MOST_BYTES:
         message = f"it has more than {MOST_BYTES // 10**9} GB, and no more is fetched for one input"
         raise InputError(message, slug="too-large", where=where, hint="fetch it yourself, or name fewer files")
-
-
-def _versions(copy: Path) -> dict[str, str]:
-    """What was fetched before; nothing where that is not known."""
-    try:
-        versions = json.loads((copy / _VERSIONS).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return versions if isinstance(versions, dict) else {}
 
 
 @contextmanager

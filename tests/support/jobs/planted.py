@@ -247,8 +247,8 @@ def single_rank() -> Iterator[Planted]:
         yield Planted(fault, slug, after_each(ahead, "aten::linear", wrong), after_each(ahead, "aten::linear", right))
     # the next step begins when the value was read; the last one has none, so that there are many
     read = training_job(Recipe(steps=16, layers=4, kernel_us=40, think_us=300))
-    wrong, right = (at_each_step(read, partial(_reads, blocking), last=True) for blocking in (True, False))
-    yield Planted("value at the end of a step", "blocking-item", wrong, right)
+    waits, runs_on = (at_each_step(read, partial(_reads, blocking), last=True) for blocking in (True, False))
+    yield Planted("value at the end of a step", "blocking-item", waits, runs_on)
     waiting = busy("threading.py(324): wait", 7_000, python=True)
     beside = [replace(rank, threads=[*rank.threads, waiting]) for rank in clean.ranks]
     monitored = replace(clean, ranks=beside)

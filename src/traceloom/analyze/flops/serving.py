@@ -52,9 +52,7 @@ def _triton_experts(call: Call) -> Work:
     flops = weights = 0
     for match, grid in products:
         block_rows, block_columns = int(match[4]), int(match[5])
-        # The most tiles of rows that so many rows need, however they are spread over the experts
-        row_tiles = chosen if chosen <= experts else experts - 1 - (experts - chosen - 1) // block_rows
-        columns, rest = divmod(math.prod(grid), row_tiles)
+        columns, rest = divmod(math.prod(grid), _row_tiles(chosen, experts, block_rows))
         if rest or not columns:
             raise Unknown("the grids do not determine the sizes of the experts")
         columns *= block_columns
@@ -64,6 +62,11 @@ def _triton_experts(call: Call) -> Work:
     of_weights = _BYTES.get(products[0][0][3]) or SIZES.get(products[0][0][3], tokens.size)
     moved = 2 * tokens.bytes + scores.bytes + round(min(experts, chosen) * weights * of_weights)
     return Work(flops, moved, tokens.dtype, matrix=True)
+
+
+def _row_tiles(rows: int, experts: int, block: int) -> int:
+    """The most tiles of rows that so many rows need, however they are spread over the experts."""
+    return rows if rows <= experts else experts - 1 - (experts - rows - 1) // block
 
 
 @MODELS.register(

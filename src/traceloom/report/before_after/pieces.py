@@ -59,7 +59,14 @@ def pieces(lane: Ints, start: Ints, end: Ints, limit: int) -> Pieces:
     cells = 1 << 17
     while heads.size > limit and cells >= _COARSEST:
         grain = -(-span // cells)
-        heads = _heads(lane, start, end, grain)
+        long: Bools = np.any(end - start >= grain, axis=0)
+        new = (np.diff(lane, prepend=-1) != 0) | long | np.append(False, long[:-1])
+        # nothing can be seen of a node that is gone: it does not separate its neighbours
+        for cell in np.where(end > start, start // grain, -1):
+            latest = np.maximum.accumulate(np.where(cell >= 0, np.arange(cell.size), 0))
+            held = cell[latest]
+            new |= np.diff(held, prepend=held[:1] - 1 if held.size else -1) != 0
+        heads = np.flatnonzero(new)
         cells = cells * 3 // 4
     if heads.size > limit:  # where after is in another order than before, stretches part few neighbours or all
         of_lanes = np.flatnonzero(np.diff(lane, prepend=-1))
@@ -82,16 +89,3 @@ def pieces(lane: Ints, start: Ints, end: Ints, limit: int) -> Pieces:
         lane[heads], np.where(gone, 0, first), np.where(gone, 0, last), np.where(gone, -1, longest), count, heads,
         order, grain,
     )  # fmt: skip
-
-
-def _heads(lane: Ints, start: Ints, end: Ints, grain: int) -> Ints:
-    """Where a new piece begins."""
-    long: Bools = np.any(end - start >= grain, axis=0)
-    # nothing can be seen of a node that is gone: it does not separate its neighbours
-    cell = np.where(end > start, start // grain, -1)
-    new = (np.diff(lane, prepend=-1) != 0) | long | np.append(False, long[:-1])
-    for side in cell:
-        latest = np.maximum.accumulate(np.where(side >= 0, np.arange(side.size), 0))
-        held = side[latest]
-        new |= np.diff(held, prepend=held[:1] - 1 if held.size else -1) != 0
-    return np.flatnonzero(new)

@@ -90,11 +90,13 @@ def _times(hint: str, of: str = "", *, adds_up: bool = False) -> list[Col]:
 def _operators(document: Row, key: str, title: str, of: str, hint: str) -> Iterator[Table]:
     """The operators that changed by one of their times, the largest differences first."""
     status = "host_status" if of == "host_" else "status"
-    rows = [
-        row | {"at": _near(row["path"]), "count": _counts(row)}
-        for row in document["operators"]
-        if row[status] != "same" and (row[f"base_{of}ns"] or row[f"new_{of}ns"])
-    ]
+    rows = []
+    for row in document["operators"]:
+        if row[status] != "same" and (row[f"base_{of}ns"] or row[f"new_{of}ns"]):
+            # the operator first, then what it stands in, the nearest first
+            names = (row["path"].split(_SEPARATOR)[1:] or [row["path"]])[::-1]
+            at = " in ".join(names[:_DEEP]) + (" in …" if len(names) > _DEEP else "")
+            rows.append(row | {"at": at, "count": _counts(row)})
     if rows:
         yield Table(
             key,
@@ -127,10 +129,3 @@ def _renamed(base: str | None, new: str | None) -> str:
     if base == new or new is None:
         return base or "-"
     return new if base is None else f"{short(base, _HALF)} → {short(new, _HALF)}"
-
-
-def _near(path: str) -> str:
-    """The operator first, then what it stands in, the nearest first."""
-    names = path.split(_SEPARATOR)[1:] or [path]
-    near = names[::-1][:_DEEP]
-    return " in ".join(near) + (" in …" if len(names) > _DEEP else "")

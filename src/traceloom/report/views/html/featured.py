@@ -77,7 +77,12 @@ def choose(document: Row, session: Session) -> Featured | None:
     if path and path.get("step") is not None and not unusual:
         step = path["step"]  # the usual one, whose critical path is drawn
     roles: dict[int, str] = {}
-    order = sorted(range(len(ranks)), key=lambda k: (_busy(ranks[k], step), k))
+    busy = []  # how long a rank computes in the step (in all, without steps); the step, where no device computes
+    for rank in ranks:
+        entry = next((s for s in rank.get("steps") or [] if s["step"] == step), rank)
+        computes = sum(device.get("compute_ns") or 0 for device in entry.get("devices") or [])
+        busy.append(computes or entry.get("duration_ns") or rank.get("window_ns") or 0)
+    order = sorted(range(len(ranks)), key=lambda k: (busy[k], k))
     # The rank that most of the waiting for other ranks goes back to, where that is known.
     blamed = (document.get("across_ranks") or {}).get("ranks") or []
     most: Row = max(blamed, key=lambda row: (row.get("root_ns") or 0, row.get("blame_ns") or 0), default={})
@@ -102,10 +107,3 @@ def _step(ranks: list[Row]) -> tuple[int | None, bool]:
     median, slowest = order[(len(order) - 1) // 2], order[-1]
     unusual = len(order) > 2 and lengths[slowest] > _UNUSUAL * lengths[median]
     return (slowest, True) if unusual else (median, False)
-
-
-def _busy(rank: Row, step: int | None) -> int:
-    """How long a rank computes in the step (in all, without steps); how long it is, where no device computes."""
-    entry = next((s for s in rank.get("steps") or [] if s["step"] == step), rank)
-    computes = sum(device.get("compute_ns") or 0 for device in entry.get("devices") or [])
-    return computes or entry.get("duration_ns") or rank.get("window_ns") or 0

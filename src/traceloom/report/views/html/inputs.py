@@ -51,14 +51,12 @@ def runs(document: Row, reasons: Reasons) -> str:
 
 def inputs(document: Row, reasons: Reasons) -> str:
     """The files that were read, and what they say about their recording."""
-    rows = [
-        {
-            **row,
-            "versions": ", ".join(f"{key} {value}" for key, value in (row.get("versions") or {}).items()) or None,
-            "settings": _settings(row.get("settings")),
-        }
-        for row in document.get("inputs") or []
-    ]
+    rows = []
+    for row in document.get("inputs") or []:
+        versions = ", ".join(f"{key} {value}" for key, value in (row.get("versions") or {}).items())
+        settings = {key.replace("_", " "): value for key, value in (row.get("settings") or {}).items()}
+        on = ", ".join(name for name, value in settings.items() if value) or "none of " + ", ".join(settings)
+        rows.append({**row, "versions": versions or None, "settings": on if settings else None})
     columns = [
         Col("path", "File", "name"),
         Col("rank", "Rank", "count"),
@@ -74,11 +72,3 @@ def inputs(document: Row, reasons: Reasons) -> str:
         "settings": "the file does not record its settings",
     }
     return table("input-table", columns, rows, why_unknown, "Inputs")
-
-
-def _settings(values: Row | None) -> str | None:
-    """The settings that are on, in words; null where the file does not tell."""
-    if not values:
-        return None
-    on = [key.replace("_", " ") for key, value in values.items() if value]
-    return ", ".join(on) if on else "none of " + ", ".join(key.replace("_", " ") for key in values)
