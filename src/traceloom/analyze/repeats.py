@@ -64,14 +64,14 @@ def maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
         reach *= 2
     order = np.argsort(levels[-1], kind="stable")
     # length of the common prefix of each suffix with the one sorted before it; shape (n,), 0 for the first
-    one, other = order[:-1].copy(), order[1:].copy()
+    suffix, following = order[:-1].copy(), order[1:].copy()
     for level in range(len(levels) - 1, -1, -1):
-        inside = (one < size) & (other < size)
-        same = np.zeros(one.size, dtype=np.bool_)
-        same[inside] = levels[level][one[inside]] == levels[level][other[inside]]
-        one[same] += 1 << level
-        other[same] += 1 << level
-    common = np.concatenate([[0], one - order[:-1]])
+        inside = (suffix < size) & (following < size)
+        same = np.zeros(suffix.size, dtype=np.bool_)
+        same[inside] = levels[level][suffix[inside]] == levels[level][following[inside]]
+        suffix[same] += 1 << level
+        following[same] += 1 << level
+    common = np.concatenate([[0], suffix - order[:-1]])
     low, high, length = _intervals(common, shortest, longest)
     before = np.where(order > 0, plain[order - 1], -1)
     changes = np.concatenate([[0], np.cumsum(before[1:] != before[:-1])])

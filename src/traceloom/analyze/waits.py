@@ -42,8 +42,8 @@ def stream_waits(trace: Trace, work: Ints) -> tuple[Bools, bool]:
         )
     else:
         keys = ["lane"]
-        asked = launches.filter(pl.col("name").str.contains(CALL, literal=True))
-        waits = asked.select("lane", pl.col("start_ns").alias("wait_ns")).collect()
+        wait_calls = launches.filter(pl.col("name").str.contains(CALL, literal=True))
+        waits = wait_calls.select("lane", pl.col("start_ns").alias("wait_ns")).collect()
     recorded, waited = keys != ["lane"], np.zeros(work.size, dtype=np.bool_)
     if not waits.height:
         return waited, recorded

@@ -109,9 +109,9 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     gap = (host.owner < 0) & (host.end - host.start >= _QUIET_NS)
     autograd = np.unique(tree.lane[tree.named(_AUTOGRAD)])
     main = _main_lane(trace, tree, lanes)
-    talk = np.flatnonzero(tree.named(HOST_BACKENDS) & ~tree.call & (tree.lane != main))
+    backend = np.flatnonzero(tree.named(HOST_BACKENDS) & ~tree.call & (tree.lane != main))
     spells = {}
-    for lane in np.setdiff1d(lanes, [main, *tree.lane[talk]]).tolist():
+    for lane in np.setdiff1d(lanes, [main, *tree.lane[backend]]).tolist():
         if lane in autograd:
             root = np.flatnonzero((tree.lane == lane) & (tree.parent < 0))
             spells[lane] = _Spells(tree.start[root], tree.end[root], host.first[root], host.last[root])
@@ -122,16 +122,16 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
             spells[lane] = _Spells(host.start[first], host.end[last], first, last)
     segment = np.flatnonzero(quiet & (host.lane == main))
     begin, done, head, tail = _filled(host, segment, spells, set(autograd.tolist()))
-    taken = _communicated(tree, host, segment, talk, (begin, done, head, tail))
+    taken = _communicated(tree, host, segment, backend, (begin, done, head, tail))
     filled = [(segment, begin, done, head, tail)]
-    inside = quiet & (host.owner >= 0) & (host.lane != main) & ~np.isin(host.lane, tree.lane[talk])
-    talk = np.setdiff1d(talk, taken)
+    inside = quiet & (host.owner >= 0) & (host.lane != main) & ~np.isin(host.lane, tree.lane[backend])
+    backend = np.setdiff1d(backend, taken)
     # quiet self times of other threads that end about when communication of another one does
     for lane in lanes[lanes != main]:
         segment = np.flatnonzero(inside & (host.lane == lane))
         begin, done, head, tail = (np.full(segment.size, -1, dtype=np.int64) for _ in range(4))
-        if segment.size and talk.size:
-            _communicated(tree, host, segment, talk, (begin, done, head, tail))
+        if segment.size and backend.size:
+            _communicated(tree, host, segment, backend, (begin, done, head, tail))
             low, high = host.start[segment], host.end[segment]
             done[high - done > np.maximum(_AWAKE_NS, _ALONE * (high - low))] = -1
         filled.append((segment, begin, done, head, tail))
@@ -215,7 +215,7 @@ def _filled(
 
 
 def _communicated(
-    tree: HostTree, host: Segments, segment: Ints, talk: Ints, filled: tuple[Ints, Ints, Ints, Ints]
+    tree: HostTree, host: Segments, segment: Ints, backend: Ints, filled: tuple[Ints, Ints, Ints, Ints]
 ) -> Ints:
     """Quiet times in which another thread communicates, in place; returns the communication that was waited for.
 
@@ -225,11 +225,11 @@ def _communicated(
     """
     begin, done, head, tail = filled
     low, high = host.start[segment], host.end[segment]
-    first = np.searchsorted(high, tree.start[talk], side="right")
-    count = np.maximum(np.searchsorted(low, tree.end[talk], side="left") - first, 0)
-    event: Ints = np.repeat(talk, count)
+    first = np.searchsorted(high, tree.start[backend], side="right")
+    count = np.maximum(np.searchsorted(low, tree.end[backend], side="left") - first, 0)
+    event: Ints = np.repeat(backend, count)
     quiet = np.arange(event.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
-    call = np.repeat(_calls_for(tree, talk), count)
+    call = np.repeat(_calls_for(tree, backend), count)
     early = (call >= 0) & (tree.start[np.maximum(call, 0)] < low[quiet])  # before the quiet time: all of it is waiting
     since = np.where(early, low[quiet], np.maximum(tree.start[event], low[quiet]))
     until = np.minimum(tree.end[event], high[quiet])
@@ -291,10 +291,10 @@ def _wakers(host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints, main:
     # for work that is communication, the call that asked for it, after the idle time had begun; else -1
     called = np.full(head.size, -1, dtype=np.int64)
     owner = host.owner[head]
-    talk = np.flatnonzero((owner >= 0) & tree.named(HOST_BACKENDS)[np.maximum(owner, 0)])
-    event = _calls_for(tree, owner[talk])
-    fits = (event >= 0) & (tree.end[np.maximum(event, 0)] >= since[talk])
-    called[talk[fits]] = event[fits]
+    backend = np.flatnonzero((owner >= 0) & tree.named(HOST_BACKENDS)[np.maximum(owner, 0)])
+    event = _calls_for(tree, owner[backend])
+    fits = (event >= 0) & (tree.end[np.maximum(event, 0)] >= since[backend])
+    called[backend[fits]] = event[fits]
     # The event of another thread that ended last before each head, after its idle time had begun; else -1. Where the
     # one that ended last is of the head's own thread, it is the one before the run of that thread's events.
     ends = np.argsort(tree.end, kind="stable")
@@ -326,15 +326,15 @@ def _wakers(host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints, main:
     return woken.of(begins[head] | certain)  # what begins a thread for the first time may have begun by itself
 
 
-def _calls_for(tree: HostTree, talk: Ints) -> Ints:
+def _calls_for(tree: HostTree, backend: Ints) -> Ints:
     """The framework's call on another thread that began last before each communication; -1 where there is none."""
     calls = np.flatnonzero(tree.named(_COLLECTIVE) & ~tree.call)
     if not calls.size:
-        return np.full(talk.size, -1, dtype=np.int64)
+        return np.full(backend.size, -1, dtype=np.int64)
     calls = calls[np.argsort(tree.start[calls], kind="stable")]
-    at = np.searchsorted(tree.start[calls], tree.start[talk], side="right") - 1
+    at = np.searchsorted(tree.start[calls], tree.start[backend], side="right") - 1
     event = calls[np.maximum(at, 0)]
-    return np.where((at >= 0) & (tree.lane[event] != tree.lane[talk]), event, -1)
+    return np.where((at >= 0) & (tree.lane[event] != tree.lane[backend]), event, -1)
 
 
 def _with_wakers(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken: _Wakers) -> HandOffs:

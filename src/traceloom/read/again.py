@@ -74,20 +74,21 @@ def numbers(trace: Trace, events: Ints, keys: Mapping[str, str | tuple[str, int]
     Raises:
         InputError: `unreadable`: the file is gone.
     """
-    spec = {key if isinstance(key, str) else key[0]: f"value_{number}" for number, key in enumerate(keys.values())}
+    wanted = {name: (key, None) if isinstance(key, str) else key for name, key in keys.items()}
+    fields = {key: f"value_{number}" for number, (key, _) in enumerate(wanted.values())}
     record = msgspec.defstruct(
-        "Numbers", [(field, Any, msgspec.field(default=None, name=key)) for key, field in spec.items()], gc=False
+        "Numbers", [(field, Any, msgspec.field(default=None, name=key)) for key, field in fields.items()], gc=False
     )
     columns = {name: np.full(events.size, np.nan) for name in keys}
     none = record()
     for places, decoded in _decoded(trace, events, record):
         rows = [none if args is None else args for args in decoded]
         for name, values in columns.items():
-            key = keys[name]
-            recorded = [getattr(row, spec[key if isinstance(key, str) else key[0]]) for row in rows]
-            if not isinstance(key, str):
+            key, position = wanted[name]
+            recorded = [getattr(row, fields[key]) for row in rows]
+            if position is not None:
                 recorded = [
-                    next(iter(value[key[1] :]), None) if isinstance(value, list) else None for value in recorded
+                    value[position] if isinstance(value, list) and position < len(value) else None for value in recorded
                 ]
             values[places] = finite(recorded)
     series = [pl.Series(name, values).fill_nan(None) for name, values in columns.items()]

@@ -117,8 +117,8 @@ def _busy(work: pl.DataFrame, moments: Ints) -> tuple[Ints, Spans, pl.DataFrame]
     """What a device does: the sums of its three busy classes at each moment, its busy time, and its work as details."""
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     category = work["category"].to_physical().to_numpy()
-    compute, talk, memory = (union(start[category == code], end[category == code]) for code in range(3))
-    visible = merge(compute, talk)
+    compute, communication, memory = (union(start[category == code], end[category == code]) for code in range(3))
+    visible = merge(compute, communication)
     busy = merge(visible, memory)
     low = np.full(moments.size, moments[0])
     computed, seen, worked = (coverage(spans, low, moments) for spans in (compute, visible, busy))

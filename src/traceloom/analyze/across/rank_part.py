@@ -129,17 +129,17 @@ def stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     stepped = trace.steps.height > 0
     work = gpu_work(trace).filter(pl.col("category") == "compute")
     all_compute = work.select("start_ns", "end_ns").with_columns(trace.events["step"].gather(work["event"]))
-    all_talk = calls.with_columns(
+    all_communication = calls.with_columns(
         (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"), called_ns=pl.coalesce("launch_ns", "start_ns")
     )
     rows: list[dict[str, int | None]] = []
     for step in of_pairs["step"].unique().sort().to_list() if stepped else [None]:
         in_step = pl.col("step").eq_missing(step) if stepped else pl.lit(value=True)
-        compute, talk = all_compute.filter(in_step), all_talk.filter(in_step)
+        compute, communication = all_compute.filter(in_step), all_communication.filter(in_step)
         busy = union(compute["start_ns"].to_numpy(), compute["end_ns"].to_numpy())
         if not busy.start.size:
             continue
-        pairs, others = talk.filter(is_pair), talk.filter(~is_pair | pl.col("kind").is_null())
+        pairs, others = communication.filter(is_pair), communication.filter(~is_pair | pl.col("kind").is_null())
         first, last = int(busy.start[0]), int(busy.end[-1])
         alone = difference(union(pairs["start_ns"].to_numpy(), pairs["end_ns"].to_numpy()), busy)
         rest = difference(difference(union(others["start_ns"].to_numpy(), others["end_ns"].to_numpy()), busy), alone)

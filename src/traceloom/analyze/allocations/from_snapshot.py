@@ -73,8 +73,8 @@ def explain_snapshot(snapshot: Snapshot, rank: int | None = None) -> Explained:
     # by device: bytes allocated and reserved when the snapshot was taken
     held = snapshot.segments.group_by("device").agg(pl.col("bytes").sum().alias("reserved"))
     active = snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
-    asked = active.group_by("device").agg(pl.col("requested_bytes").sum().alias("allocated"))
-    at_end = held.join(asked, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
+    live = active.group_by("device").agg(pl.col("requested_bytes").sum().alias("allocated"))
+    at_end = held.join(live, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
     ends = at_end.join(signed.group_by("device").agg(pl.col("change", "held").sum()), on="device", how="left")
     starts = ends.select(
         "device", before=pl.col("allocated") - pl.col("change").fill_null(0),

@@ -77,15 +77,15 @@ def packed(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
         values: Of all rows; None where unknown.
         reason: Why they are unknown.
     """
-    told = {"key": column.key, "title": column.title, "kind": column.kind, "hint": column.hint,
+    entry = {"key": column.key, "title": column.title, "kind": column.kind, "hint": column.hint,
             "swatch": column.swatch, "scale": column.scale, "why": reason if None in values else ""}  # fmt: skip
-    told = {name: value for name, value in told.items() if value}
+    entry = {name: value for name, value in entry.items() if value}
     if column.numeric or column.kind in ("bar", "delta"):
         bars = (
             [v.whole, v.longest or v.whole, [list(part) for part in v.parts if part[2]]] if isinstance(v, Bar) else v
             for v in values
         )
-        return {**told, "values": list(bars)}
+        return {**entry, "values": list(bars)}
     places: dict[Any, int] = {}
     at = [-1 if value is None else places.setdefault(str(value), len(places)) for value in values]
     texts: list[str | list[str]] = []
@@ -93,4 +93,4 @@ def packed(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
         whole = harmless(value)
         cut = short(whole, NAME_LENGTH) if column.kind == "name" else label(value)
         texts.append(whole if cut == whole else [cut, whole])
-    return {**told, "texts": texts, "at": at}
+    return {**entry, "texts": texts, "at": at}
