@@ -48,11 +48,11 @@ def exposed(context: Context) -> Iterator[Said]:
         time = int(context.graph.nodes["duration_ns"].to_numpy()[own].sum())
         movable = kind in _MOVABLE
         change = Change("overlap", Chosen(f"{kind}, beside computing", mask, "collectives"))
-        at_most_ns = None
+        at_most_ns = alone
         if links:  # what it saves when slow links are as fast as they should be: what these cost is theirs
             fixed = context.changed(Scenario.of(context.graph), links)
             times = whatif_many(context.graph, (fixed, context.changed(fixed, [change])), context.plan)
-            at_most_ns = max(int(times[0] - times[1]), 0)
+            at_most_ns = min(max(int(times[0] - times[1]), 0), alone)
         yield Candidate(
             title=f"{context.in_words(context.exposed_ns(own))} of {context.in_words(time)} of {kind} not overlapped "
             f"({context.many(int(own.sum()))} calls{context.over_ranks})",

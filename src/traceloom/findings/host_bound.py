@@ -28,6 +28,7 @@ _OF_ELEMENTS = ("aten::item", "aten::select", "aten::index", "aten::is_nonzero",
 _MOST_LOOPS = 16  # of a trace that are looked at, those of the most calls
 _LATE = ("host_op", "host_launch", "host_python", "host_unobserved")
 _SINGLE = ("host_op", "host_launch")
+_BETWEEN = ("host_python", "host_unobserved")  # long ones are pauses: other launches do not shorten them
 _ALSO = ("launch_latency", "kernel_to_kernel")  # pauses that one submission of everything shortens as well
 _ELEMENTWISE = r"elementwise|pointwise|triton_poi"
 _MANY = 20
@@ -41,7 +42,7 @@ def launch_bound(context: Context) -> Iterator[Said]:
     if context.sampled:
         yield Abstention("launch-bound", SAMPLED)
         return
-    idle, most, gaps = 0, 0, []  # most: what better launching could win at most on one rank
+    idle, with_latency, most, gaps = 0, 0, 0, []  # most: what better launching could win at most on one rank
     for trace in context.traces:
         rows = context.in_step(context.ask(trace, analyze.idle).gaps)
         late = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_LATE)))
@@ -49,9 +50,12 @@ def launch_bound(context: Context) -> Iterator[Said]:
             took = trace.events["duration_ns"].gather(late["host_event"])
             once = pl.min_horizontal("duration_ns", took) >= long_ns(context)
             late = late.filter(~(once & pl.col("cause").cast(pl.String).is_in(list(_SINGLE))))
-        idle += int(late["duration_ns"].sum())
+        between = pl.col("cause").cast(pl.String).is_in(list(_BETWEEN))
+        late = late.filter(~(between & (pl.col("duration_ns") >= long_ns(context))))
         also = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_ALSO)))
-        most = max(most, int(late["duration_ns"].sum()) + int(also["duration_ns"].sum()))
+        of_rank = int(late["duration_ns"].sum()) + int(also["duration_ns"].sum())
+        idle += int(late["duration_ns"].sum())
+        with_latency, most = with_latency + of_rank, max(most, of_rank)
         for row in late.sort("duration_ns", descending=True).head(3).to_dicts():
             label = f"GPU idle: {brief(row['host_activity'] or 'nothing recorded')}"
             gaps.append(Evidence(label, trace.rank, row["start_ns"], row["duration_ns"]))
@@ -60,12 +64,7 @@ def launch_bound(context: Context) -> Iterator[Said]:
     most = min(most, context.step_ns * context.step_count)  # a pause may go on into the next step
     yield Candidate(
         title=f"launches come too late: the GPU is idle for {units.duration(idle)} of {context.where}"
-        f"{context.over_ranks}"
-        + (
-            f", and in all {units.duration(most)} with the time launched work takes to begin"
-            if most > 1.5 * idle
-            else ""
-        ),
+        f"{context.over_ranks}" + (f" ({units.duration(with_latency)} with launch latency)" if most > idle else ""),
         changes=(Change("graph", Selection("gpu")),),
         confidence=0.6,
         advice="Submit the step with fewer, larger launches: torch.compile, CUDA graphs (torch.cuda.graphs, "

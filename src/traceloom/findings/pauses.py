@@ -112,6 +112,7 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
         verb = "works" if ran[0] >= _BUSY * time else "waits" if ran[1] <= _ASLEEP * time else "spends"
     return Candidate(
         title=f"{who} {verb} {units.duration(time)} outside of operators"
+        + ("" if context.step_count == 1 else f" in {context.where}")
         + ("" if count == 1 else f" in {units.count(count)} long stretches{over}")
         + detail,
         changes=(

@@ -211,8 +211,8 @@ def _finding(
 ) -> Finding:
     """A finding from what it saves in each step: the middle one, and between which values that lies.
 
-    Its words are those of the usual step, else of all that were evaluated. Together no more is saved than the usual
-    step takes.
+    Its words are those of the usual step, else of all that were evaluated. No more is saved than what they say could
+    be, and together no more than the usual step takes.
 
     Args:
         steps: What was evaluated.
@@ -223,9 +223,12 @@ def _finding(
     """
     on_top, first = ([steps.unrecorded_ns(key, max(value, 0)) for value in values.tolist()] for values in savings)
     low, high = interval(on_top)
-    saving = min(middle(on_top), room)
     in_usual, context = usual
     candidate = steps.candidates[key] if in_usual is None else in_usual
+    most = context.step_ns
+    if in_usual is not None and in_usual.at_most_ns is not None:
+        most = min(most, in_usual.at_most_ns // context.step_count)
+    saving = min(middle(on_top), room, most)
     fraction = saving / context.step_ns
     return Finding(
         slug=key[0],
@@ -235,7 +238,7 @@ def _finding(
         advice=candidate.advice,
         saving_ns=saving,
         saving_fraction=fraction,
-        alone_ns=min(middle(first), context.step_ns),
+        alone_ns=min(middle(first), most),
         saving_low_ns=min(low, saving) if steps.count > 1 else None,
         saving_high_ns=min(max(high, saving), context.step_ns) if steps.count > 1 else None,
         step_count=steps.count,

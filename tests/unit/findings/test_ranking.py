@@ -85,6 +85,20 @@ def test_a_bound_holds() -> None:
     assert found.saving_fraction == pytest.approx(0.02, rel=1e-3)
 
 
+def test_the_bound_of_the_step_that_the_title_is_about_holds_for_what_several_steps_save() -> None:
+    here = context("device")
+    bound = round(0.02 * here.step_ns)
+
+    def look(asked: Context) -> Iterator[Said]:
+        yield candidate("kernels * 0.1", at_most_ns=bound if asked.step_count == 1 else None)
+
+    (finding,) = rank(here, [Rule("bounded", "bounded", look)]).time
+    assert finding.step_count > 1
+    assert finding.saving_ns == finding.alone_ns == bound
+    assert finding.saving_high_ns is not None
+    assert finding.saving_high_ns > bound  # in other steps it was more
+
+
 @pytest.mark.parametrize(
     ("fraction", "severity"), [(HIGH + 0.001, "high"), (MEDIUM + 0.001, "medium"), (LEAST + 0.001, "low")]
 )
