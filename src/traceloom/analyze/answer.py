@@ -17,11 +17,12 @@ from traceloom.analyze.idle import CAUSES, Idle, idle
 from traceloom.analyze.operators import Operators, operators
 from traceloom.analyze.steps import of_requests, step_times
 from traceloom.model import Session, Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 from traceloom.model.step_log import all_steps
 from traceloom.model.units import count, duration, share
 
-PARTS = pl.Schema({"label": pl.String, "kind": pl.String, "ns": pl.Int64, "fraction": pl.Float64})
+PARTS = schema("label kind ns fraction")
 _EDGE = "before the first and after the last GPU work"
 _GPU_PARTS = (  # kind, its label, its field of the account
     ("compute", "compute", "compute_ns"),

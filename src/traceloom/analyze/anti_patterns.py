@@ -21,6 +21,7 @@ from traceloom.analyze.submissions import plain
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 _LEAST_REPEATS = 10
@@ -283,31 +284,13 @@ RULES: dict[str, tuple[Callable[[Host], RuleMatches], str]] = {
 """Name of each anti-pattern -> how it is found, and what to do about it."""
 
 Name = pl.Enum(list(RULES))
-PATTERNS = pl.Schema(
-    {
-        "pattern": Name,
-        "checked": pl.Boolean(),
-        "match_count": pl.Int64(),
-        "host_ns": pl.Int64(),
-        "gpu_ns": pl.Int64(),
-        "evidence": pl.Enum(["correlated", "inferred"]),
-        "reason": pl.String(),
-        "advice": pl.String(),
-    }
+PATTERNS = schema(
+    "pattern checked match_count host_ns gpu_ns evidence reason advice",
+    {"pattern": Name, "evidence": pl.Enum(["correlated", "inferred"])},
 )
-MATCHES = pl.Schema(
-    {
-        "pattern": Name,
-        "event": pl.UInt32(),
-        "name": pl.String(),
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        "gpu_ns": pl.Int64(),
-        "step": pl.Int32(),
-        "thread": pl.Int64(),
-        "evidence": pl.Enum(["correlated", "inferred"]),
-        "detail": pl.String(),
-    }
+MATCHES = schema(
+    "pattern event name start_ns duration_ns gpu_ns step thread evidence detail",
+    {"pattern": Name, "thread": pl.Int64, "evidence": pl.Enum(["correlated", "inferred"])},
 )
 
 

@@ -22,6 +22,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 KINDS = {
@@ -39,24 +40,13 @@ KINDS = {
     "other": "another call that waits",
 }
 _TIMES = ("blocked_ns", "gpu_busy_ns", "gpu_idle_ns", "idle_after_ns")
-SITES = pl.Schema(
-    {
-        "kind": pl.Enum(list(KINDS)),
-        **dict.fromkeys(("call", "op", "frame", "stack"), pl.String()),
-        "lane": pl.UInt32(),
-        **dict.fromkeys(("count", "pageable_count", "blocked_ns", "max_ns", *_TIMES[1:]), pl.Int64()),
-        "mean_blocked_ns": pl.Float64(),
-        **dict.fromkeys(("min_blocked_ns", "max_blocked_ns", "step_count"), pl.Int64()),
-    }
+SITES = schema(
+    "kind call op frame stack lane count pageable_count blocked_ns max_ns",
+    *_TIMES[1:],
+    "mean_blocked_ns min_blocked_ns max_blocked_ns step_count",
+    {"kind": pl.Enum(list(KINDS)), "frame": pl.String},
 )
-CALLS = pl.Schema(
-    {
-        "event": pl.UInt32(),
-        "site": pl.UInt32(),
-        "step": pl.Int32(),
-        **dict.fromkeys(("start_ns", *_TIMES), pl.Int64()),
-    }
-)
+CALLS = schema("event site step start_ns", *_TIMES, {"site": pl.UInt32})
 _DEEPEST_STACK = 8
 
 # The first that fits: by the operators around the call, then by its own name.

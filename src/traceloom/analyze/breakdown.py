@@ -15,6 +15,7 @@ from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.intervals import coverage, merge, summed_coverage, union
 from traceloom.analyze.steps import tiles
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 FIELDS = (
@@ -34,10 +35,8 @@ FIELDS = (
 )
 """The additive fields: those of the steps of a device and of the time outside add up to those of the device."""
 
-_ADDITIVE = dict.fromkeys(FIELDS, pl.Int64())
-DEVICE_SCHEMA = pl.Schema({"device": pl.Int32(), "name": pl.String(), "start_ns": pl.Int64(), **_ADDITIVE})
-_TIME = {"start_ns": pl.Int64(), "duration_ns": pl.Int64()}
-STEP_SCHEMA = pl.Schema({"device": pl.Int32(), "name": pl.String(), "step": pl.Int32(), **_TIME, **_ADDITIVE})
+DEVICE_SCHEMA = schema("device name start_ns", *FIELDS)
+STEP_SCHEMA = schema("device name step start_ns duration_ns", *FIELDS)
 
 
 @dataclass(frozen=True)

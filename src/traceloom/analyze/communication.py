@@ -11,21 +11,15 @@ from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.collective.calls import WhereType, communication_calls
 from traceloom.analyze.intervals import EMPTY, Spans, difference, union
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 KEYS = ("kind", "group", "group_description", "group_size", "element_type", "where")
-COLLECTIVE_SCHEMA = pl.Schema(
-    {
-        **dict.fromkeys(("kind", "group", "group_description"), pl.String()),
-        "group_size": pl.Int32(),
-        "element_type": pl.String(),
-        "where": WhereType,
-        **dict.fromkeys(("count", "bytes", "total_ns", "mean_ns", "min_ns", "max_ns", "exposed_ns"), pl.Int64()),
-    }
+COLLECTIVE_SCHEMA = schema(
+    "kind group group_description group_size element_type where count bytes total_ns mean_ns min_ns max_ns exposed_ns",
+    {"where": WhereType},
 )
-DEVICE_SCHEMA = pl.Schema(
-    {"device": pl.Int32(), **dict.fromkeys(("count", "total_ns", "union_ns", "exposed_ns"), pl.Int64())}
-)
+DEVICE_SCHEMA = schema("device count total_ns union_ns exposed_ns")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column, lookup
+from traceloom.model.frames import schema
 
 PARTS = ("compile", "lookup", "graph", "wrapper", "break", "outside", "unobserved")
 COMPILE, LOOKUP, GRAPH, WRAPPER, BREAK, OUTSIDE, NOTHING = range(7)
@@ -44,17 +45,10 @@ _PHASES = {
 }
 STAGES = ("dynamo_ns", "guards_ns", "autograd_ns", "inductor_ns", "code_ns")
 _ID = r"compile_id=(?:!\d+/)?(\d+)/(\d+)"
-COMPILATIONS = pl.Schema(
-    {
-        "event": pl.UInt32(),
-        "region": pl.String(),
-        "number": pl.Int64(),
-        "recompile": pl.Boolean(),
-        "direction": pl.Enum(["forward", "backward"]),
-        "step": pl.Int32(),
-        "lane": pl.UInt32(),
-        **dict.fromkeys(("start_ns", "duration_ns", *STAGES), pl.Int64()),
-    }
+COMPILATIONS = schema(
+    "event region number recompile direction step lane start_ns duration_ns",
+    *STAGES,
+    {"direction": pl.Enum(["forward", "backward"])},
 )
 
 

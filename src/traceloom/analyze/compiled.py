@@ -34,31 +34,19 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-TIME = pl.Schema({"lane": pl.UInt32(), "step": pl.Int32(), "part": pl.Enum(PARTS), "ns": pl.Int64()})
-DEVICE = pl.Schema({"part": pl.Enum(PARTS), "device_ns": pl.Int64(), "kernel_count": pl.Int64()})
-REGIONS = pl.Schema(
-    {
-        "region": pl.String(),
-        "frame": pl.Int64(),
-        "number": pl.Int64(),
-        "function": pl.String(),
-        **dict.fromkeys(("count", "host_ns", "graph_ns", "wrapper_ns", "break_ns", "graph_break_count"), pl.Int64()),
-        **dict.fromkeys(("device_ns", "backward_host_ns", "backward_device_ns"), pl.Int64()),
-        "mean_host_ns": pl.Float64(),
-        **dict.fromkeys(("min_host_ns", "max_host_ns", "step_count"), pl.Int64()),
-    }
+TIME = schema("lane step part ns", {"part": pl.Enum(PARTS)})
+DEVICE = schema("part device_ns kernel_count", {"part": pl.Enum(PARTS)})
+REGIONS = schema(
+    "region frame number function count host_ns graph_ns wrapper_ns break_ns graph_break_count",
+    "device_ns backward_host_ns backward_device_ns mean_host_ns min_host_ns max_host_ns step_count",
+    {"frame": pl.Int64},
 )
-BREAKS = pl.Schema(
-    {
-        **dict.fromkeys(("region", "resumed", "place"), pl.String()),
-        **dict.fromkeys(("count", "between_ns", "lookup_ns", "uncompiled_device_ns"), pl.Int64()),
-    }
-)
-_SUMS = dict.fromkeys(("count", "host_ns", "device_ns"), pl.Int64())
-GRAPHS = pl.Schema({"name": pl.String(), "region": pl.String(), **_SUMS})
-UNCOMPILED = pl.Schema({"part": pl.Enum(PARTS), "name": pl.String(), **_SUMS})
+BREAKS = schema("region resumed place count between_ns lookup_ns uncompiled_device_ns", {"place": pl.String})
+GRAPHS = schema("name region count host_ns device_ns")
+UNCOMPILED = schema("part name count host_ns device_ns", {"part": pl.Enum(PARTS)})
 _PLACE = r"^(.*)\((\d+)\): (torch_dynamo_resume_in_.*)$"
 
 

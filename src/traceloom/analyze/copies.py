@@ -12,29 +12,16 @@ from traceloom.analyze.intervals import union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.model import Trace
 from traceloom.model.copies import copy_kind
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 KEYS = ("device", "kind", "source_memory", "target_memory", "by_kernel")
-KIND_SCHEMA = pl.Schema(
-    {
-        "device": pl.Int32(),
-        **dict.fromkeys(("kind", "source_memory", "target_memory"), pl.String()),
-        **dict.fromkeys(("by_kernel", "pageable"), pl.Boolean()),
-        **dict.fromkeys(("count", "bytes", "unsized_count", "total_ns", "union_ns"), pl.Int64()),
-        **dict.fromkeys(("instant_count", "instant_bytes"), pl.Int64()),
-        **dict.fromkeys(("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s"), pl.Float64()),
-    }
+KIND_SCHEMA = schema(
+    "device kind source_memory target_memory by_kernel pageable count bytes unsized_count",
+    "total_ns union_ns instant_count instant_bytes bytes_per_s min_bytes_per_s max_bytes_per_s",
 )
-OP_SCHEMA = pl.Schema(
-    {
-        **dict.fromkeys(("op", "kind"), pl.String()),
-        "pageable": pl.Boolean(),
-        **dict.fromkeys(("count", "bytes", "total_ns"), pl.Int64()),
-    }
-)
-CURVE_SCHEMA = pl.Schema(
-    {"device": pl.Int32(), "kind": pl.String(), "time_ns": pl.Int64(), "bytes_per_s": pl.Float64()}
-)
+OP_SCHEMA = schema("op kind pageable count bytes total_ns")
+CURVE_SCHEMA = schema("device kind time_ns bytes_per_s")
 
 
 @dataclass(frozen=True)

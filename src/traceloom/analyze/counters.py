@@ -13,29 +13,14 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
-from traceloom.model.schema import Event
 from traceloom.read.again import readable, whole
 
 KERNEL_LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch"
-SERIES_SCHEMA = pl.Schema(
-    {
-        **dict.fromkeys(("source", "counter"), pl.String()),
-        **dict.fromkeys(("samples", "first_ns", "last_ns"), pl.Int64()),
-        **dict.fromkeys(("min", "mean", "max"), pl.Float64()),
-    }
-)
-RANGE_SCHEMA = pl.Schema(
-    {
-        "range": pl.Int64(),
-        "kernel": pl.String(),
-        "launch": Event(),
-        "op": pl.String(),
-        "counter": pl.String(),
-        "value": pl.Float64(),
-    }
-)
-OP_SCHEMA = pl.Schema({"op": pl.String(), "counter": pl.String(), "ranges": pl.Int64(), "value": pl.Float64()})
+SERIES_SCHEMA = schema("source counter samples first_ns last_ns min mean max", {"source": pl.String})
+RANGE_SCHEMA = schema("range kernel launch op counter value")
+OP_SCHEMA = schema("op counter ranges value")
 
 
 @dataclass(frozen=True)

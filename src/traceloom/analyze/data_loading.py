@@ -17,26 +17,17 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import lookup
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 PARTS = ("fetch", "collate", "pin_memory", "workers", "operators", "other")
 MAKERS = ("main_thread", "workers")
-WAITS = pl.Schema(
-    {
-        "event": pl.UInt32(),
-        "name": pl.String(),
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        "step": pl.Int32(),
-        "thread": pl.Int64(),
-        "maker": pl.Enum(MAKERS),
-        "gpu_idle_ns": pl.Int64(),
-    }
+WAITS = schema(
+    "event name start_ns duration_ns step thread maker gpu_idle_ns",
+    {"thread": pl.Int64, "maker": pl.Enum(MAKERS)},
 )
-STEPS = pl.Schema(
-    {"step": pl.Int32, "wait_ns": pl.Int64, "fraction": pl.Float64, "gpu_idle_ns": pl.Int64, "bottleneck": pl.Boolean}
-)
-SPENT = pl.Schema({"step": pl.Int32(), "part": pl.Enum(PARTS), "ns": pl.Int64()})
+STEPS = schema("step wait_ns fraction gpu_idle_ns bottleneck")
+SPENT = schema("step part ns", {"part": pl.Enum(PARTS)})
 
 # What the training loop calls: PyTorch's own span around it, or the frame of the iterator where stacks are recorded.
 SPAN = r"^enumerate\(DataLoader\)#|^enumerate\(.*DataLoader.*\)#"

@@ -9,18 +9,13 @@ import polars as pl
 from traceloom.analyze.breakdown import GpuTime
 from traceloom.analyze.idle import Idle
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 PARTS = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns")
 """The parts of a device's time, which add up to `window_ns`."""
 
-DEVICE_SCHEMA = pl.Schema(
-    {
-        "device": pl.Int32(),
-        "name": pl.String(),
-        **{name: pl.Int64() for name in ("window_ns", *PARTS, "communication_ns", "edge_idle_ns")},
-    }
-)
+DEVICE_SCHEMA = schema("device name window_ns", *PARTS, "communication_ns edge_idle_ns")
 
 
 @dataclass(frozen=True)

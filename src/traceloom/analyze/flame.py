@@ -15,31 +15,16 @@ from traceloom.analyze.splitting import NO_STEP
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import column
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-_TIMES = dict.fromkeys(("calls", "self_ns", "total_ns", "self_device_ns", "device_ns"), pl.Int64())
-_NAME = {"name": pl.String(), "file": pl.String(), "line": pl.Int32()}
-FRAMES = pl.Schema(
-    {
-        "rank": pl.Int32(),
-        "node": pl.UInt32(),
-        "parent": pl.UInt32(),
-        "depth": pl.UInt16(),
-        "lane": pl.UInt32(),
-        "kind": pl.Enum(KINDS),
-        **_NAME,
-        **_TIMES,
-    }
-)
-FUNCTIONS = pl.Schema(
-    {
-        "rank": pl.Int32(),
-        "kind": pl.Enum(KINDS),
-        **_NAME,
-        **_TIMES,
-        "mean_self_ns": pl.Float64(),
-        **dict.fromkeys(("min_self_ns", "max_self_ns", "step_count"), pl.Int64()),
-    }
+_TIMES = ("calls", "self_ns", "total_ns", "self_device_ns", "device_ns")
+FRAMES = schema("rank node parent depth lane kind name file line", *_TIMES, {"kind": pl.Enum(KINDS)})
+FUNCTIONS = schema(
+    "rank kind name file line",
+    *_TIMES,
+    "mean_self_ns min_self_ns max_self_ns step_count",
+    {"kind": pl.Enum(KINDS)},
 )
 _PLACE = r"^(.*)\((\d+)\): (.*)$"  # file.py(12): function
 

@@ -19,6 +19,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import nullable
 from traceloom.model.category import KERNEL, LAUNCHES
+from traceloom.model.frames import schema
 from traceloom.read.again import readable, whole
 
 _LAUNCH = r"(?i)launch.*kernel|kernel.*launch"
@@ -26,19 +27,9 @@ _BEGIN, _END = r"(?i)StreamBeginCapture", r"(?i)StreamEndCapture"
 _LEAST_SHARE = 0.5  # of a graph's nodes must be joined, else the capture is of other work
 _MOST_PARTS = 64  # captures of one recording that are tried
 
-MAPPED = pl.Schema(
-    {
-        "graph": pl.UInt32(),
-        "node": pl.UInt32(),
-        "name": pl.String(),
-        "replay_count": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "op": pl.UInt32(),
-        "op_name": pl.String(),
-        "module": pl.String(),
-        "evidence": pl.Enum(["correlated", "inferred"]),
-        "reason": pl.String(),
-    }
+MAPPED = schema(
+    "graph node name replay_count total_ns op op_name module evidence reason",
+    {"op": pl.UInt32, "evidence": pl.Enum(["correlated", "inferred"])},
 )
 """Nodes of graphs with the operator that launched the same kernel in the capture: op (row of the CAPTURE's events), its
 name, the module around it; evidence (correlated: the whole graph's names stand in the capture in this order; inferred:

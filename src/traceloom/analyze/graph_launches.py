@@ -15,6 +15,7 @@ from traceloom.analyze.submissions import plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Ints
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 from traceloom.read.again import numbers, readable
 
@@ -26,37 +27,17 @@ _ALIKE = 0.8  # share of nodes that two graphs have in common
 _MOST_COMPARED = 64  # graphs that are compared with each other
 
 _MEDIANS = ("work_median_ns", "idle_median_ns", "call_median_ns")
-GRAPHS = pl.Schema(
-    {
-        "graph": pl.UInt32(),
-        "graph_id": pl.Int64(),
-        "evidence": pl.Enum(["correlated", "inferred"]),
-        "launch_name": pl.String(),
-        **dict.fromkeys(("replay_count", "node_count", "stream_count"), pl.Int64()),
-        **dict.fromkeys(("span_median_ns", "span_min_ns", "span_max_ns", *_MEDIANS), pl.Int64()),
-        **dict.fromkeys(("total_ns", "deviating_count"), pl.Int64()),
-        "like": pl.UInt32(),
-    }
+GRAPHS = schema(
+    "graph graph_id evidence launch_name replay_count node_count stream_count span_median_ns span_min_ns span_max_ns",
+    *_MEDIANS,
+    "total_ns deviating_count like",
+    {"evidence": pl.Enum(["correlated", "inferred"])},
 )
-REPLAYS = pl.Schema(
-    {
-        **dict.fromkeys(("graph", "replay", "launch"), pl.UInt32()),
-        "step": pl.Int32(),
-        **dict.fromkeys(("start_ns", "span_ns", "work_ns", "idle_ns", "call_ns", "delay_ns", "node_count"), pl.Int64()),
-        "deviation": pl.String(),
-        "worst_node": pl.UInt32(),
-        "worst_excess_ns": pl.Int64(),
-    }
+REPLAYS = schema(
+    "graph replay launch step start_ns span_ns work_ns idle_ns",
+    "call_ns delay_ns node_count deviation worst_node worst_excess_ns",
 )
-NODES = pl.Schema(
-    {
-        **dict.fromkeys(("graph", "node"), pl.UInt32()),
-        "node_id": pl.Int64(),
-        "name": pl.String(),
-        **dict.fromkeys(("replay_count", "mean_ns", "min_ns", "max_ns", "total_ns", "gap_mean_ns"), pl.Int64()),
-        "example": pl.UInt32(),
-    }
-)
+NODES = schema("graph node node_id name replay_count mean_ns min_ns max_ns total_ns gap_mean_ns example")
 _NODE = ["graph", "node_id", "place", "code"]  # what tells a node: its id where there is one, else position and name
 
 

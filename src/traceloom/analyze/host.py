@@ -31,25 +31,11 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import Engine, column, engine, lookup
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-THREADS = pl.Schema(
-    {
-        "lane": pl.UInt32(),
-        **dict.fromkeys(("process", "thread", "name"), pl.String()),
-        **dict.fromkeys(("window_ns", "busy_ns", "event_count"), pl.Int64()),
-        "main": pl.Boolean(),
-    }
-)
-ACCOUNT = pl.Schema(
-    {
-        "lane": pl.UInt32(),
-        "step": pl.Int32(),
-        "phase": pl.Enum(PHASES),
-        "activity": pl.Enum(ACTIVITIES),
-        "ns": pl.Int64(),
-    }
-)
+THREADS = schema("lane process thread name window_ns busy_ns event_count main")
+ACCOUNT = schema("lane step phase activity ns", {"phase": pl.Enum(PHASES), "activity": pl.Enum(ACTIVITIES)})
 _UNKNOWN = -1
 _STEP: Any = np.int32
 _CODE: Any = np.int8  # of phases and activities

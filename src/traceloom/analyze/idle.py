@@ -22,6 +22,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column, lookup, on_disk
 from traceloom.model.category import LAUNCHES
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 LAUNCH_LATENCY = "launch_latency"
@@ -55,19 +56,9 @@ LAUNCH_LATENCY_NS = 100_000
 # Work may seem to end this long after what waited for it began.
 _CLOCK_NS = 2_000
 
-GAP_SCHEMA = pl.Schema(
-    {
-        "gap": pl.UInt32(),
-        "device": pl.Int32(),
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        "cause": CauseType,
-        "evidence": EvidenceType,
-        **dict.fromkeys(("before", "after", "launch"), pl.UInt32()),
-        "step": pl.Int32(),
-        "host_activity": pl.String(),
-        **dict.fromkeys(("host_event", "producer", "wait"), pl.UInt32()),
-    }
+GAP_SCHEMA = schema(
+    "gap device start_ns duration_ns cause evidence before after launch step host_activity host_event producer wait",
+    {"cause": CauseType, "evidence": EvidenceType},
 )
 
 

@@ -21,6 +21,7 @@ from traceloom.errors import UsageError
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import lookup
 from traceloom.model.category import ANNOTATION, GPU_ANNOTATION
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 KINDS = ("prefill", "decode", "mixed", "verify", "draft", "idle", "other")
@@ -33,17 +34,10 @@ FACTS = (
     "generation_tokens",
     "generation_kv_tokens",
 )
-ANNOTATIONS = pl.Schema(
-    {
-        "event": pl.UInt32(),
-        "name": pl.String(),
-        "framework": pl.String(),
-        "kind": pl.Enum(KINDS),
-        "start_ns": pl.Int64(),
-        "end_ns": pl.Int64(),
-        "on_gpu": pl.Boolean(),
-        **dict.fromkeys(FACTS, pl.Int64()),
-    }
+ANNOTATIONS = schema(
+    "event name framework kind start_ns end_ns on_gpu",
+    *FACTS,
+    {"kind": pl.Enum(KINDS)},
 )
 
 # Names of vLLM (`execute_context_2(300)_generation_5(5)`, with and without the detailed sums, and the older
@@ -73,53 +67,21 @@ _SGLANG_SUMS = {
 }
 Facts = dict[str, Any]
 
-STEPS = pl.Schema(
-    {
-        "rank": pl.Int32(),
-        "number": pl.UInt32(),
-        "framework": pl.String(),
-        "kind": pl.Enum(KINDS),
-        "event": pl.UInt32(),
-        "name": pl.String(),
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        **dict.fromkeys(FACTS, pl.Int64()),
-        **dict.fromkeys(
-            ("gpu_ns", "gpu_span_ns", "work_count", "graph_work_count", "lag_ns", "between_ns"), pl.Int64()
-        ),
-    }
+STEPS = schema(
+    "rank number framework kind event name start_ns duration_ns",
+    *FACTS,
+    "gpu_ns gpu_span_ns work_count graph_work_count lag_ns between_ns",
+    {"number": pl.UInt32, "kind": pl.Enum(KINDS)},
 )
-MIX = pl.Schema(
-    {
-        "rank": pl.Int32(),
-        "kind": pl.Enum(KINDS),
-        "step_count": pl.Int64(),
-        **{f"{how}_{name}": pl.Int64() for name in ("duration_ns", "gpu_ns") for how in ("mean", "min", "max")},
-        "total_gpu_ns": pl.Int64(),
-        "gpu_fraction": pl.Float64(),
-        "mean_requests": pl.Float64(),
-        **dict.fromkeys(("context_tokens", "generation_tokens"), pl.Int64()),
-        **{f"between_{how}_ns": pl.Int64() for how in ("median", "p95", "max")},
-    }
+MIX = schema(
+    "rank kind step_count mean_duration_ns min_duration_ns max_duration_ns mean_gpu_ns min_gpu_ns max_gpu_ns",
+    "total_gpu_ns gpu_fraction mean_requests context_tokens generation_tokens",
+    "between_median_ns between_p95_ns between_max_ns",
+    {"kind": pl.Enum(KINDS), "mean_duration_ns": pl.Int64, "mean_gpu_ns": pl.Int64},  # rounded down
 )
-RATES = pl.Schema(
-    {
-        "rank": pl.Int32(),
-        "what": pl.String(),
-        "count": pl.Int64(),
-        "window_ns": pl.Int64(),
-        "per_second": pl.Float64(),
-        "evidence": pl.Enum(["annotation", "declared"]),
-    }
-)
-NODES = pl.Schema({"rank": pl.Int32(), **MAPPED})
-OPERATORS = pl.Schema(
-    {
-        "rank": pl.Int32(),
-        **dict.fromkeys(("op_name", "module"), pl.String()),
-        **dict.fromkeys(("kernel_count", "gpu_ns"), pl.Int64()),
-    }
-)
+RATES = schema("rank what count window_ns per_second evidence", {"evidence": pl.Enum(["annotation", "declared"])})
+NODES = schema("rank", MAPPED)
+OPERATORS = schema("rank op_name module kernel_count gpu_ns")
 
 
 @dataclass(frozen=True)

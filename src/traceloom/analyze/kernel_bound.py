@@ -13,6 +13,7 @@ from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.roofline import Given, modelled
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 BOUNDS = ("compute", "memory", "latency", "unknown")
@@ -27,17 +28,8 @@ FAR = 0.25
 VERY_FAR = 0.05
 """Work of any length that would need less than this is bound by neither: too little runs at once, or in turn."""
 
-BOUND_SCHEMA = pl.Schema(
-    {
-        "device": pl.Int32(),
-        "bound": BoundType,
-        **dict.fromkeys(("count", "sum_ns", "exclusive_ns"), pl.Int64()),
-        "fraction": pl.Float64(),
-    }
-)
-KIND_SCHEMA = pl.Schema(
-    {"kind": KindOfWork, "bound": BoundType, **dict.fromkeys(("count", "sum_ns", "roofline_ns"), pl.Int64())}
-)
+BOUND_SCHEMA = schema("device bound count sum_ns exclusive_ns fraction", {"bound": BoundType})
+KIND_SCHEMA = schema("kind bound count sum_ns roofline_ns", {"kind": KindOfWork, "bound": BoundType})
 
 
 @dataclass(frozen=True)

@@ -14,28 +14,18 @@ from traceloom.analyze.matrix_units import STATES, StateType, matrix_units
 from traceloom.analyze.steps import tiles
 from traceloom.array_types import Floats, Ints
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-DEVICE_SCHEMA = pl.Schema(
-    {
-        "device": pl.Int32(),
-        **dict.fromkeys(("window_ns", "kernel_count", "kernel_ns", "measured_ns", "estimated_ns"), pl.Int64()),
-        **dict.fromkeys(("sm_efficiency", "sm_fill", "occupancy"), pl.Float64()),
-    }
+DEVICE_SCHEMA = schema(
+    "device window_ns kernel_count kernel_ns measured_ns estimated_ns sm_efficiency sm_fill occupancy",
 )
-STEP_SCHEMA = pl.Schema(
-    {"device": pl.Int32(), "step": pl.Int32(), "duration_ns": pl.Int64(), "sm_efficiency": pl.Float64()}
+STEP_SCHEMA = schema("device step duration_ns sm_efficiency")
+KERNEL_SCHEMA = schema(
+    "name kind matrix_units count total_ns blocks_per_sm sm_fill occupancy",
+    {"kind": KindOfWork, "matrix_units": StateType},
 )
-KERNEL_SCHEMA = pl.Schema(
-    {
-        "name": pl.String(),
-        "kind": KindOfWork,
-        "matrix_units": StateType,
-        **dict.fromkeys(("count", "total_ns"), pl.Int64()),
-        **dict.fromkeys(("blocks_per_sm", "sm_fill", "occupancy"), pl.Float64()),
-    }
-)
-MATRIX_SCHEMA = pl.Schema({"matrix_units": StateType, "count": pl.Int64(), "total_ns": pl.Int64()})
+MATRIX_SCHEMA = schema("matrix_units count total_ns", {"matrix_units": StateType})
 
 
 @dataclass(frozen=True)

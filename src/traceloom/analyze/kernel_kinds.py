@@ -24,12 +24,12 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
-from traceloom.model.schema import Event
 
 _NAMED = np.array([category in (cat.OP, cat.ANNOTATION) for category in cat.CATEGORIES])
 
-KIND_SCHEMA = pl.Schema({"event": Event(), "kind": KindOfWork, "rule": pl.String()})
+KIND_SCHEMA = schema("event kind rule", {"kind": KindOfWork})
 PRIORITY: tuple[str, ...] = (
     "gemm",
     "convolution",
@@ -46,17 +46,8 @@ PRIORITY: tuple[str, ...] = (
 """Who owns a nanosecond in which several kinds run at once: the first of these that does. Calculating comes before
 communicating and that before copying, as in `gpu_time`, so that hidden communication stays hidden."""
 
-KINDS_SCHEMA = pl.Schema(
-    {
-        "device": pl.Int32(),
-        "kind": KindOfWork,
-        **dict.fromkeys(("count", "sum_ns", "exclusive_ns"), pl.Int64()),
-        "fraction": pl.Float64(),
-    }
-)
-RULES_SCHEMA = pl.Schema(
-    {"kind": KindOfWork, "rule": pl.String(), "count": pl.Int64(), "sum_ns": pl.Int64(), "fraction": pl.Float64()}
-)
+KINDS_SCHEMA = schema("device kind count sum_ns exclusive_ns fraction", {"kind": KindOfWork})
+RULES_SCHEMA = schema("kind rule count sum_ns fraction", {"kind": KindOfWork})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import polars as pl
 
 from traceloom.model import Trace
 from traceloom.model.category import KERNEL
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 from traceloom.read.again import numbers, readable
 
@@ -16,13 +17,7 @@ _AXES: dict[str, str | tuple[str, int]] = {
     f"{what}_{axis}": (what, place) for what in ("grid", "block") for place, axis in enumerate("xyz")
 }
 _KEYS = {**_AXES, "registers": "registers per thread", "shared_bytes": "shared memory"}
-LAUNCHES_SCHEMA = pl.Schema(
-    {
-        "event": pl.UInt32(),
-        **dict.fromkeys(_KEYS, pl.Int64()),
-        **dict.fromkeys(("blocks_per_sm", "warps_per_sm", "occupancy"), pl.Float64()),
-    }
-)
+LAUNCHES_SCHEMA = schema("event", *_KEYS, "blocks_per_sm warps_per_sm occupancy")
 
 
 @dataclass(frozen=True)

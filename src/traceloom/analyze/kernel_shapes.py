@@ -11,18 +11,14 @@ from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 KEYS = ("op", "shapes", "types", "kernel", "kind")
-SHAPES_SCHEMA = pl.Schema(
-    {
-        **dict.fromkeys(("op", "shapes", "types", "kernel"), pl.String()),
-        "kind": KindOfWork,
-        **dict.fromkeys(("count", "total_ns", "mean_ns", "min_ns", "max_ns"), pl.Int64()),
-        "fraction": pl.Float64(),
-        "mean_total_ns": pl.Float64(),
-        **dict.fromkeys(("min_total_ns", "max_total_ns", "step_count"), pl.Int64()),
-    }
+SHAPES_SCHEMA = schema(
+    "op shapes types kernel kind count total_ns mean_ns min_ns max_ns",
+    "fraction mean_total_ns min_total_ns max_total_ns step_count",
+    {"kind": KindOfWork},
 )
 
 

@@ -11,21 +11,14 @@ from traceloom.analyze.classify import CATEGORIES, CategoryType, KindType, Rule,
 from traceloom.analyze.intervals import union
 from traceloom.model import Trace
 from traceloom.model.arrays import engine
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-KERNEL_SCHEMA = pl.Schema(
-    {
-        "name": pl.String(),
-        "category": CategoryType,
-        "rule": pl.String(),
-        "kind": KindType,
-        **dict.fromkeys(("count", "total_ns", "mean_ns", "min_ns", "max_ns"), pl.Int64()),
-        "fraction": pl.Float64(),
-    }
+KERNEL_SCHEMA = schema(
+    "name category rule kind count total_ns mean_ns min_ns max_ns fraction",
+    {"category": CategoryType, "kind": KindType},
 )
-CATEGORY_SCHEMA = pl.Schema(
-    {"category": CategoryType, "count": pl.Int64(), "total_ns": pl.Int64(), "union_ns": pl.Int64()}
-)
+CATEGORY_SCHEMA = schema("category count total_ns union_ns", {"category": CategoryType})
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from traceloom.analyze.waits import stream_waits
 from traceloom.array_types import Bools
 from traceloom.model import Trace
 from traceloom.model.arrays import column
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 LONG_CALL_NS = 50_000
@@ -26,56 +27,22 @@ LONG_DELAY_NS = 100_000
 """Work that starts this long after nothing held it back any more is listed."""
 
 _TIMES = ("delay", "span", "latency")
-_STATISTICS = {f"{name}_{how}_ns": pl.Int64() for name in _TIMES for how in ("median", "p95", "max")}
-TOTALS = pl.Schema(
-    {
-        "device": pl.Int32(),
-        **dict.fromkeys(("work_count", "launch_count", "graph_work_count", "unknown_count", "early_count"), pl.Int64()),
-        **_STATISTICS,
-        "late_count": pl.Int64(),
-    }
-)
-NAMES = pl.Schema({"name": pl.String(), "launch_count": pl.Int64(), **_STATISTICS, "late_count": pl.Int64()})
-CALLS = pl.Schema(
-    {
-        "name": pl.String(),
-        **dict.fromkeys(
-            ("call_count", "total_ns", "median_ns", "p95_ns", "max_ns", "long_count", "long_ns"), pl.Int64()
-        ),
-    }
-)
-OUTLIERS = pl.Schema(
-    {
-        "kind": pl.Enum(["late work", "waiting work", "long call", "full queue"]),
-        "duration_ns": pl.Int64(),
-        "start_ns": pl.Int64(),
-        "device": pl.Int32(),
-        "stream": pl.Int64(),
-        "step": pl.Int32(),
-        "work": pl.UInt32(),
-        "work_name": pl.String(),
-        "launch": pl.UInt32(),
-        "launch_name": pl.String(),
-    }
+_STATISTICS = [f"{name}_{how}_ns" for name in _TIMES for how in ("median", "p95", "max")]
+TOTALS = schema("device work_count launch_count graph_work_count unknown_count early_count", *_STATISTICS, "late_count")
+NAMES = schema("name launch_count", *_STATISTICS, "late_count")
+CALLS = schema("name call_count total_ns median_ns p95_ns max_ns long_count long_ns")
+OUTLIERS = schema(
+    "kind duration_ns start_ns device stream step work work_name launch launch_name",
+    {"kind": pl.Enum(["late work", "waiting work", "long call", "full queue"])},
 )
 _PER_STEP = ("launch_count", "work_count", "call_ns", "short_count", "held_ns")
-STEPS = pl.Schema(
-    {
-        "device": pl.Int32(),
-        **spread_schema(*_PER_STEP),
-    }
-)
+STEPS = schema("device", spread_schema(*_PER_STEP))
 
 _EDGES = 1_000 << np.arange(15)  # 1 µs, 2 µs, ... 16.4 ms
-BINS = pl.Schema(dict.fromkeys(("low_ns", "high_ns", "kernel_count", "total_ns", "short_count"), pl.Int64()))
+BINS = schema("low_ns high_ns kernel_count total_ns short_count")
 """Kernels with low_ns <= duration < high_ns (null: no upper bound), their summed time, and how many of them are shorter
 than their launch call. The bounds double from 1 µs on; the counts add up to all kernels of the trace."""
-SHORT = pl.Schema(
-    {
-        "name": pl.String(),
-        **dict.fromkeys(("short_count", "kernel_count", "short_ns", "call_ns", "kernel_ns"), pl.Int64()),
-    }
-)
+SHORT = schema("name short_count kernel_count short_ns call_ns kernel_ns")
 """Kernels by name: how many are shorter than their launch call, of how many that were launched one by one; time of the
 short ones, time of their calls, time of all. Graph launches are not in it: their call submits many kernels."""
 

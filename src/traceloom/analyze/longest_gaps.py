@@ -6,31 +6,12 @@ import polars as pl
 
 from traceloom.analyze.idle import CauseType, EvidenceType, Idle
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 
-SCHEMA = pl.Schema(
-    {
-        "gap": pl.UInt32(),
-        "device": pl.Int32(),
-        "step": pl.Int32(),
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        "cause": CauseType,
-        "cause_ns": pl.Int64(),
-        "evidence": EvidenceType,
-        "before": pl.UInt32(),
-        "before_name": pl.String(),
-        "after": pl.UInt32(),
-        "after_name": pl.String(),
-        "launch": pl.UInt32(),
-        "launch_name": pl.String(),
-        "host_event": pl.UInt32(),
-        "host_activity": pl.String(),
-        "stack": pl.List(pl.String()),
-        "producer": pl.UInt32(),
-        "producer_name": pl.String(),
-        "wait": pl.UInt32(),
-        "wait_name": pl.String(),
-    }
+SCHEMA = schema(
+    "gap device step start_ns duration_ns cause cause_ns evidence before before_name after after_name",
+    "launch launch_name host_event host_activity stack producer producer_name wait wait_name",
+    {"cause": CauseType, "evidence": EvidenceType, "stack": pl.List(pl.String())},
 )
 _MOST_FRAMES = 64
 _NAMED = ("before", "after", "launch", "producer", "wait")

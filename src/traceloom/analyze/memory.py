@@ -9,25 +9,14 @@ import numpy as np
 import polars as pl
 
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-DEVICES = pl.Schema(
-    {
-        "device_type": pl.String(),
-        "device": pl.Int32(),
-        **dict.fromkeys(
-            ("peak_bytes", "peak_time_ns", "start_bytes", "end_bytes", "allocation_count", "free_count"), pl.Int64()
-        ),
-        "evidence": pl.Enum(["allocator-totals", "census-and-sum", "running-sum"]),
-    }
+DEVICES = schema(
+    "device_type device peak_bytes peak_time_ns start_bytes end_bytes allocation_count free_count evidence",
+    {"evidence": pl.Enum(["allocator-totals", "census-and-sum", "running-sum"])},
 )
-CURVE = pl.Schema(
-    {
-        "device_type": pl.String(),
-        "device": pl.Int32(),
-        **dict.fromkeys(("time_ns", "allocated_bytes", "reserved_bytes"), pl.Int64()),
-    }
-)
+CURVE = schema("device_type device time_ns allocated_bytes reserved_bytes")
 SHARED = "cpu-shared"
 """Device type given to shared memory that DataLoader workers made and this process maps."""
 

@@ -21,6 +21,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup
+from traceloom.model.frames import schema
 from traceloom.read.again import readable, whole
 
 _OTHER_GRID = "the capture ran this kernel with another grid, so with other shapes"
@@ -43,17 +44,8 @@ _TENSOR_FLOAT = r"(?i)tf32|s1688|xf32|_S_MX_B|xmma_gemm_f32_tf32"
 _PLAIN_FLOAT = r"(?i)sgemm|simt|scudnn|winograd|gemv|f32f32_f32f32|_SB_|_S_B_|dot_kernel|fft"
 
 _INPUTS = ("name", "shapes", "types", "concrete", "strides", "list_type", "batch")
-UNMAPPED = pl.Schema({"event": pl.UInt32, "reason": pl.String})
-GROUPS = pl.Schema(
-    {
-        "group": pl.UInt32,
-        **dict.fromkeys(("name", "shapes", "types"), pl.String),
-        **dict.fromkeys(("flops", "recomputed", "bytes"), pl.Int64),
-        "dtype": pl.String,
-        "matrix": pl.Boolean,
-        "reason": pl.String,
-    }
-)
+UNMAPPED = schema("event reason")
+GROUPS = schema("group name shapes types flops recomputed bytes dtype matrix reason", {"group": pl.UInt32})
 
 
 @dataclass(frozen=True, slots=True)

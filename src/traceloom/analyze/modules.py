@@ -20,6 +20,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 KINDS = ("module", "scope", "annotation")
@@ -57,23 +58,16 @@ class Regions:
 
 
 _TIMES = ("host_ns", "self_host_ns", "device_ns", "self_device_ns", "kernel_count")
-TREE = pl.Schema(
-    {
-        "node": pl.UInt32(),
-        "parent": pl.UInt32(),
-        "depth": pl.UInt16(),
-        "path": pl.String(),
-        "name": pl.String(),
-        "kind": pl.Enum(KINDS),
-        "count": pl.Int64(),
-        **{name: pl.Int64() for name in _TIMES},
-        **{f"backward_{name}": pl.Int64() for name in _TIMES},
-        "recompute_count": pl.Int64(),
-        **{f"recompute_{name}": pl.Int64() for name in _TIMES},
-        **spread_schema("all_host_ns", "all_device_ns"),
-    }
+TREE = schema(
+    "node parent depth path name kind count",
+    *_TIMES,
+    *(f"backward_{name}" for name in _TIMES),
+    "recompute_count",
+    *(f"recompute_{name}" for name in _TIMES),
+    spread_schema("all_host_ns", "all_device_ns"),
+    {"kind": pl.Enum(KINDS)},
 )
-STEPS = pl.Schema({"node": pl.UInt32(), "step": pl.Int32(), "all_host_ns": pl.Int64(), "all_device_ns": pl.Int64()})
+STEPS = schema("node step all_host_ns all_device_ns")
 
 
 @dataclass(frozen=True)

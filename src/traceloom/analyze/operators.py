@@ -13,17 +13,10 @@ from traceloom.analyze.phases import meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model.arrays import engine
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-OPERATORS = pl.Schema(
-    {
-        "name": pl.String,
-        "shapes": pl.String,
-        **dict.fromkeys(("count", "self_ns", "total_ns", "mean_ns"), pl.Int64),
-        **dict.fromkeys(("device_ns", "self_device_ns", "kernel_count"), pl.Int64),
-        "fraction": pl.Float64,
-    }
-)
+OPERATORS = schema("name shapes count self_ns total_ns mean_ns device_ns self_device_ns kernel_count fraction")
 
 
 @dataclass(frozen=True)

@@ -18,38 +18,21 @@ from traceloom.analyze.submissions import Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 ELEMENTWISE = r"(?i)elementwise|^triton_poi_|pointwise"
 LONGEST = 64
 
-SEQUENCES = pl.Schema(
-    {
-        "sequence": pl.UInt32(),
-        "kind": pl.Enum(["sequence", "elementwise"]),
-        **dict.fromkeys(("count", "length", "launch_count", "kernel_ns", "gap_ns", "span_ns"), pl.Int64()),
-        "fraction": pl.Float64(),
-        "elementwise": pl.Boolean(),
-        "example": pl.UInt32(),
-        "names": pl.List(pl.String()),
-    }
+SEQUENCES = schema(
+    "sequence kind count length launch_count kernel_ns gap_ns span_ns fraction elementwise example names",
+    {"sequence": pl.UInt32, "kind": pl.Enum(["sequence", "elementwise"]), "names": pl.List(pl.String())},
 )
-OCCURRENCES = pl.Schema(
-    {
-        "sequence": pl.UInt32(),
-        "device": pl.Int32(),
-        "stream": pl.Int64(),
-        "step": pl.Int32(),
-        **dict.fromkeys(("first", "last"), pl.UInt32()),
-        **dict.fromkeys(("start_ns", "span_ns"), pl.Int64()),
-    }
+OCCURRENCES = schema(
+    "sequence device stream step first last start_ns span_ns",
+    {"sequence": pl.UInt32, "first": pl.UInt32, "last": pl.UInt32},
 )
-STEPS = pl.Schema(
-    {
-        "sequence": pl.UInt32(),
-        **spread_schema("call_count", "span_ns"),
-    }
-)
+STEPS = schema("sequence", spread_schema("call_count", "span_ns"), {"sequence": pl.UInt32})
 
 
 @dataclass(frozen=True)

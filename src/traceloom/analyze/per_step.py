@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 
 
 def whole_steps(trace: Trace) -> pl.DataFrame:
@@ -14,13 +15,9 @@ def whole_steps(trace: Trace) -> pl.DataFrame:
     return trace.steps.filter("complete").select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"))
 
 
-_HOW = ("mean", "min", "max")
-
-
-def spread_schema(*values: str) -> dict[str, pl.DataType]:
+def spread_schema(*values: str) -> pl.Schema:
     """The columns that `per_step` gives for these values, without the keys."""
-    spread = {f"{how}_{v}": pl.Float64() if how == "mean" else pl.Int64() for v in values for how in _HOW}
-    return {**spread, "step_count": pl.Int64()}
+    return schema(*(f"{how}_{value}" for value in values for how in ("mean", "min", "max")), "step_count")
 
 
 def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], steps: pl.DataFrame) -> pl.DataFrame:
@@ -37,9 +34,8 @@ def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], st
         `step_count` (steps in which the key occurs). Without whole steps: no rows.
     """
     many = steps.height
-    schema = {key: frame.schema[key] for key in keys}
     if not many:
-        return pl.DataFrame(schema={**schema, **spread_schema(*values)})
+        return pl.DataFrame(schema={**{key: frame.schema[key] for key in keys}, **spread_schema(*values)})
     inside = frame.filter(pl.col("step").is_in(steps["step"].implode()))
     sums = inside.group_by(*keys, "step", maintain_order=True).agg(pl.col(values).sum().cast(pl.Int64))
     everywhere = pl.col("step").len() == many

@@ -15,19 +15,14 @@ from traceloom.analyze.quality_gpu import GPU_CHECKS
 from traceloom.analyze.verdict import Check
 from traceloom.model import Notice, Trace
 from traceloom.model import category as cat
+from traceloom.model.frames import schema
 from traceloom.model.notice import Severity, worst_first
 from traceloom.model.result import Result
 from traceloom.model.units import count, duration
 
-CHECKS = pl.Schema(
-    {
-        "check": pl.String(),
-        "affected_count": pl.Int64(),
-        "total_count": pl.Int64(),
-        "severity": pl.Enum(["ok", "info", "warning", "error"]),
-        "message": pl.String(),
-        "affects": pl.List(pl.String()),
-    }
+CHECKS = schema(
+    "check affected_count total_count severity message affects",
+    {"severity": pl.Enum(["ok", "info", "warning", "error"]), "affects": pl.List(pl.String())},
 )
 
 UNEVEN = 1.5

@@ -13,6 +13,7 @@ from traceloom.analyze.submissions import UNKNOWN, Submissions, plain
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Ints
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 
 DEEP = 900
 """Launches that are pending where a queue is (nearly) full: CUDA takes about 1,022 to 1,024 per stream."""
@@ -21,24 +22,15 @@ _TIMES = 2.5
 _AT_ONCE_NS = 100_000  # it returns this soon after the work that made room
 _CLOCK_NS = 2_000
 
-QUEUES = pl.Schema(
-    {
-        "device": pl.Int32(),
-        **dict.fromkeys(("stream", "launch_count", "work_count", "unknown_count"), pl.Int64()),
-        "max_launches": pl.Int64(),
-        "mean_launches": pl.Float64(),
-        "max_works": pl.Int64(),
-        "mean_works": pl.Float64(),
-        **dict.fromkeys(("window_ns", "empty_ns", "deep_ns", "held_count", "held_ns", "capacity"), pl.Int64()),
-    }
+QUEUES = schema(
+    "device stream launch_count work_count unknown_count max_launches mean_launches",
+    "max_works mean_works window_ns empty_ns deep_ns held_count held_ns capacity",
 )
 """Per stream: its launches, its work, work of unknown launches (not in the depths); the largest number of pending
 launches and pieces of work and their means over the window (first call or work .. last end); empty_ns in which nothing
 is pending, deep_ns with at least 900 launches pending; launch calls that were held up by a full queue, for how long
 beyond the usual, and how many launches the queue held then (null where none was held up)."""
-CURVE = pl.Schema(
-    {"device": pl.Int32(), "stream": pl.Int64(), "time_ns": pl.Int64(), "launches": pl.Int64(), "works": pl.Int64()}
-)
+CURVE = schema("device stream time_ns launches works")
 
 
 class HeldCalls(NamedTuple):

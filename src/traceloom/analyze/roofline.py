@@ -16,36 +16,19 @@ from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.analyze.placed import BoundType, PlacedCalls, placed
 from traceloom.analyze.utilisation import utilisation
 from traceloom.model import Session, Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 Given = Peak | str | Mapping[str, float] | None
-MODELLED = pl.Schema(
-    {
-        **dict.fromkeys(("event", "op"), pl.UInt32()),
-        **dict.fromkeys(("flops", "bytes", "roofline_ns"), pl.Int64()),
-        "bound": BoundType,
-    }
+MODELLED = schema("event op flops bytes roofline_ns bound", {"op": pl.UInt32, "bound": BoundType})
+OPERATORS = schema(
+    "name shapes types count total_ns fraction flops bytes intensity flop_rate byte_rate",
+    "arithmetic evidence matrix peak_flop_rate peak_byte_rate roofline_ns roofline_fraction bound",
+    {"bound": BoundType},
 )
-OPERATORS = pl.Schema(
-    {
-        **dict.fromkeys(("name", "shapes", "types"), pl.String()),
-        **dict.fromkeys(("count", "total_ns"), pl.Int64()),
-        "fraction": pl.Float64(),
-        **dict.fromkeys(("flops", "bytes"), pl.Int64()),
-        **dict.fromkeys(("intensity", "flop_rate", "byte_rate"), pl.Float64()),
-        **dict.fromkeys(("arithmetic", "evidence"), pl.String()),
-        "matrix": pl.Boolean(),
-        **dict.fromkeys(("peak_flop_rate", "peak_byte_rate"), pl.Float64()),
-        "roofline_ns": pl.Int64(),
-        "roofline_fraction": pl.Float64(),
-        "bound": BoundType,
-    }
-)
-UNMODELLED = pl.Schema({"name": pl.String(), "reason": pl.String(), "count": pl.Int64(), "gpu_ns": pl.Int64()})
-DEVICES = pl.Schema({"device": pl.Int32(), "name": pl.String(), "peak": pl.String(), "reason": pl.String()})
-SPREAD = pl.Schema(
-    {"quantity": pl.String(), **dict.fromkeys(("mean", "min", "max"), pl.Float64()), "step_count": pl.Int64()}
-)
+UNMODELLED = schema("name reason count gpu_ns")
+DEVICES = schema("device name peak reason")
+SPREAD = schema("quantity mean min max step_count")
 QUANTITIES = ("duration_ns", "flops", "bytes", "model_flops", "modelled_fraction", "roofline_fraction", "mfu", "hfu")
 """What `spread` tells: per step, over the whole steps."""
 

@@ -11,18 +11,11 @@ from traceloom.analyze.intervals import Spans
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 from traceloom.model.schema import REQUEST
 
-SCHEMA = pl.Schema(
-    {
-        "step": pl.Int32,
-        "name": pl.String,
-        **dict.fromkeys(("start_ns", "duration_ns"), pl.Int64),
-        "complete": pl.Boolean,
-        **dict.fromkeys(("lag_ns", "launch_count"), pl.Int64),
-    }
-)
+SCHEMA = schema("step name start_ns duration_ns complete lag_ns launch_count")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 ROLES = {
@@ -34,19 +35,14 @@ ROLES = {
     "python": "runs other Python",
     "annotations": "holds only annotations",
 }
-THREADS = pl.Schema(
-    {
-        "lane": pl.UInt32(),
-        **dict.fromkeys(("process", "thread", "name"), pl.String()),
-        "role": pl.Enum(list(ROLES)),
-        "says": pl.String(),
-        **dict.fromkeys(("event_count", "window_ns", "busy_ns", "active_ns"), pl.Int64()),
-        **{f"{name}_ns": pl.Int64() for name in ACTIVITIES},
-        "launch_count": pl.Int64(),
-    }
+THREADS = schema(
+    "lane process thread name role says event_count window_ns busy_ns active_ns",
+    *(f"{name}_ns" for name in ACTIVITIES),
+    "launch_count",
+    {"role": pl.Enum(list(ROLES))},
 )
-CONCURRENCY = pl.Schema({"step": pl.Int32(), "threads": pl.Int64(), "ns": pl.Int64()})
-CURVE = pl.Schema({"start_ns": pl.Int64(), "active": pl.Float64()})
+CONCURRENCY = schema("step threads ns")
+CURVE = schema("start_ns active")
 PARTS = 200  # of the window, for the curve
 
 _LOADER = r"(^|/)torch/utils/data/(_utils/(worker|fetch|collate)|dataloader)\.py|^enumerate\(DataLoader\)#"

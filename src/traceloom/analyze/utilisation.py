@@ -14,6 +14,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import lookup
+from traceloom.model.frames import schema
 
 MATRIX_KINDS = ("gemm", "attention", "convolution")
 MOST_UNMODELLED = 0.05
@@ -21,17 +22,9 @@ MOST_UNMODELLED = 0.05
 
 _HIDDEN = f"more than {MOST_UNMODELLED:.0%} of the GPU work is matrix work without a model".replace("%", " %")
 
-STEPS = pl.Schema(
-    {
-        "step": pl.Int32(),
-        "duration_ns": pl.Int64(),
-        "complete": pl.Boolean(),
-        **dict.fromkeys(("gpu_ns", "modelled_ns"), pl.Int64()),
-        "modelled_fraction": pl.Float64(),
-        **dict.fromkeys(("flops", "bytes", "hardware_flops", "model_flops", "roofline_ns", "rest_ns"), pl.Int64()),
-        **dict.fromkeys(("roofline_fraction", "placed_fraction", "mfu", "hfu"), pl.Float64()),
-        "reason": pl.String(),
-    }
+STEPS = schema(
+    "step duration_ns complete gpu_ns modelled_ns modelled_fraction flops bytes hardware_flops",
+    "model_flops roofline_ns rest_ns roofline_fraction placed_fraction mfu hfu reason",
 )
 
 

@@ -12,11 +12,10 @@ from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.phases import meaning
 from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-KERNELS, OPERATORS = (
-    pl.Schema({"name": pl.String(), **spread_schema(time, "call_count")}) for time in ("total_ns", "self_ns")
-)
+KERNELS, OPERATORS = (schema("name", spread_schema(time, "call_count")) for time in ("total_ns", "self_ns"))
 
 
 @dataclass(frozen=True)

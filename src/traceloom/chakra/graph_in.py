@@ -15,6 +15,7 @@ from traceloom.chakra.columns import Decoder, NodeColumns
 from traceloom.chakra.framing import Block
 from traceloom.chakra.graph_metadata import Header
 from traceloom.errors import InputError
+from traceloom.model.frames import schema
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.notice import Notice
@@ -32,10 +33,8 @@ ATTRIBUTES = (
     layout.EDGES_OUT,
     layout.CARRIED_NODES,
 )
-_WIDE_EDGES = pl.Schema(
-    {"source": pl.Int64, "target": pl.Int64, "code": pl.Int64, "delay_ns": pl.Int64, "residual_ns": pl.Int64}
-)
-_HOST_OPS = pl.Schema({"row": pl.Int64(), **GRAPH_SCHEMAS["host_ops"]})
+_WIDE_EDGES = schema("source target code delay_ns residual_ns", {"source": pl.Int64, "target": pl.Int64})
+_HOST_OPS = schema("row", GRAPH_SCHEMAS["host_ops"])
 
 
 @dataclass(frozen=True)

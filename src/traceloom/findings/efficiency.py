@@ -192,11 +192,11 @@ def slow_kernels(context: Context) -> Iterator[Said]:
         # for how long communication of the same rank runs beside them
         nodes = context.graph.nodes.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
         kernels = nodes.filter(pl.Series(mask))
-        talk = nodes.filter(
+        communication = nodes.filter(
             pl.Series(context.of_kind(*gs.COMMUNICATION)),
             pl.col("rank").is_in(kernels["rank"].implode(), nulls_equal=True),
         )
-        spans = union(talk["start_ns"].to_numpy(), talk["end_ns"].to_numpy())
+        spans = union(communication["start_ns"].to_numpy(), communication["end_ns"].to_numpy())
         shared = int(coverage(spans, kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()).sum())
         beside = 2 * shared > context.work_ns(mask)
         of_rank = f" of rank {trace.rank}" if len(context.traces) > 1 else ""

@@ -88,8 +88,8 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> OwnCommunic
     """
     category = trace.events["category"].gather(work.row)
     names = trace.events["name"].gather(work.row)
-    is_talk = named(names, _kernel_pattern()).to_numpy() & (category == cat.KERNEL).to_numpy()
-    chosen = np.flatnonzero(is_talk)
+    is_communication = named(names, _kernel_pattern()).to_numpy() & (category == cat.KERNEL).to_numpy()
+    chosen = np.flatnonzero(is_communication)
     # outermost calls of back ends that communicate from the host, without GPU work of their own
     outermost = tree.named(HOST_BACKENDS) & ~tree.call
     outermost &= nearest(tree.parent, outermost) < 0

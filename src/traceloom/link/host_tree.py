@@ -88,8 +88,8 @@ def host_tree(trace: Trace) -> HostTree:
         todo = todo[above[todo] >= 0]
     outer = np.full(parent.size, -1, dtype=np.int64)
     outer[driver] = above
-    talk = _communications_around(trace, parent, call)
-    outer = np.where(talk >= 0, talk, outer)
+    around = _communications_around(trace, parent, call)
+    outer = np.where(around >= 0, around, outer)
     kept &= outer < 0
     polls = _polling_lanes(trace, kept, call)
     left_out = kept & polls[lane_of]

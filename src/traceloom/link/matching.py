@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import polars as pl
 
 from traceloom.array_types import Ints
+from traceloom.model.frames import schema
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.host_trace import GROUP_LIST, HostTrace
 from traceloom.model.notice import Notice
@@ -34,7 +35,7 @@ OUTCOMES = (
     GROUPS,
 )
 Outcome = pl.Enum(list(OUTCOMES))
-THREADS = pl.Schema({"thread": pl.Int64, "lane": pl.UInt32, "ops": pl.Int64, "matched": pl.Int64})
+THREADS = schema("thread lane ops matched", {"thread": pl.Int64})
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Parts(Struct, frozen=True):
         kinds: Kind of each segment: number in NODE_KINDS. Gaps think, calls launch or block, the rest is the
             host's own work.
         work: GPU work.
-        talk: Which of the work, and which host events, are communication.
+        communication: Which of the work, and which host events, are communication.
         segment_node: Node of each segment.
         work_node: Node of each work.
     """
@@ -59,7 +59,7 @@ class Parts(Struct, frozen=True):
     host: Segments
     kinds: Ints
     work: DeviceWork
-    talk: OwnCommunication
+    communication: OwnCommunication
     segment_node: Ints
     work_node: Ints
 
@@ -103,7 +103,7 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     records = sync_records(trace, tree)
     waiting = awaited(trace, tree, work, times, records)
     spinning, spun_on = spins(trace, tree, host, times, handovers.waits)
-    talk = communication(trace, tree, work)
+    own_communication = communication(trace, tree, work)
     submits = np.zeros(tree.row.size, dtype=np.bool_)
     submits[work.call[work.call >= 0]] = True
     call = np.flatnonzero(tree.call)
@@ -114,13 +114,13 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
     kinds[host.last[waiting.calls]] = gs.NODE_KINDS.index(gs.BLOCK)
     kinds[spinning] = gs.NODE_KINDS.index(gs.BLOCK)
-    kinds[host.first[talk.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
+    kinds[host.first[own_communication.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
     parts = Parts(
         tree=tree,
         host=host,
         kinds=kinds,
         work=work,
-        talk=talk,
+        communication=own_communication,
         segment_node=np.arange(1, host.owner.size + 1),
         work_node=np.arange(host.owner.size + 1, host.owner.size + 1 + work.row.size),
     )
@@ -212,7 +212,7 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, match
         nodes=nodes,
         edges=frame,
         lanes=lanes,
-        communication=parts.talk.rows(parts),
+        communication=parts.communication.rows(parts),
         transfers=transfers,
         ranks=ranks,
         coverage=coverage,
@@ -239,7 +239,7 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     work_kind = np.full(category.len(), gs.NODE_KINDS.index(gs.KERNEL))
     for name, of_category in (("kernel", gs.KERNEL), ("copy", gs.COPY), ("fill", gs.FILL)):
         work_kind[(category == name).to_numpy()] = gs.NODE_KINDS.index(of_category)
-    work_kind[parts.talk.work] = parts.talk.work_kind
+    work_kind[parts.communication.work] = parts.communication.work_kind
     work_kind[held] = gs.NODE_KINDS.index(gs.WAIT)
     kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, work_kind])
     lane, lanes = _lanes(trace, np.concatenate([[-1], host.lane, work.lane]))
@@ -257,8 +257,8 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     sizes[copies["event"].to_numpy()] = copies["bytes"].to_numpy()
     sizes = sizes[event]
     sizes[: host.owner.size + 1] = -1
-    talk_bytes = parts.talk.about["in_bytes"]
-    sizes[parts.talk.nodes(parts)[talk_bytes.is_not_null().to_numpy()]] = talk_bytes.drop_nulls().to_numpy()
+    sent_bytes = parts.communication.about["in_bytes"]
+    sizes[parts.communication.nodes(parts)[sent_bytes.is_not_null().to_numpy()]] = sent_bytes.drop_nulls().to_numpy()
     events = trace.events.select("name", "category", "op", "step", "correlation")
     row_of = nullable(event, pl.UInt32, absent=-1)
     frame = pl.DataFrame([column.gather(row_of) for column in events])

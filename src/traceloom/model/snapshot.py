@@ -8,34 +8,19 @@ from typing import Any
 
 import polars as pl
 
+from traceloom.model.frames import schema
 from traceloom.model.notice import Notice
 
 ACTIONS = (
     "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
     "oom", "snapshot", "user_defined",
 )  # fmt: skip
-ENTRIES = pl.Schema(
-    {
-        "device": pl.Int32(),
-        "action": pl.Enum(ACTIONS),
-        "address": pl.Int64(),  # of oom: bytes that were free on the device
-        "bytes": pl.Int64(),
-        "time_us": pl.Int64(),  # Unix time; null in snapshots of older versions
-        "stack": pl.Int32(),  # of `stacks`; 0 is none
-    }
-)
-SEGMENTS = pl.Schema({"device": pl.Int32, "address": pl.Int64, "bytes": pl.Int64, "stream": pl.Int64})
-BLOCKS = pl.Schema(
-    {
-        "device": pl.Int32,
-        "segment": pl.UInt32,  # row of `segments`
-        "address": pl.Int64,
-        "bytes": pl.Int64,
-        "requested_bytes": pl.Int64,
-        "state": pl.String,  # active_allocated, active_pending_free (or active_awaiting_free), inactive
-        "stack": pl.Int32,
-    }
-)
+ENTRIES = schema("device action address bytes time_us stack", {"action": pl.Enum(ACTIONS), "stack": pl.Int32})
+"""`address` of an oom: the bytes that were free on the device; `time_us`: Unix time, null in snapshots of older
+versions; `stack`: of `stacks`, 0 is none."""
+SEGMENTS = schema("device address bytes stream")
+BLOCKS = schema("device segment address bytes requested_bytes state stack", {"stack": pl.Int32})
+"""`segment`: row of `segments`; `state`: active_allocated, active_pending_free (or active_awaiting_free), inactive."""
 _BETWEEN = " < "
 
 Frame = tuple[str, int, str]

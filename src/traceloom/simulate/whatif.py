@@ -13,6 +13,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.link import link_session
 from traceloom.model import Session
 from traceloom.model import graph_schema as gs
+from traceloom.model.frames import schema
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import plain, point_times
 from traceloom.model.result import Result
@@ -26,8 +27,8 @@ from traceloom.simulate.lower_bound import saves_more
 from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.selection import among
 
-RANKS = pl.Schema({"rank": pl.Int32, "before_ns": pl.Int64, "after_ns": pl.Int64, "saved_ns": pl.Int64})
-PARTS = pl.Schema({"what": pl.String, "kind": pl.String, "before_ns": pl.Int64, "after_ns": pl.Int64})
+RANKS = schema("rank before_ns after_ns saved_ns")
+PARTS = schema("what kind before_ns after_ns")
 
 
 @dataclass(frozen=True)

@@ -9,49 +9,17 @@ import polars as pl
 
 from traceloom.analyze.across.lateness import CAUSE_NAMES, NOT_EXPLAINED, PEER, SCHEDULE, CauseType, Lateness, roots
 from traceloom.analyze.across.matched import INSTANCE_SCHEMA, Matched
+from traceloom.model.frames import schema
 
-COLLECTIVE_SCHEMA = pl.Schema(
-    {
-        **INSTANCE_SCHEMA,
-        "late_ns": pl.Int64(),
-        "cause": CauseType,
-        "cause_ns": pl.Int64(),
-        "explained_ns": pl.Int64(),
-        "unexplained_ns": pl.Int64(),
-        "schedule_ns": pl.Int64(),
-        "root_instance": pl.Int64(),
-        "root_rank": pl.Int32(),
-        "root_cause": CauseType,
-    }
+COLLECTIVE_SCHEMA = schema(
+    INSTANCE_SCHEMA,
+    "late_ns cause cause_ns explained_ns unexplained_ns schedule_ns root_instance root_rank root_cause",
+    {"cause": CauseType, "root_cause": CauseType},
 )
-RANK_SCHEMA = pl.Schema(
-    {
-        "rank": pl.Int32(),
-        "host": pl.String(),
-        "collective_count": pl.Int64(),
-        "last_count": pl.Int64(),
-        "wait_ns": pl.Int64(),
-        "blame_ns": pl.Int64(),
-        "root_ns": pl.Int64(),
-        "alone_ns": pl.Int64(),
-    }
-)
-HOST_SCHEMA = pl.Schema(
-    {"host": pl.String(), **{name: RANK_SCHEMA[name] for name in RANK_SCHEMA if name not in ("rank", "host")}}
-)
-HEAT_SCHEMA = pl.Schema(
-    {"step": pl.Int32(), "rank": pl.Int32(), "wait_ns": pl.Int64(), "blame_ns": pl.Int64(), "root_ns": pl.Int64()}
-)
-REASON_SCHEMA = pl.Schema(
-    {
-        "rank": pl.Int32(),
-        "cause": CauseType,
-        "collective_count": pl.Int64(),
-        "waited_ns": pl.Int64(),
-        "late_ns": pl.Int64(),
-        "most_late_ns": pl.Int64(),
-    }
-)
+RANK_SCHEMA = schema("rank host collective_count last_count wait_ns blame_ns root_ns alone_ns")
+HOST_SCHEMA = schema("host collective_count last_count wait_ns blame_ns root_ns alone_ns")
+HEAT_SCHEMA = schema("step rank wait_ns blame_ns root_ns")
+REASON_SCHEMA = schema("rank cause collective_count waited_ns late_ns most_late_ns", {"cause": CauseType})
 
 _BEYOND = pl.col("wait_ns") - pl.col("schedule_ns")  # what the order of a pipeline does not ask for
 

@@ -11,21 +11,10 @@ from traceloom.analyze.across.lateness import CAUSE_NAMES, CauseType, Lateness
 from traceloom.analyze.across.ledger import CLASSES, COMMUNICATION
 from traceloom.analyze.across.matched import Matched
 from traceloom.analyze.across.rank_part import RankPart
+from traceloom.model.frames import schema
 from traceloom.model.units import duration
 
-LINK_SCHEMA = pl.Schema(
-    {
-        "chain": pl.Int64(),
-        "link": pl.Int32(),
-        "instance": pl.Int64(),
-        "rank": pl.Int32(),
-        "late_ns": pl.Int64(),
-        "cause": CauseType,
-        "ns": pl.Int64(),
-        "detail": pl.String(),
-        "follows": pl.Int64(),
-    }
-)
+LINK_SCHEMA = schema("chain link instance rank late_ns cause ns detail follows", {"link": pl.Int32, "cause": CauseType})
 _LONGEST = 8
 _SMALL = 0.02  # of the lateness: smaller parts are told together
 

@@ -10,25 +10,14 @@ import polars as pl
 from traceloom.analyze.across.load import MEASURES
 from traceloom.analyze.across.matched import numbered
 from traceloom.analyze.across.rank_part import RankPart
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-BALANCE_SCHEMA = pl.Schema(
-    {
-        "measure": pl.String(),
-        "step_count": pl.Int64(),
-        "rank_count": pl.Int64(),
-        "mean": pl.Float64(),
-        "max": pl.Float64(),
-        "max_rank": pl.Int32(),
-        "min": pl.Float64(),
-        "min_rank": pl.Int32(),
-        "max_over_mean": pl.Float64(),
-        "worst_step": pl.Int32(),
-        "worst_max_over_mean": pl.Float64(),
-        "worst_rank": pl.Int32(),
-    }
+BALANCE_SCHEMA = schema(
+    "measure step_count rank_count mean max max_rank min min_rank",
+    "max_over_mean worst_step worst_max_over_mean worst_rank",
 )
-LOAD_SCHEMA = pl.Schema({"rank": pl.Int32(), "host": pl.String(), **{name: pl.Float64() for name in MEASURES}})
+LOAD_SCHEMA = schema("rank host", *MEASURES, dict.fromkeys(MEASURES, pl.Float64()))
 
 
 @dataclass(frozen=True)

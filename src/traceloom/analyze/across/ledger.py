@@ -14,6 +14,7 @@ from traceloom.analyze.idle import CAUSES, idle
 from traceloom.analyze.intervals import Spans, coverage, merge, union
 from traceloom.array_types import Ints
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 
 COMPUTE = "compute"
 COMMUNICATION = "communication"
@@ -22,7 +23,7 @@ CLASSES = (COMPUTE, COMMUNICATION, MEMORY, *CAUSES)
 """What the time of a rank is split into: its device's busy time, then its idle time by cause."""
 
 ClassType = pl.Enum(CLASSES)
-DETAIL_SCHEMA = pl.Schema({"stretch": pl.Int64(), "class": ClassType, "name": pl.String(), "ns": pl.Int64()})
+DETAIL_SCHEMA = schema("stretch class name ns", {"class": ClassType})
 _NUMBER = {name: number for number, name in enumerate(CLASSES)}
 _HOST_NAMES = list(HOST_CAUSES)
 _MOST_NAMES = 6  # per stretch and class: what else ran there is in the sums

@@ -16,9 +16,10 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
+from traceloom.model.frames import schema
 
 MEASURES = ("compute_ns", "embedding_ns", "exchanged_bytes", "tokens", "memory_bytes")
-LOAD_SCHEMA = pl.Schema({"step": pl.Int32(), **{name: pl.Int64() for name in MEASURES}})
+LOAD_SCHEMA = schema("step", *MEASURES)
 
 # Kernels of embedding tables: PyTorch's, FBGEMM's table-batched ones, and TorchRec's by their op.
 EMBEDDING = r"(?i)embedding|split_?emb|_tbe_|\btbe\b"

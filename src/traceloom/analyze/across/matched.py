@@ -14,64 +14,21 @@ from traceloom.analyze.collective.calls import sum_or_null
 from traceloom.link.clocks import ENDS_TOGETHER, HostClock, fit_clocks
 from traceloom.link.collectives import join_parts
 from traceloom.link.meeting import FROM_ROOT, TO_ROOT
+from traceloom.model.frames import schema
 from traceloom.model.notice import Notice
 
 Ints = NDArray[np.int64]
 
-PART_SCHEMA = pl.Schema(
-    {
-        "instance": pl.Int64(),
-        "part": pl.Int64(),
-        "rank": pl.Int32(),
-        "event": pl.UInt32(),
-        "step": pl.Int32(),
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        "wait_ns": pl.Int64(),
-        "launch_skew_ns": pl.Int64(),
-        "arrival_wait_ns": pl.Int64(),
-        "transfer_ns": pl.Int64(),
-        "late_ns": pl.Int64(),
-        "last": pl.Boolean(),
-        "sends": pl.Boolean(),
-    }
+PART_SCHEMA = schema(
+    "instance part rank event step start_ns duration_ns wait_ns",
+    "launch_skew_ns arrival_wait_ns transfer_ns late_ns last sends",
+    {"part": pl.Int64, "last": pl.Boolean},
 )
-INSTANCE_SCHEMA = pl.Schema(
-    {
-        "instance": pl.Int64(),
-        "step": pl.Int32(),
-        "kind": pl.String(),
-        "group": pl.String(),
-        "group_size": pl.Int32(),
-        "sequence": pl.Int64(),
-        "size_bytes": pl.Int64(),
-        "recorded": pl.Int32(),
-        "whole": pl.Boolean(),
-        "evidence": pl.String(),
-        "start_ns": pl.Int64(),
-        "met_ns": pl.Int64(),
-        "start_skew_ns": pl.Int64(),
-        "end_skew_ns": pl.Int64(),
-        "first_rank": pl.Int32(),
-        "last_rank": pl.Int32(),
-        "alone_ns": pl.Int64(),
-        "wait_ns": pl.Int64(),
-        "launch_skew_ns": pl.Int64(),
-        "arrival_wait_ns": pl.Int64(),
-        "transfer_ns": pl.Int64(),
-        "transfer_gb_per_s": pl.Float64(),
-    }
+INSTANCE_SCHEMA = schema(
+    "instance step kind group group_size sequence size_bytes recorded whole evidence start_ns met_ns start_skew_ns",
+    "end_skew_ns first_rank last_rank alone_ns wait_ns launch_skew_ns arrival_wait_ns transfer_ns transfer_gb_per_s",
 )
-CLOCK_SCHEMA = pl.Schema(
-    {
-        "host": pl.String(),
-        "ranks": pl.Int32(),
-        "offset_ns": pl.Int64(),
-        "drift": pl.Float64(),
-        "residual_ns": pl.Int64(),
-        "meetings": pl.Int64(),
-    }
-)
+CLOCK_SCHEMA = schema("host ranks offset_ns drift residual_ns meetings")
 
 
 @dataclass(frozen=True)

@@ -9,38 +9,15 @@ import polars as pl
 
 from traceloom.analyze.across.matched import Matched
 from traceloom.analyze.across.rank_part import RankPart
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-STAGE_SCHEMA = pl.Schema(
-    {
-        "rank": pl.Int32(),
-        "pipeline": pl.Int32(),
-        "stage": pl.Int32(),
-        "stage_count": pl.Int32(),
-        "step_count": pl.Int64(),
-        "mean_window_ns": pl.Float64(),
-        "mean_compute_ns": pl.Float64(),
-        "mean_bubble_ns": pl.Float64(),
-        "min_bubble_ns": pl.Int64(),
-        "max_bubble_ns": pl.Int64(),
-        "bubble_fraction": pl.Float64(),
-    }
+STAGE_SCHEMA = schema(
+    "rank pipeline stage stage_count step_count mean_window_ns mean_compute_ns",
+    "mean_bubble_ns min_bubble_ns max_bubble_ns bubble_fraction",
 )
-STEP_SCHEMA = pl.Schema(
-    {
-        "step": pl.Int32(),
-        "rank": pl.Int32(),
-        "pipeline": pl.Int32(),
-        "stage": pl.Int32(),
-        "window_ns": pl.Int64(),
-        "compute_ns": pl.Int64(),
-        "other_ns": pl.Int64(),
-        "warm_up_ns": pl.Int64(),
-        "steady_ns": pl.Int64(),
-        "drain_ns": pl.Int64(),
-        "bubble_ns": pl.Int64(),
-        "in_pairs_ns": pl.Int64(),
-    }
+STEP_SCHEMA = schema(
+    "step rank pipeline stage window_ns compute_ns other_ns warm_up_ns steady_ns drain_ns bubble_ns in_pairs_ns",
 )
 
 

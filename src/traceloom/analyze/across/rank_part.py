@@ -16,25 +16,12 @@ from traceloom.analyze.collective.collectives import collectives
 from traceloom.analyze.collective.groups import declared_groups
 from traceloom.analyze.intervals import coverage, difference, union
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 
 _PAIRS = ("send", "recv", "send_recv")
-STAGE_TIMES_SCHEMA = pl.Schema(
-    {
-        "step": pl.Int32(),
-        "first_ns": pl.Int64(),
-        "last_ns": pl.Int64(),
-        "compute_ns": pl.Int64(),
-        "pair_before_ns": pl.Int64(),
-        "pair_inside_ns": pl.Int64(),
-        "pair_after_ns": pl.Int64(),
-        "other_ns": pl.Int64(),
-        "receives_from": pl.Int32(),
-        "sends_to": pl.Int32(),
-        "first_receive_ns": pl.Int64(),
-        "first_send_ns": pl.Int64(),
-        "send_count": pl.Int64(),
-        "receive_count": pl.Int64(),
-    }
+STAGE_TIMES_SCHEMA = schema(
+    "step first_ns last_ns compute_ns pair_before_ns pair_inside_ns pair_after_ns other_ns",
+    "receives_from sends_to first_receive_ns first_send_ns send_count receive_count",
 )
 
 

@@ -11,6 +11,7 @@ import polars as pl
 from traceloom.analyze.across.ledger import COMMUNICATION, ClassType
 from traceloom.analyze.across.matched import numbered
 from traceloom.analyze.across.rank_part import RankPart, breakdown_per_step
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 # A step is slow where it is longer than the median by more than this many standard deviations, which are estimated by
@@ -19,28 +20,8 @@ DEVIATIONS = 3.5
 LEAST_SHARE = 0.02
 LEAST_STEPS = 4
 
-STEP_SCHEMA = pl.Schema(
-    {
-        "step": pl.Int32(),
-        "duration_ns": pl.Int64(),
-        "rank": pl.Int32(),
-        "rank_count": pl.Int32(),
-        "median_ns": pl.Int64(),
-        "limit_ns": pl.Int64(),
-        "slow": pl.Boolean(),
-        "over_ns": pl.Int64(),
-    }
-)
-DIFFERENCE_SCHEMA = pl.Schema(
-    {
-        "step": pl.Int32(),
-        "rank": pl.Int32(),
-        "class": ClassType,
-        "ns": pl.Int64(),
-        "usual_ns": pl.Int64(),
-        "more_ns": pl.Int64(),
-    }
-)
+STEP_SCHEMA = schema("step duration_ns rank rank_count median_ns limit_ns slow over_ns", {"rank_count": pl.Int32})
+DIFFERENCE_SCHEMA = schema("step rank class ns usual_ns more_ns", {"class": ClassType})
 
 
 @dataclass(frozen=True)

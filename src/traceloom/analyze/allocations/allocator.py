@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import polars as pl
 
+from traceloom.model.frames import schema
 from traceloom.model.snapshot import Snapshot
 
-FRAGMENTS = pl.Schema(
-    {
-        "device": pl.Int32,
-        "reserved_bytes": pl.Int64,
-        "allocated_bytes": pl.Int64,
-        "requested_bytes": pl.Int64,
-        "pending_bytes": pl.Int64,
-        "free_bytes": pl.Int64,
-        "largest_free_bytes": pl.Int64,
-        "split_bytes": pl.Int64,
-        "segment_count": pl.Int64,
-        "fragmentation": pl.Float64,
-    }
+FRAGMENTS = schema(
+    "device reserved_bytes allocated_bytes requested_bytes pending_bytes",
+    "free_bytes largest_free_bytes split_bytes segment_count fragmentation",
 )
 _ALLOCATED = pl.col("state") == "active_allocated"
 _FREE = pl.col("state") == "inactive"

@@ -17,24 +17,12 @@ from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.table import names
 from traceloom.array_types import Ints
 from traceloom.model import Notice, Trace, units
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
-POOLS = pl.Schema(
-    {
-        "pool": pl.Int64,
-        "device_type": pl.String,
-        "device": pl.Int32,
-        "peak_bytes": pl.Int64,
-        "peak_time_ns": pl.Int64,
-        "peak_step": pl.Int32,
-        "peak_row": pl.Int64,
-        "unseen_bytes": pl.Int64,
-        "start_bytes": pl.Int64,
-        "end_bytes": pl.Int64,
-        "allocation_count": pl.Int64,
-        "free_count": pl.Int64,
-        "reserved_at_peak_bytes": pl.Int64,
-    }
+POOLS = schema(
+    "pool device_type device peak_bytes peak_time_ns peak_step peak_row unseen_bytes",
+    "start_bytes end_bytes allocation_count free_count reserved_at_peak_bytes",
 )
 """One row per memory."""
 
@@ -75,29 +63,8 @@ class Allocations(Result):
 
 
 MOST = 100
-CATEGORY_ROWS = pl.Schema(
-    {
-        "pool": pl.Int64,
-        "category": pl.String,
-        "evidence": pl.String,
-        "bytes": pl.Int64,
-        "block_count": pl.Int64,
-        "fraction": pl.Float64,
-    }
-)
-LARGEST = pl.Schema(
-    {
-        "pool": pl.Int64,
-        "name": pl.String,
-        "owner": pl.String,
-        "bytes": pl.Int64,
-        "category": pl.String,
-        "backward": pl.Boolean,
-        "time_ns": pl.Int64,
-        "end_ns": pl.Int64,
-        "step": pl.Int32,
-    }
-)
+CATEGORY_ROWS = schema("pool category evidence bytes block_count fraction")
+LARGEST = schema("pool name owner bytes category backward time_ns end_ns step")
 
 
 def allocations(trace: Trace, *, full_op_names: bool = False) -> Allocations:
@@ -184,7 +151,7 @@ def answers(explained: Explained, rows: Mapping[int, int] | None = None, *, most
     )
 
 
-TREE_ROWS = pl.Schema({"pool": pl.Int64(), **TREE})
+TREE_ROWS = schema("pool", TREE)
 
 
 def _pools(trace: Trace, named: Named) -> pl.DataFrame:

@@ -7,17 +7,9 @@ from typing import Any
 import polars as pl
 
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 
-CENSUS = pl.Schema(
-    {
-        "address": pl.UInt64,
-        "bytes": pl.Int64,
-        "device_type": pl.String,
-        "device": pl.Int32,
-        "owner": pl.String,
-        "name": pl.String,
-    }
-)
+CENSUS = schema("address bytes device_type device owner name", {"address": pl.UInt64})
 
 
 KEPT = "kept for backward by "

@@ -7,20 +7,11 @@ import polars as pl
 
 from traceloom.analyze.allocations.named import Named
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 
-GROWTH = pl.Schema(
-    {
-        "site": pl.String,
-        "pool": pl.Int64,
-        "step_count": pl.Int64,
-        "period": pl.Int64,
-        "bytes": pl.Int64,
-        "bytes_per_step": pl.Float64,
-        "block_count": pl.Int64,
-        "first_step": pl.Int64,
-        "last_step": pl.Int64,
-        "example": pl.UInt32,
-    }
+GROWTH = schema(
+    "site pool step_count period bytes bytes_per_step block_count first_step last_step example",
+    {"first_step": pl.Int64, "last_step": pl.Int64},
 )
 LEAST_STEPS = 3
 

@@ -8,25 +8,14 @@ import polars as pl
 from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
 from traceloom.array_types import Bools, Ints
+from traceloom.model.frames import schema
 
 BEFORE = "(before the recording)"
 OWNED = {
     "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
     "activation": "activations", "other": "other tensors",
 }  # fmt: skip
-TREE = pl.Schema(
-    {
-        "node": pl.UInt32,
-        "parent": pl.UInt32,
-        "depth": pl.UInt16,
-        "name": pl.String,
-        "path": pl.String,
-        "bytes": pl.Int64,
-        "self_bytes": pl.Int64,
-        "block_count": pl.Int64,
-        "fraction": pl.Float64,
-    }
-)
+TREE = schema("node parent depth name path bytes self_bytes block_count fraction")
 
 
 def scope_tree(named: Named, chosen: Bools, unseen_bytes: int, whose: Owners) -> pl.DataFrame:

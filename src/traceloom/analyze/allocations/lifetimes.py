@@ -6,8 +6,9 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.allocations.blocks import ALIVE, EXISTED, Blocks
+from traceloom.model.frames import schema
 
-LIFETIMES = pl.Schema({"from_ns": pl.Int64, "to_ns": pl.Int64, "block_count": pl.Int64, "bytes": pl.Int64})
+LIFETIMES = schema("from_ns to_ns block_count bytes")
 _DECADES = 13  # up to 10^12 ns, a quarter of an hour
 
 

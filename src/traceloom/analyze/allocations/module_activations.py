@@ -9,18 +9,9 @@ from traceloom.analyze.allocations.categories import ACTIVATION
 from traceloom.analyze.allocations.explained import Explained
 from traceloom.analyze.allocations.naming import module_calls
 from traceloom.analyze.ancestry import forest
+from traceloom.model.frames import schema
 
-ACTIVATIONS = pl.Schema(
-    {
-        "module": pl.String,
-        "call_count": pl.Int64,
-        "bytes": pl.Int64,
-        "block_count": pl.Int64,
-        "saved_bytes": pl.Int64,
-        "host_ns": pl.Int64,
-        "device_ns": pl.Int64,
-    }
-)
+ACTIVATIONS = schema("module call_count bytes block_count saved_bytes host_ns device_ns")
 
 
 def module_activations(explained: Explained, pool: int, row: int) -> pl.DataFrame:

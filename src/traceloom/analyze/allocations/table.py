@@ -17,25 +17,13 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, distinct
+from traceloom.model.frames import schema
 
 SLICE = 250_000
 SHORT = ("name", "bytes")
-LONG = pl.Schema(
-    {
-        "name": pl.String,
-        "bytes": pl.Int64,
-        "time_ns": pl.Int64,
-        "lifetime_ns": pl.Int64,
-        "device": pl.String,
-        "category": pl.String,
-        "evidence": pl.String,
-        "backward": pl.Boolean,
-        "step": pl.Int32,
-        "site": pl.String,
-        "innermost_op": pl.String,
-        "owner": pl.String,
-        "stack": pl.String,
-    }
+LONG = schema(
+    "name bytes time_ns lifetime_ns device category evidence backward step site innermost_op owner stack",
+    {"device": pl.String},
 )
 _FRAME = " < "
 

@@ -22,70 +22,24 @@ from traceloom.array_types import Bools, Ints
 from traceloom.errors import InputError
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import column
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 from traceloom.read.again import readable, stretches
 
-CALL_SCHEMA = pl.Schema(
-    {
-        "rank": pl.Int32(),
-        "event": pl.UInt32(),
-        "where": WhereType,
-        "device": pl.Int32(),
-        "stream": pl.Int64(),
-        "step": pl.Int32(),
-        "phase": PhaseType,
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        "kind": pl.String(),
-        "backend": pl.String(),
-        "name": pl.String(),
-        "group": pl.String(),
-        "group_size": pl.Int32(),
-        "members": pl.List(pl.Int32()),
-        "sequence": pl.Int64(),
-        "peer": pl.Int32(),
-        "element_type": pl.String(),
-        "in_bytes": pl.Int64(),
-        "out_bytes": pl.Int64(),
-        "in_splits": pl.List(pl.Int64()),
-        "out_splits": pl.List(pl.Int64()),
-        "size_bytes": pl.Int64(),
-        "bus_factor": pl.Float64(),
-        "algorithm_gb_per_s": pl.Float64(),
-        "bus_gb_per_s": pl.Float64(),
-        "link": pl.String(),
-        "link_peak_gb_per_s": pl.Float64(),
-        "link_fraction": pl.Float64(),
-        "algorithm": pl.String(),
-        "protocol": pl.String(),
-        "name_certain": pl.Boolean(),
-        "channels": pl.Int32(),
-        "exposed_ns": pl.Int64(),
-        "blocking_ns": pl.Int64(),
-        "launch": pl.UInt32(),
-        "launch_ns": pl.Int64(),
-    }
+CALL_SCHEMA = schema(
+    "rank event where device stream step phase start_ns duration_ns kind backend name group",
+    "group_size members sequence peer element_type in_bytes out_bytes in_splits out_splits",
+    "size_bytes bus_factor algorithm_gb_per_s bus_gb_per_s link link_peak_gb_per_s link_fraction",
+    "algorithm protocol name_certain channels exposed_ns blocking_ns launch launch_ns",
+    {"where": WhereType, "phase": PhaseType, "members": pl.List(pl.Int32())},
+    {"in_splits": pl.List(pl.Int64()), "out_splits": pl.List(pl.Int64())},
 )
 SUMMARY_KEYS = ("where", "kind", "group", "group_size", "size_bytes")
-SUMMARY_SCHEMA = pl.Schema(
-    {
-        **{key: CALL_SCHEMA[key] for key in SUMMARY_KEYS},
-        "count": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "min_ns": pl.Int64(),
-        "median_ns": pl.Int64(),
-        "max_ns": pl.Int64(),
-        "bus_gb_per_s": pl.Float64(),
-        "best_bus_gb_per_s": pl.Float64(),
-        "link_fraction": pl.Float64(),
-        "exposed_ns": pl.Int64(),
-        "blocking_ns": pl.Int64(),
-        "mean_total_ns": pl.Float64(),
-        "min_total_ns": pl.Int64(),
-        "max_total_ns": pl.Int64(),
-        "mean_call_count": pl.Float64(),
-        "step_count": pl.Int64(),
-    }
+SUMMARY_SCHEMA = schema(
+    *SUMMARY_KEYS,
+    "count total_ns min_ns median_ns max_ns bus_gb_per_s best_bus_gb_per_s link_fraction",
+    "exposed_ns blocking_ns mean_total_ns min_total_ns max_total_ns mean_call_count step_count",
+    {"where": WhereType},
 )
 
 _SUBMITS = ("nccl", "rccl", "hccl", "xccl", "oneccl")  # back ends whose host calls only submit kernels

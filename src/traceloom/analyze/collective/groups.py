@@ -8,27 +8,15 @@ import polars as pl
 
 from traceloom.analyze.collective.calls import sum_or_null
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 ROLES = ("data", "sharded data", "tensor", "pipeline", "expert", "context", "embedding", "world", "unknown")
 RoleType = pl.Enum(ROLES)
-GROUP_SCHEMA = pl.Schema(
-    {
-        "group": pl.String(),
-        "description": pl.String(),
-        "backend": pl.String(),
-        "group_size": pl.Int32(),
-        "members": pl.List(pl.Int32()),
-        "stride": pl.Int32(),
-        "recorded_ranks": pl.Int32(),
-        "kinds": pl.String(),
-        "count": pl.Int64(),
-        "bytes": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "exposed_ns": pl.Int64(),
-        "role": RoleType,
-        "evidence": pl.String(),
-    }
+GROUP_SCHEMA = schema(
+    "group description backend group_size members stride recorded_ranks",
+    "kinds count bytes total_ns exposed_ns role evidence",
+    {"members": pl.List(pl.Int32()), "role": RoleType},
 )
 
 # First match wins; names and descriptions in lower case.

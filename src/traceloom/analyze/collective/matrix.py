@@ -5,28 +5,10 @@ from __future__ import annotations
 import polars as pl
 
 from traceloom.analyze.collective.calls import sum_or_null
+from traceloom.model.frames import schema
 
-MATRIX_SCHEMA = pl.Schema(
-    {
-        "source": pl.Int32(),
-        "target": pl.Int32(),
-        "bytes": pl.Int64(),
-        "exact_bytes": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        "count": pl.Int64(),
-    }
-)
-EXCHANGE_SCHEMA = pl.Schema(
-    {
-        "group": pl.String(),
-        "rank": pl.Int32(),
-        "count": pl.Int64(),
-        "sent_bytes": pl.Int64(),
-        "received_bytes": pl.Int64(),
-        "peer_max_over_mean": pl.Float64(),
-        "split_count": pl.Int64(),
-    }
-)
+MATRIX_SCHEMA = schema("source target bytes exact_bytes duration_ns count", {"source": pl.Int32, "target": pl.Int32})
+EXCHANGE_SCHEMA = schema("group rank count sent_bytes received_bytes peer_max_over_mean split_count")
 _EVEN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 _ONCE = pl.lit(1, pl.Int64).alias("count")

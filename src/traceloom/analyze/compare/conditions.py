@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from traceloom.analyze.compare.union import Union
 from traceloom.analyze.steps import step_times
 from traceloom.model import Session
+from traceloom.model.frames import schema
 
 Ints = NDArray[np.int64]
 
-CONDITIONS = pl.Schema(
-    {"condition": pl.String(), "base": pl.String(), "new": pl.String(), "same": pl.Boolean(), "weight": pl.String()}
-)
+CONDITIONS = schema("condition base new same weight", {"base": pl.String, "new": pl.String})
 DECISIVE, MINOR = "decisive", "minor"
 _UNKNOWN = "not recorded"
 _SETTINGS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")

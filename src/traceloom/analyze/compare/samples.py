@@ -13,6 +13,7 @@ from traceloom.analyze.idle import CAUSES, idle
 from traceloom.analyze.intervals import EMPTY, Spans, coverage, merge, overlaps, union
 from traceloom.analyze.steps import tiles
 from traceloom.model import Trace
+from traceloom.model.frames import schema
 
 Ints = NDArray[np.int64]
 
@@ -59,8 +60,8 @@ def samples(trace: Trace) -> ComparedSteps:
     return ComparedSteps(trace, trace.steps["step"].gather(cut.row[at]), Spans(cut.spans.start[at], cut.spans.end[at]))
 
 
-WORK = pl.Schema({"event": pl.UInt32(), "sample": pl.Int64(), "ns": pl.Int64()})
-WAITING = pl.Schema({"cause": pl.String(), "ns": pl.Int64()})
+WORK = schema("event sample ns", {"sample": pl.Int64})
+WAITING = schema("cause ns")
 
 
 @dataclass(frozen=True, slots=True)

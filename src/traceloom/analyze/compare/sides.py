@@ -15,21 +15,12 @@ from traceloom.analyze.compare.tree import Trees, Words, trees, work_names
 from traceloom.analyze.compare.union import Union
 from traceloom.model import Session
 from traceloom.model.category import GPU_WORK
+from traceloom.model.frames import schema
 
 Ints = NDArray[np.int64]
 
-KERNELS = pl.Schema(
-    {
-        "place": pl.Int64(),
-        "name": pl.Int64(),
-        "nth": pl.Int64(),
-        "kind": pl.String(),
-        "count": pl.Int64(),
-        "ns": pl.Int64(),
-        "sum_ns": pl.Int64(),
-    }
-)
-STEPS = pl.Schema({"rank": pl.Int32, "step": pl.Int32, "duration_ns": pl.Int64})
+KERNELS = schema("place name nth kind count ns sum_ns", {"place": pl.Int64, "name": pl.Int64})
+STEPS = schema("rank step duration_ns")
 
 
 @dataclass(slots=True)

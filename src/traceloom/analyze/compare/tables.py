@@ -12,6 +12,7 @@ from traceloom.analyze.compare.samples import BUSY, meaning
 from traceloom.analyze.compare.sides import Side
 from traceloom.analyze.compare.tree import Words
 from traceloom.analyze.compare.union import Union
+from traceloom.model.frames import schema
 
 Ints = NDArray[np.int64]
 
@@ -24,52 +25,19 @@ SEPARATOR = " > "
 LEAST_NS = 1_000  # a smaller difference of the mean is none
 LEAST_SHARE = 0.02  # of the larger side
 
-_TIMES = {"base_ns": pl.Int64(), "new_ns": pl.Int64(), "difference_ns": pl.Int64()}
-PARTS = pl.Schema({"part": pl.String(), "meaning": pl.String(), **_TIMES})
-KERNELS = pl.Schema(
-    {
-        "status": StatusType,
-        "operator": pl.String(),
-        "path": pl.String(),
-        "kind": pl.String(),
-        "base_kernel": pl.String(),
-        "new_kernel": pl.String(),
-        "base_count": pl.Float64(),
-        "new_count": pl.Float64(),
-        "base_duration_ns": pl.Int64(),
-        "new_duration_ns": pl.Int64(),
-        **_TIMES,
-    }
+PARTS = schema("part meaning base_ns new_ns difference_ns", {"part": pl.String})
+KERNELS = schema(
+    "status operator path kind base_kernel new_kernel base_count new_count base_duration_ns new_duration_ns base_ns",
+    "new_ns difference_ns",
+    {"status": StatusType},
 )
-OPERATORS = pl.Schema(
-    {
-        "status": StatusType,
-        "operator": pl.String(),
-        "path": pl.String(),
-        "base_shapes": pl.String(),
-        "new_shapes": pl.String(),
-        "base_count": pl.Float64(),
-        "new_count": pl.Float64(),
-        "base_duration_ns": pl.Int64(),
-        "new_duration_ns": pl.Int64(),
-        "duration_difference_ns": pl.Int64(),
-        "base_device_ns": pl.Int64(),
-        "new_device_ns": pl.Int64(),
-        "device_difference_ns": pl.Int64(),
-        "base_host_ns": pl.Int64(),
-        "new_host_ns": pl.Int64(),
-        "host_difference_ns": pl.Int64(),
-        "host_status": StatusType,
-    }
+OPERATORS = schema(
+    "status operator path base_shapes new_shapes base_count new_count base_duration_ns",
+    "new_duration_ns duration_difference_ns base_device_ns new_device_ns",
+    "device_difference_ns base_host_ns new_host_ns host_difference_ns host_status",
+    {"status": StatusType, "host_status": StatusType},
 )
-TREE = pl.Schema(
-    {
-        "parent": pl.UInt32(),
-        "name": pl.String(),
-        **dict.fromkeys(("base_count", "new_count"), pl.Float64()),
-        **dict.fromkeys(("base_duration_ns", "new_duration_ns", "base_host_ns", "new_host_ns"), pl.Int64()),
-    }
-)
+TREE = schema("parent name base_count new_count base_duration_ns new_duration_ns base_host_ns new_host_ns")
 
 
 def mean(total: int, count: int) -> int:

@@ -9,10 +9,9 @@ import polars as pl
 
 from traceloom.analyze.compare import Comparison
 from traceloom.analyze.gate.summary import RunSummary
+from traceloom.model.frames import schema
 
-CAUSES = pl.Schema(
-    {"what": pl.String(), "name": pl.String(), "base_ns": pl.Int64(), "new_ns": pl.Int64(), "difference_ns": pl.Int64()}
-)
+CAUSES = schema("what name base_ns new_ns difference_ns")
 _MOST = 20
 _PARTS = {"idle": "idle time of the GPUs", "exposed_communication": "exposed communication"}
 

@@ -16,9 +16,10 @@ from traceloom.analyze.phases import meaning
 from traceloom.analyze.steps import step_times
 from traceloom.errors import UsageError
 from traceloom.model import Session
+from traceloom.model.frames import schema
 from traceloom.model.step_log import undisturbed_steps
 
-_LONG = pl.Schema({"metric": pl.String(), "name": pl.String(), "step": pl.Int32(), "value": pl.Float64()})
+_LONG = schema("metric name step value")
 _MEMORY = "memory_peak"
 _MOST_OPERATORS = 5_000
 _NOT_OF_THE_RUN = ("whole steps", "steps known by")  # they differ with how long was recorded

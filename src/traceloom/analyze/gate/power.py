@@ -11,13 +11,13 @@ import polars as pl
 
 from traceloom.analyze.gate.resampling import student
 from traceloom.analyze.gate.verdict import PAIRS
+from traceloom.model.frames import schema
 
 POWER = 0.8  # how often the change is to be found
 _ONE_SIDED = 0.8416  # quantile of the normal distribution at POWER
 _MOST = 1_000
 
-_NUMBERS = {"effect": pl.Float64(), "scatter": pl.Float64(), "runs": pl.Int64()}
-ROWS = pl.Schema({"condition": pl.String(), **_NUMBERS, "reason": pl.String()})
+ROWS = schema("condition effect scatter runs reason")
 
 
 def runs_needed(scatter: float, room: float, *, paired: bool = False) -> int | None:

@@ -17,6 +17,7 @@ from traceloom.analyze.gate.resampling import Drawn, interval, over_pairs, over_
 from traceloom.analyze.gate.summary import RunSummary
 from traceloom.array_types import Floats
 from traceloom.errors import UsageError
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
@@ -35,29 +36,10 @@ _NEEDS = {
     "step_time": "no step was found",
 }
 
-CHECKS = pl.Schema(
-    {
-        "condition": pl.String(),
-        "verdict": pl.String(),
-        "reason": pl.String(),
-        "metric": pl.String(),
-        "measure": pl.String(),
-        "base": pl.Float64(),
-        "new": pl.Float64(),
-        "change": pl.Float64(),
-        "low": pl.Float64(),
-        "high": pl.Float64(),
-        "limit": pl.Float64(),
-        "relative": pl.Boolean(),
-        "effect_size": pl.Float64(),
-        "scatter": pl.Float64(),
-        "sample": pl.String(),
-        "source": pl.String(),
-        "base_runs": pl.Int64(),
-        "new_runs": pl.Int64(),
-        "base_steps": pl.Int64(),
-        "new_steps": pl.Int64(),
-    }
+CHECKS = schema(
+    "condition verdict reason metric measure base new change low high limit relative",
+    "effect_size scatter sample source base_runs new_runs base_steps new_steps",
+    {"base": pl.Float64, "new": pl.Float64, "sample": pl.String, "source": pl.String},
 )
 
 

@@ -21,63 +21,23 @@ from traceloom.analyze.path.pieces import (
 from traceloom.analyze.path.window import PathWindow
 from traceloom.array_types import Ints
 from traceloom.model import graph_schema as gs
+from traceloom.model.frames import schema
 from traceloom.model.graph import Graph
 
-PATH = pl.Schema(
-    {
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        "class": ClassType,
-        "node": pl.UInt32(),
-        "kind": gs.NodeKind,
-        "name": pl.String(),
-        "rank": pl.Int32(),
-        "lane": pl.UInt32(),
-        "thread": pl.String(),
-        "event": pl.UInt32(),
-        "edge": gs.EdgeKind,
-        "along_edge": pl.Boolean(),
-        "evidence": gs.Evidence,
-    }
+PATH = schema(
+    "start_ns duration_ns class node kind name rank lane thread event edge along_edge evidence",
+    {"class": ClassType, "kind": gs.NodeKind, "edge": gs.EdgeKind, "evidence": gs.Evidence},
 )
-CLASS_ROWS = pl.Schema(
-    {"class": ClassType, "duration_ns": pl.Int64(), "fraction": pl.Float64(), "piece_count": pl.Int64()}
+CLASS_ROWS = schema("class duration_ns fraction piece_count", {"class": ClassType})
+RANKS = schema("rank class duration_ns fraction", {"class": ClassType})
+NAMES = schema(
+    "class name count duration_ns path_ns path_fraction least_slack_ns near_count near_ns",
+    {"class": ClassType},
 )
-RANKS = pl.Schema({"rank": pl.Int32(), "class": ClassType, "duration_ns": pl.Int64(), "fraction": pl.Float64()})
-NAMES = pl.Schema(
-    {
-        "class": ClassType,
-        "name": pl.String(),
-        "count": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        "path_ns": pl.Int64(),
-        "path_fraction": pl.Float64(),
-        "least_slack_ns": pl.Int64(),
-        "near_count": pl.Int64(),
-        "near_ns": pl.Int64(),
-    }
-)
-STRETCHES = pl.Schema(
-    {
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        "rank": pl.Int32(),
-        "where": pl.String(),
-        "kind": pl.String(),
-        "process": pl.String(),
-        "thread": pl.String(),
-        "device": pl.Int32(),
-        "stream": pl.Int64(),
-        "class": ClassType,
-        "class_ns": pl.Int64(),
-        "name": pl.String(),
-        "name_ns": pl.Int64(),
-        "piece_count": pl.Int64(),
-        "first_event": pl.UInt32(),
-        "last_event": pl.UInt32(),
-        "edge": gs.EdgeKind,
-        "evidence": gs.Evidence,
-    }
+STRETCHES = schema(
+    "start_ns duration_ns rank where kind process thread device stream class",
+    "class_ns name name_ns piece_count first_event last_event edge evidence",
+    {"where": pl.String, "class": ClassType, "edge": gs.EdgeKind, "evidence": gs.Evidence},
 )
 _WORK = {
     gs.KERNEL: COMPUTE,

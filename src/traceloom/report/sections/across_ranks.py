@@ -14,6 +14,7 @@ from traceloom.analyze.across.lateness import CAUSE_WORDS
 from traceloom.analyze.across.matched import CLOCK_SCHEMA
 from traceloom.analyze.across.rank_part import RankPart
 from traceloom.model import units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.sections.heat_map import blocks, heat_map
 from traceloom.report.sections.of_ranks import SEVERAL, RanksSection, compared
@@ -25,7 +26,7 @@ _MOST = 100  # collectives, those with the longest waits
 _MOST_CELLS = 20_000
 _MOST_BLOCKS = 60  # steps that a row of characters shows
 _COLLECTIVES = pl.Schema({name: kind for name, kind in COLLECTIVE_SCHEMA.items() if name != "met_ns"})
-_UNMATCHED = pl.Schema({"rank": pl.Int32(), "kind": pl.String(), "group": pl.String(), "count": pl.Int64()})
+_UNMATCHED = schema("rank kind group count")
 _NO_LAUNCH = "the launch of the last one is not recorded"
 
 

@@ -9,6 +9,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.anti_patterns import MATCHES, PATTERNS
 from traceloom.model import Trace, units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Frames, Row, Section, Study, table
@@ -16,18 +17,9 @@ from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Table
 
 _ROWS = 100  # matches of a rank, the longest of each pattern
-_JOB = pl.Schema(
-    {
-        "pattern": PATTERNS["pattern"],
-        "checked": pl.Boolean(),
-        "rank_count": pl.Int64(),
-        "match_count": pl.Int64(),
-        "host_ns": pl.Int64(),
-        "gpu_ns": pl.Int64(),
-        "evidence": PATTERNS["evidence"],
-        "reason": pl.String(),
-        "advice": pl.String(),
-    }
+_JOB = schema(
+    "pattern checked rank_count match_count host_ns gpu_ns evidence reason advice",
+    {"pattern": PATTERNS["pattern"], "evidence": PATTERNS["evidence"]},
 )
 _SUMS = ("match_count", "host_ns", "gpu_ns")
 _NULLS = {

@@ -10,6 +10,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.blocking_calls import KINDS, SITES
 from traceloom.model import Trace, units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
@@ -35,9 +36,7 @@ _WORDS = {
     "python": "waits in Python",
     "other": "other calls",
 }
-_BY_KIND = pl.Schema(
-    {"kind": SITES["kind"], "count": pl.Int64(), "blocked_ns": pl.Int64(), "idle_after_ns": pl.Int64()}
-)
+_BY_KIND = schema("kind count blocked_ns idle_after_ns", {"kind": SITES["kind"]})
 _SPREAD = ("mean_blocked_ns", "min_blocked_ns", "max_blocked_ns", "step_count")
 _NO_FRAME = "no Python frame of the program is recorded around the call"
 

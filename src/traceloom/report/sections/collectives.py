@@ -8,8 +8,10 @@ import polars as pl
 
 from traceloom.analyze.across.rank_part import RankPart
 from traceloom.analyze.collective.bandwidth import against_peak
+from traceloom.analyze.collective.calls import WhereType
 from traceloom.analyze.collective.collectives import CALL_SCHEMA
 from traceloom.model import units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import NO_CALLS, RanksSection, calls_of
 from traceloom.report.sections.section import Row, Study, table
@@ -18,27 +20,11 @@ from traceloom.report.table import Table
 
 _LONGEST = 100
 _KEYS = ("where", "kind", "backend", "group_size", "size_bytes")
-_SUMMARY = pl.Schema(
-    {
-        **{key: CALL_SCHEMA[key] for key in _KEYS},
-        "rank_count": pl.Int64(),
-        "group_count": pl.Int64(),
-        "count": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "min_ns": pl.Int64(),
-        "median_ns": pl.Int64(),
-        "max_ns": pl.Int64(),
-        "exposed_ns": pl.Int64(),
-        "blocking_ns": pl.Int64(),
-        "algorithm_byte_rate": pl.Float64(),
-        "bus_byte_rate": pl.Float64(),
-        "best_bus_byte_rate": pl.Float64(),
-        "link": pl.String(),
-        "link_fraction": pl.Float64(),
-        "mean_step_ns": pl.Float64(),
-        "min_step_ns": pl.Int64(),
-        "max_step_ns": pl.Int64(),
-    }
+_SUMMARY = schema(
+    *_KEYS,
+    "rank_count group_count count total_ns min_ns median_ns max_ns exposed_ns blocking_ns algorithm_byte_rate",
+    "bus_byte_rate best_bus_byte_rate link link_fraction mean_step_ns min_step_ns max_step_ns",
+    {"where": WhereType},
 )
 _SHOWN = (
     "rank", "where", "device", "stream", "step", "phase", "start_ns", "duration_ns", "kind", "backend", "name", "group",

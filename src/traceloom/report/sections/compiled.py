@@ -10,6 +10,7 @@ from traceloom import analyze
 from traceloom.analyze.compilations import COMPILATIONS, PARTS, STAGES
 from traceloom.analyze.compiled import BREAKS, GRAPHS, REGIONS, UNCOMPILED
 from traceloom.model import Trace, units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Row, Section, Study, table
@@ -17,18 +18,8 @@ from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Table
 
 _MOST = 100  # rows of a table and rank
-_TIME = pl.Schema({"part": pl.Enum(PARTS), "host_ns": pl.Int64(), "device_ns": pl.Int64(), "kernel_count": pl.Int64()})
-_COUNTS = pl.Schema(
-    {
-        "lookup_count": pl.Int64(),
-        "lookup_ns": pl.Int64(),
-        "miss_count": pl.Int64(),
-        "recompile_count": pl.Int64(),
-        "compile_ns": pl.Int64(),
-        "compilation_count": pl.Int64(),
-        "break_count": pl.Int64(),
-    }
-)
+_TIME = schema("part host_ns device_ns kernel_count", {"part": pl.Enum(PARTS)})
+_COUNTS = schema("lookup_count lookup_ns miss_count recompile_count compile_ns compilation_count break_count")
 _COMPILATIONS = pl.Schema({name: kind for name, kind in COMPILATIONS.items() if name != "event"})
 _WORDS = {
     "compile": "compiling",

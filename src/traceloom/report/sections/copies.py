@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import polars as pl
-
 from traceloom import analyze
 from traceloom.analyze.copies import KIND_SCHEMA, OP_SCHEMA
+from traceloom.analyze.per_step import spread_schema
 from traceloom.model import Trace, units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Row, Section, Study, table
@@ -16,18 +16,7 @@ from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Table
 
 _OPS = 50  # of each rank
-_USUAL = pl.Schema(
-    {
-        "device": pl.Int32(),
-        "kind": pl.String(),
-        **{
-            f"{how}_{what}": pl.Float64() if how == "mean" else pl.Int64()
-            for what in ("call_count", "copied_bytes", "total_ns")
-            for how in ("mean", "min", "max")
-        },
-        "step_count": pl.Int64(),
-    }
-)
+_USUAL = schema("device kind", spread_schema("call_count", "copied_bytes", "total_ns"))
 _NONE = "no copies or fills were recorded"
 _NO_BYTES = "the recording does not say how much is copied"
 _NO_RATE = "no such copy has both a size and a duration"

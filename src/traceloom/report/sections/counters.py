@@ -9,6 +9,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.counters import OP_SCHEMA, SERIES_SCHEMA
 from traceloom.model import Trace, units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Row, Section, Study, table
@@ -16,9 +17,7 @@ from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Table
 
 _MOST = 200  # series, and operators, of each rank
-_RANGES = pl.Schema(
-    {"range_count": pl.Int64(), "launch_count": pl.Int64(), "unpaired": pl.String(), "absent": pl.String()}
-)
+_RANGES = schema("range_count launch_count unpaired absent")
 
 
 class CountersSection(Section[Frames]):

@@ -14,6 +14,7 @@ from traceloom.analyze.path.tables import CLASS_ROWS, NAMES, RANKS, STRETCHES
 from traceloom.analyze.path.window import usual_step
 from traceloom.errors import TraceloomError
 from traceloom.model import units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.sections.section import Columns, Row, Section, Study, table
 from traceloom.report.sections.shapes import Part, of_type, record
@@ -34,14 +35,7 @@ _COLOURS = {
     "unrecorded": "idle",
     "residual": "overhead",
 }
-_LAW = {
-    "exact_error_ns": pl.Int64,
-    "honest_error_ns": pl.Int64,
-    "honest_error": pl.Float64,
-    "holds": pl.Boolean,
-    "residual_ns": pl.Int64,
-    "assumed_ns": pl.Int64,
-}
+_LAW = schema("exact_error_ns honest_error_ns honest_error holds residual_ns assumed_ns")
 _NO_LANE = "the time is of no such thread or stream"
 _NOTHING = "nothing is recorded of that time"
 _NO_EVENT = "nothing in it is a recorded event"

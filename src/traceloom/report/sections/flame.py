@@ -12,6 +12,7 @@ from traceloom.analyze.blocking_calls import is_users
 from traceloom.analyze.flame import FRAMES, FUNCTIONS, Flame
 from traceloom.analyze.host import main_lane
 from traceloom.model import Trace, units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.icicle import figure
 from traceloom.report.names import short
@@ -29,7 +30,7 @@ _NAME = 60
 _WORK = ("op", "launch", "module")  # what threads that take part in the program's work record
 _SAME = 0.98  # of a frame's time (host and GPU) that its only child of note has
 _TREE = pl.Schema({name: kind for name, kind in FRAMES.items() if name != "rank"})
-_LIST = pl.Schema({**{name: kind for name, kind in FUNCTIONS.items() if name != "rank"}, "main_self_ns": pl.Int64()})
+_LIST = schema(pl.Schema({name: kind for name, kind in FUNCTIONS.items() if name != "rank"}), "main_self_ns")
 _NO_STEP = "the trace holds no whole step, or it does not occur in one"
 
 

@@ -9,6 +9,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.kernel_shapes import SHAPES_SCHEMA
 from traceloom.model import Trace, units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
@@ -18,7 +19,7 @@ from traceloom.report.table import Table
 
 _ROWS = 100  # of each rank; fewer where there are many
 _ALL_ROWS = 800
-_REST = pl.Schema({"row_count": pl.Int64(), "rest_count": pl.Int64(), "rest_ns": pl.Int64(), "total_ns": pl.Int64()})
+_REST = schema("row_count rest_count rest_ns total_ns")
 _USUAL = ("mean_total_ns", "min_total_ns", "max_total_ns", "step_count")
 _SHOWN = 60
 _NO_WORK = "no GPU work was recorded"

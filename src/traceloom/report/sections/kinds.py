@@ -16,6 +16,7 @@ from traceloom.analyze.kernel_kinds import KINDS_SCHEMA, RULES_SCHEMA
 from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.harmless import harmless
 from traceloom.model import Trace, units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
@@ -40,34 +41,14 @@ _COLOURS = {
     "idle": "idle",
 }
 _FILL = ("sm_efficiency", "sm_fill", "occupancy")
-_DEVICES = {
-    "device": pl.Int32(),
-    "window_ns": pl.Int64(),
-    "busy_ns": pl.Int64(),
-    "idle_ns": pl.Int64(),
-    **{name: kind for name, kind in FILL_SCHEMA.items() if name not in {"device", "window_ns"}},
-}
-_JOB = pl.Schema(
-    {
-        "kind": KindOfWork,
-        "rank_count": pl.Int64(),
-        "sum_ns": pl.Int64(),
-        "mean_exclusive_ns": pl.Float64(),
-        "min_exclusive_ns": pl.Int64(),
-        "max_exclusive_ns": pl.Int64(),
-        "max_rank": pl.Int32(),
-    }
+_DEVICES = schema(
+    "device window_ns busy_ns idle_ns", *(name for name in FILL_SCHEMA if name not in {"device", "window_ns"})
 )
-_USUAL = pl.Schema(
-    {
-        "device": pl.Int32(),
-        "kind": KindOfWork,
-        "mean_exclusive_ns": pl.Float64(),
-        "min_exclusive_ns": pl.Int64(),
-        "max_exclusive_ns": pl.Int64(),
-        "step_count": pl.Int64(),
-    }
+_JOB = schema(
+    "kind rank_count sum_ns mean_exclusive_ns min_exclusive_ns max_exclusive_ns max_rank",
+    {"kind": KindOfWork},
 )
+_USUAL = schema("device kind mean_exclusive_ns min_exclusive_ns max_exclusive_ns step_count", {"kind": KindOfWork})
 _NO_WORK = "no GPU work was recorded"
 _NO_FILL = "the profiler of this vendor does not record it"
 _NO_TIME = {"fraction": "no GPU work of this device has a duration"}

@@ -12,6 +12,7 @@ from traceloom.analyze.allocations.growth import GROWTH
 from traceloom.analyze.allocations.holders import TREE
 from traceloom.harmless import harmless
 from traceloom.model import Trace, units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.memory.chains import joined
 from traceloom.report.memory.curve import steps
@@ -27,23 +28,11 @@ MOST_CURVES = 4  # memories with a curve in the document: those with the highest
 _NAME = 60
 _MOST_OF = 0.9
 _LEAST = 0.001  # of the peak; smaller scopes count to the one around them
-_HEAD = pl.Schema(
-    {
-        "device_type": pl.String,
-        "device": pl.Int32,
-        "peak_bytes": pl.Int64,
-        "peak_time_ns": pl.Int64,
-        "peak_step": pl.Int32,
-        "end_bytes": pl.Int64,
-        "unseen_bytes": pl.Int64,
-    }
-)
-_PART = pl.Schema({"name": pl.String, "bytes": pl.Int64, "block_count": pl.Int64, "fraction": pl.Float64})
-_KIND = pl.Schema(
-    {"category": pl.String, "evidence": pl.String, "bytes": pl.Int64, "block_count": pl.Int64, "fraction": pl.Float64}
-)
+_HEAD = schema("device_type device peak_bytes peak_time_ns peak_step end_bytes unseen_bytes")
+_PART = schema("name bytes block_count fraction")
+_KIND = schema("category evidence bytes block_count fraction")
 _GROWS = pl.Schema({name: kind for name, kind in GROWTH.items() if name not in ("pool", "example")})
-_STEPS = pl.Schema({"step": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64})
+_STEPS = schema("step start_ns end_ns")
 _PATH = "memory_owners.memories[*]"
 _INTEGERS = {"type": "array", "items": {"type": "integer"}}
 

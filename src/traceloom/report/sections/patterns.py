@@ -9,6 +9,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.patterns import SEQUENCES, STEPS, Patterns
 from traceloom.model import Trace, units
+from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
@@ -17,21 +18,9 @@ from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Table
 
 _PER_STEP = {name: kind for name, kind in STEPS.items() if name != "sequence"}
-_JOB = pl.Schema(
-    {
-        "kind": SEQUENCES["kind"],
-        "rank_count": pl.Int64(),
-        "count": pl.Int64(),
-        "length": pl.Int64(),
-        "launch_count": pl.Int64(),
-        "kernel_ns": pl.Int64(),
-        "gap_ns": pl.Int64(),
-        "span_ns": pl.Int64(),
-        "fraction": pl.Float64(),
-        "elementwise": pl.Boolean(),
-        "mean_call_count": pl.Float64(),
-        "names": pl.List(pl.String()),
-    }
+_JOB = schema(
+    "kind rank_count count length launch_count kernel_ns gap_ns span_ns fraction elementwise mean_call_count names",
+    {"kind": SEQUENCES["kind"], "names": pl.List(pl.String())},
 )
 _KERNELS = 4  # names shown of a sequence
 _NAME = 28

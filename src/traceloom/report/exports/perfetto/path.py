@@ -11,11 +11,12 @@ import polars as pl
 
 from traceloom.harmless import harmless
 from traceloom.model import Session
+from traceloom.model.frames import schema
 from traceloom.report.exports.perfetto.times import microseconds
 
 _ARROW = "critical_path"
 _FIRST = 9 * 10**15  # numbers of these arrows: above those of all others, and whole as doubles
-_ARROWS = pl.Schema({"source": pl.UInt32, "target": pl.UInt32, "arrow": pl.String, "id": pl.Int64})
+_ARROWS = schema("source target arrow id", {"source": pl.UInt32, "target": pl.UInt32})
 
 Row = dict[str, Any]
 
