@@ -39,7 +39,7 @@ def outputs(pattern: str) -> Iterator[tuple[str, bytes]]:
     for form in FORMATS:
         if not form.endings[0].endswith(".gz"):
             stream = io.BytesIO()
-            form.writer(Path(f"flame{form.endings[0]}"))(Report(document, session, options), stream)
+            form.writer(Path(f"flame{form.endings[0]}"))(Report(document, lambda: session, options), stream)
             yield form.endings[0], stream.getvalue()
 
 

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,15 +22,18 @@ from traceloom.errors import InputError, PartialError, UsageError
 from traceloom.files import with_addresses
 
 if TYPE_CHECKING:
-    from traceloom.model import Session
+    from traceloom.analyze.kind_rules import KindRule
+    from traceloom.model import Notice, Session
     from traceloom.read import Loaded
     from traceloom.read import ReadProgress as Reading
+    from traceloom.read.kept import Kept
     from traceloom.report import ReportOptions
     from traceloom.report.formats import Report
 
 _MOST_FILES = 1_000  # tables and pictures with a row per rank say little long before
 SORT_KEYS = ("self", "total", "device", "mean", "max", "count", "name")
 _PATTERN = re.compile(r"[\w@%+=:,./*-]+")  # what a shell takes as it is, and stars
+_DOCUMENT, _SHORT = "document.json", "short.json"  # what is kept of a report: all, what the short one shows
 _EXAMPLES = """\
 examples:
   traceloom report run                           the answer about a recorded run
@@ -101,52 +104,68 @@ def run(args: argparse.Namespace) -> int:
     """Read, analyse and show; returns the exit code."""
     from traceloom.read import Cache
     from traceloom.read.ahead import decoding
+    from traceloom.read.kept import Kept
+    from traceloom.report.sections import CORE, FINDINGS
 
-    alone = args.inputs if len(args.inputs) == 1 else []  # several are read by a process each
-    with decoding(alone, None if args.no_cache else Cache()):
-        return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
-    from traceloom import files
-    from traceloom.model import units
-    from traceloom.report.formats import FORMATS, Directory, Format, directory
-    from traceloom.report.sections import CORE, FINDINGS, chosen
-
-    tables = directory(f".{args.format}")
-    formats: dict[str, Format | Directory] = {ending: form for form in FORMATS for ending in form.endings}
-    targets = outputs.targets(args, formats, (tables, tables.ours))
     options = _options(args)
     # The short report on a terminal is made of the core and the findings; all else would be computed for nobody.
     brief = not (options.full or args.only or args.json or args.output)
     made = replace(options, only=(CORE, FINDINGS)) if brief else options
-    # What the report is made by is loaded before its turn: a trace may be decoded elsewhere meanwhile.
-    importlib.import_module("traceloom.report.document")
-    chosen(options.only)
+    kept = None
+    if not (args.no_cache or args.rules):  # rules are code
+        choices = repr(replace(made, top=0, sort=None, full=False))  # without those that the document does not show
+        kept = Kept(args.inputs, [args.graph_capture] if args.graph_capture else [], choices)
+    if brief and kept and (document := kept.get(_SHORT)):
+        from traceloom.report.views import terminal
+
+        terminal.show(document, options, sys.stdout)
+        _close(args, document)
+        return 0
+    document = kept.get(_DOCUMENT) if kept and not brief else None
+    alone = args.inputs if len(args.inputs) == 1 and not document else []  # several are read by a process each
+    with decoding(alone, None if args.no_cache else Cache()):
+        return _run(args, options, made, kept, document)
+
+
+def _run(
+    args: argparse.Namespace,
+    options: ReportOptions,
+    made: ReportOptions,
+    kept: Kept | None,
+    document: dict[str, Any] | None,
+) -> int:
+    """Write and show; `made` is what the document is made with, which stands in `document` where it was kept."""
+    from traceloom import files
+    from traceloom import report as reports
+    from traceloom.model import units
+    from traceloom.report.formats import FORMATS, Directory, Format, Report, directory
+    from traceloom.report.sections import chosen
+    from traceloom.report.views.jsonfile import encode
+
+    tables = directory(f".{args.format}")
+    formats: dict[str, Format | Directory] = {ending: form for form in FORMATS for ending in form.endings}
+    targets = outputs.targets(args, formats, (tables, tables.ours))
+    refused: Sequence[Notice] = ()
     with Progress(shown=not args.quiet) as progress:
-        progress.say("reading")
-        try:
-            loaded = _load(args, progress)
-        except InputError as error:
-            from traceloom.report.memory.sources import REPORT_ENDING
+        if document:
+            report = Report(document, lambda: reports.selected(_load(args, progress).runs[0], made), made)
+        else:
+            # What the report is made by is loaded before its turn: a trace may be decoded elsewhere meanwhile.
+            importlib.import_module("traceloom.report.document")
+            chosen(made.only)
+            try:
+                loaded = _load(args, progress)
+            except InputError as error:
+                from traceloom.report.memory.sources import REPORT_ENDING
 
-            # Memory may have run out before anything else was written.
-            if error.slug != "no-traces" or not any(any(Path(text).glob(f"*{REPORT_ENDING}")) for text in args.inputs):
-                raise
-            # Show whose memory it was, where no times were recorded
-            from traceloom.cli import memory
-
-            if not args.quiet:
-                message = "memory ran out before a window was recorded; this is whose memory it was (traceloom memory)"
-                print(f"traceloom: {message}", file=sys.stderr)
-            arguments = [*args.inputs, *(word for name in args.output for word in ("-o", name))]
-            arguments += [
-                f"--{name}" for name in ("json", "force", "quiet", "no-cache") if getattr(args, name.replace("-", "_"))
-            ]
-            parser = memory.add_parser(argparse.ArgumentParser().add_subparsers())
-            return memory.run(parser.parse_args(arguments))
-        progress.say("analysing")
-        report = _report(loaded.runs, args, made, [str(path) for path, form in targets if not form.of_runs])
+                # Memory may have run out before anything else was written.
+                reports_of_memory = (Path(text).glob(f"*{REPORT_ENDING}") for text in args.inputs)
+                if error.slug != "no-traces" or not any(map(any, reports_of_memory)):
+                    raise
+                return _out_of_memory(args)
+            progress.say("analysing")
+            report = _report(loaded.runs, args, made, [str(path) for path, form in targets if not form.of_runs])
+            refused = loaded.refused
         written = []
         for path, form in targets:
             if isinstance(form, Format):
@@ -156,8 +175,6 @@ def _run(args: argparse.Namespace) -> int:
                 inside = files.write_directory(path, partial(form.fill, report), form.ours, force=args.force)
                 written.append((path, sum(file.stat().st_size for file in inside)))
     if args.json:
-        from traceloom.report.views.jsonfile import encode
-
         sys.stdout.buffer.write(encode(report.document))
     elif outputs.printed(args):
         from traceloom.report.views import terminal
@@ -166,28 +183,61 @@ def _run(args: argparse.Namespace) -> int:
     for (path, size), (_, form) in zip(written, targets, strict=True):
         outputs.say(args, f"Wrote {path} ({units.size(size)}); {form.next_step}.")
     if not written and not report.document["runs"]:
-        words = shlex.join(args.inputs)
-        if len(args.inputs) > 1 and (pattern := _pattern(loaded.runs[0])):
-            words = pattern
-        outputs.close(args, [], f"traceloom report {words} -o report.html")
-    if loaded.refused:  # the report is made of the rest; the exit code and a last word say that it is not all
-        more = f" (and {len(loaded.refused) - 1} more, see the notices)" if len(loaded.refused) > 1 else ""
-        raise PartialError(f"{loaded.refused[0].message}{more}", slug="refused-input")
+        _close(args, report.document)
+    if refused:  # the report is made of the rest; the exit code and a last word say that it is not all
+        more = f" (and {len(refused) - 1} more, see the notices)" if len(refused) > 1 else ""
+        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
+    failed = any(notice["slug"] == "section-failed" for notice in report.document["notices"])
+    if kept and not (document or failed or report.document["runs"]):
+        if made is options:
+            kept.put(_DOCUMENT, encode(report.document))
+        else:
+            from traceloom.report.views import terminal
+
+            kept.put(_SHORT, encode(terminal.in_short(report.document)))
     return 0
 
 
+def _close(args: argparse.Namespace, document: Mapping[str, Any]) -> None:
+    """Name the next useful command, with the inputs as a shell makes them, where it makes no others."""
+    name, paths = document["name"], sorted(row["path"] for row in document["inputs"])
+    made_by_shell = len(args.inputs) > 1 and _PATTERN.fullmatch(name) and sorted(glob.glob(name)) == paths  # noqa: PTH207
+    words = name if made_by_shell else shlex.join(args.inputs)
+    outputs.close(args, [], f"traceloom report {words} -o report.html")
+
+
+def _out_of_memory(args: argparse.Namespace) -> int:
+    """Show whose memory it was, where no times were recorded; returns the exit code."""
+    from traceloom.cli import memory
+
+    if not args.quiet:
+        message = "memory ran out before a window was recorded; this is whose memory it was (traceloom memory)"
+        print(f"traceloom: {message}", file=sys.stderr)
+    arguments = [*args.inputs, *(word for name in args.output for word in ("-o", name))]
+    arguments += [
+        f"--{name}" for name in ("json", "force", "quiet", "no-cache") if getattr(args, name.replace("-", "_"))
+    ]
+    parser = memory.add_parser(argparse.ArgumentParser().add_subparsers())
+    return memory.run(parser.parse_args(arguments))
+
+
 def _options(args: argparse.Namespace) -> ReportOptions:
-    from traceloom.analyze import load_rules
-    from traceloom.analyze.peaks import peak_of
     from traceloom.report import ReportOptions
 
-    # Peaks that the user gives are checked before anything is read.
+    # Peaks and rules that the user gives are checked before anything is read.
     peak: str | None = args.device if args.peak is None else args.peak
     if args.peak is not None and "=" not in args.peak:
         hint = "give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device"
         raise UsageError(f"`{args.peak}` is no pair of a name and a number", slug="bad-peak", hint=hint)
     if peak is not None:
+        from traceloom.analyze.peaks import peak_of
+
         peak_of(peak)
+    rules: tuple[KindRule, ...] = ()
+    if args.rules:
+        from traceloom.analyze import load_rules
+
+        rules = load_rules(args.rules)
     capture = args.graph_capture
     if capture is not None and not capture.exists():
         raise InputError("there is no such file or directory", slug="unreadable", where=str(capture))
@@ -205,7 +255,7 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         cache=not args.no_cache,
         tokens_per_step=args.tokens_per_step,
         samples_per_step=args.samples_per_step,
-        kind_rules=load_rules(args.rules) if args.rules else (),
+        kind_rules=rules,
     )
 
 
@@ -223,6 +273,7 @@ def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
             f"reading{part}" + (f", file {reading.files_done + 1} of {reading.files}" if reading.files > 1 else "")
         )
 
+    progress.say("reading")
     return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank, most=_MOST_FILES)
 
 
@@ -232,7 +283,7 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
     from traceloom.report.formats import Report
 
     if len(sessions) == 1:
-        return Report(report.build(sessions[0], options), report.selected(sessions[0], options), options)
+        return Report(report.build(sessions[0], options), lambda: report.selected(sessions[0], options), options)
     # The shell command that reports each run alone: by its directory or pattern, where these name nothing else.
     homes = [{Path(trace.meta.path).parent for trace in session.traces} for session in sessions]
     runs_by_home = Counter(home for of_session in homes for home in of_session)
@@ -252,7 +303,8 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
             slug="several-runs",
             hint=f"choose one, as with: {commands[0]}",
         )
-    return Report(report.build_runs(sessions, with_addresses(", ".join(args.inputs)), commands), sessions[0], options)
+    document = report.build_runs(sessions, with_addresses(", ".join(args.inputs)), commands)
+    return Report(document, lambda: sessions[0], options)
 
 
 def _pattern(session: Session) -> str | None:

@@ -25,7 +25,7 @@ from traceloom.report.absent import Absent
 from traceloom.report.faults import Faults
 from traceloom.report.measure import Measured, measure
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections import FINDINGS, KEYS, NOT_ASKED, chosen, core, reasons, section
+from traceloom.report.sections import FINDINGS, KEYS, NOT_ASKED, chosen, core, reasons, section_of
 from traceloom.report.sections.section import Study
 from traceloom.report.window import of_steps
 
@@ -70,7 +70,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
             absent.say(key, NOT_ASKED)
             sections[key] = None
             continue
-        build_one = partial(section(key).build, replace(study, results=results.pop(key)), absent)
+        build_one = partial(section_of(key).build, replace(study, results=results.pop(key)), absent)
         sections[key] = faults.guard(key, build_one)
         if faults.failed(key):
             faults.say(key, absent)

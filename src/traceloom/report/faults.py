@@ -8,11 +8,9 @@ from typing import TypeVar
 from traceloom.errors import InvariantError, TraceloomError
 from traceloom.model import Notice
 from traceloom.report.absent import Absent
+from traceloom.report.sections import FAILED
 
 T = TypeVar("T")
-
-FAILED = "could not be worked out"
-"""What the reason of a section begins with that failed."""
 
 
 class Faults:

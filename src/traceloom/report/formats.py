@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from traceloom.model import Session
 from traceloom.plain_text import encoded
 from traceloom.report.options import ReportOptions
 
+if TYPE_CHECKING:
+    from traceloom.model import Session
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Report:
-    """All that a format may draw from: the document, the part of the session it is about, and the choices made."""
+    """All that a format may draw from.
+
+    Attributes:
+        document: What is known about the run.
+        load: Gives the part of the session that the document is about; called where a format draws from it, too.
+        options: The choices of the user.
+    """
 
     document: dict[str, Any]
-    session: Session
+    load: Callable[[], Session]
     options: ReportOptions
+
+    @cached_property
+    def session(self) -> Session:
+        """The part of the session that the document is about."""
+        return self.load()
 
 
 @dataclass(frozen=True, slots=True)

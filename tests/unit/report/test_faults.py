@@ -11,7 +11,7 @@ from traceloom.errors import InvariantError
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report import document as module
-from traceloom.report.sections import chosen, section
+from traceloom.report.sections import chosen, section_of
 from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder
 
@@ -36,10 +36,10 @@ def test_a_section_that_fails_is_null_with_its_error(
 ) -> None:
     session = made()
     whole = build(session)
-    broken = copy(section("threads"))
+    broken = copy(section_of("threads"))
     monkeypatch.setattr(broken, at, fails(error))
-    monkeypatch.setattr(module, "section", lambda key: broken if key == "threads" else section(key))
-    monkeypatch.setattr(module, "chosen", lambda only: tuple(module.section(one.key) for one in chosen(only)))
+    monkeypatch.setattr(module, "section_of", lambda key: broken if key == "threads" else section_of(key))
+    monkeypatch.setattr(module, "chosen", lambda only: tuple(module.section_of(one.key) for one in chosen(only)))
     document = build(session)
     assert document["threads"] is None
     [reason] = [entry["reason"] for entry in document["absent"] if entry["path"] == "threads"]

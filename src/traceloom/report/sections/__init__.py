@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from traceloom.errors import UsageError, nearest
-from traceloom.report.faults import FAILED
-from traceloom.report.sections.section import Section
+
+if TYPE_CHECKING:
+    from traceloom.report.sections.section import Section
 
 CORE_KEYS = (
     "breakdown", "steps", "idle", "host", "kernels", "operators", "modules", "communication", "memory", "data_loading",
@@ -56,10 +57,12 @@ NAMES = (CORE, FINDINGS, *CORE_KEYS, *KEYS)
 """What `--only` can name: parts of a report and sections."""
 
 NOT_ASKED = "not asked for (--only)"
+FAILED = "could not be worked out"
+"""What the reason of a section begins with that failed."""
 
 
 @cache
-def section(key: str) -> Section[Any]:
+def section_of(key: str) -> Section[Any]:
     """The section of a key."""
     loaded: Section[Any] = importlib.import_module(f"{__name__}.{_MODULES.get(key, key)}").SECTION
     return loaded
@@ -70,12 +73,12 @@ _MODULES = {"compile": "compiled"}  # whose name a key cannot be
 
 def core() -> tuple[Section[Any], ...]:
     """The sections of the core."""
-    return tuple(section(key) for key in CORE_KEYS)
+    return tuple(section_of(key) for key in CORE_KEYS)
 
 
 def every() -> tuple[Section[Any], ...]:
     """All sections beyond the core."""
-    return tuple(section(key) for key in KEYS)
+    return tuple(section_of(key) for key in KEYS)
 
 
 def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
@@ -90,7 +93,13 @@ def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
         if key not in NAMES:
             hint = nearest(key, NAMES) + f"use one of {', '.join(NAMES)}"
             raise UsageError(f"`{key}` is no section of the report", slug="no-such-section", hint=hint)
-    return tuple(section(key) for key in KEYS if key in only)
+    return tuple(section_of(key) for key in KEYS if key in only)
+
+
+def summaries(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Title and sentence of the sections of the core that have something to say."""
+    sentences = ((section.title, section.summary(section.value(document))) for section in core())
+    return [(title, sentence) for title, sentence in sentences if sentence]
 
 
 def shown(document: dict[str, Any]) -> tuple[Section[Any], ...]:
@@ -98,7 +107,7 @@ def shown(document: dict[str, Any]) -> tuple[Section[Any], ...]:
     left_out = {
         entry["path"] for entry in document.get("absent") or [] if entry["reason"].startswith((NOT_ASKED, FAILED))
     }
-    return tuple(section(key) for key in KEYS if key in document and key not in left_out)
+    return tuple(section_of(key) for key in KEYS if key in document and key not in left_out)
 
 
 def reasons(some: Iterable[Section[Any]]) -> dict[str, str]:

@@ -17,13 +17,15 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.views.terminal.look import ASCII
 
 if TYPE_CHECKING:
+    from traceloom.report.views.terminal.rendered import in_short as in_short
     from traceloom.report.views.terminal.rendered import render as render
 
 _NARROWEST, _WIDEST = 60, 140
 _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 __all__ = ["put", "show", "show_graph"]
-lazy(__name__, {"render": ".rendered"})  # who shows a graph or a comparison does not load the lines of a report
+# who shows a graph or a comparison does not load the lines of a report
+lazy(__name__, {"in_short": ".rendered", "render": ".rendered"})
 
 
 def show(document: dict[str, Any], options: ReportOptions, stream: TextIO) -> None:

@@ -17,7 +17,7 @@ from traceloom.report.names import rank_label, short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions
 from traceloom.report.parts import of_answer
-from traceloom.report.sections import CORE, FINDINGS, NAMES, core
+from traceloom.report.sections import CORE, FINDINGS, NAMES, summaries
 from traceloom.report.table import Bar
 from traceloom.report.views.terminal import findings, notices, sections
 from traceloom.report.views.terminal.bars import sparkline, stacked
@@ -31,6 +31,14 @@ _LABELS = {"memory": "copies"}  # as short as in the answer
 _MOST_LINES = 2  # of a sentence
 _MOST_NAMES = 3  # lines with names of sections
 _WIDEST_SPARKLINE = 40
+
+
+def in_short(document: Row) -> Row:
+    """What the short report draws of a document: the sentences of sections instead of what they are made of."""
+    shown = ("name", "answer", "inputs", "findings", "findings_ground", "notices", "runs")
+    of_rank = ("rank", "world_size", "event_count", "start_ns", "window_ns")
+    ranks = [{key: rank[key] for key in of_rank} for rank in document["ranks"]]
+    return {key: document[key] for key in shown} | {"ranks": ranks, "summaries": summaries(document)}
 
 
 def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
@@ -117,13 +125,12 @@ def brief(document: Row, width: int) -> Iterator[Text]:
             legend = legend + entry
         yield legend
     yield from findings.brief(document, width)
-    sentences = [(section.title, section.summary(section.value(document))) for section in core()]
-    sentences = [(title, sentence) for title, sentence in sentences if sentence]
+    sentences = document["summaries"] if "summaries" in document else summaries(document)
     widest = max((len(title) for title, _ in sentences), default=0)
     if sentences:
         yield Text("")
     for title, sentence in sentences:
-        for number, part in enumerate(_cut(wrapped(sentence or "", width - widest - 4), _MOST_LINES)):
+        for number, part in enumerate(_cut(wrapped(sentence, width - widest - 4), _MOST_LINES)):
             yield Text.assemble((f" {title if number == 0 else '':<{widest}}  ", "bold"), part)
     distinct = said_once(document["notices"], len(document["ranks"]))
     errors = [notice for notice in distinct if notice.severity == "error"]

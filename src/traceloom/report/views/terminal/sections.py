@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -15,11 +15,13 @@ from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.sections import CORE, core, shown
-from traceloom.report.sections.section import Section
 from traceloom.report.table import PICTURES, Bar, Col, Table, written
 from traceloom.report.views.terminal.bars import from_the_middle, sparkline, stacked
 from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, with_bars
 from traceloom.report.views.terminal.look import CURVE, FILLS
+
+if TYPE_CHECKING:
+    from traceloom.report.sections.section import Section
 
 Row = dict[str, Any]
 _UNIT = re.compile(r"(?<=\d) (?=%|[a-zA-Zµ]{1,2}\b)")
