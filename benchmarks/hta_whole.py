@@ -30,8 +30,9 @@ def main() -> None:
 
     imported, cpu = time.perf_counter(), time.process_time()
     failed: list[str] = []
+    files = [word for word in sys.argv[1:] if word != "--whole"]
     with contextlib.redirect_stdout(io.StringIO()):
-        analysis = TraceAnalysis(trace_files={0: sys.argv[1]})
+        analysis = TraceAnalysis(trace_files=dict(enumerate(files)))
         loaded, loaded_cpu = time.perf_counter(), time.process_time()
         if "--whole" in sys.argv:
             for name, options in (

@@ -107,6 +107,8 @@ def test_shapes_and_bytes_are_facts_of_their_events(session: Session, unpacked: 
         (key, value.replace(",", ", ").replace(",  ", ", ")) for key, value in facts
     }
     assert ("bytes", "4096") in facts
+    assert ("modelled flops", "128 FLOP") in facts  # 2 x 4 x 8 x 2
+    assert ("modelled bytes", "224 B") in facts  # (4 x 8 + 8 x 2 + 4 x 2) floats of four bytes
 
 
 def test_communication_is_told_by_kernel_name(session: Session, unpacked: Unpacked) -> None:

@@ -16,9 +16,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.kernel_launches import kernel_launches
+from traceloom.analyze.roofline import modelled
 from traceloom.array_types import Floats, Ints
 from traceloom.harmless import harmless
-from traceloom.model import Session, Trace
+from traceloom.model import Session, Trace, units
 from traceloom.model.category import ANNOTATION, CATEGORIES, COLLECTIVE, GPU_ANNOTATION, GPU_WORK, KERNEL, PYTHON
 from traceloom.report.exports.perfetto.counters import beside_memory
 from traceloom.report.names import short
@@ -207,7 +208,7 @@ def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
         useful = pl.when(first).then(0).when(pl.col("category") == PYTHON).then(2).otherwise(1)
         events = events.sort(useful, -pl.col("duration_ns"), "event").head(share)
     # The arguments of an event as one text: key, unit separator, value, record separator, key, ...
-    frames = [_launch_facts(trace)]
+    frames = [_launch_facts(trace), _model_facts(trace)]
     for name, facts in _FACTS.items():
         frame: pl.DataFrame = getattr(trace, name)
         texts = [
@@ -245,6 +246,17 @@ def _launch_facts(trace: Trace) -> pl.DataFrame:
     texts = [pl.lit(f"{title}\x1f") + value for title, value in values.items()]
     rows = kernel_launches(trace).rows
     return rows.select("event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts"))
+
+
+def _model_facts(trace: Trace) -> pl.DataFrame:
+    """FLOPs and bytes of GPU work, as models of operators have them, as texts of facts: event, facts."""
+    work = modelled(trace)
+    texts = []
+    for column, written in {"flops": units.flops, "bytes": units.size}.items():
+        values = work[column].unique().drop_nulls()
+        words = pl.Series([f"modelled {column}\x1f{written(value)}" for value in values], dtype=pl.String)
+        texts.append(pl.col(column).replace_strict(values, words, default=None, return_dtype=pl.String))
+    return work.select("event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts"))
 
 
 def _columns(
