@@ -14,9 +14,12 @@ import polars as pl
 import pytest
 
 from traceloom import analyze, load
-from traceloom.model import Trace
+from traceloom.findings import findings
+from traceloom.model import Session, Trace
+from traceloom.model import category as cat
 
 HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "python_function", "mtia_runtime", "Runtime"}
+NAMES = sorted(path.name for path in (Path(__file__).parents[3] / "shared" / "data" / "kineto").glob("*.json.gz"))
 GPU = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel"}
 
 
@@ -268,6 +271,40 @@ def test_data_loading_is_the_bottleneck_of_owlv2(traces: Any) -> None:
     assert set(result.waits["maker"]) == {"main_thread"}
 
 
+def test_frames_that_hold_the_waits_of_owlv2_are_those_of_a_plain_loop(traces: Any) -> None:
+    trace, events, calls = traces("h100_owlv2")
+    finding = next(finding for finding in findings(Session((trace,), "owlv2")).time if finding.slug == "data-starved")
+    assert finding.host_ns == sum(ns(e["dur"]) for e in events if e["name"].startswith("enumerate(DataLoader)#"))
+    spent: Counter[str] = Counter()
+    for call in calls:
+        around = [call, *call.above()]
+        if any(other.name.startswith("enumerate(DataLoader)#") for other in around):
+            own = next(other for other in around if other.name.startswith(("transformers/", "moca/")))
+            spent[own.name] += call.self_ns
+    largest = [(f"{frame.file}({frame.line}): {frame.name}", frame.time_ns) for frame in finding.frames]
+    assert largest == [(name, time) for name, time in spent.most_common(3) if time >= 0.05 * finding.host_ns]
+    zoom_shift = [e for e in events if e["name"] == "<built-in function zoom_shift>"]
+    hottest = finding.frames[0]
+    assert (hottest.name, hottest.inside) == ("resize", "zoom_shift")
+    assert hottest.inside_ns == sum(ns(e["dur"]) for e in zoom_shift) == 528_679_836
+    assert finding.advice.startswith(
+        "532 ms of 619 ms are resize (transformers/models/owlv2/image_processing_owlv2.py:"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "owlv2" not in name] or ["(no public traces here)"])
+def test_frames_hold_no_more_than_the_host_time_of_a_finding(shared_data: Path, name: str) -> None:
+    session = load(shared_data / "kineto" / name)
+    stacks = any((trace.events["category"] == cat.PYTHON).any() for trace in session.traces)
+    most = sum((trace.end_ns - trace.start_ns) * (trace.lanes["kind"] == "host").sum() for trace in session.traces)
+    for finding in findings(session).time:
+        held = sum(frame.time_ns for frame in finding.frames)
+        assert held <= (finding.host_ns or 0) <= most
+        assert stacks or not finding.frames
+        assert all((frame.inside_ns or 0) <= frame.time_ns for frame in finding.frames)
+        assert sum(frame.share for frame in finding.frames) == pytest.approx(held / (finding.host_ns or 1))
+
+
 def test_roles_of_threads(traces: Any) -> None:
     assert analyze.threads(traces("v100_ns_resolution")[0]).threads["role"].to_list() == ["main", "autograd", "runtime"]
     owl = analyze.threads(traces("h100_owlv2")[0]).threads
@@ -285,9 +322,6 @@ def test_compiled_code_of_public_traces(traces: Any, shared_data: Path) -> None:
     for name in ("CompiledFunction", "CompiledFunctionBackward"):
         mine = [event for event in events if event["name"] == name]
         assert graphs[name] == (len(mine), sum(ns(event["dur"]) for event in mine))
-
-
-NAMES = sorted(path.name for path in (Path(__file__).parents[3] / "shared" / "data" / "kineto").glob("*.json.gz"))
 
 
 @pytest.mark.parametrize("name", NAMES or ["(no public traces here)"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,7 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.blocking import starting_calls
 from traceloom.analyze.call_tree import KINDS as NODE_KINDS
 from traceloom.analyze.call_tree import call_tree
+from traceloom.analyze.frames import RECORDER, is_users
 from traceloom.analyze.intervals import Spans, coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.phases import BLOCKING_CALL, meaning
@@ -62,8 +62,6 @@ _BY_CALL = (
     ("fill", re.compile(r"Memset")),
     ("other_copy", re.compile(r"Memcpy")),
 )
-_RECORDER = r"(^|/)traceloom/capture/"  # what the recorder waits for is none of the program's
-_FRAMEWORK = re.compile(r"^(<|nn\.Module: |torch/|.*/(torch|site-packages|dist-packages)/|.*/lib/python3[^/]*/)")
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def blocking_calls(trace: Trace) -> BlockingCalls:
             .otherwise(pl.coalesce(paths["by_op"], copied["way"], by_call))
         )
         named = paths.drop("by_op").with_columns(kind.alias("kind"), copied["pageable"])
-        users = ~named["frame"].str.contains(_RECORDER).fill_null(value=False)
+        users = ~named["frame"].str.contains(RECORDER).fill_null(value=False)
         rows, named = rows[users.to_numpy()], named.filter(users)
     if not rows.size:
         return BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if busy.start.size else None)
@@ -193,14 +191,6 @@ def _calls(trace: Trace, busy: Spans, rows: Ints) -> pl.DataFrame:
         gpu_idle_ns=pl.Series(end - start - covered),
         idle_after_ns=pl.Series(np.where(after == busy.start.size, 0, idle)),
     )
-
-
-def is_users(frame: str) -> bool:
-    """Whether a Python frame is neither PyTorch's nor the standard library's nor a built-in function."""
-    if _FRAMEWORK.match(frame):
-        return False
-    top = frame.split("(", 1)[0].split("/", 1)[0].removesuffix(".py")
-    return top not in sys.stdlib_module_names
 
 
 def _copies(trace: Trace, row: Ints) -> pl.DataFrame:

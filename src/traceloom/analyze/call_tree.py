@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.frames import ADDRESS
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Ints
@@ -20,8 +21,7 @@ THREAD = 0
 MODULE = "nn.Module: "
 DEEPEST = 1024  # levels; what lies deeper counts to the level above
 
-# Parts of names that differ from call to call and name no other place: addresses of objects, numbers of steps.
-_ADDRESS = r" (?:object )?at 0x[0-9a-fA-F]+"
+# Differs from call to call and names no other place.
 _STEP = r"^(ProfilerStep|traceloom\.step)#.*$"
 
 
@@ -94,7 +94,7 @@ def call_tree(trace: Trace) -> CallTree:
     """
     tree, words = forest(trace), vocabulary(trace)
     # names without what differs from call to call, and for each name of the vocabulary the index of its plain one
-    plain = words.names.fill_null("").str.replace_all(_ADDRESS, "").str.replace(_STEP, "${1}#").rename("name")
+    plain = words.names.fill_null("").str.replace_all(ADDRESS, "").str.replace(_STEP, "${1}#").rename("name")
     names = plain.unique(maintain_order=True)
     index = pl.DataFrame(names).with_row_index("number")
     code = pl.DataFrame(plain).join(index, on="name", how="left", maintain_order="left")["number"]

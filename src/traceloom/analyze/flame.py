@@ -10,6 +10,7 @@ import polars as pl
 from traceloom.analyze.ancestry import forest, host_pieces
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.call_tree import KINDS, THREAD, CallTree, call_tree
+from traceloom.analyze.frames import places
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.splitting import NO_STEP
 from traceloom.array_types import Bools, Ints
@@ -26,7 +27,6 @@ FUNCTIONS = schema(
     "mean_self_ns min_self_ns max_self_ns step_count",
     {"kind": pl.Enum(KINDS)},
 )
-_PLACE = r"^(.*)\((\d+)\): (.*)$"  # file.py(12): function
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _of_trace(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> 
     total, device_total = folded.totals(own), folded.totals(device)
     values = dict(zip(_TIMES, (calls, own, total, device, device_total), strict=True))
     used = (folded.totals(calls) > 0) | (total > 0) | (device_total > 0)
-    named = places(folded.names)
+    named = places(pl.concat([folded.names.cast(pl.String), pl.Series([""])]))  # the last is that of threads
     gpu_work = int(work.duration_ns[chosen].sum())
     # Own time of each name in a usual step
     rows = np.flatnonzero(step != NO_STEP)
@@ -137,16 +137,6 @@ def thread_names(trace: Trace) -> pl.Series:
     return trace.lanes.select(
         pl.when(pl.len().over("name", "kind") > 1).then(qualified).otherwise("name").alias("name")
     )["name"]
-
-
-def places(names: pl.Series) -> pl.DataFrame:
-    """Columns name, file and line of names of `call_tree`; one row more, at the end, for threads, which have none."""
-    raw_names = pl.concat([names.cast(pl.String), pl.Series([""], dtype=pl.String)]).to_frame("text")
-    return raw_names.select(
-        name=pl.coalesce(pl.col("text").str.extract(_PLACE, 3), pl.col("text")),
-        file=pl.col("text").str.extract(_PLACE, 1),
-        line=pl.col("text").str.extract(_PLACE, 2).cast(pl.Int32, strict=False),
-    )
 
 
 def _frames(trace: Trace, folded: CallTree, used: Bools, values: dict[str, Ints], places: pl.DataFrame) -> pl.DataFrame:

@@ -15,6 +15,7 @@ from traceloom.analyze import across_ranks
 from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.allocations import Allocations, allocations
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.frames import STRETCHES
 from traceloom.analyze.intervals import difference, union
 from traceloom.analyze.path.window import common_steps, usual_step
 from traceloom.analyze.quality_events import operators_left_out
@@ -38,6 +39,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 T = TypeVar("T")
 
+HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
 NAMELESS = "host time outside any recorded event"
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
 _NEVER = int(np.iinfo(np.int64).min)
@@ -434,6 +436,24 @@ class Context:
             what = doing or (brief(row["name"]) if row["name"] and row["kind"] != gs.THINK else NAMELESS)
             shown.append(Evidence(what, row["rank"], start, row["duration_ns"], lane))
         return tuple(shown)
+
+    def stretches(self, nodes: Bools) -> pl.DataFrame:
+        """The host time of some nodes in the steps looked at, `STRETCHES` with rank, as it stands in their traces."""
+        chosen = self.own(nodes) & self.of_kind(*HOST_KINDS)
+        rows = self.graph.nodes.filter(pl.Series(chosen)).select("rank", "lane", "start_ns", "duration_ns")
+        threads = self.graph.lanes.select("lane", "process", "thread")
+        rows = rows.join(threads, on="lane").drop("lane")
+        parts = [pl.DataFrame(schema={"rank": pl.Int32, **STRETCHES})]
+        for (rank,), of_rank in rows.group_by("rank", maintain_order=True):
+            trace = self.trace_of(rank)
+            if trace is None:
+                continue
+            lanes = trace.lanes.filter(pl.col("kind") == "host").select("lane", "process", "thread")
+            start = pl.col("start_ns") + (self.graph.epoch_ns - self._offsets.get(rank, 0))
+            placed = of_rank.join(lanes, on=["process", "thread"], nulls_equal=True).with_columns(start)
+            placed = placed.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+            parts.append(placed.select(parts[0].columns).cast(parts[0].schema))
+        return pl.concat(parts)
 
     @cached_property
     def _offsets(self) -> dict[int | None, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import polars as pl
 
@@ -21,6 +22,7 @@ def data_starved(context: Context) -> Iterator[Said]:
     """The main thread waits for, or makes, its batches."""
     waited, seen, workers = 0, False, False
     evidence: list[Evidence] = []
+    waiting: list[pl.DataFrame] = []
     masks = Selection("loading").nodes(context.graph)
     for trace in context.traces:
         waits = context.ask(trace, analyze.data_loading).waits
@@ -28,6 +30,9 @@ def data_starved(context: Context) -> Iterator[Said]:
         waits = context.in_step(waits)
         workers |= bool((waits["maker"].cast(pl.String) == "workers").any())
         waited += int(waits["duration_ns"].sum())
+        rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
+        lane, end = trace.events["lane"].gather(waits["event"]), pl.col("start_ns") + pl.col("duration_ns")
+        waiting.append(waits.select(rank, lane, "start_ns", end.alias("end_ns")))
         longest = waits.sort("duration_ns", descending=True).head(3).to_dicts()
         evidence += [Evidence(r["name"], trace.rank, r["start_ns"], r["duration_ns"]) for r in longest]
     if not seen:
@@ -44,6 +49,8 @@ def data_starved(context: Context) -> Iterator[Said]:
         changes=(change,),
         confidence=0.8,
         advice=advice,
+        hot_advice=None if workers else f"{{frame}}: make it faster, or make batches beside the step: {how}.",
+        host=partial(pl.concat, waiting),
         evidence=tuple(sorted(evidence, key=lambda wait: -(wait.duration_ns or 0))[:5]),
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import polars as pl
 
 from traceloom import analyze
+from traceloom.analyze.intervals import overlaps, union
 from traceloom.findings.context import Bools, Context
 from traceloom.findings.pauses import IDLE, SAMPLED, between_operators, long_ns, waits_for_requests
 from traceloom.findings.rule import Candidate, Rule, Said
@@ -44,15 +46,10 @@ def launch_bound(context: Context) -> Iterator[Said]:
         return
     idle, with_latency, most, gaps = 0, 0, 0, []  # most: what better launching could win at most on one rank
     for trace in context.traces:
-        rows = context.in_step(context.ask(trace, analyze.idle).gaps)
-        late = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_LATE)))
-        if context.steps is None:  # one call or operator that takes long, at the start say, does not come again
-            took = trace.events["duration_ns"].gather(late["host_event"])
-            once = pl.min_horizontal("duration_ns", took) >= long_ns(context)
-            late = late.filter(~(once & pl.col("cause").cast(pl.String).is_in(list(_SINGLE))))
-        between = pl.col("cause").cast(pl.String).is_in(list(_BETWEEN))
-        late = late.filter(~(between & (pl.col("duration_ns") >= long_ns(context))))
-        also = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_ALSO)))
+        late = _late(context, trace)
+        also = context.in_step(context.ask(trace, analyze.idle).gaps).filter(
+            pl.col("cause").cast(pl.String).is_in(list(_ALSO))
+        )
         of_rank = int(late["duration_ns"].sum()) + int(also["duration_ns"].sum())
         idle += int(late["duration_ns"].sum())
         with_latency, most = with_latency + of_rank, max(most, of_rank)
@@ -71,7 +68,42 @@ def launch_bound(context: Context) -> Iterator[Said]:
         "mode='reduce-overhead'), larger batches, fused operators.",
         evidence=tuple(sorted(gaps, key=lambda gap: -(gap.duration_ns or 0))[:4]),
         at_most_ns=most,
+        host=partial(_while_late, context),
     )
+
+
+def _late(context: Context, trace: Trace) -> pl.DataFrame:
+    """Parts of gaps, as in `Idle.gaps`, in which the GPU waits for a launch that comes late."""
+    cause = pl.col("cause").cast(pl.String)
+    late = context.in_step(context.ask(trace, analyze.idle).gaps).filter(cause.is_in(list(_LATE)))
+    if context.steps is None:  # one call or operator that takes long, at the start say, does not come again
+        took = trace.events["duration_ns"].gather(late["host_event"])
+        once = pl.min_horizontal("duration_ns", took) >= long_ns(context)
+        late = late.filter(~(once & cause.is_in(list(_SINGLE))))
+    return late.filter(~(cause.is_in(list(_BETWEEN)) & (pl.col("duration_ns") >= long_ns(context))))
+
+
+def _while_late(context: Context) -> pl.DataFrame:
+    """What the threads that launch do while the GPU waits for them, `Context.stretches`."""
+    host = context.stretches(context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH))
+    parts = [host.clear()]
+    for trace in context.traces:
+        of_rank = pl.col("rank").eq_missing(trace.rank) if len(context.traces) > 1 else pl.lit(True)
+        rows = host.filter(of_rank)
+        # of each gap as much as is late, from where that begins
+        late = _late(context, trace).drop_nulls("launch").group_by("gap", "step").agg(
+            pl.col("launch").first(), pl.col("start_ns").min(), pl.col("duration_ns").sum()
+        )  # fmt: skip
+        # lanes one after the other on one axis
+        width = trace.end_ns - trace.start_ns + 1
+        offset = trace.events["lane"].gather(late["launch"]).to_numpy().astype(np.int64) * width
+        start = late["start_ns"].to_numpy() + offset
+        lanes = rows["lane"].to_numpy().astype(np.int64) * width
+        low, high = (rows[name].to_numpy() + lanes for name in ("start_ns", "end_ns"))
+        shared = overlaps(low, high, union(start, start + late["duration_ns"].to_numpy()))
+        at = pl.DataFrame({"start_ns": shared.start - lanes[shared.left], "end_ns": shared.end - lanes[shared.left]})
+        parts.append(rows[shared.left].with_columns(at.get_columns()))
+    return pl.concat(parts)
 
 
 def _loops(trace: Trace) -> pl.DataFrame:

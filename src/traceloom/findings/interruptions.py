@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import polars as pl
@@ -138,6 +139,7 @@ def graph_breaks(context: Context) -> Iterator[Said]:
         "compiled function; compile with fullgraph=True to be told.",
         evidence=tuple(sorted(evidence, key=lambda graph_break: -(graph_break.total_ns or 0))[:4]),
         at_most_ns=round(between),
+        host=partial(context.stretches, np.zeros_like(host)),  # which part of the host's time these are is not known
     )
 
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from traceloom.errors import DOCUMENTATION
 from traceloom.findings.context import Context
+from traceloom.findings.frames import with_frames
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule
 from traceloom.model.finding import Abstention, Alternative, Finding
 from traceloom.model.graph_arrays import point_times
@@ -107,7 +108,8 @@ def rank(context: Context, rules: Sequence[Rule], *, steps: int = MOST_STEPS) ->
                 )
             else:
                 time.append((rule, outcome))
-    findings, limit = _greedy(context, _keyed(time), rules, steps) if context.whole_ns else ((), "")
+    ranked, limit = _greedy(context, _keyed(time), rules, steps) if context.whole_ns else ([], "")
+    findings = with_frames(ranked)
     # why something that looks large is no finding: without it the step would take as long
     slugs = {finding.slug for finding in findings}
     slugs |= {alternative.slug for finding in findings for alternative in finding.alternatives}
@@ -126,8 +128,13 @@ def rank(context: Context, rules: Sequence[Rule], *, steps: int = MOST_STEPS) ->
 
 def _greedy(
     context: Context, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int
-) -> tuple[tuple[Finding, ...], str]:
-    """Fix what saves most in the middle one of the steps, then what saves most on top of that, and so on."""
+) -> tuple[list[tuple[Finding, Candidate, Context]], str]:
+    """Fix what saves most in the middle one of the steps, then what saves most on top of that, and so on.
+
+    Returns:
+        The findings, each with the candidate that its words are from and the steps that these are about; and what the
+        savings leave out.
+    """
     # steps around the usual one, with what the rules find in them; the usual one alone where there are no others
     fitting = min(most + 1, _MOST_NODES // max(context.graph.nodes.height, 1))
     around = context.around(fitting) if most > 1 and fitting > 1 else ()
@@ -145,6 +152,7 @@ def _greedy(
     alone: dict[Key, Ints] = {}
     before: dict[Key, Ints] = {}
     ranked: list[Finding] = []
+    sources: list[tuple[Candidate, Context]] = []
     room = context.step_ns
     while left:
         after = steps.after(left)
@@ -175,15 +183,16 @@ def _greedy(
         counts_ns = round(_COUNTS * steps.context.step_ns * steps.context.step_count)
         held = saves_more(steps.base, fixed, saved_ns, counts_ns, steps.plan)
         ranked.append(replace(finding, lower_bound=held))
+        sources.append((usual[best], context) if best in usual else (steps.candidates[best], steps.context))
         steps.fix(best, after.get(best))
         before = saved
         left.remove(best)
     # what recording made slower saves less than it looks: that may change the order, and what is worth a line
-    kept = [fix for fix in ranked if (fix.saving_fraction or 0) >= LEAST]
+    kept = [(fix, *source) for fix, source in zip(ranked, sources, strict=True) if (fix.saving_fraction or 0) >= LEAST]
     alone_in_time = (
         context.steps is not None and steps.count == steps.context.step_count == 1 and context.unit == "step"
     )
-    return tuple(sorted(kept, key=lambda fix: -(fix.saving_ns or 0))), _LIMIT if alone_in_time else ""
+    return sorted(kept, key=lambda entry: -(entry[0].saving_ns or 0)), _LIMIT if alone_in_time else ""
 
 
 def _first(steps: Steady, saved: dict[Key, int]) -> Key:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import polars as pl
+
 from traceloom.findings.context import Context
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
@@ -23,6 +25,10 @@ class Candidate:
         at_most_ns: A bound on what it can save, where re-timing would promise more than the fix can; None for none.
         seen_ns: The time that looks as if it could be saved, where a reader sees it elsewhere and asks why it is not
             told; None where there is none.
+        host: Works out the host time that it is about, as `Context.stretches` does; None where that is the host time of
+            what the changes are about. Asked of findings alone.
+        hot_advice: What to do instead where one Python frame holds most of that time; `{frame}` stands for how much of
+            it which one holds.
     """
 
     title: str
@@ -32,6 +38,8 @@ class Candidate:
     evidence: tuple[Evidence, ...] = field(default_factory=tuple)
     at_most_ns: int | None = None
     seen_ns: int | None = None
+    host: Callable[[], pl.DataFrame] | None = None
+    hot_advice: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import polars as pl
 
 from traceloom.analyze.across.blame import slow_ranks
 from traceloom.analyze.across.lateness import CAUSE_WORDS
+from traceloom.analyze.host_wait import HOST_CAUSES
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.findings.communication import evened
 from traceloom.findings.context import Bools, Context
@@ -109,7 +111,14 @@ def _late(context: Context, ranks: tuple[int, ...], who: str, roots: pl.DataFram
         advice=f"See what {who} does at that time: {_ADVICE.get(cause or '', _ANY_ADVICE)}",
         evidence=(*waits, *(seen if roots.height else ())),
         at_most_ns=_behind_ns(context, ranks),
+        host=partial(_compared, context, host=cause is None or cause in HOST_CAUSES),
     )
+
+
+def _compared(context: Context, *, host: bool) -> pl.DataFrame:
+    """What the hosts of all ranks do, to compare late ones with the others; nothing where the host is not why."""
+    work = context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+    return context.stretches(work if host else np.zeros_like(work))
 
 
 def _behind_ns(context: Context, ranks: tuple[int, ...]) -> int:

@@ -47,6 +47,47 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class HotFrame:
+    """A Python frame that holds host time of a finding.
+
+    Attributes:
+        name: The function; a built-in function as recorded.
+        file: Its file, as recorded; None where it has none.
+        line: Where it begins there.
+        time_ns: How long it holds, over all ranks, without what other frames of the list hold.
+        share: Of the host time of the finding.
+        inside: What it calls, directly or not, that takes at least half of that; None where nothing does.
+        inside_ns: How long that takes.
+        rank: Where it holds longest; None in a run of one rank.
+        rank_count: Ranks on which it holds any.
+    """
+
+    name: str
+    file: str | None
+    line: int | None
+    time_ns: int
+    share: float
+    inside: str | None = None
+    inside_ns: int | None = None
+    rank: int | None = None
+    rank_count: int = 1
+
+    def __str__(self) -> str:
+        where = "" if self.file is None else f" ({self.file}:{self.line})"
+        mostly = "" if self.inside is None else f", mostly {self.inside}"
+        return f"{self.name}{where}{mostly}{self.of_ranks}"
+
+    @property
+    def of_ranks(self) -> str:
+        """What to say behind it about its ranks; nothing in a run of one rank."""
+        if self.rank is None:
+            return ""
+        return (
+            f", on rank {self.rank}" if self.rank_count == 1 else f", on {self.rank_count} ranks, most on {self.rank}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What to fix.
 
@@ -69,6 +110,8 @@ class Finding:
         change: What was evaluated, in words.
         lower_bound: Whether it may save more: threads wait for what nothing recorded tells, which is taken as given.
         alternatives: Other fixes that save nothing more once this is done: they are about the same time.
+        host_ns: How long the host is busy with what it is about, over all ranks; None where it is not about the host.
+        frames: Python frames that hold most of that, the longest first; empty where none was recorded.
     """
 
     slug: str
@@ -89,10 +132,14 @@ class Finding:
     change: str = ""
     lower_bound: bool = False
     alternatives: tuple[Alternative, ...] = ()
+    host_ns: int | None = None
+    frames: tuple[HotFrame, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as it appears in report JSON."""
-        lists = {name: [asdict(entry) for entry in getattr(self, name)] for name in ("evidence", "alternatives")}
+        lists = {
+            name: [asdict(entry) for entry in getattr(self, name)] for name in ("evidence", "alternatives", "frames")
+        }
         return asdict(self) | lists
 
 

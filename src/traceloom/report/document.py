@@ -32,6 +32,7 @@ from traceloom.report.window import of_steps
 FORMAT = "traceloom-report"
 VERSION = 1
 Row = dict[str, Any]
+_NO_FRAMES = "Python frames were not recorded (record with --stacks, or with_stack=True)"
 MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 
 
@@ -306,6 +307,12 @@ def ranked_findings(session: Session, options: ReportOptions, absent: Absent) ->
                 evidence["start_ns"] -= absent.epoch_ns
             for key in ("rank", "start_ns", "duration_ns", "lane", "total_ns"):
                 absent.value(evidence[key], f"findings[*].evidence[*].{key}")
+        absent.value(row["host_ns"], "findings[*].host_ns")
+        for frame in row["frames"]:
+            for key in ("file", "line", "inside", "inside_ns", "rank"):
+                absent.value(frame[key], f"findings[*].frames[*].{key}")
+        if not row["frames"]:
+            absent.say("findings[*].frames", None if context.stacks else _NO_FRAMES)
     if not rows:
         absent.say("findings")
     # what the savings refer to, in words
@@ -331,6 +338,7 @@ def ranked_findings(session: Session, options: ReportOptions, absent: Absent) ->
         "point_error": law.point_error,
         "residual_share": law.residual_share,
         "limit": absent.value(ranked.limit or None, "findings_ground.limit"),
+        "stacks": context.stacks,
         "host_ratio": absent.value(context.host_ratio, "findings_ground.host_ratio"),
         "abstentions": [{"slug": abstention.slug, "reason": abstention.reason} for abstention in ranked.abstentions],
     }

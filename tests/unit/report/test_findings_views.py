@@ -17,6 +17,7 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.findings import findings as page
 from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.terminal.findings import brief
 from traceloom.report.views.terminal.findings import findings as terminal
 from traceloom.testing import TraceBuilder
 
@@ -83,6 +84,50 @@ def test_other_fixes_for_the_same_time_stand_below_a_finding(width: int) -> None
     assert "for the same time" in drawn
     assert "<img" not in drawn
     assert "or, for the same time" in markdown(made, ReportOptions())
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_frames_that_hold_the_host_stand_in_every_view(width: int) -> None:
+    made = deepcopy(document())
+    row = made["findings"][0] | {"title": "the host pauses", "alternatives": []}
+    frame = {"time_ns": 531_700_000, "share": 0.864, "rank": None, "rank_count": 1}
+    frame |= {"name": "resize", "file": "transformers/models/owlv2/image_processing_owlv2.py", "line": 301}
+    frame |= {"inside": "zoom_shift", "inside_ns": 528_700_000}
+    hostile = frame | {"name": HOSTILE, "file": HOSTILE, "inside": HOSTILE, "time_ns": 1_000_000}
+    row["frames"] = [frame, hostile]
+    made["findings"] = [row, row | {"frames": [hostile]}, row | {"title": f"it pauses at {frame['file']}(301): resize"}]
+    Draft202012Validator(SCHEMA).validate(made)
+    for lines in ([line.plain for line in terminal(made, width, full=full)] for full in (False, True)):
+        assert max(map(len, lines)) <= width
+        assert not any("\x1b" in line for line in lines)
+        assert "zoom_shift" in " ".join(lines)
+    short = [line.plain for line in brief(made, width)]
+    assert max(map(len, short)) <= width
+    told = [line.strip() for line in short if "zoom_shift" in line]  # none where the title names it
+    assert told == [
+        {
+            60: "529 ms in zoom_shift, from image_pr…",
+            80: "529 ms in zoom_shift, from image_processing_owlv2.py:301",
+            120: "532 ms in resize (transformers/models/owlv2/image_processing_owlv2.py:301), mostly zoom_shift",
+            200: "532 ms in resize (transformers/models/owlv2/image_processing_owlv2.py:301), mostly zoom_shift",
+        }[width]
+    ]
+    drawn = page(made, Reasons(made))
+    assert "<code>transformers/models/owlv2/image_processing_owlv2.py:301</code>, mostly <code>zoom_shift" in drawn
+    assert "<img" not in drawn
+    assert "\x1b" not in drawn
+    assert "resize (transformers/models/owlv2/image" in markdown(made, ReportOptions()).replace("\\_", "_")
+
+
+def test_how_to_record_frames_is_told_once_where_there_are_none() -> None:
+    made = deepcopy(document())
+    said = "Which code holds the host"
+    assert said not in page(made, Reasons(made))
+    made["findings_ground"]["stacks"] = False
+    assert page(made, Reasons(made)).count(said) == 1
+    assert (
+        sum("--stacks" in line.plain for line in terminal(made, 120, full=True) if "holds the host" in line.plain) == 1
+    )
 
 
 def test_only_findings_are_asked_for_by_name_and_left_out_by_others() -> None:

@@ -185,6 +185,21 @@ FINDINGS: dict[str, Column] = {
     "findings.evidence.lane": Column("count", "Lane", "row of the timeline", "it is on no lane of its own"),
     "findings.evidence.count": Column("count", "Count", "how many such things there are"),
     "findings.evidence.total_ns": Column("time", "Total", "summed durations of all of them", "it is a single thing"),
+    "findings.host_ns": Column(
+        "time", "Host", "time in which the host is busy with it, over all ranks", "it is not about what the host does"
+    ),
+    "findings.frames.name": Column("name", "Frame", "function that holds host time of the finding"),
+    "findings.frames.file": Column("name", "File", "file of the function, as recorded", "built-in functions have none"),
+    "findings.frames.line": Column("count", "Line", "line where the function begins", "built-in functions have none"),
+    "findings.frames.time_ns": Column("time", "Time", "host time of the finding that the function holds"),
+    "findings.frames.share": Column("share", "Share", "of the host time of the finding"),
+    "findings.frames.inside": Column(
+        "name", "Mostly", "what it calls that takes at least half of that", "nothing does"
+    ),
+    "findings.frames.inside_ns": Column("time", "Of it", "time of what it calls that takes most", "nothing does"),
+    "findings.frames.rank": Column("count", "Rank", "rank on which it holds longest", "only one rank was recorded"),
+    "findings.frames.rank_count": Column("count", "Ranks", "ranks on which it holds any of it"),
+    "findings_ground.stacks": Column("text", "Stacks", "whether Python frames were recorded"),
     "findings_ground.step": Column("count", "Step", "step that was looked at"),
     "findings_ground.whole_ns": Column("time", "Of", "duration that savings are fractions of"),
     "findings_ground.basis": Column("text", "Of", "what the savings are of, in words"),

@@ -16,7 +16,8 @@ import polars as pl
 from traceloom import __version__
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.call_tree import call_tree
-from traceloom.analyze.flame import flame, places, thread_names
+from traceloom.analyze.flame import flame, thread_names
+from traceloom.analyze.frames import places
 from traceloom.array_types import Ints
 from traceloom.model import Session, Trace
 from traceloom.report.exports.stacks import NO_LAUNCH, Frames, first_of, place
@@ -51,8 +52,7 @@ def write(session: Session, handle: BinaryIO) -> None:
 def _profiles(trace: Trace, epoch: int, before: str, frames: Frames) -> Iterator[Iterator[bytes]]:
     """One text in pieces for each profile of a rank: the main thread first."""
     tree, folded = forest(trace), call_tree(trace)
-    table = places(folded.names)
-    number = np.array(frames.numbers(table[: len(folded.names)]), dtype=np.int64)
+    number = np.array(frames.numbers(places(folded.names)), dtype=np.int64)
     named = trace.lanes.select("lane", "kind", name=thread_names(trace)).filter(pl.col("kind") == "host").sort("lane")
     for lane, name in named.select("lane", "name").iter_rows():
         low, high = np.searchsorted(tree.lane, [lane, lane + 1]).tolist()

@@ -8,8 +8,8 @@ from dataclasses import replace
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.blocking_calls import is_users
 from traceloom.analyze.flame import FRAMES, FUNCTIONS, Flame
+from traceloom.analyze.frames import is_users
 from traceloom.analyze.host import main_lane
 from traceloom.model import Trace, units
 from traceloom.model.frames import schema

@@ -8,6 +8,7 @@ from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.model.finding import HotFrame
 from traceloom.report.names import short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
@@ -85,7 +86,9 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
         else:
             saves = units.size(row["saving_bytes"])
         titles = [row["title"], *(other["title"] for other in row["alternatives"])]
-        yield f"| {saves} | {text('; or, for the same time: '.join(titles))} | {text(row['advice'])} |"
+        frames = [f"{units.duration(frame['time_ns'])} in {HotFrame(**frame)}" for frame in row["frames"]]
+        held = f" Host time: {'; '.join(frames)}." if frames else ""
+        yield f"| {saves} | {text('; or, for the same time: '.join(titles))} | {text(row['advice'] + held)} |"
     # The first table of each section that stands in Markdown, without pictures.
     for section in core() if not document["runs"] else ():
         shown_table = next(iter(section.tables(section.value(document))), None) if section.in_markdown else None

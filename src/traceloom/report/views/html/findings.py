@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from traceloom.model import units
+from traceloom.model.finding import HotFrame
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.text import prose, text
 
@@ -26,6 +27,8 @@ def findings(document: Row, reasons: Reasons) -> str:
     cards = "".join(_card(row, positions) for row in rows)
     if context:
         hint += f'<p class="quiet">Savings {prose(context["basis"])}, by re-timing; they do not overlap.</p>'
+    if any(row["host_ns"] for row in rows) and not context.get("stacks"):
+        hint += '<p class="quiet">Which code holds the host: record with <code>--stacks</code>.</p>'
     abstained = ""
     if abstentions := context.get("abstentions") or []:
         reason_of = {row["slug"]: row["reason"] for row in abstentions}
@@ -58,15 +61,26 @@ def _card(row: Row, positions: dict[int | None, int]) -> str:
         for other in row["alternatives"]
     )
     alternatives = f'<p class="quiet">Or, for the same time:</p><ul class="quiet">{others}</ul>' if others else ""
+    frames = "".join(f"<li>{_frame(HotFrame(**frame))}</li>" for frame in row["frames"])
+    held = f'<ul class="frames">{frames}</ul>' if frames else ""
     alone = "" if row["alone_ns"] in (None, row["saving_ns"]) else f" · alone {units.duration(row['alone_ns'])}"
     return (
         f'<li class="finding {text(row["severity"])}">'
         f'<p class="figure"><b>{escape(figure)}</b> <span class="quiet">{escape(saved)}</span></p>{bar}'
-        f'<p class="title">{prose(row["title"])}</p><p>{prose(row["advice"])}</p>{risk}{alternatives}'
+        f'<p class="title">{prose(row["title"])}</p><p>{prose(row["advice"])}</p>{risk}{alternatives}{held}'
         f'<ul class="evidence">{"".join(_evidence(evidence, positions) for evidence in row["evidence"])}</ul>'
         f'<p class="quiet"><a href="{text(row["learn_more"])}" target="_blank" rel="noreferrer">What '
         f"{text(row['slug'])} means</a> · confidence {row['confidence']:.1f}{alone} · "
         f"evaluated: {prose(row['change'] or 'no change')}</p></li>"
+    )
+
+
+def _frame(frame: HotFrame) -> str:
+    where = "" if frame.file is None else f" <code>{text(frame.file)}:{frame.line}</code>"
+    mostly = "" if frame.inside is None else f", mostly <code>{text(frame.inside)}</code>"
+    return (
+        f"<b>{escape(units.duration(frame.time_ns))}</b> of host time ({escape(units.share(frame.share, 1))}) in "
+        f"<code>{text(frame.name)}</code>{where}{mostly}{frame.of_ranks}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.model.finding import HotFrame
 from traceloom.report.views.terminal.bars import plain
 from traceloom.report.views.terminal.columns import heading
 from traceloom.report.views.terminal.look import DIM
@@ -21,7 +23,8 @@ _MOST = 5
 _MOST_BRIEF = 3
 _BAR = 10
 _STYLE = {"high": "#d55e00", "medium": "#e08a00", "low": "bright_black"}
-_SIDE = 24  # cells of figures and bar
+_INDENT = 21  # cells of figures and bar
+_SIDE = _INDENT + 3
 
 
 def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
@@ -36,6 +39,8 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
     shown = rows if full else rows[:_MOST]
     for row in shown:
         yield from _finding(row, width, full=full)
+        if not full:
+            yield from _hottest(row, width)
     if len(rows) > len(shown):
         yield Text(f" … and {len(rows) - len(shown)} more: --only findings", DIM)
     if context["limit"]:
@@ -44,6 +49,8 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
     if not context["holds"]:
         for part in textwrap.wrap(f"Take the savings as hints: {context['law']}", width - 2):
             yield Text(" " + part, "yellow")
+    if full and any(row["host_ns"] for row in rows) and not context["stacks"]:
+        yield Text(" Which code holds the host: record with --stacks.", DIM)
     if full and context["abstentions"]:
         yield from heading("Checks skipped", "data missing", width)
         by_reason: dict[str, list[str]] = {}
@@ -56,7 +63,7 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
 
 
 def brief(document: Row, width: int) -> Iterator[Text]:
-    """The first three findings, two lines of each at most."""
+    """The first three findings: two lines of each at most, and one for the frame that holds most of its host time."""
     rows, context = document.get("findings") or [], document.get("findings_ground")
     if context is None:
         return
@@ -67,6 +74,7 @@ def brief(document: Row, width: int) -> Iterator[Text]:
         yield Text(" Nothing that is worth half a per cent of the time.")
     for row in rows[:_MOST_BRIEF]:
         yield from islice(_finding(row, width, full=False, ranged=False), 2)
+        yield from _hottest(row, width)
     if rows and not context["holds"]:
         yield Text("   Take the savings as hints: --only findings says why.", "yellow")
 
@@ -88,18 +96,42 @@ def _finding(row: Row, width: int, *, full: bool, ranged: bool = True) -> Iterat
             between = f": saves {low}" if low == high else f": saves {low} to {high}"
     title = harmless(f"{row['title']}{between} [{row['slug']}]")
     for number, part in enumerate(textwrap.wrap(title, max(width - _SIDE, 24), break_on_hyphens=False)):
-        yield Text.assemble(head if number == 0 else " " * head.cell_len, part)
+        yield Text.assemble(head if number == 0 else " " * _INDENT, part)
     if not full:
         if row["alternatives"]:
             slugs = ", ".join(dict.fromkeys(alternative["slug"] for alternative in row["alternatives"]))
             for part in textwrap.wrap(
                 f"or, for the same time: {slugs}", max(width - _SIDE, 24), break_on_hyphens=False
             ):
-                yield Text(" " * head.cell_len + part, DIM)
+                yield Text(" " * _INDENT + part, DIM)
         return
-    for words in (row["advice"], *_evidence(row), row["risk"] and f"Risk: {row['risk']}."):
+    for words in (row["advice"], *_frames(row), *_evidence(row), row["risk"] and f"Risk: {row['risk']}."):
         for part in textwrap.wrap(harmless(words or ""), max(width - _SIDE - 2, 24), break_on_hyphens=False):
-            yield Text(" " * head.cell_len + part, DIM)
+            yield Text(" " * _INDENT + part, DIM)
+
+
+def _hottest(row: Row, width: int) -> Iterator[Text]:
+    """One line for the frame that holds most of the host time; none where the title names it."""
+    for hot in (HotFrame(**frame) for frame in row["frames"][:1]):
+        if f"{hot.file}({hot.line})" in row["title"]:
+            continue
+        file = (hot.file or "").rpartition("/")[2]
+        named = [hot, *(replace(hot, file=start + file) for start in ("…/", "") if hot.file)]
+        lines = [f"{units.duration(hot.time_ns)} in {frame}" for frame in named]
+        if hot.inside is not None and hot.file:
+            lines.append(f"{units.duration(hot.inside_ns)} in {hot.inside}, from {file}:{hot.line}")
+        room = max(width - _SIDE, 24)
+        line = harmless(next((line for line in lines if len(harmless(line)) <= room), lines[-1]))
+        yield Text(" " * _INDENT + (line if len(line) <= room else f"{line[: room - 1]}…"), DIM)
+
+
+def _frames(row: Row) -> Iterator[str]:
+    held = [
+        f"{units.duration(frame['time_ns'])} ({units.share(frame['share'], 1)}) in {HotFrame(**frame)}"
+        for frame in row["frames"]
+    ]
+    if held:
+        yield f"Host time: {'; '.join(held)}."
 
 
 def _evidence(row: Row) -> Iterator[str]:
