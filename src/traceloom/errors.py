@@ -109,6 +109,22 @@ def broken(law: str, message: str) -> InvariantError:
     return InvariantError(message, slug=f"broken-{law}")
 
 
+def unreadable(path: object, error: OSError | ValueError, kind: str = "file") -> InputError:
+    """The error for a file or another kind of thing that cannot be opened or read."""
+    reason = (getattr(error, "strerror", None) or str(error)).lower()
+    return InputError(f"the {kind} cannot be read: {reason}", slug="unreadable", where=str(path))
+
+
+def newer_format(what: str, version: object, reads: int, where: object) -> InputError:
+    """The error for a file of ours (a graph, ...) in a version of its format that this Traceloom does not read."""
+    return InputError(
+        f"the {what} has format version {version!r}, this Traceloom reads version {reads}",
+        slug="newer-format",
+        where=str(where),
+        hint="use the version of Traceloom that wrote it, or a later one",
+    )
+
+
 def nearest(word: str, names: Iterable[str]) -> str:
     """How a hint begins for a word that is none of the names: "did you mean `report`? "; empty where none is."""
     import difflib

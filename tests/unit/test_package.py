@@ -29,6 +29,7 @@ TOP = {
     "harmless",
     "lazy",
     "leaving",
+    "packed",
     "plain_text",
     "__version__",
 }  # anybody may import these

@@ -23,13 +23,13 @@ from traceloom.chakra.graph_out import Outgoing
 from traceloom.chakra.group_file import GROUP_FILES, MOST_GROUP_BYTES
 from traceloom.chakra.isolation import Side, isolate, metadata_of_side, remaining, shape
 from traceloom.chakra.json_stream import JsonReader, write_json, write_lines
-from traceloom.chakra.packed import Step, UnpackedFile, open_file, write_packed
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.chakra.stream import EtReader, EtWriter
 from traceloom.errors import InputError, UsageError
 from traceloom.model import graph_store
 from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
+from traceloom.packed import UnpackedFile, open_file, write_packed
 
 _RANK = re.compile(r"\.(\d+)\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE)
 Messages = tuple[GlobalMetadata, Iterator[Node]]
@@ -208,7 +208,7 @@ def form_of(path: Path) -> Form | None:
     return next((form for ending, form in FORMS.items() if name.endswith(ending)), None)
 
 
-def open_messages(path: str | Path, *, strict: bool = False, step: Step | None = None) -> EtReader | JsonReader:
+def open_messages(path: str | Path, *, strict: bool = False) -> EtReader | JsonReader:
     """A reader of Chakra messages: of `.et` where the file is named so, else told by content.
 
     Raises:
@@ -221,8 +221,8 @@ def open_messages(path: str | Path, *, strict: bool = False, step: Step | None =
             head = next(iter(UnpackedFile(handle)), b"")[:64]
         form = "json" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")) else "et"
     if form == "et":
-        return EtReader(path, strict=strict, step=step)
-    return JsonReader(path, strict=strict, step=step)
+        return EtReader(path, strict=strict)
+    return JsonReader(path, strict=strict)
 
 
 def write_messages(

@@ -78,11 +78,22 @@ def write_rank(
                 hint="give a directory, which gets one file per rank",
             )
         rank = outgoing.ranks[0]
-    _write(outgoing, rank, Path(path), step, force=force)
-    return Path(path).stat().st_size
+    metadata = outgoing.metadata(rank)
+    done = 0
+
+    def produce(writer: EtWriter) -> None:
+        nonlocal done
+        writer.message(metadata)
+        for count, window in outgoing.windows(rank):
+            writer.framed(window)
+            done += count
+            if step:
+                step(done)
+
+    return write_with(path, produce, force=force)
 
 
-def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False, step: Step | None = None) -> list[Path]:
+def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False) -> list[Path]:
     """Write all ranks as simulators expect them: `workload.<rank>.et`, and `comm_groups.json` with the groups' members.
 
     The directory appears when all of it is written. An existing directory is replaced with `force`, if it holds nothing
@@ -97,34 +108,11 @@ def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False, ste
     outgoing = Outgoing(graph)
 
     def produce(folder: Path) -> None:
-        done = 0
-
-        def tell(nodes: int) -> None:
-            if step:
-                step(done + nodes)
-
         for rank in outgoing.ranks:
-            done += _write(outgoing, rank, folder / f"workload.{rank}.et", tell)
+            write_rank(outgoing, folder / f"workload.{rank}.et", rank=rank)
         (folder / GROUP_FILES[0]).write_bytes(group_file(graph))
 
     return files.write_directory(Path(directory), produce, FILES_OF_RANKS, force=force)
-
-
-def _write(outgoing: Outgoing, rank: int, path: Path, step: Step | None, *, force: bool = False) -> int:
-    """Write the file of a rank; returns its number of nodes."""
-    done = 0
-
-    def produce(writer: EtWriter) -> None:
-        nonlocal done
-        writer.message(outgoing.metadata(rank))
-        for count, window in outgoing.windows(rank):
-            writer.framed(window)
-            done += count
-            if step:
-                step(done)
-
-    write_with(path, produce, force=force)
-    return done
 
 
 def groups(graph: Graph) -> dict[str, list[int]]:
@@ -165,7 +153,6 @@ def read_graph(
     *,
     ranks: Sequence[int] | None = None,
     strict: bool = False,
-    step: Step | None = None,
 ) -> Graph:
     """The graph of the `.et` files of one job, one file per rank.
 
@@ -176,7 +163,6 @@ def read_graph(
         paths: The files.
         ranks: The rank of each, for files of other writers; None for 0, 1, 2, ...
         strict: Refuse files that are cut.
-        step: Called with the number of bytes read so far.
 
     Raises:
         InputError: As `EtReader`; `chakra-mixed`: files of several graphs; `chakra-circle`: nodes wait for each
@@ -184,16 +170,10 @@ def read_graph(
     """
     numbers = range(len(paths)) if ranks is None else ranks
     readers: list[EtReader] = []
-    done = 0
-
-    def tell(read: int) -> None:
-        if step:
-            step(done + read)
-
     sources = []
     try:
         for path, rank in zip(paths, numbers, strict=True):
-            readers.append(EtReader(path, strict=strict, step=tell))
+            readers.append(EtReader(path, strict=strict))
             sources.append(_Source(readers[-1].metadata, readers[-1].blocks(), rank, str(path)))
         graph = _graph(sources, str(paths[0]) if len(paths) == 1 else str(Path(paths[0]).parent))
     finally:

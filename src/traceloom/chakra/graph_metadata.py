@@ -11,7 +11,7 @@ import polars as pl
 from traceloom import __version__
 from traceloom.chakra.graph_layout import CARRIED_COLUMNS, CHAKRA_VERSION, SCHEMA, SCHEMA_VERSION, words
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata
-from traceloom.errors import InputError
+from traceloom.errors import InputError, newer_format
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.notice import Notice
@@ -80,12 +80,7 @@ class Header:
             if kind in {"int64_val", "string_val"}:
                 values[attribute.name] = getattr(attribute, kind)
         if values.get("schema_version") != SCHEMA_VERSION:
-            raise InputError(
-                f"the graph has format version {values.get('schema_version')}, this Traceloom reads {SCHEMA_VERSION}",
-                slug="newer-format",
-                where=where,
-                hint="use the version of Traceloom that wrote it, or a later one",
-            )
+            raise newer_format("graph", values.get("schema_version"), SCHEMA_VERSION, where)
         try:
             self.rank = int(values["rank"])
             self.name: str = values["name"]

@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 from traceloom.chakra.json_messages import from_feeder, from_object, to_object
-from traceloom.chakra.packed import Step, UnpackedFile, open_file
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.errors import InputError
 from traceloom.model.notice import Notice
+from traceloom.packed import UnpackedFile, open_file
 
 _MOST_TEXT = 1 << 28  # characters of one value
 _BLANK = " \t\r\n"
@@ -40,13 +40,13 @@ class JsonReader:
             `chakra-cut`.
     """
 
-    def __init__(self, path: str | Path, *, strict: bool = False, step: Step | None = None) -> None:
+    def __init__(self, path: str | Path, *, strict: bool = False) -> None:
         self.path = Path(path)
         self.notices: list[Notice] = []
         self._strict = strict
         self._handle = open_file(self.path)
         try:
-            self._text = _Text(self._handle, str(self.path), step)
+            self._text = _Text(self._handle, str(self.path))
             self._next, self.metadata = self._open()
         except BaseException:
             self._handle.close()
@@ -148,8 +148,8 @@ class _CutError(Exception):
 class _Text:
     """JSON text, value by value; holds the value at hand and a piece of what follows."""
 
-    def __init__(self, handle: BinaryIO, where: str, step: Step | None) -> None:
-        self._pieces = UnpackedFile(handle, step)
+    def __init__(self, handle: BinaryIO, where: str) -> None:
+        self._pieces = UnpackedFile(handle)
         self._source = iter(self._pieces)
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="strict")
         self._scan = json.JSONDecoder().raw_decode

@@ -15,10 +15,10 @@ from typing import BinaryIO
 from google.protobuf.message import DecodeError
 
 from traceloom.chakra.framing import Block, Cut, blocks, length_prefix
-from traceloom.chakra.packed import Step, UnpackedFile, open_file, write_packed
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.errors import InputError
 from traceloom.model.notice import Notice
+from traceloom.packed import UnpackedFile, open_file, write_packed
 
 _FIRST_FIELD_VARINT = b"\x08"  # how a node's message begins that has an id
 _OTHER_KINDS = {
@@ -46,7 +46,6 @@ class EtReader:
     Args:
         path: The file.
         strict: Raise where the file is cut, instead of ending there with a notice.
-        step: Called with the number of bytes of the file read so far.
 
     Attributes:
         metadata: The first message; empty where the file begins with a node.
@@ -58,14 +57,14 @@ class EtReader:
             `strict`; `gzip-bomb`.
     """
 
-    def __init__(self, path: str | Path, *, strict: bool = False, step: Step | None = None) -> None:
+    def __init__(self, path: str | Path, *, strict: bool = False) -> None:
         self.path = Path(path)
         self.notices: list[Notice] = []
         self._strict = strict
         self._cut = Cut()
         self._handle = open_file(self.path)
         try:
-            self._pieces = UnpackedFile(self._handle, step)
+            self._pieces = UnpackedFile(self._handle)
             self._blocks = self._placed(blocks(self._pieces, self._cut))
             self.metadata, self._rest = self._head()
         except BaseException:

@@ -139,7 +139,7 @@ def _converted(
 
         graph_store.save(graph, target, force=args.force)
         return [target], graph.nodes.height, source.notices, f"traceloom convert {target} workload/"
-    from traceloom.chakra.packed import write_packed
+    from traceloom.packed import write_packed
     from traceloom.report.exports.perfetto.graph import write_graph
 
     write_packed(target, lambda handle: write_graph(graph, handle), force=args.force)

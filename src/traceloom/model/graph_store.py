@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, get_args
 import polars as pl
 
 from traceloom import __version__, files
-from traceloom.errors import InputError, InvariantError
+from traceloom.errors import InputError, InvariantError, newer_format, unreadable
 from traceloom.model.graph import Graph, Stage
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.notice import Notice
@@ -88,8 +88,7 @@ def load(path: str | Path) -> Graph:
     try:
         handle = files.open_input(path)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=where) from error
+        raise unreadable(path, error) from error
     try:
         with handle, zipfile.ZipFile(handle) as archive:
             members = archive.namelist()
@@ -99,12 +98,7 @@ def load(path: str | Path) -> Graph:
             if not isinstance(header, dict) or header.get("format") != FORMAT:
                 raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=where)
             if header.get("version") != VERSION:
-                raise InputError(
-                    f"the graph has format version {header.get('version')!r}, this Traceloom reads version {VERSION}",
-                    slug="newer-format",
-                    where=where,
-                    hint="use the version of Traceloom that wrote it, or a later one",
-                )
+                raise newer_format("graph", header.get("version"), VERSION, where)
             expected = {_HEADER, *(f"{name}.parquet" for name in GRAPH_SCHEMAS)}
             if strange := sorted(set(members) - expected):
                 raise ValueError(f"it holds `{strange[0]}`, which no graph has")

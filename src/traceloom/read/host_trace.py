@@ -13,13 +13,14 @@ from traceloom.errors import InputError
 from traceloom.model.host_trace import GROUP_LIST, HostTrace
 from traceloom.model.notice import Notice
 from traceloom.model.schema import SCHEMAS
+from traceloom.packed import Step
 from traceloom.read.damage import Damage
 from traceloom.read.host_nodes import joined
 from traceloom.read.host_text import HostText
 from traceloom.read.inputs import Input
 from traceloom.read.metadata import find_rank, whole
 from traceloom.read.runs import Peek
-from traceloom.read.source import Step, first_pieces, open_input, text_pieces
+from traceloom.read.source import first_pieces, open_input, text_pieces
 from traceloom.read.sources import source_of
 
 _SCANNER = json.JSONDecoder(strict=False)

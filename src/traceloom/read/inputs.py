@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -12,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from traceloom.errors import InputError
+from traceloom.errors import InputError, unreadable
 from traceloom.files import natural, note_input, read_small
 from traceloom.model.notice import Notice
 from traceloom.read import capture_document
@@ -66,7 +65,7 @@ def find(paths: tuple[str, ...]) -> FoundInputs:
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise InputError("there is no such file or directory", slug="unreadable", where=str(path)) from error
             except (OSError, ValueError) as error:
-                raise _unreadable(path, error) from error
+                raise unreadable(path, error) from error
         if path.is_dir():
             before = len(discovered.inputs)
             _directory(path, discovered, seen, _DEPTH)
@@ -123,18 +122,12 @@ def _directory(folder: Path, discovered: FoundInputs, seen: set[Path], depth: in
     try:
         entries = sorted(folder.iterdir(), key=natural)
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error, "directory") from error
     for path in entries:
         if path.is_dir() and depth > 0 and not path.name.startswith("."):
             _directory(path, discovered, seen, depth - 1)
         elif path.is_file() and path.name.lower().endswith(tuple(chain(*(source.endings for source in SOURCES)))):
             _add(discovered, seen, Input(path, given=False))
-
-
-def _unreadable(path: Path, error: OSError | ValueError) -> InputError:
-    reason = (getattr(error, "strerror", None) or str(error)).lower()
-    kind = "directory" if os.path.isdir(path) else "file"  # noqa: PTH112  (which may fail as well)
-    return InputError(f"the {kind} cannot be read: {reason}", slug="unreadable", where=str(path))
 
 
 def read_capture(folder: Path) -> _Capture | None:

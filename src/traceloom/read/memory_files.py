@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from traceloom.errors import InputError
+from traceloom.errors import InputError, newer_format, unreadable
 from traceloom.files import read_small
 from traceloom.model import Trace
 from traceloom.read.sources import head_of
@@ -45,8 +45,7 @@ def read_out_of_memory(path: Path) -> dict[str, Any]:
     except OSError as error:
         if error.errno == errno.EFBIG:
             raise _damaged(path, f"it has more than {MOST_OOM_BYTES // 10**6} MB") from error
-        reason = error.strerror or str(error)
-        raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error
+        raise unreadable(path, error) from error
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -55,10 +54,7 @@ def read_out_of_memory(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"its format is not `{OOM_FORMAT}`")
     version = document.get("version")
     if not isinstance(version, int) or version > 1:
-        raise InputError(
-            f"the report is of version {version}; this version of Traceloom reads 1",
-            slug="newer-format", where=str(path), hint="upgrade Traceloom",
-        )  # fmt: skip
+        raise newer_format("report on memory", version, 1, path)
     return document
 
 

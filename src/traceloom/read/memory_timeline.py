@@ -7,10 +7,7 @@ and levels by category.
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from traceloom.array_types import Ints
-from traceloom.errors import InputError
-from traceloom.files import open_input
+from traceloom.errors import InputError, unreadable
+from traceloom.packed import UnpackedFile, open_file
 
 CATEGORIES = (
     "parameter", "optimizer_state", "input", "temporary", "activation", "gradient", "autograd_detail", "unknown",
@@ -27,8 +24,6 @@ CATEGORIES = (
 ACTIONS = {1: "preexisting", 2: "create", 3: "increment_version", 4: "destroy"}
 PREEXISTING, CREATE, INCREMENT_VERSION, DESTROY = ACTIONS
 MOST_BYTES = 1 << 30  # of text
-_FEW_BYTES = 1 << 24
-_MOST_EXPANSION = 100  # numbers in text become ten times smaller
 _LARGEST = 1 << 62
 
 
@@ -56,39 +51,34 @@ class MemoryTimeline:
     before: int
 
 
+class _TimelineFile(UnpackedFile):
+    """The unpacked bytes of a timeline."""
+
+    MOST_EXPANSION = 100  # numbers in text become ten times smaller
+    BOMB_BYTES = 1 << 24
+
+
 def read_timeline(path: str | Path) -> MemoryTimeline:
     """Read either kind, plain or gzip.
 
     Raises:
         InputError: `unreadable`, `gzip-bomb`; `not-a-memory-timeline`: cut, no JSON, or other rows.
     """
+    pieces = []
+    with open_file(path) as stream:
+        file = _TimelineFile(stream)
+        try:
+            for piece in file:
+                pieces.append(piece)
+                if file.given > MOST_BYTES:
+                    message = f"the timeline has more than {MOST_BYTES / 1e9:.1f} GB of text"
+                    raise InputError(message, slug="gzip-bomb", where=str(path))
+        except OSError as error:
+            raise unreadable(path, error) from error
+    if file.damage:
+        raise _bad(path, "its gzip is cut or damaged")
     try:
-        with open_input(Path(path)) as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            if not packed:
-                text = file.read(MOST_BYTES + 1)
-            else:
-                most = min(MOST_BYTES, max(_FEW_BYTES, _MOST_EXPANSION * os.fstat(file.fileno()).st_size))
-                with gzip.open(file) as inner:
-                    text = inner.read(most + 1)
-                if len(text) > most:
-                    raise InputError(
-                        f"the compressed timeline expands more than {_MOST_EXPANSION} times, which none does",
-                        slug="gzip-bomb",
-                        where=str(path),
-                    )
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _bad(path, "its gzip is cut or damaged") from error
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error
-    if len(text) > MOST_BYTES:
-        raise InputError(
-            f"the timeline has more than {MOST_BYTES / 1e9:.1f} GB of text", slug="gzip-bomb", where=str(path)
-        )
-    try:
-        document = json.loads(text)
+        document = json.loads(b"".join(pieces))
     except (ValueError, RecursionError) as error:
         raise _bad(path, "it is cut, or no JSON") from error
     return timeline_of(document, str(path))

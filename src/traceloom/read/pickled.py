@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Any, NoReturn
 
-from traceloom.errors import InputError
+from traceloom.errors import InputError, unreadable
 from traceloom.files import read_small
 
 MOST_BYTES = 1 << 30
@@ -69,8 +69,7 @@ def load(path: str | Path) -> tuple[Any, int]:
             )
         data = read_small(file_path, MOST_BYTES)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error
+        raise unreadable(path, error) from error
     return loads(data, str(path))
 
 

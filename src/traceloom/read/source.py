@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import codecs
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from isal import isal_zlib
-from isal.igzip_lib import IsalError
-
-from traceloom import files
-from traceloom.errors import InputError
+from traceloom.packed import Step, UnpackedFile, open_file
 from traceloom.read.damage import Damage
 
-PIECE = 1 << 19  # bytes of text per piece; what fits the processor's caches is decoded fastest
-_BATCH = 1 << 20  # bytes of text decompressed at once
-_PACKED = 1 << 16  # compressed bytes fed at a time
-_GZIP = b"\x1f\x8b"
-# Deflate can expand 1032 times; real traces stay below 60.
-_MOST_EXPANSION = 250
-_BOMB_BYTES = 1 << 28
-_FAULT: Any = IsalError  # its type stubs call it a value
+_BATCH = 1 << 20  # bytes of text decompressed ahead
 
-Step = Callable[[int, int], None]
 Look = Callable[[bytes], None]
+
+
+class _TraceFile(UnpackedFile):
+    """The unpacked bytes of a trace."""
+
+    READ = 1 << 16
+    PIECE = 1 << 19  # what fits the processor's caches is decoded fastest
+    MOST_EXPANSION = 250  # real traces stay below 60
+    BOMB_BYTES = 1 << 28
 
 
 def open_input(path: str | Path) -> BinaryIO:
@@ -36,13 +32,7 @@ def open_input(path: str | Path) -> BinaryIO:
     Raises:
         InputError: `unreadable` (missing, forbidden, no file).
     """
-    if str(path) == "-":
-        return sys.stdin.buffer
-    try:
-        return files.open_input(path)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error
+    return sys.stdin.buffer if str(path) == "-" else open_file(path)
 
 
 def text_pieces(
@@ -59,23 +49,23 @@ def text_pieces(
     Raises:
         InputError: `gzip-bomb`, where the text grows out of all proportion.
     """
-    head = stream.read(_PACKED)
-    chunks = _unpacked(stream, head, damage, step)
-    if not head.startswith(_GZIP):
-        yield from _looked_at(_transcoded(_gathered(chunks, PIECE)), look)
+    file = _TraceFile(stream, step)
+    chunks = _unpacked(file, damage)
+    if not file.packed:
+        yield from _looked_at(_transcoded(_gathered(chunks, file.PIECE)), look)
         return
     batches = _looked_at(_transcoded(_gathered(chunks, _BATCH)), look)
     with ThreadPoolExecutor(1, thread_name_prefix="traceloom-text") as pool:
         ahead = pool.submit(next, batches, None)
         while (batch := ahead.result()) is not None:
             ahead = pool.submit(next, batches, None)
-            for at in range(0, len(batch), PIECE):
-                yield batch[at : at + PIECE]
+            for at in range(0, len(batch), file.PIECE):
+                yield batch[at : at + file.PIECE]
 
 
 def first_pieces(stream: BinaryIO, damage: Damage, look: Look | None = None) -> Iterator[bytes]:
     """As `text_pieces`, for who wants the beginning only: no more is decompressed than is asked for."""
-    yield from _looked_at(_transcoded(_unpacked(stream, stream.read(_PACKED), damage, None)), look)
+    yield from _looked_at(_transcoded(_unpacked(_TraceFile(stream), damage)), look)
 
 
 def _looked_at(pieces: Iterator[bytes], look: Look | None) -> Iterator[bytes]:
@@ -85,77 +75,11 @@ def _looked_at(pieces: Iterator[bytes], look: Look | None) -> Iterator[bytes]:
         yield piece
 
 
-def _unpacked(stream: BinaryIO, packed: bytes, damage: Damage, step: Step | None) -> Iterator[bytes]:
-    """Plain text as it is; gzip members one after the other, as far as they can be read."""
-    read = text = 0
-    if not packed.startswith(_GZIP):
-        while packed:
-            read += len(packed)
-            yield packed
-            if step:
-                step(read, read)
-            packed = stream.read(PIECE)
-        return
-    inflate = isal_zlib.decompressobj(31)
-    member = 0  # where the current member begins
-    while packed:
-        try:
-            out = inflate.decompress(packed)
-        except _FAULT:
-            rest = list(_slowly(stream, member, read + len(packed), text))
-            text += sum(map(len, rest))
-            damage.note("corrupt-gzip", f"byte {read} of the compressed file, {text} of the text")
-            yield from rest
-            return
-        read += len(packed)
-        text += len(out)
-        if text > _BOMB_BYTES and text > read * _MOST_EXPANSION:
-            raise InputError(
-                f"the compressed file expands more than {_MOST_EXPANSION} times, which no trace does",
-                slug="gzip-bomb",
-                hint="decompress it yourself and give the plain file if you trust it",
-            )
-        yield out
-        if step:
-            step(read, text)
-        packed = b""
-        if inflate.eof:
-            packed = inflate.unused_data.lstrip(b"\0")
-            member, text_of_member = read - len(packed), 0
-            if packed and not packed.startswith(_GZIP):
-                damage.note("trailing-bytes", f"byte {member} of the compressed file")
-                return
-            text -= text_of_member
-            inflate = isal_zlib.decompressobj(31)
-            fresh = not packed
-        else:
-            fresh = False
-        packed = packed or stream.read(_PACKED)
-        if not packed and not fresh:
-            damage.note("cut-gzip", f"byte {read} of the compressed file, {text} of the text")
-
-
-def _slowly(stream: BinaryIO, member: int, until: int, delivered: int) -> Iterator[bytes]:
-    """The text of a corrupt member beyond the first `delivered` bytes, byte by byte up to the fault.
-
-    The fast decoder gives nothing of the piece in which it fails; zlib, fed byte by byte, gives all before the fault.
-    """
-    if not stream.seekable():
-        return
-    stream.seek(member)
-    inflate = zlib.decompressobj(31)
-    got = 0
-    for at in range(member, until, _PACKED):
-        packed = stream.read(min(_PACKED, until - at))
-        last = at + _PACKED >= until
-        for start in range(0, len(packed), 1 if last else _PACKED):
-            try:
-                out = inflate.decompress(packed[start : start + (1 if last else _PACKED)])
-            except zlib.error:
-                return
-            got += len(out)
-            if got > delivered:
-                yield out[max(0, len(out) - (got - delivered)) :]
+def _unpacked(file: UnpackedFile, damage: Damage) -> Iterator[bytes]:
+    yield from file
+    if file.damage:
+        text = "" if file.damage == "trailing-bytes" else f", {file.given} of the text"
+        damage.note(file.damage, f"byte {file.read} of the compressed file{text}")
 
 
 def _gathered(chunks: Iterator[bytes], least: int) -> Iterator[bytes]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-Row = dict[str, Any]
+from traceloom.report.table import Row
+
 AT_EDGES = "edges_of_recording"
 AT_EDGES_MEANING = "before the first and after the last GPU work of the recording"
 _GPU_WORK = "from first to last GPU work"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from traceloom.model import units
 from traceloom.report.island import island
 from traceloom.report.names import allocator
+from traceloom.report.table import Row
 from traceloom.report.views.html.text import text
 
-Row = dict[str, Any]
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 190, 64, 8, 12, 22
 _POINTS = 1_200  # of a drawn curve; extremes are kept
 

@@ -27,11 +27,11 @@ from traceloom.report.measure import Measured, measure
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import FINDINGS, KEYS, NOT_ASKED, chosen, core, reasons, section_of
 from traceloom.report.sections.section import Study
+from traceloom.report.table import Row
 from traceloom.report.window import of_steps
 
 FORMAT = "traceloom-report"
 VERSION = 1
-Row = dict[str, Any]
 _NO_FRAMES = "Python frames were not recorded (record with --stacks, or with_stack=True)"
 MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 

@@ -10,6 +10,8 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.model.columns import UNITS
 
+Row = dict[str, Any]
+"""A row of a table, or another object of a document."""
 PICTURES = ("bar", "spark")
 KINDS = (*UNITS, "grade", "delta", *PICTURES)
 """Kinds of a column: what its values are, so that every view writes them with a unit."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 from rich.text import Text
 
@@ -12,6 +11,7 @@ from traceloom import __version__
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import rank_label
+from traceloom.report.table import Row
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines
 from traceloom.retime.law import Law
 from traceloom.simulate.changes import ASSUMES, Change
@@ -33,8 +33,6 @@ _DELAYS = {
     "cross-thread": "from thread to thread", "rendezvous": "in meetings of ranks", "origin": "before a lane begins",
 }  # fmt: skip
 _HINT = "The change is smaller than the error of the graph, or the graph misses the law: take it as a hint."
-
-Row = dict[str, Any]
 
 
 def build(name: str, step: int | None, changes: list[Change], result: WhatIf, kept: Law) -> Row:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.report.table import Row
 from traceloom.report.whatif import part_name, trust
 from traceloom.simulate.whatif import Sweep
-
-Row = dict[str, Any]
 
 _ROWS = 12
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40

@@ -78,8 +78,8 @@ def test_any_layout_of_the_object_is_read(tmp_path: Path, indent: int | None) ->
 
 
 def test_nodes_are_read_across_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.chakra.packed.PIECE", 7)
-    monkeypatch.setattr("traceloom.chakra.packed._READ", 7)
+    monkeypatch.setattr("traceloom.packed.UnpackedFile.PIECE", 7)
+    monkeypatch.setattr("traceloom.packed.UnpackedFile.READ", 7)
     for ending in (".json", ".jsonl"):
         write_messages(tmp_path / f"a{ending}", METADATA, some_nodes(20))
         assert read(tmp_path / f"a{ending}") == (METADATA, some_nodes(20), [])

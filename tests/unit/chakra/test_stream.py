@@ -247,7 +247,7 @@ def test_a_missing_file_and_a_directory_are_unreadable(tmp_path: Path) -> None:
 
 
 def test_a_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.chakra.packed._BOMB_BYTES", 1 << 22)
+    monkeypatch.setattr("traceloom.packed.UnpackedFile.BOMB_BYTES", 1 << 22)
     path = tmp_path / "a.et.gz"
     metadata = METADATA.SerializeToString()
     node = length_prefix(1 << 24) + bytes(1 << 24)

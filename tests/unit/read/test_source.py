@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
 import random
+import zlib
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,20 @@ def test_the_beginning_is_that_of_the_whole_text_and_no_more_is_read_for_it(tmp_
         assert first + b"".join(pieces) == TEXT
     with open_input(path) as stream:
         assert b"".join(text_pieces(stream, Damage())) == TEXT
+
+
+def test_a_corrupt_second_member_gives_all_its_text_before_the_fault(tmp_path: Path) -> None:
+    first, second = TEXT[:500_000], gzip.compress(TEXT[500_000:1_500_000])
+    stored = bytearray(gzip.compress(first) + second)
+    stored[-len(second) // 2] ^= 0xFF
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(stored)
+    damage = Damage()
+    with open_input(path) as stream:
+        text = b"".join(text_pieces(stream, damage))
+    assert [notice.slug for notice in damage.notices()] == ["corrupt-gzip"]
+    slow, expected = zlib.decompressobj(31), [first]
+    with contextlib.suppress(zlib.error):
+        for byte in stored[-len(second) :]:
+            expected += [slow.decompress(bytes([byte]))]
+    assert text == b"".join(expected)

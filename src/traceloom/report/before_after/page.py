@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import Any
 
 from traceloom.model import units
 from traceloom.report.before_after.payload import BeforeAfter
-from traceloom.report.table import Col
+from traceloom.report.table import Col, Row
 from traceloom.report.views.html.frame import asset, framed, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import prose, text
 from traceloom.report.whatif import part_name, trust
-
-Row = dict[str, Any]
 
 _TIMES = (
     Col("before_ns", "Before", "time", scale="t"),

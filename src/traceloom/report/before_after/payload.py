@@ -22,11 +22,11 @@ from traceloom.model.graph import Graph
 from traceloom.report.before_after.chosen import LanesShown, choose
 from traceloom.report.before_after.pieces import Pieces, pieces
 from traceloom.report.names import short
+from traceloom.report.table import Row
 from traceloom.report.views.html.packing import lane_steps, pack, sparse, zigzag
 from traceloom.retime.critical_path import Path, critical_path
 from traceloom.simulate import Scenario, WhatIf, changed_graph, changed_nodes
 
-Row = dict[str, Any]
 Bools = NDArray[np.bool_]
 
 LIMIT = 40_000  # pieces, each drawn twice: at most about half a megabyte of page

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from traceloom import __version__
 from traceloom.analyze import Comparison
 from traceloom.files import with_addresses
 from traceloom.model import Session
+from traceloom.report.table import Row
 
 FORMAT = "traceloom-diff"
 VERSION = 1
-
-Row = dict[str, Any]
 
 
 def build(comparison: Comparison, base: Session, new: Session) -> Row:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from traceloom.report.comparison.tables import tables
-from traceloom.report.table import Table, written
+from traceloom.report.table import Row, Table, written
 from traceloom.report.views.markdown import code, table, text
 
-Row = dict[str, Any]
 _MOST_ROWS = 10
 
 

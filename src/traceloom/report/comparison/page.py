@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import Any
 
 from traceloom.model import units
 from traceloom.report.comparison.tables import tables
 from traceloom.report.icicle import figure
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 from traceloom.report.views.html.bars import bar, legend
 from traceloom.report.views.html.frame import framed, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import text
 
-Row = dict[str, Any]
 Section = tuple[str, str, str, str]
 """Id, title, note, HTML."""
 

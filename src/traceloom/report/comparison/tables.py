@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from traceloom.model import units
 from traceloom.report.names import short
-from traceloom.report.table import Col, Table
-
-Row = dict[str, Any]
+from traceloom.report.table import Col, Row, Table
 
 _LAUNCHED = "of the GPU work that it launched itself, whenever it ran"
 _ON_THREAD = "of the step's thread in it, not below it"

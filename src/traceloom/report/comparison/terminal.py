@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.text import Text
 
@@ -13,11 +13,10 @@ from traceloom.harmless import harmless
 from traceloom.report.comparison.tables import tables
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
+from traceloom.report.table import Row
 from traceloom.report.views import terminal
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.sections import table_lines
-
-Row = dict[str, Any]
 
 
 def show(document: Row, top: int, stream: TextIO) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from traceloom.report.table import Row
 
-Row = dict[str, Any]
 INDENT = "\u2003"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import polars as pl
 
@@ -14,8 +12,8 @@ from traceloom.analyze.allocations.over_time import INSTANTS, instants, largest_
 from traceloom.analyze.allocations.partitions import BEFORE
 from traceloom.array_types import Ints
 from traceloom.report.absent import Absent
+from traceloom.report.table import Row
 
-Row = dict[str, Any]
 LEAVES = 120  # scopes that a curve tells apart; the rest is one
 STACKS = 60
 OTHER = "(other)"

@@ -5,8 +5,6 @@ Its keys are described in docs/reference/memory-json.md; version 1 only gains ke
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import polars as pl
 
@@ -27,6 +25,7 @@ from traceloom.report.memory import facts, of_timeline, ran_out
 from traceloom.report.memory.curve import curve, steps
 from traceloom.report.memory.options import MemoryOptions
 from traceloom.report.memory.sources import Sources, of_session
+from traceloom.report.table import Row
 
 FORMAT = "traceloom-memory"
 VERSION = 1
@@ -48,7 +47,6 @@ REASONS = {
     "memories[*].growth[*].stack": "Python stacks were not recorded (record with --stacks)",
     "out_of_memory": "memory did not run out, or nothing was recorded when it did",
 }
-Row = dict[str, Any]
 _LATER = ("tree", "categories", "modules", "curve")  # what stands after the rest in a memory's entry
 
 

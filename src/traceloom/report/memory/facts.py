@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import polars as pl
 
@@ -15,8 +14,8 @@ from traceloom.model import Trace
 from traceloom.model.snapshot import Snapshot
 from traceloom.read.memory_files import whole
 from traceloom.report.absent import Absent
+from traceloom.report.table import Row
 
-Row = dict[str, Any]
 MOST_MODULES = 50
 _HOST = ("cpu", "cpu-shared")
 _FRAGMENTS = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from traceloom.analyze.allocations.holders import tree_of
@@ -11,8 +9,8 @@ from traceloom.analyze.allocations.over_time import instants
 from traceloom.errors import UsageError
 from traceloom.read.memory_timeline import CATEGORIES, MemoryTimeline
 from traceloom.report.absent import Absent
+from traceloom.report.table import Row
 
-Row = dict[str, Any]
 _NONE = "a memory timeline holds levels by category, not single allocations"
 _PATHS = (
     "memories[*].largest", "memories[*].growth", "memories[*].activations", "memories[*].allocator",

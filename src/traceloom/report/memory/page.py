@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from traceloom.analyze.allocations.growth import LEAST_STEPS
 from traceloom.model import units
@@ -12,14 +11,13 @@ from traceloom.report.memory import tables
 from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.picture import figure
 from traceloom.report.names import allocator, rank_name
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 from traceloom.report.views.html import inputs
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.frame import framed, one_after_the_other
 from traceloom.report.views.html.sections import drawn
 from traceloom.report.views.html.text import text
 
-Row = dict[str, Any]
 MOST_RANKS = 8  # that are shown one by one: those with the highest peaks
 _MOST_ENDS = 8  # times that memory ran out, which are shown one by one
 Body = tuple[str, str, str, str]

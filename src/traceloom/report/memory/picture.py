@@ -5,13 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from html import escape
 from itertools import pairwise
-from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.island import island
-
-Row = dict[str, Any]
+from traceloom.report.table import Row
 
 # From the ground up: what stays stands below what comes and goes. Each kind has one colour wherever it is drawn.
 COLOURS = {

@@ -18,8 +18,8 @@ from traceloom.files import with_addresses
 from traceloom.model.snapshot import frame_text
 from traceloom.read.memory_files import whole
 from traceloom.report.memory.sources import Sources
+from traceloom.report.table import Row
 
-Row = dict[str, Any]
 MARK = "[OutOfMemory]"
 MOST_FRAMES = 60
 _DEVICE = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")

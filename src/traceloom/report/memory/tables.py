@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from traceloom.model import units
 from traceloom.report.memory.chains import joined
 from traceloom.report.names import allocator, rank_name
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
-Row = dict[str, Any]
 HELD = (Col("bytes", "Bytes", "bytes"), Col("fraction", "Share", "share"), Col("block_count", "Blocks", "count"))
 _SMALLEST = 1000  # a memory with less than this part of the largest is not worth a picture
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from rich.text import Text
 
@@ -16,13 +15,13 @@ from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.options import MemoryOptions
 from traceloom.report.names import rank_label, short
 from traceloom.report.options import ReportOptions
+from traceloom.report.table import Row
 from traceloom.report.views.terminal.bars import plain, sparkline
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import table_lines
 
-Row = dict[str, Any]
 _BAR = 12
 _COLOR = "#3b82d6"
 _DEEPEST = 3  # of what was alive when memory ran out

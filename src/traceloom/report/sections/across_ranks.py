@@ -18,9 +18,9 @@ from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.sections.heat_map import blocks, heat_map
 from traceloom.report.sections.of_ranks import SEVERAL, RanksSection, compared
-from traceloom.report.sections.section import Columns, Row, Study, table
+from traceloom.report.sections.section import Columns, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 _MOST = 100  # collectives, those with the longest waits
 _MOST_CELLS = 20_000

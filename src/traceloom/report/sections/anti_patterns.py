@@ -12,9 +12,9 @@ from traceloom.model import Trace, units
 from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Columns, Frames, Row, Section, Study, table
+from traceloom.report.sections.section import Columns, Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 _ROWS = 100  # matches of a rank, the longest of each pattern
 _JOB = schema(

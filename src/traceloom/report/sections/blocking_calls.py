@@ -14,9 +14,9 @@ from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Columns, Frames, Row, Section, Study, table
+from traceloom.report.sections.section import Columns, Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 MOST_SITES = 100  # of one rank
 MOST_ROWS = 800  # of all ranks together, but

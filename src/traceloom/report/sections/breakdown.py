@@ -8,8 +8,8 @@ from traceloom.model import units
 from traceloom.report.accounts import gpu_accounts, gpu_window, host_window, main_account
 from traceloom.report.names import rank_name
 from traceloom.report.parts import ACTIVITIES, DEVICE, PHASES, Part, named
-from traceloom.report.sections.section import CoreSection, Row
-from traceloom.report.table import Bar, Col, Table
+from traceloom.report.sections.section import CoreSection
+from traceloom.report.table import Bar, Col, Row, Table
 
 _DEFINITIONS = {
     "device": """<p>A nanosecond is <b>compute</b> when any computing kernel runs on the device, else

@@ -14,9 +14,9 @@ from traceloom.model import units
 from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import NO_CALLS, RanksSection, calls_of
-from traceloom.report.sections.section import Row, Study, table
+from traceloom.report.sections.section import Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _LONGEST = 100
 _KEYS = ("where", "kind", "backend", "group_size", "size_bytes")

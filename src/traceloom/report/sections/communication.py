@@ -9,8 +9,8 @@ import polars as pl
 from traceloom.analyze.communication import KEYS
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
-from traceloom.report.sections.section import CoreSection, Row, Study, covering, several
-from traceloom.report.table import Col, Table
+from traceloom.report.sections.section import CoreSection, Study, covering, several
+from traceloom.report.table import Col, Row, Table
 
 
 class CommunicationSection(CoreSection):

@@ -13,9 +13,9 @@ from traceloom.model import Trace, units
 from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Row, Section, Study, table
+from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 _MOST = 100  # rows of a table and rank
 _TIME = schema("part host_ns device_ns kernel_count", {"part": pl.Enum(PARTS)})

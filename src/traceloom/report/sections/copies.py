@@ -11,9 +11,9 @@ from traceloom.model import Trace, units
 from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Row, Section, Study, table
+from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _OPS = 50  # of each rank
 _USUAL = schema("device kind", spread_schema("call_count", "copied_bytes", "total_ns"))

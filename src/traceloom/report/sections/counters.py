@@ -12,9 +12,9 @@ from traceloom.model import Trace, units
 from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Row, Section, Study, table
+from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _MOST = 200  # series, and operators, of each rank
 _RANGES = schema("range_count launch_count unpaired absent")

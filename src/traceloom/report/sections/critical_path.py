@@ -16,9 +16,9 @@ from traceloom.errors import TraceloomError
 from traceloom.model import units
 from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
-from traceloom.report.sections.section import Columns, Row, Section, Study, table
+from traceloom.report.sections.section import Columns, Section, Study, table
 from traceloom.report.sections.shapes import Part, of_type, record
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 _MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 _MOST_STRETCHES = 5_000

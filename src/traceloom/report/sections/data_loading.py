@@ -8,8 +8,8 @@ from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.names import rank_name
-from traceloom.report.sections.section import CoreSection, Row, Study
-from traceloom.report.table import Col, Table
+from traceloom.report.sections.section import CoreSection, Study
+from traceloom.report.table import Col, Row, Table
 
 _MAKERS = {"main_thread": "the main thread makes the batches itself", "workers": "workers make the batches"}
 _LOADING_PARTS = {

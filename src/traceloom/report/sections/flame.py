@@ -17,9 +17,9 @@ from traceloom.report.absent import Absent
 from traceloom.report.icicle import figure
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Columns, Row, Section, Study, on_rank, table
+from traceloom.report.sections.section import Columns, Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 MOST_FRAMES = 1000  # of the tree in the document; exports hold all
 MOST_FUNCTIONS = 75  # of one rank

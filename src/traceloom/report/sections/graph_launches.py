@@ -9,9 +9,9 @@ from traceloom.analyze.graph_launches import GRAPHS, NODES, REPLAYS
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Row, Section, Study, table
+from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _ROWS = 1000  # nodes and replays of a rank
 _NO_NODE = "no node of the replay is above its median"

@@ -13,9 +13,9 @@ from traceloom.analyze.collective.groups import GROUP_SCHEMA
 from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import NO_CALLS, RanksSection, calls_of
-from traceloom.report.sections.section import Columns, Row, Study, table
+from traceloom.report.sections.section import Columns, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 _MOST = 200
 _GROUPS = Part(

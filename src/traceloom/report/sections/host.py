@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from traceloom.report.names import rank_name
 from traceloom.report.parts import ACTIVITIES, named
-from traceloom.report.sections.section import CoreSection, Row
-from traceloom.report.table import Bar, Col, Table
+from traceloom.report.sections.section import CoreSection
+from traceloom.report.table import Bar, Col, Row, Table
 
 
 class HostSection(CoreSection):

@@ -8,8 +8,8 @@ from traceloom.analyze.idle import CAUSES
 from traceloom.model import units
 from traceloom.report.accounts import AT_EDGES, AT_EDGES_MEANING, gpu_accounts, gpu_window, idle_causes
 from traceloom.report.names import rank_name
-from traceloom.report.sections.section import CoreSection, Row
-from traceloom.report.table import Col, Table
+from traceloom.report.sections.section import CoreSection
+from traceloom.report.table import Col, Row, Table
 
 _MEANINGS = {**CAUSES, AT_EDGES: AT_EDGES_MEANING}
 _UNKNOWN = {"gaps": "the edges of the recording are no gaps"}

@@ -12,9 +12,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Columns, Row, Section, Study, on_rank, table
+from traceloom.report.sections.section import Columns, Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 _EACH = 50  # gaps of a rank
 _ALL = 1000  # gaps of all ranks

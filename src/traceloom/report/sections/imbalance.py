@@ -11,9 +11,9 @@ from traceloom.analyze.across.rank_part import RankPart
 from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import SEVERAL, RanksSection
-from traceloom.report.sections.section import Columns, Row, Study, table
+from traceloom.report.sections.section import Columns, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 _WORDS = {
     "compute_ns": "compute",

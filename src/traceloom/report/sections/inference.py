@@ -11,9 +11,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
-from traceloom.report.sections.section import Row, Section, Study, table
+from traceloom.report.sections.section import Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _ROWS = 500  # steps and nodes of a rank
 _FRAMES = {

@@ -13,9 +13,9 @@ from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Row, Section, Study, on_rank, table
+from traceloom.report.sections.section import Frames, Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _ROWS = 100  # of each rank; fewer where there are many
 _ALL_ROWS = 800

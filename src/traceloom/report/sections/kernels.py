@@ -8,8 +8,8 @@ import polars as pl
 
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
-from traceloom.report.sections.section import CoreSection, Row, Study, covering, several, with_shares
-from traceloom.report.table import Col, Table
+from traceloom.report.sections.section import CoreSection, Study, covering, several, with_shares
+from traceloom.report.table import Col, Row, Table
 
 
 class KernelsSection(CoreSection):

@@ -20,9 +20,9 @@ from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
-from traceloom.report.sections.section import Frames, Row, Section, Study, table
+from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _KERNELS = 50  # of each rank; fewer where there are many
 _ALL_KERNELS = 400

@@ -16,9 +16,9 @@ from traceloom.harmless import harmless
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Row, Section, Study, on_rank, table
+from traceloom.report.sections.section import Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 _ROWS = 100  # of each table of a rank
 _POINTS = 300  # of each curve

@@ -8,8 +8,8 @@ from traceloom.report import curve
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.names import allocator, rank_name
-from traceloom.report.sections.section import CoreSection, Row, Study
-from traceloom.report.table import Col, Table
+from traceloom.report.sections.section import CoreSection, Study
+from traceloom.report.table import Col, Row, Table
 
 
 class MemorySection(CoreSection):

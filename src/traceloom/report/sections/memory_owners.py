@@ -20,9 +20,9 @@ from traceloom.report.memory.document import REASONS, holders
 from traceloom.report.memory.picture import figure
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Columns, Row, Section, Study, table
+from traceloom.report.sections.section import Columns, Section, Study, table
 from traceloom.report.sections.shapes import Part, of_type, or_null, record
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 MOST_CURVES = 4  # memories with a curve in the document: those with the highest peaks
 _NAME = 60

@@ -8,8 +8,8 @@ from traceloom.report.absent import Absent
 from traceloom.report.icicle import figure
 from traceloom.report.measure import Measured
 from traceloom.report.names import rank_name
-from traceloom.report.sections.section import CoreSection, Row, Study
-from traceloom.report.table import Col, Table
+from traceloom.report.sections.section import CoreSection, Study
+from traceloom.report.table import Col, Row, Table
 
 _MOST_NODES = 4_000  # of one rank's tree in the page
 

@@ -13,9 +13,9 @@ from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Columns, Row, Section, Study, table
+from traceloom.report.sections.section import Columns, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 _PER_STEP = {name: kind for name, kind in STEPS.items() if name != "sequence"}
 _JOB = schema(

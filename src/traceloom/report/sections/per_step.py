@@ -9,9 +9,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Row, Section, Study, on_rank, table
+from traceloom.report.sections.section import Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _NAME = 48
 _NOT_SAID = {"rank": "the trace does not say"}

@@ -9,9 +9,9 @@ from traceloom.analyze.across.rank_part import RankPart
 from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import RanksSection, compared
-from traceloom.report.sections.section import Row, Study, table
+from traceloom.report.sections.section import Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _MOST = 2000
 _WHY = "no ranks that send to each other with known peers were recorded"

@@ -11,9 +11,9 @@ from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.heat_map import heat_map
 from traceloom.report.sections.of_ranks import RanksSection, calls_of
-from traceloom.report.sections.section import Row, Study, table
+from traceloom.report.sections.section import Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _MOST = 4096  # cells; of larger jobs those with most bytes
 

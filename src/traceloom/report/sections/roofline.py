@@ -15,9 +15,9 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
 from traceloom.report.sections.roofline_picture import picture
-from traceloom.report.sections.section import Columns, Row, Section, Study, table
+from traceloom.report.sections.section import Columns, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 _ROWS = 400  # operators of all ranks together, the longest of each
 _LEAST_ROWS = 10

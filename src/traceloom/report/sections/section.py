@@ -37,9 +37,8 @@ from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.shapes import Part, or_null, record
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
-Row = dict[str, Any]
 Frames = dict[str, pl.DataFrame]
 Columns = list[str | Col]
 Result = TypeVar("Result")

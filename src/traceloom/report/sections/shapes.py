@@ -9,8 +9,7 @@ from typing import Any
 import polars as pl
 
 from traceloom.model.columns import column
-
-Row = dict[str, Any]
+from traceloom.report.table import Row
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from traceloom.analyze.across.slow_steps import DIFFERENCE_SCHEMA, LEAST_STEPS, 
 from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import RanksSection
-from traceloom.report.sections.section import Row, Study, table
+from traceloom.report.sections.section import Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 
 _MOST = 200
 

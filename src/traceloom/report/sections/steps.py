@@ -9,8 +9,8 @@ from traceloom.report.accounts import main_account
 from traceloom.report.names import rank_name
 from traceloom.report.parts import DEVICE, PHASES, named
 from traceloom.report.sections.breakdown import share_columns, shares
-from traceloom.report.sections.section import CoreSection, Row
-from traceloom.report.table import Bar, Col, Table
+from traceloom.report.sections.section import CoreSection
+from traceloom.report.table import Bar, Col, Row, Table
 
 
 class StepsSection(CoreSection):

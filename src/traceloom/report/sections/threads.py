@@ -14,9 +14,9 @@ from traceloom.harmless import harmless
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Row, Section, Study, table
+from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
 MOST_CURVES = 8  # ranks whose curve is kept
 _WIDTH, _HEIGHT = 720, 72

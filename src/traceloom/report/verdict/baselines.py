@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from rich.text import Text
 
 from traceloom.analyze.gate.summary import Baseline
 from traceloom.report.options import ReportOptions
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 from traceloom.report.views.terminal.sections import table_lines
-
-Row = dict[str, Any]
 
 
 def row(name: str, baseline: Baseline) -> Row:

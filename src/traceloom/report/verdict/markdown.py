@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from traceloom.report.comparison.markdown import table_of
+from traceloom.report.table import Row
 from traceloom.report.verdict.tables import headline, reasons, tables
 from traceloom.report.views.markdown import code, text
 
-Row = dict[str, Any]
 _MOST_ROWS = 10
 _WHOLE = ("verdict-checks", "verdict-conditions")
 _LEFT_OUT = ("diff-operators", "diff-host")  # a comment is read by people; the page has all

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from traceloom.report.comparison.page import standing
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 from traceloom.report.verdict.tables import headline, reasons, tables
 from traceloom.report.views.html.frame import framed, one_after_the_other
 from traceloom.report.views.html.text import text
-
-Row = dict[str, Any]
 
 
 def render(document: Row) -> str:

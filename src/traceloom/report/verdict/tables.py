@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from traceloom.analyze.gate.verdict import ONE, PAIRS
 from traceloom.model import units
 from traceloom.report.comparison import tables as comparison
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 
-Row = dict[str, Any]
 _MINUS = "-"
 
 

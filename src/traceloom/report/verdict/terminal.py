@@ -5,19 +5,19 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.text import Text
 
 from traceloom.harmless import harmless
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
+from traceloom.report.table import Row
 from traceloom.report.verdict.tables import headline, reasons, tables
 from traceloom.report.views import terminal
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.sections import table_lines
 
-Row = dict[str, Any]
 _WHOLE = ("verdict-checks", "verdict-conditions", "diff-parts")  # never cut short
 _LEFT_OUT = ("diff-kernels", "diff-operators", "diff-host")  # causes has the largest of them; files have all
 _COLOURS = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
@@ -13,9 +12,8 @@ from traceloom.report.names import short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.sections import core, shown
-from traceloom.report.table import PICTURES, written
+from traceloom.report.table import PICTURES, Row, written
 
-Row = dict[str, Any]
 _MOST_ROWS = 12
 _MOST_NOTICES = 5
 _MOST_FINDINGS = 5

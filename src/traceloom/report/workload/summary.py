@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import polars as pl
 
+from traceloom.report.table import Row
 from traceloom.report.workload.network import Network
 
-Row = dict[str, Any]
 _NAMES = 12
 
 

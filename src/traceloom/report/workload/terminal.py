@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from rich.text import Text
 
@@ -11,13 +10,12 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Col, Row, Table
 from traceloom.report.views.terminal.columns import heading
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import table_lines
 
-Row = dict[str, Any]
 _MOST_ROWS = 40  # of a table
 
 

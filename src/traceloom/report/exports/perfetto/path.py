@@ -13,12 +13,11 @@ from traceloom.harmless import harmless
 from traceloom.model import Session
 from traceloom.model.frames import schema
 from traceloom.report.exports.perfetto.times import microseconds
+from traceloom.report.table import Row
 
 _ARROW = "critical_path"
 _FIRST = 9 * 10**15  # numbers of these arrows: above those of all others, and whole as doubles
 _ARROWS = schema("source target arrow id", {"source": pl.UInt32, "target": pl.UInt32})
-
-Row = dict[str, Any]
 
 
 def path_arrows(session: Session, path: Row | None) -> dict[int, pl.DataFrame]:

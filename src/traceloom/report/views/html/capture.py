@@ -10,12 +10,11 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.names import rank_name
-from traceloom.report.table import Col
+from traceloom.report.table import Col, Row
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import text
 
-Row = dict[str, Any]
 _STATES = {
     "recorded": "recorded",
     "graph": "graph step (not used for durations)",

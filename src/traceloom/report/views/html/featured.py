@@ -9,13 +9,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from traceloom.model import Session
 from traceloom.report.names import rank_name
+from traceloom.report.table import Row
 from traceloom.report.window import cut
-
-Row = dict[str, Any]
 
 FEW_RANKS = 8  # up to here every rank is shown
 FEW_EVENTS = 1_000_000  # of all ranks together

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
 
 from traceloom.model import units
 from traceloom.model.finding import HotFrame
+from traceloom.report.table import Row
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.text import prose, text
-
-Row = dict[str, Any]
 
 
 def findings(document: Row, reasons: Reasons) -> str:

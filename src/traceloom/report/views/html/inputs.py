@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from traceloom.report.table import Col
+from traceloom.report.table import Col, Row
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.table import table
-
-Row = dict[str, Any]
 
 
 def notices(document: Row, reasons: Reasons) -> str:

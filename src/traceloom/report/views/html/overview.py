@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 from traceloom.model import units
 from traceloom.report.accounts import main_account
 from traceloom.report.names import allocator
 from traceloom.report.parts import PHASES, of_answer, order
+from traceloom.report.table import Row
 from traceloom.report.views.html.bars import bar, legend
 from traceloom.report.views.html.text import prose, text
 
-Row = dict[str, Any]
 KEY_NUMBERS = 4
 NO_BREAK = "\u202f"
 _SMALL = 0.01  # share of the bar below which a part is not listed on its own

@@ -8,13 +8,12 @@ from typing import Any
 
 from traceloom.model import Session, units
 from traceloom.report.names import rank_name
+from traceloom.report.table import Row
 from traceloom.report.views.html import capture, featured, findings, inputs, navigation, overview, sections, timeline
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.frame import asset, framed
 from traceloom.report.views.html.navigation import PageSection
 from traceloom.report.views.html.text import prose, text
-
-Row = dict[str, Any]
 
 _ABOUT_FINDINGS = (
     "What each fix saves by re-timing the linked graph, with the fixes above it applied; savings do not overlap."

@@ -10,13 +10,12 @@ from traceloom.model import units
 from traceloom.report.names import rank_name
 from traceloom.report.sections import core, shown
 from traceloom.report.sections.section import Section
-from traceloom.report.table import Table
+from traceloom.report.table import Row, Table
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.navigation import PageSection
 from traceloom.report.views.html.table import MOST_ROWS, table
 from traceloom.report.views.html.text import prose
 
-Row = dict[str, Any]
 MOST_RANKS = 64  # whose own tables stand in the page
 _MOST_ROWS_OF_MANY = 500  # of one table, where the page is about many ranks
 

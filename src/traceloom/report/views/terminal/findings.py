@@ -7,18 +7,17 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from rich.text import Text
 
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.model.finding import HotFrame
+from traceloom.report.table import Row
 from traceloom.report.views.terminal.bars import plain
 from traceloom.report.views.terminal.columns import heading
 from traceloom.report.views.terminal.look import DIM
 
-Row = dict[str, Any]
 _MOST = 5
 _MOST_BRIEF = 3
 _BAR = 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 from rich.text import Text
 
@@ -12,12 +11,11 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
+from traceloom.report.table import Row
 from traceloom.report.views.terminal import notices
 from traceloom.report.views.terminal.bars import cells, plain
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines, with_bars
 from traceloom.report.views.terminal.look import DIM
-
-Row = dict[str, Any]
 
 # How an edge is known, from the surest on: a pattern and a colour each, as for every kind of time.
 EVIDENCE = (

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.text import Text
 
 from traceloom.harmless import harmless
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions
+from traceloom.report.table import Row
 from traceloom.report.views.terminal.columns import heading
 from traceloom.report.views.terminal.look import DIM, SEVERITY
-
-Row = dict[str, Any]
 
 
 def notices(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:

@@ -18,7 +18,7 @@ from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions
 from traceloom.report.parts import of_answer
 from traceloom.report.sections import CORE, FINDINGS, NAMES, summaries
-from traceloom.report.table import Bar
+from traceloom.report.table import Bar, Row
 from traceloom.report.views.terminal import findings, notices, sections
 from traceloom.report.views.terminal.bars import sparkline, stacked
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines
@@ -26,7 +26,6 @@ from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import wrapped
 
-Row = dict[str, Any]
 _LABELS = {"memory": "copies"}  # as short as in the answer
 _MOST_LINES = 2  # of a sentence
 _MOST_NAMES = 3  # lines with names of sections

@@ -15,7 +15,7 @@ from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.sections import CORE, core, shown
-from traceloom.report.table import PICTURES, Bar, Col, Table, written
+from traceloom.report.table import PICTURES, Bar, Col, Row, Table, written
 from traceloom.report.views.terminal.bars import from_the_middle, sparkline, stacked
 from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, with_bars
 from traceloom.report.views.terminal.look import CURVE, FILLS
@@ -23,7 +23,6 @@ from traceloom.report.views.terminal.look import CURVE, FILLS
 if TYPE_CHECKING:
     from traceloom.report.sections.section import Section
 
-Row = dict[str, Any]
 _UNIT = re.compile(r"(?<=\d) (?=%|[a-zA-Zµ]{1,2}\b)")
 _WIDE = 100  # from here on all columns are tried
 _LEAST_NAME = 16
