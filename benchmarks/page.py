@@ -25,6 +25,7 @@ import traceloom
 from traceloom.report import document
 from traceloom.report.views.html import render
 
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 LOADS = 3
 OPEN = """
 async (name) => {
@@ -62,7 +63,7 @@ def measure(browser: Browser, path: Path) -> dict[str, Any]:
 def main() -> None:
     """Make the pages and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="*", default=["/work/shared/data/kineto/h100_owlv2.json.gz"])
+    parser.add_argument("inputs", nargs="*", default=[str(DATA / "kineto" / "h100_owlv2.json.gz")])
     parser.add_argument("--keep", type=Path, help="folder for the pages")
     asked = parser.parse_args()
     folder = asked.keep or Path(tempfile.mkdtemp())

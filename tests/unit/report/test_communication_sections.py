@@ -69,10 +69,10 @@ def test_pictures_hold_a_cell_per_rank_and_step(job: Session) -> None:
     made = document(job)
     by_key = {section.key: section for section in every()}
     heat = by_key["across_ranks"].picture(made["across_ranks"])
-    assert heat.count("<rect") == 8 * 2
+    assert heat.count("<use") == 8 * 2
     assert "rank 3, step 1: others waited" in heat
     matrix = by_key["rank_matrix"].picture(made["rank_matrix"])
-    assert matrix.count("<rect") == len(made["rank_matrix"]["cells"]) == 8 * 3
+    assert matrix.count("<use") == len(made["rank_matrix"]["cells"]) == 8 * 3
 
 
 def test_one_rank_says_why_there_is_nothing_to_compare(job: Session) -> None:

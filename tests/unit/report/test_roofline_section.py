@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from traceloom.cli import main
-from traceloom.model import Session
+from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections.roofline import SECTION
 from traceloom.report.sections.roofline_picture import picture
@@ -115,7 +115,7 @@ def test_given_peaks_take_the_place_of_those_of_the_device() -> None:
     assert found["devices"][0]["peak"] == "given"
 
 
-def test_operators_of_several_ranks_stand_by_their_time_and_points_name_their_rank() -> None:
+def test_operators_of_several_ranks_stand_by_their_time_and_are_one_point() -> None:
     traces = []
     for rank in range(3):
         made = TraceBuilder(rank=rank, world_size=3).op("aten::mm", 5, 8, shapes=[[100, 100]] * 2, types=[BF, BF])
@@ -125,7 +125,13 @@ def test_operators_of_several_ranks_stand_by_their_time_and_points_name_their_ra
     found = document["roofline"]
     assert [row["rank"] for row in found["operators"]] == [2, 1, 0]
     assert [row["rank"] for row in found["whole"]] == [0, 1, 2]
-    assert ["rank 2" in (point[0].text or "") for point in circles(SECTION.picture(found))] == [True, False, False]
+    (point,) = circles(SECTION.picture(found))
+    lines = (point[0].text or "").splitlines()
+    fractions = [100 * row["roofline_fraction"] for row in found["operators"]]
+    assert "60.0 µs in 3 calls" in lines  # 10 + 20 + 30
+    assert f"{units.flop_rate(3 * 2e6 / 60e-6)}, 33.3 FLOPs per byte" in lines
+    assert "on 3 ranks" in lines
+    assert f"{min(fractions):.1f} to {max(fractions):.1f} % of the roofline, bound by memory" in lines
     assert next(iter(SECTION.tables(found))).columns[0].key == "rank"
 
 

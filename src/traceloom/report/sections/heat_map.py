@@ -42,22 +42,26 @@ def heat_map(
         head + ' font-family="system-ui, sans-serif" font-size="11">',
         f'<text x="0" y="12" fill="currentColor">{escape(titles[0])} ↓ {escape(titles[1])} →</text>',
     ]
+    # From the paper to the colour of what is bad, readable on light and dark paper. A cell names its shape: most of the
+    # page of a large job would be cells otherwise.
+    cell = f"cell-{'-'.join(caption.split())}"
+    shape = f'width="{max(wide - 1, 0.5):.1f}" height="{max(high - 1, 0.5):.1f}"'
+    out.append(f'<defs><rect id="{cell}" {shape} stroke="var(--line)" stroke-width="0.4"/></defs>')
     label = max(1, round(14 / high))
     for at, row in enumerate(rows):
         top = _TOP + at * high
         if at % label == 0:
             out.append(f'<text x="0" y="{top + high - 2:.1f}" fill="currentColor">{escape(str(row))}</text>')
+        out.append(f'<g transform="translate({_LEFT} {top:.1f})" fill="var(--bad)">')
         for index, column in enumerate(columns):
             value = cells.get((row, column))
-            if value is None:
-                continue
-            # from the paper to the colour of what is bad; readable on light and dark paper
-            colour = f"color-mix(in srgb, var(--bad) {round(100 * (max(value, 0) / most))}%, var(--panel))"
-            out.append(
-                f'<rect x="{_LEFT + index * wide:.1f}" y="{top:.1f}" width="{max(wide - 1, 0.5):.1f}" '
-                f'height="{max(high - 1, 0.5):.1f}" fill="{colour}" stroke="var(--line)" stroke-width="0.4">'
-                f"<title>{escape(labels.get((row, column), ''))}</title></rect>"
-            )
+            if value is not None:
+                part = f"{max(value, 0) / most:.2f}".lstrip("0")
+                title = escape(labels.get((row, column), ""))
+                out.append(
+                    f'<use href="#{cell}" x="{index * wide:.4g}" fill-opacity="{part}"><title>{title}</title></use>'
+                )
+        out.append("</g>")
     every = max(1, round(34 / wide))
     base = _TOP + len(rows) * high + 13
     out += [

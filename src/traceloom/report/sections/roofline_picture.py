@@ -45,8 +45,8 @@ def picture(operators: Sequence[Row]) -> str:
         operators: Rows with rank, name, shapes, count, total_ns, intensity, flop_rate, arithmetic, matrix,
             peak_flop_rate, peak_byte_rate, roofline_fraction and bound.
     """
-    shown = [row for row in operators if row["intensity"] and row["flop_rate"]]
-    shown = sorted(shown, key=lambda row: -row["total_ns"])[:_MOST]
+    points = _over_ranks([row for row in operators if row["intensity"] and row["flop_rate"]])
+    shown = sorted(points, key=lambda row: -row["total_ns"])[:_MOST]
     if not shown:
         return ""
     # (label, FLOP/s, bytes/s) of every peak that a shown operator is compared with, the highest first
@@ -60,17 +60,38 @@ def picture(operators: Sequence[Row]) -> str:
     ridges = [rate / memory for _, rate, memory in roofs if memory]
     plane = _Plane([row["intensity"] for row in shown] + ridges, rates)
     lines, names = _roofs(plane, roofs)
-    several = len({row["rank"] for row in shown}) > 1
-    points = "".join(_point(plane, row, shown[0], several=several) for row in shown)
+    circles = "".join(_point(plane, row, shown[0]) for row in shown)
     caption = f"{units.count(len(shown))} operators: achieved FLOP/s over FLOPs per byte of memory traffic"
-    left_out = len(operators) - len(shown)
+    left_out = len(_over_ranks(operators)) - len(shown)
     more = f"; {units.count(left_out)} that only move data, or take least time, are not drawn" if left_out else ""
     hint = " The larger a point, the more time; dashed lines are the peaks." if roofs else " The peaks are not known."
     return (
         f'<figure class="roofline"><figcaption>{escape(caption + more)}.{hint}</figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(caption)}">'
-        f"{_grid(plane)}{lines}{points}{names}</svg></figure>"
+        f"{_grid(plane)}{lines}{circles}{names}</svg></figure>"
     )
+
+
+def _over_ranks(operators: Sequence[Row]) -> list[Row]:
+    """One row for an operator with the same shapes on several ranks: times and calls are sums, rates of all together.
+
+    `ranks` are the ranks; `roofline_fraction` is the least and the most of them.
+    """
+    alike: dict[tuple[Any, ...], list[Row]] = {}
+    for row in operators:
+        alike.setdefault(tuple(row[key] for key in ("name", "shapes", "arithmetic", "matrix", "bound")), []).append(row)
+    joined = []
+    for rows in alike.values():
+        total = sum(row["total_ns"] for row in rows)
+        fractions = [row["roofline_fraction"] for row in rows if row["roofline_fraction"] is not None]
+        rate = sum((row["flop_rate"] or 0) * row["total_ns"] for row in rows) / total if total else rows[0]["flop_rate"]
+        joined.append(
+            rows[0]
+            | {"total_ns": total, "count": sum(row["count"] for row in rows), "flop_rate": rate}
+            | {"ranks": [row["rank"] for row in rows]}
+            | {"roofline_fraction": (min(fractions), max(fractions)) if fractions else None}
+        )
+    return joined
 
 
 def _grid(plane: _Plane) -> str:
@@ -123,7 +144,7 @@ def _roofs(plane: _Plane, roofs: Sequence[tuple[str, float, float | None]]) -> t
     return "".join(lines), "".join(names)
 
 
-def _point(plane: _Plane, row: Row, largest: Row, *, several: bool) -> str:
+def _point(plane: _Plane, row: Row, largest: Row) -> str:
     radius = max(2.5, _LARGEST * math.sqrt(row["total_ns"] / max(largest["total_ns"], 1)))
     lines = [
         short(harmless(str(row["name"])), 120),
@@ -131,10 +152,11 @@ def _point(plane: _Plane, row: Row, largest: Row, *, several: bool) -> str:
         f"{units.duration(row['total_ns'])} in {units.count(row['count'])} calls",
         f"{units.flop_rate(row['flop_rate'])}, {units.number(row['intensity'])} FLOPs per byte",
     ]
-    if several and row["rank"] is not None:
-        lines.append(f"rank {row['rank']}")
+    if len(row["ranks"]) > 1:
+        lines.append(f"on {len(row['ranks'])} ranks")
     if row["roofline_fraction"] is not None:
-        lines.append(f"{100 * row['roofline_fraction']:.1f} % of the roofline, bound by {row['bound']}")
+        low, high = (f"{100 * fraction:.1f}" for fraction in row["roofline_fraction"])
+        lines.append(f"{low if low == high else f'{low} to {high}'} % of the roofline, bound by {row['bound']}")
     label = escape("\n".join(lines))
     return (
         f'<circle class="at-{row["bound"] or "unknown"}" cx="{plane.x(row["intensity"]):.1f}" '
