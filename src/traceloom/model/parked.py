@@ -59,6 +59,7 @@ class ColumnFiles:
             InputError: `no-space`: the disk is full.
         """
         frames: dict[str, Any] = {name: self.frame(frame) for name, frame in trace.frames().items()}
+        self._given_back()
         return replace(trace, **frames)
 
     def graph(self, graph: Graph) -> Graph:
@@ -68,6 +69,7 @@ class ColumnFiles:
             InputError: `no-space`: the disk is full.
         """
         frames: dict[str, Any] = {name: self.frame(frame) for name, frame in graph.frames().items()}
+        self._given_back()
         return replace(graph, **frames)
 
     def frame(self, frame: pl.DataFrame) -> pl.DataFrame:
@@ -79,6 +81,11 @@ class ColumnFiles:
         if frame.height < _LEAST_ROWS:
             return frame
         return pl.DataFrame([self._column(frame[column]) for column in frame.columns])
+
+    def _given_back(self) -> None:
+        """Unmap the pages that were written: they stay in the system's file cache until they are read."""
+        if self._block is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._block.madvise(mmap.MADV_DONTNEED)
 
     def _column(self, series: pl.Series) -> pl.Series:
         if series.dtype == pl.String:
