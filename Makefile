@@ -74,6 +74,7 @@ format: $(VENV)/.lint ## Format the code
 
 bench: $(VENV)/.test ## Measure reading, analyses, recording, linking and Chakra files, against peers where there are any
 	$(BIN)/python benchmarks/read.py
+	$(BIN)/python benchmarks/reach.py --job benchmarks/out/job64
 	$(BIN)/python benchmarks/analyze.py
 	$(BIN)/python benchmarks/analyze.py --job benchmarks/out/job64
 	$(BIN)/python benchmarks/record.py

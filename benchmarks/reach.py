@@ -4,7 +4,7 @@
 
 For each trace the medians of interleaved runs: `traceloom report X -o out.json` without a cache (all sections and
 findings), the short report on a terminal cold and warm (the second one of an unchanged file), HolisticTraceAnalysis
-0.5.0 (load and its seven analyses), and TraceLens where its command is given (`TraceLens_generate_perf_report_pytorch`,
+0.5.0 (load and all its analyses), and TraceLens where its command is given (`TraceLens_generate_perf_report_pytorch`,
 which is not on PyPI). `json.load` is what Python's own module takes for the text alone. `--job` adds a made job of many
 ranks (benchmarks/make_job.py) reported by ours alone, by the clock.
 """
@@ -38,7 +38,7 @@ def commands(paths: list[str], tracelens: str | None) -> dict[str, list[str]]:
         "all": [*cold, "--force", "-o", str(OUT / "report.json")],
         "short": cold,
         "warm": report,
-        "HTA": [str(PEER), str(HERE / "hta_whole.py"), *paths, "--whole"],
+        "HTA": [str(PEER), str(HERE / "hta_whole.py"), *paths, "--all"],
         "json.load": [sys.executable, "-c", JSON_LOAD, *paths],
     }
     if tracelens and len(paths) == 1:
