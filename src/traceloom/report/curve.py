@@ -58,7 +58,7 @@ def figure(curve: Row) -> str:
     caption = f"{allocator(curve)}: peak {units.size(peak)} allocated"
     data = {"times": times, "left": _LEFT, "right": _RIGHT, "series": [{"name": n, "values": v} for n, v in series]}
     return (
-        f'<figure class="curve"><figcaption class="curve-says" role="status">{text(caption)}</figcaption>'
+        f'<figure class="curve"><figcaption><span class="curve-says" role="status">{text(caption)}</span></figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" tabindex="0" role="img" aria-label="{text(caption)} over time">{marks}'
         f'{paths}<text x="{_LEFT}" y="{_HEIGHT - 4}">{units.duration(times[0])}</text>'
         f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{units.duration(times[-1])}</text>'

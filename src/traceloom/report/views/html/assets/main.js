@@ -12,7 +12,7 @@ import { Search } from "./search.js";
 import { visit } from "./state.js";
 import { drawTables } from "./tables.js";
 import { Timeline } from "./timeline.js";
-import { go, startViews } from "./views.js";
+import { go, printAll, startViews } from "./views.js";
 
 let timeline = null;
 
@@ -55,6 +55,7 @@ async function start() {
   help();
   startLookup();
   switchTheme(() => timeline?.recolour());
+  printAll();
   addEventListener("beforeprint", () => timeline?.recolour(true));
   addEventListener("afterprint", () => timeline?.recolour());
   matchMedia("print").addEventListener("change", ({ matches }) => timeline?.recolour(matches));

@@ -38,7 +38,7 @@ export class DataTable {
     this.search = element("div", { className: "filter", hidden: this.rows < FILTER_FROM && !this.filter.value }, this.filter, this.count);
     const caption = element("caption", { className: "unseen" }, this.label);
     const table = element("table", {}, caption, element("thead", {}, element("tr", {}, ...this.heads)), this.body);
-    const scroll = element("div", { className: "scroll", tabindex: 0, role: "region", "aria-label": this.label }, table);
+    const scroll = element("div", { className: "scroll", tabindex: 0, role: "region", "aria-label": `Table: ${this.label}` }, table);
     const narrow = this.columns.length <= FEW_COLUMNS && !this.columns.some(({ kind, picture }) => kind === "name" || picture);
     figure.classList.toggle("narrow", narrow);
     figure.prepend(this.search, scroll, this.more);

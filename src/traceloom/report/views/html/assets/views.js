@@ -20,21 +20,23 @@ function viewWith(id) {
   return [...document.querySelectorAll("main > [data-view]")].find(within)?.dataset.view;
 }
 
+// A view by its name, made from its template where it was not yet.
+function made(name) {
+  const view = document.querySelector(`main > [data-view="${CSS.escape(name)}"]`);
+  if (!view?.content) return view;
+  const box = document.createElement("div");
+  box.className = "view";
+  box.dataset.view = name;
+  box.append(view.content);
+  view.replaceWith(box);
+  readiness.set(name, bring(box));
+  return box;
+}
+
 // Opens a view; done once all in it stands.
 async function show(name) {
   const before = openView();
-  let view = document.querySelector(`main > [data-view="${CSS.escape(name)}"]`);
-  let made = false;
-  if (view?.content) {
-    const { content } = view;
-    const box = document.createElement("div");
-    box.className = "view";
-    box.dataset.view = name;
-    box.append(content);
-    view.replaceWith(box);
-    view = box;
-    made = true;
-  }
+  const view = made(name);
   if (!view) return;
   if (before && before !== view) {
     scrolled.set(before.dataset.view, scrollY);
@@ -43,8 +45,20 @@ async function show(name) {
   view.hidden = false;
   for (const link of links) if (link.dataset.view) link.toggleAttribute("aria-current", link.dataset.view === name);
   for (const inside of document.querySelectorAll("nav .inside")) inside.hidden = inside.dataset.of !== name;
-  if (made) readiness.set(name, bring(view));
   await readiness.get(name);
+}
+
+// On paper all views stand one after the other; afterwards the one that was open.
+export function printAll() {
+  let open = null;
+  addEventListener("beforeprint", () => {
+    open ??= openView();
+    for (const { dataset } of document.querySelectorAll("main > [data-view]")) made(dataset.view).hidden = false;
+  });
+  addEventListener("afterprint", () => {
+    for (const view of document.querySelectorAll("main > .view")) view.hidden = view !== open;
+    open = null;
+  });
 }
 
 // Goes to a place of the address: `gpu/kernels`, `gpu`, `kernels`; nothing is the first view.
