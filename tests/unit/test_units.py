@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.model.units import change, count, duration, share, size
+from traceloom.model.units import change, count, counted, duration, share, size
 
 ASSETS = Path(__file__).parents[2] / "src" / "traceloom" / "report" / "views" / "html" / "assets"
 SCRIPT = ASSETS / "units.js"
@@ -86,3 +86,19 @@ def test_the_script_of_the_page_writes_numbers_alike(tmp_path: Path) -> None:
         assert [t.replace("\u202f", " ").replace("–", "-") for t in of_script] == [
             t.replace("\u202f", " ") for t in of_package
         ]
+
+
+@pytest.mark.parametrize(
+    ("value", "what", "words"),
+    [
+        (0, "call", "0 calls"),
+        (1, "call", "1 call"),
+        (2, "retry", "2 retries"),
+        (1, "retry", "1 retry"),
+        (3, "key", "3 keys"),
+        (2, "batch", "2 batches"),
+        (1234, "pass", "1\u202f234 passes"),
+    ],
+)
+def test_things_are_counted_in_words(value: int, what: str, words: str) -> None:
+    assert counted(value, what) == words

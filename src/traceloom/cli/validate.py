@@ -13,6 +13,7 @@ from traceloom.cli.progress import Progress
 from traceloom.errors import CheckError
 from traceloom.files import with_addresses
 from traceloom.harmless import harmless
+from traceloom.model import units
 
 if TYPE_CHECKING:
     from traceloom.chakra.validation import Problem, ValidationResult
@@ -88,7 +89,7 @@ def _lines(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
         of_rank = f", rank {first.rank}" if first.rank is not None else ""
         count = sum(problem.count for problem in problems)
         times = f" ({count:,} times)" if count > 1 else ""
-        also = f", and in {others} more file{_s(others)}" if others else ""
+        also = f", and in {units.counted(others, 'more file')}" if others else ""
         yield harmless(f"{_SIGN[first.severity]} {first.rule}{times}  {first.path}{of_rank}{also}")
         for example in first.examples:
             yield harmless(f"    {example.message}")
@@ -99,7 +100,7 @@ def _lines(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
     if quiet and not verdict.problems:
         return
     files, nodes = len(verdict.files), sum(count for _, _, count in verdict.files)
-    yield f"{files} file{_s(files)}, {nodes:,} nodes, for {verdict.target}: {_summary(verdict)}"
+    yield f"{units.counted(files, 'file')}, {units.counted(nodes, 'node')}, for {verdict.target}: {_summary(verdict)}"
     if not verdict.errors and verdict.files:
         file = Path(verdict.files[0][0])
         yield f"Next: traceloom show {file.parent if files > 1 else file}"
@@ -110,13 +111,8 @@ def _summary(verdict: ValidationResult) -> str:
         return "nothing is wrong"
     wrong, checked = {p.path for p in verdict.problems}, {path for path, _, _ in verdict.files}
     files = len(verdict.files)
-    places = [f"{len(wrong & checked)} of {files} file{_s(files)}"] if wrong & checked else []
+    places = [f"{len(wrong & checked)} of {units.counted(files, 'file')}"] if wrong & checked else []
     places += ["the group file"] if wrong - checked else []
-    errors, warnings = verdict.errors, verdict.warnings
-    counts = [f"{errors:,} error{_s(errors)}"] if errors else []
-    counts += [f"{warnings:,} warning{_s(warnings)}"] if warnings else []
+    numbers = {"error": verdict.errors, "warning": verdict.warnings}
+    counts = [units.counted(number, what) for what, number in numbers.items() if number]
     return f"{' and '.join(counts)} in {' and '.join(places)}"
-
-
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"

@@ -55,7 +55,7 @@ def exposed(context: Context) -> Iterator[Said]:
             at_most_ns = min(max(int(times[0] - times[1]), 0), alone)
         yield Candidate(
             title=f"{context.in_words(context.exposed_ns(own))} of {context.in_words(time)} of {kind} not overlapped "
-            f"({context.many(int(own.sum()))} calls{context.over_ranks})",
+            f"({context.many(int(own.sum()), 'call')}{context.over_ranks})",
             changes=(change,),
             confidence=0.5 if movable else 0.3,
             advice="Start it earlier and wait for it later: gradient buckets in DDP, prefetching in FSDP "

@@ -399,9 +399,10 @@ class Context:
         """A time of the steps, as what it comes to in one of them."""
         return units.duration(round(time_ns / self.step_count))
 
-    def many(self, count: int) -> str:
-        """A number of things in the steps, as what it comes to in one of them."""
-        return units.count(max(round(count / self.step_count), 1))
+    def many(self, count: int, what: str = "") -> str:
+        """A number of things in the steps, as what it comes to in one of them; with the things, where they are told."""
+        of_step = max(round(count / self.step_count), 1)
+        return units.counted(of_step, what) if what else units.count(of_step)
 
     @property
     def over_ranks(self) -> str:

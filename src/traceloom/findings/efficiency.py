@@ -168,7 +168,7 @@ def low_roofline(context: Context) -> Iterator[Said]:
         own = context.own(mask)
         yield Candidate(
             title=f"{brief(name)} reaches {units.share(factor * _REACHABLE, 1)} of what {limit} allows: "
-            f"{context.in_words(context.work_ns(own))} in {context.many(int(own.sum()))} kernels",
+            f"{context.in_words(context.work_ns(own))} in {context.many(int(own.sum()), 'kernel')}",
             changes=(Change("scale", Chosen(f"kernels of {brief(name)}", mask, "kernels"), factor),),
             confidence=0.4,
             advice=f"{hint} The saving assumes {_REACHABLE:.0%} of the roofline.",

@@ -98,7 +98,7 @@ def unfused_optimizer(context: Context) -> Iterator[Said]:
     time = context.work_ns(host)
     yield Candidate(
         title=f"the optimizer steps tensor by tensor: {units.duration(time)} of host time, "
-        f"{units.count(int(gpu.sum()))} kernels",
+        f"{units.counted(int(gpu.sum()), 'kernel')}",
         changes=(Change("scale", Chosen("optimizer on the host", host, "host"), _OPTIMIZER_LEFT),),
         confidence=0.7,
         advice="Use the fused or foreach implementation: `torch.optim.AdamW(..., fused=True)`.",

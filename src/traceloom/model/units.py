@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,13 @@ def change(fraction: float) -> str:
 def count(value: int | None) -> str:
     """1234567 -> `1 234 567` with thin spaces; None -> `-`."""
     return "-" if value is None else f"{value:,}".replace(",", "\u202f")
+
+
+def counted(value: int, what: str) -> str:
+    """(1, `call`) -> `1 call`; (1234, `copy`) -> `1 234 copies`."""
+    ending = "ies" if re.search("[^aeiou]y$", what) else "es" if re.search("(s|x|ch|sh)$", what) else "s"
+    words = what if value == 1 else (what[:-1] if ending == "ies" else what) + ending
+    return f"{count(value)} {words}"
 
 
 _WRITE: dict[str, Callable[[Any], str]] = {

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from traceloom.errors import InputError, UsageError
 from traceloom.files import is_address, note_input, with_addresses
-from traceloom.model import Notice, Session, Trace
+from traceloom.model import Notice, Session, Trace, units
 from traceloom.read.inputs import FoundInputs, Input, find, job_of, of_jobs
 from traceloom.read.ranks import Report, read_all
 from traceloom.read.runs import Peek, group, names
@@ -57,8 +57,7 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
     discovered, runs, labels, refused = _plan(local_copies(paths, cache=cache))
     if len(runs) > 1:
         shown = "; ".join(
-            f"{label} ({len(run)} file{'' if len(run) == 1 else 's'})"
-            for label, run in list(zip(labels, runs, strict=True))[:6]
+            f"{label} ({units.counted(len(run), 'file')})" for label, run in list(zip(labels, runs, strict=True))[:6]
         )
         folders = {source.capture for source in runs[0]}
         folder = folders.pop() if len(folders) == 1 else None

@@ -53,7 +53,7 @@ def render(document: Row) -> str:
                 (
                     "At the end",
                     units.size(most["end_bytes"]),
-                    f"after {units.count(most['allocation_count'])} allocations",
+                    f"after {units.counted(most['allocation_count'], 'allocation')}",
                 ),
                 ("Told what it is for", units.share(attributed, whole), "of the bytes at the instant shown"),
                 ("Grows", *growth),

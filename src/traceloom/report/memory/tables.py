@@ -155,7 +155,7 @@ def state_of_allocator(memory: Row) -> str:
     if row["split_bytes"]:
         facts.append(f"{size['split_bytes']} free in split segments")
     if row["retries"]:
-        facts.append(f"{units.count(row['retries'])} retries")
+        facts.append(f"{units.counted(row['retries'], 'retry')}")
     if row["outside_bytes"] is not None:
         facts.append(f"{size['outside_bytes']} in use outside this allocator")
     return "Allocator: " + " · ".join(facts)

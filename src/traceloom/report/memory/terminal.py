@@ -57,7 +57,9 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
             yield from wrapped(f"at {entry['where']}", width)
         for device in entry["devices"]:
             index = "" if device["device"] is None or device["device"] < 0 else f":{device['device']}"
-            retries = f", {units.count(device['retries'])} retries of the allocator before" if device["retries"] else ""
+            retries = (
+                f", {units.counted(device['retries'], 'retry')} of the allocator before" if device["retries"] else ""
+            )
             size = {key: units.size(device[key]) for key in device if key.endswith("_bytes")}
             sentence = (
                 f"{device['device_type']}{index}: {size['allocated_bytes']} allocated of {size['reserved_bytes']} "

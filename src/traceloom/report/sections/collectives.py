@@ -144,7 +144,7 @@ class CollectivesSection(RanksSection):
         total = sum(row["total_ns"] for row in by_kind)
         top = by_kind[0]
         size = f" of {units.size(top['size_bytes'])}" if top["size_bytes"] else ""
-        text = f"{units.count(value['call_count'])} calls, {units.duration(total)} over all ranks"
+        text = f"{units.counted(value['call_count'], 'call')}, {units.duration(total)} over all ranks"
         device = [row for row in by_kind if row["exposed_ns"] is not None]
         if device:
             exposed = sum(row["exposed_ns"] for row in device)

@@ -82,7 +82,7 @@ class CountersSection(Section[Frames]):
             clauses.append(f"{units.count(len(value['series']))} recorded over time")
         ranges = sum(row["range_count"] for row in value["ranges"])
         if ranges:
-            clauses.append(f"counters of {units.count(ranges)} kernels")
+            clauses.append(f"counters of {units.counted(ranges, 'kernel')}")
         if any(row["unpaired"] for row in value["ranges"]):
             clauses.append("not as many as launches, so that their operators are unknown")
         return ", ".join(clauses) or None

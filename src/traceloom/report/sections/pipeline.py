@@ -51,7 +51,7 @@ class PipelineSection(RanksSection):
         window = sum(row["mean_window_ns"] for row in stages)
         worst = max(stages, key=lambda row: row["bubble_fraction"])
         many = len({row["pipeline"] for row in stages})
-        pipelines = "1 pipeline" if many == 1 else f"{units.count(many)} pipelines"
+        pipelines = units.counted(many, "pipeline")
         share = units.share(worst["mean_bubble_ns"], worst["mean_window_ns"])
         depth = max(row["stage_count"] for row in stages)
         return (

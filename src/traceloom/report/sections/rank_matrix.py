@@ -79,7 +79,7 @@ class RankMatrixSection(RanksSection):
             return ""
         hover_texts = {
             (row["source"], row["target"]): f"rank {row['source']} → rank {row['target']}: {units.size(row['bytes'])}, "
-            f"{units.duration(row['duration_ns'])}, {units.count(row['count'])} calls"
+            f"{units.duration(row['duration_ns'])}, {units.counted(row['count'], 'call')}"
             for row in cells
         }
         numbers = {(row["source"], row["target"]): float(row["bytes"]) for row in cells}

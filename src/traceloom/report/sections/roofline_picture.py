@@ -149,7 +149,7 @@ def _point(plane: _Plane, row: Row, largest: Row) -> str:
     lines = [
         short(harmless(str(row["name"])), 120),
         short(harmless(str(row["shapes"])), 160),
-        f"{units.duration(row['total_ns'])} in {units.count(row['count'])} calls",
+        f"{units.duration(row['total_ns'])} in {units.counted(row['count'], 'call')}",
         f"{units.flop_rate(row['flop_rate'])}, {units.number(row['intensity'])} FLOPs per byte",
     ]
     if len(row["ranks"]) > 1:

@@ -27,7 +27,7 @@ def render(document: Row, options: ReportOptions) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
     above = list(_lines(document, options))
     events = sum(entry["events"] for entry in document["inputs"])
-    footer = f"<sub>traceloom {document['traceloom']}, {units.count(events)} events</sub>"
+    footer = f"<sub>traceloom {document['traceloom']}, {units.counted(events, 'event')}</sub>"
     notices = said_once(document["notices"], len(document["ranks"]))
     below = [""] * bool(notices) + [f"- {n.severity}: {text(n.sentence)}" for n in notices[:_MOST_NOTICES]]
     if len(notices) > _MOST_NOTICES:

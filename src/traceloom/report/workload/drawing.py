@@ -41,9 +41,9 @@ def render(picture: Picture, summary: dict[str, Any]) -> str:
     theme, script = asset("theme.js"), _asset("drawing.js")
     ranks = len(summary["ranks"])
     facts = [
-        f"{ranks} rank{'' if ranks == 1 else 's'}",
-        f"{units.count(summary['nodes'])} nodes",
-        f"{units.count(summary['edges'])} dependencies",
+        units.counted(ranks, "rank"),
+        f"{units.counted(summary['nodes'], 'node')}",
+        units.counted(summary["edges"], "dependency"),
         *([units.duration(summary["window_ns"])] if summary["window_ns"] is not None else []),
     ]
     omissions = [picture.left_out] if picture.left_out else []

@@ -25,9 +25,9 @@ def render(summary: Row, width: int) -> Iterator[Text]:
     facts = [
         "graph" if summary["form"] == "graph" else "Chakra",
         *summary["facts"],
-        f"{ranks} rank{'' if ranks == 1 else 's'}",
-        f"{units.count(summary['nodes'])} nodes",
-        f"{units.count(summary['edges'])} dependencies",
+        units.counted(ranks, "rank"),
+        f"{units.counted(summary['nodes'], 'node')}",
+        units.counted(summary["edges"], "dependency"),
     ]
     facts += [units.duration(summary["window_ns"])] if summary["window_ns"] is not None else ["no times of day"]
     text = " · ".join(facts)

@@ -37,8 +37,8 @@ def render(document: Row, width: int) -> Iterator[Text]:
     facts = " · ".join(
         (
             f"{ranks} rank{'s' if ranks != 1 else ''}",
-            f"{units.count(document['nodes']['count'])} nodes",
-            f"{units.count(document['edges']['count'])} edges",
+            f"{units.counted(document['nodes']['count'], 'node')}",
+            f"{units.counted(document['edges']['count'], 'edge')}",
             units.duration(document["window_ns"]),
             document["stage"],
         )

@@ -62,7 +62,7 @@ def _lines(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
             facts.append(
                 (f"{many} ranks" if many > 1 else rank_label(ranks[0]["rank"])) + (f" of {world}" if world else "")
             )
-        facts.append(f"{units.count(sum(rank['event_count'] for rank in ranks))} events")
+        facts.append(f"{units.counted(sum(rank['event_count'] for rank in ranks), 'event')}")
         end = max(rank["start_ns"] + rank["window_ns"] for rank in ranks)
         facts.append(units.duration(end - min(rank["start_ns"] for rank in ranks)))
     shown = " · ".join(facts)
@@ -136,7 +136,7 @@ def brief(document: Row, width: int) -> Iterator[Text]:
     yield from notice_lines([(each.severity, f"{each.sentence} [{each.slug}]") for each in errors[:_MOST_LINES]], width)
     if distinct := [notice for notice in distinct if notice not in errors]:
         slugs = ", ".join(dict.fromkeys(notice.slug for notice in distinct))
-        words = f"{units.count(len(distinct))} notice{'' if len(distinct) == 1 else 's'} about the data: {slugs}"
+        words = f"{units.counted(len(distinct), 'notice')} about the data: {slugs}"
         for line, part in enumerate(_cut(textwrap.wrap(words, width - 4, break_on_hyphens=False), _MOST_LINES)):
             yield Text.assemble(" ", SEVERITY[distinct[0].severity] if line == 0 else " ", " ", part)
     names = ", ".join(key for key in NAMES if key != CORE)

@@ -145,7 +145,10 @@ export class Icicle {
     const bytes = this.measure === "bytes";
     const facts = [bytes ? this.#written(node) : `${this.#written(node, "host")} on the host`];
     if (!bytes && node.device !== null) facts.push(`${this.#written(node, "device")} on the GPU`);
-    if (node.sides) facts.push(`${[...new Set(node.sides.count.map(rounded))].join(" → ")} calls per step`);
+    if (node.sides) {
+      const counts = [...new Set(node.sides.count.map(rounded))];
+      facts.push(`${counts.join(" → ")} ${counts.join() === "1" ? "call" : "calls"} per step`);
+    }
     else {
       if (!bytes) facts.push(`${grouped(node.count)} ${node.count === 1 ? "call" : "calls"}`);
       facts.push(`${share(this.#value(node), total)} of what is shown`);
