@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import polars as pl
 
+from traceloom.model.columns import column
+
 _TIMES = ("start_ns", "time_ns", "peak_time_ns")
 
-# Path in the document -> why a value there can be unknown. `[*]` stands for any row.
+# Path in the document -> why a value there can be unknown, where its column does not say. `[*]` stands for any row.
 REASONS = {
-    "inputs[*].rank": "the file does not say its rank",
-    "inputs[*].world_size": "the file does not say how many ranks the job has",
-    "inputs[*].host": "the file does not name its host",
-    "ranks[*].rank": "the file does not say its rank",
-    "ranks[*].world_size": "the file does not say how many ranks the job has",
-    "ranks[*].host_name": "the file does not name its host",
     "ranks[*].devices": "no GPU work was recorded",
     "ranks[*].gpu_account": "no GPU work was recorded",
-    "ranks[*].gpu_account.devices[*].name": "the file does not name the device",
     "answer.step_ns": "no trace marks steps that last",
-    "ranks[*].devices[*].name": "the file does not name the device",
     "ranks[*].steps": "the trace marks no steps",
-    "ranks[*].steps[*].devices[*].name": "the file does not name the device",
     "ranks[*].steps[*].lag_ns": "the step launched no GPU work",
     "ranks[*].host.threads": "no host events were recorded",
-    "ranks[*].host.threads[*].process": "the file does not number this process",
-    "ranks[*].host.threads[*].thread": "the file does not number this thread",
-    "ranks[*].host.account[*].step": "null is the time outside all steps",
     "ranks[*].step_times": "the trace marks no steps",
     "ranks[*].step_times.spread_fraction": "the median step has no length",
     "kernels": "no GPU work was recorded",
-    "kernels[*].rule": "no rule is needed to tell what it is",
     "operators": "no framework operators were recorded",
     "operators[*].shapes": "not counted apart by shape (ask with --by-shape), or shapes were not recorded",
     "operators[*].device_ns": "no GPU work was recorded",
@@ -50,65 +40,34 @@ REASONS = {
         for what in ("host", "device")
     },
     "modules[*].step_count": "the trace holds no whole step, or the region is in none",
-    "modules[*].parent": "null is the root",
-    "modules[*].rank": "the file does not say its rank",
     "communication.collectives": "no collective communication was recorded",
-    "communication.collectives[*].kind": "neither the arguments nor the name of the kernel say what it does",
-    "communication.collectives[*].group": "the recording does not say which group communicates",
     "communication.collectives[*].group_description": "the group has no description",
-    "communication.collectives[*].group_size": "the recording does not say how many ranks communicate",
-    "communication.collectives[*].element_type": "the recording does not say the element type",
-    "communication.collectives[*].bytes": "the recording does not say how much is sent",
     "communication.collectives[*].exposed_ns": "only communication on a device can overlap its compute",
-    "communication.ranks[*].rank": "the file does not say its rank",
     "memory.devices": "allocations were not recorded (record with --memory, or profile_memory=True)",
-    "memory.devices[*].start_bytes": "the allocator's own total was not recorded",
     "memory.devices[*].end_bytes": "the allocator's own total was not recorded",
     "memory.devices[*].peak_bytes": "the allocator's own total was not recorded",
-    "memory.devices[*].rank": "the file does not say its rank",
-    "memory.curve[*].rank": "the file does not say its rank",
     "memory.curve[*].reserved_bytes[*]": "the allocator does not say what it has reserved",
     "data_loading": "no data loader was recorded",
-    "data_loading.waits[*].rank": "the file does not say its rank",
-    "data_loading.waits[*].thread": "the file does not number this thread",
     "data_loading.waits[*].maker": "neither the name of the call nor the Python frames say who makes the batch",
     "data_loading.waits[*].gpu_idle_ns": "no GPU work was recorded",
     "data_loading.steps[*].gpu_idle_ns": "no GPU work was recorded, or no loader in this step",
     "data_loading.steps[*].bottleneck": "no loader was recorded in this step",
-    "data_loading.spent[*].rank": "the file does not say its rank",
-    "data_loading.spent[*].step": "null is the time outside all steps",
     "data_loading.steps[*].wait_ns": "no loader was recorded in this step",
     "data_loading.steps[*].fraction": "no loader was recorded in this step",
-    "data_loading.waits[*].step": "null is the time outside all steps",
-    "data_loading.steps[*].rank": "the file does not say its rank",
-    "data_loading.steps[*].step": "null is the time outside all steps",
     "notices[*].rank": "the notice is about the whole run, or the file does not say its rank",
     "capture": "the run was not recorded by `traceloom record`",
     "findings": "no rule found anything that is worth half a per cent of the step",
-    "findings[*].saving_ns": "it is about memory, not time",
-    "findings[*].saving_fraction": "it is about memory, not time",
-    "findings[*].alone_ns": "it is about memory, not time",
     "findings[*].saving_low_ns": "it is about memory, or only one step was looked at",
     "findings[*].saving_high_ns": "it is about memory, or only one step was looked at",
-    "findings[*].saving_bytes": "it is about time, or only a risk",
-    "findings[*].risk": "nothing fails because of it",
-    "findings[*].evidence[*].rank": "the file does not say its rank",
-    "findings[*].evidence[*].start_ns": "it is no single moment",
-    "findings[*].evidence[*].duration_ns": "it is no single moment",
-    "findings[*].evidence[*].lane": "it is on no lane of its own",
-    "findings[*].evidence[*].total_ns": "it is a single thing",
-    "findings[*].host_ns": "it is not about what the host does",
     "findings[*].frames": "it is not about what the host does, or no frame holds 5 % of that",
     "findings[*].frames[*].file": "a built-in function is in no file",
     "findings[*].frames[*].line": "a built-in function is in no file",
     "findings[*].frames[*].inside": "nothing that it calls takes half of its time",
     "findings[*].frames[*].inside_ns": "nothing that it calls takes half of its time",
-    "findings[*].frames[*].rank": "only one rank was recorded",
     "findings_ground.limit": "savings were evaluated over several steps, or there are no steps",
     "findings_ground.step": "the trace marks no steps: the whole window is looked at",
     "findings_ground.host_ratio": "the cost of recording was not measured",
     "runs[*].world_size": "the files do not say how many ranks the job has",
-    "runs[*].window_ns": "the run has no events",
 }
 
 
@@ -121,8 +80,12 @@ class Absent:
         self._reasons: dict[str, str] = {}
 
     def say(self, path: str, reason: str | None = None) -> None:
-        """Explain the unknown or empty value at `path`: by `reason`, else by what is known of the path."""
-        self._reasons.setdefault(path, reason or self._known.get(path, "the trace does not say"))
+        """Explain the unknown or empty value at `path`: by `reason`, else as the path or its column is declared."""
+        if reason is None and (reason := self._known.get(path)) is None:
+            above, _, name = path.replace("[*]", "").rpartition(".")
+            with suppress(KeyError):
+                reason = column(name, above).unknown
+        self._reasons.setdefault(path, reason or "the trace does not say")
 
     def rows(self, frame: pl.DataFrame, path: str) -> list[dict[str, Any]]:
         """The rows of a frame as they stand at `path` of the document: times relative, each null column explained."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 
 from rich.text import Text
@@ -12,7 +11,7 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import rank_label
 from traceloom.report.table import Row
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines
+from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
 from traceloom.retime.law import Law
 from traceloom.simulate.changes import ASSUMES, Change
 from traceloom.simulate.whatif import WhatIf
@@ -82,13 +81,11 @@ def render(document: Row, width: int) -> Iterator[Text]:
     """The lines on a terminal."""
     yield Text(harmless(document["name"]), "bold")
     yield Text("")
-    for part in _wrapped(document["sentence"], width):
-        part.stylize("bold")
-        yield part
+    yield from paragraph(document["sentence"], width, "bold")
     for change in document["changes"]:
         yield Text("")
         yield Text.assemble(" ", (harmless(change["change"]), "bold"))
-        yield from _wrapped(f"Assumed: {change['assumes']}.", width)
+        yield from paragraph(f"Assumed: {change['assumes']}.", width)
     if len(document["ranks"]) > 1:
         yield from heading("Ranks", "", width)
         rows: list[list[str | Text]] = [
@@ -108,7 +105,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
 
     yield from lines(columns, cells, ("of", name), width)
     yield Text("")
-    yield from _wrapped(trust(document), width)
+    yield from paragraph(trust(document), width)
 
 
 def trust(document: Row) -> str:
@@ -124,8 +121,3 @@ def part_name(part: Row) -> str:
     if what == "work" or not kind:
         return _WORK.get(kind, kind or what)
     return f"{'unexplained' if what == 'residual' else what}: {_DELAYS.get(kind) or _WORK.get(kind, kind)}"
-
-
-def _wrapped(words: str, width: int) -> Iterator[Text]:
-    for part in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
-        yield Text(" " + part)

@@ -14,7 +14,8 @@ from support.pages import tables
 from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.overview import headline, key_numbers
+from traceloom.report.views.html.frame import key_numbers
+from traceloom.report.views.html.overview import headline, numbers
 from traceloom.report.views.html.sections import sections
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.terminal import render as terminal
@@ -129,14 +130,14 @@ def test_one_length_of_a_step(document: dict[str, Any]) -> None:
     middle = (steps[(len(steps) - 1) // 2] + steps[len(steps) // 2]) // 2
     assert document["answer"]["step_ns"] == middle
     assert re.search(rf"steps? of {units.duration(middle)}", document["answer"]["sentence"])
-    assert f'<dt>Step</dt><dd><b title="{middle} ns">{units.duration(middle)}</b>' in key_numbers(document)
+    assert f'<dt>Step</dt><dd><b title="{middle} ns">{units.duration(middle)}</b>' in key_numbers(numbers(document))
 
 
 def test_tiles_and_tables_of_the_page_are_those_of_the_sentence(document: dict[str, Any]) -> None:
     expected = sums(document)
     whole = sum(expected.values())
     busy = whole - expected["idle"]
-    assert f"{busy} of {whole} ns" in key_numbers(document)
+    assert f"{busy} of {whole} ns" in key_numbers(numbers(document))
     assert headline(document)
     page = "".join(section.body for section in sections(document, document, Reasons(document)))
     windows = [device["window_ns"] for rank in document["ranks"] for device in rank["gpu_account"]["devices"]]

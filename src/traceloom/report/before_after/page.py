@@ -8,7 +8,7 @@ from html import escape
 from traceloom.model import units
 from traceloom.report.before_after.payload import BeforeAfter
 from traceloom.report.table import Col, Row
-from traceloom.report.views.html.frame import asset, framed, one_after_the_other
+from traceloom.report.views.html.frame import asset, framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import prose, text
 from traceloom.report.whatif import part_name, trust
@@ -56,15 +56,11 @@ def render(document: Row, view: BeforeAfter | None = None) -> str:
         shown.append(
             ("Error of the graph", error, "more than that is saved" if document["trusted"] else "take it as a hint")
         )
-    items = "".join(
-        f"<div><dt>{text(label)}</dt><dd><b>{text(value)}</b><span>{text(more)}</span></dd></div>"
-        for label, value, more in shown
-    )
     return framed(
         title=f"What if: {document['sentence']} – {name}",
         name=f"What if: {name}",
         headline=f"<h1>{text(document['sentence'])}</h1>{picture}",
-        numbers=f'<dl class="key">{items}</dl>',
+        numbers=key_numbers((label, value, "", more) for label, value, more in shown),
         footer=(
             f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from the beginning of the graph</p>"
             "<p>The same for programs: <code>traceloom whatif … -o whatif.json</code>; the whole timeline after the "

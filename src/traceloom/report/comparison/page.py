@@ -10,7 +10,7 @@ from traceloom.report.comparison.tables import tables
 from traceloom.report.icicle import figure
 from traceloom.report.table import Col, Row, Table
 from traceloom.report.views.html.bars import bar, legend
-from traceloom.report.views.html.frame import framed, one_after_the_other
+from traceloom.report.views.html.frame import framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import text
 
@@ -60,15 +60,11 @@ def render(document: Row) -> str:
         ("New step", document["new_ns"], steps("new")),
         ("Difference", document["difference_ns"], f"{units.change(document['change'])} of the base"),
     ]
-    items = "".join(
-        f'<div><dt>{label}</dt><dd><b title="{ns} ns">{units.duration(ns)}</b><span>{more}</span></dd></div>'
-        for label, ns, more in shown
-    )
     return framed(
         title=f"{document['sentence']} – {name}",
         name=name,
         headline=f'<h1>{text(document["sentence"])}</h1><div class="answer-bar">' + "".join(out) + "</div>",
-        numbers=f'<dl class="key">{items}</dl>',
+        numbers=key_numbers((label, units.duration(ns), f"{ns} ns", more) for label, ns, more in shown),
         footer=(
             f"<p>Traceloom {text(document['traceloom'])}</p>"
             "<p>The same numbers for programs: <code>traceloom diff … -o diff.json</code></p>"

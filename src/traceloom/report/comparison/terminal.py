@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from functools import partial
 from typing import TextIO
 
 from rich.text import Text
 
-from traceloom.harmless import harmless
 from traceloom.report.comparison.tables import tables
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.table import Row
 from traceloom.report.views import terminal
+from traceloom.report.views.terminal.columns import paragraph
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.sections import table_lines
 
@@ -35,8 +34,7 @@ def render(document: Row, top: int, width: int) -> Iterator[Text]:
     for side in ("base", "new"):
         yield Text.assemble((f"{side:<5}", DIM), (short(document[side]["name"], width - 6), "bold"))
     yield Text("")
-    for line in textwrap.wrap(harmless(document["sentence"]), width - 2, break_on_hyphens=False):
-        yield Text.assemble((" " + line, "bold"))
+    yield from paragraph(document["sentence"], width, "bold")
     for table in tables(document):
         # What differs is never cut short: it decides how the rest is read.
         rows = len(table.rows) if table.key in ("diff-conditions", "diff-parts") else top

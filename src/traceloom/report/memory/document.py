@@ -31,13 +31,9 @@ FORMAT = "traceloom-memory"
 VERSION = 1
 REASONS = {
     "ranks": "allocations were not recorded (record with --memory, or profile with profile_memory=True)",
-    "ranks[*].rank": "the file does not say its rank",
-    "memories[*].peak_step": "the peak is outside all steps",
-    "memories[*].start_bytes": "the allocator's own total was not recorded",
     "memories[*].reserved_at_peak_bytes": "the allocator does not say what it has reserved",
     "memories[*].capacity_bytes": "the recording does not say how much memory the device has",
     "memories[*].allocator": "neither an allocator's snapshot nor the recorder tells (on a GPU: record with --memory)",
-    "memories[*].tree[*].parent": "null is the root",
     "memories[*].largest[*].owner": "no census recorded who owned it",
     "memories[*].largest[*].time_ns": "it was there before the recording",
     "memories[*].largest[*].end_ns": "it was alive when the recording ended, or longer",

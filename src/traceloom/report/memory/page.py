@@ -14,7 +14,7 @@ from traceloom.report.names import allocator, rank_name
 from traceloom.report.table import Col, Row, Table
 from traceloom.report.views.html import inputs
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.frame import framed, one_after_the_other
+from traceloom.report.views.html.frame import framed, key_numbers, one_after_the_other, rank_choice
 from traceloom.report.views.html.sections import drawn
 from traceloom.report.views.html.text import text
 
@@ -30,10 +30,6 @@ def render(document: Row) -> str:
     named = [(rank_name(entry, k), entry) for k, entry in enumerate(ranks)]
     highest = sorted(range(len(ranks)), key=lambda k: -max((m["peak_bytes"] for m in ranks[k]["memories"]), default=0))
     shown = [named[k] for k in sorted(highest[:MOST_RANKS])]  # one by one, in their own order
-    choice = ""
-    if len(shown) > 1:
-        options = "".join(f'<option value="{k}">{text(rank)}</option>' for k, (rank, _) in enumerate(shown))
-        choice = f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
     numbers = ""
     if memories := [(entry, memory) for entry in ranks for memory in entry["memories"]]:
         entry, most = max(memories, key=lambda pair: int(pair[1]["peak_bytes"]))
@@ -46,25 +42,19 @@ def render(document: Row) -> str:
         growth = (units.size(round(grows)), "per step") if grows else ("nothing", "from step to step")
         if growth_unknown(entry) is not None:
             growth = ("unknown", f"without {LEAST_STEPS + 1} steps")
-        items = "".join(
-            f"<div><dt>{text(label)}</dt><dd><b>{text(value)}</b><span>{text(more)}</span></dd></div>"
-            for label, value, more in (
-                ("Peak", units.size(most["peak_bytes"]), f"{allocator(most)}, {where}"),
-                (
-                    "At the end",
-                    units.size(most["end_bytes"]),
-                    f"after {units.counted(most['allocation_count'], 'allocation')}",
-                ),
-                ("Told what it is for", units.share(attributed, whole), "of the bytes at the instant shown"),
-                ("Grows", *growth),
-            )
+        allocations = f"after {units.counted(most['allocation_count'], 'allocation')}"
+        shown_numbers = (
+            ("Peak", units.size(most["peak_bytes"]), f"{allocator(most)}, {where}"),
+            ("At the end", units.size(most["end_bytes"]), allocations),
+            ("Told what it is for", units.share(attributed, whole), "of the bytes at the instant shown"),
+            ("Grows", *growth),
         )
-        numbers = f'<dl class="key">{items}</dl>'
+        numbers = key_numbers((label, value, "", more) for label, value, more in shown_numbers)
     name = str(document["name"])
     return framed(
         title=f"{document['sentence']} – {name}",
         name=name,
-        ranks=choice,
+        ranks=rank_choice([rank for rank, _ in shown]),
         headline=f"<h1>{text(document['sentence'])}</h1>",
         numbers=numbers,
         footer=(

@@ -17,7 +17,7 @@ from traceloom.report.names import rank_label, short
 from traceloom.report.options import ReportOptions
 from traceloom.report.table import Row
 from traceloom.report.views.terminal.bars import plain, sparkline
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines
+from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import table_lines
@@ -40,8 +40,7 @@ def render(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
 def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
     yield Text(short(document["name"], width), "bold")
     yield Text("")
-    for part in textwrap.wrap(harmless(document["sentence"]), width - 2, break_on_hyphens=False):
-        yield Text.assemble((" " + part, "bold"))
+    yield from paragraph(document["sentence"], width, "bold")
     # Where memory ran out, what was alive then and what to try first, the most useful first
     entries = document["out_of_memory"]
     for entry in entries[:_MOST]:
@@ -54,7 +53,7 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
             facts.append(f"step {entry['step']}")
         yield from heading(name, " · ".join(facts), width)
         if entry["where"]:
-            yield from wrapped(f"at {entry['where']}", width)
+            yield from paragraph(f"at {entry['where']}", width)
         for device in entry["devices"]:
             index = "" if device["device"] is None or device["device"] < 0 else f":{device['device']}"
             retries = (
@@ -66,7 +65,7 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
                 f"reserved, {size['free_bytes']} of {size['total_bytes']} free, {size['outside_bytes']} outside this "
                 f"allocator{retries}"
             )
-            yield from wrapped(sentence, width)
+            yield from paragraph(sentence, width)
         # What was alive when memory ran out: the heaviest branches, down to modules.
         table = tables.alive(entry, "alive")
         rows = [row for row in table.rows if 0 < row["depth"] <= (options.depth or _DEEPEST)]
@@ -83,19 +82,19 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
             for line in rest:
                 yield Text("     " + line)
     if len(entries) > _MOST:
-        yield from wrapped(f"... and {len(entries) - _MOST} more times; --rank shows each, --json all", width)
+        yield from paragraph(f"... and {len(entries) - _MOST} more times; --rank shows each, --json all", width)
     if not document["ranks"] and not document["out_of_memory"]:
         reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
-        yield from wrapped(f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width)
+        yield from paragraph(f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width)
     for sentence in tables.job(document):
-        yield from wrapped(sentence, width)
+        yield from paragraph(sentence, width)
     for entry in document["ranks"]:
         for memory in tables.worth_showing(entry["memories"]):
             yield from _memory(entry, memory, document, options, width)
     untold = [why for entry in document["ranks"] if (why := growth_unknown(entry)) is not None]
     if untold:  # that nothing is said of growth does not mean that nothing grows
         yield Text("")
-        yield from wrapped(f"What grows from step to step cannot be determined: {untold[0]}.", width)
+        yield from paragraph(f"What grows from step to step cannot be determined: {untold[0]}.", width)
     messages = [(row["severity"], f"{row['message']} [{row['slug']}]") for row in document["notices"]]
     yield from notice_lines(messages, width)
 
@@ -123,8 +122,8 @@ def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, widt
         + (", inferred)" if row["evidence"] == "inferred" else ")")
         for row in memory["categories"]
     ]
-    yield from wrapped(" · ".join(categories), width)
-    yield from wrapped(tables.state_of_allocator(memory), width)
+    yield from paragraph(" · ".join(categories), width)
+    yield from paragraph(tables.state_of_allocator(memory), width)
     by_scope = document["by"] == "scope"
     if by_scope:
         title, drawn = "scope and operator", _opened(memory["tree"], options)
@@ -183,9 +182,3 @@ def _opened(rows: list[Row], options: MemoryOptions) -> list[tuple[int, str, Row
             labels[row["node"]] = (depth + 1, "")
             drawn.append((depth, label, row))
     return drawn
-
-
-def wrapped(words: str, width: int) -> Iterator[Text]:
-    """Prose, indented by one."""
-    for part in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
-        yield Text(" " + part)

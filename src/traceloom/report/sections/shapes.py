@@ -8,7 +8,6 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.model.columns import column
 from traceloom.report.table import Row
 
 
@@ -40,11 +39,8 @@ class Part:
         return {"description": self.what, "type": "array", "items": record(properties)}
 
     def reasons(self, path: str) -> dict[str, str]:
-        """Path in the document -> why a value there can be unknown, where the list stands at `path`."""
-        registered = {
-            name: column(name, path).unknown for name in (*self.nullable, *(("rank",) if self.ranked else ()))
-        }
-        rows = {f"{path}[*].{name}": why for name, why in {**registered, **self.unknown}.items()}
+        """Path in the document -> why a value there can be unknown, where its column does not say."""
+        rows = {f"{path}[*].{name}": why for name, why in self.unknown.items()}
         return {path: self.empty, **rows} if self.empty else rows
 
 

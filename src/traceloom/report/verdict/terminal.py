@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from functools import partial
 from typing import TextIO
 
 from rich.text import Text
 
-from traceloom.harmless import harmless
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.table import Row
 from traceloom.report.verdict.tables import headline, reasons, tables
 from traceloom.report.views import terminal
+from traceloom.report.views.terminal.columns import paragraph
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.sections import table_lines
 
@@ -37,9 +36,9 @@ def render(document: Row, top: int, width: int) -> Iterator[Text]:
             (f"{side:<5}", DIM), (short(document[side]["name"], width - 6 - len(run_count)), "bold"), run_count
         )
     yield Text("")
-    yield from _wrapped(headline(document), width, _COLOURS[document["verdict"]])
+    yield from paragraph(headline(document), width, _COLOURS[document["verdict"]])
     for line in reasons(document):
-        yield from _wrapped(line, width, "")
+        yield from paragraph(line, width)
     for table in tables(document):
         if table.key in _LEFT_OUT:
             continue
@@ -47,11 +46,6 @@ def render(document: Row, top: int, width: int) -> Iterator[Text]:
         yield from table_lines(table, ReportOptions(top=rows), width)
 
 
-def _wrapped(words: str, width: int, style: str) -> Iterator[Text]:
-    for line in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
-        yield Text(" " + line, style)
-
-
 def say(document: Row, stream: TextIO) -> None:
     """The sentence alone."""
-    terminal.put(lambda width: _wrapped(headline(document), width, _COLOURS[document["verdict"]]), stream)
+    terminal.put(lambda width: paragraph(headline(document), width, _COLOURS[document["verdict"]]), stream)

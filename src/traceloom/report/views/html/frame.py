@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from string import Template
 
@@ -85,6 +85,22 @@ def one_after_the_other(sections: Iterable[tuple[str, str, str, str]]) -> dict[s
         "links": "".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in all_sections),
         "sections": "\n".join(standing(*section) for section in all_sections),
     }
+
+
+def key_numbers(items: Iterable[tuple[str, str, str, str]]) -> str:
+    """The numbers at the head of a page: label, value, exact value for hovering (empty: it is exact), what it is of."""
+    shown = ""
+    for label, value, exact, more in items:
+        title = f' title="{text(exact)}"' if exact else ""
+        shown += f"<div><dt>{text(label)}</dt><dd><b{title}>{text(value)}</b><span>{text(more)}</span></dd></div>"
+    return f'<dl class="key">{shown}</dl>' if shown else ""
+
+
+def rank_choice(names: Sequence[str]) -> str:
+    """The choice between the ranks that are shown one by one; nothing for a single one."""
+    options = "".join(f'<option value="{k}">{text(name)}</option>' for k, name in enumerate(names))
+    label = f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
+    return label if len(names) > 1 else ""
 
 
 def asset(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 from traceloom.model import units
 from traceloom.report.accounts import main_account
@@ -11,9 +10,8 @@ from traceloom.report.names import allocator
 from traceloom.report.parts import PHASES, of_answer, order
 from traceloom.report.table import Row
 from traceloom.report.views.html.bars import bar, legend
-from traceloom.report.views.html.text import prose, text
+from traceloom.report.views.html.text import prose
 
-KEY_NUMBERS = 4
 NO_BREAK = "\u202f"
 _SMALL = 0.01  # share of the bar below which a part is not listed on its own
 _CAUSES = 5  # of idle time with colours of their own
@@ -59,17 +57,8 @@ def _coloured(parts: list[tuple[str, str, int]], causes: dict[str, str]) -> list
     return [(label, causes.get(label, colour), ns) for label, colour, ns in parts]
 
 
-def key_numbers(document: Row) -> str:
-    """The four numbers that say most about this run."""
-    items = "".join(
-        f'<div><dt>{text(label)}</dt><dd><b title="{text(exact)}">{text(value)}</b><span>{text(more)}</span></dd></div>'
-        for label, value, exact, more in islice(_numbers(document), KEY_NUMBERS)
-    )
-    return f'<dl class="key">{items}</dl>' if items else ""
-
-
-def _numbers(document: Row) -> Iterator[tuple[str, str, str, str]]:
-    """All that are known, those that say most first: label, value, exact value, what it is of."""
+def numbers(document: Row) -> Iterator[tuple[str, str, str, str]]:
+    """All key numbers that are known, those that say most first: label, value, exact value, what it is of."""
     answer, ranks = document.get("answer") or {}, document["ranks"]
     median = answer.get("step_ns")
     times = [rank["step_times"] for rank in ranks if (rank.get("step_times") or {}).get("median_ns")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from html import escape
+from itertools import islice
 from typing import Any
 
 from traceloom.model import Session, units
@@ -11,10 +12,11 @@ from traceloom.report.names import rank_name
 from traceloom.report.table import Row
 from traceloom.report.views.html import capture, featured, findings, inputs, navigation, overview, sections, timeline
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.frame import asset, framed
+from traceloom.report.views.html.frame import asset, framed, key_numbers, rank_choice
 from traceloom.report.views.html.navigation import PageSection
 from traceloom.report.views.html.text import prose, text
 
+_KEY_NUMBERS = 4
 _ABOUT_FINDINGS = (
     "What each fix saves by re-timing the linked graph, with the fixes above it applied; savings do not overlap."
 )
@@ -53,19 +55,15 @@ def render(document: dict[str, Any], session: Session) -> str:
             )
     first, *others = navigation.views(_sections(document, near, reasons, events))
     name = document.get("name") or session.name
-    choice = ""
-    if len(entries := near["ranks"][: sections.MOST_RANKS]) > 1:
-        options = "".join(f'<option value="{k}">{rank_name(r, k)}</option>' for k, r in enumerate(entries))
-        choice = f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
     version, epoch = text(document.get("traceloom", "")), text(document.get("epoch_ns", ""))
     versions = {f"{k} {v}" for entry in document.get("inputs") or [] for k, v in (entry.get("versions") or {}).items()}
     recorded = text(", ".join(sorted(versions))) or "no versions named in the files"
     return framed(
         title=f"{name} – Traceloom",
         name=name,
-        ranks=choice,
+        ranks=rank_choice([rank_name(r, k) for k, r in enumerate(near["ranks"][: sections.MOST_RANKS])]),
         headline=overview.headline(document),
-        numbers=overview.key_numbers(document),
+        numbers=key_numbers(islice(overview.numbers(document), _KEY_NUMBERS)),
         links=navigation.links([first, *others]),
         sections=first.body + navigation.in_short(others),
         more=navigation.templates(others),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.report.views.terminal.look import DIM
 
 Cell = str | Text
@@ -23,8 +24,13 @@ def heading(title: str, note: str, width: int) -> Iterator[Text]:
         yield Text.assemble((title, "bold"), ("  " + note if note else "", DIM))
         return
     yield Text(title, "bold")
-    for line in textwrap.wrap(note, width - 2, break_on_hyphens=False):
-        yield Text(" " + line, DIM)
+    yield from paragraph(note, width, DIM)
+
+
+def paragraph(words: str, width: int, style: str = "") -> Iterator[Text]:
+    """Words as lines, indented by one; those of strangers made harmless."""
+    for line in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
+        yield Text(_INDENT + line, style)
 
 
 @dataclass(frozen=True, slots=True)

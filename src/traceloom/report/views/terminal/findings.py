@@ -15,7 +15,7 @@ from traceloom.model import units
 from traceloom.model.finding import HotFrame
 from traceloom.report.table import Row
 from traceloom.report.views.terminal.bars import plain
-from traceloom.report.views.terminal.columns import heading
+from traceloom.report.views.terminal.columns import heading, paragraph
 from traceloom.report.views.terminal.look import DIM
 
 _MOST = 5
@@ -43,11 +43,9 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
     if len(rows) > len(shown):
         yield Text(f" … and {len(rows) - len(shown)} more: --only findings", DIM)
     if context["limit"]:
-        for part in textwrap.wrap(f"Of savings: {context['limit']}.", width - 2):
-            yield Text(" " + part, DIM)
+        yield from paragraph(f"Of savings: {context['limit']}.", width, DIM)
     if not context["holds"]:
-        for part in textwrap.wrap(f"Take the savings as hints: {context['law']}", width - 2):
-            yield Text(" " + part, "yellow")
+        yield from paragraph(f"Take the savings as hints: {context['law']}", width, "yellow")
     if full and any(row["host_ns"] for row in rows) and not context["stacks"]:
         yield Text(" Which code holds the host: record with --stacks.", DIM)
     if full and context["abstentions"]:
@@ -56,9 +54,7 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
         for abstention in context["abstentions"]:
             by_reason.setdefault(abstention["reason"], []).append(abstention["slug"])
         for reason, slugs in by_reason.items():
-            words = f"{', '.join(dict.fromkeys(slugs))}: {reason}"
-            for part in textwrap.wrap(words, width - 2, break_on_hyphens=False):
-                yield Text(" " + part)
+            yield from paragraph(f"{', '.join(dict.fromkeys(slugs))}: {reason}", width)
 
 
 def brief(document: Row, width: int) -> Iterator[Text]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 
 from rich.text import Text
@@ -14,7 +13,7 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.table import Row
 from traceloom.report.views.terminal import notices
 from traceloom.report.views.terminal.bars import cells, plain
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines, with_bars
+from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph, with_bars
 from traceloom.report.views.terminal.look import DIM
 
 # How an edge is known, from the surest on: a pattern and a colour each, as for every kind of time.
@@ -48,8 +47,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
     yield Text("")
     law = document["law"]
     sentence = "The graph was not re-timed." if law is None else str(law["sentence"])
-    for line in textwrap.wrap(sentence, width - 2, break_on_hyphens=False):
-        yield Text.assemble((" " + line, "bold"))
+    yield from paragraph(sentence, width, "bold")
     yield from _path(document, width)
     yield from _coverage(document, width)
     yield from _edges(document, width)
@@ -177,5 +175,4 @@ def _clocks(document: Row, width: int) -> Iterator[Text]:
         sentence += f" after {len(moved)} ranks were moved, rank {most['rank']} most: {offset}"
     else:
         sentence += "; no clock had to be moved"
-    for line in textwrap.wrap(sentence, width - 2):
-        yield Text(" " + line)
+    yield from paragraph(sentence, width)

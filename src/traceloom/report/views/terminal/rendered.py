@@ -21,7 +21,7 @@ from traceloom.report.sections import CORE, FINDINGS, NAMES, summaries
 from traceloom.report.table import Bar, Row
 from traceloom.report.views.terminal import findings, notices, sections
 from traceloom.report.views.terminal.bars import sparkline, stacked
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines
+from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
 from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import wrapped
@@ -48,8 +48,7 @@ def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
         yield line
     for run in document["runs"]:  # the answer of each, and the command that reports it
         yield Text("")
-        for part in textwrap.wrap(harmless(run["sentence"]), width - 2, break_on_hyphens=False):
-            yield Text(" " + part)
+        yield from paragraph(run["sentence"], width)
         yield Text(" " + harmless(run["command"]), DIM)
 
 
@@ -69,8 +68,7 @@ def _lines(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
     name = short(document["name"], max(width - len(shown) - 3, 16))
     yield Text.assemble((name, "bold"), (f"  {shown}", DIM))
     yield Text("")
-    for line in textwrap.wrap(harmless(document["answer"]["sentence"]), width - 2, break_on_hyphens=False):
-        yield Text.assemble((" " + line, "bold"))
+    yield from paragraph(document["answer"]["sentence"], width, "bold")
     if options.only is None and not options.full and not document["runs"]:
         yield from brief(document, width)
         return

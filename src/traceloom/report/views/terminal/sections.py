@@ -17,7 +17,7 @@ from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.sections import CORE, core, shown
 from traceloom.report.table import PICTURES, Bar, Col, Row, Table, written
 from traceloom.report.views.terminal.bars import from_the_middle, sparkline, stacked
-from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, with_bars
+from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, paragraph, with_bars
 from traceloom.report.views.terminal.look import CURVE, FILLS
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def _full(section: Section[Any], document: Row, options: ReportOptions, width: i
         reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
         at = section.path or section.key
         inside = next((why for path, why in reasons.items() if path.startswith(at)), "not recorded")
-        for part in textwrap.wrap(f"Nothing to show: {reasons.get(at) or inside}.", width - 2):
-            yield Text(" " + part)
+        yield from paragraph(f"Nothing to show: {reasons.get(at) or inside}.", width)
     for part in wrapped(sentence or "", width - 2):
         yield Text(" " + part)
     for table in tables:
