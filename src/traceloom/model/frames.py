@@ -12,22 +12,24 @@ import polars as pl
 
 _WORDS: dict[pl.DataType, str] = {
     pl.Int64(): """ns us mean_ns bytes flops count calls ops runs steps launches works threads samples ranges requests
-        tokens meetings registers address id code stream pool instance chain follows number sequence row nth x y z
-        length period capacity range stretch matched recomputed""",
+        tokens meetings registers elements address id code stream pool instance chain follows number
+        sequence row nth x y z flow correlation tag offset length period capacity range stretch matched
+        recomputed""",
     pl.Float64(): """mean min max change value low high limit factor fraction rate s second bytes_per_step active drift
-        scatter effect effect_size fragmentation efficiency fill error sm occupancy intensity mfu hfu base_count
-        new_count""",
+        scatter effect effect_size fragmentation efficiency fill error sm occupancy percent intensity mfu
+        hfu base_count new_count""",
     pl.String(): """name kind kinds type types dtype group description category rule reason advice detail message
-        meaning what label says host process thread op operator kernel module region function call framework file path
-        stack site shapes backend link algorithm protocol activity cause evidence state owner memory metric measure
-        quantity counter condition verdict weight check deviation unpaired absent peak arithmetic arrow resumed""",
-    pl.Int32(): """rank ranks step device line size peer stage stage_count pipeline channels stride recorded
-        receives_from sends_to""",
-    pl.UInt32(): """event lane node parent example graph segment replay launch gap before after producer wait work
-        like""",
+        meaning what label says host process thread op operator kernel module region function call
+        framework file path stack site shapes strides splits concrete backend link algorithm protocol
+        activity cause evidence state owner memory metric measure quantity counter condition verdict weight
+        check deviation unpaired absent trace subject outcome peak arithmetic arrow resumed capability
+        inputs outputs attributes schema key""",
+    pl.Int32(): """rank ranks step device line size peer stage stage_count pipeline channels multiprocessors scope
+        stride recorded receives_from sends_to""",
+    pl.UInt32(): "event lane node parent example graph segment replay launch gap before after producer wait work like",
     pl.UInt16(): "depth",
     pl.Boolean(): """backward complete pageable by_kernel elementwise matrix same slow whole checked certain holds main
-        sends bottleneck recompile relative on_gpu along_edge""",
+        sends bottleneck recompile relative used asynchronous end on_gpu along_edge""",
 }
 _TYPES = {word: kind for kind, words in _WORDS.items() for word in words.split()}
 """The type of a column: by its name if that stands here, else, of a mean, by that word, else by its last word."""

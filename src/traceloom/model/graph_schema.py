@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from traceloom.model.frames import schema
 from traceloom.model.schema import CategoryType
 
 Node = pl.UInt32
@@ -70,134 +71,59 @@ EdgeKind = pl.Enum(list(EDGE_KINDS))
 Evidence = pl.Enum(list(EVIDENCE))
 
 
-def _schema(columns: dict[str, pl.DataType | type[pl.DataType]]) -> pl.Schema:
-    return pl.Schema(columns)
-
-
 GRAPH_SCHEMAS: dict[str, pl.Schema] = {
-    "nodes": _schema(
-        {
-            "node": Node,  # row number
-            "kind": NodeKind,
-            "name": pl.String,
-            "category": CategoryType,  # of the event it is from; null for think, wait, origin, rendezvous, arrival
-            "rank": pl.Int32,  # of a rendezvous or an arrival: one of the ranks that meet there
-            "lane": pl.UInt32,  # row of `lanes`; null for origin, rendezvous, arrival
-            "start_ns": pl.Int64,
-            "duration_ns": pl.Int64,  # as measured, >= 0
-            "work_ns": pl.Int64,  # what it takes when nothing is awaited, 0 <= work <= duration
-            "residual_ns": pl.Int64,  # part of the duration that neither the work nor an awaited node explains
-            "event": pl.UInt32,  # row of the rank's trace
-            "op": pl.UInt32,  # innermost framework op: row of the rank's trace
-            "host_op": pl.Int64,  # id in the host trace, where linked
-            "step": pl.Int32,
-            "correlation": pl.Int64,
-            "bytes": pl.Int64,  # copies, fills, communication (what this rank puts in)
-        }
+    # `node` is the row number. The category is that of the event it is from; null for think, wait, origin, rendezvous
+    # and arrival. The rank of a rendezvous or an arrival is one of those that meet there; its lane (a row of `lanes`)
+    # is null, as that of an origin. The duration is as measured, >= 0; of it `work_ns` is what it takes when nothing is
+    # awaited, and `residual_ns` what neither the work nor an awaited node explains. `event` and `op` (the innermost
+    # framework op) are rows of the rank's trace, `host_op` the id in the host trace, where linked. The bytes are of
+    # copies, fills and communication (what this rank puts in).
+    "nodes": schema(
+        "node kind name category rank lane start_ns duration_ns work_ns residual_ns event op host_op step correlation",
+        "bytes",
+        {"kind": NodeKind, "category": CategoryType, "op": pl.UInt32, "host_op": pl.Int64},
     ),
-    "edges": _schema(
-        {
-            "source": Node,
-            "target": Node,
-            "kind": EdgeKind,
-            "evidence": Evidence,
-            "from_end": pl.Boolean,  # True: holds from the end of the source; False: from its start
-            "to_end": pl.Boolean,  # True: holds back the end of the target; False: its start
-            "delay_ns": pl.Int64,  # calibrated delay of the edge's class, at most the observed slack; may be negative
-            "residual_ns": pl.Int64,  # more than 0 only on the last satisfied edge into a point
-        }
+    # `from_end`: it holds from the end of the source, else from its start; `to_end`: it holds back the end of the
+    # target, else its start. The delay is the calibrated one of the edge's class, at most the observed slack, and may
+    # be negative; the residual is more than 0 only on the last satisfied edge into a point.
+    "edges": schema(
+        "source target kind evidence from_end to_end delay_ns residual_ns",
+        {"source": Node, "target": Node, "kind": EdgeKind, "evidence": Evidence},
     ),
-    "lanes": _schema(
-        {
-            "lane": pl.UInt32,  # row number
-            "rank": pl.Int32,
-            "kind": pl.Enum(["host", "device"]),
-            "process": pl.String,
-            "thread": pl.String,
-            "device": pl.Int32,
-            "stream": pl.Int64,
-            "name": pl.String,
-        }
+    "lanes": schema(
+        "lane rank kind process thread device stream name",
+        {"kind": pl.Enum(["host", "device"])},
     ),
-    "communication": _schema(
-        {
-            "node": Node,
-            "instance": pl.Int64,  # equal for the parts of one operation on all ranks; null where not joined
-            "kind": pl.String,  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, receive, ...
-            "group": pl.String,
-            "group_size": pl.Int32,
-            "ranks": pl.List(pl.Int32),  # members, ascending; null where unknown
-            "sequence": pl.Int64,
-            "element_type": pl.String,
-            "in_bytes": pl.Int64,
-            "out_bytes": pl.Int64,
-            "peer": pl.Int32,  # global rank of the root, source or destination
-            "tag": pl.Int64,
-            "in_splits": pl.List(pl.Int64),
-            "out_splits": pl.List(pl.Int64),
-        }
+    # `instance` is equal for the parts of one operation on all ranks, null where not joined; kind: all_reduce,
+    # all_gather, reduce_scatter, all_to_all, broadcast, send, receive, ...; ranks are the members, ascending, null
+    # where unknown; `peer` is the global rank of the root, source or destination.
+    "communication": schema(
+        "node instance kind group group_size ranks sequence element_type in_bytes out_bytes peer tag in_splits",
+        "out_splits",
+        {"ranks": pl.List(pl.Int32), "in_splits": pl.List(pl.Int64), "out_splits": pl.List(pl.Int64)},
     ),
-    "transfers": _schema(
-        {
-            "node": Node,
-            "kind": pl.String,  # HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown
-            "source_memory": pl.String,
-            "target_memory": pl.String,
-        }
+    # kind: HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown
+    "transfers": schema("node kind source_memory target_memory"),
+    # `id` is that in the host trace; record function 0 and autograd sequence -1 in the file are null here. Threads have
+    # PyTorch's own numbers: 1, 2, 3. Inputs and outputs are lists as JSON text, `attributes` every other attribute of
+    # the node, as a JSON object.
+    "host_ops": schema(
+        "rank id name parent forward_parent record_function_id sequence scope thread forward_thread schema inputs",
+        "input_shapes input_types outputs output_shapes output_types attributes",
+        dict.fromkeys(("parent", "forward_parent", "thread", "forward_thread"), pl.Int64),
     ),
-    "host_ops": _schema(
-        {
-            "rank": pl.Int32,
-            "id": pl.Int64,  # in the host trace
-            "name": pl.String,
-            "parent": pl.Int64,
-            "forward_parent": pl.Int64,
-            "record_function_id": pl.Int64,  # 0 in the file is null here
-            "sequence": pl.Int64,  # autograd; -1 in the file is null here
-            "scope": pl.Int32,
-            "thread": pl.Int64,  # PyTorch's own numbering: 1, 2, 3
-            "forward_thread": pl.Int64,
-            "schema": pl.String,
-            "inputs": pl.String,  # the six lists as JSON text
-            "input_shapes": pl.String,
-            "input_types": pl.String,
-            "outputs": pl.String,
-            "output_shapes": pl.String,
-            "output_types": pl.String,
-            "attributes": pl.String,  # every other attribute of the node, as a JSON object
-        }
+    # Traces are paths. The offset is added to this rank's times, 0 where nothing was fitted; the drift is in ns per ns;
+    # the residual is what the fit leaves, null where nothing was fitted.
+    "ranks": schema(
+        "rank host process device_trace host_trace window_start_ns window_end_ns clock_offset_ns clock_drift",
+        "clock_residual_ns",
+        {"process": pl.Int64},
     ),
-    "ranks": _schema(
-        {
-            "rank": pl.Int32,
-            "host": pl.String,
-            "process": pl.Int64,
-            "device_trace": pl.String,  # paths
-            "host_trace": pl.String,
-            "window_start_ns": pl.Int64,
-            "window_end_ns": pl.Int64,
-            "clock_offset_ns": pl.Int64,  # added to this rank's times; 0 where nothing was fitted
-            "clock_drift": pl.Float64,  # parts per one: ns per ns
-            "clock_residual_ns": pl.Int64,  # what the fit leaves; null where nothing was fitted
-        }
-    ),
-    "delays": _schema(
-        {
-            "kind": EdgeKind,
-            "place": pl.String,  # what the class is told apart by: device, vendor, call name
-            "count": pl.Int64,
-            "median_ns": pl.Int64,
-        }
-    ),
-    "coverage": _schema(
-        {
-            "rank": pl.Int32,
-            "subject": pl.String,  # host-ops, gpu-work, collectives, time, ...
-            "outcome": pl.String,  # matched, attached, orphan: launch before the window, ...
-            "count": pl.Int64,
-            "time_ns": pl.Int64,  # null where time has no meaning for the subject
-        }
-    ),
+    # `place` is what the class is told apart by: device, vendor, call name.
+    "delays": schema("kind place count median_ns", {"kind": EdgeKind, "place": pl.String}),
+    # subject: host-ops, gpu-work, collectives, time, ...; outcome: matched, attached, orphan: launch before the window,
+    # ...; the time is null where it has no meaning for the subject.
+    "coverage": schema("rank subject outcome count time_ns"),
 }
 
 
