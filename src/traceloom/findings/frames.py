@@ -104,7 +104,8 @@ def _with_frames(
         )
     advice = finding.advice
     if candidate.hot_advice is not None and frames and frames[0].share >= _MOST_OF:
-        part = f"{units.duration(frames[0].time_ns)} of {units.duration(host_ns)} are {frames[0]}"
+        hottest = replace(frames[0], file=frames[0].file and frames[0].file.rpartition("/")[2])
+        part = f"{units.duration(hottest.time_ns)} of {units.duration(host_ns)} are {hottest}"
         advice = candidate.hot_advice.format(frame=part)
     return replace(finding, host_ns=host_ns, frames=tuple(frames), advice=advice)
 

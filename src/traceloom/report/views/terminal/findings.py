@@ -100,8 +100,9 @@ def _finding(row: Row, width: int, *, full: bool, ranged: bool = True) -> Iterat
             ):
                 yield Text(" " * _INDENT + part, DIM)
         return
-    for words in (row["advice"], *_frames(row), *_evidence(row), row["risk"] and f"Risk: {row['risk']}."):
-        for part in textwrap.wrap(harmless(words or ""), max(width - _SIDE - 2, 24), break_on_hyphens=False):
+    room = max(width - _SIDE - 2, 24)
+    for words in (row["advice"], *_frames(row, room), *_evidence(row), row["risk"] and f"Risk: {row['risk']}."):
+        for part in textwrap.wrap(harmless(words or ""), room, break_on_hyphens=False):
             yield Text(" " * _INDENT + part, DIM)
 
 
@@ -120,11 +121,14 @@ def _hottest(row: Row, width: int) -> Iterator[Text]:
         yield Text(" " * _INDENT + (line if len(line) <= room else f"{line[: room - 1]}…"), DIM)
 
 
-def _frames(row: Row) -> Iterator[str]:
-    held = [
-        f"{units.duration(frame['time_ns'])} ({units.share(frame['share'], 1)}) in {HotFrame(**frame)}"
-        for frame in row["frames"]
-    ]
+def _frames(row: Row, room: int) -> Iterator[str]:
+    held = []
+    for hot in (HotFrame(**frame) for frame in row["frames"]):
+        file = hot.file or ""
+        while "/" in file and len(f"({file}:{hot.line}),") > room:  # without folders, so that no line breaks inside
+            file = f"…/{file.removeprefix('…/').partition('/')[2]}" if file.count("/") > 1 else file.rpartition("/")[2]
+        shown = replace(hot, file=file or None)
+        held.append(f"{units.duration(hot.time_ns)} ({units.share(hot.share, 1)}) in {shown}")
     if held:
         yield f"Host time: {'; '.join(held)}."
 
