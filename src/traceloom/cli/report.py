@@ -200,9 +200,9 @@ def _run(
 
 def _close(args: argparse.Namespace, document: Mapping[str, Any]) -> None:
     """Name the next useful command, with the inputs as a shell makes them, where it makes no others."""
-    name, paths = document["name"], sorted(row["path"] for row in document["inputs"])
-    made_by_shell = len(args.inputs) > 1 and _PATTERN.fullmatch(name) and sorted(glob.glob(name)) == paths  # noqa: PTH207
-    words = name if made_by_shell else shlex.join(args.inputs)
+    words = shlex.join(args.inputs)
+    if len(args.inputs) > 1 and _is_pattern(document["name"], [row["path"] for row in document["inputs"]]):
+        words = document["name"]
     outputs.close(args, [], f"traceloom report {words} -o report.html")
 
 
@@ -294,7 +294,7 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
         if len(paths) > 1 and len(of_session) == 1 and runs_by_home[min(of_session)] == 1:
             inputs = shlex.quote(str(min(of_session)))
         elif len(paths) > 1:
-            inputs = _pattern(session) or inputs
+            inputs = session.name if _is_pattern(session.name, paths) else inputs
         commands.append(with_addresses(f"traceloom report {inputs}"))
     of_one = of_one + [option for option, value in (("--rank", args.rank), ("--steps", args.steps)) if value]
     if of_one:
@@ -307,8 +307,6 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
     return Report(document, lambda: sessions[0], options)
 
 
-def _pattern(session: Session) -> str | None:
-    """The session's name, where a shell makes its files and no others of it."""
-    paths = sorted(trace.meta.path for trace in session.traces)
-    matches = _PATTERN.fullmatch(session.name) and sorted(glob.glob(session.name)) == paths  # noqa: PTH207
-    return session.name if matches else None
+def _is_pattern(name: str, paths: list[str]) -> bool:
+    """Whether a shell makes these files and no others of a session's name."""
+    return bool(_PATTERN.fullmatch(name)) and sorted(glob.glob(name)) == sorted(paths)  # noqa: PTH207

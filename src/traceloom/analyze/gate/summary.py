@@ -66,6 +66,21 @@ class Baseline(msgspec.Struct, frozen=True):
     saved_unix_s: int
     runs: list[RunSummary]
 
+    def check(self) -> None:
+        """Check that there are runs, and that all columns of each have one length.
+
+        Raises:
+            ValueError: they have not.
+        """
+        if not self.runs:
+            raise ValueError("no runs")
+        for run in self.runs:
+            columns = [*run.scalars.values(), *(values for table in run.tables.values() for values in table.values())]
+            program = run.program
+            even = len(program.operator) == len(program.shapes) == len(program.count)
+            if not even or any(len(values) != len(run.steps) for values in columns):
+                raise ValueError("columns of several lengths")
+
 
 def encode(baseline: Baseline) -> bytes:
     """The baseline as compressed JSON; the same bytes for the same content."""
@@ -84,7 +99,7 @@ def decode(data: bytes, where: str) -> Baseline:
         head: dict[str, Any] = msgspec.json.decode(text, type=dict)
         if unfolder.eof and head.get("format") == FORMAT and head.get("version") == VERSION:
             baseline = msgspec.convert(head, Baseline)
-            _check(baseline)
+            baseline.check()
             return baseline
         if head.get("format") == FORMAT and isinstance(head.get("version"), int) and head["version"] > VERSION:
             message = f"the baseline has version {head['version']}, and this Traceloom reads version {VERSION}"
@@ -96,15 +111,3 @@ def decode(data: bytes, where: str) -> Baseline:
     raise InputError(
         "this is no baseline, or it is damaged", slug="damaged-baseline", where=where, hint="save it again"
     )
-
-
-def _check(baseline: Baseline) -> None:
-    """Columns have one length; ValueError where not."""
-    if not baseline.runs:
-        raise ValueError("no runs")
-    for run in baseline.runs:
-        columns = [*run.scalars.values(), *(values for table in run.tables.values() for values in table.values())]
-        program = run.program
-        even = len(program.operator) == len(program.shapes) == len(program.count)
-        if not even or any(len(values) != len(run.steps) for values in columns):
-            raise ValueError("columns of several lengths")
