@@ -22,7 +22,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 KINDS = {
@@ -157,8 +157,8 @@ def blocking_calls(trace: Trace) -> BlockingCalls:
     calls = calls.join(summed.select(*keys, "site"), on=keys, how="left", nulls_equal=True, maintain_order="left")
     calls = calls.cast({"step": pl.Int32})
     spread = per_step(calls, ["site"], ["blocked_ns"], whole_steps(trace))
-    sites = summed.join(spread, on="site", how="left", maintain_order="left").select(list(SITES)).cast(SITES)
-    calls = calls.select(list(CALLS)).cast(CALLS)
+    sites = summed.join(spread, on="site", how="left", maintain_order="left").pipe(as_declared, SITES)
+    calls = calls.pipe(as_declared, CALLS)
     idle = None if calls["idle_after_ns"].null_count() == calls.height else int(calls["idle_after_ns"].sum())
     return BlockingCalls(sites, calls, int(calls["blocked_ns"].sum()), idle)
 

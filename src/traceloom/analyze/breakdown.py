@@ -15,7 +15,7 @@ from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.intervals import coverage, merge, summed_coverage, union
 from traceloom.analyze.steps import tiles
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 FIELDS = (
@@ -109,10 +109,10 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
         whole = pieces.select(pl.col(FIELDS).sum()).with_columns(
             *label, pl.lit(part["start_ns"].min()).alias("start_ns")
         )
-        devices.append(whole.select(list(DEVICE_SCHEMA)).cast(DEVICE_SCHEMA))
+        devices.append(whole.pipe(as_declared, DEVICE_SCHEMA))
         summed = pieces.group_by("row").agg(pl.col("duration_ns", *FIELDS).sum())
         by_step = in_time.join(summed, on="row", how="left", maintain_order="left").with_columns(
             *label, pl.col("duration_ns", *FIELDS).fill_null(0)
         )
-        steps.append(by_step.select(list(STEP_SCHEMA)).cast(STEP_SCHEMA))
+        steps.append(by_step.pipe(as_declared, STEP_SCHEMA))
     return GpuTime(pl.concat(devices), pl.concat(steps))

@@ -11,7 +11,7 @@ from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.collective.calls import WhereType, communication_calls
 from traceloom.analyze.intervals import EMPTY, Spans, difference, union
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 KEYS = ("kind", "group", "group_description", "group_size", "element_type", "where")
@@ -76,8 +76,7 @@ def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
         )
         .join(described.unique("group", keep="first"), on="group", how="left")
         .join(over_devices, on=keys, how="left", nulls_equal=True)
-        .select(list(COLLECTIVE_SCHEMA))
-        .cast(COLLECTIVE_SCHEMA)
+        .pipe(as_declared, COLLECTIVE_SCHEMA)
         .sort("total_ns", *KEYS, descending=[True] + [False] * len(KEYS), nulls_last=True)
     )
     return Communication(collectives, pl.DataFrame(devices, schema=DEVICE_SCHEMA, orient="row").sort("device"))

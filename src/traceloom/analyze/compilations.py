@@ -19,7 +19,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column, lookup
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 PARTS = ("compile", "lookup", "graph", "wrapper", "break", "outside", "unobserved")
 COMPILE, LOOKUP, GRAPH, WRAPPER, BREAK, OUTSIDE, NOTHING = range(7)
@@ -155,4 +155,4 @@ def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
         direction=pl.when("backward").then(pl.lit("backward")).otherwise(pl.lit("forward")),
     )
     frame = frame.with_columns(region=pl.format("{}/{}", "frame", "number"), recompile=pl.col("number") > 0)
-    return frame.select(list(COMPILATIONS)).cast(COMPILATIONS)
+    return frame.pipe(as_declared, COMPILATIONS)

@@ -34,7 +34,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 TIME = schema("lane step part ns", {"part": pl.Enum(PARTS)})
@@ -222,8 +222,7 @@ def _regions(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints
         )
         .join(spread, on="region", how="left")
         .sort("frame", "number")
-        .select(list(REGIONS))
-        .cast(REGIONS)
+        .pipe(as_declared, REGIONS)
     )
 
 
@@ -241,7 +240,7 @@ def _graphs(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints)
     summed = frame.group_by("name", "region", maintain_order=True).agg(
         pl.len().alias("count"), pl.col("host_ns", "device_ns").sum()
     )
-    return summed.select(list(GRAPHS)).cast(GRAPHS).sort("host_ns", "name", descending=[True, False])
+    return summed.pipe(as_declared, GRAPHS).sort("host_ns", "name", descending=[True, False])
 
 
 def _breaks(trace: Trace, event_marks: Marks, own_device_ns: Ints) -> pl.DataFrame:
@@ -286,8 +285,7 @@ def _breaks(trace: Trace, event_marks: Marks, own_device_ns: Ints) -> pl.DataFra
             pl.col("between_ns", "lookup_ns", "uncompiled_device_ns").sum(),
         )
         .sort("between_ns", descending=True, maintain_order=True)
-        .select(list(BREAKS))
-        .cast(BREAKS)
+        .pipe(as_declared, BREAKS)
     )
 
 
@@ -309,6 +307,5 @@ def _uncompiled(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: I
         .agg(pl.len().alias("count"), pl.col("host_ns", "device_ns").sum())
         .filter(pl.col("host_ns") > 0)
         .sort(["host_ns", "name"], descending=[True, False])
-        .select(list(UNCOMPILED))
-        .cast(UNCOMPILED)
+        .pipe(as_declared, UNCOMPILED)
     )

@@ -12,7 +12,7 @@ from traceloom.analyze.intervals import union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.model import Trace
 from traceloom.model.copies import copy_kind
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 KEYS = ("device", "kind", "source_memory", "target_memory", "by_kernel")
@@ -62,8 +62,7 @@ def copies(trace: Trace) -> Copies:
         .group_by("op", "kind", "pageable")
         .agg(pl.len().alias("count"), _BYTES, pl.col("ns").sum().alias("total_ns"))
         .sort(["total_ns", "op", "kind", "pageable"], descending=[True, False, False, False], nulls_last=True)
-        .select(list(OP_SCHEMA))
-        .cast(OP_SCHEMA)
+        .pipe(as_declared, OP_SCHEMA)
     )
     keys = ["device", "kind"]
     counted = rows.with_columns(
@@ -125,8 +124,7 @@ def copies(trace: Trace) -> Copies:
     return Copies(
         table.join(together, on=KEYS, how="left", nulls_equal=True)
         .sort(["total_ns", *KEYS], descending=[True] + [False] * len(KEYS), nulls_last=True)
-        .select(list(KIND_SCHEMA))
-        .cast(KIND_SCHEMA),
+        .pipe(as_declared, KIND_SCHEMA),
         ops,
         spread,
         curve,

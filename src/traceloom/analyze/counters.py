@@ -13,7 +13,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 from traceloom.read.again import readable, whole
 
@@ -67,8 +67,7 @@ def counters(trace: Trace) -> Counters:
             value.max().alias("max"),
         )
         .sort("source", "counter", nulls_last=True)
-        .select(list(SERIES_SCHEMA))
-        .cast(SERIES_SCHEMA)
+        .pipe(as_declared, SERIES_SCHEMA)
     )
     rows = np.flatnonzero(column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE))
     launches = kernel_launches(trace) if rows.size else rows
@@ -95,8 +94,7 @@ def counters(trace: Trace) -> Counters:
         .group_by("op", "counter", maintain_order=True)
         .agg(pl.len().alias("ranges"), value.sum())
         .sort("value", "op", "counter", descending=[True, False, False], nulls_last=True)
-        .select(list(OP_SCHEMA))
-        .cast(OP_SCHEMA)
+        .pipe(as_declared, OP_SCHEMA)
     )
     return Counters(
         series,

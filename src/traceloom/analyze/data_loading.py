@@ -17,7 +17,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import lookup
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 PARTS = ("fetch", "collate", "pin_memory", "workers", "operators", "other")
@@ -92,8 +92,7 @@ def data_loading(trace: Trace) -> DataLoading:
             maker=pl.when(by_workers).then(pl.lit("workers")).when(in_the_loop).then(pl.lit("main_thread")),
             gpu_idle_ns=None if idle is None else pl.Series(coverage(idle, tree.start_ns[rows], tree.end_ns[rows])),
         )
-        .select(list(WAITS))
-        .cast(WAITS)
+        .pipe(as_declared, WAITS)
     )
     unknown = evidence == "none"
     pieces, step = split_at_steps(trace, waiting.start, waiting.end)

@@ -9,7 +9,7 @@ import polars as pl
 from traceloom.analyze.breakdown import GpuTime
 from traceloom.analyze.idle import Idle
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 PARTS = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns")
@@ -51,7 +51,7 @@ def device_account(trace: Trace, gpu: GpuTime, idle: Idle) -> DeviceAccount:
     """The time of the devices in the steps of a trace; of all their GPU work where no step holds any time."""
     if not has_step_time(trace):
         devices = gpu.devices.with_columns(edge_idle_ns=0)
-        return DeviceAccount("gpu_work", devices.select(list(DEVICE_SCHEMA)).cast(DEVICE_SCHEMA), idle.totals)
+        return DeviceAccount("gpu_work", devices.pipe(as_declared, DEVICE_SCHEMA), idle.totals)
     in_steps = pl.col("step").is_not_null()
     edges = pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")
     devices = (

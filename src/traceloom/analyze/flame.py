@@ -16,7 +16,7 @@ from traceloom.analyze.splitting import NO_STEP
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import column
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 _TIMES = ("calls", "self_ns", "total_ns", "self_device_ns", "device_ns")
@@ -185,7 +185,6 @@ def _functions(
         pl.concat([summed, named], how="horizontal")
         .join(usual, on="label", how="left")
         .with_columns(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), kind=pl.Series(KINDS).gather(summed["kind"]))
-        .select(list(FUNCTIONS))
-        .cast(FUNCTIONS)
+        .pipe(as_declared, FUNCTIONS)
         .sort(["self_ns", "total_ns", "name", "file", "line"], descending=[True, True, False, False, False])
     )

@@ -15,6 +15,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup
+from traceloom.model.frames import as_declared
 
 STRETCHES = pl.Schema({"lane": pl.UInt32(), "start_ns": pl.Int64(), "end_ns": pl.Int64()})
 HELD = pl.Schema({"frame": pl.String(), "inside": pl.String(), "ns": pl.Int64()})
@@ -95,5 +96,5 @@ def held(trace: Trace, stretches: Sequence[pl.DataFrame]) -> list[pl.DataFrame]:
         named = summed.with_columns(
             words.names.gather(summed[name]).str.replace_all(ADDRESS, "").alias(name) for name in ("frame", "inside")
         ).with_columns(inside=pl.when(~pl.col("own")).then("inside"))
-        tables.append(named.group_by("frame", "inside").agg(pl.col("ns").sum()).select(list(HELD)).cast(HELD))
+        tables.append(named.group_by("frame", "inside").agg(pl.col("ns").sum()).pipe(as_declared, HELD))
     return tables

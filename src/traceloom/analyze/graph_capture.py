@@ -19,7 +19,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import nullable
 from traceloom.model.category import KERNEL, LAUNCHES
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.read.again import readable, whole
 
 _LAUNCH = r"(?i)launch.*kernel|kernel.*launch"
@@ -112,7 +112,7 @@ def mapped_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: boo
         pl.when(pl.col("reason").is_null() & none).then(pl.lit("its launch stands in no operator of the capture"))
         .otherwise("reason").alias("reason"),
         pl.when(~none).then("evidence").alias("evidence"),
-    ).select(list(shape)).cast(shape)  # fmt: skip
+    ).pipe(as_declared, shape)  # fmt: skip
 
 
 def _best(graph_codes: Ints, capture_codes: Ints, captures: list[tuple[int, int]]) -> tuple[Ints, bool]:

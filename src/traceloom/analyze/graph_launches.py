@@ -15,7 +15,7 @@ from traceloom.analyze.submissions import plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Ints
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 from traceloom.read.again import numbers, readable
 
@@ -104,7 +104,7 @@ def graph_launches(trace: Trace) -> GraphLaunches:
     """Find the graph launches and lay their replays upon each other."""
     laid = _laid(trace)
     replays = _replays(trace, laid)
-    nodes = laid.nodes.select(list(NODES)).cast(NODES)
+    nodes = laid.nodes.pipe(as_declared, NODES)
     graphs = _graphs(trace, laid, replays)
     graphs = graphs.with_columns(pl.Series("like", _alike(graphs, nodes), dtype=pl.UInt32))
     work_ns, all_ns = int(laid.work.length.sum()), laid.work.all_ns
@@ -282,8 +282,7 @@ def _replays(trace: Trace, laid: _Laid) -> pl.DataFrame:
         .with_columns(pl.int_range(pl.len()).over("graph").alias("replay"))
         .cast({"graph": pl.UInt32, "launch": pl.UInt32})
         .join(worst, on=["graph", "launch"], how="left", maintain_order="left")
-        .select(list(REPLAYS))
-        .cast(REPLAYS)
+        .pipe(as_declared, REPLAYS)
     )
 
 
@@ -309,15 +308,11 @@ def _graphs(trace: Trace, laid: _Laid, replays: pl.DataFrame) -> pl.DataFrame:
     streams = streams.group_by("graph").agg(pl.col("stream").n_unique().alias("stream_count"))
     rows = added.join(ids, on="graph").join(streams, on="graph").sort("graph")
     has_id = pl.col("graph_id") >= 0
-    return (
-        rows.with_columns(
-            pl.when(has_id).then("graph_id").alias("graph_id"),
-            pl.when(has_id).then(pl.lit("correlated")).otherwise(pl.lit("inferred")).alias("evidence"),
-            trace.events["name"].gather(rows["launch"]).alias("launch_name"),
-        )
-        .select(list(schema))
-        .cast(schema)
-    )
+    return rows.with_columns(
+        pl.when(has_id).then("graph_id").alias("graph_id"),
+        pl.when(has_id).then(pl.lit("correlated")).otherwise(pl.lit("inferred")).alias("evidence"),
+        trace.events["name"].gather(rows["launch"]).alias("launch_name"),
+    ).pipe(as_declared, schema)
 
 
 def _alike(graphs: pl.DataFrame, nodes: pl.DataFrame) -> list[int | None]:

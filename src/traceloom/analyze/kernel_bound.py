@@ -13,7 +13,7 @@ from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.roofline import Given, modelled
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 BOUNDS = ("compute", "memory", "latency", "unknown")
@@ -70,13 +70,12 @@ def kernel_bounds(trace: Trace, peak: Given = None, capture: Trace | None = None
             pl.when(pl.col("roofline_ns").is_not_null().all()).then(pl.col("roofline_ns").sum()).alias("roofline_ns"),
         )
         .sort("kind", "bound")
-        .select(list(KIND_SCHEMA))
-        .cast(KIND_SCHEMA)
+        .pipe(as_declared, KIND_SCHEMA)
     )
     whole = int(work["ns"].sum())
     known_ns = int(work.filter(pl.col("bound") != "unknown")["ns"].sum())
     return KernelBounds(
-        bound_shares.parts.select(list(BOUND_SCHEMA)).cast(BOUND_SCHEMA),
+        bound_shares.parts.pipe(as_declared, BOUND_SCHEMA),
         by_kind,
         per_step(bound_shares.steps, ["device", "bound"], list(SHARES), whole_steps(trace)),
         known_ns / whole if whole else None,

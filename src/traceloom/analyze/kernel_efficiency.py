@@ -14,7 +14,7 @@ from traceloom.analyze.matrix_units import STATES, StateType, matrix_units
 from traceloom.analyze.steps import tiles
 from traceloom.array_types import Floats, Ints
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 DEVICE_SCHEMA = schema(
@@ -74,8 +74,7 @@ def kernel_efficiency(trace: Trace) -> KernelEfficiency:
     table = (
         table.with_columns(matrix_units(table).alias("matrix_units"))
         .sort("total_ns", "name", "kind", descending=[True, False, False])
-        .select(list(KERNEL_SCHEMA))
-        .cast(KERNEL_SCHEMA)
+        .pipe(as_declared, KERNEL_SCHEMA)
     )
     matrix = (
         pl.DataFrame({"matrix_units": STATES}, schema={"matrix_units": StateType})
@@ -149,9 +148,7 @@ def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[p
             if whole
         ]
     return (
-        devices.with_columns(pl.Series("sm_efficiency", efficiency, dtype=pl.Float64))
-        .select(list(DEVICE_SCHEMA))
-        .cast(DEVICE_SCHEMA),
+        devices.with_columns(pl.Series("sm_efficiency", efficiency, dtype=pl.Float64)).pipe(as_declared, DEVICE_SCHEMA),
         pl.DataFrame(steps, schema=STEP_SCHEMA, orient="row"),
     )
 

@@ -24,7 +24,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 _NAMED = np.array([category in (cat.OP, cat.ANNOTATION) for category in cat.CATEGORIES])
@@ -90,10 +90,9 @@ def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
         .agg(pl.len().alias("count"), pl.col("ns").sum().alias("sum_ns"))
         .with_columns((pl.col("sum_ns") / pl.col("sum_ns").sum()).fill_nan(None).alias("fraction"))
         .sort("sum_ns", "kind", "rule", descending=[True, False, False])
-        .select(list(RULES_SCHEMA))
-        .cast(RULES_SCHEMA)
+        .pipe(as_declared, RULES_SCHEMA)
     )
-    by_kind = kind_shares.parts.select(list(KINDS_SCHEMA)).cast(KINDS_SCHEMA)
+    by_kind = kind_shares.parts.pipe(as_declared, KINDS_SCHEMA)
     spread = per_step(kind_shares.steps, ["device", "kind"], list(SHARES), whole_steps(trace))
     return KernelKinds(kind_shares.devices, by_kind, by_rule, kind_shares.steps, spread)
 

@@ -11,7 +11,7 @@ from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 KEYS = ("op", "shapes", "types", "kernel", "kind")
@@ -69,7 +69,6 @@ def kernel_shapes(trace: Trace) -> KernelShapes:
             descending=[True, False, False, False, False],
             nulls_last=True,
         )
-        .select(list(SHAPES_SCHEMA))
-        .cast(SHAPES_SCHEMA)
+        .pipe(as_declared, SHAPES_SCHEMA)
     )
     return KernelShapes(rows, whole)

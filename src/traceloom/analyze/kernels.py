@@ -11,7 +11,7 @@ from traceloom.analyze.classify import CATEGORIES, CategoryType, KindType, Rule,
 from traceloom.analyze.intervals import union
 from traceloom.model import Trace
 from traceloom.model.arrays import engine
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 KERNEL_SCHEMA = schema(
@@ -54,9 +54,8 @@ def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
         )
         .with_columns((pl.col("total_ns") / pl.col("total_ns").sum()).fill_nan(0.0).alias("fraction"))
         .sort("total_ns", "name", "kind", descending=[True, False, False])
-        .select(list(KERNEL_SCHEMA))
-        .cast(KERNEL_SCHEMA)
         .collect(engine=engine(trace))
+        .pipe(as_declared, KERNEL_SCHEMA)
     )
     unions = dict.fromkeys(CATEGORIES, 0)
     for (category, _), part in work.select("category", "device", "start_ns", "end_ns").group_by("category", "device"):
@@ -67,7 +66,6 @@ def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
         .cast({"category": CategoryType})
         .join(sums, on="category", how="left", maintain_order="left")
         .with_columns(pl.col("count", "total_ns").fill_null(0))
-        .select(list(CATEGORY_SCHEMA))
-        .cast(CATEGORY_SCHEMA)
+        .pipe(as_declared, CATEGORY_SCHEMA)
     )
     return Kernels(by_name, by_category)

@@ -18,7 +18,7 @@ from traceloom.analyze.waits import stream_waits
 from traceloom.array_types import Bools
 from traceloom.model import Trace
 from traceloom.model.arrays import column
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 LONG_CALL_NS = 50_000
@@ -153,10 +153,10 @@ def launches(trace: Trace) -> Launches:
     )
     by_call = by_call.with_columns(names.gather(by_call["code"]).alias("name"))
     return Launches(
-        totals=totals.select(list(TOTALS)).cast(TOTALS),
+        totals=totals.pipe(as_declared, TOTALS),
         names=_by_name(names, times, "code"),
         operators=_by_name(names, times, "op"),
-        calls=by_call.sort("total_ns", "name", descending=[True, False]).select(list(CALLS)).cast(CALLS),
+        calls=by_call.sort("total_ns", "name", descending=[True, False]).pipe(as_declared, CALLS),
         outliers=_outliers(trace, made, times, calls, held),
         queues=queues(made, held),
         curve=curve(made),
@@ -188,7 +188,7 @@ def _by_name(names: pl.Series, times: pl.DataFrame, key: str) -> pl.DataFrame:
     coded = times.with_columns(pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code"))
     table = coded.group_by("code", maintain_order=True).agg(*_OF_TIMES, pl.col("delay").sum().alias("sum"))
     table = table.with_columns(names.gather(table["code"]).alias("name"))
-    return table.sort("sum", "name", descending=[True, False]).select(list(NAMES)).cast(NAMES)
+    return table.sort("sum", "name", descending=[True, False]).pipe(as_declared, NAMES)
 
 
 def _or_null(name: str) -> pl.Expr:
@@ -249,7 +249,7 @@ def _steps(trace: Trace, made: Submissions, held: HeldCalls) -> pl.DataFrame:
         }
     )
     spread = per_step(frame, ["device"], _PER_STEP, whole_steps(trace))
-    return spread.sort("device").with_columns(_or_null("device")).select(list(STEPS)).cast(STEPS)
+    return spread.sort("device").with_columns(_or_null("device")).pipe(as_declared, STEPS)
 
 
 def _histogram(made: Submissions) -> pl.DataFrame:
@@ -294,8 +294,7 @@ def _short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:
     return (
         by_code.with_columns(words.names.gather(by_code["code"]).alias("name"))
         .sort("call_ns", "name", descending=[True, False])
-        .select(list(SHORT))
-        .cast(SHORT)
+        .pipe(as_declared, SHORT)
     )
 
 

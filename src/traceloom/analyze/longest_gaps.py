@@ -6,7 +6,7 @@ import polars as pl
 
 from traceloom.analyze.idle import CauseType, EvidenceType, Idle
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 SCHEMA = schema(
     "gap device step start_ns duration_ns cause cause_ns evidence before before_name after after_name",
@@ -58,7 +58,7 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
         *_NAMED,
         *(names.gather(rows[name]).alias(f"{name}_name") for name in _NAMED),
         pl.Series("stack", [_stack(trace, row) for row in rows["host_event"].to_list()], dtype=pl.List(pl.String)),
-    ).select(list(SCHEMA)).cast(SCHEMA)  # fmt: skip
+    ).pipe(as_declared, SCHEMA)  # fmt: skip
 
 
 def _stack(trace: Trace, event: int | None) -> list[str] | None:

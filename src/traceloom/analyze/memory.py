@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 DEVICES = schema(
@@ -89,7 +89,7 @@ def memory(trace: Trace) -> Memory:
         chosen.append(row)
     kept = events[np.unique(np.concatenate(chosen))].sort(*_KEY, "row")
     curve = kept.select(*_KEY, "time_ns", pl.col("level").alias("allocated_bytes"), "reserved_bytes").cast(CURVE)
-    return Memory(devices.select(list(DEVICES)).cast(DEVICES).sort(_KEY), curve)
+    return Memory(devices.pipe(as_declared, DEVICES).sort(_KEY), curve)
 
 
 def shared_memory(allocations: pl.DataFrame) -> pl.Series:

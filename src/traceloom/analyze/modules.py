@@ -20,7 +20,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 KINDS = ("module", "scope", "annotation")
@@ -267,7 +267,7 @@ def _ordered(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
         fields = {"node": number, "parent": parent, "name": name, "path": path, "kind": KINDS[row["kind"]]}
         ordered.append({**row, **fields})
         stack.extend((child, number, path, row["name"]) for child in reversed(children.get(row["node"], [])))
-    return pl.DataFrame(ordered, schema_overrides=dict(TREE)).select(list(TREE)).cast(TREE), number_of
+    return pl.DataFrame(ordered, schema_overrides=dict(TREE)).pipe(as_declared, TREE), number_of
 
 
 def _regions(trace: Trace) -> Regions:

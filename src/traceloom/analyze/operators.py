@@ -13,7 +13,7 @@ from traceloom.analyze.phases import meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model.arrays import engine
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 OPERATORS = schema("name shapes count self_ns total_ns mean_ns device_ns self_device_ns kernel_count fraction")
@@ -95,7 +95,7 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
     table = rows.sort(["self_ns", "total_ns", "name", "shapes"], descending=[True, True, False, False])
     gpu_ns = int(work.duration_ns.sum())
     return Operators(
-        table.select(list(OPERATORS)).cast(OPERATORS),
+        table.pipe(as_declared, OPERATORS),
         gpu_ns - int(direct_ns.sum()),
         work.origin.size - int(direct_count.sum()),
         gpu_ns,

@@ -18,7 +18,7 @@ from traceloom.analyze.submissions import Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 ELEMENTWISE = r"(?i)elementwise|^triton_poi_|pointwise"
@@ -142,8 +142,8 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     ).cast(OCCURRENCES)
     in_steps = occurrences.filter(pl.col("step").is_not_null()).with_columns(pl.lit(1, pl.Int64).alias("call_count"))
     spread = per_step(in_steps, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
-    steps = spread.select(list(STEPS)).cast(STEPS).sort("sequence")
-    sequences = sequences.select(list(SEQUENCES)).cast(SEQUENCES)
+    steps = spread.pipe(as_declared, STEPS).sort("sequence")
+    sequences = sequences.pipe(as_declared, SEQUENCES)
     return Patterns(sequences, occurrences, steps, made.row.size, whole, fusible)
 
 

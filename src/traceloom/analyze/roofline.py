@@ -16,7 +16,7 @@ from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.analyze.placed import BoundType, PlacedCalls, placed
 from traceloom.analyze.utilisation import utilisation
 from traceloom.model import Session, Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 Given = Peak | str | Mapping[str, float] | None
@@ -197,8 +197,7 @@ def _operators(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
             bound=pl.when("known").then(pl.when(over).then(pl.lit("compute")).otherwise(pl.lit("memory"))),
         )
         .sort("total_ns", "flops", "name", "shapes", descending=[True, True, False, False], nulls_last=True)
-        .select(list(OPERATORS))
-        .cast(OPERATORS)
+        .pipe(as_declared, OPERATORS)
     )
 
 
@@ -252,7 +251,7 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
         running = (pl.col(name) * pl.col("done")).round(0).cast(pl.Int64)
         until = pl.when(pl.col("done") >= 1.0).then(whole).otherwise(running)
         rows = rows.with_columns((until - pl.when("opens").then(0).otherwise(until.shift(1))).alias(name))
-    shared = rows.select(list(MODELLED)).cast(MODELLED)
+    shared = rows.pipe(as_declared, MODELLED)
     back = np.empty_like(turn)
     back[turn] = np.arange(turn.size)
     return shared[back]

@@ -12,7 +12,7 @@ from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.phases import meaning
 from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 KERNELS, OPERATORS = (schema("name", spread_schema(time, "call_count")) for time in ("total_ns", "self_ns"))
@@ -55,8 +55,7 @@ def work_per_step(trace: Trace) -> WorkPerStep:
     )
     kernels, operators = (
         per_step(rows, ["name"], [time, "call_count"], steps)
-        .select(list(schema))
-        .cast(schema)
+        .pipe(as_declared, schema)
         .sort(f"mean_{time}", "name", descending=[True, False])
         for rows, time, schema in ((work, "total_ns", KERNELS), (op_rows, "self_ns", OPERATORS))
     )

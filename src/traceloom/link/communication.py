@@ -19,6 +19,7 @@ from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model.arrays import nearest
+from traceloom.model.frames import as_declared
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ class OwnCommunication(Struct, frozen=True):
         return (
             self.about.with_columns(pl.Series("node", self.nodes(parts)), pl.lit(None, pl.Int64).alias("instance"))
             .sort("node")
-            .select(list(GRAPH_SCHEMAS["communication"]))
-            .cast(GRAPH_SCHEMAS["communication"])
+            .pipe(as_declared, GRAPH_SCHEMAS["communication"])
         )
 
 

@@ -15,6 +15,7 @@ from traceloom.errors import InputError
 from traceloom.link import matching as ms
 from traceloom.link.matching import Matching
 from traceloom.model import Trace
+from traceloom.model.frames import as_declared
 from traceloom.model.host_trace import HostTrace
 from traceloom.model.notice import Notice
 from traceloom.read.alignment import (
@@ -225,8 +226,7 @@ def _matching(
     threads = (
         ops.join(matched, on="thread", how="left", nulls_equal=True)
         .with_columns(pl.col("matched").fill_null(0))
-        .select(list(ms.THREADS))
-        .cast(ms.THREADS)
+        .pipe(as_declared, ms.THREADS)
         .sort("thread", "lane")
     )
     return Matching(

@@ -13,6 +13,7 @@ from dataclasses import replace
 import polars as pl
 
 from traceloom.model import graph_schema as gs
+from traceloom.model.frames import as_declared
 from traceloom.model.graph import Graph
 
 FROM_ROOT = ("broadcast", "scatter")
@@ -161,7 +162,7 @@ def _arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
 def _filled(name: str, frame: pl.DataFrame) -> pl.DataFrame:
     schema = gs.GRAPH_SCHEMAS[name]
     missing = [pl.lit(None).alias(column) for column in schema if column not in frame.columns]
-    return frame.with_columns(missing).select(list(schema)).cast(dict(schema))  # type: ignore[arg-type]
+    return frame.with_columns(missing).pipe(as_declared, schema)
 
 
 def _points(kind: str, frame: pl.DataFrame, number: str, time: str) -> pl.DataFrame:

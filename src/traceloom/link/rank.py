@@ -33,6 +33,7 @@ from traceloom.model import Trace
 from traceloom.model import graph_schema as gs
 from traceloom.model.arrays import nullable
 from traceloom.model.category import COPY
+from traceloom.model.frames import as_declared
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
 from traceloom.model.notice import Notice
@@ -205,7 +206,7 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, match
     if matching is not None:
         of_rank = pl.lit(rank, dtype=pl.Int32).alias("rank")
         schema = GRAPH_SCHEMAS["host_ops"]
-        host_ops = matching.host.ops.with_columns(of_rank).select(list(schema)).cast(schema)
+        host_ops = matching.host.ops.with_columns(of_rank).pipe(as_declared, schema)
         coverage = pl.concat([matching.coverage().with_columns(of_rank), coverage])
         notices = (*notices, *matching.notices)
     return Graph(
@@ -283,7 +284,7 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
         ids = pl.Series("host_op", np.asarray(matching.host_op, dtype=np.int64)).replace(-1, None)
         host_op = ids.gather(nodes["op"].cast(pl.UInt32))
     schema = GRAPH_SCHEMAS["nodes"]
-    return nodes.with_columns(host_op).select(list(schema)).cast(schema), lanes
+    return nodes.with_columns(host_op).pipe(as_declared, schema), lanes
 
 
 def _lanes(trace: Trace, lane: Ints) -> tuple[Ints, pl.DataFrame]:
@@ -299,8 +300,7 @@ def _lanes(trace: Trace, lane: Ints) -> tuple[Ints, pl.DataFrame]:
             pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
             pl.col("kind").cast(pl.String),
         )
-        .select(list(GRAPH_SCHEMAS["lanes"]))
-        .cast(GRAPH_SCHEMAS["lanes"])
+        .pipe(as_declared, GRAPH_SCHEMAS["lanes"])
     )
     return number[lane], frame
 

@@ -64,3 +64,8 @@ def schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.
     if len(typed) < len(types):
         raise ValueError(f"no word says the type of {', '.join(name for name in types if name not in typed)}")
     return pl.Schema(typed)
+
+
+def as_declared(frame: pl.DataFrame, columns: Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.DataFrame:
+    """The columns of a schema, in its order and of its types; a frame's other columns are left out."""
+    return pl.DataFrame([frame[name].cast(kind) for name, kind in columns.items()])  # a query takes five times as long

@@ -15,6 +15,7 @@ import polars as pl
 from traceloom.array_types import Array
 from traceloom.model.arrays import Texts, nullable
 from traceloom.model.deferred import Deferred
+from traceloom.model.frames import as_declared
 from traceloom.model.notice import Notice
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS
@@ -193,7 +194,7 @@ def with_captured(
         kinds = ", ".join(sorted(set(unmatched["kind"].to_list())))
         text = f"the recorder saw another number of collectives ({kinds}) than the trace holds; they are not joined"
         notices.append(Notice("collectives-unmatched", "info", text, int(unmatched["len"].sum())))
-    return filled.select(list(SCHEMAS["collectives"])).cast(SCHEMAS["collectives"]), notices
+    return filled.pipe(as_declared, SCHEMAS["collectives"]), notices
 
 
 def _calls(capture: dict[str, Any] | None, events: pl.DataFrame) -> pl.DataFrame:

@@ -13,6 +13,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.model.deferred import Deferred
+from traceloom.model.frames import as_declared
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.alignment import align, device_lines, device_lines_by_step, is_op, name_codes
 
@@ -95,7 +96,7 @@ def with_shapes(trace: Trace, folder: Path | None, read: Callable[[Path, dict[st
             {"event": events, "source": same[events]}, schema={"event": pl.UInt32, "source": pl.UInt32}
         )
         seen = pairs.join(graph.tensors.rename({"event": "source"}), on="source", how="left").drop("source")
-        return pl.concat([own, seen.select(list(SCHEMAS["tensors"])).cast(SCHEMAS["tensors"])]).sort("event")
+        return pl.concat([own, seen.pipe(as_declared, SCHEMAS["tensors"])]).sort("event")
 
     return trace.with_deferred("tensors", Deferred(tensors))
 

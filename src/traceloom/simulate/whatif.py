@@ -13,7 +13,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.link import link_session
 from traceloom.model import Session
 from traceloom.model import graph_schema as gs
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import plain, point_times
 from traceloom.model.result import Result
@@ -114,7 +114,7 @@ def whatif(
         before_ns=pl.col("end").max() - pl.col("start").min(),
         after_ns=pl.col("new_end").max() - pl.col("new_start").min(),
     ).sort("rank")  # fmt: skip
-    ranks = spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).select(list(RANKS)).cast(RANKS)
+    ranks = spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).pipe(as_declared, RANKS)
     return WhatIf(
         changes=tuple(str(change) for change in parsed),
         before_ns=before,
@@ -187,7 +187,7 @@ def _path(graph: Graph, scenario: Scenario, times: Ints) -> pl.DataFrame:
     changed = changed_graph(graph, scenario, times)
     after = parts(changed, critical_path(changed)).select("what", "kind", after_ns="time_ns")
     both = before.join(after, on=["what", "kind"], how="full", coalesce=True, nulls_equal=True).fill_null(0)
-    return both.sort("before_ns", "after_ns", descending=True).select(list(PARTS)).cast(PARTS)
+    return both.sort("before_ns", "after_ns", descending=True).pipe(as_declared, PARTS)
 
 
 def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:

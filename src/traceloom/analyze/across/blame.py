@@ -9,7 +9,7 @@ import polars as pl
 
 from traceloom.analyze.across.lateness import CAUSE_NAMES, NOT_EXPLAINED, PEER, SCHEDULE, CauseType, Lateness, roots
 from traceloom.analyze.across.matched import INSTANCE_SCHEMA, Matched
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 COLLECTIVE_SCHEMA = schema(
     INSTANCE_SCHEMA,
@@ -33,22 +33,18 @@ def with_causes(matched: Matched, lateness: Lateness) -> pl.DataFrame:
     nameless = [CAUSE_NAMES.index(name) for name in NOT_EXPLAINED]
     usual, peer = (lateness.excess_ns[:, CAUSE_NAMES.index(name)] for name in (SCHEDULE, PEER))
     lost = lateness.excess_ns[:, nameless].sum(axis=1)
-    return (
-        frame.with_columns(
-            pl.Series("late_ns", lateness.late_ns),
-            names.gather(lateness.cause).alias("cause"),
-            pl.Series("cause_ns", lateness.excess_ns[rows, lateness.cause] if rows.size else rows),
-            pl.Series("explained_ns", lateness.late_ns - lost),
-            pl.Series("unexplained_ns", lost),
-            # who waits longer only because it came earlier waits for the order, too
-            pl.min_horizontal(pl.Series("schedule_ns", usual + np.maximum(peer, 0)), "wait_ns").alias("schedule_ns"),
-            frame["instance"].gather(root).alias("root_instance"),
-            frame["last_rank"].gather(root).alias("root_rank"),
-            names.gather(root_cause).alias("root_cause"),
-        )
-        .select(list(COLLECTIVE_SCHEMA))
-        .cast(dict(COLLECTIVE_SCHEMA))  # type: ignore[arg-type]
-    )
+    return frame.with_columns(
+        pl.Series("late_ns", lateness.late_ns),
+        names.gather(lateness.cause).alias("cause"),
+        pl.Series("cause_ns", lateness.excess_ns[rows, lateness.cause] if rows.size else rows),
+        pl.Series("explained_ns", lateness.late_ns - lost),
+        pl.Series("unexplained_ns", lost),
+        # who waits longer only because it came earlier waits for the order, too
+        pl.min_horizontal(pl.Series("schedule_ns", usual + np.maximum(peer, 0)), "wait_ns").alias("schedule_ns"),
+        frame["instance"].gather(root).alias("root_instance"),
+        frame["last_rank"].gather(root).alias("root_rank"),
+        names.gather(root_cause).alias("root_cause"),
+    ).pipe(as_declared, COLLECTIVE_SCHEMA)
 
 
 def by_rank(matched: Matched, collectives: pl.DataFrame) -> pl.DataFrame:
@@ -66,7 +62,7 @@ def by_rank(matched: Matched, collectives: pl.DataFrame) -> pl.DataFrame:
     for part in (waits, blame, root):
         out = out.join(part, on="rank", how="left", maintain_order="left")
     filled = out.with_columns(pl.col(name).fill_null(0) for name in RANK_SCHEMA if name not in ("rank", "host"))
-    return filled.select(list(RANK_SCHEMA)).cast(dict(RANK_SCHEMA)).sort("rank")  # type: ignore[arg-type]
+    return filled.pipe(as_declared, RANK_SCHEMA).sort("rank")
 
 
 def by_host(ranks: pl.DataFrame) -> pl.DataFrame:
@@ -84,7 +80,7 @@ def heat(matched: Matched, collectives: pl.DataFrame) -> pl.DataFrame:
     for part in (waits, blame, root):
         keys = keys.join(part, on=["step", "rank"], how="left", nulls_equal=True)
     filled = keys.with_columns(pl.col(name).fill_null(0) for name in ("wait_ns", "blame_ns", "root_ns"))
-    ordered = filled.select(list(HEAT_SCHEMA)).cast(dict(HEAT_SCHEMA))  # type: ignore[arg-type]
+    ordered = filled.pipe(as_declared, HEAT_SCHEMA)
     return ordered.sort("step", "rank", nulls_last=True)
 
 
@@ -143,7 +139,6 @@ def reasons(collectives: pl.DataFrame) -> pl.DataFrame:
             pl.col("late_ns").sum(),
             pl.col("late_ns").max().alias("most_late_ns"),
         )
-        .select(list(REASON_SCHEMA))
-        .cast(dict(REASON_SCHEMA))  # type: ignore[arg-type]
+        .pipe(as_declared, REASON_SCHEMA)
         .sort("waited_ns", "rank", "cause", descending=[True, False, False])
     )

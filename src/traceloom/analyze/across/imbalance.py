@@ -10,7 +10,7 @@ import polars as pl
 from traceloom.analyze.across.load import MEASURES
 from traceloom.analyze.across.matched import numbered
 from traceloom.analyze.across.rank_part import RankPart
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 BALANCE_SCHEMA = schema(
@@ -68,5 +68,5 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
         rows.append((*figures, steps["step"][0], steps["ratio"][0], steps["rank"][0]))
     return Imbalance(
         pl.DataFrame(rows, schema=BALANCE_SCHEMA, orient="row"),
-        ranks.select(list(LOAD_SCHEMA)).cast(dict(LOAD_SCHEMA)).sort("rank"),  # type: ignore[arg-type]
+        ranks.pipe(as_declared, LOAD_SCHEMA).sort("rank"),
     )

@@ -14,7 +14,7 @@ from traceloom.analyze.idle import CAUSES, idle
 from traceloom.analyze.intervals import Spans, coverage, merge, union
 from traceloom.array_types import Ints
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 COMPUTE = "compute"
 COMMUNICATION = "communication"
@@ -108,8 +108,7 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
         summed.sort("stretch", "class", "ns", "name", descending=[False, False, True, False])
         .group_by("stretch", "class", maintain_order=True)
         .head(_MOST_NAMES)
-        .select(list(DETAIL_SCHEMA))
-        .cast(dict(DETAIL_SCHEMA))  # type: ignore[arg-type]
+        .pipe(as_declared, DETAIL_SCHEMA)
     )
     return Ledger(moments, sums, largest, device)
 

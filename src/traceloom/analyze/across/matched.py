@@ -14,7 +14,7 @@ from traceloom.analyze.collective.calls import sum_or_null
 from traceloom.link.clocks import ENDS_TOGETHER, HostClock, fit_clocks
 from traceloom.link.collectives import join_parts
 from traceloom.link.meeting import FROM_ROOT, TO_ROOT
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.notice import Notice
 
 Ints = NDArray[np.int64]
@@ -113,7 +113,7 @@ def match(parts: Sequence[RankPart]) -> Matched:
         for host, clock in fitted.items()
     ]
     return Matched(
-        rows.select(list(PART_SCHEMA)).cast(dict(PART_SCHEMA)),  # type: ignore[arg-type]
+        rows.pipe(as_declared, PART_SCHEMA),
         _instances(rows),
         pl.DataFrame(clocks, schema=CLOCK_SCHEMA, orient="row"),
         ranks,
@@ -187,8 +187,6 @@ def _instances(rows: pl.DataFrame) -> pl.DataFrame:
         pl.col("bus_factor").first(),
     )
     rate = pl.when(pl.col("transfer_ns") > 0).then(pl.col("size_bytes") * pl.col("bus_factor") / pl.col("transfer_ns"))
-    return (
-        frame.with_columns((pl.col("recorded") >= pl.col("group_size")).alias("whole"), rate.alias("transfer_gb_per_s"))
-        .select(list(INSTANCE_SCHEMA))
-        .cast(dict(INSTANCE_SCHEMA))  # type: ignore[arg-type]
-    )
+    return frame.with_columns(
+        (pl.col("recorded") >= pl.col("group_size")).alias("whole"), rate.alias("transfer_gb_per_s")
+    ).pipe(as_declared, INSTANCE_SCHEMA)

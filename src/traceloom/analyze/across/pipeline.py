@@ -9,7 +9,7 @@ import polars as pl
 
 from traceloom.analyze.across.matched import Matched
 from traceloom.analyze.across.rank_part import RankPart
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 STAGE_SCHEMA = schema(
@@ -70,7 +70,7 @@ def pipeline(parts: Sequence[RankPart], matched: Matched) -> Pipeline:
             + pl.min_horizontal("pair_after_ns", "drain_ns")
         ).alias("in_pairs_ns"),
     )
-    steps = bubbles.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
+    steps = bubbles.pipe(as_declared, STEP_SCHEMA)
     steps = steps.sort("step", "pipeline", "stage", "rank", nulls_last=True)
     sums = steps.group_by("rank", "pipeline", "stage").agg(
         pl.len().alias("step_count"),
@@ -82,7 +82,7 @@ def pipeline(parts: Sequence[RankPart], matched: Matched) -> Pipeline:
         (pl.col("bubble_ns").sum() / pl.max_horizontal(pl.col("window_ns").sum(), 1)).alias("bubble_fraction"),
     )
     count = (pl.col("stage").max().over("pipeline") + 1).alias("stage_count")
-    stages = sums.with_columns(count).select(list(STAGE_SCHEMA)).cast(dict(STAGE_SCHEMA))  # type: ignore[arg-type]
+    stages = sums.with_columns(count).pipe(as_declared, STAGE_SCHEMA)
     return Pipeline(stages.sort("pipeline", "stage", "rank"), steps)
 
 

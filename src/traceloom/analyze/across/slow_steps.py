@@ -11,7 +11,7 @@ import polars as pl
 from traceloom.analyze.across.ledger import COMMUNICATION, ClassType
 from traceloom.analyze.across.matched import numbered
 from traceloom.analyze.across.rank_part import RankPart, breakdown_per_step
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 # A step is slow where it is longer than the median by more than this many standard deviations, which are estimated by
@@ -66,7 +66,7 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
         (pl.col("duration_ns") > pl.lit(limit, pl.Int64)).fill_null(value=False).alias("slow"),
         (pl.col("duration_ns") - pl.lit(median, pl.Int64)).alias("over_ns"),
     )
-    rated = rated.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
+    rated = rated.pipe(as_declared, STEP_SCHEMA)
     slow = rated.filter("slow")
     good = rated.filter(~pl.col("slow"))["step"].implode()
     differences = [pl.DataFrame(schema=DIFFERENCE_SCHEMA)]
@@ -77,8 +77,8 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
         rows = rows.with_columns(
             pl.col("usual_ns").fill_null(0).cast(pl.Int64), pl.lit(rank, pl.Int32).alias("rank")
         ).with_columns((pl.col("ns") - pl.col("usual_ns")).alias("more_ns"))
-        rows = rows.filter((pl.col("ns") != 0) | (pl.col("usual_ns") != 0)).select(list(DIFFERENCE_SCHEMA))
-        differences.append(rows.cast(dict(DIFFERENCE_SCHEMA)))  # type: ignore[arg-type]
+        rows = rows.filter((pl.col("ns") != 0) | (pl.col("usual_ns") != 0))
+        differences.append(rows.pipe(as_declared, DIFFERENCE_SCHEMA))
     every_rank = pl.concat(differences).sort("step", "more_ns", "class", "rank", descending=[False, True, False, False])
     # who waits for a late rank is as late: the account is that of the rank that did most more, if that explains half
     busy = every_rank.filter(pl.col("class") != COMMUNICATION).unique("step", keep="first", maintain_order=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.snapshot import Snapshot
 
 FRAGMENTS = schema(
@@ -45,4 +45,4 @@ def fragments(snapshot: Snapshot) -> pl.DataFrame:
     states = both.with_columns(
         fragmentation=pl.when(pl.col("free_bytes") > 0).then(1 - pl.col("largest_free_bytes") / pl.col("free_bytes"))
     )
-    return states.select(list(FRAGMENTS)).cast(FRAGMENTS).sort("device")
+    return states.pipe(as_declared, FRAGMENTS).sort("device")

@@ -17,7 +17,7 @@ from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.table import names
 from traceloom.array_types import Ints
 from traceloom.model import Notice, Trace, units
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 POOLS = schema(
@@ -105,7 +105,7 @@ def answers(explained: Explained, rows: Mapping[int, int] | None = None, *, most
         whole = max(int(summed["bytes"].sum()), 1)
         ranked = summed.with_columns(pool_column, fraction=pl.col("bytes") / whole)
         ranked = ranked.sort("bytes", "category", descending=[True, False])
-        by_category.append(ranked.select(list(CATEGORY_ROWS)).cast(CATEGORY_ROWS))
+        by_category.append(ranked.pipe(as_declared, CATEGORY_ROWS))
         if not most:
             continue
         chosen_rows = np.flatnonzero(chosen)

@@ -7,7 +7,7 @@ import polars as pl
 
 from traceloom.analyze.allocations.named import Named
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 GROWTH = schema(
     "site pool step_count period bytes bytes_per_step block_count first_step last_step example",
@@ -71,4 +71,4 @@ def growth(trace: Trace, named: Named) -> pl.DataFrame:
         )
         .with_columns(bytes_per_step=pl.col("bytes") / (pl.col("span") + pl.col("period")))
     )
-    return grown.select(list(GROWTH)).cast(GROWTH).sort("bytes_per_step", "site", descending=[True, False])
+    return grown.pipe(as_declared, GROWTH).sort("bytes_per_step", "site", descending=[True, False])

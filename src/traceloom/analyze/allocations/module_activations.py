@@ -9,7 +9,7 @@ from traceloom.analyze.allocations.categories import ACTIVATION
 from traceloom.analyze.allocations.explained import Explained
 from traceloom.analyze.allocations.naming import module_calls
 from traceloom.analyze.ancestry import forest
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 ACTIVATIONS = schema("module call_count bytes block_count saved_bytes host_ns device_ns")
 
@@ -69,5 +69,5 @@ def module_activations(explained: Explained, pool: int, row: int) -> pl.DataFram
         pl.col("bytes", "block_count", "host_ns", "device_ns").sum(),
         saved_bytes=(pl.col("bytes") - pl.col("output")).sum(),
     )
-    chosen = summed.filter(pl.col("saved_bytes") > 0).select(list(ACTIVATIONS)).cast(ACTIVATIONS)
+    chosen = summed.filter(pl.col("saved_bytes") > 0).pipe(as_declared, ACTIVATIONS)
     return chosen.sort("saved_bytes", "module", descending=[True, False])

@@ -17,7 +17,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, distinct
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 SLICE = 250_000
 SHORT = ("name", "bytes")
@@ -89,9 +89,7 @@ def slices(
                 innermost_op=trace.events["name"].gather(inside["op"]).set(~recorded, None),
                 owner=whose.table["name"].gather(pl.Series(whose.of[rows]).replace(-1, None).cast(pl.UInt32)),
                 stack=stacks(rows),
-            )
-            .select(list(LONG))
-            .cast(LONG)
+            ).pipe(as_declared, LONG)
         )
 
 

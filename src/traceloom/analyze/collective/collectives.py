@@ -22,7 +22,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.errors import InputError
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import column
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 from traceloom.read.again import readable, stretches
 
@@ -97,8 +97,7 @@ def collectives(trace: Trace, rules: Iterable[Rule] = (), *, peak_gb_per_s: floa
     spread = per_step(counted, keys, ["total_ns", "call_count"], whole_steps(trace))
     summary = (
         sums.join(spread, on=keys, how="left", nulls_equal=True, maintain_order="left")
-        .select(list(SUMMARY_SCHEMA))
-        .cast(dict(SUMMARY_SCHEMA))  # type: ignore[arg-type]
+        .pipe(as_declared, SUMMARY_SCHEMA)
         .sort("total_ns", "kind", "size_bytes", descending=[True, False, False], nulls_last=True)
     )
     return Collectives(rows, summary)
@@ -154,8 +153,7 @@ def _rows(trace: Trace, rules: tuple[Rule, ...] = (), peak_gb_per_s: float | Non
             pl.col("blocking_ns").replace(-1, None),
             trace.events["start_ns"].gather(calls["launch"]).alias("launch_ns"),
         )
-        .select(list(CALL_SCHEMA))
-        .cast(dict(CALL_SCHEMA))  # type: ignore[arg-type]
+        .pipe(as_declared, CALL_SCHEMA)
         .sort("start_ns", "event")
     )
 

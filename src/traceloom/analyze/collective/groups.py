@@ -8,7 +8,7 @@ import polars as pl
 
 from traceloom.analyze.collective.calls import sum_or_null
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 ROLES = ("data", "sharded data", "tensor", "pipeline", "expert", "context", "embedding", "world", "unknown")
@@ -112,7 +112,7 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
     rows = rows.with_columns(pl.when(even).then(steps.list.first()).alias("stride"))
     decided = [_role(row, world_size) for row in rows.to_dicts()]
     roles = pl.DataFrame(decided, {"role": RoleType, "evidence": pl.String()}, orient="row")
-    frame = rows.hstack(roles).select(list(GROUP_SCHEMA)).cast(dict(GROUP_SCHEMA))  # type: ignore[arg-type]
+    frame = rows.hstack(roles).pipe(as_declared, GROUP_SCHEMA)
     return ProcessGroups(frame.sort("total_ns", "group", descending=[True, False], nulls_last=True))
 
 

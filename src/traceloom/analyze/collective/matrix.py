@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from traceloom.analyze.collective.calls import sum_or_null
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 MATRIX_SCHEMA = schema("source target bytes exact_bytes duration_ns count", {"source": pl.Int32, "target": pl.Int32})
 EXCHANGE_SCHEMA = schema("group rank count sent_bytes received_bytes peer_max_over_mean split_count")
@@ -70,8 +70,7 @@ def matrix(calls: pl.DataFrame) -> pl.DataFrame:
             pl.col("count").sum(),
         )
         .sort("source", "target")
-        .select(list(MATRIX_SCHEMA))
-        .cast(dict(MATRIX_SCHEMA))  # type: ignore[arg-type]
+        .pipe(as_declared, MATRIX_SCHEMA)
     )
 
 
@@ -148,7 +147,6 @@ def exchanges(calls: pl.DataFrame) -> pl.DataFrame:
     )
     return (
         sums.join(peers, on=["group", "rank"], how="left", nulls_equal=True, maintain_order="left")
-        .select(list(EXCHANGE_SCHEMA))
-        .cast(dict(EXCHANGE_SCHEMA))  # type: ignore[arg-type]
+        .pipe(as_declared, EXCHANGE_SCHEMA)
         .sort("group", "rank", nulls_last=True)
     )

@@ -15,7 +15,7 @@ from traceloom.analyze.compare.tree import Trees, Words, trees, work_names
 from traceloom.analyze.compare.union import Union
 from traceloom.model import Session
 from traceloom.model.category import GPU_WORK
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 Ints = NDArray[np.int64]
 
@@ -92,7 +92,7 @@ def side(session: Session, number: int, union: Union, words: Words) -> Side:
     if kernels:
         keys = ["place", "name", "nth", "kind"]
         sums = pl.concat(kernels).group_by(keys).agg(pl.col("count", "ns", "sum_ns").sum())
-        out.kernels = sums.select(list(KERNELS)).cast(KERNELS)
+        out.kernels = sums.pipe(as_declared, KERNELS)
         out.waiting = pl.concat(waiting).group_by("cause").agg(pl.col("ns").sum()).sort("cause")
     return out
 

@@ -12,7 +12,7 @@ from traceloom.analyze.compare.samples import BUSY, meaning
 from traceloom.analyze.compare.sides import Side
 from traceloom.analyze.compare.tree import Words
 from traceloom.analyze.compare.union import Union
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 Ints = NDArray[np.int64]
 
@@ -214,7 +214,7 @@ def kernels(device: Device, places: PlaceGroups, words: Words, base: Side, new: 
     )
     largest_first = pl.col("difference_ns").abs(), "path", "operator"
     ordered = named.sort(largest_first, descending=[True, False, False], maintain_order=True)
-    return ordered.select(list(KERNELS)).cast(KERNELS)
+    return ordered.pipe(as_declared, KERNELS)
 
 
 def _status(
@@ -291,7 +291,7 @@ def operators(of_places: pl.DataFrame, places: PlaceGroups, base: Side, new: Sid
     primary = "duration_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
     largest_first = pl.col(primary).abs(), "path", "operator"
     ordered = rows.sort(largest_first, descending=[True, False, False], maintain_order=True)
-    return ordered.select(list(OPERATORS)).cast(OPERATORS)
+    return ordered.pipe(as_declared, OPERATORS)
 
 
 def tree(of_places: pl.DataFrame, union: Union, words: Words, base: Side, new: Side) -> pl.DataFrame:
@@ -319,7 +319,7 @@ def tree(of_places: pl.DataFrame, union: Union, words: Words, base: Side, new: S
         base_count=pl.col("base_count") / max(base.steps.height, 1),
         new_count=pl.col("new_count") / max(new.steps.height, 1),
     )
-    return frame.select(list(TREE)).cast(TREE)
+    return frame.pipe(as_declared, TREE)
 
 
 def relative(step_ns: int, of: str = "") -> list[pl.Expr]:

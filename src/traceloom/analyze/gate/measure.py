@@ -16,7 +16,7 @@ from traceloom.analyze.phases import meaning
 from traceloom.analyze.steps import step_times
 from traceloom.errors import UsageError
 from traceloom.model import Session
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.step_log import undisturbed_steps
 
 _LONG = schema("metric name step value")
@@ -155,7 +155,7 @@ def _long(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
         rows = rows.group_by("name", "step").agg(pl.col("value").sum())
     else:
         rows = rows.with_columns(pl.lit(None, pl.String).alias("name"))
-    return rows.with_columns(pl.lit(metric).alias("metric")).select(list(_LONG)).cast(_LONG)
+    return rows.with_columns(pl.lit(metric).alias("metric")).pipe(as_declared, _LONG)
 
 
 def _inside(rows: pl.DataFrame, of: ComparedSteps) -> pl.DataFrame:

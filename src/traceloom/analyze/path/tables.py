@@ -21,7 +21,7 @@ from traceloom.analyze.path.pieces import (
 from traceloom.analyze.path.window import PathWindow
 from traceloom.array_types import Ints
 from traceloom.model import graph_schema as gs
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.graph import Graph
 
 PATH = schema(
@@ -63,21 +63,17 @@ def path(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
     of_node = pl.DataFrame([graph.nodes[column].gather(node.cast(pl.UInt32)) for column in columns])
     of_edge = pl.DataFrame([graph.edges[column].gather(edge.cast(pl.UInt32)) for column in ("kind", "evidence")])
     threads = graph.lanes["name"].gather(of_node["lane"]) if graph.lanes.height else pl.Series([None] * node.len())
-    return (
-        of_node.with_columns(
-            # What comes before the path begins is waiting for the rank that it begins on.
-            pl.col("rank").fill_null(strategy="backward"),
-            pl.Series("start_ns", pieces.start + graph.epoch_ns),
-            pl.Series("duration_ns", pieces.end - pieces.start),
-            pl.Series(list(CLASSES), dtype=ClassType).gather(pieces.kind).alias("class"),
-            threads.alias("thread"),
-            of_edge["kind"].alias("edge"),
-            of_edge["evidence"],
-            pl.Series("along_edge", pieces.along),
-        )
-        .select(list(PATH))
-        .cast(PATH)
-    )
+    return of_node.with_columns(
+        # What comes before the path begins is waiting for the rank that it begins on.
+        pl.col("rank").fill_null(strategy="backward"),
+        pl.Series("start_ns", pieces.start + graph.epoch_ns),
+        pl.Series("duration_ns", pieces.end - pieces.start),
+        pl.Series(list(CLASSES), dtype=ClassType).gather(pieces.kind).alias("class"),
+        threads.alias("thread"),
+        of_edge["kind"].alias("edge"),
+        of_edge["evidence"],
+        pl.Series("along_edge", pieces.along),
+    ).pipe(as_declared, PATH)
 
 
 def stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
@@ -106,7 +102,7 @@ def stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
     for frame in most:
         whole = whole.join(frame, on="run", how="left", maintain_order="left")
     collected = whole.join(lanes, on="lane", how="left", maintain_order="left").collect()
-    return collected.with_columns(pl.col("kind").cast(pl.String)).select(list(STRETCHES)).cast(STRETCHES)
+    return collected.with_columns(pl.col("kind").cast(pl.String)).pipe(as_declared, STRETCHES)
 
 
 def classes(rows: pl.DataFrame, length: int) -> pl.DataFrame:
@@ -116,11 +112,7 @@ def classes(rows: pl.DataFrame, length: int) -> pl.DataFrame:
     filled = every.join(summed, on="class", how="left", maintain_order="left").with_columns(
         pl.col("duration_ns", "piece_count").fill_null(0)
     )
-    return (
-        filled.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction"))
-        .select(list(CLASS_ROWS))
-        .cast(CLASS_ROWS)
-    )
+    return filled.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction")).pipe(as_declared, CLASS_ROWS)
 
 
 def ranks(rows: pl.DataFrame, length: int) -> pl.DataFrame:
@@ -128,9 +120,7 @@ def ranks(rows: pl.DataFrame, length: int) -> pl.DataFrame:
     summed = rows.group_by("rank", "class").agg(pl.col("duration_ns").sum())
     whole = pl.col("duration_ns").sum().over("rank")
     ordered = summed.sort([whole, "rank", "duration_ns", "class"], descending=[True, False, True, False])
-    return (
-        ordered.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction")).select(list(RANKS)).cast(RANKS)
-    )
+    return ordered.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction")).pipe(as_declared, RANKS)
 
 
 def names(graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, near: int) -> pl.DataFrame:
@@ -177,6 +167,5 @@ def names(graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, nea
         )
         .sort("path_ns", "near_ns", "duration_ns", "name", "class", descending=[True, True, True, False, False])
         .collect()
-        .select(list(NAMES))
-        .cast(NAMES)
+        .pipe(as_declared, NAMES)
     )

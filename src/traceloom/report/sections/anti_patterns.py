@@ -9,7 +9,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.anti_patterns import MATCHES, PATTERNS
 from traceloom.model import Trace, units
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Frames, Section, Study, table
@@ -61,8 +61,7 @@ class AntiPatternsSection(Section[Frames]):
                 pl.when(~checked).then(pl.col("reason").first()).alias("reason"),
                 pl.col("advice").first(),
             )
-            .select(list(_JOB))
-            .cast(_JOB)
+            .pipe(as_declared, _JOB)
         )
         return self.lists({"job": job, **frames}, absent)
 

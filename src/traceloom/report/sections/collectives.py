@@ -11,7 +11,7 @@ from traceloom.analyze.collective.bandwidth import against_peak
 from traceloom.analyze.collective.calls import WhereType
 from traceloom.analyze.collective.collectives import CALL_SCHEMA
 from traceloom.model import units
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import NO_CALLS, RanksSection, calls_of
 from traceloom.report.sections.section import Study, table
@@ -118,7 +118,7 @@ class CollectivesSection(RanksSection):
             pl.col("ns").max().alias("max_step_ns"),
         )
         joined = sums.join(spread, on=list(_KEYS), how="left", nulls_equal=True, maintain_order="left")
-        summary = joined.select(list(_SUMMARY)).cast(dict(_SUMMARY))  # type: ignore[arg-type]
+        summary = joined.pipe(as_declared, _SUMMARY)
         summary = summary.sort("total_ns", "kind", "size_bytes", descending=[True, False, False], nulls_last=True)
         longest = calls.sort("duration_ns", "start_ns", descending=[True, False]).head(_LONGEST).select(list(_CALLS))
         if not calls.height:

@@ -10,7 +10,7 @@ from traceloom import analyze
 from traceloom.analyze.compilations import COMPILATIONS, PARTS, STAGES
 from traceloom.analyze.compiled import BREAKS, GRAPHS, REGIONS, UNCOMPILED
 from traceloom.model import Trace, units
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
@@ -86,7 +86,7 @@ class CompileSection(Section[Frames]):
         )
         return {
             "counts": pl.DataFrame([counts] if compiled.seen else [], schema=_COUNTS, orient="row"),
-            "time": time.select(list(_TIME)).cast(_TIME),
+            "time": time.pipe(as_declared, _TIME),
             "regions": compiled.regions.sort("host_ns", descending=True).head(_MOST),
             "graphs": compiled.graphs.head(_MOST),
             "breaks": compiled.breaks.head(_MOST),

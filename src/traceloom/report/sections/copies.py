@@ -8,7 +8,7 @@ from traceloom import analyze
 from traceloom.analyze.copies import KIND_SCHEMA, OP_SCHEMA
 from traceloom.analyze.per_step import spread_schema
 from traceloom.model import Trace, units
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
@@ -56,7 +56,7 @@ class CopiesSection(Section[Frames]):
 
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         copies = analyze.copies(trace)
-        per_step = copies.per_step.select(list(_USUAL)).cast(_USUAL)
+        per_step = copies.per_step.pipe(as_declared, _USUAL)
         return {"kinds": copies.kinds, "operators": copies.ops.head(_OPS), "per_step": per_step}
 
     def build(self, study: Study[Frames], absent: Absent) -> Row:

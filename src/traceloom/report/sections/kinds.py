@@ -16,7 +16,7 @@ from traceloom.analyze.kernel_kinds import KINDS_SCHEMA, RULES_SCHEMA
 from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.harmless import harmless
 from traceloom.model import Trace, units
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
@@ -98,7 +98,7 @@ class KindsSection(Section[Frames]):
             "devices": devices.select(list(_DEVICES)),
             "kinds": kinds.kinds.filter(pl.col("count") > 0).sort("device", "sum_ns", descending=[False, True]),
             "rules": kinds.rules,
-            "per_step": kinds.per_step.select(list(_USUAL)).cast(_USUAL),
+            "per_step": kinds.per_step.pipe(as_declared, _USUAL),
             "bounds": analyze.kernel_bounds(trace, options.peak, of_rank(capture_of_graphs(options), trace)).bounds,
             "matrix": fill.matrix,
             "kernels": fill.kernels.head(_KERNELS),
@@ -127,7 +127,7 @@ class KindsSection(Section[Frames]):
             )
             .sort("sum_ns", "kind", descending=[True, False])
         )
-        return self.lists({"job": job.select(list(_JOB)).cast(_JOB), **frames}, absent)
+        return self.lists({"job": job.pipe(as_declared, _JOB), **frames}, absent)
 
     def tables(self, value: Row) -> Iterator[Table]:
         kinds = value["kinds"]

@@ -9,7 +9,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.patterns import SEQUENCES, STEPS, Patterns
 from traceloom.model import Trace, units
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
@@ -65,7 +65,7 @@ class PatternsSection(Section[Patterns]):
             .with_columns((pl.col("kernel_ns") / max(whole_ns, 1)).alias("fraction"))
             .sort("kind", "kernel_ns", descending=[False, True], maintain_order=True)
         )
-        lists = self.lists({"job": job.select(list(_JOB)).cast(_JOB), "ranks": sequences}, absent)
+        lists = self.lists({"job": job.pipe(as_declared, _JOB), "ranks": sequences}, absent)
         return {**lists, "fusible_count": sum(of.fusible_count for of in study.results)}
 
     def tables(self, value: Row) -> Iterator[Table]:
