@@ -7,6 +7,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.intervals import coverage, union
+from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 from traceloom.model.arrays import column
 from traceloom.model.category import COPY, GPU_WORK, LAUNCHES
@@ -23,6 +24,7 @@ _BUSY = 0.1  # of a call at most: no device had anything to do
 _BEFORE_FREES = "Malloc|Event|Synchronize|LastError|MemGetInfo"  # what PyTorch's allocator calls before it frees
 
 
+@per_trace
 def blocking_calls(trace: Trace) -> NDArray[np.bool_]:
     """True for every event that is a blocking runtime or driver call; shape (events,).
 
@@ -53,6 +55,7 @@ def blocking_calls(trace: Trace) -> NDArray[np.bool_]:
     return blocking | starting_calls(trace)
 
 
+@per_trace
 def starting_calls(trace: Trace) -> NDArray[np.bool_]:
     """True for every call of CUDA or HIP in which the device is set up or code is loaded; shape (events,).
 

@@ -156,7 +156,8 @@ def idle(trace: Trace) -> Idle:
 
 def _queued(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints, Bools]:
     """Per gap: cause and evidence (as numbers) of the time after the work was submitted, and whether it is a wait."""
-    has_wait, recorded = stream_waits(trace, all_gaps.after)
+    waited, recorded = stream_waits(trace)
+    has_wait = waited[all_gaps.after]
     short = all_gaps.high - all_gaps.low <= KERNEL_TO_KERNEL_NS
     work = gpu_rows(trace)
     ends = np.sort(trace.events["start_ns"].to_numpy()[work] + trace.events["duration_ns"].to_numpy()[work])

@@ -203,7 +203,7 @@ def _outliers(
     at = np.concatenate([late["at"].to_numpy(), long["at"].to_numpy(), held.at])
     kind = np.repeat(["late work", "long call", "full queue"], [late.height, long.height, held.at.size]).astype("<U12")
     if late.height:
-        has_wait, _ = stream_waits(trace, made.row[late["at"].to_numpy()])
+        has_wait = stream_waits(trace)[0][made.row[late["at"].to_numpy()]]
         kind[: late.height][has_wait] = "waiting work"
     length = np.concatenate([late["latency"].to_numpy(), long["call_ns"].to_numpy(), held.ns])
     names = trace.events["name"]

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 from traceloom.model.frames import schema
 
 
+@per_trace
 def whole_steps(trace: Trace) -> pl.DataFrame:
     """The steps that a spread is taken over: step (Int32), duration_ns; all that the recording holds completely."""
     return trace.steps.filter("complete").select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"))
@@ -36,7 +38,7 @@ def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], st
     many = steps.height
     if not many:
         return pl.DataFrame(schema={**{key: frame.schema[key] for key in keys}, **spread_schema(*values)})
-    inside = frame.filter(pl.col("step").is_in(steps["step"].implode()))
+    inside = frame.filter(pl.col("step").is_in(pl.lit(steps["step"]).implode()))
     sums = inside.group_by(*keys, "step", maintain_order=True).agg(pl.col(values).sum().cast(pl.Int64))
     everywhere = pl.col("step").len() == many
     return sums.group_by(*keys, maintain_order=True).agg(

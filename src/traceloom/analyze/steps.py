@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import Spans
+from traceloom.analyze.remembered import per_trace
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
@@ -83,6 +84,7 @@ def tiles(trace: Trace) -> Tiles:
     return Tiles(row[keep], Spans(tile_start[keep], tile_end[keep]))
 
 
+@per_trace
 def step_times(trace: Trace) -> StepTimes:
     """Durations of the steps, their spread, and the lag of the GPU behind each."""
     launched = (  # in each step, whenever it ran

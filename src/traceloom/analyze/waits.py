@@ -5,26 +5,25 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from traceloom.array_types import Bools, Ints
+from traceloom.analyze.remembered import per_trace
+from traceloom.array_types import Bools
 from traceloom.model import Trace
+from traceloom.model.arrays import column
 from traceloom.model.category import LAUNCHES
 
 CALL = "StreamWaitEvent"  # cudaStreamWaitEvent, hipStreamWaitEvent, cuStreamWaitEvent
 RECORD = "Stream Wait Event"
 
 
-def stream_waits(trace: Trace, work: Ints) -> tuple[Bools, bool]:
+@per_trace
+def stream_waits(trace: Trace) -> tuple[Bools, bool]:
     """Was a wait for an event put on the stream between the launches of its previous work and of this one?
 
-    Args:
-        trace: One process's trace.
-        work: Rows of GPU work.
-
     Returns:
-        One boolean per row of `work`, and whether the waits themselves are recorded. Else they are known from calls
-        of the launching thread, which do not say on which stream.
+        One boolean per event, shape (events,), and whether the waits themselves are recorded. Else they are known from
+        calls of the launching thread, which do not say on which stream.
     """
-    waits = trace.syncs.filter(pl.col("kind") == RECORD).select("event", "stream")
+    waits = trace.syncs.filter(pl.col("kind") == RECORD)
     launches = trace.events.lazy().filter(pl.col("category").is_in(LAUNCHES))
     if waits.height:
         # device, stream, and when the host asked for it (or, without its call, the record)
@@ -44,21 +43,20 @@ def stream_waits(trace: Trace, work: Ints) -> tuple[Bools, bool]:
         keys = ["lane"]
         wait_calls = launches.filter(pl.col("name").str.contains(CALL, literal=True))
         waits = wait_calls.select("lane", pl.col("start_ns").alias("wait_ns")).collect()
-    recorded, waited = keys != ["lane"], np.zeros(work.size, dtype=np.bool_)
+    recorded = keys != ["lane"]
+    waited = np.zeros(trace.events.height, dtype=np.bool_, like=column(trace, "start_ns"))
     if not waits.height:
         return waited, recorded
 
-    # device, stream, lane and start of the launch call of each row of `work`, and that of the work before it
-    ordered = trace.gpu_work().select("event", "device", "stream", "launch")
-    ordered = ordered.with_columns(
-        trace.events["lane"].gather(ordered["launch"]),
-        trace.events["start_ns"].gather(ordered["launch"]).alias("call_ns"),
+    # device, stream, lane and start of the launch call of each work, and that of the work before it
+    work = trace.gpu_work().select("event", "device", "stream", "launch")
+    work = work.with_columns(
+        trace.events["lane"][work["launch"]], trace.events["start_ns"][work["launch"]].alias("call_ns")
     ).with_columns(pl.col("call_ns").shift(1).over("device", "stream").alias("previous_ns"))
-    of_work = ordered[np.searchsorted(ordered["event"].to_numpy(), work)].select(*keys, "call_ns", "previous_ns")
     wait_times = {key: part["wait_ns"].sort().to_numpy() for key, part in waits.group_by(keys)}
-    for key, part in of_work.with_row_index("row").filter(pl.col("call_ns").is_not_null()).group_by(keys):
+    for key, part in work.filter(pl.col("call_ns").is_not_null()).group_by(keys):
         if (times := wait_times.get(key)) is not None:
             earliest = part["previous_ns"].fill_null(np.iinfo(np.int64).min).to_numpy()
             before = np.searchsorted(times, part["call_ns"].to_numpy(), side="left")
-            waited[part["row"].to_numpy()] = before > np.searchsorted(times, earliest, side="right")
+            waited[part["event"].to_numpy()] = before > np.searchsorted(times, earliest, side="right")
     return waited, recorded

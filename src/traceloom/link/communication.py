@@ -119,14 +119,12 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> OwnCommunic
         described, on="event", how="left", maintain_order="left"
     )
     around = _around(tree, described, work.call[chosen], trace.events["name"].gather(rows))
-    on_device = pl.DataFrame(
-        {name: own.select(pl.coalesce(pl.col(name), around[name])).to_series() for name in _FIELDS}
-    )
+    on_device = own.select(pl.coalesce(pl.col(name), around[name]) for name in _FIELDS)
     about = pl.concat([on_device, on_host]).with_columns(pl.col("kind").replace(_PAIRS))
     kinds = about["kind"].head(chosen.size)
     codes = np.full(chosen.size, gs.NODE_KINDS.index(gs.COLLECTIVE))
-    codes[(kinds == "send").fill_null(value=False).to_numpy()] = gs.NODE_KINDS.index(gs.SEND)
-    codes[(kinds == "receive").fill_null(value=False).to_numpy()] = gs.NODE_KINDS.index(gs.RECEIVE)
+    codes[kinds.eq_missing("send").to_numpy()] = gs.NODE_KINDS.index(gs.SEND)
+    codes[kinds.eq_missing("receive").to_numpy()] = gs.NODE_KINDS.index(gs.RECEIVE)
     return OwnCommunication(chosen, codes, host, about)
 
 
@@ -139,21 +137,21 @@ def whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
 
 def _around(tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.Series) -> pl.DataFrame:
     """For each position the fields of itself, completed by those of the described events around it, and by its name."""
-    fields = described.select(_FIELDS).clear(position.size)
-    if described.height:
-        is_described = np.zeros(tree.row.size + 1, dtype=np.bool_)
-        at = tree.position[described["event"].to_numpy()]
-        is_described[at[at >= 0]] = True
-        above = nearest(tree.parent, is_described[:-1])
-        rows = described.select(_FIELDS).with_columns(pl.Series("position", at)).filter(pl.col("position") >= 0)
-        rows = rows.unique("position", keep="first")
-        current = position
-        for _ in range(3):  # the call of the back end, the op that describes it, the op of the framework
-            outside = np.where(current >= 0, above[current], -1) if above.size else np.full(current.size, -1)
-            current = np.where((current >= 0) & is_described[current], current, outside)
-            part = pl.DataFrame({"position": current}).join(rows, on="position", how="left", maintain_order="left")
-            fields = fields.select(pl.coalesce(pl.col(name), part[name]) for name in _FIELDS)
-            current = np.where(current >= 0, above[current], -1) if above.size else current
-    lower = names.str.to_lowercase()
-    by_name = pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS)
-    return fields.with_columns(pl.coalesce("kind", pl.select(by_name).to_series()).alias("kind"))
+    is_described = np.zeros(tree.row.size + 1, dtype=np.bool_)
+    at = tree.position[described["event"].to_numpy()]
+    is_described[at[at >= 0]] = True
+    above = np.append(nearest(tree.parent, is_described[:-1]), -1)
+    rows = described.with_columns(pl.Series("position", at)).filter(pl.col("position") >= 0)
+    rows = rows.unique("position", keep="first")
+    parts = []
+    current = position
+    for _ in range(3):  # the call of the back end, the op that describes it, the op of the framework
+        current = np.where(is_described[current], current, above[current])
+        parts.append(pl.DataFrame({"position": current}).join(rows, on="position", how="left", maintain_order="left"))
+        current = above[current]
+    lower = names.str.to_lowercase().alias("lower")
+    by_name = [pl.when(pl.col("lower").str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS]
+    return pl.DataFrame([lower]).select(
+        pl.coalesce(*(part[name] for part in parts), *(by_name if name == "kind" else ())).alias(name)
+        for name in _FIELDS
+    )

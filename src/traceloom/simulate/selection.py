@@ -109,11 +109,10 @@ class Chosen:
 
 def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
     """The nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
-    nodes = graph.nodes
-    same = nodes["event"].is_in(events.cast(pl.UInt32).implode())
+    same = pl.col("event").is_in(pl.lit(events.cast(pl.UInt32)).implode())
     if rank is not None:
-        same &= nodes["rank"].eq_missing(rank)
-    mask: Bools = same.fill_null(value=False).to_numpy()
+        same &= pl.col("rank") == rank
+    mask: Bools = graph.nodes.select(same.fill_null(value=False)).to_series().to_numpy()
     return mask
 
 

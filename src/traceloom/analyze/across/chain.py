@@ -84,25 +84,17 @@ def _detail(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, at:
         last = matched.instances.filter(pl.col("instance") == parts["instance"][int(longest)])["last_rank"][0]
         many = "1 collective" if inside.size == 1 else f"{inside.size} collectives"
         return f"{many}, waiting {duration(int(waits.sum()))}; longest for rank {last}"
-    low = int(parts["instance"].search_sorted(parts["instance"][row], side="left"))
-    high = int(parts["instance"].search_sorted(parts["instance"][row], side="right"))
+    instance = parts["instance"].to_numpy()
+    low, high = (int(np.searchsorted(instance, instance[row], side)) for side in ("left", "right"))
     others = low + np.flatnonzero(lateness.others[low:high])
-    own_ns = _names(ranks, matched, lateness, row, cause)
-    spread: dict[str, float] = {}
-    for other in others.tolist():
-        for name, ns in _names(ranks, matched, lateness, other, cause).items():
-            spread[name] = spread.get(name, 0.0) + ns / others.size
-    more = {name: ns - spread.get(name, 0.0) for name, ns in own_ns.items()}
-    largest = sorted(more.items(), key=lambda pair: (-pair[1], pair[0]))[:2]
-    clauses = [f"{name} +{duration(round(ns))}" for name, ns in largest if ns > 0]
+    # time in the class since counting began, by name: its own less that of the others, times their number
+    times = []
+    for of, weight in [(row, max(others.size, 1)), *((other, -1) for other in others.tolist())]:
+        details = ranks[parts["part"][of]].ledger.details
+        bounds = lateness.base_of_part[of], lateness.start_of_part[of]
+        first, last = np.searchsorted(details["stretch"].to_numpy(), bounds).tolist()
+        times.append(details[first:last].select("class", "name", ns=pl.col("ns") * weight))
+    more = pl.concat(times).filter(pl.col("class") == cause).group_by("name").agg(pl.col("ns").sum())
+    largest = more.filter(pl.col("ns") > 0).sort("ns", "name", descending=[True, False]).head(2)
+    clauses = [f"{name} +{duration(round(ns / max(others.size, 1)))}" for name, ns in largest.rows()]
     return "; ".join(clauses) or None
-
-
-def _names(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, row: int, cause: str) -> dict[str, int]:
-    """Time of one rank in a class since counting began, by name."""
-    details = ranks[matched.parts["part"][row]].ledger.details
-    low, high = int(lateness.base_of_part[row]), int(lateness.start_of_part[row])
-    first = int(details["stretch"].search_sorted(low, side="left"))
-    last = int(details["stretch"].search_sorted(high, side="left"))
-    part = details.slice(first, last - first).filter(pl.col("class") == cause)
-    return dict(part.group_by("name").agg(pl.col("ns").sum()).rows())

@@ -56,9 +56,9 @@ def _calls(trace: Trace, rules: tuple[Rule, ...] = ()) -> pl.DataFrame:
     above = kernels["launch"]
     around = pl.Series([None] * above.len(), dtype=above.dtype)
     for _ in range(_LEVELS if on_host.height else 0):
-        above = trace.events["parent"].gather(above)
-        called = above.is_in(on_host["event"].implode())
-        around = around.fill_null(pl.select(pl.when(called).then(above)).to_series())
+        above = trace.events["parent"][above]
+        called = pl.lit(above).is_in(pl.lit(on_host["event"]).implode())
+        around = pl.select(pl.coalesce(around, pl.when(called).then(above))).to_series()
     # a kernel's own arguments, else those of the op that launched it, else those of the annotation, else its name
     sources = []
     for events, descriptions_of in ((kernels["event"], descriptions), (kernels["op"], descriptions), (around, on_host)):
@@ -68,12 +68,10 @@ def _calls(trace: Trace, rules: tuple[Rule, ...] = ()) -> pl.DataFrame:
         sources.append(joined.with_columns(pl.when(once).then(name).alias(name) for name in _OWN_BYTES))
     names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("by_kernel"))
     by_kernel = kernels.select("name").join(names, on="name", how="left", maintain_order="left")["by_kernel"]
-    fields = {name: pl.select(pl.coalesce([s[name] for s in sources])).to_series() for name in FIELDS}
-    kernels = kernels.with_columns(
-        *(series.alias(name) for name, series in fields.items() if name != "kind"),
-        backend_of("rule", amd=amd).alias("backend"),
-        kind=fields["kind"].fill_null(by_kernel),
+    fields = (
+        pl.coalesce(*(s[name] for s in sources), *([by_kernel] * (name == "kind"))).alias(name) for name in FIELDS
     )
+    kernels = kernels.with_columns(*fields, backend_of("rule", amd=amd).alias("backend"))
     # a region around other parts of the step takes as long as without these
     others_ns = np.zeros(on_host.height, dtype=np.int64)
     if on_host.height and around_passes(trace).any():

@@ -198,7 +198,7 @@ def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans:
     next_event = compute["event"].to_numpy()[following].astype(np.int64)
     # several kernels may have the same next compute: it is looked up once, and in the order of rows
     different, inverse = np.unique(next_event, return_inverse=True)
-    waited, _ = stream_waits(trace, different)
+    waited = stream_waits(trace)[0][different]
     streams = compute["stream"].fill_null(-1).to_numpy()[following]
     same = streams == kernels["stream"].fill_null(-1).to_numpy()
     launch = compute["launch"].cast(pl.Int64).fill_null(-1).to_numpy()[following]
