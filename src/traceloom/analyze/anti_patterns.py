@@ -88,7 +88,7 @@ def extra_copy(host: Host) -> RuleMatches:
     types: list[list[str]] = [json.loads(text) if text else [] for text in host.inputs(copied)["types"].to_list()]
     same = np.array([len(names) < 2 or names[0] == names[1] for names in types], dtype=np.bool_)
     to, leaf = to[same], leaf[same]
-    filled = host.words.names.gather(host.code[leaf]).to_list()
+    filled = host.words.names[host.code[leaf]].to_list()
     evidence = "correlated" if host.has_stacks else "inferred"
     return RuleMatches(to, evidence, tuple(f"filled by {name}" for name in filled))
 
@@ -331,17 +331,17 @@ def anti_patterns(trace: Trace) -> AntiPatterns:
             {
                 "pattern": pl.Series([name] * first.size, dtype=Name),
                 "event": row,
-                "name": events["name"].gather(row),
+                "name": events["name"][row],
                 "start_ns": tree.start_ns[first],
                 "duration_ns": tree.end_ns[last] - tree.start_ns[first],
                 "gpu_ns": gpu,
-                "step": events["step"].gather(row),
-                "thread": events["thread"].gather(row),
+                "step": events["step"][row],
+                "thread": events["thread"][row],
                 "evidence": [finding.evidence] * first.size,
                 "detail": list(finding.detail),
             },
             schema_overrides={"detail": pl.String, "evidence": MATCHES["evidence"]},
-        ).cast(MATCHES)
+        )
         checked = finding.reason is None
         rows.append(
             {
@@ -356,4 +356,4 @@ def anti_patterns(trace: Trace) -> AntiPatterns:
             }
         )
         matches.append(match_rows)
-    return AntiPatterns(pl.DataFrame(rows, schema=PATTERNS), pl.concat(matches))
+    return AntiPatterns(pl.DataFrame(rows, schema=PATTERNS), pl.concat(matches).cast(MATCHES))

@@ -21,7 +21,7 @@ from traceloom.analyze.rule_table import check_pattern
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
-from traceloom.model.arrays import Texts, column, on_disk
+from traceloom.model.arrays import Texts, column, lookup, on_disk
 from traceloom.model.category import CATEGORIES as _ALL
 from traceloom.model.category import COPY, FILL, GPU_WORK, KERNEL
 from traceloom.model.letter_case import contain
@@ -99,13 +99,14 @@ def classify(work: pl.DataFrame, rules: Iterable[Rule] = ()) -> pl.DataFrame:
         `work` with the columns `category` and `rule`.
     """
     ordered = (*rules, *built_in_rules())
-    matches = [hits.fill_null(value=False).to_numpy() for hits in contain(work["name"], [r.pattern for r in ordered])]
+    hits = contain(work["name"].fill_null(""), [f"(?i){rule.pattern}" for rule in ordered])
+    matches = [column.to_numpy() for column in hits]
     first = np.argmax([*matches, np.ones(work.height, dtype=np.bool_)], axis=0)
     number = np.where((work["kind"] == KERNEL).to_numpy(), first, len(ordered) + 1)
     categories = [*(rule.category for rule in ordered), "compute", "memory"]
     return work.with_columns(
-        pl.Series("category", categories, dtype=CategoryType).gather(number),
-        pl.Series("rule", [*(rule.name for rule in ordered), NO_RULE, BY_CATEGORY]).gather(number),
+        pl.Series("category", categories, dtype=CategoryType)[number],
+        pl.Series("rule", [*(rule.name for rule in ordered), NO_RULE, BY_CATEGORY])[number],
     )
 
 
@@ -128,10 +129,10 @@ def _gpu_work_by_table(trace: Trace) -> pl.DataFrame:
 def _gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
     words, category = vocabulary(trace), column(trace, "category")
     row = np.flatnonzero(np.isin(category, [_ALL.index(name) for name in GPU_WORK]))
-    pair = words.code[row].astype(np.int64) * len(_ALL) + category[row]
+    pair = lookup(words.place, words.code[row]) * len(_ALL) + category[row]
     used, number = np.unique(pair, return_inverse=True)
     kind = pl.Series("kind", [_ALL[code] for code in (used % len(_ALL)).tolist()], dtype=KindType)
-    classified = classify(pl.DataFrame([words.names.gather(used // len(_ALL)).alias("name"), kind]), rules)
+    classified = classify(pl.DataFrame([words.ordered[used // len(_ALL)].alias("name"), kind]), rules)
     indices = pl.Series(number.astype(np.uint32))
     work = trace.events.select("event", "device", "stream", "start_ns", "duration_ns", "launch", "op")[row]
     ends = pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)
@@ -139,13 +140,13 @@ def _gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
     return work.select(
         "event",
         Texts(classified["name"]).column(number).alias("name"),
-        classified["kind"].gather(indices),
+        classified["kind"][indices],
         "device",
         "stream",
         "start_ns",
         "end_ns",
         "launch",
         "op",
-        classified["category"].gather(indices),
+        classified["category"][indices],
         Texts(classified["rule"]).column(number).alias("rule"),
     )

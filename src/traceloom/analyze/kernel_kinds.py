@@ -116,22 +116,22 @@ def _kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
     work = gpu_work(trace)
     matcher = Matcher.of((*rules, *built_in_kind_rules()))
     words = vocabulary(trace)
-    bits = matcher.context_bits(words.names)
+    bits = matcher.context_bits(words.ordered)[words.place]
     op, launch = (work[name].cast(pl.Int64).fill_null(-1).to_numpy() for name in ("op", "launch"))
     own, under = _around_launch(trace, op, launch, bits)
-    used, name = np.unique(words.code[work["event"].to_numpy()], return_inverse=True)
-    first = matcher.first(words.names.gather(used), name.astype(np.int64), own, under)
+    used, name = np.unique(words.place[words.code[work["event"].to_numpy()]], return_inverse=True)
+    first = matcher.first(words.ordered[used], name.astype(np.int64), own, under)
     by_user = first < len(rules)
     category = work["category"].to_physical().to_numpy()
     settled = ~by_user & (category > 0)  # 0 is compute: only the name and the launch can tell
     labels = [*matcher.rules, KindRule("none", "other", "")]
     kind = np.array([KINDS.index(label.kind) for label in labels], dtype=np.uint32)[first]
     kind[settled] = np.array([0, KINDS.index("communication"), KINDS.index("copy")], dtype=np.uint32)[category[settled]]
-    rule = pl.Series([label.name for label in labels]).gather(first.astype(np.uint32))
+    rule = pl.Series([label.name for label in labels])[first.astype(np.uint32)]
     rule = rule.zip_with(pl.Series(~settled), "category:" + work["rule"].cast(pl.String)).replace(
         "category:category", "category"
     )
-    kind_names = pl.Series(KINDS, dtype=KindOfWork).gather(kind)
+    kind_names = pl.Series(KINDS, dtype=KindOfWork)[kind]
     return pl.DataFrame({"event": work["event"], "kind": kind_names, "rule": rule}).cast(KIND_SCHEMA)
 
 

@@ -156,7 +156,7 @@ class Matcher:
 
 def holding(names: pl.Series, expressions: Sequence[str]) -> list[NDArray[np.bool_]]:
     """For each expression, which names hold it, upper and lower case alike."""
-    return [column.to_numpy() for column in contain(names, expressions)]
+    return [column.to_numpy() for column in contain(names, [f"(?i){text}" for text in expressions])]
 
 
 def load_rules(paths: Iterable[str | Path]) -> tuple[KindRule, ...]:

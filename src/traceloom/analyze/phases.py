@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import polars as pl
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.blocking import blocking_calls
 from traceloom.analyze.remembered import per_trace
-from traceloom.analyze.vocabulary import vocabulary
+from traceloom.analyze.vocabulary import Vocabulary, vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -109,25 +108,15 @@ def meaning(trace: Trace) -> Meaning:
     tree = forest(trace)
     words = vocabulary(trace)
     code = words.code[tree.row]
-    text = pl.col("name").str
-    matching_words = pl.sum_horizontal(text.contains(pattern) for _, pattern in WORD_PHASES)
-    # what each table says of each distinct name: phase numbers (-1 for none) and booleans
-    by_name = words.names.to_frame("name").select(
-        span=_first_of(SPAN_PHASES),
-        python=_first_of(PYTHON_PHASES),
-        word=pl.when(matching_words == 1).then(_first_of(WORD_PHASES)).otherwise(_NONE),
-        ours=text.contains(OURS),
-        mark=text.contains(STEP_MARK),
-        blocking_runtime=text.contains(BLOCKING_RUNTIME),
-        blocking_python=text.contains(BLOCKING_PYTHON),
-    )
-    tables = {series.name: series.to_numpy() for series in by_name}
+    named_phases = np.sum([words.matching(pattern) for _, pattern in WORD_PHASES], axis=0)
+    word_of = np.where(named_phases == 1, _first_of(WORD_PHASES, words), _NONE)
     category = column(trace, "category")[tree.row]
     is_op, is_python = category == _code(cat.OP), category == _code(cat.PYTHON)
-    is_ours, mark = lookup(tables["ours"], code), lookup(tables["mark"], code)
-    span, word = lookup(tables["span"], code), lookup(tables["word"], code)
+    is_ours, mark = lookup(words.matching(OURS), code), lookup(words.matching(STEP_MARK), code)
+    span, word = lookup(_first_of(SPAN_PHASES, words), code), lookup(word_of, code)
     named = (category == _code(cat.ANNOTATION)) | is_ours
-    phase = np.where(is_python, lookup(tables["python"], code), np.where(named & (span < 0), word, span))
+    python = lookup(_first_of(PYTHON_PHASES, words), code)
+    phase = np.where(is_python, python, np.where(named & (span < 0), word, span))
     backward_op = (column(trace, "forward_thread", 0)[tree.row] > 0) & is_op
     phase = np.where(backward_op & (phase < 0), BACKWARD, phase)
     call = np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))
@@ -139,9 +128,9 @@ def meaning(trace: Trace) -> Meaning:
     op = is_op & ~is_ours
     activity = np.full(code.size, _NONE, like=code)
     activity[is_python] = PYTHON
-    activity[is_python & lookup(tables["blocking_python"], code)] = BLOCKING_CALL
+    activity[is_python & lookup(words.matching(BLOCKING_PYTHON), code)] = BLOCKING_CALL
     activity[op | (category == _code(cat.COLLECTIVE)) | (~is_python & (span == COMMUNICATION))] = OP
-    waits = lookup(tables["blocking_runtime"], code) | blocking_calls(trace)[tree.row]
+    waits = lookup(words.matching(BLOCKING_RUNTIME), code) | blocking_calls(trace)[tree.row]
     activity[call] = np.where(waits[call], BLOCKING_CALL, LAUNCH)
     return Meaning(phase.astype(_CODE), activity.astype(_CODE), mark, op)
 
@@ -157,7 +146,7 @@ def _code(category: str) -> int:
     return cat.CATEGORIES.index(category)
 
 
-def _first_of(table: tuple[tuple[int, str], ...]) -> pl.Expr:
-    """Number of the first pattern of the table that the name holds."""
-    hits = (pl.when(pl.col("name").str.contains(pattern)).then(number) for number, pattern in table)
-    return pl.coalesce(*hits, _NONE).cast(pl.Int64)
+def _first_of(table: tuple[tuple[int, str], ...], words: Vocabulary) -> Ints:
+    """Number of the first pattern of the table that each name holds; -1 for none."""
+    numbers, patterns = zip(*table, strict=True)
+    return np.select([words.matching(pattern) for pattern in patterns], numbers, _NONE)

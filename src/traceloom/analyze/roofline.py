@@ -106,11 +106,8 @@ def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Rooflin
     placement = placed(trace, peak, capture)
     steps, whole = utilisation(trace, placement)
     # over the whole steps in which the quantity is known; no row where none is
-    spread = []
-    for quantity in QUANTITIES:
-        values = steps.filter("complete")[quantity].drop_nulls().cast(pl.Float64)
-        if values.len():
-            spread.append((quantity, values.mean(), values.min(), values.max(), values.len()))
+    complete = steps.filter("complete").select(pl.col(QUANTITIES).cast(pl.Float64))
+    spread = [(v.name, v.mean(), v.min(), v.max(), v.count()) for v in complete if v.count()]
     names = dict(trace.devices.select("device", "name").rows())
     devices = [
         (device, names.get(device), *((peak.name, None) if isinstance(peak, Peak) else (None, peak)))
@@ -128,11 +125,11 @@ def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Rooflin
     tree = forest(trace)
     group = placement.modelled.group[tree.position[ops.to_numpy()]]
     reasons = placement.modelled.groups["reason"].to_list()
-    about = pl.DataFrame({"op": ops, "op_name": trace.events["name"].gather(ops)}).with_columns(
+    about = pl.DataFrame({"op": ops, "op_name": trace.events["name"][ops]}).with_columns(
         pl.Series("failed", [reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
         recorded=pl.col("op").is_in(trace.tensors["event"].implode()),
     )
-    called = trace.events["name"].gather(work["launch"].fill_null(0)).str.contains("GraphLaunch", literal=True)
+    called = trace.events["name"][work["launch"].fill_null(0)].str.contains("GraphLaunch", literal=True)
     work = work.with_columns(called.alias("graph")).join(about, on="op", how="left", maintain_order="left")
     work = work.join(
         placement.modelled.unmapped.rename({"reason": "replay"}), on="event", how="left", maintain_order="left"
@@ -229,7 +226,7 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
     sums = np.cumsum(ns) - ns
     rows = pl.DataFrame(
         {
-            "event": work["event"].gather(turn),
+            "event": work["event"][turn],
             "op": forest(trace).row[placement.modelled.above[position]],
             "position": position,
             "until_ns": sums + ns - sums[of],
@@ -245,12 +242,11 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
     # Which part of its call is done after each piece of work: by time, by count where no time is recorded.
     timed = pl.col("gpu_ns") > 0
     part = pl.when(timed).then(pl.col("until_ns") / pl.col("gpu_ns")).otherwise(pl.col("nth") / pl.col("kernels"))
-    rows = rows.with_columns(done=part)
-    for name in ("flops", "bytes", "roofline_ns"):  # differences of the rounded running share, so that the sum is exact
-        whole = pl.col(name).round(0).cast(pl.Int64)
-        running = (pl.col(name) * pl.col("done")).round(0).cast(pl.Int64)
-        until = pl.when(pl.col("done") >= 1.0).then(whole).otherwise(running)
-        rows = rows.with_columns((until - pl.when("opens").then(0).otherwise(until.shift(1))).alias(name))
+    shares = pl.col("flops", "bytes", "roofline_ns")
+    whole, running = shares.round(0).cast(pl.Int64), (shares * pl.col("done")).round(0).cast(pl.Int64)
+    until = pl.when(pl.col("done") >= 1.0).then(whole).otherwise(running)
+    # differences of the rounded running share, so that the sum is exact
+    rows = rows.with_columns(done=part).with_columns(until - pl.when("opens").then(0).otherwise(until.shift(1)))
     shared = rows.pipe(as_declared, MODELLED)
     back = np.empty_like(turn)
     back[turn] = np.arange(turn.size)

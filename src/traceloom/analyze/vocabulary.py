@@ -21,16 +21,20 @@ class Vocabulary:
     Attributes:
         names: The distinct names.
         code: For each row of `trace.events` the index of its name; shape (events,).
+        ordered: The distinct names in the order of the alphabet, in which ranks with the same names do not differ.
+        place: For each name its index there; shape (names,).
     """
 
     names: pl.Series
     code: NDArray[np.uint32]
+    ordered: pl.Series
+    place: NDArray[np.int64]
     _matched: dict[str, NDArray[np.bool_]] = field(default_factory=dict, repr=False, compare=False)
 
     def matching(self, pattern: str) -> NDArray[np.bool_]:
         """Which names hold the regular expression; shape (names,). Remembered, so nobody may change it."""
         if pattern not in self._matched:
-            self._matched[pattern] = contains(self.names, pattern).to_numpy()
+            self._matched[pattern] = contains(self.ordered, pattern).to_numpy()[self.place]
             self._matched[pattern].flags.writeable = False
         return self._matched[pattern]
 
@@ -45,10 +49,12 @@ def vocabulary(trace: Trace) -> Vocabulary:
     """The distinct names of the events."""
     names = trace.events["name"]
     if is_large(trace):
-        return Vocabulary(*numbered(names))
+        distinct, code = numbered(names)
+        return Vocabulary(distinct, code, distinct.sort(), np.argsort(distinct.arg_sort().to_numpy()))
     physical = names.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
     example = np.full(int(physical.max(initial=0)) + 1, -1)
     example[physical] = np.arange(physical.size)
     used = example >= 0
     number = (np.cumsum(used) - 1).astype(np.uint32)
-    return Vocabulary(names.gather(example[used]), number[physical])
+    distinct = names[example[used]]
+    return Vocabulary(distinct, number[physical], distinct.sort(), np.argsort(distinct.arg_sort().to_numpy()))

@@ -37,6 +37,7 @@ from traceloom.simulate.selection import among, of_events
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+S = TypeVar("S")
 T = TypeVar("T")
 
 HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
@@ -282,11 +283,11 @@ class Context:
             shares.append(sum(int(sample.ran_ns[-1] - sample.ran_ns[0]) for sample in samples) / max(window, 1))
         return max(shares, default=None)
 
-    def ask(self, trace: Trace, analysis: Callable[[Trace], T]) -> T:
-        """An analysis of a trace, made once."""
-        key = (id(trace), analysis)
+    def ask(self, of: S, analysis: Callable[[S], T]) -> T:
+        """An analysis of a trace, or of this, made once."""
+        key = (id(of), analysis)
         if key not in self._kept:
-            self._kept[key] = analysis(trace)
+            self._kept[key] = analysis(of)
         result: T = self._kept[key]
         return result
 

@@ -65,23 +65,35 @@ def _products(context: Context) -> tuple[Bools, Bools, bool]:
 
 def _without_units(trace: Trace) -> pl.Series:
     """Events of matrix products on scalar or vector units."""
-    kernels = kinds(trace).with_columns(name=trace.events["name"].gather(kinds(trace)["event"]))
+    kernels = kinds(trace).with_columns(name=trace.events["name"][kinds(trace)["event"]])
     names = kernels.select("name", "kind").unique()
     state = names.with_columns(state=matrix_units(names).cast(pl.String)).filter(pl.col("state") == "unused")
     return kernels.join(state, on=["name", "kind"], how="semi")["event"]
 
 
+def _bounded(context: Context) -> pl.DataFrame:
+    """Modelled work with a known roofline: rank, event, op_name, ns, roofline_ns, bound; rank after rank."""
+    parts = []
+    for trace in context.traces:
+        rows, events = modelled(trace).drop_nulls("roofline_ns"), trace.events
+        parts.append(
+            rows.select(
+                pl.lit(trace.rank, pl.Int32).alias("rank"),
+                "event",
+                events["name"][rows["op"]].alias("op_name"),
+                events["duration_ns"][rows["event"]].alias("ns"),
+                "roofline_ns",
+                "bound",
+            )
+        )
+    return pl.concat(parts)
+
+
 def _roofline_factor(context: Context, mask: Bools) -> float | None:
     """The factor on the time of some kernels if they ran as well as good ones; None where no peak is known."""
-    ns = roof = 0
-    for trace in context.traces:
-        rows = context.ask(trace, modelled).drop_nulls("roofline_ns")
-        rank_nodes = context.graph.nodes.filter(pl.Series(mask))
-        if len(context.traces) > 1:
-            rank_nodes = rank_nodes.filter(pl.col("rank") == trace.rank)
-        matched = rows.join(rank_nodes.select("event", "duration_ns"), on="event", how="inner")
-        ns += int(matched["duration_ns"].sum())
-        roof += int(matched["roofline_ns"].sum())
+    keys = ["rank", "event"] if len(context.traces) > 1 else ["event"]
+    nodes = context.graph.nodes.filter(pl.Series(mask)).select(*keys, "duration_ns")
+    ns, roof = context.ask(context, _bounded).join(nodes, on=keys).select("duration_ns", "roofline_ns").sum().row(0)
     return None if not ns else min(max(roof / ns / _REACHABLE, 0.05), 1.0)
 
 
@@ -90,7 +102,7 @@ def odd_sizes(context: Context) -> Iterator[Said]:
     if not context.on_device:
         yield Abstention("unaligned-matmul", "no GPU work was recorded")
         return
-    odd, _, checked = _products(context)
+    odd, _, checked = context.ask(context, _products)
     if not checked:
         yield Abstention("unaligned-matmul", "shapes and types of inputs were not recorded")
         return
@@ -114,7 +126,7 @@ def no_matrix_units(context: Context) -> Iterator[Said]:
     if not context.on_device:
         yield Abstention("matrix-units-unused", "no GPU work was recorded")
         return
-    _, unused, _ = _products(context)
+    _, unused, _ = context.ask(context, _products)
     if context.work_ns(unused) < _LEAST_SHARE * context.whole_ns:
         return
     abilities = [
@@ -141,28 +153,20 @@ def low_roofline(context: Context) -> Iterator[Said]:
     if not context.on_device:
         yield Abstention("low-roofline", "no GPU work was recorded")
         return
-    odd, unused, _ = _products(context)
-    any_modelled = False
-    by_op: dict[str, list[tuple[Trace, pl.DataFrame]]] = {}
-    for trace in context.traces:
-        rows = context.ask(trace, modelled).drop_nulls("roofline_ns")
-        any_modelled |= bool(rows.height)
-        events = trace.events
-        work = rows.with_columns(
-            ns=events["duration_ns"].gather(rows["event"]), op_name=events["name"].gather(rows["op"])
-        )
-        for (name,), op_work in work.group_by("op_name", maintain_order=True):
-            by_op.setdefault(str(name), []).append((trace, op_work))
-    by_time = sorted(by_op.items(), key=lambda item: -sum(int(op_work["ns"].sum()) for _, op_work in item[1]))
-    for name, parts in by_time[:_LARGEST]:
+    odd, unused, _ = context.ask(context, _products)
+    work = context.ask(context, _bounded)
+    by_op = work.group_by("op_name", maintain_order=True).agg(pl.col("ns").sum())
+    for name in by_op.sort("ns", descending=True, maintain_order=True)["op_name"].head(_LARGEST).to_list():
+        op_work = work.filter(pl.col("op_name") == name)
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-        for trace, op_work in parts:
-            mask |= context.nodes_of(trace, op_work["event"])
+        for trace in context.traces:
+            mask |= context.nodes_of(trace, op_work.filter(pl.col("rank").eq_missing(trace.rank))["event"])
         mask &= ~odd & ~unused
         factor = _roofline_factor(context, mask) if mask.any() else None
         if factor is None or factor * _REACHABLE >= _FAR:
             continue
-        bound = parts[0][1]["bound"].drop_nulls().cast(pl.String).mode()[0]
+        of_first = op_work.filter(pl.col("rank").eq_missing(op_work["rank"][0]))
+        bound = of_first["bound"].drop_nulls().cast(pl.String).mode()[0]
         limit = "memory's bandwidth" if bound == "memory" else "its arithmetic"
         hint = next((text for pattern, text in _HINTS.items() if re.search(pattern, name)), _HINT)
         own = context.own(mask)
@@ -174,7 +178,7 @@ def low_roofline(context: Context) -> Iterator[Said]:
             advice=f"{hint} The saving assumes {_REACHABLE:.0%} of the roofline.",
             evidence=context.evidence(mask, 3),
         )
-    if not any_modelled:
+    if not work.height:
         yield Abstention("low-roofline", "the device's peaks are unknown, or shapes were not recorded")
 
 

@@ -19,6 +19,8 @@ _PLAIN = re.compile(
     r"(?:\\[^A-Zaceg-rtuvx-z0-9]|\(\?:|(?<!\()\?|[^\\?-]|(?<=a)-(?=z)|(?<=A)-(?=Z)|(?<=[0-9])-(?=[0-9]))*"
 )
 
+_LAST: dict[tuple[str, ...], tuple[pl.Series, list[pl.Series]]] = {}
+
 
 @lru_cache(maxsize=256)
 def lowered(pattern: str) -> str | None:
@@ -29,17 +31,21 @@ def lowered(pattern: str) -> str | None:
 
 def contains(names: pl.Series, pattern: str) -> pl.Series:
     """Which names hold a regular expression; one that begins with `(?i)` in any case. Shape (names,)."""
-    if not pattern.startswith(_ANY_CASE):
-        return names.str.contains(pattern)
-    return contain(names, [pattern.removeprefix(_ANY_CASE)])[0]
+    return contain(names, [pattern])[0]
 
 
 def contain(names: pl.Series, patterns: Sequence[str]) -> list[pl.Series]:
-    """For each of several regular expressions, which names hold it, upper and lower case alike."""
-    frame = pl.DataFrame([names.alias("name"), names.str.to_lowercase().alias("lower")])
-    conditions = [
-        (pl.col("name").str.contains(f"{_ANY_CASE}{text}") if low is None else pl.col("lower").str.contains(low))
-        for text in patterns
-        for low in (lowered(text),)
-    ]
-    return frame.select(expr.alias(str(at)) for at, expr in enumerate(conditions)).get_columns() if conditions else []
+    """The same for each of several regular expressions. Remembered: the next rank mostly has the same names."""
+    key = tuple(patterns)
+    last = _LAST.get(key)
+    if last is None or not last[0].equals(names):
+        frame = names.to_frame("name")
+        if any(pattern.startswith(_ANY_CASE) for pattern in patterns):
+            frame = frame.with_columns(lower=pl.col("name").str.to_lowercase())
+        holds = [
+            pl.col("name" if low is None else "lower").str.contains(low or pattern).alias(str(at))
+            for at, pattern in enumerate(patterns)
+            for low in (lowered(pattern.removeprefix(_ANY_CASE)) if pattern.startswith(_ANY_CASE) else None,)
+        ]
+        last = _LAST[key] = (names, frame.select(holds).get_columns() if holds else [])
+    return last[1]

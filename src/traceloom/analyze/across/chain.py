@@ -89,12 +89,14 @@ def _detail(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, at:
     others = low + np.flatnonzero(lateness.others[low:high])
     # time in the class since counting began, by name: its own less that of the others, times their number
     times = []
-    for of, weight in [(row, max(others.size, 1)), *((other, -1) for other in others.tolist())]:
+    for of in (row, *others.tolist()):
         details = ranks[parts["part"][of]].ledger.details
         bounds = lateness.base_of_part[of], lateness.start_of_part[of]
         first, last = np.searchsorted(details["stretch"].to_numpy(), bounds).tolist()
-        times.append(details[first:last].select("class", "name", ns=pl.col("ns") * weight))
-    more = pl.concat(times).filter(pl.col("class") == cause).group_by("name").agg(pl.col("ns").sum())
+        times.append(details[first:last])
+    weight = pl.Series(np.repeat([max(others.size, 1), *[-1] * others.size], [time.height for time in times]))
+    more = pl.concat(times).with_columns(ns=pl.col("ns") * weight).filter(pl.col("class") == cause)
+    more = more.group_by("name").agg(pl.col("ns").sum())
     largest = more.filter(pl.col("ns") > 0).sort("ns", "name", descending=[True, False]).head(2)
     clauses = [f"{name} +{duration(round(ns / max(others.size, 1)))}" for name, ns in largest.rows()]
     return "; ".join(clauses) or None

@@ -68,10 +68,10 @@ def _calls(trace: Trace, rules: tuple[Rule, ...] = ()) -> pl.DataFrame:
         sources.append(joined.with_columns(pl.when(once).then(name).alias(name) for name in _OWN_BYTES))
     names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("by_kernel"))
     by_kernel = kernels.select("name").join(names, on="name", how="left", maintain_order="left")["by_kernel"]
-    fields = (
-        pl.coalesce(*(s[name] for s in sources), *([by_kernel] * (name == "kind"))).alias(name) for name in FIELDS
-    )
-    kernels = kernels.with_columns(*fields, backend_of("rule", amd=amd).alias("backend"))
+    kernels = kernels.with_columns(
+        *(pl.coalesce(*(source[name] for source in sources)).alias(name) for name in FIELDS),
+        backend_of("rule", amd=amd).alias("backend"),
+    ).with_columns(pl.col("kind").fill_null(by_kernel))
     # a region around other parts of the step takes as long as without these
     others_ns = np.zeros(on_host.height, dtype=np.int64)
     if on_host.height and around_passes(trace).any():
