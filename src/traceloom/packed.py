@@ -142,6 +142,17 @@ def open_file(path: str | Path) -> BinaryIO:
         raise unreadable(path, error) from error
 
 
+def gzipped(produce: Callable[[BinaryIO], object]) -> Callable[[BinaryIO], None]:
+    """Writes the same content as `produce`, compressed; the same content gives the same bytes."""
+
+    def pack(handle: BinaryIO) -> None:
+        packed: Any = igzip.IGzipFile(filename="", fileobj=handle, mode="wb", compresslevel=2, mtime=0)
+        with packed:
+            produce(packed)
+
+    return pack
+
+
 def write_packed(
     path: Path, produce: Callable[[BinaryIO], object], *, force: bool = False, gzip: bool | None = None
 ) -> int:
@@ -156,11 +167,5 @@ def write_packed(
     Raises:
         OutputError: `file-exists`, `cannot-write`.
     """
-
-    def pack(handle: BinaryIO) -> None:
-        packed: Any = igzip.IGzipFile(filename="", fileobj=handle, mode="wb", compresslevel=2, mtime=0)
-        with packed:
-            produce(packed)
-
     packs = path.name.lower().endswith(".gz") if gzip is None else gzip
-    return files.write(path, pack if packs else produce, force=force)
+    return files.write(path, gzipped(produce) if packs else produce, force=force)

@@ -92,8 +92,11 @@ options:
 class Verb(Protocol):
     """What the module of a verb offers."""
 
-    def add_parser(self, subparsers: argparse._SubParsersAction[Parser]) -> object:
-        """Add the verb's own parser."""
+    DESCRIPTION: str
+    EXAMPLES: str
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Declare its options."""
 
     def run(self, args: argparse.Namespace) -> int:
         """Do it; returns the exit code."""
@@ -117,7 +120,15 @@ def parser(names: Sequence[str] = tuple(VERBS)) -> Parser:
     whole = Parser(prog="traceloom", add_help=False)
     subparsers = whole.add_subparsers(dest="verb", parser_class=Parser)
     for name in names:
-        verb(name).add_parser(subparsers)
+        module = verb(name)
+        own = subparsers.add_parser(
+            name,
+            help=VERBS[name],
+            description=module.DESCRIPTION,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_options(own)
     return whole
 
 

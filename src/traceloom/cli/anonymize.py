@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from traceloom.anonymize import Anonymized
 
 _SHOWN = 12
-_EXAMPLES = """\
+DESCRIPTION = (
+    "Rewrite traces so that nothing in them tells whose they are; times, dependencies and the order of"
+    " sizes stay. What is not understood is left out. Read the leak report before you share anything."
+)
+EXAMPLES = """\
 examples:
   traceloom anonymize run -o shared                        a recorded run, with the defaults, which protect
   traceloom anonymize rank*.json.gz -o shared --map names.json
@@ -28,16 +32,8 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "anonymize",
-        help="make traces that can be shared",
-        description="Rewrite traces so that nothing in them tells whose they are; times, dependencies and the order of"
-        " sizes stay. What is not understood is left out. Read the leak report before you share anything.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     types.add_inputs(
         parser, "device traces, host traces, .et files, recorded runs, or directories of them; all ranks together"
     )
@@ -56,7 +52,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--force", action="store_true", help="replace what was written to OUT before")
     types.add_silence(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

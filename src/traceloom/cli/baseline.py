@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from traceloom.analyze.gate import RunSummary
     from traceloom.model import Notice
 
-_EXAMPLES = f"""\
+DESCRIPTION = (
+    "Keep what a comparison needs of recorded runs under a name (numbers per step, not the traces), "
+    "and say later whether new runs are worse. The check is that of traceloom diff --fail-if."
+)
+EXAMPLES = f"""\
 examples:
   traceloom baseline save main runs/                keep the runs of a directory as `main`
   traceloom baseline list
@@ -31,16 +35,8 @@ examples:
 _STORE = ".traceloom/baselines"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "baseline",
-        help="keep runs as a baseline, and check later runs against it",
-        description="Keep what a comparison needs of recorded runs under a name (numbers per step, not the traces), "
-        "and say later whether new runs are worse. The check is that of traceloom diff --fail-if.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument("action", choices=("save", "list", "compare"), metavar="save|list|compare", help="what to do")
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of the baseline (of save and compare)")
     parser.add_argument(
@@ -57,7 +53,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="say how many runs a side would show a change of this size: 5%%",
     )  # fmt: skip
     checking.add_output(parser, "result")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,7 +81,7 @@ def _save(args: argparse.Namespace) -> int:
         runs = _summaries(args, progress, refused)
         where = baseline_store.save(args.name, runs, int(time.time()), force=args.force)
     if args.json:
-        checking.json({"name": args.name, "where": where, "runs": len(runs)}, sys.stdout.buffer)
+        outputs.as_json({"name": args.name, "where": where, "runs": len(runs)}, sys.stdout.buffer)
     elif not args.quiet:
         many = f"{len(runs)} run{'s' * (len(runs) != 1)}"
         print(f"Wrote {where} ({many}).")
@@ -122,7 +117,7 @@ def _list(args: argparse.Namespace) -> int:
         except InputError as error:  # noqa: PERF203  (each baseline on its own)
             damaged.append(error)
     if args.json:
-        checking.json({"store": args.store, "baselines": rows}, sys.stdout.buffer)
+        outputs.as_json({"store": args.store, "baselines": rows}, sys.stdout.buffer)
     elif rows:
         shown = [row | {"saved": dt.datetime.fromtimestamp(row["saved_unix_s"], dt.timezone.utc)} for row in rows]
         terminal.put(partial(baselines.render, shown, args.top), sys.stdout)

@@ -11,7 +11,6 @@ from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.errors import CheckError, PartialError, UsageError
 from traceloom.files import with_addresses
-from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
     from traceloom.analyze.gate import Condition
@@ -89,7 +88,7 @@ def show(args: argparse.Namespace, document: Document) -> None:
     from traceloom.report.verdict import terminal
 
     if args.json:
-        json(document, sys.stdout.buffer)
+        outputs.as_json(document, sys.stdout.buffer)
     elif outputs.printed(args):
         terminal.show(document, args.top, sys.stdout)
     elif not args.quiet:
@@ -121,25 +120,10 @@ def refuse(refused: Sequence[Notice]) -> None:
         raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
 
 
-def html(document: Document, handle: BinaryIO) -> None:
-    """The verdict as a page."""
-    from traceloom.report.verdict import page
-
-    handle.write(encoded(page.render(document)))
-
-
-def markdown(document: Document, handle: BinaryIO) -> None:
-    """The verdict for a pull request."""
-    from traceloom.report.verdict import markdown as written
-
-    handle.write(encoded(written.render(document)))
-
-
-def json(document: Document, handle: BinaryIO) -> None:
-    """The verdict, or any document, as JSON."""
-    from traceloom.report.views.jsonfile import encode
-
-    handle.write(encode(document))
-
-
-FORMATS: dict[str, Writer] = {".html": html, ".htm": html, ".md": markdown, ".json": json}
+_PAGE = outputs.rendered("traceloom.report.verdict.page")
+FORMATS: dict[str, Writer] = {
+    ".html": _PAGE,
+    ".htm": _PAGE,
+    ".md": outputs.rendered("traceloom.report.verdict.markdown"),
+    ".json": outputs.as_json,
+}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from traceloom.cli import options as types
 
 _SHELLS = ("bash", "zsh", "fish")
 _FILES = {"INPUT", "FILE", "OUT", "OUTPUT", "BASE", "NEW", "RUN"}
-_EXAMPLES = """\
+DESCRIPTION = "Print the script that makes a shell complete verbs, options and files. Print it anew after an update."
+EXAMPLES = """\
 examples:
   traceloom completion bash > ~/.local/share/bash-completion/completions/traceloom
   traceloom completion zsh > ~/.zfunc/_traceloom     with `fpath+=~/.zfunc` before `compinit` in ~/.zshrc
@@ -17,19 +17,10 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "completion",
-        help="print the script that makes a shell complete",
-        description="Print the script that makes a shell complete verbs, options and files. Print it anew after an"
-        " update.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=", ".join(_SHELLS))
     types.add_silence(parser, "print errors only, as without: the script is all there is")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -23,7 +23,8 @@ _FORMATS = {
     **dict.fromkeys((".perfetto.json", ".perfetto.json.gz"), "perfetto"),
 }
 _SHOWN_NOTICES = 10
-_EXAMPLES = """\
+DESCRIPTION = "Turn a graph or Chakra files into another form, told by the ending of the output."
+EXAMPLES = """\
 examples:
   traceloom convert workload.0.et workload.0.jsonl.gz      to text, without loss, and back
   traceloom convert job.graph workload/                    one .et per rank, with their groups
@@ -34,15 +35,8 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "convert",
-        help="turn workloads into another form",
-        description="Turn a graph or Chakra files into another form, told by the ending of the output.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument(
         "input",
         metavar="INPUT",
@@ -66,7 +60,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("--force", action="store_true", help="overwrite the output")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     types.add_silence(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

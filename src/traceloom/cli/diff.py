@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
 from traceloom.cli import checking, outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
-from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
     from traceloom.model import Notice, Session
 
-_EXAMPLES = f"""\
+DESCRIPTION = (
+    "Compare two traces or recorded runs: what was added and removed, what became faster and slower, "
+    "and how that adds up to the difference of the step time. Conditions that differ come first. With "
+    "--fail-if, say whether the new side is worse or whether that may be chance."
+)
+EXAMPLES = f"""\
 examples:
   traceloom diff before/ after/                     two recorded runs, all ranks of both
   traceloom diff h100.json.gz mi300.json.gz         two traces, of different vendors
@@ -29,17 +33,8 @@ examples:
 {checking.CONDITIONS}"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "diff",
-        help="compare two traces or recorded runs, and check for regressions",
-        description="Compare two traces or recorded runs: what was added and removed, what became faster and slower, "
-        "and how that adds up to the difference of the step time. Conditions that differ come first. With "
-        "--fail-if, say whether the new side is worse or whether that may be chance.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument(
         "base", metavar="BASE", help="what it was: a trace file, a directory of traces, or a recorded run"
     )
@@ -53,7 +48,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "--new", dest="more_new", action="append", default=[], metavar="RUN", help="one more run of the new side"
     )
     checking.add_output(parser, "comparison")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,18 +58,8 @@ def run(args: argparse.Namespace) -> int:
         message = "--base, --new and --strict belong to a check"
         raise UsageError(message, slug="wrong-usage", hint="add --fail-if 'step_time > 3%'")
 
-    def write_html(document: dict[str, Any], handle: BinaryIO) -> None:
-        from traceloom.report.comparison import page
-
-        handle.write(encoded(page.render(document)))
-
-    def write_markdown(document: dict[str, Any], handle: BinaryIO) -> None:
-        from traceloom.report.comparison import markdown
-
-        handle.write(encoded(markdown.render(document)))
-
-    formats = {".html": write_html, ".htm": write_html, ".md": write_markdown, ".json": checking.json}
-    chosen = outputs.targets(args, formats)
+    page, markdown = (outputs.rendered(f"traceloom.report.comparison.{name}") for name in ("page", "markdown"))
+    chosen = outputs.targets(args, {".html": page, ".htm": page, ".md": markdown, ".json": outputs.as_json})
     from traceloom.analyze import compare
     from traceloom.report import comparison
 
@@ -90,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         document = comparison.build(compare(base, new), base, new)
         written = outputs.write(args, chosen, document, progress)
     if args.json:
-        checking.json(document, sys.stdout.buffer)
+        outputs.as_json(document, sys.stdout.buffer)
     elif outputs.printed(args):
         from traceloom.report.comparison import terminal
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from traceloom.cli import options as types
 from traceloom.errors import DOCUMENTATION, UsageError, nearest
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 _PAGES = {"reference/messages.md": "message", "reference/validation-rules.md": "rule of traceloom validate"}
 _WIDEST = 100
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
-_EXAMPLES = """\
+DESCRIPTION = (
+    "Say what an error, a notice, a finding or a rule of validation means, and what to do about it. "
+    "Without a name: list all of them."
+)
+EXAMPLES = """\
 examples:
   traceloom explain data-starved     a finding
   traceloom explain no-traces        an error or a notice
@@ -84,19 +88,10 @@ def _with_addresses(text: str, url: str) -> str:
     return _LINK.sub(address, text)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "explain",
-        help="say what an error, a notice or a finding means",
-        description="Say what an error, a notice, a finding or a rule of validation means, and what to do about it. "
-        "Without a name: list all of them.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument("slug", nargs="?", metavar="NAME", help="the name that a message, report or page shows")
     types.add_silence(parser, "no address of the page behind the text")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,8 @@ from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.errors import UsageError, nearest
 
-_EXAMPLES = """\
+DESCRIPTION = "Make a small workload with known answers, one Chakra file per rank."
+EXAMPLES = """\
 examples:
   traceloom generate collective --collective all_gather --size 4MiB --ranks 16 -o gather/
   traceloom generate collective --algorithm ring --ranks 8 -o ring/
@@ -22,15 +23,8 @@ examples:
 _KINDS = ("collective", "pipeline", "transformer")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "generate",
-        help="make a small workload with known answers",
-        description="Make a small workload with known answers, one Chakra file per rank.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to write")
     number, real = types.count, types.positive
@@ -77,7 +71,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     more.add_argument("--json", action="store_true", help="print what is known of the workload as JSON")
     more.add_argument("--force", action="store_true", help="overwrite")
     types.add_silence(more, "no closing line")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

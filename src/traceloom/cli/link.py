@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from traceloom.link import Linked
 
 _FORMATS = {".graph": "graph", ".et": "et", ".et.gz": "et"}
-_EXAMPLES = """\
+DESCRIPTION = "Link host and device traces of all ranks into one dependency graph, and say what was matched."
+EXAMPLES = """\
 examples:
   traceloom link run -o run.graph                a recorded run, all ranks
   traceloom link host0.json kineto0.json host1.json kineto1.json -o out/
@@ -31,15 +32,8 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "link",
-        help="link host and device traces into one graph",
-        description="Link host and device traces of all ranks into one dependency graph, and say what was matched.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     types.add_inputs(parser, "recorded run, directory, or Kineto and execution traces of any ranks, in any order")
     parser.add_argument(
         "-o", "--output", metavar="OUT",
@@ -55,7 +49,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     more.add_argument("--json", action="store_true", help="print the summary as JSON")
     more.add_argument("--no-cache", action="store_true", help="read the files again, without the cache")
     types.add_silence(more, "no progress, no summary, no closing line")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

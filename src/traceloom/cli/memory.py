@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
-from traceloom.plain_text import encoded
 
 BY = ("scope", "module", "category", "op", "stack", "dtype")
-_EXAMPLES = """\
+DESCRIPTION = "Show who holds the memory at an instant, what grows, and every allocation by name."
+EXAMPLES = """\
 examples:
   traceloom memory run                           who holds what at the peak
   traceloom memory run --by module --depth 3     by part of the model
@@ -25,15 +25,8 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "memory",
-        help="show whose memory it is",
-        description="Show who holds the memory at an instant, what grows, and every allocation by name.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     types.add_inputs(parser, "run recorded with --memory, traces, or PyTorch's memory snapshots and timelines")
     what = parser.add_argument_group("what to show")
     what.add_argument("--by", choices=BY, default="scope", help="divide memory by this (default: scope)")
@@ -50,28 +43,19 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     outputs.add_output(how, ".html, .csv (every allocation), .json")
     how.add_argument("--all", action="store_true", help="with .csv: time, lifetime, category, step, stack, ... too")
     types.add_reading(parser.add_argument_group("more"))
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Read, explain and show; returns the exit code."""
     from traceloom.report.memory import MemoryOptions, document_of, find
-    from traceloom.report.views.jsonfile import encode
 
     def write_csv(_document: dict[str, Any], handle: BinaryIO) -> None:
         from traceloom.report.memory import csvfile
 
         csvfile.write(sources, options, handle, whole=args.all)
 
-    def write_html(document: dict[str, Any], handle: BinaryIO) -> None:
-        from traceloom.report.memory import page
-
-        handle.write(encoded(page.render(document)))
-
-    def write_json(document: dict[str, Any], handle: BinaryIO) -> None:
-        handle.write(encode(document))
-
-    chosen = outputs.targets(args, {".html": write_html, ".csv": write_csv, ".json": write_json})
+    page = outputs.rendered("traceloom.report.memory.page")
+    chosen = outputs.targets(args, {".html": page, ".csv": write_csv, ".json": outputs.as_json})
     options = MemoryOptions(args.rank, args.by, args.depth, args.at, args.top, args.full_op_names)
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
@@ -80,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         document = document_of(sources, options)
         written = outputs.write(args, chosen, document, progress)
     if args.json:
-        sys.stdout.buffer.write(encode(document))
+        outputs.as_json(document, sys.stdout.buffer)
     elif outputs.printed(args):
         from traceloom.report.memory.terminal import render
         from traceloom.report.views import terminal

@@ -12,13 +12,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from traceloom.cli.progress import Progress
 from traceloom.errors import OutputError, UsageError
 from traceloom.files import is_address, with_addresses
+from traceloom.plain_text import encoded
 
 _STANDARD_OUTPUT = "-"
 # Arguments that name what is written. A store of baselines is read and written.
@@ -194,6 +196,22 @@ def write(
         progress.say(f"writing {path}")
         written.append((path, files.write(path, partial(produce, document), force=args.force)))
     return written
+
+
+def as_json(document: Any, handle: BinaryIO) -> None:
+    """A document as JSON."""
+    from traceloom.report.views.jsonfile import encode
+
+    handle.write(encode(document))
+
+
+def rendered(module: str, function: str = "render") -> Callable[[Any, BinaryIO], None]:
+    """Writes the text that a function of a module makes of a document; the module is loaded when it is needed."""
+
+    def write_text(document: Any, handle: BinaryIO) -> None:
+        handle.write(encoded(getattr(import_module(module), function)(document)))
+
+    return write_text
 
 
 def printed(args: argparse.Namespace) -> bool:

@@ -15,30 +15,23 @@ from traceloom.capture.messages import say
 from traceloom.capture.settings import Settings, check_times, parse_steps
 from traceloom.errors import CheckError, UsageError
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Run a command and record what PyTorch does in it, on every rank. The program needs no change.
 
 Without --steps everything from the import of torch on is recorded; when the 4th step starts that is thrown away (with
 --memory and no --stacks it is kept) and 5 steps are recorded. One more step, the graph step, is recorded with PyTorch's
 host trace, which is slow; it is never used for durations."""
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   traceloom record -- python train.py --epochs 1
   traceloom record -o run1 --steps 20..25 --stacks -- torchrun --nproc-per-node 2 train.py
   traceloom record --after 30 --duration 5 -- python serve.py"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb to the command line."""
-    parser = subparsers.add_parser(
-        "record",
-        help="run a command and record it",
-        usage="traceloom record [options] -- COMMAND ...",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    parser.usage = "traceloom record [options] -- COMMAND ..."
     add = parser.add_argument
     add("-o", "--output", metavar="DIR", help="capture directory (default: traceloom-SCRIPT-TIME)")
     add("--steps", metavar="A..B", help="record steps A to B-1, counted from 0; or N steps after 3 of warm-up")
@@ -64,7 +57,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--force", action="store_true", help="replace an earlier capture in DIR, when the new one is whole")
     add("-q", "--quiet", action="store_true", help="print errors only")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command to run, after --")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -34,7 +34,8 @@ _MOST_FILES = 1_000  # tables and pictures with a row per rank say little long b
 SORT_KEYS = ("self", "total", "device", "mean", "max", "count", "name")
 _PATTERN = re.compile(r"[\w@%+=:,./*-]+")  # what a shell takes as it is, and stars
 _DOCUMENT, _SHORT = "document.json", "short.json"  # what is kept of a report: all, what the short one shows
-_EXAMPLES = """\
+DESCRIPTION = "Show where the time of a trace or a recorded run went: on the terminal, or in a file."
+EXAMPLES = """\
 examples:
   traceloom report run                           the answer about a recorded run
   traceloom report run --full                    its tables, too
@@ -47,15 +48,8 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "report",
-        help="show where the time went",
-        description="Show where the time of a trace or a recorded run went: on the terminal, or in a file.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     types.add_inputs(parser, "trace file, directory of traces, or recorded run; - for standard input")
     what = parser.add_argument_group("what to report")
     what.add_argument("--rank", type=types.ranks, metavar="N[,N]", help="only these ranks")
@@ -97,7 +91,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     how.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables in DIR/ (default: csv)")
     types.add_reading(parser.add_argument_group("more"))
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -217,7 +210,8 @@ def _out_of_memory(args: argparse.Namespace) -> int:
     arguments += [
         f"--{name}" for name in ("json", "force", "quiet", "no-cache") if getattr(args, name.replace("-", "_"))
     ]
-    parser = memory.add_parser(argparse.ArgumentParser().add_subparsers())
+    parser = argparse.ArgumentParser()
+    memory.add_options(parser)
     return memory.run(parser.parse_args(arguments))
 
 

@@ -17,7 +17,8 @@ from traceloom.plain_text import encoded
 if TYPE_CHECKING:
     from traceloom.report.workload.network import Network
 
-_EXAMPLES = """\
+DESCRIPTION = "Show what a graph or a set of Chakra files is made of: on the terminal, or drawn in a page."
+EXAMPLES = """\
 examples:
   traceloom show workload/                    nodes, communication and dependencies of all ranks
   traceloom show job.graph --node 4209        one node, what it waits for, what waits for it
@@ -26,15 +27,8 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "show",
-        help="show what a graph or a Chakra workload is made of",
-        description="Show what a graph or a set of Chakra files is made of: on the terminal, or drawn in a page.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     types.add_inputs(parser, "a .graph file, or .et and .et.gz files, or a directory of them")
     parser.add_argument("--node", type=types.whole, metavar="ID", help="one node and its neighbours")
     parser.add_argument("--rank", type=types.whole, metavar="N", help="the rank of the node")
@@ -45,7 +39,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("-o", "--output", metavar="FILE", help="write a drawing: .html")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     types.add_silence(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

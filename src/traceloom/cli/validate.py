@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
 from traceloom.cli.progress import Progress
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _TARGETS = ("chakra", "astra-sim")
 _SIGN = {"error": "✖", "warning": "▲"}
-_EXAMPLES = """\
+DESCRIPTION = "Say everything that is wrong with a set of Chakra files (.et, .et.gz), and what to do about it."
+EXAMPLES = """\
 examples:
   traceloom validate workload.0.et                  one file
   traceloom validate workload/                      all ranks of a job, and what they do together
@@ -29,15 +30,8 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "validate",
-        help="say what is wrong with Chakra files",
-        description="Say everything that is wrong with a set of Chakra files (.et, .et.gz), and what to do about it.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     types.add_inputs(parser, ".et or .et.gz files, or directories of them; PREFIX.0.et, PREFIX.1.et, ... are one set")
     parser.add_argument(
         "--target", choices=_TARGETS, default="chakra", help="who must be able to read them (default: chakra)"
@@ -46,7 +40,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("--strict", action="store_true", help="fail on warnings too")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON, with the ids of all nodes")
     types.add_silence(parser, "no progress; print nothing where nothing is wrong")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,8 @@ from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.plain_text import encoded
 
-_EXAMPLES = """\
+DESCRIPTION = "Say what a change would save: the linked graph of the run is evaluated with it."
+EXAMPLES = """\
 examples:
   traceloom whatif run --set 'kernels ~ gemm * 0.5'        faster matrix products
   traceloom whatif run --set 'syncs remove' --step 12      no waiting for the device, in one step
@@ -28,15 +29,8 @@ changes: [rank N[,M]] TARGET [~ REGEX] ACTION
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "whatif",
-        help="say what a change would save",
-        description="Say what a change would save: the linked graph of the run is evaluated with it.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     types.add_inputs(parser, "trace file, directory of traces, or recorded run")
     parser.add_argument(
         "--set", dest="changes", action="append", required=True, metavar="CHANGE", help="a change; several add up"
@@ -48,7 +42,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         ".json, .md, .html with the timeline before and after, or the timeline after the change as .perfetto.json.gz",
     )
     types.add_reading(parser.add_argument_group("more"))
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,17 +49,8 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.link import link_session
     from traceloom.read import load
     from traceloom.report import whatif as report
-    from traceloom.report.views.jsonfile import encode
     from traceloom.retime import Plan, law
     from traceloom.simulate import changed_graph, parse, scenario_of, whatif
-
-    def write_json(document: dict[str, Any], handle: BinaryIO) -> None:
-        handle.write(encode(document))
-
-    def write_markdown(document: dict[str, Any], handle: BinaryIO) -> None:
-        from traceloom.report import whatif_files
-
-        handle.write(encoded(whatif_files.markdown(document)))
 
     def write_html(document: dict[str, Any], handle: BinaryIO) -> None:
         from traceloom.report import before_after
@@ -80,15 +64,14 @@ def run(args: argparse.Namespace) -> int:
         write_graph(changed_graph(graph, scenario_of(graph, changes), answer.times), handle)
 
     def write_perfetto_gz(document: dict[str, Any], handle: BinaryIO) -> None:
-        from isal import igzip
+        from traceloom.packed import gzipped
 
-        with igzip.IGzipFile(fileobj=handle, mode="wb", compresslevel=2) as packed:
-            write_perfetto(document, packed)
+        gzipped(partial(write_perfetto, document))(handle)
 
     changes = [parse(text) for text in args.changes]
     formats = {
-        ".json": write_json,
-        ".md": write_markdown,
+        ".json": outputs.as_json,
+        ".md": outputs.rendered("traceloom.report.whatif_files", "markdown"),
         ".html": write_html,
         ".perfetto.json": write_perfetto,
         ".perfetto.json.gz": write_perfetto_gz,
@@ -106,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         document = report.build(session.name, args.step, changes, answer, kept)
         written = outputs.write(args, chosen, document, progress)
     if args.json:
-        sys.stdout.buffer.write(encode(document))
+        outputs.as_json(document, sys.stdout.buffer)
     elif outputs.printed(args):
         from traceloom.report.views import terminal
 

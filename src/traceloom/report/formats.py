@@ -100,10 +100,9 @@ def _perfetto(report: Report, handle: BinaryIO) -> None:
 
 
 def _perfetto_gz(report: Report, handle: BinaryIO) -> None:
-    from isal import igzip
+    from traceloom.packed import gzipped
 
-    with igzip.IGzipFile(fileobj=handle, mode="wb", compresslevel=2) as packed:
-        _perfetto(report, packed)
+    gzipped(partial(_perfetto, report))(handle)
 
 
 def _speedscope(report: Report, handle: BinaryIO) -> None:

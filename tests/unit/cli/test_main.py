@@ -20,15 +20,15 @@ from traceloom.errors import DOCUMENTATION, CheckError, InputError, TraceloomErr
 def _verb_that(does: object) -> SimpleNamespace:
     """A verb `report` that does what the test wants."""
 
-    def add_parser(subparsers: argparse._SubParsersAction) -> None:
-        subparsers.add_parser("report").add_argument("rest", nargs="*")
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("rest", nargs="*")
 
     def run(args: argparse.Namespace) -> int:
         if isinstance(does, BaseException):
             raise does
         return int(does)
 
-    return SimpleNamespace(add_parser=add_parser, run=run)
+    return SimpleNamespace(DESCRIPTION="", EXAMPLES="", add_options=add_options, run=run)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
