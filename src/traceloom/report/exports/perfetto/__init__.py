@@ -17,7 +17,7 @@ from traceloom.harmless import harmless
 from traceloom.model import Session, Trace
 from traceloom.report.exports.perfetto.counters import counters
 from traceloom.report.exports.perfetto.path import path_arrows, path_track
-from traceloom.report.exports.perfetto.times import microseconds
+from traceloom.report.exports.perfetto.texts import encoded, microseconds, with_arrows
 from traceloom.report.exports.perfetto.tracks import lay_out
 
 _SLICE = 32_768  # events encoded at a time
@@ -99,31 +99,24 @@ def _trace(trace: Trace, process: int, epoch_ns: int, more: pl.DataFrame | None 
     arrows = arrows.with_columns(id=pl.int_range(pl.len(), dtype=pl.Int64) + process * 10**10)
     if more is not None:
         arrows = pl.concat([arrows, more.cast(arrows.schema)])
-    names = _encoded(events["name"])
+    names = encoded(events["name"])
     for low in range(0, events.height, _SLICE):
         yield _slices(trace, events.slice(low, _SLICE), names, arrows, process)
 
     curves = counters(trace).filter(pl.col("value").is_finite())
-    curves = curves.join(_encoded(curves["name"]), on="name", how="left", maintain_order="left")
+    curves = curves.join(encoded(curves["name"]), on="name", how="left", maintain_order="left")
     curve_rows = pl.concat_str(
         pl.lit(f'{{"ph":"C","pid":{process},"ts":'), microseconds(curves["time_ns"] - epoch_ns), pl.lit(',"name":'),
         "quoted", pl.lit(',"args":{"value":'), pl.col("value").round(6).cast(pl.String), pl.lit("}}"),
     )  # fmt: skip
     yield _joined(curves, curve_rows)
 
-    marks = trace.marks.join(_encoded(trace.marks["name"]), on="name", how="left", maintain_order="left")
+    marks = trace.marks.join(encoded(trace.marks["name"]), on="name", how="left", maintain_order="left")
     mark_rows = pl.concat_str(
         pl.lit(f'{{"ph":"i","s":"p","pid":{process},"ts":'), microseconds(marks["time_ns"] - epoch_ns),
         pl.lit(',"name":'), "quoted", pl.lit("}"),
     )  # fmt: skip
     yield _joined(marks, mark_rows)
-
-
-def _encoded(names: pl.Series) -> pl.DataFrame:
-    """Every different name with its JSON text."""
-    unique = names.unique()
-    texts = [json.dumps(harmless(name), ensure_ascii=False) for name in unique.to_list()]
-    return pl.DataFrame({"name": unique, "quoted": texts}, schema={"name": pl.String, "quoted": pl.String})
 
 
 def _slices(trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arrows: pl.DataFrame, process: int) -> str:
@@ -158,29 +151,15 @@ def _slices(trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arrows: pl.
     ]
     position = pl.concat_str(pl.lit(f'"pid":{process},"tid":'), "tid", pl.lit(',"ts":'), "ts")
     rows = events.select(
-        "event",
-        position.alias("place"),
-        pl.concat_str(
+        number="event",
+        place=position,
+        text=pl.concat_str(
             pl.lit('{"ph":"X",'), position, pl.lit(',"dur":'), "dur", pl.lit(',"name":'), "quoted",
             pl.lit(',"cat":"'), pl.col("category").cast(pl.String), pl.lit('","args":{"event":'), "event",
             *args, pl.lit("}}"),
-        ).alias("text"),
+        ),
     )  # fmt: skip
-    for end, opening in (("source", '{"ph":"s",'), ("target", '{"ph":"f","bp":"e",')):
-        arrow = pl.concat_str(
-            pl.lit(opening), "place", pl.lit(',"name":"'), "arrow", pl.lit('","cat":"'), "arrow", pl.lit('","id":'),
-            "id", pl.lit("}"),
-        )  # fmt: skip
-        own = (
-            arrows.select(pl.col(end).alias("event"), "arrow", "id")
-            .join(rows.select("event", "place"), on="event")
-            .select("event", arrow.alias(end))
-            .group_by("event", maintain_order=True)
-            .agg(pl.col(end).str.join(",\n"))
-        )
-        rows = rows.join(own, on="event", how="left", maintain_order="left")
-    whole = rows.select(pl.concat_str("text", "source", "target", separator=",\n", ignore_nulls=True))
-    return str(whole.to_series().str.join(",\n").item())
+    return with_arrows(rows, arrows)
 
 
 def _joined(frame: pl.DataFrame, rows: pl.Expr) -> str:

@@ -11,7 +11,7 @@ import polars as pl
 
 from traceloom.harmless import harmless
 from traceloom.model.graph import Graph
-from traceloom.report.exports.perfetto import microseconds
+from traceloom.report.exports.perfetto.texts import encoded, microseconds, with_arrows
 from traceloom.report.exports.perfetto.tracks import levels
 
 _SLICE = 32_768  # nodes encoded at a time
@@ -53,8 +53,6 @@ def write_graph(graph: Graph, handle: BinaryIO) -> None:
         ts=microseconds(nodes["start_ns"] - first),
         dur=microseconds(nodes["duration_ns"]),
     )
-    names = nodes["name"].unique()
-    quoted = pl.DataFrame({"name": names, "quoted": [_quoted(harmless(name)) for name in names.to_list()]})
     lanes = graph.nodes["lane"]
     edges = graph.edges.with_columns(of=lanes.gather(graph.edges["source"]), to=lanes.gather(graph.edges["target"]))
     between = edges.filter(pl.col("of") != pl.col("to"))
@@ -75,15 +73,14 @@ def write_graph(graph: Graph, handle: BinaryIO) -> None:
         thread = {"ph": "M", "pid": track["rank"] + 1, "tid": track["tid"]}
         rows.append({**thread, "name": "thread_name", "args": {"name": name}})
         rows.append({**thread, "name": "thread_sort_index", "args": {"sort_index": track["place"]}})
-    for text in (",\n".join(map(_quoted, rows)), *_slices(nodes, quoted, arrows)):
+    for text in (
+        ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
+        *_slices(nodes, encoded(nodes["name"]), arrows),
+    ):
         if text:
             handle.write((separator + text).encode("utf-8", "replace"))
             separator = ",\n"
     handle.write(b"\n]}\n")
-
-
-def _quoted(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> Iterator[str]:
@@ -98,26 +95,12 @@ def _slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> 
             for name in ("step", "correlation", "bytes", "event")
         ]
         rows = part.select(
-            "node",
-            begin=pl.concat_str(prefix, "ts"),
+            number="node",
+            place=pl.concat_str(prefix, "ts"),
             text=pl.concat_str(
                 pl.lit('{"ph":"X",'), prefix, "ts", pl.lit(',"dur":'), "dur", pl.lit(',"name":'), "quoted",
                 pl.lit(',"cat":"'), pl.col("kind").cast(pl.String), pl.lit('","args":{"node":'), "node",
                 *optional, pl.lit("}}"),
             ),
         )  # fmt: skip
-        for end, opening in (("source", '{"ph":"s",'), ("target", '{"ph":"f","bp":"e",')):
-            arrow = pl.concat_str(
-                pl.lit(opening), "begin", pl.lit(',"name":"'), "arrow", pl.lit('","cat":"'), "arrow",
-                pl.lit('","id":'), "id", pl.lit("}"),
-            )  # fmt: skip
-            own = (
-                arrows.select(pl.col(end).alias("node"), "arrow", "id")
-                .join(rows.select("node", "begin"), on="node")
-                .select("node", arrow.alias(end))
-                .group_by("node")
-                .agg(pl.col(end).str.join(",\n"))
-            )
-            rows = rows.join(own, on="node", how="left", maintain_order="left")
-        whole = rows.select(pl.concat_str("text", "source", "target", separator=",\n", ignore_nulls=True))
-        yield str(whole.to_series().str.join(",\n").item())
+        yield with_arrows(rows, arrows)

@@ -12,7 +12,7 @@ import polars as pl
 from traceloom.harmless import harmless
 from traceloom.model import Session
 from traceloom.model.frames import schema
-from traceloom.report.exports.perfetto.times import microseconds
+from traceloom.report.exports.perfetto.texts import microseconds
 from traceloom.report.table import Row
 
 _ARROW = "critical_path"
