@@ -135,3 +135,14 @@ def test_only_findings_are_asked_for_by_name_and_left_out_by_others() -> None:
     assert document("copies")["findings"] == []
     reasons = {row["path"]: row["reason"] for row in document("copies")["absent"]}
     assert "--only" in reasons["findings"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_finding_in_short_ends_with_the_name_of_its_rule(width: int) -> None:
+    long = deepcopy(document())
+    long["findings"][0]["title"] = "the host spends 4.00 ms outside of operators " * 8
+    lines = [line.plain for line in brief(long, width)]
+    named = [number for number, line in enumerate(lines) if line.endswith("… [host-pause]")]
+    first = next(number for number, line in enumerate(lines) if "%" in line)
+    assert named == [first + 1]
+    assert all(len(line) <= width for line in lines)

@@ -68,13 +68,14 @@ def brief(document: Row, width: int) -> Iterator[Text]:
     if not rows:
         yield Text(" Nothing that is worth half a per cent of the time.")
     for row in rows[:_MOST_BRIEF]:
-        yield from islice(_finding(row, width, full=False, ranged=False), 2)
+        yield from islice(_finding(row, width, full=False, most_lines=2), 2)
         yield from _hottest(row, width)
     if rows and not context["holds"]:
         yield Text("   Take the savings as hints: --only findings says why.", "yellow")
 
 
-def _finding(row: Row, width: int, *, full: bool, ranged: bool = True) -> Iterator[Text]:
+def _finding(row: Row, width: int, *, full: bool, most_lines: int | None = None) -> Iterator[Text]:
+    """The lines of a finding; the name of its rule stands at the end of so many, which leave out the range it saves."""
     if row["list"] == "time":
         fraction = row["saving_fraction"]
         figure = ("≥ " if row["lower_bound"] else "") + units.share(fraction, 1) if row["saving_ns"] else "note"
@@ -84,13 +85,17 @@ def _finding(row: Row, width: int, *, full: bool, ranged: bool = True) -> Iterat
     bar = plain(min(fraction, 1.0), _BAR, style)
     head = Text.assemble(" ", (f"{figure:>8}", f"bold {style}"), " ", bar, " " * (_BAR - bar.cell_len + 1))
     between = ""  # which values the saving lies between, by the steps of the window
-    if ranged and row["saving_ns"] and row["saving_low_ns"] is not None:
+    if most_lines is None and row["saving_ns"] and row["saving_low_ns"] is not None:
         low, high = (units.duration(row[key]) for key in ("saving_low_ns", "saving_high_ns"))
         between = f": saves up to {high}"
         if row["saving_low_ns"]:
             between = f": saves {low}" if low == high else f": saves {low} to {high}"
-    title = harmless(f"{row['title']}{between} [{row['slug']}]")
-    for number, part in enumerate(textwrap.wrap(title, max(width - _SIDE, 24), break_on_hyphens=False)):
+    slug = f" [{row['slug']}]"
+    title = textwrap.wrap(
+        harmless(f"{row['title']}{between}{slug}"), max(width - _SIDE, 24), break_on_hyphens=False,
+        max_lines=most_lines, placeholder=f" …{slug}",
+    )  # fmt: skip
+    for number, part in enumerate(title):
         yield Text.assemble(head if number == 0 else " " * _INDENT, part)
     if not full:
         if row["alternatives"]:
