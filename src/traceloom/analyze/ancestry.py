@@ -7,7 +7,6 @@ turns most questions about a forest into running maxima and prefix sums, with no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import split_at_steps
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
-from traceloom.model.arrays import column, innermost, lookup, nearest
+from traceloom.model.arrays import column, innermost, lookup, nearest, subtree_stops
 
 _FEW = 4  # where fewer than one in so many events is wanted, looking at these alone is faster than jumping over others
 _SHORT: Any = np.int32  # of positions of events that are kept long or used by twos: half of the memory
@@ -190,13 +189,7 @@ def forest(trace: Trace) -> Forest:
     end = column(trace, "nested_end_ns")[row]
     above = column(trace, "parent", -1)[row]
     parent = np.where(above >= 0, position[above], -1)
-    # a subtree stops at the first later row of the lane that starts at or after its end
-    stop = np.arange(1, lane.size + 1, like=lane)
-    bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
-    for low, high in pairwise(bounds.tolist()):
-        following = low + np.searchsorted(start[low:high], end[low:high], side="left")
-        stop[low:high] = np.maximum(stop[low:high], following)
-    return Forest(row, position, lane, start, end, parent, stop)
+    return Forest(row, position, lane, start, end, parent, subtree_stops(lane, start, end))
 
 
 @per_trace

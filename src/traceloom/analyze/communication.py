@@ -10,6 +10,7 @@ import polars as pl
 from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.collective.calls import WhereType, communication_calls
 from traceloom.analyze.intervals import EMPTY, Spans, difference, union
+from traceloom.analyze.per_step import durations
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
@@ -62,17 +63,13 @@ def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
     for (device,), part in kernels.group_by("device"):
         spans, total = _spans(part), int((part["end_ns"] - part["start_ns"]).sum())
         devices.append((device, part.height, total, spans.total, difference(spans, compute.get(device, EMPTY)).total))
-    duration, size = pl.col("end_ns") - pl.col("start_ns"), pl.col("bytes")
+    size = pl.col("bytes")
     described = trace.groups.select("group", pl.col("description").alias("group_description"))
     collectives = (
         calls.group_by(keys)
         .agg(
-            pl.len().alias("count"),
+            *durations(pl.col("end_ns") - pl.col("start_ns")),
             pl.when(size.is_not_null().all()).then(size.sum()).alias("bytes"),
-            duration.sum().alias("total_ns"),
-            (duration.sum() // pl.len()).alias("mean_ns"),
-            duration.min().alias("min_ns"),
-            duration.max().alias("max_ns"),
         )
         .join(described.unique("group", keep="first"), on="group", how="left")
         .join(over_devices, on=keys, how="left", nulls_equal=True)

@@ -9,7 +9,7 @@ import polars as pl
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.kind_rules import KindOfWork
-from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.per_step import durations, per_step, whole_steps
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
@@ -54,11 +54,7 @@ def kernel_shapes(trace: Trace) -> KernelShapes:
     whole = int(work["ns"].sum())
     table = work.group_by("row").agg(
         pl.col(KEYS).first(),
-        pl.len().alias("count"),
-        ns.sum().alias("total_ns"),
-        (ns.sum() // pl.len()).alias("mean_ns"),
-        ns.min().alias("min_ns"),
-        ns.max().alias("max_ns"),
+        *durations(ns),
         (ns.sum() / max(whole, 1)).alias("fraction"),
     )
     usual = per_step(work.select("row", "step", total_ns="ns"), ["row"], ["total_ns"], whole_steps(trace))

@@ -9,6 +9,7 @@ import polars as pl
 
 from traceloom.analyze.classify import CATEGORIES, CategoryType, KindType, Rule, gpu_work
 from traceloom.analyze.intervals import union
+from traceloom.analyze.per_step import durations
 from traceloom.model import Trace
 from traceloom.model.arrays import engine
 from traceloom.model.frames import as_declared, schema
@@ -40,17 +41,12 @@ class Kernels(Result):
 def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
     """Add up GPU work by name and by category; `rules` come before the built-in table."""
     work = gpu_work(trace, rules).with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
-    duration = pl.col("duration_ns")
     by_name = (
         work.lazy()
         .group_by("name", "kind")
         .agg(
             pl.col("category", "rule").first(),
-            pl.len().alias("count"),
-            duration.sum().alias("total_ns"),
-            (duration.sum() // pl.len()).alias("mean_ns"),
-            duration.min().alias("min_ns"),
-            duration.max().alias("max_ns"),
+            *durations(pl.col("duration_ns")),
         )
         .with_columns((pl.col("total_ns") / pl.col("total_ns").sum()).fill_nan(0.0).alias("fraction"))
         .sort("total_ns", "name", "kind", descending=[True, False, False])

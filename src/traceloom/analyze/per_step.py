@@ -17,6 +17,12 @@ def whole_steps(trace: Trace) -> pl.DataFrame:
     return trace.steps.filter("complete").select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"))
 
 
+def durations(ns: pl.Expr) -> list[pl.Expr]:
+    """Number, sum, mean (rounded down), least and most of the durations in a group."""
+    values = {"total": ns.sum(), "mean": ns.sum() // pl.len(), "min": ns.min(), "max": ns.max()}
+    return [pl.len().alias("count"), *(value.alias(f"{name}_ns") for name, value in values.items())]
+
+
 def spread_schema(*values: str) -> pl.Schema:
     """The columns that `per_step` gives for these values, without the keys."""
     return schema(*(f"{how}_{value}" for value in values for how in ("mean", "min", "max")), "step_count")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import polars as pl
 from msgspec import Struct
@@ -12,7 +10,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.link.calls import HOST_BACKENDS, POLLS, named
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import innermost
+from traceloom.model.arrays import innermost, subtree_stops
 from traceloom.model.letter_case import contains
 from traceloom.read.nesting import nesting_depths
 
@@ -105,11 +103,7 @@ def host_tree(trace: Trace) -> HostTree:
     position[inside] = position[outer[inside]]
     lane, start = lane_of[row], events["start_ns"].to_numpy()[row]
     end = events["nested_end_ns"].to_numpy()[row]
-    stop = np.arange(1, lane.size + 1)
-    bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
-    for low, high in pairwise(bounds.tolist()):
-        first_after = low + np.searchsorted(start[low:high], end[low:high], side="left")
-        stop[low:high] = np.maximum(stop[low:high], first_after)
+    stop = subtree_stops(lane, start, end)
     above = innermost(np.arange(row.size), stop, row.size)
     name = events["name"].gather(row)
     physical = name.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone

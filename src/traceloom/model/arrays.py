@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -103,6 +104,22 @@ def nearest(parent: Ints, wanted: NDArray[np.bool_]) -> Ints:
         up[rows] = up[up[rows]]
         rows = rows[up[rows] >= 0]
     return up
+
+
+def subtree_stops(lane: Array, start: Array, end: Array) -> Array:
+    """Where the subtree of each row stops: the first later row of its lane that starts at or after its end.
+
+    Args:
+        lane: In which the rows are, ascending; shape (rows,).
+        start: Ascending within each lane.
+        end: Of spans that nest.
+    """
+    stop = np.arange(1, lane.size + 1, like=lane)
+    bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
+    for low, high in pairwise(bounds.tolist()):
+        following = low + np.searchsorted(start[low:high], end[low:high], side="left")
+        stop[low:high] = np.maximum(stop[low:high], following)
+    return stop
 
 
 def innermost(here: Ints, stop: Ints, size: int) -> Ints:

@@ -18,7 +18,7 @@ from traceloom.read.damage import Damage
 from traceloom.read.host_nodes import joined
 from traceloom.read.host_text import HostText
 from traceloom.read.inputs import Input
-from traceloom.read.metadata import find_rank, whole
+from traceloom.read.metadata import add_group, find_rank, whole
 from traceloom.read.runs import Peek
 from traceloom.read.source import first_pieces, open_input, text_pieces
 from traceloom.read.sources import source_of
@@ -130,16 +130,7 @@ def _groups(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice]]:
                 members = (
                     sorted(ranks) if ranks else list(range(size)) if size is not None and size <= 1 << 20 else None
                 )
-            name = str(item["pg_name"])
-            description, backend = item.get("pg_desc"), item.get("backend_config")
-            previous = rows.get(name, {})
-            rows[name] = {
-                "group": name,
-                "description": (isinstance(description, str) and description) or previous.get("description"),
-                "backend": (isinstance(backend, str) and backend) or previous.get("backend"),
-                "size": size or previous.get("size"),
-                "ranks": members or previous.get("ranks"),
-            }
+            add_group(rows, str(item["pg_name"]), (item.get("pg_desc"), item.get("backend_config")), size, members)
     notices = []
     if cut:
         text = f"the list of process groups is cut or malformed {cut} times; the groups before the cut are kept"

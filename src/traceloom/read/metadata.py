@@ -90,6 +90,21 @@ def _small(value: int | None) -> int | None:
     return value if value is not None and 0 < value < 2**31 else None
 
 
+def add_group(
+    rows: dict[str, dict[str, Any]], name: str, words: tuple[Any, Any], size: int | None, members: list[Any] | None
+) -> None:
+    """Add what an entry says of a group (`words`: its description and back end) to what earlier ones said."""
+    before = rows.get(name, {})
+    description, backend = (word if isinstance(word, str) else None for word in words)
+    rows[name] = {
+        "group": name,
+        "description": description or before.get("description"),
+        "backend": backend or before.get("backend"),
+        "size": size or before.get("size"),
+        "ranks": members or before.get("ranks"),
+    }
+
+
 def group_frame(metadata: dict[str, Any], capture: dict[str, Any] | None) -> pl.DataFrame:
     """The `groups` frame, from `pg_config` and from capture.json (which knows the members of every group)."""
     listed = distributed(metadata).get("pg_config")
@@ -116,14 +131,7 @@ def group_frame(metadata: dict[str, Any], capture: dict[str, Any] | None) -> pl.
             size = len(members)
         if members is not None and size is not None and len(members) < size:
             members = None  # cut
-        previous = rows.get(str(name), {})
-        rows[str(name)] = {
-            "group": str(name),
-            "description": (isinstance(description, str) and description) or previous.get("description"),
-            "backend": (isinstance(backend, str) and backend) or previous.get("backend"),
-            "size": size or previous.get("size"),
-            "ranks": members or previous.get("ranks"),
-        }
+        add_group(rows, str(name), (description, backend), size, members)
     return pl.DataFrame(list(rows.values()), schema=SCHEMAS["groups"])
 
 

@@ -26,7 +26,10 @@ def tables(document: Row) -> Iterator[Table]:
                 "interval": "-"
                 if row["low"] is None
                 else f"{change(row['low'], row)} to {change(row['high'], row)}",
-                "samples": f"{_many(row['base_runs'], row['base_steps'])} / {_many(row['new_runs'], row['new_steps'])}",
+                "samples": " / ".join(
+                    f"{units.counted(row[f'{side}_runs'], 'run')} ({units.count(row[f'{side}_steps'])})"
+                    for side in ("base", "new")
+                ),
                 "effect": "-" if row["effect_size"] is None else f"{row['effect_size']:+.2f}",
             }
         )  # fmt: skip
@@ -89,10 +92,6 @@ def reasons(document: Row) -> list[str]:
             f"(a run scatters by {units.share(row['scatter'], 1)})."
         )
     return out
-
-
-def _many(runs: int, steps: int) -> str:
-    return f"{runs} run{'s' * (runs != 1)} ({units.count(steps)})"
 
 
 def value(amount: float | None, measure: str) -> str:
