@@ -11,16 +11,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.path import tables
-from traceloom.analyze.path.pieces import (
-    CLASSES,
-    DATA,
-    HOST,
-    RESIDUAL,
-    UNRECORDED,
-    pieces,
-    split,
-    waits_for_data,
-)
+from traceloom.analyze.path.pieces import CLASSES, DATA, HOST, RESIDUAL, UNRECORDED, pieces, split, waits_for_data
 from traceloom.analyze.path.window import PathWindow, clocks, usual_step, usual_step_of, window_of
 from traceloom.errors import UsageError
 from traceloom.link import link_session

@@ -23,8 +23,7 @@ from traceloom.model.result import Result
 PARTS = ("fetch", "collate", "pin_memory", "workers", "operators", "other")
 MAKERS = ("main_thread", "workers")
 WAITS = schema(
-    "event name start_ns duration_ns step thread maker gpu_idle_ns",
-    {"thread": pl.Int64, "maker": pl.Enum(MAKERS)},
+    "event name start_ns duration_ns step thread maker gpu_idle_ns", {"thread": pl.Int64, "maker": pl.Enum(MAKERS)}
 )
 STEPS = schema("step wait_ns fraction gpu_idle_ns bottleneck")
 SPENT = schema("step part ns", {"part": pl.Enum(PARTS)})

@@ -22,10 +22,7 @@ from traceloom.model.result import Result
 _TIMES = ("calls", "self_ns", "total_ns", "self_device_ns", "device_ns")
 FRAMES = schema("rank node parent depth lane kind name file line", *_TIMES, {"kind": pl.Enum(KINDS)})
 FUNCTIONS = schema(
-    "rank kind name file line",
-    *_TIMES,
-    "mean_self_ns min_self_ns max_self_ns step_count",
-    {"kind": pl.Enum(KINDS)},
+    "rank kind name file line", *_TIMES, "mean_self_ns min_self_ns max_self_ns step_count", {"kind": pl.Enum(KINDS)}
 )
 
 

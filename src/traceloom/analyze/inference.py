@@ -34,11 +34,7 @@ FACTS = (
     "generation_tokens",
     "generation_kv_tokens",
 )
-ANNOTATIONS = schema(
-    "event name framework kind start_ns end_ns on_gpu",
-    *FACTS,
-    {"kind": pl.Enum(KINDS)},
-)
+ANNOTATIONS = schema("event name framework kind start_ns end_ns on_gpu", *FACTS, {"kind": pl.Enum(KINDS)})
 
 # Names of vLLM (`execute_context_2(300)_generation_5(5)`, with and without the detailed sums, and the older
 # `execute_new_1_cached_3`), SGLang (`step[DECODE bs=32]`, with and without sums) and ATOM (`prefill[bs=2 tok=8192]`).

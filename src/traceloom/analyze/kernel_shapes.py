@@ -52,11 +52,7 @@ def kernel_shapes(trace: Trace) -> KernelShapes:
     ).with_columns(row=pl.struct(KEYS).rank("dense"))
     ns = pl.col("ns")
     whole = int(work["ns"].sum())
-    table = work.group_by("row").agg(
-        pl.col(KEYS).first(),
-        *durations(ns),
-        (ns.sum() / max(whole, 1)).alias("fraction"),
-    )
+    table = work.group_by("row").agg(pl.col(KEYS).first(), *durations(ns), (ns.sum() / max(whole, 1)).alias("fraction"))
     usual = per_step(work.select("row", "step", total_ns="ns"), ["row"], ["total_ns"], whole_steps(trace))
     rows = (
         table.join(usual, on="row", how="left")

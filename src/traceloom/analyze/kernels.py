@@ -44,10 +44,7 @@ def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
     by_name = (
         work.lazy()
         .group_by("name", "kind")
-        .agg(
-            pl.col("category", "rule").first(),
-            *durations(pl.col("duration_ns")),
-        )
+        .agg(pl.col("category", "rule").first(), *durations(pl.col("duration_ns")))
         .with_columns((pl.col("total_ns") / pl.col("total_ns").sum()).fill_nan(0.0).alias("fraction"))
         .sort("total_ns", "name", "kind", descending=[True, False, False])
         .collect(engine=engine(trace))

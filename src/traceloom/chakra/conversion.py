@@ -10,15 +10,7 @@ from typing import BinaryIO, Literal
 
 from traceloom import files
 from traceloom.chakra.framing import Block
-from traceloom.chakra.graph import (
-    blocks_of,
-    from_messages,
-    group_file,
-    groups,
-    read_graph,
-    to_messages,
-    write_rank,
-)
+from traceloom.chakra.graph import blocks_of, from_messages, group_file, groups, read_graph, to_messages, write_rank
 from traceloom.chakra.graph_out import Outgoing
 from traceloom.chakra.group_file import GROUP_FILES, MOST_GROUP_BYTES
 from traceloom.chakra.isolation import Side, isolate, metadata_of_side, remaining, shape

@@ -148,12 +148,7 @@ def from_messages(
     return _graph(sources, where)
 
 
-def read_graph(
-    paths: Sequence[str | Path],
-    *,
-    ranks: Sequence[int] | None = None,
-    strict: bool = False,
-) -> Graph:
+def read_graph(paths: Sequence[str | Path], *, ranks: Sequence[int] | None = None, strict: bool = False) -> Graph:
     """The graph of the `.et` files of one job, one file per rank.
 
     Files that a Graph was written to give it back. Those of other writers become nodes in nanoseconds with `assumed`

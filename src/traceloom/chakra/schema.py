@@ -5,14 +5,6 @@ The messages are defined in `et.proto`, with the field numbers of the MLCommons 
 
 from __future__ import annotations
 
-from traceloom.chakra.et_pb2 import (
-    AttributeProto,
-    CollectiveCommType,
-    GlobalMetadata,
-    IOInfo,
-    Node,
-    NodeType,
-    Tensor,
-)
+from traceloom.chakra.et_pb2 import AttributeProto, CollectiveCommType, GlobalMetadata, IOInfo, Node, NodeType, Tensor
 
 __all__ = ["AttributeProto", "CollectiveCommType", "GlobalMetadata", "IOInfo", "Node", "NodeType", "Tensor"]

@@ -90,10 +90,7 @@ GRAPH_SCHEMAS: dict[str, pl.Schema] = {
         "source target kind evidence from_end to_end delay_ns residual_ns",
         {"source": Node, "target": Node, "kind": EdgeKind, "evidence": Evidence},
     ),
-    "lanes": schema(
-        "lane rank kind process thread device stream name",
-        {"kind": pl.Enum(["host", "device"])},
-    ),
+    "lanes": schema("lane rank kind process thread device stream name", {"kind": pl.Enum(["host", "device"])}),
     # `instance` is equal for the parts of one operation on all ranks, null where not joined; kind: all_reduce,
     # all_gather, reduce_scatter, all_to_all, broadcast, send, receive, ...; ranks are the members, ascending, null
     # where unknown; `peer` is the global rank of the root, source or destination.

@@ -29,17 +29,6 @@ REASONS = {
     "operators[*].self_device_ns": "no GPU work was recorded",
     "operators[*].kernel_count": "no GPU work was recorded",
     "modules": "neither Python stacks nor module annotations were recorded",
-    **{
-        f"modules[*].{part}_{name}": "no backward pass was recorded, or its operators are not linked to their forward"
-        for part in ("backward", "recompute")
-        for name in ("count", "host_ns", "self_host_ns", "device_ns", "self_device_ns", "kernel_count")
-    },
-    **{
-        f"modules[*].{how}_all_{what}_ns": "the trace holds no whole step, or the region is in none"
-        for how in ("mean", "min", "max")
-        for what in ("host", "device")
-    },
-    "modules[*].step_count": "the trace holds no whole step, or the region is in none",
     "communication.collectives": "no collective communication was recorded",
     "communication.collectives[*].group_description": "the group has no description",
     "communication.collectives[*].exposed_ns": "only communication on a device can overlap its compute",
@@ -53,7 +42,6 @@ REASONS = {
     "data_loading.steps[*].gpu_idle_ns": "no GPU work was recorded, or no loader in this step",
     "data_loading.steps[*].bottleneck": "no loader was recorded in this step",
     "data_loading.steps[*].wait_ns": "no loader was recorded in this step",
-    "data_loading.steps[*].fraction": "no loader was recorded in this step",
     "notices[*].rank": "the notice is about the whole run, or the file does not say its rank",
     "capture": "the run was not recorded by `traceloom record`",
     "findings": "no rule found anything that is worth half a per cent of the step",

@@ -69,9 +69,7 @@ def cut(trace: Trace, steps: tuple[int, int]) -> Trace:
     # The lanes with the counts and busy times of the events that are left
     roots = events.select("lane", "start_ns", end_ns="nested_end_ns").sort("lane", "start_ns", maintain_order=True)
     reached = pl.col("end_ns").cum_max().shift(1).over("lane").fill_null(pl.col("start_ns"))
-    counted = roots.group_by("lane").agg(
-        pl.len().cast(pl.UInt32).alias("events"),
-    )
+    counted = roots.group_by("lane").agg(pl.len().cast(pl.UInt32).alias("events"))
     busy = (
         roots.with_columns(reached.alias("reached"))
         .with_columns(added=(pl.col("end_ns") - pl.max_horizontal("start_ns", "reached")).clip(lower_bound=0))

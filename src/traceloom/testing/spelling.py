@@ -119,11 +119,7 @@ _GENERATIONS = {
         external_key="external id",
     ),
     "2022": replace(
-        _MODERN,
-        flow_category="async_cpu_to_gpu",
-        flow_name="async_gpu",
-        has_base=False,
-        external_is_correlation=True,
+        _MODERN, flow_category="async_cpu_to_gpu", flow_name="async_gpu", has_base=False, external_is_correlation=True
     ),
     "2023": replace(_MODERN, has_base=False, external_is_correlation=True),
     "2024": _MODERN,

@@ -67,6 +67,5 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
         figures = name, common["step"].n_unique(), many, mean, most, max_rank, least, min_rank, most / mean
         rows.append((*figures, steps["step"][0], steps["ratio"][0], steps["rank"][0]))
     return Imbalance(
-        pl.DataFrame(rows, schema=BALANCE_SCHEMA, orient="row"),
-        ranks.pipe(as_declared, LOAD_SCHEMA).sort("rank"),
+        pl.DataFrame(rows, schema=BALANCE_SCHEMA, orient="row"), ranks.pipe(as_declared, LOAD_SCHEMA).sort("rank")
     )

@@ -25,9 +25,7 @@ def fragments(snapshot: Snapshot) -> pl.DataFrame:
         memory from the device), split_bytes (free blocks in segments that also hold others: they cannot be returned to
         the device), fragmentation (1 - largest_free / free; null where nothing is free).
     """
-    blocks = snapshot.blocks.with_columns(
-        whole=(~_FREE).sum().over("segment") == 0,
-    )
+    blocks = snapshot.blocks.with_columns(whole=(~_FREE).sum().over("segment") == 0)
     by_device = blocks.group_by("device").agg(
         allocated_bytes=pl.col("bytes").filter(_ALLOCATED).sum(),
         requested_bytes=pl.col("requested_bytes").filter(_ALLOCATED).sum(),

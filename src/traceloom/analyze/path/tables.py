@@ -31,8 +31,7 @@ PATH = schema(
 CLASS_ROWS = schema("class duration_ns fraction piece_count", {"class": ClassType})
 RANKS = schema("rank class duration_ns fraction", {"class": ClassType})
 NAMES = schema(
-    "class name count duration_ns path_ns path_fraction least_slack_ns near_count near_ns",
-    {"class": ClassType},
+    "class name count duration_ns path_ns path_fraction least_slack_ns near_count near_ns", {"class": ClassType}
 )
 STRETCHES = schema(
     "start_ns duration_ns rank where kind process thread device stream class",

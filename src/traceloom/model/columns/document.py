@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from traceloom.model.columns.declared import NO_KIND, NO_MESSAGE, NO_RANK, Column, per_step
 
+_NO_BACKWARD = "no backward pass was recorded, or its operators are not linked to their forward"
+_NO_STEPS = "the trace holds no whole step, or the region is in none"
+
 HEAD: dict[str, Column] = {
     "format": Column("text", "Format", "name of the document format"),
     "version": Column("count", "Version", "version of the document format; version 1 only gains keys"),
@@ -107,7 +110,7 @@ CORE: dict[str, Column] = {
     ),
     "modules.kernel_count": Column("count", "Kernels", "pieces of GPU work of its forward pass"),
     **{
-        f"modules.{part}_{name}": Column(unit, title, f"{what} {of}")
+        f"modules.{part}_{name}": Column(unit, title, f"{what} {of}", _NO_BACKWARD)
         for part, of in (
             ("backward", "of the backward pass of its operators"),
             ("recompute", "of forward work that activation checkpointing repeats"),
@@ -120,10 +123,10 @@ CORE: dict[str, Column] = {
             ("kernel_count", "count", "Kernels", "pieces of GPU work"),
         )
     },
-    "modules.recompute_count": Column("count", "Repeated", "calls that activation checkpointing repeats"),
-    **per_step("modules.all_host_ns", "time", "host time of forward, backward and repeated work"),
-    **per_step("modules.all_device_ns", "time", "GPU work of forward, backward and repeated work"),
-    "modules.step_count": Column("count", "Steps", "whole steps in which the region occurs"),
+    "modules.recompute_count": Column("count", "Repeated", "calls that activation checkpointing repeats", _NO_BACKWARD),
+    **per_step("modules.all_host_ns", "time", "host time of forward, backward and repeated work", unknown=_NO_STEPS),
+    **per_step("modules.all_device_ns", "time", "GPU work of forward, backward and repeated work", unknown=_NO_STEPS),
+    "modules.step_count": Column("count", "Steps", "whole steps in which the region occurs", _NO_STEPS),
     "communication.collectives.kind": Column("text", "Kind", "all_reduce, all_gather, ...", NO_KIND),
     "communication.collectives.group_description": Column("text", "For", "description of the group", "it has none"),
     "communication.collectives.bytes": Column("bytes", "Bytes", "sum of the sizes of the messages", NO_MESSAGE),
@@ -150,7 +153,7 @@ CORE: dict[str, Column] = {
     ),
     "data_loading.gpu_idle_ns": Column("time", "GPU idle", "part of the wait in which no device had any work"),
     "data_loading.steps.wait_ns": Column("time", "Wait", "time of the step spent waiting for the data loader"),
-    "data_loading.steps.fraction": Column("share", "Share", "of the step"),
+    "data_loading.steps.fraction": Column("share", "Share", "of the step", "no loader was recorded in this step"),
     "data_loading.steps.bottleneck": Column(
         "text", "Bottleneck", "whether the wait is at least 5 % of the step, and the GPU was idle in half of it or more"
     ),

@@ -102,9 +102,8 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
                 parts.append(f'<div{only} data-rank-name="{text(name)}">{"".join(bodies)}</div>')
             yield key, title, note, "".join(parts)
         lives = [drawn(tables.lifetimes(entry, f"lifetimes-{k}"), reasons) for k, (_, entry) in enumerate(shown)]
-        body = (
-            lives[0] if len(lives) == 1 else "".join(f'<div data-of-rank="{k}">{x}</div>' for k, x in enumerate(lives))
-        )
+        if len(lives) > 1:
+            lives = [f'<div data-of-rank="{k}">{body}</div>' for k, body in enumerate(lives)]
         yield "lifetimes", "Lifetimes", "How long blocks live, of those made and freed here.", "".join(lives)
     if len(document["ranks"]) > 1:
         job = "".join(f'<p class="quiet">{text(sentence)}</p>' for sentence in tables.job(document))

@@ -14,15 +14,7 @@ from traceloom.files import note_input, with_addresses
 from traceloom.model import Notice, Session, Trace
 from traceloom.model.snapshot import Snapshot
 from traceloom.read import load
-from traceloom.read.memory_files import (
-    OUT_OF_MEMORY,
-    SNAPSHOT,
-    TIMELINE,
-    beside,
-    kind_of,
-    rank_of,
-    read_out_of_memory,
-)
+from traceloom.read.memory_files import OUT_OF_MEMORY, SNAPSHOT, TIMELINE, beside, kind_of, rank_of, read_out_of_memory
 from traceloom.read.memory_timeline import MemoryTimeline, read_timeline
 from traceloom.read.snapshot import read_snapshot
 

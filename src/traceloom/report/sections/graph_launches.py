@@ -32,9 +32,7 @@ class GraphLaunchesSection(Section[Frames]):
             ("step", "deviation"),
         ),
         "nodes": Part(
-            NODES,
-            "one row per graph and node, longest first, at most a thousand of each rank",
-            nullable=("node_id",),
+            NODES, "one row per graph and node, longest first, at most a thousand of each rank", nullable=("node_id",)
         ),
     }
 

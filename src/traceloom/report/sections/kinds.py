@@ -45,8 +45,7 @@ _DEVICES = schema(
     "device window_ns busy_ns idle_ns", *(name for name in FILL_SCHEMA if name not in {"device", "window_ns"})
 )
 _JOB = schema(
-    "kind rank_count sum_ns mean_exclusive_ns min_exclusive_ns max_exclusive_ns max_rank",
-    {"kind": KindOfWork},
+    "kind rank_count sum_ns mean_exclusive_ns min_exclusive_ns max_exclusive_ns max_rank", {"kind": KindOfWork}
 )
 _USUAL = schema("device kind mean_exclusive_ns min_exclusive_ns max_exclusive_ns step_count", {"kind": KindOfWork})
 _NO_WORK = "no GPU work was recorded"
@@ -171,12 +170,7 @@ class KindsSection(Section[Frames]):
         columns = ["?rank", "total_ns", "+count", "kind", "+matrix_units", "+blocks_per_sm", "+sm_fill", "+occupancy",
                    "name"]  # fmt: skip
         yield table(
-            "kinds.kernels",
-            "Kernels by kind",
-            columns,
-            value["kernels"],
-            "The longest of each rank.",
-            among=matrix,
+            "kinds.kernels", "Kernels by kind", columns, value["kernels"], "The longest of each rank.", among=matrix
         )
         columns = ["?rank", "kind", "rule", "sum_ns", "count"]
         yield table("kinds.rules", "Which rules decided", columns, value["rules"], among=matrix)

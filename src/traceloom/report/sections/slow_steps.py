@@ -33,10 +33,7 @@ class SlowStepsSection(RanksSection):
             ranked=False,
         ),
         "differences": Part(
-            DIFFERENCE_SCHEMA,
-            "the account of slow steps against the usual one",
-            empty="no step is slow",
-            ranked=False,
+            DIFFERENCE_SCHEMA, "the account of slow steps against the usual one", empty="no step is slow", ranked=False
         ),
     }
 

@@ -157,7 +157,7 @@ def _slices(trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arrows: pl.
             pl.lit('{"ph":"X",'), position, pl.lit(',"dur":'), "dur", pl.lit(',"name":'), "quoted",
             pl.lit(',"cat":"'), pl.col("category").cast(pl.String), pl.lit('","args":{"event":'), "event",
             *args, pl.lit("}}"),
-        ),
+        )
     )  # fmt: skip
     return with_arrows(rows, arrows)
 
