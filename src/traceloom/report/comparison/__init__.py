@@ -1,5 +1,47 @@
-"""Two runs against each other, shown: the document, and the terminal, page and Markdown drawn from it."""
+"""Two runs against each other: what `traceloom diff` knows, as one JSON object; every view is drawn from it."""
 
-from traceloom.report.comparison.document import build
+from __future__ import annotations
+
+from traceloom import __version__
+from traceloom.analyze import Comparison
+from traceloom.files import with_addresses
+from traceloom.model import Session
+from traceloom.report.table import Row
 
 __all__ = ["build"]
+FORMAT = "traceloom-diff"
+VERSION = 1
+
+
+def build(comparison: Comparison, base: Session, new: Session) -> Row:
+    """The document.
+
+    Times are integer nanoseconds per step; `base_kernel`, `new_kernel`, shapes and ranks are null where that side does
+    not have or say them.
+
+    Args:
+        comparison: The comparison.
+        base: What it was.
+        new: What it is now.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "base": _run(base),
+        "new": _run(new),
+        **comparison.to_dict(),
+    }
+
+
+def _run(run: Session) -> Row:
+    inputs = [
+        {
+            "path": with_addresses(trace.meta.path),
+            "rank": trace.rank,
+            "world_size": trace.meta.world_size,
+            "events": trace.events.height,
+        }
+        for trace in run.traces
+    ]
+    return {"name": run.name, "inputs": inputs, "notices": [notice.to_dict() for notice in run.all_notices()]}

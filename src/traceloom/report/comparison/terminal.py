@@ -8,6 +8,7 @@ from typing import TextIO
 
 from rich.text import Text
 
+from traceloom.model import units
 from traceloom.report.comparison.tables import tables
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
@@ -31,11 +32,19 @@ def show(document: Row, top: int, stream: TextIO) -> None:
 
 def render(document: Row, top: int, width: int) -> Iterator[Text]:
     """The lines, none wider than `width`."""
-    for side in ("base", "new"):
-        yield Text.assemble((f"{side:<5}", DIM), (short(document[side]["name"], width - 6), "bold"))
-    yield Text("")
+    yield from sides(document, width)
     yield from paragraph(document["sentence"], width, "bold")
     for table in tables(document):
         # What differs is never cut short: it decides how the rest is read.
         rows = len(table.rows) if table.key in ("diff-conditions", "diff-parts") else top
         yield from table_lines(table, ReportOptions(top=rows), width)
+
+
+def sides(document: Row, width: int) -> Iterator[Text]:
+    """What the base and the new side are called, and of how many runs each is where they are several."""
+    for side in ("base", "new"):
+        many = len(document[side].get("runs", ()))
+        run_count = f" ({units.counted(many, 'run')})" if many > 1 else ""
+        name = short(document[side]["name"], width - 6 - len(run_count))
+        yield Text.assemble((f"{side:<5}", DIM), (name, "bold"), run_count)
+    yield Text("")

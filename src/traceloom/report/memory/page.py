@@ -77,7 +77,11 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
         at = "the peak" if at == "peak" else units.duration(int(at)) if at.isdigit() else at
         why = reasons.columns("memories[*].largest")
         every: list[tuple[str, str, str, Callable[[Row, Row, str, Row, Reasons], str]]] = [
-            ("over-time", "Over time", "Click the curve, or use the arrow keys on it.", _curves),
+            ("over-time", "Over time", "Click the curve, or use the arrow keys on it.",
+             lambda memory, entry, *_: figure(
+                 memory, entry["steps"], label=f"{allocator(memory)} over time", at=document["at"]
+             )
+             + (f'<p class="quiet">{text(state)}.</p>' if (state := tables.state_of_allocator(memory)) else "")),
             ("scopes", "Scopes", f"Who holds what at {text(at)}; each row holds the indented ones below it.",
              lambda memory, _entry, key, *_: drawn(tables.scopes(memory, key), reasons)),
             ("modules", "Modules", "The part of the model: parameters with their gradients and states too.",
@@ -87,7 +91,9 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
             ("largest", "Largest allocations", f"The largest blocks alive at {text(at)}.",
              lambda memory, _entry, key, *_: drawn(tables.largest(memory, key, why), reasons)),
             ("growth", "Growth", "Made in a step and never freed, step after step: a leak, or a cache.", _growth),
-            ("activations", "Activations", "What checkpointing a module would free, and cost.", _activations),
+            ("activations", "Activations", "What checkpointing a module would free, and cost.",
+             lambda memory, _entry, key, *_: drawn(replace(tables.activations(memory, key), note=""), reasons)
+             if memory["activations"] else '<p class="quiet">No activations are alive at this instant.</p>'),
         ]  # fmt: skip
         for key, title, note, make in every:
             parts = []
@@ -111,12 +117,6 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
     yield "data", "Data", "What to know about the data.", inputs.notices(document, reasons)
 
 
-def _curves(memory: Row, entry: Row, _key: str, document: Row, _reasons: Reasons) -> str:
-    state = tables.state_of_allocator(memory)
-    picture = figure(memory, entry["steps"], label=f"{allocator(memory)} over time", at=document["at"])
-    return picture + (f'<p class="quiet">{text(state)}.</p>' if state else "")
-
-
 def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
     if (why := growth_unknown(entry)) is not None:
         return f'<p class="quiet">What grows from step to step cannot be determined: {text(why)}.</p>'
@@ -126,12 +126,6 @@ def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons)
         if grown.rows
         else '<p class="quiet">Nothing grows from step to step.</p>'
     )
-
-
-def _activations(memory: Row, _entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
-    if not memory["activations"]:
-        return '<p class="quiet">No activations are alive at this instant.</p>'
-    return drawn(replace(tables.activations(memory, key), note=""), reasons)
 
 
 def _ran_out(document: Row, reasons: Reasons) -> Iterator[str]:

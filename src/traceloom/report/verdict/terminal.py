@@ -8,13 +8,12 @@ from typing import TextIO
 
 from rich.text import Text
 
-from traceloom.report.names import short
+from traceloom.report.comparison.terminal import sides
 from traceloom.report.options import ReportOptions
 from traceloom.report.table import Row
 from traceloom.report.verdict.tables import headline, reasons, tables
 from traceloom.report.views import terminal
 from traceloom.report.views.terminal.columns import paragraph
-from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.sections import table_lines
 
 _WHOLE = ("verdict-checks", "verdict-conditions", "diff-parts")  # never cut short
@@ -29,13 +28,7 @@ def show(document: Row, top: int, stream: TextIO) -> None:
 
 def render(document: Row, top: int, width: int) -> Iterator[Text]:
     """The lines, none wider than `width`."""
-    for side in ("base", "new"):
-        many = len(document[side]["runs"])
-        run_count = f" ({many} runs)" if many > 1 else ""
-        yield Text.assemble(
-            (f"{side:<5}", DIM), (short(document[side]["name"], width - 6 - len(run_count)), "bold"), run_count
-        )
-    yield Text("")
+    yield from sides(document, width)
     yield from paragraph(headline(document), width, _COLOURS[document["verdict"]])
     for line in reasons(document):
         yield from paragraph(line, width)
