@@ -60,7 +60,7 @@ def extra_copy(host: Host) -> RuleMatches:
     if not copies.height:
         return RuleMatches(reason="no copies between CPU and GPU were recorded")
     moved = np.zeros(host.code.size + 1, dtype=np.bool_)
-    by = host.trace.events["op"].gather(copies.filter(pl.col("kind") == "HtoD")["event"]).drop_nulls().to_numpy()
+    by = host.trace.events["op"][copies.filter(pl.col("kind") == "HtoD")["event"]].drop_nulls().to_numpy()
     moved[host.tree.position[by]] = True
     below = np.append(host.last_op, -1)
     to_copy = below[to]

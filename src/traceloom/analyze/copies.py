@@ -58,7 +58,7 @@ def copies(trace: Trace) -> Copies:
     """Add up copies and fills."""
     rows = _rows(trace)
     ops = (
-        rows.with_columns(op=trace.events["name"].gather(rows["op"]))
+        rows.with_columns(op=trace.events["name"][rows["op"]])
         .group_by("op", "kind", "pageable")
         .agg(pl.len().alias("count"), _BYTES, pl.col("ns").sum().alias("total_ns"))
         .sort(["total_ns", "op", "kind", "pageable"], descending=[True, False, False, False], nulls_last=True)
@@ -164,6 +164,6 @@ def _rows(trace: Trace) -> pl.DataFrame:
             .when(memory[0].is_null() | memory[1].is_null() | host[0] | host[1])
             .then(None)
             .otherwise((memory[0] == "pageable") | (memory[1] == "pageable")),
-            step=trace.events["step"].gather(work["event"]),
+            step=trace.events["step"][work["event"]],
         )
     )

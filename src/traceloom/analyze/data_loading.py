@@ -133,7 +133,7 @@ def _spent(trace: Trace, called: Bools) -> pl.DataFrame:
     frame = pl.DataFrame(
         {
             "step": pl.Series(pieces.step[rows]).replace(int(NO_STEP), None),
-            "part": pl.Series(PARTS).gather(part[pieces.owner[rows]]),
+            "part": pl.Series(PARTS)[part[pieces.owner[rows]]],
             "ns": pieces.ns[rows],
         }
     )

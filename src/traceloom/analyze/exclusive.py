@@ -48,7 +48,7 @@ def shares(trace: Trace, work: pl.DataFrame, key: str, priority: Sequence[str]) 
     order = [names.index(name) for name in priority]
     step_of_tile = pl.Series(np.append(trace.steps["step"].cast(pl.Int64).to_numpy(), -1)[cut.row])
     step_of_tile = step_of_tile.set(pl.Series(cut.row < 0), None).cast(pl.Int32)
-    part_of_row = pl.Series(names, dtype=label).gather(np.repeat(np.arange(len(names), dtype=np.uint32), cut.row.size))
+    part_of_row = pl.Series(names, dtype=label)[np.repeat(np.arange(len(names), dtype=np.uint32), cut.row.size)]
     fields = dict.fromkeys(SHARES, pl.Int64())
     devices, parts = [], []
     steps = [pl.DataFrame(schema={"device": pl.Int32(), "step": pl.Int32(), key: label, **fields})]

@@ -142,7 +142,7 @@ def _frames(trace: Trace, folded: CallTree, used: Bools, values: dict[str, Ints]
     parent = folded.parent[rows]
     depth = np.searchsorted(np.array(folded.level), rows, side="right") - 1
     named = places[pl.Series(folded.label[rows] % places.height, dtype=pl.UInt32)]
-    threads = thread_names(trace).gather(pl.Series(folded.lane[rows], dtype=pl.UInt32))
+    threads = thread_names(trace)[pl.Series(folded.lane[rows], dtype=pl.UInt32)]
     is_thread = pl.Series(folded.kind[rows] == THREAD)
     return pl.DataFrame(
         {
@@ -151,7 +151,7 @@ def _frames(trace: Trace, folded: CallTree, used: Bools, values: dict[str, Ints]
             "parent": pl.Series(np.where(parent >= 0, number[np.maximum(parent, 0)], -1)).replace(-1, None),
             "depth": depth,
             "lane": folded.lane[rows],
-            "kind": pl.Series(KINDS).gather(folded.kind[rows]),
+            "kind": pl.Series(KINDS)[folded.kind[rows]],
             "name": threads.zip_with(is_thread, named["name"]),
             "file": named["file"],
             "line": named["line"],
@@ -181,7 +181,7 @@ def _functions(
     return (
         pl.concat([summed, named], how="horizontal")
         .join(usual, on="label", how="left")
-        .with_columns(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), kind=pl.Series(KINDS).gather(summed["kind"]))
+        .with_columns(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), kind=pl.Series(KINDS)[summed["kind"]])
         .pipe(as_declared, FUNCTIONS)
         .sort(["self_ns", "total_ns", "name", "file", "line"], descending=[True, True, False, False, False])
     )

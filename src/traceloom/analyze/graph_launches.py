@@ -186,7 +186,7 @@ def _ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:
     """Graph id of each replay and node id of each piece, where the recorder wrote them; -1 elsewhere."""
     graph_id = np.full(work.launch.size, -1, dtype=np.int64)
     node_id = np.full(work.row.size, -1, dtype=np.int64)
-    named = trace.events["name"].gather(work.launch)
+    named = trace.events["name"][work.launch]
     if not work.row.size or named.str.starts_with("hip").all() or not readable(trace):
         return graph_id, node_id
     order = np.argsort(work.row, kind="stable")
@@ -222,7 +222,7 @@ def _nodes(trace: Trace, placed: pl.DataFrame) -> pl.DataFrame:
             pl.when(pl.col("node_id") >= 0).then("node_id").alias("id"),
         )
     )
-    named = added.with_columns(trace.events["name"].gather(added["example"]).alias("name"))
+    named = added.with_columns(trace.events["name"][added["example"]].alias("name"))
     return named.rename({"node_id": "own_id", "id": "node_id"})
 
 
@@ -233,7 +233,7 @@ def _replays(trace: Trace, laid: _Laid) -> pl.DataFrame:
         {
             "graph": graph,
             "launch": work.launch,
-            "step": trace.events["step"].gather(work.launch),
+            "step": trace.events["step"][work.launch],
             "start_ns": start,
             "span_ns": np.maximum.reduceat(work.start + work.length, work.first) - start,
             "work_ns": np.add.reduceat(work.length, work.first),
@@ -304,14 +304,14 @@ def _graphs(trace: Trace, laid: _Laid, replays: pl.DataFrame) -> pl.DataFrame:
     )
     work, graph = laid.work, pl.Series("graph", laid.graph, dtype=pl.UInt32)
     ids = pl.DataFrame([graph, pl.Series("graph_id", laid.graph_id)]).unique("graph", keep="first")
-    streams = pl.DataFrame([graph.gather(work.replay), pl.Series("stream", work.stream)])
+    streams = pl.DataFrame([graph[work.replay], pl.Series("stream", work.stream)])
     streams = streams.group_by("graph").agg(pl.col("stream").n_unique().alias("stream_count"))
     rows = added.join(ids, on="graph").join(streams, on="graph").sort("graph")
     has_id = pl.col("graph_id") >= 0
     return rows.with_columns(
         pl.when(has_id).then("graph_id").alias("graph_id"),
         pl.when(has_id).then(pl.lit("correlated")).otherwise(pl.lit("inferred")).alias("evidence"),
-        trace.events["name"].gather(rows["launch"]).alias("launch_name"),
+        trace.events["name"][rows["launch"]].alias("launch_name"),
     ).pipe(as_declared, schema)
 
 

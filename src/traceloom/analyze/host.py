@@ -234,8 +234,8 @@ def _summed(pieces: _LaneParts, how: Engine) -> pl.DataFrame:
         {
             "lane": keys // (kinds * max(steps.size, 1)),
             "step": number.astype(np.int64),
-            "phase": pl.Series(PHASES, dtype=ACCOUNT["phase"]).gather(keys % kinds // len(ACTIVITIES)),
-            "activity": pl.Series(ACTIVITIES, dtype=ACCOUNT["activity"]).gather(keys % len(ACTIVITIES)),
+            "phase": pl.Series(PHASES, dtype=ACCOUNT["phase"])[keys % kinds // len(ACTIVITIES)],
+            "activity": pl.Series(ACTIVITIES, dtype=ACCOUNT["activity"])[keys % len(ACTIVITIES)],
             "ns": summed["ns"],
         }
     )

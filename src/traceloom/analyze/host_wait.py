@@ -162,7 +162,7 @@ def _observed(trace: Trace, waiting: Stretches, lane: Ints, device: Ints) -> _Wa
         blank = np.flatnonzero(own.owner < 0)
         blank = blank[np.argsort(own.start[blank], kind="stable")]
         helped = on_lane(main, own.part[blank], Spans(own.start[blank], own.end[blank]))
-        names = trace.events["name"].gather(tree.row[np.maximum(helped.owner, 0)])
+        names = trace.events["name"][tree.row[np.maximum(helped.owner, 0)]]
         counts = (helped.owner >= 0) & ~names.str.starts_with("<built-in method run_backward").to_numpy()
         kept = own.owner >= 0
         parts.append(_WaitParts(own.part[kept], own.owner[kept], own.start[kept], own.end[kept], own.other[kept]))

@@ -245,15 +245,15 @@ def _rows(trace: Trace, all_gaps: Gaps, frames: list[pl.DataFrame]) -> pl.DataFr
             "device": _or_null(all_gaps.device[gap]),
             "start_ns": parts["start_ns"],
             "duration_ns": parts["duration_ns"],
-            "cause": pl.Series(list(CAUSES), dtype=CauseType).gather(parts["cause"]),
+            "cause": pl.Series(list(CAUSES), dtype=CauseType)[parts["cause"]],
             "evidence": pl.Series([*EVIDENCE, None], dtype=EvidenceType).gather(
                 parts["evidence"] % (len(EVIDENCE) + 1)
             ),
             "before": all_gaps.before[gap],
             "after": all_gaps.after[gap],
             "launch": _or_null(all_gaps.launch[gap]),
-            "step": trace.steps["step"].gather(_or_null(parts["step_row"].to_numpy()).cast(pl.UInt32)),
-            "host_activity": trace.events["name"].gather(activity.cast(pl.UInt32)),
+            "step": trace.steps["step"][_or_null(parts["step_row"].to_numpy()).cast(pl.UInt32)],
+            "host_activity": trace.events["name"][activity.cast(pl.UInt32)],
             "host_event": activity,
             "producer": _or_null(parts["producer"].to_numpy()),
             "wait": _or_null(parts["wait"].to_numpy()),

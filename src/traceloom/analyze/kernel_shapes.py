@@ -43,12 +43,12 @@ def kernel_shapes(trace: Trace) -> KernelShapes:
     """Add up GPU work by operator, input shapes and kernel."""
     work = gpu_work(trace).select("event", "op", kernel="name", ns=pl.col("end_ns") - pl.col("start_ns"))
     kind = kinds(trace)["kind"]
-    step = trace.events["step"].gather(work["event"])
+    step = trace.events["step"][work["event"]]
     inputs = work.select(event="op").join(
         trace.tensors.select("event", "shapes", "types"), on="event", how="left", maintain_order="left"
     )
     work = work.with_columns(
-        trace.events["name"].gather(work["op"]).alias("op"), inputs["shapes"], inputs["types"], kind, step.alias("step")
+        trace.events["name"][work["op"]].alias("op"), inputs["shapes"], inputs["types"], kind, step.alias("step")
     ).with_columns(row=pl.struct(KEYS).rank("dense"))
     ns = pl.col("ns")
     whole = int(work["ns"].sum())

@@ -151,7 +151,7 @@ def launches(trace: Trace) -> Launches:
         long.sum().alias("long_count"),
         call.filter(long).sum().alias("long_ns"),
     )
-    by_call = by_call.with_columns(names.gather(by_call["code"]).alias("name"))
+    by_call = by_call.with_columns(names[by_call["code"]].alias("name"))
     return Launches(
         totals=totals.pipe(as_declared, TOTALS),
         names=_by_name(names, times, "code"),
@@ -187,7 +187,7 @@ def _by_name(names: pl.Series, times: pl.DataFrame, key: str) -> pl.DataFrame:
     """Statistics by name of the work (`code`) or of its operator (`op`), the largest sum of delays first."""
     coded = times.with_columns(pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code"))
     table = coded.group_by("code", maintain_order=True).agg(*_OF_TIMES, pl.col("delay").sum().alias("sum"))
-    table = table.with_columns(names.gather(table["code"]).alias("name"))
+    table = table.with_columns(names[table["code"]].alias("name"))
     return table.sort("sum", "name", descending=[True, False]).pipe(as_declared, NAMES)
 
 
@@ -217,11 +217,11 @@ def _outliers(
                 "start_ns": np.where(np.arange(at.size) < late.height, made.start[at] - length, made.call_start[at]),
                 "device": made.device[at],
                 "stream": made.stream[at],
-                "step": steps.gather(pl.Series(step).set(pl.Series(step < 0), None).cast(pl.UInt32)),
+                "step": steps[pl.Series(step).set(pl.Series(step < 0), None).cast(pl.UInt32)],
                 "work": made.row[at],
-                "work_name": names.gather(made.row[at]),
+                "work_name": names[made.row[at]],
                 "launch": made.launch[at],
-                "launch_name": names.gather(made.launch[at]),
+                "launch_name": names[made.launch[at]],
             }
         )
         .with_columns(_or_null("device"), _or_null("stream"))
@@ -240,7 +240,7 @@ def _steps(trace: Trace, made: Submissions, held: HeldCalls) -> pl.DataFrame:
     frame = pl.DataFrame(
         {
             "device": made.device[stepped],
-            "step": trace.steps["step"].gather(made.step[stepped]),
+            "step": trace.steps["step"][made.step[stepped]],
             "launch_count": made.first[stepped].astype(np.int64),
             "work_count": np.ones(stepped.size, dtype=np.int64),
             "call_ns": np.where(made.first, call, 0)[stepped],
@@ -292,7 +292,7 @@ def _short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:
         .filter(pl.col("short_count") > 0)
     )
     return (
-        by_code.with_columns(words.names.gather(by_code["code"]).alias("name"))
+        by_code.with_columns(words.names[by_code["code"]].alias("name"))
         .sort("call_ns", "name", descending=[True, False])
         .pipe(as_declared, SHORT)
     )

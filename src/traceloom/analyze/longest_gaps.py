@@ -56,7 +56,7 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
         pl.col("whole_ns").alias("duration_ns"),
         *("cause", "cause_ns", "evidence", "host_event", "host_activity"),
         *_NAMED,
-        *(names.gather(rows[name]).alias(f"{name}_name") for name in _NAMED),
+        *(names[rows[name]].alias(f"{name}_name") for name in _NAMED),
         pl.Series("stack", [_stack(trace, row) for row in rows["host_event"].to_list()], dtype=pl.List(pl.String)),
     ).pipe(as_declared, SCHEMA)  # fmt: skip
 

@@ -40,7 +40,7 @@ def matrix_units(kernels: pl.DataFrame) -> pl.Series:
     eligible = np.flatnonzero(kernels["kind"].cast(pl.String).is_in(ELIGIBLE).to_numpy())
     if eligible.size:
         uses = [STATES.index(_STATE[rule["uses"]]) for rule in rules()]
-        matches = holding(kernels["name"].gather(eligible), [rule["pattern"] for rule in rules()])
+        matches = holding(kernels["name"][eligible], [rule["pattern"] for rule in rules()])
         first = np.argmax([*matches, np.ones(eligible.size, dtype=np.bool_)], axis=0)
         state[eligible] = np.array([*uses, STATES.index("unknown")], dtype=np.uint32)[first]
-    return pl.Series("matrix_units", STATES, dtype=StateType).gather(state)
+    return pl.Series("matrix_units", STATES, dtype=StateType)[state]

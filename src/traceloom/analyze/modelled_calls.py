@@ -133,7 +133,7 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
     position = tree.position[tensors["event"].to_numpy()]
     launches_work = (position >= 0) & np.append(relevant, np.False_)[position]
     calls = tensors.filter(pl.Series(launches_work, dtype=pl.Boolean))
-    names = trace.events["name"].gather(calls["event"])
+    names = trace.events["name"][calls["event"]]
     modelled = [name for name in names.unique().to_list() if MODELS.find(name) is not None]
     calls = calls.with_columns(names.alias("name")).filter(pl.col("name").is_in(modelled))
     strides = pl.when(pl.col("strides").str.contains(r"[\[,]0[,\]]")).then("strides").fill_null("")

@@ -229,7 +229,7 @@ def _paths(trace: Trace, tree: Forest, all_regions: Regions) -> tuple[Ints, pl.D
                 {
                     "node": count + np.arange(distinct.size),
                     "parent": node[above[example]],
-                    "name": words.names.gather(words.code[tree.row[example]]),
+                    "name": words.names[words.code[tree.row[example]]],
                     "kind": kind[example],
                     "depth": np.full(distinct.size, depth),
                 }

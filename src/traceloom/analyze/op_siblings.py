@@ -95,7 +95,7 @@ class Host:
     def inputs(self, positions: Ints) -> pl.DataFrame:
         """Shapes and types (JSON text) of the inputs of these operators; null where they were not recorded."""
         row = nullable(self._tensors[positions], pl.UInt32, absent=-1)
-        columns = [self.trace.tensors[name].gather(row) for name in ("shapes", "types")]
+        columns = [self.trace.tensors[name][row] for name in ("shapes", "types")]
         return pl.DataFrame([pl.Series("position", positions), *columns])
 
     @property

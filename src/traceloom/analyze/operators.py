@@ -89,8 +89,8 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
     )
     used, first = np.unique(kind, return_index=True)
     example = tree.row[first]
-    example_shapes = shapes.gather(example) if by_shape else shapes.extend_constant(None, used.size)
-    names = pl.DataFrame({"kind": used, "name": trace.events["name"].gather(example), "shapes": example_shapes})
+    example_shapes = shapes[example] if by_shape else shapes.extend_constant(None, used.size)
+    names = pl.DataFrame({"kind": used, "name": trace.events["name"][example], "shapes": example_shapes})
     rows = summed.collect(engine=engine(trace)).join(names, on="kind", how="left")
     table = rows.sort(["self_ns", "total_ns", "name", "shapes"], descending=[True, True, False, False])
     gpu_ns = int(work.duration_ns.sum())

@@ -117,7 +117,7 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
             **{name: np.add.reduceat(values, first) for name, values in sums.items()},
             "elementwise": [bool(simple[start[0] : start[0] + size].all()) for start, size in repeats],
             "example": [int(made.row[start[0]]) for start, _ in repeats],
-            "names": [words.names.gather(code[start[0] : start[0] + size]).to_list() for start, size in repeats],
+            "names": [words.names[code[start[0] : start[0] + size]].to_list() for start, size in repeats],
         }
     ).with_columns((pl.col("kernel_ns") / max(whole, 1)).alias("fraction"))
     # a kernel is fused with the next one where any occurrence holds both
@@ -133,7 +133,7 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
             "sequence": np.repeat(np.arange(len(repeats)), counts),
             "device": where["device"],
             "stream": where["stream"],
-            "step": trace.steps["step"].gather(where["step"].cast(pl.UInt32)),
+            "step": trace.steps["step"][where["step"].cast(pl.UInt32)],
             "first": made.row[low],
             "last": made.row[high - 1],
             "start_ns": made.start[low],

@@ -98,7 +98,7 @@ def work_before_launch(trace: Trace) -> Check | None:
     work = _work(trace).filter(pl.col("launch").is_not_null())
     if not work.height:
         return None
-    called = trace.events["start_ns"].gather(work["launch"])
+    called = trace.events["start_ns"][work["launch"]]
     early = (called - work["start_ns"]).clip(lower_bound=0)
     affected = int((early > 0).sum())
     most = early.max()

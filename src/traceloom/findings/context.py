@@ -314,7 +314,7 @@ class Context:
     def meeting(self) -> frozenset[int]:
         """Ranks that share communication with another one: only they can wait for each other."""
         parts = self.graph.communication.drop_nulls("instance").select(
-            "instance", rank=self.graph.nodes["rank"].gather(self.graph.communication.drop_nulls("instance")["node"])
+            "instance", rank=self.graph.nodes["rank"][self.graph.communication.drop_nulls("instance")["node"]]
         )
         shared = parts.filter(pl.col("rank").n_unique().over("instance") > 1)
         return frozenset(shared["rank"].drop_nulls().to_list())

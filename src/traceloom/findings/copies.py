@@ -48,7 +48,7 @@ def back_and_forth(context: Context) -> Iterator[Said]:
                 paired += [waiting[size].pop(0), event]
         pairs += len(paired) // 2
         rows = pl.Series(paired, dtype=pl.UInt32)
-        calls = trace.events["launch"].gather(rows).drop_nulls()
+        calls = trace.events["launch"][rows].drop_nulls()
         mask |= context.nodes_of(trace, pl.concat([rows, calls.cast(pl.UInt32)]))
     if not pairs or not mask.any():
         return

@@ -31,7 +31,7 @@ def data_starved(context: Context) -> Iterator[Said]:
         workers |= bool((waits["maker"].cast(pl.String) == "workers").any())
         waited += int(waits["duration_ns"].sum())
         rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-        lane, end = trace.events["lane"].gather(waits["event"]), pl.col("start_ns") + pl.col("duration_ns")
+        lane, end = trace.events["lane"][waits["event"]], pl.col("start_ns") + pl.col("duration_ns")
         waiting.append(waits.select(rank, lane, "start_ns", end.alias("end_ns")))
         longest = waits.sort("duration_ns", descending=True).head(3).to_dicts()
         evidence += [Evidence(r["name"], trace.rank, r["start_ns"], r["duration_ns"]) for r in longest]

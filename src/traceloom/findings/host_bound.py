@@ -96,7 +96,7 @@ def _while_late(context: Context) -> pl.DataFrame:
         )  # fmt: skip
         # lanes one after the other on one axis
         width = trace.end_ns - trace.start_ns + 1
-        offset = trace.events["lane"].gather(late["launch"]).to_numpy().astype(np.int64) * width
+        offset = trace.events["lane"][late["launch"]].to_numpy().astype(np.int64) * width
         start = late["start_ns"].to_numpy() + offset
         lanes = rows["lane"].to_numpy().astype(np.int64) * width
         low, high = (rows[name].to_numpy() + lanes for name in ("start_ns", "end_ns"))
@@ -116,8 +116,8 @@ def _loops(trace: Trace) -> pl.DataFrame:
     events = trace.events.select(*columns, pl.col("name", "category").cast(pl.String))
     above = events["parent"].fill_null(0)
     is_op = events["category"] == cat.OP
-    loading = events["name"].str.contains(LOADING).gather(above)
-    inner = events["parent"].is_not_null() & (is_op.gather(above) | loading)
+    loading = events["name"].str.contains(LOADING)[above]
+    inner = events["parent"].is_not_null() & (is_op[above] | loading)
     runs = (
         events.filter(is_op & ~inner)
         .sort("lane", "start_ns")
@@ -155,7 +155,7 @@ def looped(context: Context) -> tuple[Bools, dict[str, int]]:
                 )
                 calls[row["name"]] = calls.get(row["name"], 0) + row["calls"]
     launched = edges["target"].filter(
-        (edges["kind"].cast(pl.String) == "launch") & pl.Series(in_loops).gather(edges["source"])
+        (edges["kind"].cast(pl.String) == "launch") & pl.Series(in_loops)[edges["source"]]
     )
     in_loops[launched.to_numpy()] = True
     return in_loops & ~context.of_kind(*gs.COMMUNICATION), calls

@@ -86,8 +86,8 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> OwnCommunic
     What is known of one is taken from its own arguments, else from the nearest op or annotation around its launch
     that describes a collective, else from its name.
     """
-    category = trace.events["category"].gather(work.row)
-    names = trace.events["name"].gather(work.row)
+    category = trace.events["category"][work.row]
+    names = trace.events["name"][work.row]
     is_communication = named(names, _kernel_pattern()).to_numpy() & (category == cat.KERNEL).to_numpy()
     chosen = np.flatnonzero(is_communication)
     # outermost calls of back ends that communicate from the host, without GPU work of their own
@@ -113,12 +113,12 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> OwnCommunic
         .select("event", *_FIELDS)
         .unique("event", keep="first", maintain_order=True)
     )
-    on_host = _around(tree, described, host, tree.name.gather(host))
+    on_host = _around(tree, described, host, tree.name[host])
     rows = work.row[chosen]
     own = pl.DataFrame({"event": pl.Series(rows, dtype=pl.UInt32)}).join(
         described, on="event", how="left", maintain_order="left"
     )
-    around = _around(tree, described, work.call[chosen], trace.events["name"].gather(rows))
+    around = _around(tree, described, work.call[chosen], trace.events["name"][rows])
     on_device = own.select(pl.coalesce(pl.col(name), around[name]) for name in _FIELDS)
     about = pl.concat([on_device, on_host]).with_columns(pl.col("kind").replace(_PAIRS))
     kinds = about["kind"].head(chosen.size)

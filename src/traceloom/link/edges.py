@@ -80,8 +80,8 @@ class Edges(Struct):
             {
                 "source": source // 2,
                 "target": target // 2,
-                "kind": pl.Series(EDGE_KINDS, dtype=EdgeKind).gather(pl.Series(kind)),
-                "evidence": pl.Series(EVIDENCE, dtype=Evidence).gather(pl.Series(evidence)),
+                "kind": pl.Series(EDGE_KINDS, dtype=EdgeKind)[pl.Series(kind)],
+                "evidence": pl.Series(EVIDENCE, dtype=Evidence)[pl.Series(evidence)],
                 "from_end": source % 2 == 1,
                 "to_end": target % 2 == 1,
                 "delay_ns": np.minimum(times[target] - times[source], 0),  # clocks: some effects precede their causes

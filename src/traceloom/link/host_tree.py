@@ -105,7 +105,7 @@ def host_tree(trace: Trace) -> HostTree:
     end = events["nested_end_ns"].to_numpy()[row]
     stop = subtree_stops(lane, start, end)
     above = innermost(np.arange(row.size), stop, row.size)
-    name = events["name"].gather(row)
+    name = events["name"][row]
     physical = name.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
     example = np.full(int(physical.max(initial=0)) + 1, -1)
     example[physical] = np.arange(physical.size)
@@ -122,7 +122,7 @@ def host_tree(trace: Trace) -> HostTree:
         stop=stop,
         call=call[row],
         name=name,
-        words=name.gather(example[used]),
+        words=name[example[used]],
         word=(np.cumsum(used) - 1)[physical],
         polling=int(left_out.sum()),
         polling_ns=int(durations[left_out].sum()),
@@ -157,7 +157,7 @@ def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:
     lane_of = trace.events["lane"].to_numpy()
     polls = np.zeros(lane_of.size, dtype=np.bool_)
     rows = np.flatnonzero(call & kept)
-    polls[rows] = named(trace.events["name"].gather(rows), POLLS).to_numpy()
+    polls[rows] = named(trace.events["name"][rows], POLLS).to_numpy()
     count = np.bincount(lane_of[kept], minlength=lanes)
     calls = np.bincount(lane_of[rows], minlength=lanes)
     poll_count = np.bincount(lane_of[polls], minlength=lanes)

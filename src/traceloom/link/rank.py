@@ -171,7 +171,7 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, match
     times = np.empty(2 * nodes.height, dtype=np.int64)
     times[0::2] = nodes["start_ns"].to_numpy()
     times[1::2] = (nodes["start_ns"] + nodes["duration_ns"]).to_numpy()
-    on_engines = (nodes["category"].gather(work_node) == COPY).to_numpy()
+    on_engines = (nodes["category"][work_node] == COPY).to_numpy()
     late = occupancy_edges(edges, parts.work, ~on_engines, work_node, times)
     frame, refused = edges.frame(times)
     ranks = pl.DataFrame(
@@ -200,7 +200,7 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, match
         .cast(GRAPH_SCHEMAS["transfers"])
     )
     coverage = _coverage(rank, parts, seen, late, refused)
-    names = nodes["name"].gather(work_node)
+    names = nodes["name"][work_node]
     notices = (*trace.notices, *_late_notices(names, late, int(times.max() - times[0]), rank))
     host_ops = empty_frame("host_ops")
     if matching is not None:
@@ -236,7 +236,7 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     end = np.concatenate([host.end, work.end])
     first = int(start.min()) if start.size else trace.start_ns
     start, end = (np.concatenate([[first], times]) - trace.start_ns for times in (start, end))
-    category = trace.events["category"].gather(work.row)
+    category = trace.events["category"][work.row]
     work_kind = np.full(category.len(), gs.NODE_KINDS.index(gs.KERNEL))
     for name, of_category in (("kernel", gs.KERNEL), ("copy", gs.COPY), ("fill", gs.FILL)):
         work_kind[(category == name).to_numpy()] = gs.NODE_KINDS.index(of_category)
@@ -262,12 +262,12 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     sizes[parts.communication.nodes(parts)[sent_bytes.is_not_null().to_numpy()]] = sent_bytes.drop_nulls().to_numpy()
     events = trace.events.select("name", "category", "op", "step", "correlation")
     row_of = nullable(event, pl.UInt32, absent=-1)
-    frame = pl.DataFrame([column.gather(row_of) for column in events])
+    frame = pl.DataFrame([column[row_of] for column in events])
     is_op = frame["category"] == "op"
     nodes = frame.with_columns(
         pl.int_range(event.size, dtype=gs.Node).alias("node"),
-        pl.Series(gs.NODE_KINDS, dtype=gs.NodeKind).gather(kind).alias("kind"),
-        pl.col("name").fill_null(pl.Series(gs.NODE_KINDS).gather(kind)),
+        pl.Series(gs.NODE_KINDS, dtype=gs.NodeKind)[kind].alias("kind"),
+        pl.col("name").fill_null(pl.Series(gs.NODE_KINDS)[kind]),
         pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
         nullable(lane, pl.UInt32, absent=-1).alias("lane"),
         pl.Series("start_ns", start),

@@ -174,7 +174,7 @@ def _steps_of(trace: Trace, first: int, last: int) -> Graph:
     part, row = _cut(trace, begin[0], end[1])
     graph = link_rank(part)
     rows = pl.Series(row, dtype=pl.UInt32)  # events are named by their rows in the whole trace
-    nodes = graph.nodes.with_columns(rows.gather(graph.nodes[column]).alias(column) for column in ("event", "op"))
+    nodes = graph.nodes.with_columns(rows[graph.nodes[column]].alias(column) for column in ("event", "op"))
     return replace(graph, nodes=nodes)
 
 

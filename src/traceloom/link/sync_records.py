@@ -37,7 +37,7 @@ class SyncRecords(Struct, frozen=True):
         """The records of one kind."""
         rows = np.flatnonzero((self.kind == kind).to_numpy())
         arrays = (self.call, self.device, self.lane, self.awaited, self.recorded)
-        return SyncRecords(self.kind.gather(rows), *(array[rows] for array in arrays))
+        return SyncRecords(self.kind[rows], *(array[rows] for array in arrays))
 
 
 def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:

@@ -202,7 +202,7 @@ def spins(trace: Trace, tree: HostTree, host: Segments, times: WorkByTime, waits
     if not times.work.row.size or not host.owner.size:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing
-    category = trace.events["category"].gather(tree.row)
+    category = trace.events["category"][tree.row]
     plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
     fits = ~np.append(tree.call | plain, True)[host.owner] & (host.end - host.start >= _LONG_SPIN_NS)
     fits[waits] = False

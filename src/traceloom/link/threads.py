@@ -174,7 +174,7 @@ def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
 
 def _quiet(trace: Trace, tree: HostTree, host: Segments) -> Bools:
     """Gaps and self times, of some length, in which nothing says what the thread does."""
-    category = trace.events["category"].gather(tree.row)
+    category = trace.events["category"][tree.row]
     plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
     works = tree.call | plain | tree.named(HOST_BACKENDS)
     quiet: Bools = ~np.append(works, False)[host.owner] & (host.end - host.start >= _QUIET_NS)

@@ -44,7 +44,7 @@ def point_times(graph: Graph) -> Ints:
 
 def array(graph: Graph, column: pl.Series) -> Array:
     """A column of the graph without nulls, kinds as their numbers; what is computed from it lies where it lies."""
-    values: Array = column.to_physical().to_numpy()
+    values: Array = (column.to_physical() if isinstance(column.dtype, pl.Enum) else column).to_numpy()
     return values.view(ondisk.OnDisk) if is_large(graph) else values
 
 

@@ -179,7 +179,7 @@ def _own_cost(graph: Graph, measured: _Measured) -> Ints:
     if not at.size:
         return cost
     free = call & (measured.latest(measured.source)[1::2] <= measured.start)
-    code = graph.nodes["name"].gather(np.flatnonzero(call)).rank("dense").to_numpy().astype(np.int64)
+    code = graph.nodes["name"][np.flatnonzero(call)].rank("dense").to_numpy().astype(np.int64)
     of = np.full(kind.size, -1, dtype=np.int64, like=kind)
     of[call] = code
     median, count = medians(of[free], measured.duration[free], int(code.max()) + 1)

@@ -83,7 +83,7 @@ def classes(graph: Graph) -> Classes:
     first, last = np.isin(kind, _codes(_CALL_FIRST)), np.isin(kind, _codes(_CALL_LAST))
     called = np.where(first, source, target)[first | last]
     names, name_of = np.unique(called, return_inverse=True)
-    calls = nodes["name"].gather(names)
+    calls = nodes["name"][names]
     code = calls.rank("dense").to_numpy() if calls.len() else np.zeros(0, dtype=np.int64)
     name = np.zeros(at.size, dtype=np.int64, like=kind)
     name[first | last] = code[name_of]

@@ -120,16 +120,13 @@ def _times(graph: Graph) -> tuple[Ints, Ints, Ints]:
 
 def of_optimizer(graph: Graph) -> Bools:
     """Work that is launched in a step from the beginning of its optimizer on, shape (nodes,)."""
-    source, target = (graph.edges[end].to_numpy() for end in ("source", "target"))
-    nodes = graph.nodes.select("rank", pl.col("step").fill_null(-1), "start_ns", "name")
-    steps = (
-        nodes.filter(pl.col("name").str.starts_with("Optimizer.step#"))
-        .group_by("rank", "step")
-        .agg(begins=pl.col("start_ns").min())
+    launches = graph.edges.filter(pl.col("kind") == "launch").select("source", "target")
+    nodes = graph.nodes.select("rank", "step", "start_ns", "name")
+    optimizers = nodes.filter(pl.col("name").str.starts_with("Optimizer.step#"))
+    begins = optimizers.group_by("rank", "step").agg(begins=pl.col("start_ns").min())
+    calls = nodes[launches["source"]].join(
+        begins, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True
     )
-    begins = nodes.join(steps, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True)
-    inside = begins.select((pl.col("start_ns") >= pl.col("begins")).fill_null(value=False))["start_ns"]
-    launches = among(graph.edges["kind"], gs.EDGE_KINDS, ("launch",))
     of = np.zeros(nodes.height, dtype=np.bool_)
-    of[target[launches]] = inside.to_numpy()[source[launches]]
+    of[launches["target"].to_numpy()] = (calls["start_ns"] >= calls["begins"]).fill_null(value=False).to_numpy()
     return of

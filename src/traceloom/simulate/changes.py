@@ -219,7 +219,7 @@ def _delay(out: Scenario, change: Change, _chosen: Bools) -> None:
         raise UsageError(f"`{change}` needs other ranks to compare with", slug="nothing-chosen")
     keys = ["step", "kind", "name"]
     frame = out.graph.nodes.select(
-        "rank", pl.col("step").fill_null(-1), pl.col("kind").cast(pl.String), pl.col("name").fill_null("")
+        "rank", pl.col("step").fill_null(-1), "kind", pl.col("name").fill_null("")
     ).with_columns(pl.Series("work", out.work_ns), pl.int_range(pl.len()).alias("row"))
     kinds = [gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL]
     sums = frame.filter(pl.col("kind").is_in(kinds)).group_by("rank", *keys).agg(pl.col("work").sum())
@@ -228,15 +228,17 @@ def _delay(out: Scenario, change: Change, _chosen: Bools) -> None:
     usual = peer_sums.with_columns(
         usual=pl.col("work").list.concat(pl.lit(0).repeat_by(len(others) - pl.col("work").list.len())).list.median()
     ).drop("work")
-    late = sums.filter(pl.col("rank").is_in(list(change.selection.ranks)))
-    factors = late.join(usual, on=keys, how="left").with_columns(
-        factor=(pl.col("usual").fill_null(0) / pl.max_horizontal("work", 1)).clip(upper_bound=1.0)
+    of_late = pl.col("rank").is_in(list(change.selection.ranks))
+    factors = (
+        sums.filter(of_late)
+        .join(usual, on=keys, how="left")
+        .with_columns(factor=(pl.col("usual").fill_null(0) / pl.max_horizontal("work", 1)).clip(upper_bound=1.0))
     )
-    rows = frame.join(factors.select("rank", *keys, "factor"), on=["rank", *keys]).sort("row")
+    rows = frame.filter(of_late).join(factors.select("rank", *keys, "factor"), on=["rank", *keys])
     at = rows["row"].to_numpy()
     out.work_ns[at] = np.rint(out.work_ns[at] * rows["factor"].to_numpy()).astype(np.int64)
     # who begins later than the middle one of the others begins when that does
-    hosts = out.graph.nodes.filter(pl.col("kind").cast(pl.String).is_in([gs.HOST, gs.THINK, gs.LAUNCH]))
+    hosts = out.graph.nodes.filter(pl.col("kind").is_in([gs.HOST, gs.THINK, gs.LAUNCH]))
     begins = dict(hosts.group_by("rank").agg(pl.col("start_ns").min()).rows())
     middle = float(np.median([begins[rank] for rank in others if rank in begins] or [0]))
     source, _ = _ends(out.graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,13 +76,20 @@ class AcrossRanks(Result):
 
 
 def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CHAINS) -> AcrossRanks:
-    """Compare the ranks of a job.
+    """Compare the ranks of a job; the last comparison is remembered as long as what was taken of its ranks lives.
 
     Args:
         session: The run; or what `rank_part` took from each of its traces, so that ranks can be read one by one.
         chain_count: For how many of the longest waits the chain of causes is written out.
     """
+    global _LAST
     all_parts = [rank_part(trace) for trace in session.traces] if isinstance(session, Session) else list(session)
+    if (
+        _LAST is not None
+        and (chain_count, len(all_parts)) == (_LAST[0], len(_LAST[1]))
+        and all(ref() is part for ref, part in zip(_LAST[1], all_parts, strict=True))
+    ):
+        return _LAST[2]
     best: dict[object, RankPart] = {}  # of several windows of a rank the one with most communication
     for number, part in enumerate(all_parts):
         key: object = part.rank if part.rank is not None else f"unknown {number}"
@@ -102,7 +110,7 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
             f"and waits are at least what is shown; {cut} of {matched.instances.height} joined collectives miss ranks"
         )
         notices.append(Notice("ranks-missing", "warning", text, world - len(parts)))
-    return AcrossRanks(
+    compared = AcrossRanks(
         collectives,
         matched.parts,
         chains(parts, matched, collectives, late, chain_count),
@@ -117,3 +125,8 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
         piped,
         tuple(notices),
     )
+    _LAST = chain_count, [weakref.ref(part) for part in all_parts], compared
+    return compared
+
+
+_LAST: tuple[int, list[weakref.ref[RankPart]], AcrossRanks] | None = None

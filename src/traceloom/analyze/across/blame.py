@@ -35,15 +35,15 @@ def with_causes(matched: Matched, lateness: Lateness) -> pl.DataFrame:
     lost = lateness.excess_ns[:, nameless].sum(axis=1)
     return frame.with_columns(
         pl.Series("late_ns", lateness.late_ns),
-        names.gather(lateness.cause).alias("cause"),
+        names[lateness.cause].alias("cause"),
         pl.Series("cause_ns", lateness.excess_ns[rows, lateness.cause] if rows.size else rows),
         pl.Series("explained_ns", lateness.late_ns - lost),
         pl.Series("unexplained_ns", lost),
         # who waits longer only because it came earlier waits for the order, too
         pl.min_horizontal(pl.Series("schedule_ns", usual + np.maximum(peer, 0)), "wait_ns").alias("schedule_ns"),
-        frame["instance"].gather(root).alias("root_instance"),
-        frame["last_rank"].gather(root).alias("root_rank"),
-        names.gather(root_cause).alias("root_cause"),
+        frame["instance"][root].alias("root_instance"),
+        frame["last_rank"][root].alias("root_rank"),
+        names[root_cause].alias("root_cause"),
     ).pipe(as_declared, COLLECTIVE_SCHEMA)
 
 

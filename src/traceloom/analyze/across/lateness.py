@@ -109,7 +109,7 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
     for number, rank in enumerate(ranks):
         of_rank = np.flatnonzero(part == number)
         calls = rank.calls.select("event", "start_ns").unique("event", keep="first")
-        events = matched.parts["event"].gather(of_rank).to_frame()
+        events = matched.parts["event"][of_rank].to_frame()
         # on the rank's own clock, as its ledger is
         starts = events.join(calls, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
         start_place[of_rank] = rank.ledger.at(starts)

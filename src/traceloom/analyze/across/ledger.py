@@ -143,10 +143,10 @@ def _main_thread(trace: Trace, start: Ints, end: Ints) -> pl.DataFrame:
     waiting = Stretches(number, np.full(start.size, -1), start, end)
     parts = split_by_activity(trace, waiting, np.full(start.size, lane), np.zeros(start.size, dtype=np.int64))
     activity = parts["activity"].to_numpy()
-    names = trace.events["name"].gather(np.maximum(activity, 0))
+    names = trace.events["name"][np.maximum(activity, 0)]
     return parts.select(
         pl.Series("start_ns", start[parts["gap"].to_numpy()], dtype=pl.Int64),
         pl.col("duration_ns").cast(pl.Int64),
-        pl.Series("cause", _HOST_NAMES).gather(parts["cause"].to_numpy()).alias("cause"),
+        pl.Series("cause", _HOST_NAMES)[parts["cause"].to_numpy()].alias("cause"),
         names.set(pl.Series(activity < 0), None).cast(pl.String).alias("name"),
     )

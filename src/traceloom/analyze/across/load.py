@@ -45,7 +45,7 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     work = gpu_work(trace).filter(pl.col("category") == "compute")
     by_name = work.select("name").unique().with_columns(_IS_TABLE.alias("embeds"))
     kernels = work.select("name", compute_ns=pl.col("end_ns") - pl.col("start_ns")).with_columns(
-        trace.events["step"].gather(work["event"]), pl.Series("below", _below_tables(trace, work["op"]))
+        trace.events["step"][work["event"]], pl.Series("below", _below_tables(trace, work["op"]))
     )
     kernels = kernels.join(by_name, on="name", how="left", maintain_order="left")
     of_table = pl.when(pl.col("embeds") | pl.col("below")).then("compute_ns").otherwise(0)

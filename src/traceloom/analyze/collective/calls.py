@@ -81,7 +81,7 @@ def _calls(trace: Trace, rules: tuple[Rule, ...] = ()) -> pl.DataFrame:
         inside_ns = tree.subtree_sums(np.where(part, tree.span_ns(), 0))
         others_ns = np.where(around_passes(trace)[at] & ~part[at], inside_ns[at], 0)
     hosted = on_host.with_columns(
-        trace.events["name"].gather(on_host["event"]).alias("name"),
+        trace.events["name"][on_host["event"]].alias("name"),
         pl.lit(None, pl.UInt32).alias("launch"),
         pl.lit(None, pl.UInt32).alias("op"),
         pl.lit(None, pl.Int32).alias("device"),
@@ -100,7 +100,7 @@ def _placed(trace: Trace, rows: pl.DataFrame, where: str) -> pl.DataFrame:
     at = rows["event"]
     grouped = rows.join(members.unique("group", keep="first"), on="group", how="left", maintain_order="left")
     return grouped.with_columns(
-        trace.events["step"].gather(at),
+        trace.events["step"][at],
         _phases(trace, rows.select(pl.coalesce("launch", "op", "event")).to_series()),
         pl.lit(where).cast(WhereType).alias("where"),
         pl.coalesce("members", "of_group").alias("members"),
@@ -143,4 +143,4 @@ def _phases(trace: Trace, events: pl.Series) -> pl.Series:
     if alone.size and backward.size:
         spans = union(tree.start_ns[backward], tree.end_ns[backward])
         codes[alone[contains(spans, tree.start_ns[at[alone]])]] = BACKWARD
-    return pl.Series([*PHASES, None], dtype=PhaseType).gather(codes).alias("phase")
+    return pl.Series([*PHASES, None], dtype=PhaseType)[codes].alias("phase")

@@ -151,7 +151,7 @@ def _rows(trace: Trace, rules: tuple[Rule, ...] = (), peak_gb_per_s: float | Non
             pl.lit(trace.rank, pl.Int32).alias("rank"),
             duration.alias("duration_ns"),
             pl.col("blocking_ns").replace(-1, None),
-            trace.events["start_ns"].gather(calls["launch"]).alias("launch_ns"),
+            trace.events["start_ns"][calls["launch"]].alias("launch_ns"),
         )
         .pipe(as_declared, CALL_SCHEMA)
         .sort("start_ns", "event")
@@ -170,7 +170,7 @@ def _with_channels(calls: pl.DataFrame, trace: Trace) -> pl.DataFrame:
     kernels = calls.filter(pl.col("where") == "device", pl.col("backend").is_in(["nccl", "rccl"]))["event"].sort()
     channels: dict[int, int] = {}
     if kernels.len() and readable(trace) and trace.meta.file_bytes <= _MOST_BYTES:
-        in_file = kernels.gather(trace.sources["offset"].gather(kernels).arg_sort())
+        in_file = kernels[trace.sources["offset"][kernels].arg_sort()]
         try:
             for event, text in zip(in_file, stretches(trace, in_file.to_numpy()), strict=False):
                 grid = _GRID.search(text)

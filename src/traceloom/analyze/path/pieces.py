@@ -203,7 +203,7 @@ def waits_for_data(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterato
     nodes = graph.nodes.select("rank", "event", "lane")
     of_rank = (nodes["rank"] == rank) & nodes["event"].is_not_null() & nodes["lane"].is_not_null()
     nodes = nodes.filter(of_rank.fill_null(value=False))
-    lane_of = nodes.select("lane", trace_lane=trace.events["lane"].gather(nodes["event"])).unique()
+    lane_of = nodes.select("lane", trace_lane=trace.events["lane"][nodes["event"]]).unique()
     placed = waits.join(lane_of, on="trace_lane")
     for (lane,), rows in placed.sort("lane", "start_ns").group_by("lane", maintain_order=True):
         start = rows["start_ns"].to_numpy() + shift

@@ -59,15 +59,15 @@ def path(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
     """The pieces with what they are of."""
     node, edge = pl.Series(pieces.node).replace(-1, None), pl.Series(pieces.edge).replace(-1, None)
     columns = ("node", "kind", "name", "rank", "lane", "event")
-    of_node = pl.DataFrame([graph.nodes[column].gather(node.cast(pl.UInt32)) for column in columns])
-    of_edge = pl.DataFrame([graph.edges[column].gather(edge.cast(pl.UInt32)) for column in ("kind", "evidence")])
-    threads = graph.lanes["name"].gather(of_node["lane"]) if graph.lanes.height else pl.Series([None] * node.len())
+    of_node = pl.DataFrame([graph.nodes[column][node.cast(pl.UInt32)] for column in columns])
+    of_edge = pl.DataFrame([graph.edges[column][edge.cast(pl.UInt32)] for column in ("kind", "evidence")])
+    threads = graph.lanes["name"][of_node["lane"]] if graph.lanes.height else pl.Series([None] * node.len())
     return of_node.with_columns(
         # What comes before the path begins is waiting for the rank that it begins on.
         pl.col("rank").fill_null(strategy="backward"),
         pl.Series("start_ns", pieces.start + graph.epoch_ns),
         pl.Series("duration_ns", pieces.end - pieces.start),
-        pl.Series(list(CLASSES), dtype=ClassType).gather(pieces.kind).alias("class"),
+        pl.Series(list(CLASSES), dtype=ClassType)[pieces.kind].alias("class"),
         threads.alias("thread"),
         of_edge["kind"].alias("edge"),
         of_edge["evidence"],
@@ -136,8 +136,8 @@ def names(graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, nea
     slack = slack[at]
     work = pl.LazyFrame(
         {
-            "class": pl.Series(list(CLASSES), dtype=ClassType).gather(kind[at].astype(np.uint32)),
-            "name": graph.nodes["name"].gather(at),
+            "class": pl.Series(list(CLASSES), dtype=ClassType)[kind[at].astype(np.uint32)],
+            "name": graph.nodes["name"][at],
             "duration_ns": duration[at],
             "path_ns": shares[0, at],
             "data_ns": shares[1, at],

@@ -101,8 +101,8 @@ def window_of(graph: Graph, step: int | None, session: Session | None = None) ->
             first, after = (int(np.searchsorted(starts, row["start_ns"], side=side)) for side in _SIDES)
             marks = first + np.flatnonzero((trace.events["name"][first:after] == row["name"]).to_numpy())
             nodes = _events_of(graph, clock.rank)
-            marked = nodes[np.isin(graph.nodes["event"].gather(nodes).to_numpy(), marks)]
-            lanes = graph.nodes["lane"].gather(marked).drop_nulls()
+            marked = nodes[np.isin(graph.nodes["event"][nodes].to_numpy(), marks)]
+            lanes = graph.nodes["lane"][marked].drop_nulls()
             lane = int(lanes[0]) if lanes.len() else thread.get(clock.rank)
             rows.append((clock.rank, step, lane, row["start_ns"] + clock.shift, row["end_ns"] + clock.shift))
         spans = pl.DataFrame(rows, schema=spans.schema, orient="row")
@@ -111,7 +111,7 @@ def window_of(graph: Graph, step: int | None, session: Session | None = None) ->
     low, high = int(spans["low"].min()), int(spans["high"].max())  # type: ignore[arg-type]
     # The last point of a step: the end of its thread's time, or of GPU work that it launched
     in_step = np.flatnonzero((graph.nodes["step"] == step).fill_null(value=False).to_numpy())
-    launched = in_step[graph.nodes["category"].gather(in_step).is_in(list(GPU_WORK)).fill_null(value=False).to_numpy()]
+    launched = in_step[graph.nodes["category"][in_step].is_in(list(GPU_WORK)).fill_null(value=False).to_numpy()]
     candidates = [2 * launched + 1]
     lane_of = graph.nodes["lane"].fill_null(_NO_LANE).to_numpy()
     for span in spans.iter_rows(named=True):
@@ -177,8 +177,8 @@ def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[T
         shift = -graph.epoch_ns
         if nodes.size:  # as the events that begin next to the step tell
             first = np.full(trace.events.height, _NEVER)
-            begin = graph.nodes["start_ns"].gather(nodes).to_numpy()
-            np.minimum.at(first, graph.nodes["event"].gather(nodes).to_numpy(), begin)
+            begin = graph.nodes["start_ns"][nodes].to_numpy()
+            np.minimum.at(first, graph.nodes["event"][nodes].to_numpy(), begin)
             event = np.flatnonzero(first < _NEVER)
             recorded = trace.events["start_ns"].to_numpy()[event]
             away = np.abs(recorded - at)

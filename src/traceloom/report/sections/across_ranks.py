@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.analyze.across.across_ranks import AcrossRanks
+from traceloom.analyze.across.across_ranks import AcrossRanks, across_ranks
 from traceloom.analyze.across.blame import COLLECTIVE_SCHEMA, HEAT_SCHEMA, HOST_SCHEMA, RANK_SCHEMA, REASON_SCHEMA
 from traceloom.analyze.across.chain import LINK_SCHEMA
 from traceloom.analyze.across.lateness import CAUSE_WORDS
@@ -17,7 +17,7 @@ from traceloom.model import units
 from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.sections.heat_map import blocks, heat_map
-from traceloom.report.sections.of_ranks import SEVERAL, RanksSection, compared
+from traceloom.report.sections.of_ranks import SEVERAL, RanksSection
 from traceloom.report.sections.section import Columns, Study, table
 from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Row, Table
@@ -79,7 +79,7 @@ class AcrossRanksSection(RanksSection):
         if len(study.results) < 2:
             absent.say("across_ranks")
             return None
-        comparison = compared(study.results)
+        comparison = across_ranks(study.results)
         if not comparison.collectives.height:
             absent.say("across_ranks.collectives")
         worst = comparison.collectives.sort("wait_ns", "instance", descending=[True, False]).head(_MOST)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.across.rank_part import RankPart
 from traceloom.analyze.collective.bandwidth import against_hosts
 from traceloom.model import Trace
@@ -32,21 +30,3 @@ def calls_of(parts: Sequence[RankPart]) -> pl.DataFrame:
     hosts = {part.rank: part.host for part in parts if part.rank is not None and part.host is not None}
     links = {part.rank: part.link for part in parts if part.rank is not None and part.link is not None}
     return against_hosts(calls, hosts, links) if len(hosts) > 1 else calls
-
-
-def compared(parts: Sequence[RankPart]) -> AcrossRanks:
-    """The comparison of these ranks; that of the last report is remembered for its other sections."""
-    global _LAST
-    remembered = _LAST[0] if _LAST is not None else []
-    if (
-        _LAST is not None
-        and len(remembered) == len(parts)
-        and all(ref() is part for ref, part in zip(remembered, parts, strict=True))
-    ):
-        return _LAST[1]
-    comparison = analyze.across_ranks(list(parts))
-    _LAST = ([weakref.ref(part) for part in parts], comparison)
-    return comparison
-
-
-_LAST: tuple[list[weakref.ref[RankPart]], AcrossRanks] | None = None

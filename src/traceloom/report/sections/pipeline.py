@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from traceloom.analyze.across.across_ranks import across_ranks
 from traceloom.analyze.across.pipeline import STAGE_SCHEMA, STEP_SCHEMA
 from traceloom.analyze.across.rank_part import RankPart
 from traceloom.model import units
 from traceloom.report.absent import Absent
-from traceloom.report.sections.of_ranks import RanksSection, compared
+from traceloom.report.sections.of_ranks import RanksSection
 from traceloom.report.sections.section import Study, table
 from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Row, Table
@@ -31,7 +32,7 @@ class PipelineSection(RanksSection):
     def build(self, study: Study[RankPart], absent: Absent) -> Row:
         if len(study.results) < 2:
             return self.lists({"stages": STAGE_SCHEMA.to_frame(), "steps": STEP_SCHEMA.to_frame()}, absent)
-        pipelines = compared(study.results).pipeline
+        pipelines = across_ranks(study.results).pipeline
         return self.lists({"stages": pipelines.stages, "steps": pipelines.steps.head(_MOST)}, absent)
 
     def tables(self, value: Row) -> Iterator[Table]:
