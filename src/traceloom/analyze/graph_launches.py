@@ -103,12 +103,16 @@ class _Laid:
 def graph_launches(trace: Trace) -> GraphLaunches:
     """Find the graph launches and lay their replays upon each other."""
     laid = _laid(trace)
+    work_ns, all_ns = int(laid.work.length.sum()), laid.work.all_ns
+    fraction = work_ns / all_ns if all_ns else None
+    if not laid.work.launch.size:
+        graphs, replays, nodes = (pl.DataFrame(schema=columns) for columns in (GRAPHS, REPLAYS, NODES))
+        return GraphLaunches(graphs, replays, nodes, 0, fraction)
     replays = _replays(trace, laid)
     nodes = laid.nodes.pipe(as_declared, NODES)
     graphs = _graphs(trace, laid, replays)
     graphs = graphs.with_columns(pl.Series("like", _alike(graphs, nodes), dtype=pl.UInt32))
-    work_ns, all_ns = int(laid.work.length.sum()), laid.work.all_ns
-    return GraphLaunches(graphs, replays, nodes, laid.work.row.size, work_ns / all_ns if all_ns else None)
+    return GraphLaunches(graphs, replays, nodes, laid.work.row.size, fraction)
 
 
 def replayed_work(trace: Trace) -> pl.DataFrame:

@@ -21,7 +21,7 @@ from traceloom.errors import UsageError
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import lookup
 from traceloom.model.category import ANNOTATION, GPU_ANNOTATION
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 KINDS = ("prefill", "decode", "mixed", "verify", "draft", "idle", "other")
@@ -165,7 +165,7 @@ def inference(
         rates = pl.DataFrame(rows, schema=schema, orient="row").with_columns(per_second)
         frames = ((steps, STEPS), (_mix(steps), MIX), (rates, RATES), (nodes, NODES), (operators, OPERATORS))
         rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-        parts.append([frame.with_columns(rank).select(list(schema)).cast(schema) for frame, schema in frames])
+        parts.append([frame.with_columns(rank).pipe(as_declared, columns) for frame, columns in frames])
     steps, mix, rates, nodes, operators = (pl.concat(frames) for frames in zip(*parts, strict=True))
     whole = int(nodes["total_ns"].sum())
     done = int(nodes.filter(pl.col("op").is_not_null())["total_ns"].sum())
@@ -285,7 +285,7 @@ def _annotations(trace: Trace) -> pl.DataFrame:
             outer["framework"] = "sglang"  # its name tells the server; the other form is used by several
         outer |= {name: facts[name] for name in FACTS if outer[name] is None}
     frame = pl.DataFrame(rows, schema_overrides=dict(ANNOTATIONS)) if rows else pl.DataFrame(schema=ANNOTATIONS)
-    return frame.select(list(ANNOTATIONS)).cast(ANNOTATIONS).sort("start_ns", maintain_order=True)
+    return frame.pipe(as_declared, ANNOTATIONS).sort("start_ns", maintain_order=True)
 
 
 def _facts(name: str) -> Facts | None:

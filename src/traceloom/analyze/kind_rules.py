@@ -64,7 +64,7 @@ class KindRule:
                 slug="bad-kernel-rule",
                 hint=f"use one of {', '.join(KINDS)}",
             )
-        for expression in (self.pattern, self.op, self.under):
+        for expression in filter(None, (self.pattern, self.op, self.under)):
             check_pattern(self.name, expression)
 
 

@@ -16,7 +16,6 @@ from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.allocations import Allocations, allocations
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.frames import STRETCHES
-from traceloom.analyze.intervals import difference, union
 from traceloom.analyze.path.window import common_steps, usual_step
 from traceloom.analyze.quality_events import operators_left_out
 from traceloom.analyze.steps import of_requests
@@ -26,12 +25,14 @@ from traceloom.model import Graph, Session, Trace, units
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Evidence
+from traceloom.model.frames import as_declared
 from traceloom.model.graph_arrays import point_times
 from traceloom.model.step_log import all_steps
 from traceloom.model.thread_cpu import ThreadClock, thread_samples
 from traceloom.retime import Plan
 from traceloom.retime.law import Law, law
 from traceloom.simulate import Scenario
+from traceloom.simulate.beside import exposed
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import among, of_events
 
@@ -412,16 +413,7 @@ class Context:
 
     def exposed_ns(self, nodes: Bools) -> int:
         """Time in which these run on the device and no kernel of the same rank computes, summed over ranks."""
-        frame = self.graph.nodes.select("rank", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
-        whole = 0
-        for rank in frame.filter(pl.Series(nodes))["rank"].unique().to_list():
-            of_rank = frame["rank"].eq_missing(pl.Series([rank], dtype=pl.Int32)[0]).to_numpy()
-            own, hiding = (
-                union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())
-                for rows in (frame.filter(pl.Series(of_rank & which)) for which in (nodes, self.of_kind(gs.KERNEL)))
-            )
-            whole += difference(own, hiding).total
-        return whole
+        return sum(spans.total for spans in exposed(self.graph, nodes))
 
     def evidence(self, nodes: Bools, most: int = 4) -> tuple[Evidence, ...]:
         """The longest of some nodes, as they stand in their traces."""
@@ -454,7 +446,7 @@ class Context:
             start = pl.col("start_ns") + (self.graph.epoch_ns - self._offsets.get(rank, 0))
             placed = of_rank.join(lanes, on=["process", "thread"], nulls_equal=True).with_columns(start)
             placed = placed.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
-            parts.append(placed.select(parts[0].columns).cast(parts[0].schema))
+            parts.append(placed.pipe(as_declared, parts[0].schema))
         return pl.concat(parts)
 
     @cached_property

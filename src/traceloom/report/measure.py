@@ -11,6 +11,7 @@ from traceloom import analyze
 from traceloom.analyze.answer import Facts
 from traceloom.analyze.breakdown import FIELDS
 from traceloom.model import Notice, Trace
+from traceloom.model.frames import as_declared
 from traceloom.read.freeing import give_back
 from traceloom.report.window import cut
 
@@ -92,10 +93,10 @@ def _of_steps(measured: Measured, steps: tuple[int, int]) -> Measured:
     devices: pl.DataFrame = gpu_steps.group_by("device", maintain_order=True).agg(
         pl.col("name").first(), pl.col("start_ns").min(), pl.col(*FIELDS).sum()
     )
-    devices = devices.select(gpu.devices.columns).cast(gpu.devices.schema)
+    devices = devices.pipe(as_declared, gpu.devices.schema)
     causes = idle.causes.filter(chosen)
     totals = causes.group_by("device", "cause", maintain_order=True).agg(pl.col("idle_ns", "gap_count").sum())
-    totals = totals.select(idle.totals.columns).cast(idle.totals.schema)
+    totals = totals.pipe(as_declared, idle.totals.schema)
     account = measured.host.account.filter(chosen)
     threads = measured.host.threads
     observed = pl.col("ns").filter(pl.col("activity").cast(pl.String) != "unobserved")
@@ -105,8 +106,7 @@ def _of_steps(measured: Measured, steps: tuple[int, int]) -> Measured:
         threads.drop("window_ns", "busy_ns", "event_count")
         .join(times, on="lane", how="inner", maintain_order="left")
         .join(counts, on="lane", how="inner", maintain_order="left")
-        .select(threads.columns)
-        .cast(threads.schema)
+        .pipe(as_declared, threads.schema)
     )
     return replace(
         measured,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import EMPTY, Spans, coverage, difference, merge, union
+from traceloom.analyze.intervals import Spans, coverage, difference, union
 from traceloom.array_types import Bools, Ints
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
@@ -91,15 +91,17 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     return replace(graph, edges=both), np.concatenate([delay, more["delay_ns"].to_numpy()])
 
 
-def exposed(graph: Graph, nodes: Bools) -> Spans:
-    """The time in which some work runs on a device and no other kernel of its rank does, over all ranks."""
+def exposed(graph: Graph, nodes: Bools) -> list[Spans]:
+    """The time in which some work runs on a device and no other kernel of its rank does, for each of its ranks."""
+    out: list[Spans] = []
+    if not nodes.any():
+        return out
     start, end, rank = _times(graph)
     kernels = among(graph.nodes["kind"], gs.NODE_KINDS, (gs.KERNEL,)) & ~nodes
-    out = [EMPTY]
     for rank_id in np.unique(rank[nodes]):
         chosen, others = nodes & (rank == rank_id), kernels & (rank == rank_id)
         out.append(difference(union(start[chosen], end[chosen]), union(start[others], end[others])))
-    return merge(*out)
+    return out
 
 
 def covered_ns(graph: Graph, nodes: Bools) -> Ints:

@@ -74,5 +74,5 @@ def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
         union(start[shorter], end[shorter]),
         union(start[held], end[held]),
         union(times[target[earlier]] - less[earlier], times[target[earlier]]),
-        exposed(graph, scenario.beside),
+        *exposed(graph, scenario.beside),
     ).total
