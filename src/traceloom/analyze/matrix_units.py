@@ -39,6 +39,7 @@ def matrix_units(kernels: pl.DataFrame) -> pl.Series:
     state = np.full(kernels.height, STATES.index("none"), dtype=np.uint32)
     eligible = np.flatnonzero(kernels["kind"].cast(pl.String).is_in(ELIGIBLE).to_numpy())
     if eligible.size:
+        eligible = eligible[kernels["name"][eligible].arg_sort().to_numpy()]  # as the next rank will ask
         uses = [STATES.index(_STATE[rule["uses"]]) for rule in rules()]
         matches = holding(kernels["name"][eligible], [rule["pattern"] for rule in rules()])
         first = np.argmax([*matches, np.ones(eligible.size, dtype=np.bool_)], axis=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import polars as pl
@@ -213,7 +214,10 @@ def _modelled(
     rows: list[tuple[object, ...]] = []
     for group, *values in calls.select("group", *_INPUTS).rows():
         inside, kernels = insides.get(group, ((), ()))
-        work = MODELS.work(replace(_call(*values), inside=inside, kernels=kernels))
+        if inside or kernels:
+            work = MODELS.work(replace(_call(*values), inside=inside, kernels=kernels))
+        else:
+            work = _work(MODELS.generation, *values)
         if isinstance(work, Work):
             rows.append((work.flops, work.recomputed, work.bytes, work.dtype, work.matrix, None))
         else:  # the reason
@@ -225,6 +229,12 @@ def _modelled(
         infer_schema_length=None,
     )
     return pl.concat([calls.select("group", "name", "shapes", "types"), results], how="horizontal").cast(GROUPS)
+
+
+@lru_cache(maxsize=4096)
+def _work(_generation: int, *values: str) -> Work | str:
+    """What such a call has to do; remembered, since the next rank mostly makes the same."""
+    return MODELS.work(_call(*values))
 
 
 def _call(  # noqa: PLR0917  (what is recorded of a call)
