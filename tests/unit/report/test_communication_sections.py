@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from support.jobs import ParallelRecipe, SlowRank, parallel_job
 from traceloom import analyze
+from traceloom.analyze.across.matched import match
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import every
@@ -137,13 +139,9 @@ def test_blocks_and_maps_of_nothing() -> None:
 
 
 def test_sections_compare_the_ranks_once(job: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    from traceloom.report.sections import of_ranks
-
+    comparison = sys.modules[analyze.across_ranks.__module__]
     asked = []
-    monkeypatch.setattr(of_ranks, "_LAST", None)
-    monkeypatch.setattr(analyze, "across_ranks", lambda parts: asked.append(1) or real(parts))
+    monkeypatch.setattr(comparison, "_LAST", None)
+    monkeypatch.setattr(comparison, "match", lambda parts: asked.append(1) or match(parts))
     document(job)
     assert len(asked) == 1
-
-
-real = analyze.across_ranks
