@@ -17,7 +17,7 @@ from traceloom.analyze.host_wait import HOST_CAUSES, Stretches, split_by_activit
 from traceloom.analyze.intervals import overlaps
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.steps import tiles
-from traceloom.analyze.waits import CALL, RECORD, stream_waits
+from traceloom.analyze.waits import CALL, RECORD, asked, call_times, stream_waits
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column, lookup, on_disk
@@ -270,19 +270,10 @@ def _recorded_waits(trace: Trace) -> pl.DataFrame:
     waits = trace.syncs.filter(pl.col("kind") == RECORD)
     if not waits.height:
         return pl.DataFrame(schema=dict.fromkeys(("after", "wait", "producer", "producer_end"), pl.Int64))
-    calls = (
-        trace.events.filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
-        .select("correlation", pl.col("start_ns").alias("call_ns"))
-        .unique("correlation", keep="first", maintain_order=True)
-    )
+    recorded = call_times(trace).select(record_correlation="correlation", recorded_ns="call_ns")
     requests = (
-        waits.select("event", "stream", "awaited_stream", "record_correlation")
-        .join(trace.events.select("event", "device", "correlation", "start_ns"), on="event", how="left")
-        .join(calls, on="correlation", how="left")
-        .join(
-            calls.select(record_correlation="correlation", recorded_ns="call_ns"), on="record_correlation", how="left"
-        )
-        .with_columns(pl.coalesce("call_ns", "start_ns").alias("wait_ns"))
+        asked(trace, waits.select("event", "stream", "awaited_stream", "record_correlation"))
+        .join(recorded, on="record_correlation", how="left")
         .with_columns(pl.coalesce("recorded_ns", "wait_ns").alias("recorded_ns"))
     )
     work = trace.gpu_work().select("event", "device", "stream", "launch", "start_ns", "duration_ns")

@@ -15,6 +15,22 @@ CALL = "StreamWaitEvent"  # cudaStreamWaitEvent, hipStreamWaitEvent, cuStreamWai
 RECORD = "Stream Wait Event"
 
 
+def call_times(trace: Trace) -> pl.DataFrame:
+    """When each launch call began: correlation, call_ns."""
+    launches = trace.events.lazy().filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
+    calls = launches.select("correlation", pl.col("start_ns").alias("call_ns"))
+    return calls.unique("correlation", keep="first", maintain_order=True).collect()
+
+
+def asked(trace: Trace, waits: pl.DataFrame) -> pl.DataFrame:
+    """Recorded waits with their device, and `wait_ns`: when the host asked for it, without its call the record."""
+    return (
+        waits.join(trace.events.select("event", "device", "correlation", "start_ns"), on="event", how="left")
+        .join(call_times(trace), on="correlation", how="left")
+        .with_columns(pl.coalesce("call_ns", "start_ns").alias("wait_ns"))
+    )
+
+
 @per_trace
 def stream_waits(trace: Trace) -> tuple[Bools, bool]:
     """Was a wait for an event put on the stream between the launches of its previous work and of this one?
@@ -24,25 +40,13 @@ def stream_waits(trace: Trace) -> tuple[Bools, bool]:
         calls of the launching thread, which do not say on which stream.
     """
     waits = trace.syncs.filter(pl.col("kind") == RECORD)
-    launches = trace.events.lazy().filter(pl.col("category").is_in(LAUNCHES))
     if waits.height:
-        # device, stream, and when the host asked for it (or, without its call, the record)
         keys = ["device", "stream"]
-        calls = (
-            launches.filter(pl.col("correlation").is_not_null())
-            .select("correlation", pl.col("start_ns").alias("call_ns"))
-            .unique("correlation", keep="first", maintain_order=True)
-            .collect()
-        )
-        waits = (
-            waits.join(trace.events.select("event", "device", "correlation", "start_ns"), on="event", how="left")
-            .join(calls, on="correlation", how="left")
-            .select(*keys, pl.coalesce("call_ns", "start_ns").alias("wait_ns"))
-        )
+        waits = asked(trace, waits).select(*keys, "wait_ns")
     else:
         keys = ["lane"]
-        wait_calls = launches.filter(pl.col("name").str.contains(CALL, literal=True))
-        waits = wait_calls.select("lane", pl.col("start_ns").alias("wait_ns")).collect()
+        is_wait = pl.col("category").is_in(LAUNCHES) & pl.col("name").str.contains(CALL, literal=True)
+        waits = trace.events.lazy().filter(is_wait).select("lane", pl.col("start_ns").alias("wait_ns")).collect()
     recorded = keys != ["lane"]
     waited = np.zeros(trace.events.height, dtype=np.bool_, like=column(trace, "start_ns"))
     if not waits.height:

@@ -75,26 +75,21 @@ def lines(
         last: Heading of the last column, and what stands there: (row number, cells that are left) -> text.
         width: Of the whole line.
     """
-    table = [[column.heading for column in columns], *rows]
-    widths = [max(_length(row[i]) for row in table) for i in range(len(columns))]
+    head, fill = last
+    table = [[_text(column.heading, "bold") for column in columns], *([_text(cell) for cell in row] for row in rows)]
+    widths = [max(row[i].cell_len for row in table) for i in range(len(columns))]
     used = len(_INDENT) + sum(widths) + len(_GAP) * len(widths)
     out: list[Text] = []
     for number, row in enumerate(table):
         line = Text(_INDENT, no_wrap=True)
         for column, cell, size in zip(columns, row, widths, strict=True):
-            blank = " " * (size - _length(cell))
-            shown = _text(cell, "bold" if number == 0 else "")
-            line = line + (Text(blank) + shown if column.right else shown + Text(blank)) + Text(_GAP)
-        heading, fill = last
-        line = line + (_text(heading, "bold") if number == 0 else _text(fill(number - 1, max(width - used, 0)), ""))
+            blank = Text(" " * (size - cell.cell_len))
+            line = line + (blank + cell if column.right else cell + blank) + Text(_GAP)
+        line = line + (_text(head, "bold") if number == 0 else _text(fill(number - 1, max(width - used, 0))))
         line.rstrip()
         out.append(line)
     return out
 
 
-def _text(cell: Cell, style: str) -> Text:
+def _text(cell: Cell, style: str = "") -> Text:
     return cell if isinstance(cell, Text) else Text(cell, style)
-
-
-def _length(cell: Cell) -> int:
-    return cell.cell_len if isinstance(cell, Text) else Text(cell).cell_len
