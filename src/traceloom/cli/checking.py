@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from traceloom.model import Notice, Session
 
 Document = dict[str, Any]
-Writer = Callable[[Document, BinaryIO], None]
+Writer = Callable[[Document, BinaryIO], object]
 CONDITIONS = """\
 conditions: METRIC > CHANGE or METRIC < CHANGE, of the new side less the base, per step
   METRIC  step_time gpu_time exposed_communication idle launches memory_peak

@@ -205,13 +205,9 @@ def as_json(document: Any, handle: BinaryIO) -> None:
     handle.write(encode(document))
 
 
-def rendered(module: str, function: str = "render") -> Callable[[Any, BinaryIO], None]:
+def rendered(module: str, function: str = "render") -> Callable[[Any, BinaryIO], object]:
     """Writes the text that a function of a module makes of a document; the module is loaded when it is needed."""
-
-    def write_text(document: Any, handle: BinaryIO) -> None:
-        handle.write(encoded(getattr(import_module(module), function)(document)))
-
-    return write_text
+    return lambda document, handle: handle.write(encoded(getattr(import_module(module), function)(document)))
 
 
 def printed(args: argparse.Namespace) -> bool:

@@ -121,11 +121,9 @@ def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons)
     if (why := growth_unknown(entry)) is not None:
         return f'<p class="quiet">What grows from step to step cannot be determined: {text(why)}.</p>'
     grown = tables.growth(memory, key, reasons.columns("memories[*].growth"))
-    return (
-        drawn(replace(grown, note=""), reasons)
-        if grown.rows
-        else '<p class="quiet">Nothing grows from step to step.</p>'
-    )
+    if not grown.rows:
+        return '<p class="quiet">Nothing grows from step to step.</p>'
+    return drawn(replace(grown, note=""), reasons)
 
 
 def _ran_out(document: Row, reasons: Reasons) -> Iterator[str]:
