@@ -404,6 +404,10 @@ def test_on_paper_it_is_light_and_without_controls(open_page: Open) -> None:
     tab = open_page(color_scheme="dark")
     tab.page.emulate_media(media="print")
     assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    for _ in range(100):  # the page hears of the medium when it has time
+        if tab.timeline("t.palette.background") == "#ffffff":
+            break
+        tab.page.wait_for_timeout(50)
     assert tab.timeline("t.palette.background") == "#ffffff"
     for hidden in ("nav", ".tl-tools", "#help-button"):
         assert not tab.page.locator(hidden).first.is_visible()
