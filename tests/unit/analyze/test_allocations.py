@@ -313,8 +313,13 @@ def test_the_table_of_all_allocations() -> None:
     assert rows["lifetime_ns"].null_count() == 2
 
 
-def test_a_trace_without_allocations_has_no_answers() -> None:
-    found = allocations(TraceBuilder().op("aten::mm", 0, 10).build())
+@pytest.mark.parametrize("counted", [{}, {"address": [1], "bytes": [9], "device_type": ["cuda"], "device": [0]}])
+def test_a_trace_without_allocations_has_no_answers_even_where_a_census_was_taken(counted: dict[str, Any]) -> None:
+    trace = _census(
+        TraceBuilder().op("aten::mm", 0, 10).build(), "live_storages_at_start",
+        **counted, owner=["parameter"], name=["Net.w"],
+    )  # fmt: skip
+    found = allocations(trace)
     assert all(frame.height == 0 for frame in (found.pools, found.peak, found.categories, found.largest, found.growth))
 
 

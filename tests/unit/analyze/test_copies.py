@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from support.odd_traces import Row, covered, gpu_rows_of
 from traceloom.analyze import copies, counters, quality
 from traceloom.model import Trace
 from traceloom.read import read_kineto
@@ -168,3 +170,85 @@ def test_ranges_of_a_file_that_is_gone_have_no_values(tmp_path: Path) -> None:
     (tmp_path / "trace.json").unlink()
     found = counters(trace)
     assert (found.absent, found.ranges.height, found.range_count) == ("file-gone", 0, 2)
+
+
+# -- against adding up copy by copy -------------------------------------------------------------------------------
+
+
+def copied(trace: Trace) -> list[Row]:
+    """The copies and fills with what is recorded of each."""
+    described = {row["event"]: row for row in trace.copies.to_dicts()}
+    rows = [row for row in gpu_rows_of(trace) if row["category"] != "kernel"]
+    for row in rows:
+        row |= {name: described[row["event"]][name] for name in ("kind", "bytes", "source_memory", "target_memory")}
+    return rows
+
+
+def test_directions_are_what_adding_up_copy_by_copy_gives(odd: Trace) -> None:
+    groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    for row in copied(odd):
+        groups[row["device"], row["kind"], row["source_memory"], row["target_memory"]].append(row)
+    found = copies(odd).kinds
+    assert found.height == len(groups)
+    for row in found.to_dicts():
+        rows = groups[row["device"], row["kind"], row["source_memory"], row["target_memory"]]
+        timed = [(r["bytes"], r["ns"]) for r in rows if r["ns"]]
+        assert (row["count"], row["bytes"]) == (len(rows), sum(r["bytes"] for r in rows))
+        assert (row["total_ns"], row["unsized_count"]) == (sum(r["ns"] for r in rows), 0)
+        assert row["union_ns"] == covered([(r["start_ns"], r["end_ns"]) for r in rows])
+        assert row["instant_count"] == len(rows) - len(timed)
+        assert row["instant_bytes"] == row["bytes"] - sum(size for size, _ in timed)
+        rates = [size / ns * 1e9 for size, ns in timed]
+        usual = sum(size for size, _ in timed) / sum(ns for _, ns in timed) * 1e9 if timed else None
+        wanted = (usual, min(rates, default=None), max(rates, default=None))
+        got = [row[name] for name in ("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s")]
+        assert got == [None if value is None else pytest.approx(value) for value in wanted]
+    assert found["pageable"].to_list() == [
+        row["source_memory"] == "pageable" if row["kind"] in {"HtoD", "DtoH"} else False for row in found.to_dicts()
+    ]
+
+
+def test_copies_by_operator_are_all_copies(odd: Trace) -> None:
+    names, groups = odd.events["name"], defaultdict(list)
+    for row in copied(odd):
+        crosses = row["kind"] in {"HtoD", "DtoH"}
+        pageable = crosses and "pageable" in {row["source_memory"], row["target_memory"]}
+        groups[None if row["op"] is None else names[row["op"]], row["kind"], pageable].append((row["bytes"], row["ns"]))
+    found = {
+        (row["op"], row["kind"], row["pageable"]): (row["count"], row["bytes"], row["total_ns"])
+        for row in copies(odd).ops.to_dicts()
+    }
+    assert found == {key: (len(v), sum(b for b, _ in v), sum(ns for _, ns in v)) for key, v in groups.items()}
+
+
+def test_the_area_below_the_curve_is_the_bytes_of_the_timed_copies_and_it_ends_at_nothing(odd: Trace) -> None:
+    result = copies(odd)
+    sizes: dict[tuple[object, object], int] = defaultdict(int)
+    for row in copied(odd):
+        sizes[row["device"], row["kind"]] += row["bytes"] if row["ns"] else 0
+    for (device, kind), part in result.curve.group_by("device", "kind"):
+        assert part["time_ns"].is_sorted()
+        area = (part["bytes_per_s"] * part["time_ns"].diff().shift(-1)).sum() / 1e9
+        assert area == pytest.approx(sizes[device, kind], rel=1e-9)
+        assert part["bytes_per_s"][-1] == 0
+        assert (part["bytes_per_s"] >= 0).all()
+
+
+def test_where_one_size_of_a_kind_is_not_recorded_a_step_has_no_bytes() -> None:
+    builder = TraceBuilder(generation="rocm").step(0, 0, 50).step(1, 50, 50)
+    for number, at in enumerate((5, 55)):
+        builder.launch("hipMemcpyAsync", at, 2, correlation=number)
+        builder.copy("Memcpy HtoD (Host -> Device)", at + 5, 3, bytes=100 + number, correlation=number)
+        builder.launch("hipLaunchKernel", at + 3, 2, correlation=10 + number)
+        builder.kernel("__amd_rocclr_copyBuffer.kd", at + 20, 4, correlation=10 + number)
+    found = {row["kind"]: row for row in copies(builder.build()).per_step.to_dicts()}
+    sized, unsized = found["HtoD"], next(row for kind, row in found.items() if kind != "HtoD")
+    assert [sized[f"{how}_copied_bytes"] for how in ("mean", "min", "max")] == [100.5, 100, 101]
+    assert [unsized[f"{how}_copied_bytes"] for how in ("mean", "min", "max")] == [None] * 3
+    assert (unsized["mean_total_ns"], unsized["mean_call_count"]) == (4000.0, 1.0)
+
+
+@pytest.mark.parametrize("size", [1, 2**31, 2**53 + 1, 2**62])
+def test_sizes_of_any_magnitude_stay_exact(size: int) -> None:
+    row = copies(TraceBuilder().copy(PINNED, 0, 10, bytes=size).build()).kinds.row(0, named=True)
+    assert (row["bytes"], row["bytes_per_s"]) == (size, pytest.approx(size / 10e-6))

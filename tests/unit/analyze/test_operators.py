@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
+import polars as pl
+import pytest
+
+from support.odd_traces import Row, above, gpu_rows_of, rows_of
 from traceloom.analyze import operators
+from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
 
@@ -117,3 +123,79 @@ def test_columns_do_not_depend_on_the_trace() -> None:
         result = operators(builder.build())
         assert result.operators.schema == some.operators.schema
         assert result.operators.height == 0
+
+
+# -- against a reference that looks at each event ----------------------------------------------------------------
+
+
+def is_op(row: Row) -> bool:
+    return row["category"] == "op" and not row["name"].startswith("traceloom.")
+
+
+@pytest.mark.parametrize("by_shape", [False, True])
+def test_every_column_is_what_looking_at_each_event_gives(odd: Trace, by_shape: bool) -> None:
+    events = rows_of(odd)
+    shapes = dict(odd.tensors.select("event", "shapes").rows()) if by_shape else {}
+
+    def key(row: Row) -> tuple[str, str | None]:
+        return row["name"], shapes.get(row["event"])
+
+    wanted: dict[tuple[str, str | None], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for row in filter(is_op, events):
+        around = [other for other in above(events, row) if is_op(other)]
+        columns = wanted[key(row)]
+        columns["count"] += 1
+        columns["spans"] += row["ns"]
+        columns["self_ns"] += row["ns"]
+        columns["total_ns"] += 0 if key(row) in map(key, around) else row["ns"]
+        if around:
+            wanted[key(around[0])]["self_ns"] -= row["ns"]
+    outside_ns = outside_count = 0
+    for work in gpu_rows_of(odd):
+        launch = work["launch"] if work["launch"] is not None else work["op"]
+        origin = None if launch is None else events[launch]
+        around = [] if origin is None else [row for row in (origin, *above(events, origin)) if is_op(row)]
+        if not around:
+            outside_ns, outside_count = outside_ns + work["ns"], outside_count + 1
+            continue
+        wanted[key(around[0])]["self_device_ns"] += work["ns"]
+        for name in {key(row) for row in around}:
+            wanted[name]["device_ns"] += work["ns"]
+            wanted[name]["kernel_count"] += work["category"] == "kernel"
+    result = operators(odd, by_shape)
+    assert (result.unattributed_device_ns, result.unattributed_count) == (outside_ns, outside_count)
+    assert result.operators.height == len(wanted)
+    in_ops = sum(columns["self_ns"] for columns in wanted.values())
+    for row in result.operators.to_dicts():
+        columns = wanted[row["name"], row["shapes"]]
+        for name in ("count", "self_ns", "total_ns", "self_device_ns", "device_ns", "kernel_count"):
+            assert row[name] == columns[name], (row["name"], name)
+        assert row["mean_ns"] == pytest.approx(columns["spans"] / columns["count"], abs=0.5)
+        assert row["fraction"] == pytest.approx(columns["self_ns"] / in_ops)
+
+
+def test_rows_come_by_self_time_and_rows_by_shape_add_up_to_those_by_name(odd: Trace) -> None:
+    by_name, by_shape = operators(odd).operators, operators(odd, by_shape=True).operators
+    for frame in (by_name, by_shape):
+        assert frame["self_ns"].is_sorted(descending=True)
+    columns = ["count", "self_ns", "self_device_ns"]  # what counts nested calls of a row once does not add up
+    added = by_shape.group_by("name").agg(pl.col(columns).sum()).sort("name")
+    assert added.equals(by_name.select("name", *columns).sort("name"))
+
+
+def test_operators_do_not_depend_on_when_the_trace_began_nor_on_its_clock() -> None:
+    def made(base_ns: int, delay: float) -> pl.DataFrame:
+        builder = TraceBuilder(base_ns=base_ns).op("aten::linear", delay, 20).op("aten::mm", delay + 3, 9.5)
+        builder.launch("cudaLaunchKernel", delay + 5, 2, correlation=1).kernel("k", delay + 40, 7, correlation=1)
+        return operators(builder.build()).operators
+
+    assert made(0, 0).equals(made(1_700_000_000_000_000_000, 0))
+    assert made(0, 0).equals(made(0, 1e9))
+
+
+@pytest.mark.parametrize(
+    "name", ["", "aten::mm\x1b[31m", "<b>aten::mm</b>", "\u202eنص::mm", "x" * 5000, "a\nb\tc", "🔥"]
+)
+def test_names_of_any_letters_are_names(name: str) -> None:
+    result = operators(TraceBuilder().op(name, 0, 5).op(name, 10, 7).build())
+    assert result.operators.select("name", "count", "self_ns").rows() == [(name, 2, 12_000)]

@@ -102,7 +102,7 @@ def blocks(trace: Trace) -> Blocks:
     rows = trace.allocations
     if (rows["bytes"] == 0).any():
         rows = rows.with_row_index("row").filter(pl.col("bytes") != 0)
-    early = census(trace)  # allocations before all others
+    early = census(trace) if rows.height else census(trace).clear()  # allocations before all others
     early_count = early.height
     pools, pool = _pools(early, rows)
     address = rows["address"].to_numpy()

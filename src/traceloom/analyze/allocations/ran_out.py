@@ -17,7 +17,9 @@ KINDS = {
     "activation": "kept for backward", "other": "other tensors",
 }  # fmt: skip
 _OF = re.compile(r"^.* of (.+)$")
-_LIBRARY = re.compile(r"[/\\](?:site-packages|dist-packages|torch|traceloom|lib[/\\]python\d)[/\\]|^<frozen|^<string")
+_LIBRARY = re.compile(
+    r"[/\\](?:site-packages|dist-packages|torch|traceloom|lib[/\\]python[\d.]+)[/\\]|^<frozen|^<string"
+)
 _BACKWARD = re.compile(r"\): (?:backward|_engine_run_backward)$")
 _SMALL = 0.01  # of what was alive; advice that frees less is not worth a line
 
@@ -114,7 +116,7 @@ def advice(
             Advice("smaller-batch", "halve the batch (and accumulate gradients over two)", kept // 2, many),
         ]
     if other and live.height:
-        largest = live.filter(pl.col("owner") == "other")
+        largest = live.filter(~pl.col("owner").is_in([owner for owner in KINDS if owner != "other"]))
         most = largest.group_by("name").agg(pl.col("bytes").sum(), pl.len().alias("count"))
         name, size, count = most.sort("bytes", "name", descending=[True, False]).row(0)
         why = f"{units.count(count)} × {name} hold {units.size(size)} of them"
