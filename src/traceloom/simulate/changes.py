@@ -22,7 +22,7 @@ from traceloom.model.graph_arrays import array
 from traceloom.retime import ABSENT, Plan
 from traceloom.retime.running import running
 from traceloom.simulate.beside import set_beside
-from traceloom.simulate.selection import TARGETS, Chosen, Selection, among
+from traceloom.simulate.selection import DEVICE_TARGETS, TARGETS, Chosen, Selection, among
 
 ASSUMES = {
     "scale": "the work chosen takes so many times as long; everything else as long as it took",
@@ -37,11 +37,13 @@ ASSUMES = {
     "idle": "work is always launched in time: host and launches cost nothing, what the device does stays in order",
     "fuse": "kernels that follow each other on a stream become one: their pauses and all launches but the first go, "
     "their work stays",
-    "graph": "one launch submits all: the calls that launch and the operators around them cost nothing but the first",
+    "graph": "one launch submits all that a rank does in a step: the calls that launch and the operators around them "
+    "cost nothing but the first",
     "balance": "kernels of each name take as long on every rank as on the mean one, step by step",
     "workers": "so many processes make batches beside the step; the step waits only for what they cannot keep up with",
 }
-_ACTIONS = ("remove", "async", "drop", "overlap", "fuse", "graph", "balance")  # without a number
+_ACTIONS = ("remove", "async", "overlap", "fuse", "graph", "balance")  # without a number
+_OF_DEVICE = ("async", "overlap", "fuse", "graph")  # of what the device does
 _TEXT = re.compile(
     r"^\s*(?:ranks?\s+(?P<ranks>\d+(?:\s*,\s*\d+)*)\s+)?(?P<target>[a-z]+)(?:\s*~\s*(?P<pattern>.+?))?"
     r"\s+(?:(?P<sign>[*x×])\s*(?P<factor>\d+(?:\.\d+)?)|(?P<action>[a-z]+)(?:\s+(?P<number>\d+))?)\s*$"
@@ -65,7 +67,7 @@ class Change:
     factor: float = 1.0
 
     def __str__(self) -> str:
-        number = f"{self.factor:g}"
+        number = plain_number(self.factor)
         words = {
             "scale": f"{self.selection} * {number}",
             "network": f"{self.selection} * {number}",
@@ -77,6 +79,11 @@ class Change:
         special = {"network": "network", "delay": "delay", "idle": "idle"}.get(self.action)
         text = words.get(self.action, f"{self.selection} {self.action}")
         return text.replace(self.selection.target, special, 1) if special else text
+
+
+def plain_number(factor: float) -> str:
+    """A factor as a change is written with it: all its digits, no exponent."""
+    return np.format_float_positional(factor, trim="-")
 
 
 def parse(text: str) -> Change:
@@ -92,8 +99,12 @@ def parse(text: str) -> Change:
     target, pattern, action = match["target"], match["pattern"] or "", match["action"]
     factor = float(match["factor"]) if match["factor"] else 1.0
     scaled = match["sign"] is not None
+    if match["number"] and action != "workers":
+        raise _bad(text, f"`{action}` takes no number")
     if target == "network" and scaled and factor > 0:
         return Change("network", Selection("collectives", pattern, ranks), factor)
+    if target in {"delay", "idle"} and pattern:
+        raise _bad(text, f"`{target}` takes no `~`: it is of all that the host does")
     if target == "delay" and action == "remove":
         if not ranks:
             raise _bad(text, "say whose delay, as in `rank 7 delay remove`")
@@ -105,12 +116,14 @@ def parse(text: str) -> Change:
     chosen = Selection(target, pattern, ranks)
     if scaled:
         return Change("scale", chosen, factor)
-    if action == "workers" and target == "loading" and match["number"]:
+    if action == "workers" and target == "loading" and int(match["number"] or 0):
         return Change("workers", chosen, float(match["number"]))
-    if action == "remove" and target == "syncs":
+    if action in {"remove", "drop"} and target == "syncs":
         return Change("drop", chosen)
     if action not in _ACTIONS:
         raise _bad(text, f"`{action}` is none of * FACTOR, {', '.join(_ACTIONS)}, workers N")
+    if action in _OF_DEVICE and target not in DEVICE_TARGETS:
+        raise _bad(text, f"`{action}` is of what the device does: {', '.join(DEVICE_TARGETS)}")
     return Change(action, chosen)
 
 
@@ -249,9 +262,12 @@ def _delay(out: Scenario, change: Change, _chosen: Bools) -> None:
             out.delay_ns[_edges(out.graph, "origin") & (rank_of == rank)] -= later_ns
 
 
-def _idle(out: Scenario, _change: Change, chosen: Bools) -> None:
+def _idle(out: Scenario, change: Change, chosen: Bools) -> None:
     out.work_ns[chosen] = 0
     timed = _edges(out.graph, "launch", "synchronize", "stream", "queue") & ~_overlapping(out.graph)
+    if change.selection.ranks:
+        of_ranks = out.graph.nodes["rank"].is_in(list(change.selection.ranks)).fill_null(value=False).to_numpy()
+        timed &= of_ranks[_ends(out.graph)[1]]
     out.delay_ns[timed & (out.delay_ns > 0)] = 0
 
 
@@ -272,15 +288,16 @@ def _graph(out: Scenario, _change: Change, chosen: Bools) -> None:
     """The launches of the chosen work, and the operators that made them, cost nothing but the first."""
     source, target = _ends(out.graph)
     launches = _edges(out.graph, "launch") & chosen[target]
-    calls = np.unique(source[launches])
-    calls = calls[np.argsort(out.graph.nodes["start_ns"].to_numpy()[calls], kind="stable")][1:]
-    ops = out.graph.nodes["op"].to_numpy()
-    rank = out.graph.nodes["rank"].fill_null(-1).to_numpy().astype(np.int64)
-    key = rank * (2**33) + np.where(np.isnan(ops.astype(float)), -1, ops).astype(np.int64)
-    host = _kind(out.graph, gs.HOST, gs.LAUNCH)
-    around = host & np.isin(key, np.unique(key[calls])) & (key % (2**33) != 2**33 - 1)
-    out.work_ns[around] = 0
-    out.work_ns[calls] = 0
+    nodes = out.graph.nodes.select("node", "rank", "step", "op", "start_ns", "kind")
+    calls = nodes[np.unique(source[launches])].sort("start_ns", "node")
+    first = calls.unique(["rank", "step"], keep="first", maintain_order=True)
+    others = calls.join(first, on="node", how="anti")
+    host = nodes.filter(pl.col("kind").is_in([gs.HOST, gs.LAUNCH]) & pl.col("op").is_not_null())
+    around = host.join(others, on=["rank", "op"], how="semi", nulls_equal=True).join(
+        first, on=["rank", "op"], how="anti", nulls_equal=True
+    )
+    out.work_ns[others["node"].to_numpy()] = 0
+    out.work_ns[around["node"].to_numpy()] = 0
     pauses = _edges(out.graph, "stream") & chosen[source] & chosen[target] & ~_overlapping(out.graph)
     out.delay_ns[pauses & (out.delay_ns > 0)] = np.minimum(out.delay_ns[pauses & (out.delay_ns > 0)], 1_000)
 

@@ -32,6 +32,7 @@ TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
     "loading": ((gs.HOST, gs.THINK), "host work inside the data loader"),
 }
 """Word -> the kinds of nodes it means, and its meaning."""
+DEVICE_TARGETS = ("kernels", "copies", "gpu", "collectives")
 
 LOADING = r"enumerate\(DataLoader\)#|_BaseDataLoaderIter|DataLoader"
 

@@ -21,7 +21,7 @@ from traceloom.retime import ABSENT, Plan
 from traceloom.retime.critical_path import critical_path, parts
 from traceloom.retime.law import Law, law
 from traceloom.retime.running import in_proportion
-from traceloom.simulate.changes import Change, Scenario, parse
+from traceloom.simulate.changes import Change, Scenario, parse, plain_number
 from traceloom.simulate.limits import least_ns
 from traceloom.simulate.lower_bound import saves_more
 from traceloom.simulate.recording import unrecorded_saving_ns
@@ -238,7 +238,7 @@ def sweep(graph: Graph, template: str, factors: Sequence[float], *, plan: Plan |
         UsageError: slugs `bad-change`, `nothing-chosen`.
     """
     base = Scenario.of(graph)
-    scenarios = [base, *(base.apply(parse(template.format(f"{factor:g}"))) for factor in factors)]
+    scenarios = [base, *(base.apply(parse(template.format(plain_number(factor)))) for factor in factors)]
     before, *times = whatif_many(graph, scenarios, plan).tolist()
     rows = [(float(f), t, before - t, (before - t) / max(before, 1)) for f, t in zip(factors, times, strict=True)]
     schema = {"factor": pl.Float64, "time_ns": pl.Int64, "saved_ns": pl.Int64, "saved_fraction": pl.Float64}
