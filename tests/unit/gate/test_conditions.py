@@ -20,6 +20,11 @@ from traceloom.errors import UsageError
         ("launches > 0", "launches", "", True, 0, False),
         ("gpu_time < -10%", "gpu_time", "", False, -0.1, True),
         ("op:^aten::mm$ > +1s", "op", "^aten::mm$", True, 1e9, False),
+        ("  kind:gemm  <  .5 % ", "kind", "gemm", False, 0.005, True),
+        ("op_gpu:[<>]+ > 7ns", "op_gpu", "[<>]+", True, 7, False),
+        ("idle > 2µs", "idle", "", True, 2e3, False),
+        ("exposed_communication > 0.25ms", "exposed_communication", "", True, 2.5e5, False),
+        ("memory_peak < 3 MiB", "memory_peak", "", False, 3 * 2.0**20, False),
     ],
 )
 def test_conditions_are_read(text: str, metric: str, chosen: str, above: bool, limit: float, relative: bool) -> None:
@@ -41,6 +46,8 @@ def test_another_statistic_is_read() -> None:
         "", "step_time", "step_time = 3%", "step_time > three", "step_time > 3", "step_time > 3MB", "memory_peak > 2ms",
         "launches > 2ms", "steptime > 3%", "step_time:x > 3%", "kernel > 3%", "kernel: > 3%", "kernel:( > 3%",
         "max(step_time) > 3%", "step_time > 1.2.3%", "x" * 1000 + " > 3%",
+        "step_time > " + "9" * 400 + "%", "step_time > " + "9" * 400 + "ms", "p0(step_time) > 3%", "p100(step_time) > 3%",
+        "step_time > %", "step_time >> 3%", "> 3%", "kind:  > 3%", "launches > -", "step_time > 3 m s",
     ],
 )  # fmt: skip
 def test_what_is_no_condition_is_refused_with_examples(text: str) -> None:

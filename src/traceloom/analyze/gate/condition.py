@@ -100,8 +100,10 @@ def parse(text: str) -> Condition:
         limit = float(match["number"])
     except ValueError:
         raise _bad(f"`{match['number']}` is no number") from None
+    if not math.isfinite(limit):
+        raise _bad("the limit is too large")
     unit, units = match["unit"], _UNITS[measure]
-    if unit != PERCENT and (unit not in units or not math.isfinite(limit)):
+    if unit != PERCENT and unit not in units:
         have = ", ".join([PERCENT, *filter(None, units)])
         if not unit:
             raise _bad(f"{name} needs a unit: {have}")

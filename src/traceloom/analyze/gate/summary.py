@@ -67,7 +67,7 @@ class Baseline(msgspec.Struct, frozen=True):
     runs: list[RunSummary]
 
     def check(self) -> None:
-        """Check that there are runs, and that all columns of each have one length.
+        """Check that there are runs, that each has steps, and that all its columns have one length.
 
         Raises:
             ValueError: they have not.
@@ -78,7 +78,7 @@ class Baseline(msgspec.Struct, frozen=True):
             columns = [*run.scalars.values(), *(values for table in run.tables.values() for values in table.values())]
             program = run.program
             even = len(program.operator) == len(program.shapes) == len(program.count)
-            if not even or any(len(values) != len(run.steps) for values in columns):
+            if not run.steps or not even or any(len(values) != len(run.steps) for values in columns):
                 raise ValueError("columns of several lengths")
 
 
