@@ -9,13 +9,14 @@ from typing import TextIO
 
 # Control characters, and the invisible ones that reorder or hide text.
 _INVISIBLE = "\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]"
-_UNSAFE = re.compile("[\x00-\x1f" + _INVISIBLE)
+UNSAFE = re.compile("[\x00-\x1f" + _INVISIBLE)
+"""What is spelled out, one character."""
 _UNSAFE_IN_LINES = re.compile("[\x00-\x08\x0b-\x1f" + _INVISIBLE)  # without tabs and ends of lines
 
 
 def harmless(text: str) -> str:
     r"""The text in one line, every control or invisible character spelled out (`\x1b`)."""
-    return _UNSAFE.sub(_spelled, text)
+    return UNSAFE.sub(_spelled, text)
 
 
 def _spelled(match: re.Match[str]) -> str:

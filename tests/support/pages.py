@@ -17,12 +17,12 @@ def islands(page: str) -> list[Any]:
     return [_read(body) for body in _ISLAND.findall(page)]
 
 
-def tables(page: str) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each table by its id: values by the title of their column, names as they are shown."""
+def tables(page: str, by: str = "title") -> dict[str, list[dict[str, Any]]]:
+    """The rows of each table by its id: values by the title (or `key`) of their column, names as they are shown."""
     out = {}
     for identity, body in _TABLE.findall(page):
         data = _read(body)
-        columns = {column["title"]: _values(column) for column in data["columns"]}
+        columns = {column[by]: _values(column) for column in data["columns"]}
         out[identity] = [{title: values[row] for title, values in columns.items()} for row in range(data["rows"])]
     return out
 

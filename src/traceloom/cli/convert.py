@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,27 +112,28 @@ def _converted(
     source: ConversionInput, target: Path, form: str, args: argparse.Namespace
 ) -> tuple[list[Path], int, list[Notice], str]:
     """What was written: the files, how many nodes, the notices, and the next useful step."""
+    quoted = shlex.quote(str(target))
     if args.target == "astra-sim":
         from traceloom.chakra.astra_sim import to_astra_sim
 
         result = to_astra_sim(source.graph(), gpu_only=args.gpu_only)
         written = result.write(target, force=args.force)
         nodes = sum(file.nodes.height for file in result.files)
-        return written, nodes, [*source.notices, *result.notices], f"traceloom validate {target} --target astra-sim"
+        return written, nodes, [*source.notices, *result.notices], f"traceloom validate {quoted} --target astra-sim"
     if form == "directory":
         written = source.write_directory(target, args.only, force=args.force)
-        return written, source.nodes, source.notices, f"traceloom validate {target}"
+        return written, source.nodes, source.notices, f"traceloom validate {quoted}"
     if form == "chakra":
         source.write_file(target, args.only, force=args.force)
         binary = target.name.lower().endswith((".et", ".et.gz"))
-        following = f"traceloom validate {target}" if binary else f"traceloom convert {target} back.et"
+        following = f"traceloom validate {quoted}" if binary else f"traceloom convert {quoted} back.et"
         return [target], source.nodes, source.notices, following
     graph = source.graph()
     if form == "graph":
         from traceloom.model import graph_store
 
         graph_store.save(graph, target, force=args.force)
-        return [target], graph.nodes.height, source.notices, f"traceloom convert {target} workload/"
+        return [target], graph.nodes.height, source.notices, f"traceloom convert {quoted} workload/"
     from traceloom.packed import write_packed
     from traceloom.report.exports.perfetto.graph import write_graph
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name:>18}  {_shown(value)}")
     nodes = sum(len(program) for program in generated.programs)
     written = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes)"
-    outputs.say(args, f"{written}; next: traceloom validate {args.output}")
+    outputs.say(args, f"{written}; next: traceloom validate {shlex.quote(str(args.output))}")
     return 0
 
 

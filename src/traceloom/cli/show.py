@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
         graphs = [path for path in args.inputs if Path(path).name.lower().endswith(".graph")]
         if graphs and len(args.inputs) > 1:
-            raise UsageError("a graph is shown alone", slug="wrong-usage", hint=f"traceloom show {graphs[0]}")
+            raise UsageError(
+                "a graph is shown alone", slug="wrong-usage", hint=f"traceloom show {shlex.quote(graphs[0])}"
+            )
         if graphs:
             from traceloom.model.graph_store import load
 
@@ -105,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     for path, size in written:
         outputs.say(args, f"Wrote {path} ({units.size(size)}); open it in a browser.")
     if not written and row is None:
-        outputs.close(args, [], f"traceloom show {args.inputs[0]} -o drawing.html")
+        outputs.close(args, [], f"traceloom show {shlex.join(args.inputs)} -o drawing.html")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +97,7 @@ def _lines(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
     yield f"{units.counted(files, 'file')}, {units.counted(nodes, 'node')}, for {verdict.target}: {_summary(verdict)}"
     if not verdict.errors and verdict.files:
         file = Path(verdict.files[0][0])
-        yield f"Next: traceloom show {file.parent if files > 1 else file}"
+        yield f"Next: traceloom show {shlex.quote(str(file.parent if files > 1 else file))}"
 
 
 def _summary(verdict: ValidationResult) -> str:

@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.report.views import terminal
 
         terminal.put(partial(report.render, document), sys.stdout)
-    sets = " ".join(f"--set {shlex.quote(text)}" for text in args.changes)
-    outputs.close(args, written, f"traceloom whatif {shlex.join(args.inputs)} {sets} -o whatif.html")
+    again = [*args.inputs, *(word for text in args.changes for word in ("--set", text))]
+    again += [] if args.step is None else ["--step", str(args.step)]
+    outputs.close(args, written, f"traceloom whatif {shlex.join(again)} -o whatif.html")
     return 0

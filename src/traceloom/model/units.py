@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from math import floor
 from typing import Any
 
 Scale = tuple[float, str]  # what a number is divided by, and the unit it then has
@@ -39,7 +40,9 @@ def _scaled(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     factor, name = next((scale for scale in _SCALES[unit] if abs(value) >= scale[0] * 0.9995), _SCALES[unit][-1])
-    return f"{value} {name}" if factor == 1 and unit in ("time", "bytes") else f"{_three(value / factor)} {name}"
+    if factor == 1 and unit in ("time", "bytes"):  # means are rounded as the page rounds them
+        return f"{value if isinstance(value, int) else floor(value + 0.5)} {name}"
+    return f"{_three(value / factor)} {name}"
 
 
 def duration(ns: int | None) -> str:

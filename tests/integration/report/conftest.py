@@ -1,134 +1,22 @@
-"""What a report must hold, and a reader of exported traces as strict as Perfetto."""
+"""What a report and an exported trace must hold, as fixtures."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import jsonschema
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-DEVICE_FIELDS = (
-    "window_ns", "busy_ns", "idle_ns", "compute_ns", "communication_ns", "memory_ns", "exposed_communication_ns",
-    "exposed_memory_ns", "gpu_work_count", "kernel_count", "kernel_ns",
-)  # fmt: skip
+from support import reports
 
 
 @pytest.fixture(scope="session")
 def check_document() -> Callable[[dict[str, Any]], None]:
     """Validates a report against the published schema and the laws of adding up."""
-    schema = json.loads((ROOT / "docs" / "reference" / "report.schema.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    validator = jsonschema.Draft202012Validator(schema)
-
-    def check(document: dict[str, Any]) -> None:
-        assert [f"{e.json_path}: {e.message[:200]}" for e in validator.iter_errors(document)] == []
-        _check_sums(document)
-        _check_nulls(document)
-        assert [notice["message"] for notice in document["notices"] if notice["slug"] == "section-failed"] == []
-
-    return check
-
-
-def _check_sums(document: dict[str, Any]) -> None:
-    answer = document["answer"]
-    assert sum(part["ns"] for part in answer["parts"]) == answer["whole_ns"]
-    for rank in document["ranks"]:
-        for device in rank["devices"]:
-            told = [d for step in rank["steps"] for d in step["devices"]] + rank["outside"]
-            mine = [d for d in told if d["device"] == device["device"]]
-            for entry in (device, *mine):
-                parts = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns")
-                assert sum(entry[part] for part in parts) == entry["window_ns"]
-                assert sum(entry["idle_causes"].values()) == entry["idle_ns"]
-            for field in DEVICE_FIELDS:
-                assert sum(entry[field] for entry in mine) == device[field], field
-        for thread in rank["host"]["threads"]:
-            account = [row["ns"] for row in rank["host"]["account"] if row["lane"] == thread["lane"]]
-            assert sum(account) == thread["window_ns"]
-    for rows, whole in ((document["kernels"], "total_ns"), (document["operators"], "self_ns")):
-        assert sum(row["fraction"] for row in rows) == pytest.approx(float(any(row[whole] for row in rows)))
-
-
-def _check_nulls(document: dict[str, Any]) -> None:
-    """Every null, and every empty list of what was asked for, has its reason."""
-    explained = {entry["path"] for entry in document["absent"]}
-    missing = {
-        path for path in _nulls(document, "") if path not in explained and path.partition("[")[0] not in explained
-    }
-    assert missing == set()
-
-
-def _nulls(value: Any, path: str) -> Iterator[str]:
-    if value is None:
-        yield path
-    elif isinstance(value, dict) and path != "capture":
-        for key, item in value.items():
-            yield from _nulls(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _nulls(item, re.sub(r"\.outside$", ".steps[*].devices", path) + "[*]")
+    return reports.check_report
 
 
 @pytest.fixture(scope="session")
 def check_perfetto() -> Callable[[bytes, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """Reads an exported trace as Perfetto does and refuses what Perfetto would drop; slices by name of their track."""
-
-    def check(text: bytes, document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-        rows = json.loads(text)["traceEvents"]
-        names = {row["tid"]: row["args"]["name"] for row in rows if row["ph"] == "M" and row["name"] == "thread_name"}
-        called = {row["pid"]: row["args"]["name"] for row in rows if row["ph"] == "M" and row["name"] == "process_name"}
-        paths = [pid for pid, name in called.items() if name == "critical path"]
-        stretches = (document["critical_path"] or {}).get("stretches") or []
-        assert len(paths) == bool(stretches)  # the path goes through all ranks: it is a process of its own
-        assert len(called) - len(paths) == len(document["ranks"])
-        assert not set(called) & set(names), "a thread must not have the number of a process"
-        slices = _check_tracks(rows, names)
-        path_track = next((name for name in slices if name.startswith("critical path of ")), "")
-        assert len(slices.get(path_track, [])) == len(stretches)
-        events = [row for track, found in slices.items() if track not in ("steps", path_track) for row in found]
-        seen = sorted((row["pid"], row["args"]["event"]) for row in events)
-        expected = [(i + 1, event) for i, rank in enumerate(document["ranks"]) for event in range(rank["event_count"])]
-        assert seen == expected, "every event stands in the export exactly once"
-        return slices
-
-    return check
-
-
-def _time(row: dict[str, Any]) -> tuple[int, int]:
-    """Start and end in nanoseconds, cut off as Perfetto does."""
-    start = int(row["ts"] * 1000.0)
-    return start, start + int(row["dur"] * 1000.0)
-
-
-def _check_tracks(rows: list[dict[str, Any]], names: dict[int, str]) -> dict[str, list[dict[str, Any]]]:
-    """Slices nest on every track, and every arrow begins and ends in the slice that was opened last."""
-    stacks: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    slices: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    begun: dict[int, int] = {}
-    ended: set[int] = set()
-    for row in rows:
-        if row["ph"] == "X":
-            start, end = _time(row)
-            stack = stacks[row["tid"]]
-            while stack and stack[-1][1] <= start:
-                stack.pop()
-            assert not stack or end <= stack[-1][1], f"{row['name']} crosses another slice on {names[row['tid']]}"
-            stack.append((start, end))
-            slices[names[row["tid"]]].append(row)
-        elif row["ph"] in "sf":
-            assert stacks[row["tid"]][-1][0] == int(row["ts"] * 1000.0), "the arrow hits no slice"
-            if row["ph"] == "s":
-                assert row["id"] not in begun
-                begun[row["id"]] = row["pid"]
-            else:
-                assert row["bp"] == "e"
-                assert row["id"] not in ended
-                ended.add(row["id"])
-    assert set(begun) == ended
-    return slices
+    """Reads an exported trace as Perfetto does."""
+    return reports.check_perfetto

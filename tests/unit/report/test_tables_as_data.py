@@ -112,3 +112,9 @@ def test_a_real_notebook_shows_one_page_and_a_short_text(tmp_path: Path) -> None
     assert "What to fix first" in report["text/plain"]
     assert "GPU 0 is" in report["text/html"] or "GPUs are" in report["text/html"]
     assert "<table" in kernels["text/html"]
+
+
+@pytest.mark.parametrize(("name", "begins"), [("kernels.PARQUET", b"PAR1"), ("kernels.Csv", b"name,")])
+def test_an_ending_in_capitals_is_the_same_format(name: str, begins: bytes, tmp_path: Path) -> None:
+    assert main(["report", *run(tmp_path), "--no-cache", "-q", "-o", str(tmp_path / name)]) == 0
+    assert (tmp_path / name).read_bytes().startswith(begins)

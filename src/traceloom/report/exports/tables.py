@@ -59,5 +59,5 @@ def write_tables(document: dict[str, Any], ending: str, directory: Path) -> None
 
 
 def write(frame: pl.DataFrame, ending: str, handle: BinaryIO) -> None:
-    """Write a frame in the format of the ending."""
-    frame.write_parquet(handle) if ending == ".parquet" else frame.write_csv(handle)
+    """Write a frame in the format of the ending, in letters of any case."""
+    frame.write_parquet(handle) if ending.lower() == ".parquet" else frame.write_csv(handle)

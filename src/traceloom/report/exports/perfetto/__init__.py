@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import polars as pl
 
-from traceloom.harmless import harmless
+from traceloom.harmless import UNSAFE, harmless
 from traceloom.model import Session, Trace
 from traceloom.report.exports.perfetto.counters import counters
 from traceloom.report.exports.perfetto.path import path_arrows, path_track
@@ -140,7 +140,7 @@ def _slices(trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arrows: pl.
         name: pl.concat_str(
             pl.lit('"'),
             pl.col(name).str.replace_all("\\", "\\\\", literal=True).str.replace_all('"', '\\"', literal=True)
-            .str.replace_all(r"[\x00-\x1f]", "?"),  # control characters become question marks
+            .str.replace_all(UNSAFE.pattern, "?"),
             pl.lit('"'),
         )
         for name in ("shapes", "types", "collective", "group")

@@ -18,7 +18,8 @@ _LEAST_BAR, _MOST_BAR = 14, 64
 
 
 def heading(title: str, note: str, width: int) -> Iterator[Text]:
-    """A section's heading after a blank line; a long note stands below it."""
+    """A section's heading after a blank line; a long note stands below it. Those of strangers are made harmless."""
+    title, note = harmless(title), harmless(note)
     yield Text("")
     if len(title) + len(note) + 2 <= width:
         yield Text.assemble((title, "bold"), ("  " + note if note else "", DIM))
