@@ -11,7 +11,7 @@ from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.host import main_lane
 from traceloom.analyze.host_wait import HOST_CAUSES, Stretches, split_by_activity
 from traceloom.analyze.idle import CAUSES, idle
-from traceloom.analyze.intervals import Spans, coverage, merge, union
+from traceloom.analyze.intervals import coverage, merge, union
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
@@ -80,12 +80,12 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
         waits = _main_thread(trace, moments[:-1], moments[1:])
     else:
         of_device = work.filter(pl.col("device") == device)
-        sums[:, :3], busy, ran = _busy(of_device, moments)
+        sums[:, :3], ran = _busy(of_device, moments)
         details.append(ran)
         gaps = idle(trace).gaps.filter(pl.col("device") == device)
         idling = gaps.select("start_ns", "duration_ns", pl.col("cause").cast(pl.String), name="host_activity")
         # before the first and after the last GPU work: what the main thread did, cut at the moments
-        first, last = int(busy.start[0]), int(busy.end[-1])
+        first, last = of_device.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
         before, after = moments[:-1] < first, moments[1:] > last
         start = np.concatenate([moments[:-1][before], np.maximum(moments[:-1][after], last)])
         end = np.concatenate([np.minimum(moments[1:][before], first), moments[1:][after]])
@@ -113,8 +113,8 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
     return Ledger(moments, sums, largest, device)
 
 
-def _busy(work: pl.DataFrame, moments: Ints) -> tuple[Ints, Spans, pl.DataFrame]:
-    """What a device does: the sums of its three busy classes at each moment, its busy time, and its work as details."""
+def _busy(work: pl.DataFrame, moments: Ints) -> tuple[Ints, pl.DataFrame]:
+    """What a device does: the sums of its three busy classes at each moment, and its work as details."""
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     category = work["category"].to_physical().to_numpy()
     compute, communication, memory = (union(start[category == code], end[category == code]) for code in range(3))
@@ -128,7 +128,7 @@ def _busy(work: pl.DataFrame, moments: Ints) -> tuple[Ints, Spans, pl.DataFrame]
         "name",
         ns=pl.col("end_ns") - pl.col("start_ns"),
     )
-    return np.stack([computed, seen - computed, worked - seen], axis=1), busy, ran
+    return np.stack([computed, seen - computed, worked - seen], axis=1), ran
 
 
 def _main_thread(trace: Trace, start: Ints, end: Ints) -> pl.DataFrame:
