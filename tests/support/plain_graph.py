@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -245,11 +245,22 @@ class PlainScenario:
         return groups
 
 
-class RandomJob:
-    """Ranks that load, launch, compute, copy, reduce and wait; every time drawn, all starts worked out from them."""
+STEADY_NS = {"launch": 7, "stream": 3, "synchronize": 5, "wait": 2}
 
-    def __init__(self, seed: int, ranks: int | None = None) -> None:
+
+class RandomJob:
+    """Ranks that load, launch, compute, copy, reduce and wait; every time drawn, all starts worked out from them.
+
+    Args:
+        seed: Of all that is drawn.
+        ranks: How many; one to three where None.
+        steady: Whether each kind of edge takes the same time everywhere, that of `STEADY_NS`, and no work overlaps
+            the one before it.
+    """
+
+    def __init__(self, seed: int, ranks: int | None = None, *, steady: bool = False) -> None:
         self.random = random.Random(seed)
+        self.steady = steady
         self.ranks = ranks or self.random.randint(1, 3)
         self.nodes: list[dict[str, Any]] = []
         self.edges: list[dict[str, Any]] = []
@@ -263,23 +274,29 @@ class RandomJob:
         for number, parts in enumerate(meetings):
             self._meet(number, parts)
 
-    def graph(self) -> Graph:
-        """As it would have been linked: times measured, delays and residuals for calibration to fill in."""
-        works = [row.pop("took") for row in self.nodes]
+    def times(self, factors: Mapping[str, float] | None = None) -> list[int]:
+        """When everything happens, where the work of some kinds of nodes takes so many times as long."""
+        works = [round(row["took"] * (factors or {}).get(row["kind"], 1.0)) for row in self.nodes]
         links = [
             (2 * edge["source"] + edge["from_end"], 2 * edge["target"] + edge["to_end"], gap)
             for edge, gap in zip(self.edges, self.gaps, strict=True)
         ]
-        times = longest([0] * len(works), works, links)
-        for row in self.nodes:
-            start, end = times[2 * row["node"]], times[2 * row["node"] + 1]
-            row |= {"start_ns": start, "duration_ns": end - start, "work_ns": end - start, "residual_ns": 0}
-        for edge, (source, target, _) in zip(self.edges, links, strict=True):
-            edge |= {"delay_ns": min(times[target] - times[source], 0), "residual_ns": 0}
-        frames = {
-            "nodes": self.nodes, "edges": self.edges, "lanes": [{"lane": lane} for lane in range(self.lanes)],
+        return longest([0] * len(works), works, links)
+
+    def graph(self) -> Graph:
+        """As it would have been linked: times measured, delays and residuals for calibration to fill in."""
+        times = self.times()
+        frames: dict[str, list[dict[str, Any]]] = {
+            "nodes": [], "edges": [], "lanes": [{"lane": lane} for lane in range(self.lanes)],
             "communication": self.communication,
         }  # fmt: skip
+        for row in self.nodes:
+            start, end = times[2 * row["node"]], times[2 * row["node"] + 1]
+            measured = {"start_ns": start, "duration_ns": end - start, "work_ns": end - start, "residual_ns": 0}
+            frames["nodes"].append({name: value for name, value in row.items() if name != "took"} | measured)
+        for edge in self.edges:
+            passed = times[2 * edge["target"] + edge["to_end"]] - times[2 * edge["source"] + edge["from_end"]]
+            frames["edges"].append(edge | {"delay_ns": min(passed, 0), "residual_ns": 0})
         made = {name: pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS[name]) for name, rows in frames.items()}
         return Graph(made["nodes"], made["edges"], made["lanes"], made["communication"])
 
@@ -342,7 +359,8 @@ class RandomJob:
         """Put work behind what its stream has; now and then it starts while that still runs."""
         if queue:
             before = queue[-1]
-            if self.nodes[before]["kind"] == self.nodes[work]["kind"] == "kernel" and self.random.random() < 0.2:
+            both = self.nodes[before]["kind"] == self.nodes[work]["kind"] == "kernel"
+            if both and not self.steady and self.random.random() < 0.2:
                 self._edge("stream", before, work, self.nodes[before]["took"] // 2, from_end=False)
                 self._edge("stream", before, work, 0, to_end=True)
             else:
@@ -355,8 +373,9 @@ class RandomJob:
         meeting = self._node("rendezvous", "all_reduce", None, 0, rank=0, step=number)
         transfer = self.random.randint(5, 60)
         for part in parts:
+            jitter = 0 if self.steady else self.random.randint(0, 3)
             self._edge("rendezvous", part, meeting, 0, from_end=False)
-            self._edge("rendezvous", meeting, part, transfer + self.random.randint(0, 3), to_end=True)
+            self._edge("rendezvous", meeting, part, transfer + jitter, to_end=True)
 
     def _node(self, kind: str, name: str, lane: int | None, took: int, **more: Any) -> int:
         row = {"node": len(self.nodes), "kind": kind, "name": name, "lane": lane, "took": took}
@@ -369,4 +388,4 @@ class RandomJob:
     ) -> None:  # fmt: skip
         row = {"source": source, "target": target, "kind": kind, "evidence": how, "from_end": from_end}
         self.edges.append(row | {"to_end": to_end})
-        self.gaps.append(gap)
+        self.gaps.append(STEADY_NS.get(kind, gap) if self.steady else gap)
