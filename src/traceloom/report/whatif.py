@@ -9,7 +9,7 @@ from rich.text import Text
 from traceloom import __version__
 from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import rank_label
+from traceloom.report.names import rank_label, short
 from traceloom.report.table import Row
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
 from traceloom.retime.law import Law
@@ -79,7 +79,7 @@ def sentence(result: WhatIf, step: int | None) -> str:
 
 def render(document: Row, width: int) -> Iterator[Text]:
     """The lines on a terminal."""
-    yield Text(harmless(document["name"]), "bold")
+    yield Text(short(document["name"], width), "bold")
     yield Text("")
     yield from paragraph(document["sentence"], width, "bold")
     for change in document["changes"]:

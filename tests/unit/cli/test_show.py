@@ -104,7 +104,7 @@ class TestSummary:
 
     def test_dependencies_that_lead_nowhere_are_counted(self, tmp_path: Path, capsys) -> None:
         out = shown(capsys, write_set(tmp_path, [node(1, deps=[9])]))
-        assert "1 dependencies lead nowhere" in out
+        assert "1 dependency leads nowhere" in out
 
     def test_no_control_characters_reach_the_terminal(self, tmp_path: Path, capsys) -> None:
         home = write_set(tmp_path, [node(1, name=EVIL, text=EVIL)])

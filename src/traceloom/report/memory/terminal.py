@@ -17,7 +17,7 @@ from traceloom.report.names import rank_label, short
 from traceloom.report.options import ReportOptions
 from traceloom.report.table import Row
 from traceloom.report.views.terminal.bars import plain, sparkline
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
+from traceloom.report.views.terminal.columns import TextColumn, fitted, heading, lines, paragraph
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import table_lines
@@ -31,10 +31,7 @@ _SMALL = 0.01  # of the instant; smaller branches are not opened
 
 def render(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
     """The lines, none wider than `width`."""
-    for line in _lines(document, options, width):
-        if line.cell_len > width:
-            line.truncate(width, overflow="ellipsis")
-        yield line
+    yield from fitted(_lines(document, options, width), width)
 
 
 def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:

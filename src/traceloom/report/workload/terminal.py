@@ -11,7 +11,7 @@ from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.table import Col, Row, Table
-from traceloom.report.views.terminal.columns import heading
+from traceloom.report.views.terminal.columns import heading, paragraph
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import table_lines
@@ -35,7 +35,8 @@ def render(summary: Row, width: int) -> Iterator[Text]:
     first, last = summary["first_nodes"], summary["last_nodes"]
     text = f"{units.count(first)} node{' waits' if first == 1 else 's wait'} for nothing, "
     text += f"nothing waits for {units.count(last)}"
-    text += f"; {units.count(summary['dangling'])} dependencies lead nowhere" if summary["dangling"] else ""
+    if dangling := summary["dangling"]:
+        text += f"; {units.counted(dangling, 'dependency')} lead{'s' if dangling == 1 else ''} nowhere"
     yield Text(" " + text, DIM)
     for table in _tables(summary):
         yield from table_lines(table, ReportOptions(top=_MOST_ROWS), width)
@@ -79,11 +80,11 @@ def render_node(document: Row, width: int) -> Iterator[Text]:
     yield Text.assemble((short(node["name"] or "(no name)", width - 24), "bold"), (f"  node {node['id']}", DIM))
     facts = [node["kind"], *([f"rank {node['rank']}"] if node["rank"] is not None else [])]
     facts += [str(node[key]) for key in ("what",) if node.get(key)]
-    facts += [f"group {harmless(str(node['group']))}"] if node.get("group") else []
+    facts += [f"group {node['group']}"] if node.get("group") else []
     facts += [units.duration(node["time_ns"])]
     facts += [f"starts at {units.duration(node['start_ns'])}"] if node["start_ns"] is not None else []
     facts += [units.size(node["bytes"])] if node["bytes"] is not None else []
-    yield Text(" " + " · ".join(facts))
+    yield from paragraph(" · ".join(facts), width)
     for name, value in document["attributes"].items():
         yield Text.assemble(" ", (harmless(name), DIM), " ", short(value, max(width - len(name) - 3, 16)))
     for key, title in (("before", "Waits for"), ("after", "Is awaited by")):

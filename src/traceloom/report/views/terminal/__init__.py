@@ -14,6 +14,7 @@ from rich.text import Text
 from traceloom.harmless import steering
 from traceloom.lazy import lazy
 from traceloom.report.options import ReportOptions
+from traceloom.report.views.terminal.columns import fitted
 from traceloom.report.views.terminal.look import ASCII
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def put(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
         warning = f"This needs {width} columns, the terminal has {console.width}: lines run on."
         for part in textwrap.wrap(warning, max(console.width, 1)):
             console.print(part, no_wrap=True, overflow="ignore", crop=False)
-    for line in rendered(width):
+    for line in fitted(rendered(width), width):
         shown = line.copy()
         if plain:
             shown.plain = shown.plain.translate(ASCII).encode("ascii", "replace").decode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -32,6 +32,17 @@ def paragraph(words: str, width: int, style: str = "") -> Iterator[Text]:
     """Words as lines, indented by one; those of strangers made harmless."""
     for line in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
         yield Text(_INDENT + line, style)
+
+
+def fitted(drawn: Iterable[Text], width: int) -> Iterator[Text]:
+    """The lines; those that are wider end with an ellipsis, as with names whose letters take two cells each.
+
+    What has to stand whole, as a command, says so by its `overflow` of "ignore".
+    """
+    for line in drawn:
+        if line.cell_len > width and line.overflow != "ignore":
+            line.truncate(width, overflow="ellipsis")
+        yield line
 
 
 @dataclass(frozen=True, slots=True)

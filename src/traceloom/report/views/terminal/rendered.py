@@ -21,7 +21,7 @@ from traceloom.report.sections import CORE, FINDINGS, NAMES, summaries
 from traceloom.report.table import Bar, Row
 from traceloom.report.views.terminal import findings, notices, sections
 from traceloom.report.views.terminal.bars import sparkline, stacked
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
+from traceloom.report.views.terminal.columns import TextColumn, fitted, heading, lines, paragraph
 from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import wrapped
@@ -42,14 +42,11 @@ def in_short(document: Row) -> Row:
 
 def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
     """The lines of the report, none wider than `width` but for commands, which stand whole."""
-    for line in _lines(document, options, width):
-        if line.cell_len > width:  # names in scripts whose letters take two cells
-            line.truncate(width, overflow="ellipsis")
-        yield line
+    yield from fitted(_lines(document, options, width), width)
     for run in document["runs"]:  # the answer of each, and the command that reports it
         yield Text("")
         yield from paragraph(run["sentence"], width)
-        yield Text(" " + harmless(run["command"]), DIM)
+        yield Text(" " + harmless(run["command"]), DIM, overflow="ignore")
 
 
 def _lines(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:

@@ -1,0 +1,213 @@
+"""Every view on a terminal keeps to its width, from 40 to 200 columns, and holds what it is about whatever the names."""
+
+from __future__ import annotations
+
+import datetime as dt
+import io
+import re
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.text import Text
+
+from support.sessions import EVIL, busy_step, session_of
+from support.small_graph import small_graph
+from support.workload import collective, node, receive, send, write_set
+from traceloom.analyze import compare, gate
+from traceloom.chakra.workload import places, read_workload
+from traceloom.link import link_session
+from traceloom.model import Session, units
+from traceloom.report import ReportOptions, build_runs, comparison, graph_document, memory, verdict, whatif
+from traceloom.report.comparison.terminal import render as render_diff
+from traceloom.report.memory.terminal import render as render_memory
+from traceloom.report.verdict import baselines
+from traceloom.report.verdict.terminal import render as render_verdict
+from traceloom.report.views import terminal
+from traceloom.report.views.terminal.graph import render as render_graph
+from traceloom.report.workload.network import of_graph, of_workload, row_of
+from traceloom.report.workload.summary import neighbours, summarise
+from traceloom.report.workload.terminal import render as render_workload
+from traceloom.report.workload.terminal import render_node
+from traceloom.retime import Plan, law
+from traceloom.simulate import parse
+from traceloom.simulate import whatif as evaluate
+from traceloom.testing import TraceBuilder
+
+STEERS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+LONG = "one_name_without_any_blank_" * 12
+WIDE = "名前テスト" * 12
+PLAIN = "a run"
+NAMES = [PLAIN, LONG, WIDE, EVIL]
+every_name = pytest.mark.parametrize("name", NAMES, ids=["plain", "long", "wide", "hostile"])
+Lines = Callable[[int], Iterable[Text]]
+
+
+@cache
+def run(name: str, kernel_us: float, device: str) -> Session:
+    """Two ranks of six steps each, in which everything has that name."""
+    traces = []
+    for rank in (0, 1):
+        made = TraceBuilder(rank=rank, world_size=2, device_name=device + name, host=name)
+        for step in range(6):
+            busy_step(made, step, 1000 * step, name=name).python(name, 1000 * step + 20, 100)
+            made.launch("cudaLaunchKernel", 1000 * step + 690, 5, correlation=9000 + step)
+            made.kernel(f"{name} k", 1000 * step + 700, kernel_us, correlation=9000 + step)
+            made.allocation(1000 * step + 20, 1 << 20, address=step + 1)
+        traces.append(made)
+    return session_of(name, *traces)
+
+
+@cache
+def compared(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The comparison of two runs of that name, and the verdict on them."""
+    base, new = run(name, 20, "H100"), run(name, 60, "A100")
+    both = comparison.build(compare(base, new), base, new)
+    sides = [gate.summarise(session) for session in (base, new)]
+    conditions = [gate.parse("step_time > 3%"), gate.parse("kernel:gemm > 1%")]
+    judged = gate.judge([sides[0]], [sides[1]], conditions)
+    named = [(f"{name} {side}", [summary]) for side, summary in zip(("base", "new"), sides, strict=True)]
+    return both, verdict.build(judged, *named, strict=False, comparison=both, effect=0.05)
+
+
+def diff(name: str) -> Lines:
+    return partial(render_diff, compared(name)[0], 10)
+
+
+def check(name: str) -> Lines:
+    return partial(render_verdict, compared(name)[1], 10)
+
+
+def owners(name: str) -> Lines:
+    return partial(render_memory, memory.build(run(name, 20, "H100")), memory.MemoryOptions())
+
+
+def change(name: str) -> Lines:
+    graph = link_session(run(name, 20, "H100"))
+    plan = Plan(graph)
+    kept = law(graph, plan)
+    changes = [parse("kernels * 0.5"), parse("rank 1 delay remove")]
+    return partial(
+        whatif.render, whatif.build(name, None, changes, evaluate(graph, changes, plan=plan, kept=kept), kept)
+    )
+
+
+def linked(name: str) -> Lines:
+    return partial(render_graph, graph_document.build(link_session(run(name, 20, "H100"))))
+
+
+def listed(name: str) -> Lines:
+    saved = dt.datetime(2026, 1, 2, 3, 4, tzinfo=dt.timezone.utc)
+    summary = gate.summarise(run(name, 20, "H100"))
+    kept = gate.summary.Baseline(gate.summary.FORMAT, gate.summary.VERSION, "0.0.0", "main", 1, [summary])
+    rows = [baselines.row(f"main-{number}", kept) | {"saved": saved} for number in range(3)]
+    return partial(baselines.render, rows, 2)
+
+
+def several(name: str) -> Lines:
+    sessions = [run(name, 20, "H100"), run(name, 60, "A100")]
+    document = build_runs(sessions, name, [f"traceloom report {number}" for number in range(2)])
+    return partial(terminal.render, document, ReportOptions())
+
+
+VIEWS = (diff, check, owners, change, linked, listed, several)
+every_view = pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
+
+
+def shown(lines: Lines, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What stands on a terminal of so many columns."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = io.StringIO()
+    terminal.put(lines, stream)
+    return stream.getvalue().splitlines()
+
+
+@every_name
+@every_view
+def test_no_line_is_wider_than_the_terminal_and_none_steers_it(
+    view: Callable[[str], Lines], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = view(name)
+    for columns in (60, 61, 72, 80, 99, 100, 120, 139, 140, 200):
+        text = shown(lines, columns, monkeypatch)
+        assert max(map(cell_len, text)) <= min(columns, 140), columns
+        assert not any(STEERS.search(line) for line in text)
+
+
+@every_view
+def test_a_terminal_that_is_too_narrow_gets_the_lines_of_sixty_columns(
+    view: Callable[[str], Lines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = view(PLAIN)
+    narrowest = shown(lines, 60, monkeypatch)
+    for columns in (20, 40, 59):
+        text = shown(lines, columns, monkeypatch)
+        assert text[-len(narrowest) :] == narrowest
+        warning = " ".join(text[: -len(narrowest)])
+        assert warning == f"This needs 60 columns, the terminal has {columns}: lines run on."
+    assert shown(lines, 500, monkeypatch) == shown(lines, 140, monkeypatch)
+
+
+def squeezed(lines: list[str]) -> str:
+    return "".join(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("columns", range(60, 141, 10))
+def test_both_sides_and_the_difference_stand_on_every_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, judged = compared(PLAIN)
+    text = squeezed(shown(diff(PLAIN), columns, monkeypatch))
+    for row in both["breakdown"]:
+        for key in ("base_ns", "new_ns", "difference_ns"):
+            assert squeezed([units.duration(row[key])]) in text, (row["part"], key)
+    for row in both["conditions"]:
+        if not row["same"]:
+            assert all(squeezed([word]) in text for side in ("base", "new") for word in row[side].split())
+    text = squeezed(shown(check(PLAIN), columns, monkeypatch))
+    assert squeezed([judged["sentence"]]) in text
+    for row in judged["checks"]:
+        assert squeezed([f"{100 * row['change']:+.2f} %"]) in text
+        assert squeezed([units.duration(round(row["base"]))]) in text
+        assert squeezed([units.duration(round(row["new"]))]) in text
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_a_what_if_says_before_and_after_of_every_rank(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(change(PLAIN), columns, monkeypatch)
+    ranks = [line for line in text if re.match(r" rank \d  ", line)]
+    assert [line.split()[:2] for line in ranks] == [["rank", "0"], ["rank", "1"]]
+    assert all(len(re.findall(r"\d (?:ns|µs|ms)\b", line)) == 3 for line in ranks)
+
+
+@every_name
+def test_workloads_and_their_nodes_keep_to_the_width(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [
+        [node(1, us=10, name=name, is_cpu_op=True, text=name), collective(3, deps=[1], pg_name=name, name=name),
+         send(4, 1, deps=[3, 99]) if rank == 0 else receive(4, 0, deps=[3], name=name)]
+        for rank in range(2)
+    ]  # fmt: skip
+    home = write_set(tmp_path, *ranks, groups={name: [0, 1]})
+    networks = [of_workload(read_workload(places([str(home)])[0], lambda path: None)), of_graph(small_graph(2))]
+    for network in networks:
+        views: list[Lines] = [partial(render_workload, summarise(network))]
+        identities = [1, 3, 4] if network is networks[0] else [0, 4]
+        for identity in identities:
+            document = neighbours(network, row_of(network, identity, 0)[0])
+            views.append(partial(render_node, {**document, "attributes": {name[:30]: name, "size": "3"}}))
+        for lines in views:
+            for columns in (60, 100, 140):
+                text = shown(lines, columns, monkeypatch)
+                assert max(map(cell_len, text)) <= columns
+                assert not any(STEERS.search(line) for line in text)
+
+
+def test_the_command_of_each_run_stands_whole_on_every_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = [run(PLAIN, 20, "H100"), run(PLAIN, 60, "A100")]
+    command = "traceloom report " + "/a/long/directory" * 12
+    document = build_runs(sessions, PLAIN, [command, command])
+    text = shown(partial(terminal.render, document, ReportOptions()), 60, monkeypatch)
+    assert text.count(f" {command}") == 2
