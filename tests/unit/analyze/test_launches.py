@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import defaultdict
+
+import polars as pl
 import pytest
 
+from support.odd_traces import Row, covered, gpu_rows_of, odd_trace, rows_of
 from traceloom.analyze import launches
+from traceloom.analyze.queue_depth import thinned
+from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
 
@@ -157,3 +165,143 @@ def test_without_gpu_work_there_is_nothing() -> None:
         0
     ] * 6
     assert found.bins["kernel_count"].sum() == 0
+
+
+# -- against looking at each piece of work ------------------------------------------------------------------------
+
+
+def by_launch(trace: Trace) -> list[tuple[Row, list[Row]]]:
+    """Each call with the work that it submitted to one device, by start."""
+    events, groups = rows_of(trace), defaultdict(list)
+    for row in gpu_rows_of(trace):
+        if row["launch"] is not None:
+            groups[row["launch"], row["device"]].append(row)
+    return [(events[launch], rows) for (launch, _), rows in sorted(groups.items())]
+
+
+def times_of(trace: Trace, device: int) -> dict[str, list[int]]:
+    work = gpu_rows_of(trace)
+    times: dict[str, list[int]] = {"delay": [], "span": [], "latency": []}
+    for call, rows in by_launch(trace):
+        first = rows[0]
+        if first["device"] != device:
+            continue
+        returned = call["start_ns"] + max(call["duration_ns"], 0)
+        before = [
+            row["end_ns"]
+            for row in work
+            if (row["device"], row["stream"]) == (device, first["stream"]) and row["event"] < first["event"]
+        ]
+        times["delay"].append(max(first["start_ns"] - returned, 0))
+        times["span"].append(max(first["start_ns"] - call["start_ns"], 0))
+        times["latency"].append(max(first["start_ns"] - max([returned, *before]), 0))
+    return times
+
+
+def test_times_of_launches_are_those_of_the_first_work_of_each(odd: Trace) -> None:
+    found, work = launches(odd), gpu_rows_of(odd)
+    assert found.totals["device"].to_list() == sorted({row["device"] for row in work})
+    for row in found.totals.to_dicts():
+        own = [r for r in work if r["device"] == row["device"]]
+        firsts = [rows[0] for _, rows in by_launch(odd) if rows[0]["device"] == row["device"]]
+        assert (row["work_count"], row["launch_count"]) == (len(own), len(firsts))
+        assert row["unknown_count"] == sum(r["launch"] is None for r in own)
+        assert row["graph_work_count"] == len(own) - len(firsts) - row["unknown_count"]
+        for name, values in times_of(odd, row["device"]).items():
+            assert row[f"{name}_max_ns"] == max(values)
+            assert row[f"{name}_median_ns"] == math.floor(statistics.median(values))
+            assert abs(sorted(values).index(row[f"{name}_p95_ns"]) - 0.95 * (len(values) - 1)) <= 1
+
+
+def test_calls_are_told_by_name_with_how_long_they_took(odd: Trace) -> None:
+    lengths: dict[str, list[int]] = defaultdict(list)
+    for launch in {call["event"]: call for call, _ in by_launch(odd)}.values():
+        lengths[launch["name"]].append(max(launch["duration_ns"], 0))
+    found = launches(odd).calls
+    assert set(found["name"]) == set(lengths)
+    for row in found.to_dicts():
+        own = lengths[row["name"]]
+        long = [ns for ns in own if ns >= 50_000]
+        assert (row["call_count"], row["total_ns"], row["max_ns"]) == (len(own), sum(own), max(own))
+        assert (row["long_count"], row["long_ns"]) == (len(long), sum(long))
+        assert row["median_ns"] == math.floor(statistics.median(own))
+
+
+def test_depths_of_the_queues_are_what_counting_at_every_instant_gives(odd: Trace) -> None:
+    found, events = launches(odd), rows_of(odd)
+    lanes: dict[tuple[int, int | None], list[Row]] = defaultdict(list)
+    for row in gpu_rows_of(odd):
+        lanes[row["device"], row["stream"]].append(row)
+        lanes[row["device"], None].append(row)
+    for curve, queues in ((found.curve, found.queues), (found.device_curve, found.device_queues)):
+        for (device, stream), part in curve.group_by("device", "stream"):
+            own = [row for row in lanes[device, stream] if row["launch"] is not None]  # type: ignore[index]
+            pending = []  # from the call to the start of each piece, and of the first piece of each launch
+            for row in own:
+                begun = events[row["launch"]]["start_ns"]
+                is_first = row is min((r for r in own if r["launch"] == row["launch"]), key=lambda r: r["start_ns"])
+                pending.append((begun, max(row["start_ns"], begun), is_first))
+            for time, deep, works in part.select("time_ns", "launches", "works").rows():
+                open_now = [first for begun, started, first in pending if begun <= time < started]
+                assert (works, deep) == (len(open_now), sum(open_now)), (device, stream, time)
+            row = queues.filter(pl.col("device").eq_missing(device), pl.col("stream").eq_missing(stream)).row(0, named=True)
+            everything = lanes[device, stream]  # type: ignore[index]
+            assert (row["work_count"], row["max_works"]) == (len(everything), part["works"].max())
+            start = min(min(begun for begun, *_ in pending), min(r["start_ns"] for r in everything))
+            end = max(r["end_ns"] for r in everything)
+            assert row["window_ns"] == end - start
+            whole = sum(min(started, end) - begun for begun, started, _ in pending)
+            assert row["mean_works"] == pytest.approx(whole / row["window_ns"])
+            deep = covered([(begun, started) for begun, started, first in pending if first])
+            assert row["empty_ns"] == row["window_ns"] - deep
+
+
+def test_kernels_fall_into_bins_by_their_length_and_short_ones_are_shorter_than_their_call(odd: Trace) -> None:
+    found = launches(odd)
+    kernels = [row for row in gpu_rows_of(odd) if row["category"] == "kernel"]
+    for low, high, count, total in found.bins.select("low_ns", "high_ns", "kernel_count", "total_ns").rows():
+        own = [row["ns"] for row in kernels if row["ns"] >= low and (high is None or row["ns"] < high)]
+        assert (count, total) == (len(own), sum(own))
+    short: dict[str, list[int]] = defaultdict(list)
+    for call, rows in by_launch(odd):
+        if len(rows) == 1 and rows[0]["category"] == "kernel" and rows[0]["ns"] < max(call["duration_ns"], 0):
+            short[rows[0]["name"]].append(rows[0]["ns"])
+    told = {name: (count, ns) for name, count, ns in found.short.select("name", "short_count", "short_ns").rows()}
+    assert told == {name: (len(ns), sum(ns)) for name, ns in short.items()}
+    assert found.bins["short_count"].sum() == sum(map(len, short.values()))
+
+
+def test_outliers_are_long_and_the_longest_comes_first(odd: Trace) -> None:
+    found = launches(odd).outliers
+    assert found["duration_ns"].is_sorted(descending=True)
+    names = odd.events["name"]
+    for row in found.to_dicts():
+        assert row["duration_ns"] >= (50_000 if row["kind"] == "long call" else 100_000)
+        assert (row["work_name"], row["launch_name"]) == (names[row["work"]], names[row["launch"]])
+    late = sum(ns >= 100_000 for row in launches(odd).totals.to_dicts() for ns in times_of(odd, row["device"])["latency"])
+    assert found.filter(pl.col("kind").cast(pl.String).is_in(["late work", "waiting work"])).height == late
+
+
+def test_what_a_step_launches_is_told_per_device(odd: Trace) -> None:
+    steps = odd.steps.filter("complete")["step"].to_list()
+    found = launches(odd).steps
+    work = gpu_rows_of(odd)
+    assert found.height == (len({row["device"] for row in work if row["step"] in steps}) if steps else 0)
+    for row in found.to_dicts():
+        own = [r for r in work if r["device"] == row["device"]]
+        counts = [sum(r["step"] == step for r in own) for step in steps]
+        assert (row["min_work_count"], row["max_work_count"]) == (min(counts), max(counts))
+        assert row["mean_work_count"] == pytest.approx(sum(counts) / len(steps))
+
+
+@pytest.mark.parametrize("points", [1, 2, 7, 10_000])
+def test_a_thinned_curve_keeps_the_deepest_of_every_stream(points: int) -> None:
+    whole = launches(odd_trace(0)).curve
+    few = thinned(whole, points)
+    for key, part in whole.group_by("device", "stream"):
+        own = few.filter(pl.col("device").eq_missing(key[0]), pl.col("stream").eq_missing(key[1]))
+        assert own.height <= points
+        assert own["works"].max() == part["works"].max()
+        assert own["launches"].max() == part["launches"].max()
+        assert own["time_ns"].is_sorted()
+    assert few.schema == whole.schema
