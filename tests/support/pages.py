@@ -1,4 +1,4 @@
-"""What a page holds: the islands of data in it, and its tables row by row."""
+"""What a page holds: its elements and words, the islands of data in it, and its tables row by row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import base64
 import json
 import re
 import zlib
+from collections import Counter
+from html.parser import HTMLParser
 from typing import Any
+
+from markdown_it import MarkdownIt
 
 _ISLAND = re.compile(r'<script type="application/json">(.*?)</script>', re.DOTALL)
 _TABLE = re.compile(r'<figure class="table" id="([^"]*)">' + _ISLAND.pattern, re.DOTALL)
@@ -40,3 +44,42 @@ def _values(column: dict[str, Any]) -> list[Any]:
     if "values" in column:
         return list(column["values"])
     return [None if at < 0 else column["texts"][at] for at in column["at"]]
+
+
+class Elements(HTMLParser):
+    """The tags of a page, and whether each that is opened is closed in its place."""
+
+    VOID = frozenset({"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"})
+    SHAPES = frozenset({"circle", "line", "path", "polyline", "polygon", "rect", "use"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.open: list[str] = []
+        self.shown = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.shown += data
+
+
+def of_markdown(text: str) -> Elements:
+    """What a page shows of Markdown with tables, in which HTML is HTML."""
+    return Elements(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))

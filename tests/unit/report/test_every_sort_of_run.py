@@ -9,13 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from markdown_it import MarkdownIt
 
-from support.pages import words
+from support.pages import Elements, of_markdown, words
 from support.reports import check_perfetto, check_report
 from support.sessions import EVIL, SORTS, empty, enormous, hostile, made, page, session_of, several_devices, with_memory
 from traceloom.harmless import harmless
@@ -108,40 +106,6 @@ def test_fewer_rows_are_rows_of_the_longer_table_and_the_rest_is_counted(sort: S
         assert all(f"1 of {count}" in line for line in note)
 
 
-class Elements(HTMLParser):
-    """The tags of a page, and whether each that is opened is closed in its place."""
-
-    VOID = frozenset({"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"})
-    SHAPES = frozenset({"circle", "line", "path", "polyline", "polygon", "rect", "use"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str, str | None]] = []
-        self.open: list[str] = []
-        self.shown = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(tag, name, value) for name, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(tag, name, value) for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag, f"</{tag}> closes something else"
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] not in ("script", "style"):
-            self.shown += data
-
-
 @cache
 def elements(sort: Sort) -> Elements:
     return Elements(page(sort))
@@ -177,7 +141,7 @@ def test_markdown_is_at_most_sixty_lines_of_text_without_markup_of_strangers(sor
     text = markdown(made(sort)[1], ReportOptions())
     assert text.count("\n") <= 60
     assert text.endswith("</sub>\n")
-    found = Elements(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
+    found = of_markdown(text)
     assert set(found.tags) <= {
         "h3",
         "p",
@@ -202,8 +166,7 @@ def test_the_sentence_of_the_answer_is_the_same_in_every_view(sort: Sort) -> Non
     document = made(sort)[1]
     sentence = harmless(document["answer"]["sentence"])
     assert sentence in elements(sort).shown.replace("\u202f%", " %")
-    rendered = MarkdownIt().enable("table").render(markdown(document, ReportOptions()))
-    assert sentence in Elements(rendered).shown
+    assert sentence in of_markdown(markdown(document, ReportOptions())).shown
     assert sentence in Elements(Shown(document, ReportOptions())._repr_html_()).shown
 
 

@@ -6,22 +6,22 @@ import datetime as dt
 import io
 import re
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
-from support.sessions import EVIL, busy_step, session_of
+from support.pairs import compared, run
+from support.sessions import EVIL
 from support.small_graph import small_graph
 from support.workload import collective, node, receive, send, write_set
-from traceloom.analyze import compare, gate
+from traceloom.analyze import gate
 from traceloom.chakra.workload import places, read_workload
 from traceloom.link import link_session
-from traceloom.model import Session, units
-from traceloom.report import ReportOptions, build_runs, comparison, graph_document, memory, verdict, whatif
+from traceloom.model import units
+from traceloom.report import ReportOptions, build_runs, graph_document, memory, whatif
 from traceloom.report.comparison.terminal import render as render_diff
 from traceloom.report.memory.terminal import render as render_memory
 from traceloom.report.verdict import baselines
@@ -35,7 +35,6 @@ from traceloom.report.workload.terminal import render_node
 from traceloom.retime import Plan, law
 from traceloom.simulate import parse
 from traceloom.simulate import whatif as evaluate
-from traceloom.testing import TraceBuilder
 
 STEERS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 LONG = "one_name_without_any_blank_" * 12
@@ -44,33 +43,6 @@ PLAIN = "a run"
 NAMES = [PLAIN, LONG, WIDE, EVIL]
 every_name = pytest.mark.parametrize("name", NAMES, ids=["plain", "long", "wide", "hostile"])
 Lines = Callable[[int], Iterable[Text]]
-
-
-@cache
-def run(name: str, kernel_us: float, device: str) -> Session:
-    """Two ranks of six steps each, in which everything has that name."""
-    traces = []
-    for rank in (0, 1):
-        made = TraceBuilder(rank=rank, world_size=2, device_name=device + name, host=name)
-        for step in range(6):
-            busy_step(made, step, 1000 * step, name=name).python(name, 1000 * step + 20, 100)
-            made.launch("cudaLaunchKernel", 1000 * step + 690, 5, correlation=9000 + step)
-            made.kernel(f"{name} k", 1000 * step + 700, kernel_us, correlation=9000 + step)
-            made.allocation(1000 * step + 20, 1 << 20, address=step + 1)
-        traces.append(made)
-    return session_of(name, *traces)
-
-
-@cache
-def compared(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The comparison of two runs of that name, and the verdict on them."""
-    base, new = run(name, 20, "H100"), run(name, 60, "A100")
-    both = comparison.build(compare(base, new), base, new)
-    sides = [gate.summarise(session) for session in (base, new)]
-    conditions = [gate.parse("step_time > 3%"), gate.parse("kernel:gemm > 1%")]
-    judged = gate.judge([sides[0]], [sides[1]], conditions)
-    named = [(f"{name} {side}", [summary]) for side, summary in zip(("base", "new"), sides, strict=True)]
-    return both, verdict.build(judged, *named, strict=False, comparison=both, effect=0.05)
 
 
 def diff(name: str) -> Lines:
