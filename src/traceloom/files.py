@@ -105,7 +105,7 @@ def inputs_kept(named: Iterable[str | Path] = ()) -> Iterator[None]:
 
 def natural(path: Path) -> list[tuple[int, str]]:
     """Sorts files by name, numbers in it by their value."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def note_input(path: str | Path) -> None:

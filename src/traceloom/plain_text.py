@@ -29,13 +29,19 @@ def clean_json(value: Any) -> tuple[Any, int]:
             made = clean(inner)
             changed += made != inner
             return made
-        if isinstance(inner, dict):
-            return {cleaned(key): cleaned(item) for key, item in inner.items()}
-        if isinstance(inner, (list, tuple)):
-            return [cleaned(item) for item in inner]
+        if isinstance(inner, (dict, list, tuple)):
+            inner = {cleaned(key): item for key, item in inner.items()} if isinstance(inner, dict) else list(inner)
+            waiting.append(inner)
         return inner
 
-    return cleaned(value), changed
+    # Files of strangers nest deeper than calls do.
+    waiting: list[Any] = []
+    whole = cleaned(value)
+    while waiting:
+        holder = waiting.pop()
+        for key, item in holder.items() if isinstance(holder, dict) else enumerate(holder):
+            holder[key] = cleaned(item)
+    return whole, changed
 
 
 def encoded(text: str) -> bytes:

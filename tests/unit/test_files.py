@@ -11,7 +11,7 @@ from typing import BinaryIO
 import pytest
 
 from traceloom.errors import OutputError, UsageError
-from traceloom.files import check_free, inputs_kept, note_input, write, write_directory
+from traceloom.files import check_free, inputs_kept, natural, note_input, write, write_directory
 
 
 def _hello(handle: BinaryIO) -> None:
@@ -202,3 +202,10 @@ def test_nothing_is_written_over_what_is_read_whatever_it_is_called(tmp_path: Pa
         write(folder / "b.json", _hello, force=True)
     write(source, _hello, force=True)
     assert source.read_bytes() == b"hello"
+
+
+def test_names_are_sorted_by_the_numbers_in_them_whatever_else_they_hold() -> None:
+    names = ["rank10", "rank2", "rank²", "rank2²", "①", "rank٣", "", "rank02x", "日本1"]
+    ordered = [path.name for path in sorted(map(Path, names), key=natural)]
+    assert [name for name in ordered if name in ("rank2", "rank٣", "rank10")] == ["rank2", "rank٣", "rank10"]
+    assert sorted(ordered) == sorted(names)

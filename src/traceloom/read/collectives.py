@@ -46,6 +46,7 @@ _SIZES = {
 _ANNOTATION = r"^(?:nccl|gloo|mpi|ucc|hccl|xccl|rccl):\s*(.+)$"
 _CALLED = re.compile(_ANNOTATION)
 _FILLED = ("group", "group_size", "element_type", "in_bytes", "out_bytes", "sequence", "peer")
+_MOST_ELEMENTS = 2**58  # of a tensor; more have more bytes than a column holds
 _PEER = r"(?:->|<-|\bsrc:?|\bdst:?)\s*(\d+)"
 
 
@@ -77,7 +78,11 @@ def collective_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFra
         frame = pl.DataFrame({"event": columns["event"], **words, **values})
         kinds = mapped(frame["collective"], kind_of)
         sizes = mapped(frame["element_type"], element_size, pl.Int64)
-        none = pl.lit(None, dtype=pl.Int64)
+        # More elements than any tensor has are none.
+        in_bytes, out_bytes = (
+            pl.when(pl.col(name).is_between(0, _MOST_ELEMENTS)).then(pl.col(name) * sizes)
+            for name in ("in_elements", "out_elements")
+        )
         src, dst = pl.col("source_rank"), pl.col("target_rank")
         peer = pl.when(kinds == "send").then(dst).when(kinds == "recv").then(src).otherwise(pl.col("root_rank"))
         described = frame.select(
@@ -89,8 +94,8 @@ def collective_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFra
             "element_type",
             "in_elements",
             "out_elements",
-            pl.when(sizes.is_not_null()).then(pl.col("in_elements") * sizes).otherwise(none).alias("in_bytes"),
-            pl.when(sizes.is_not_null()).then(pl.col("out_elements") * sizes).otherwise(none).alias("out_bytes"),
+            in_bytes.alias("in_bytes"),
+            out_bytes.alias("out_bytes"),
             pl.col("collective_sequence").alias("sequence"),
             pl.when(peer >= 0).then(peer).alias("peer"),
             "in_splits",
@@ -98,7 +103,7 @@ def collective_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFra
             pl.col("asynchronous").replace_strict(
                 {"true": True, "false": False}, default=None, return_dtype=pl.Boolean
             ),
-        ).cast(SCHEMAS["collectives"])
+        ).cast(SCHEMAS["collectives"], strict=False)
     if not any(":" in text and _CALLED.match(text) for text in texts.names):
         return described.sort("event")
     return pl.concat([described, _annotations(events, tensors.frame())]).sort("event")
@@ -159,10 +164,12 @@ def _elements(shapes: str | None, types: str | None) -> tuple[str | None, int | 
         if not isinstance(dim, list) or not dim or not all(isinstance(n, int) for n in dim):
             continue
         elements = int(np.prod(dim, dtype=object))
+        if not 0 <= elements <= _MOST_ELEMENTS:
+            return None, None, None
         count += elements
         kinds.add(name)
         size = -1 if each is None or size < 0 else size + elements * each
-    if not kinds or count >= 2**62:
+    if not kinds or count > _MOST_ELEMENTS:
         return None, None, None
     return (kinds.pop() or None if len(kinds) == 1 else None), count, (size if size >= 0 else None)
 
@@ -239,7 +246,8 @@ def _calls(capture: dict[str, Any] | None, events: pl.DataFrame) -> pl.DataFrame
             }
         )
     types = {name: SCHEMAS["collectives"][name] for name in ("kind", *_FILLED)}
-    calls = pl.DataFrame(rows, schema={**types, "start_ns": pl.Int64})
+    wide = pl.DataFrame(rows, schema={**types, "peer": pl.Int64, "start_ns": pl.Int64})
+    calls = wide.cast({"peer": types["peer"]}, strict=False)  # what is no rank is unknown
     first, last = events["start_ns"][0], events["nested_end_ns"].max()
     inside = pl.col("start_ns").is_null() | pl.col("start_ns").is_between(first, last)
     return calls.filter(inside & pl.col("kind").is_not_null()).sort("start_ns", maintain_order=True).drop("start_ns")

@@ -382,13 +382,11 @@ class Document(TextWindow):
         if "trailing characters" in str(error) and byte is not None:
             bracket = text.rfind(b"]", 0, byte - 1)
             if bracket >= 0:
-                text = text[:bracket]
-                if not text.strip():
-                    return self._slice([], b"", exact=True), len(text) + 1, True
-                decoded, used, _ = self._decode(text, last=False)
-                if used < len(text):  # pragma: no cover - a proven stretch is used up whole
-                    return decoded, used, False
-                return decoded, len(text) + 1, True
+                if not text[:bracket].strip():
+                    return self._slice([], b"", exact=True), bracket + 1, True
+                decoded, used, _ = self._decode(text[:bracket], last=False)
+                if used == bracket:  # a proven stretch is used up whole
+                    return decoded, bracket + 1, True
         cut = None if last else whole_events(text)
         if cut:
             # The text was cut inside an event, by us; nothing else may be wrong with it.

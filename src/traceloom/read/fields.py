@@ -152,9 +152,9 @@ def decode_loosely(text: bytes) -> tuple[list[Any], int]:
 
 
 def _finite(match: re.Match[bytes]) -> bytes:
-    """A string as it is, a number that no double holds as null."""
+    """A string as it is, a number that no double holds as null of the same length: errors tell bytes of the text."""
     token = match[0]
-    return token if token.startswith(b'"') or math.isfinite(float(token)) else b"null"
+    return token if token.startswith(b'"') or math.isfinite(float(token)) else b"null".ljust(len(token))
 
 
 def _tidy(entry: Any) -> bool:

@@ -14,6 +14,7 @@ from traceloom.model.host_trace import GROUP_LIST, HostTrace
 from traceloom.model.notice import Notice
 from traceloom.model.schema import SCHEMAS
 from traceloom.packed import Step
+from traceloom.plain_text import clean_json
 from traceloom.read.damage import Damage
 from traceloom.read.host_nodes import joined
 from traceloom.read.host_text import HostText
@@ -159,5 +160,5 @@ def _group_items(inputs: str | None) -> tuple[list[Any], bool]:
                 break
             items.append(item)
             at = text.find("{", at)
-        return items, False
-    return (listed, True) if isinstance(listed, list) else ([], False)
+        return clean_json(items)[0], False
+    return (clean_json(listed)[0], True) if isinstance(listed, list) else ([], False)

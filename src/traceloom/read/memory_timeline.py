@@ -88,11 +88,11 @@ def timeline_of(document: Any, path: str) -> MemoryTimeline:
     """The timeline in a JSON document; see `read_timeline`."""
     if not isinstance(document, list) or not document:
         raise _bad(path, "it holds no list of rows")
-    if len(document) == 2 and all(isinstance(part, list) for part in document) and _are_rows(document[1], 9):
+    if len(document) == 2 and all(isinstance(part, list) and part for part in document) and _are_rows(document[1], 9):
         times, sizes = document
         if len(times) != len(sizes) or not _are_rows([times], len(times)):
             raise _bad(path, "it has other numbers of times and of levels")
-        if times and max(abs(value) for value in times) > _LARGEST // 1000:
+        if max(abs(value) for value in times) > _LARGEST // 1000:
             raise _bad(path, "its times are no microseconds")
         time = np.array(times, dtype=np.int64) * 1000
         levels = np.array(sizes, dtype=np.int64).T[1:]

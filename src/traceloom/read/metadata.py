@@ -16,6 +16,7 @@ from traceloom.read.fields import NULL
 
 _SETTINGS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")
 _VERSION = re.compile(r"version$", re.IGNORECASE)
+_MOST_BASE_NS = 3 * 2**60  # the year 2079; see `times`
 _JOB = re.compile(r"^(PT_PROFILER_JOB_\w+|trace_id|group_trace_id|traceName|tw_job|mast_job_name|job_id|username)$")
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ ]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
@@ -31,7 +32,7 @@ def whole(value: Any) -> int | None:
 def base_ns(metadata: dict[str, Any]) -> int:
     """What is to be added to every time of the file, in ns."""
     value = whole(metadata.get("baseTimeNanoseconds"))
-    return value if value is not None and 0 <= value < 2**62 else 0
+    return value if value is not None and 0 <= value < _MOST_BASE_NS else 0
 
 
 def distributed(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def group_frame(metadata: dict[str, Any], capture: dict[str, Any] | None) -> pl.
     for name, description, backend, item in named:
         ranks = item.get("ranks")
         members = ranks if isinstance(ranks, list) else _parsed(ranks) if isinstance(ranks, str) else None
-        if not isinstance(members, list) or not all(isinstance(rank, int) for rank in members):
+        if not isinstance(members, list) or not all(type(rank) is int and 0 <= rank < 2**31 for rank in members):
             members = None
         size = _small(whole(item.get("pg_size", item.get("size"))))
         if size is None and members:
@@ -138,7 +139,7 @@ def group_frame(metadata: dict[str, Any], capture: dict[str, Any] | None) -> pl.
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -18,6 +18,7 @@ from traceloom.array_types import Bools, Floats, Ints
 _TIMES = re.compile(rb'"(?:ts|dur)"\s*:\s*"?(-?\d+)(?:\.(\d+))?([eE]?)')
 _MOST_NS = 2**62  # times beyond (146 years) are no times
 _MOST_US = _MOST_NS // 1000
+_MOST_DURATION_NS = 2**60  # 36 years; base time (see `metadata.base_ns`), start and duration add up to an int64
 _DIGITS = len(str(_MOST_US))
 
 
@@ -33,10 +34,10 @@ def needs_text(sample: bytes) -> bool:
 
 
 def from_doubles(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Bools, Bools]:
-    """Start and duration in ns, and which of each are usable (finite, within 146 years); others are 0."""
+    """Start and duration in ns, and which of each are usable (finite, within 146 and 36 years); others are 0."""
     us = np.array((start_us, duration_us), dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        usable = np.abs(us) < _MOST_NS / 1000
+        usable = np.abs(us) < np.array(((_MOST_NS / 1000,), (_MOST_DURATION_NS / 1000,)))
     if not usable.all():
         us[~usable] = 0.0
     # Row 0 holds starts; row 1 durations first, ends then. Whole microseconds and fractions stay apart, to be exact.
@@ -54,8 +55,8 @@ def from_doubles(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Boo
 
 def from_text(starts: list[Any], durations: list[Any]) -> tuple[Ints, Ints, Bools, Bools]:
     """The same from JSON text: numbers, or numbers in quotes. End = round(start + duration), as in exact decimals."""
-    start_us, start_fraction, good = _split(starts)
-    more_us, more_fraction, timed = _split(durations)
+    start_us, start_fraction, good = _split(starts, _MOST_US)
+    more_us, more_fraction, timed = _split(durations, _MOST_DURATION_NS // 1000)
     start = start_us * 1000 + _rounded(start_fraction)
     end = (start_us + more_us) * 1000 + _rounded(start_fraction + more_fraction)
     return start, end - start, good, timed
@@ -70,8 +71,8 @@ def _rounded(millionths: Ints) -> Ints:
     return rounded
 
 
-def _split(texts: list[Any]) -> tuple[Ints, Ints, Bools]:
-    """Whole microseconds, millionths of a microsecond (same sign), and which are numbers at all."""
+def _split(texts: list[Any], most_us: int) -> tuple[Ints, Ints, Bools]:
+    """Whole microseconds, millionths of a microsecond (same sign), and which are numbers below the most."""
     whole, millionths = [], []
     for text in texts:
         digits, _, fraction = bytes(text).partition(b".")
@@ -83,11 +84,11 @@ def _split(texts: list[Any]) -> tuple[Ints, Ints, Bools]:
             try:
                 value = Decimal(bytes(text).strip(b'" ').decode("ascii", "replace"))
             except InvalidOperation:
-                value = Decimal(_MOST_US)
-            usable = value.is_finite() and abs(value) < _MOST_US
-            whole.append(int(value) if usable else _MOST_US)
+                value = Decimal(most_us)
+            usable = value.is_finite() and abs(value) < most_us
+            whole.append(int(value) if usable else most_us)
             millionths.append(int((value - int(value)) * 1_000_000) if usable else 0)
     us, parts = np.array(whole, dtype=np.int64), np.array(millionths, dtype=np.int64)
-    good = us < _MOST_US
+    good = us < most_us
     us[~good] = parts[~good] = 0
     return us, parts, good

@@ -22,17 +22,18 @@ from traceloom.read.snapshot import read_snapshot, snapshot_of
 
 STEP = ("/u/train.py", 10, "step")
 SMALL = st.integers(-(2**31), 2**31 - 1)
+INTEGERS = st.integers(-(2**100), 2**100)
 PLAIN = st.recursive(
     st.tuples(SMALL)
     | st.tuples(SMALL, SMALL)
     | st.tuples(SMALL, SMALL, SMALL)
     | st.none()
     | st.booleans()
-    | st.integers(-(2**100), 2**100)
+    | INTEGERS
     | st.floats(allow_nan=False)
     | st.text()
     | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | INTEGERS, inner),
     max_leaves=20,
 )
 
@@ -209,7 +210,7 @@ def test_a_timeline_of_levels(tmp_path: Path) -> None:
     "text",
     [
         "", "[", "[]", "{}", "[[1,2,3]]", "[[1,2,3,99]]", "[[1,9,3,0]]", "[[1,2,3.5,0]]", "[[1,2,true,0]]",
-        "[[1,2],[[0]]]", f"[[1,2,{2**61},0],[1,2,{2**61},0]]", f"[[1,2,{2**70},0]]",
+        "[[1,2],[[0]]]", "[[],[]]", "[[1],[]]", f"[[1,2,{2**61},0],[1,2,{2**61},0]]", f"[[1,2,{2**70},0]]",
     ],
 )  # fmt: skip
 def test_bad_timelines_are_refused(text: str, tmp_path: Path) -> None:
