@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from traceloom.findings import RULES, Context, Ranked, rank
 from traceloom.findings.rule import Said
 from traceloom.model import Session
@@ -21,13 +23,13 @@ class HandStep(TraceBuilder):
         world_size: Of the job.
     """
 
-    def __init__(self, length_us: float, rank: int = 0, world_size: int = 1, **more: object) -> None:
-        super().__init__(rank, world_size, **more)  # type: ignore[arg-type]
+    def __init__(self, length_us: float, rank: int = 0, world_size: int = 1, **more: Any) -> None:
+        super().__init__(rank, world_size, **more)
         self.step(1, 0, length_us)
         self.number = 0
 
     def launched(
-        self, name: str, call_us: float, start_us: float, duration_us: float, *, stream: int = 7, **more: object
+        self, name: str, call_us: float, start_us: float, duration_us: float, *, stream: int = 7, **more: Any
     ) -> HandStep:
         """A kernel, and the call of 4 us that launches it."""
         self.number += 1
