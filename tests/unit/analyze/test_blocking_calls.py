@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 
+from support.odd_traces import above, covered, gpu_rows_of, rows_of
 from traceloom.analyze import blocking_calls, threads
+from traceloom.analyze.blocking import blocking_calls as waiting
+from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
 
@@ -137,3 +141,43 @@ def test_what_the_recorder_waits_for_is_in_no_account() -> None:
     found = blocking_calls(trace)
     assert (found.sites["frame"].to_list(), found.blocked_ns) == (["train.py(4): <module>"], 300_000)
     assert threads(trace).threads.height == 1
+
+
+# -- against looking at every call --------------------------------------------------------------------------------
+
+
+def test_every_call_that_waits_is_there_once_with_what_the_gpu_did_meanwhile(odd: Trace) -> None:
+    events = rows_of(odd)
+    waits = set(np.flatnonzero(waiting(odd)).tolist())
+    outermost = [e for e in events if e["event"] in waits and not {a["event"] for a in above(events, e)} & waits]
+    busy = [(row["start_ns"], row["end_ns"]) for row in gpu_rows_of(odd) if row["ns"]]
+    found = blocking_calls(odd)
+    assert found.calls["event"].to_list() == [row["event"] for row in outermost]
+    for row, call in zip(found.calls.to_dicts(), outermost, strict=True):
+        assert (row["start_ns"], row["blocked_ns"]) == (call["start_ns"], call["ns"])
+        if not busy:
+            assert (row["gpu_busy_ns"], row["gpu_idle_ns"], row["idle_after_ns"]) == (None, None, None)
+            continue
+        inside = covered([(max(low, call["start_ns"]), min(high, call["end_ns"])) for low, high in busy])
+        assert (row["gpu_busy_ns"], row["gpu_idle_ns"]) == (inside, call["ns"] - inside)
+        later = [low for low, high in busy if high > call["end_ns"]]
+        following = [c["start_ns"] for c in outermost if c["lane"] == call["lane"] and c["start_ns"] > call["start_ns"]]
+        until = min([*later, *following], default=0) if later else 0
+        assert row["idle_after_ns"] == max(until - call["end_ns"], 0)
+    assert found.blocked_ns == sum(call["ns"] for call in outermost)
+
+
+def test_places_are_their_calls_added_up(odd: Trace) -> None:
+    found = blocking_calls(odd)
+    names = odd.events["name"]
+    for site, part in found.calls.group_by("site"):
+        row = found.sites.row(site[0], named=True)  # type: ignore[arg-type]
+        assert row["count"] == part.height
+        assert row["max_ns"] == part["blocked_ns"].max()
+        for name in ("blocked_ns", "gpu_busy_ns", "gpu_idle_ns", "idle_after_ns"):
+            wanted = None if part[name].null_count() == part.height else part[name].sum()
+            assert row[name] == wanted
+        assert {names[event] for event in part["event"]} == {row["call"]}
+    assert found.sites["blocked_ns"].sum() == found.blocked_ns
+    on_host = found.sites.filter(pl.col("kind").cast(pl.String) != "python")
+    assert on_host["blocked_ns"].is_sorted(descending=True)

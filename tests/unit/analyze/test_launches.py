@@ -244,13 +244,15 @@ def test_depths_of_the_queues_are_what_counting_at_every_instant_gives(odd: Trac
             for time, deep, works in part.select("time_ns", "launches", "works").rows():
                 open_now = [first for begun, started, first in pending if begun <= time < started]
                 assert (works, deep) == (len(open_now), sum(open_now)), (device, stream, time)
-            row = queues.filter(pl.col("device").eq_missing(device), pl.col("stream").eq_missing(stream)).row(0, named=True)
+            row = queues.filter(pl.col("device").eq_missing(device), pl.col("stream").eq_missing(stream)).row(
+                0, named=True
+            )
             everything = lanes[device, stream]  # type: ignore[index]
             assert (row["work_count"], row["max_works"]) == (len(everything), part["works"].max())
-            start = min(min(begun for begun, *_ in pending), min(r["start_ns"] for r in everything))
+            start = min(*(begun for begun, *_ in pending), *(r["start_ns"] for r in everything))
             end = max(r["end_ns"] for r in everything)
             assert row["window_ns"] == end - start
-            whole = sum(min(started, end) - begun for begun, started, _ in pending)
+            whole = sum(started - begun for begun, started, _ in pending)
             assert row["mean_works"] == pytest.approx(whole / row["window_ns"])
             deep = covered([(begun, started) for begun, started, first in pending if first])
             assert row["empty_ns"] == row["window_ns"] - deep
@@ -278,7 +280,9 @@ def test_outliers_are_long_and_the_longest_comes_first(odd: Trace) -> None:
     for row in found.to_dicts():
         assert row["duration_ns"] >= (50_000 if row["kind"] == "long call" else 100_000)
         assert (row["work_name"], row["launch_name"]) == (names[row["work"]], names[row["launch"]])
-    late = sum(ns >= 100_000 for row in launches(odd).totals.to_dicts() for ns in times_of(odd, row["device"])["latency"])
+    late = sum(
+        ns >= 100_000 for row in launches(odd).totals.to_dicts() for ns in times_of(odd, row["device"])["latency"]
+    )
     assert found.filter(pl.col("kind").cast(pl.String).is_in(["late work", "waiting work"])).height == late
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
+
+import polars as pl
+import pytest
 
 from traceloom.analyze import memory
+from traceloom.analyze.allocations import allocations
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
@@ -92,3 +98,64 @@ def test_without_allocations_the_frames_are_empty_with_the_same_columns() -> Non
     none, some = memory(TraceBuilder().build()), memory(on_cpu().build())
     assert (none.devices.schema, none.curve.schema) == (some.devices.schema, some.curve.schema)
     assert none.devices.height == 0
+
+
+def played(seed: int, events: int, before: int) -> tuple[Trace, dict[int, list[int]]]:
+    """Random allocations on two devices whose allocators told their totals; the totals by device."""
+    chance = random.Random(seed)
+    builder = TraceBuilder(devices=2).op("aten::mm", 0, 2 * events)
+    live: dict[tuple[int, int], int] = {}
+    levels: dict[int, list[int]] = {0: [before], 1: [0]}
+    for number in range(events):
+        device, address = chance.randrange(2), chance.randrange(1, 40)
+        size = -live.pop((device, address)) if (device, address) in live else chance.randrange(1, 1 << 30)
+        if size > 0:
+            live[device, address] = size
+        levels[device].append(levels[device][-1] + size)
+        builder.allocation(
+            number, size, address=address, device=device, total_allocated=levels[device][-1], total_reserved=1 << 40
+        )
+    return builder.build(), levels
+
+
+@pytest.mark.parametrize("before", [0, 5 << 30])
+@pytest.mark.parametrize("events", [1, 2, 300])
+def test_curve_and_peak_are_those_of_the_allocator(events: int, before: int) -> None:
+    trace, levels = played(events, events, before)
+    found = memory(trace)
+    for device, of in levels.items():
+        if len(of) == 1:
+            continue
+        row = found.devices.filter(device=device).row(0, named=True)
+        assert (row["start_bytes"], row["end_bytes"], row["peak_bytes"]) == (of[0], of[-1], max(of))
+        changes = [later - earlier for earlier, later in pairwise(of)]
+        assert row["allocation_count"] == sum(change > 0 for change in changes)
+        assert row["free_count"] == sum(change < 0 for change in changes)
+        assert found.curve.filter(device=device)["allocated_bytes"].to_list() == of[1:]
+        if max(of) > of[0]:
+            at = found.curve.filter(device=device, time_ns=row["peak_time_ns"])
+            assert at["allocated_bytes"].to_list() == [max(of)]
+
+
+@pytest.mark.parametrize("events", [2, 300])
+def test_both_accounts_of_memory_agree(events: int) -> None:
+    trace, _ = played(events, events, 1 << 30)
+    short, long = memory(trace).devices, allocations(trace).pools
+    columns = ["device", "peak_bytes", "start_bytes", "end_bytes", "allocation_count", "free_count"]
+    assert short.select(columns).sort("device").rows() == long.select(columns).sort("device").rows()
+
+
+def test_devices_and_memories_are_apart() -> None:
+    builder = TraceBuilder(devices=2).op("aten::mm", 0, 100)
+    for time, kind, device, size in ((1, 1, 0, 10), (2, 1, 1, 20), (3, 0, -1, 40), (4, 6, 0, 80)):
+        builder.allocation(time, size, address=7, device_type=kind, device=device)
+    rows = memory(builder.build()).devices.select("device_type", "device", "end_bytes").rows()
+    assert sorted(rows) == [("cpu", -1, 40), ("cuda", 0, 10), ("cuda", 1, 20), ("hip", 0, 80)]
+
+
+@pytest.mark.parametrize("size", [1, 2**40, 2**62])
+def test_amounts_of_any_magnitude_stay_exact(size: int) -> None:
+    builder = TraceBuilder().op("aten::mm", 0, 100).allocation(1, size, address=1).allocation(2, -size, address=1)
+    row = memory(builder.build()).devices.row(0, named=True)
+    assert (row["peak_bytes"], row["end_bytes"]) == (size, 0)
+    assert memory(builder.build()).curve.schema["allocated_bytes"] == pl.Int64
