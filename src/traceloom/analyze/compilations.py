@@ -24,7 +24,7 @@ from traceloom.model.frames import as_declared, schema
 PARTS = ("compile", "lookup", "graph", "wrapper", "break", "outside", "unobserved")
 COMPILE, LOOKUP, GRAPH, WRAPPER, BREAK, OUTSIDE, NOTHING = range(7)
 
-REGION_NAME = r"^Torch-Compiled Region: (\d+)/(\d+)"
+REGION_NAME = r"^Torch-Compiled Region: ([0-9]{1,18})/([0-9]{1,18})(?:[^0-9]|$)"
 _NAMES = {
     "region": REGION_NAME,
     "compile": r" \(dynamo_timed\)$"
@@ -44,7 +44,7 @@ _PHASES = {
     "code": r"^(GraphLowering\.compile_to_(fn|module)|PyCodeCache\.load_by_key_path|async_compile\.wait)( |$)",
 }
 STAGES = ("dynamo_ns", "guards_ns", "autograd_ns", "inductor_ns", "code_ns")
-_ID = r"compile_id=(?:!\d+/)?(\d+)/(\d+)"
+_ID = r"compile_id=(?:!\d+/)?([0-9]{1,18})/([0-9]{1,18})(?:[^0-9]|$)"
 COMPILATIONS = schema(
     "event region number recompile direction step lane start_ns duration_ns",
     *STAGES,

@@ -38,11 +38,12 @@ ANNOTATIONS = schema("event name framework kind start_ns end_ns on_gpu", *FACTS,
 
 # Names of vLLM (`execute_context_2(300)_generation_5(5)`, with and without the detailed sums, and the older
 # `execute_new_1_cached_3`), SGLang (`step[DECODE bs=32]`, with and without sums) and ATOM (`prefill[bs=2 tok=8192]`).
-_VLLM = re.compile(r"^execute(?:_(\d+))?_context_(\d+)\(([^()]*)\)_generation_(\d+)\(([^()]*)\)")
-_VLLM_OLD = re.compile(r"^execute_new_(\d+)_cached_(\d+)$")
-_SGLANG = re.compile(r"^step\[(\w+)((?: \w+=\d+)*)\]$")
-_ATOM = re.compile(r"^(prefill|decode|mixed)\[((?:\w+=\d+ ?)*)\]$")
-_SUMS = re.compile(r"^sq(\d+)sk(\d+)")
+# A number of more than 15 digits is no count.
+_VLLM = re.compile(r"^execute(?:_\d+)?_context_(\d{1,15})\(([^()]*)\)_generation_(\d{1,15})\(([^()]*)\)", re.ASCII)
+_VLLM_OLD = re.compile(r"^execute_new_(\d{1,15})_cached_(\d{1,15})$", re.ASCII)
+_SGLANG = re.compile(r"^step\[(\w+)((?: \w+=\d{1,15})*)\]$", re.ASCII)
+_ATOM = re.compile(r"^(prefill|decode|mixed)\[((?:\w+=\d{1,15}(?: |(?=\])))*)\]$", re.ASCII)
+_SUMS = re.compile(r"^(?:(\d{1,15})$|sq(\d{1,15})sk(\d{1,15})(?!\d))", re.ASCII)
 _ANY = (  # ASCII ranges: \w and \d of all scripts cost three times as much
     r"^execute(_[0-9]+)?_(context|new)_[0-9]|^step\[[0-9A-Za-z_]+[ \]]"
     r"|^(prefill|decode|mixed)\[([0-9A-Za-z_]+=[0-9]+ ?)*\]$"
@@ -151,7 +152,7 @@ def inference(
             count = steps.height
             for name, quantity in (("generation_tokens", "generated tokens"), ("context_tokens", "context tokens")):
                 tokens = steps[name].drop_nulls()
-                if tokens.len() == count and int(tokens.sum()):
+                if tokens.len() == count and int(tokens.sum()) and high > low:
                     rows.append((quantity, int(tokens.sum()), high - low, "annotation"))
         else:
             marked = trace.steps.filter("complete")
@@ -310,9 +311,9 @@ def _facts(name: str) -> Facts | None:
             facts |= {"context_requests": fields.get("c"), "generation_requests": fields.get("g")}
         return facts | {_SGLANG_SUMS[key]: value for key, value in fields.items() if sglang and key in _SGLANG_SUMS}
     if match := _VLLM.match(name):
-        context, generation = int(match[2]), int(match[4])
-        facts["context_tokens"], facts["context_kv_tokens"] = _sums(match[3])
-        facts["generation_tokens"], facts["generation_kv_tokens"] = _sums(match[5])
+        context, generation = int(match[1]), int(match[3])
+        facts["context_tokens"], facts["context_kv_tokens"] = _sums(match[2])
+        facts["generation_tokens"], facts["generation_kv_tokens"] = _sums(match[4])
     elif match := _VLLM_OLD.match(name):
         context, generation = int(match[1]), int(match[2])
     else:
@@ -324,10 +325,10 @@ def _facts(name: str) -> Facts | None:
 
 def _sums(text: str) -> tuple[int | None, int | None]:
     """Tokens that are computed, and tokens that these attend to."""
-    if text.isdigit():
-        return int(text), None
     match = _SUMS.match(text)
-    return (int(match[1]), int(match[2])) if match else (None, None)
+    if match is None:
+        return None, None
+    return (int(match[1]), None) if match[1] else (int(match[2]), int(match[3]))
 
 
 __all__ = ["ANNOTATIONS", "MIX", "NODES", "OPERATORS", "RATES", "STEPS", "Inference", "inference"]

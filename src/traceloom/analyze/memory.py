@@ -64,7 +64,7 @@ def memory(trace: Trace) -> Memory:
         pl.when("known").then("reserved_bytes").alias("reserved_bytes"),
     )
     devices = events.group_by(_KEY, maintain_order=True).agg(
-        pl.max_horizontal(pl.col("level").max(), pl.col("before").first()).alias("peak_bytes"),
+        pl.max_horizontal(pl.col("level").max(), pl.col("before").first().fill_null(0)).alias("peak_bytes"),
         pl.col("time_ns").gather(pl.col("level").arg_max()).first().alias("peak_time_ns"),
         pl.col("before").first().alias("start_bytes"),
         pl.col("level").last().alias("end_bytes"),

@@ -13,7 +13,7 @@ import polars as pl
 
 from traceloom.model import Trace
 
-_RANKS = pl.col("group_size").cast(pl.Int64)
+_RANKS = pl.when(pl.col("group_size") > 0).then(pl.col("group_size").cast(pl.Int64))
 _SHARE = (_RANKS - 1) / _RANKS
 _IN, _OUT = pl.col("in_bytes"), pl.col("out_bytes")
 # Where only the side of one rank is recorded, the whole is that times the ranks.

@@ -47,7 +47,7 @@ _SUBMITS = ("nccl", "rccl", "hccl", "xccl", "oneccl")  # back ends whose host ca
 _PROMPT_NS = 30_000
 # A host call that waits for a stream returns this soon after the stream's work is done.
 _RETURN_NS = 100_000
-_GRID = re.compile(rb'"grid"\s*:\s*\[\s*(\d+)')
+_GRID = re.compile(rb'"grid"\s*:\s*\[\s*(\d{1,18})')
 _MOST_BYTES = 256 << 20  # of text: to read more of it a second time is not worth this number
 
 
