@@ -11,6 +11,7 @@ import errno
 import importlib
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -110,6 +111,14 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, slug="wrong-usage", hint=f"see {self.prog} --help")
 
 
+class HelpText(argparse.RawDescriptionHelpFormatter):
+    """Sentences fill the lines of the terminal; what is laid out by hand, as examples are, stays as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(part if "\n  " in part else textwrap.fill(part, width) for part in paragraphs)
+
+
 def verb(name: str) -> Verb:
     """The module of a verb."""
     return cast("Verb", importlib.import_module(f"traceloom.cli.{name}"))
@@ -126,7 +135,7 @@ def parser(names: Sequence[str] = tuple(VERBS)) -> Parser:
             help=VERBS[name],
             description=module.DESCRIPTION,
             epilog=module.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpText,
         )
         module.add_options(own)
     return whole

@@ -38,6 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             busy_step(made, step, 1000 * step).allocation(1000 * step + 20, 1 << 20, address=step + 1)
         made.write(home / f"rank {rank}.json")
     monkeypatch.chdir(home)
+    monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
     return home
 
 

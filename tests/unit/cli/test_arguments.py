@@ -1,0 +1,175 @@
+"""What arguments mean: every kind of value that an option takes, and what is said of a text that is none."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.fuzzing.trying import captured
+from traceloom import cli
+from traceloom.cli import VERBS, main, options
+
+UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (options.ranks, "3", (3,)),
+        (options.ranks, "0,3, 12", (0, 3, 12)),
+        (options.whole, "0", 0),
+        (options.whole, "0012", 12),
+        (options.count, "1", 1),
+        (options.positive, "1e-3", 0.001),
+        (options.positive, "450", 450.0),
+        (options.steps, "20..25", (20, 24)),
+        (options.steps, "20..21", (20, 20)),
+        (options.steps, "7", (7, 7)),
+        (options.sections, "kernels", ("kernels",)),
+        (options.sections, "critical-path, per_step", ("critical_path", "per_step")),
+        (options.size, "64kB", 64_000),
+        (options.size, "1MiB", 1_048_576),
+        (options.size, "1.5 GiB", 1_610_612_736),
+        (options.size, "12", 12),
+        (options.size, "2TB", 2 * 10**12),
+        (options.instant, "12.5ms", "12500000"),
+        (options.instant, "3 s", "3000000000"),
+        (options.instant, "peak", "peak"),
+        (options.instant, "step 12", "step 12"),
+        (options.share, "5%", 0.05),
+        (options.share, " 0.5 % ", 0.005),
+        (options.share, "250", 2.5),
+    ],
+)
+def test_a_text_means_a_value(kind: Callable[[str], Any], text: str, value: Any) -> None:
+    assert kind(text) == pytest.approx(value) if isinstance(value, float) else kind(text) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [
+        (options.ranks, ["", "a", "1,", ",1", "1-3", "1.5", "1;2"]),
+        (options.whole, ["", "-1", "+1", "1.0", "١", "1 ", "x"]),
+        (options.count, ["", "0", "-1", "1.5", "00", "many"]),
+        (options.positive, ["", "0", "-1", "nan", "inf", "-inf", "x"]),
+        (options.steps, ["", "5..5", "5..3", "..", "5..", "..5", "a..b", "1...3", "1-3"]),
+        (options.size, ["", "B", "1XB", "1 iB", "-1MB", "1,5MB", "MB", "1e3"]),
+        (options.instant, ["", "noon", "step", "step x", "step -1", "5", "5 min", "1e3ms", "-1ms", "peaks"]),
+        (options.share, ["", "0%", "-5%", "10000%", "nan", "inf", "5%%", "x"]),
+    ],
+)
+def test_a_text_that_means_nothing_is_named_in_a_sentence(kind: Callable[[str], Any], texts: list[str]) -> None:
+    for text in texts:
+        with pytest.raises(argparse.ArgumentTypeError) as caught:
+            kind(text)
+        assert str(caught.value).startswith(f"`{text}` ")
+
+
+@given(st.integers(0, 10**6), st.sampled_from(sorted(UNITS)), st.booleans())
+def test_sizes_are_decimal_unless_they_say_binary(number: int, unit: str, binary: bool) -> None:
+    if binary and unit:
+        power = "kMGT".index(unit.replace("K", "k")) + 1
+        assert options.size(f"{number}{unit}iB") == number * 1024**power
+    assert options.size(f"{number}{unit}B") == options.size(f"{number} {unit}b") == number * UNITS[unit]
+
+
+@given(st.integers(0, 10**9), st.sampled_from(sorted(TIMES)))
+def test_instants_are_whole_nanoseconds(number: int, unit: str) -> None:
+    assert options.instant(f"{number}{unit}") == str(number * TIMES[unit])
+    assert options.instant(f"{number}.25{unit}") == str(round((number + 0.25) * TIMES[unit]))
+
+
+@given(st.integers(-50, 50), st.integers(1, 50))
+def test_a_range_of_steps_has_as_many_as_lie_between_its_ends(first: int, count: int) -> None:
+    low, high = options.steps(f"{first}..{first + count}")
+    assert (low, high - low + 1) == (first, count)
+
+
+@given(st.floats(1e-6, 99.0))
+def test_a_change_in_per_cent_is_a_fraction(fraction: float) -> None:
+    assert math.isclose(options.share(f"{100 * fraction!r} %"), fraction)
+
+
+# -- every verb ---------------------------------------------------------------------------------------------------
+
+
+def arguments(verb: str) -> list[argparse.Action]:
+    return list(cli.actions(cli.parser([verb])))
+
+
+def help_of(verb: str) -> str:
+    with captured() as (out, _):
+        assert main([verb, "--help"]) == 0
+    return out.getvalue().decode()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_is_explained_in_words(verb: str) -> None:
+    shown = help_of(verb)
+    for action in arguments(verb):
+        if action.help == argparse.SUPPRESS:
+            continue
+        assert action.help, action.dest
+        for option in action.option_strings:
+            assert option in shown
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_the_terminal_and_names_every_option_once(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = help_of(verb)
+    assert all(len(line) <= 110 for line in shown.splitlines())
+    every = [option for action in arguments(verb) for option in action.option_strings]
+    assert len(set(every)) == len(every)
+    assert all(re.fullmatch(r"-[a-zA-Z]|--[a-z]+(-[a-z]+)*", option) for option in every)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_of_a_verb_use_options_that_it_has(verb: str) -> None:
+    own = {option for action in arguments(verb) for option in action.option_strings}
+    for line in cli.verb(verb).EXAMPLES.splitlines():
+        if line.startswith(f"  traceloom {verb} "):
+            command = re.split(r" {2,}|\| ", line.strip())[0].partition(" -- ")[0]
+            for option in re.findall(r"(?<= )--?[a-z][a-z-]*", command):
+                assert option in own, line
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_option_that_is_unknown_is_refused_with_the_nearest_one(verb: str) -> None:
+    known = [option for action in arguments(verb) for option in action.option_strings if len(option) > 5]
+    if not known or verb == "record":  # what follows there belongs to the recorded program
+        return
+    positional = ["save", "name", "run"] if verb == "baseline" else ["bash"] if verb == "completion" else ["a", "b"]
+    misspelt = known[-1][:-2] + known[-1][-1] + known[-1][-2] if known[-1][-1] != known[-1][-2] else known[-1] + "s"
+    for unknown in (misspelt, "--frobnicate"):
+        with captured() as (out, err):
+            assert main([verb, *positional, unknown]) == 2
+        assert out.getvalue() == b""
+        said = err.getvalue().decode()
+        assert said.startswith("traceloom: ")
+        assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("explain", "record")])
+def test_a_verb_without_its_arguments_says_which_it_needs(verb: str) -> None:
+    with captured() as (out, err):
+        code = main([verb])
+    assert (code, out.getvalue()) == (2, b"")
+    first, *_, last = err.getvalue().decode().splitlines()
+    assert "required" in first or "needs" in first
+    assert last.startswith("see traceloom explain wrong-usage")
+
+
+@pytest.mark.parametrize("spelling", ["anonymise", "anonymize"])
+def test_both_spellings_of_a_verb_are_the_same(spelling: str) -> None:
+    with captured() as (out, _):
+        assert main([spelling, "--help"]) == 0
+    assert b"usage: traceloom anonymize" in out.getvalue()
