@@ -3,40 +3,64 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import polars as pl
 
 from traceloom.model import Trace
 
 T = TypeVar("T")
-MOST_EVENTS = 1_000_000
-"""Events of the traces whose results are kept at once (about 70 bytes each): small ranks all, so that what asks rank
-after rank again (the findings after the sections) finds them; of large ones the last alone, so that a run needs the
-memory of one."""
+MOST_BYTES = 48 << 20
+"""Of one function's results: where those of all ranks fit, whoever asks rank after rank again (the findings after the
+sections) finds them; where they do not, that of the last rank alone is kept, so that a run needs the memory of one."""
+
+
+@dataclass(slots=True)
+class _Result(Generic[T]):
+    """The result of one trace, and its size, which is known when the next one is made: some grow by use."""
+
+    trace: weakref.ref[Trace]
+    value: T
+    size: int = 0
 
 
 def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """Remember the function's results by identity: for the last trace, and those before it up to `MOST_EVENTS`.
+    """Remember the function's results by identity: of the last trace, and of those before it up to `MOST_BYTES`.
 
     A result is forgotten together with its trace. It is shared: nobody may change it.
     """
-    kept: dict[int, tuple[weakref.ref[Trace], T]] = {}  # by the trace's id, the least recently used first
+    kept: dict[int, _Result[T]] = {}  # by the trace's id, the oldest first
 
     @wraps(function)
     def remembering(trace: Trace) -> T:
         key = id(trace)
-        entry = kept.pop(key, None)
-        if entry is None:
-            value = function(trace)
-            entry = (weakref.ref(trace, lambda _: kept.pop(key, None)), value)
-        kept[key] = entry
-        events = 0
-        for other, (reference, _) in reversed(list(kept.items())):
-            held = reference()
-            events += 0 if held is None else held.events.height
-            if events > MOST_EVENTS and other != key:
-                kept.pop(other, None)
-        return entry[1]
+        if key in kept:
+            return kept[key].value
+        value = function(trace)
+        if results := list(kept.values()):
+            results[-1].size = size_of(results[-1].value)
+            if sum(result.size for result in results) > MOST_BYTES:
+                kept.clear()
+        kept[key] = _Result(weakref.ref(trace, lambda _: kept.pop(key, None)), value)
+        return value
 
     return remembering
+
+
+def size_of(value: Any) -> int:
+    """Bytes of the arrays and frames in a result; its texts and single numbers do not count."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, (pl.DataFrame, pl.Series)):
+        return int(value.estimated_size())
+    if is_dataclass(value):
+        return sum(size_of(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, Mapping):
+        return sum(map(size_of, value.values()))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return sum(map(size_of, value))
+    return 0

@@ -277,7 +277,8 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
     from traceloom.report.formats import Report
 
     if len(sessions) == 1:
-        return Report(report.build(sessions[0], options), lambda: report.selected(sessions[0], options), options)
+        document = report.build(sessions[0], options, beside=not args.rules)  # which may have registered models
+        return Report(document, lambda: report.selected(sessions[0], options), options)
     # The shell command that reports each run alone: by its directory or pattern, where these name nothing else.
     homes = [{Path(trace.meta.path).parent for trace in session.traces} for session in sessions]
     runs_by_home = Counter(home for of_session in homes for home in of_session)

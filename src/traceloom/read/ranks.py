@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,24 +14,18 @@ from typing import Any
 
 from msgspec import Struct
 
-import traceloom
 from traceloom.errors import InputError, TraceloomError
-from traceloom.leaving import block, undone_on_leaving
+from traceloom.leaving import block
 from traceloom.model import Notice, Trace, trace_store
 from traceloom.model.parked import ColumnFiles
 from traceloom.read.graph_step import with_shapes
 from traceloom.read.inputs import Input
 from traceloom.read.sources import source_of
 from traceloom.storage.cache import Cache, Seen
+from traceloom.workers import Workers, workers
 
 _WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
 _EXPANSION = 16  # of gzip, roughly
-# `-I`: the current directory, which may be an archive of a stranger, has no say in what is imported. Where this process
-# imports from comes with the job.
-_START = (
-    "import json, sys; line = sys.stdin.readline(); line.endswith('\\n') or sys.exit(); job = json.loads(line); "
-    "sys.path[:] = job['imports']; from traceloom.read.worker import main; main(job)"
-)
 
 
 class ReadProgress(Struct, frozen=True):
@@ -185,16 +174,11 @@ def _beside(
     cores: int,
 ) -> None:
     """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
-    folder = Path(tempfile.gettempdir()) / f"traceloom-{os.urandom(8).hex()}"
-    readers = _Readers()
     with (
-        undone_on_leaving(partial(shutil.rmtree, folder, ignore_errors=True)),
-        undone_on_leaving(readers.stop),
-        # Ctrl-C in a terminal reaches all processes. Those that read do not hear of it: this one ends them.
+        workers() as (readers, folder),
         ThreadPoolExecutor(cores, thread_name_prefix="traceloom-rank", initializer=block) as pool,
     ):
         try:
-            folder.mkdir(mode=0o700)
             largest = sorted(missing, key=lambda at: -_size(inputs[at]))
             each = partial(
                 _in_process,
@@ -210,49 +194,6 @@ def _beside(
             readers.stop()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Readers:
-    """The processes that read, to end them all."""
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[str]] = set()
-        self._stopped = False
-        self._lock = threading.RLock()  # a handler of signals may need it while this thread has it
-
-    def start(self) -> subprocess.Popen[str]:
-        """One more process.
-
-        Raises:
-            OSError: There are no more to be had, or all are to end.
-        """
-        with self._lock:
-            if self._stopped:
-                raise InterruptedError
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                # Each core has a process of its own, so its libraries need no threads of theirs.
-                env={"POLARS_MAX_THREADS": "1", **os.environ},
-            )
-            self._running.add(process)
-        return process
-
-    def ended(self, process: subprocess.Popen[str]) -> None:
-        """A process has ended by itself."""
-        with self._lock:
-            self._running.discard(process)
-
-    def stop(self) -> None:
-        """End all that run, and let none begin."""
-        with self._lock:
-            self._stopped = True
-            for process in self._running:
-                process.kill()
 
 
 def _in_process(
@@ -260,26 +201,21 @@ def _in_process(
     number: int,
     folder: Path,
     *,
-    readers: _Readers,
+    readers: Workers,
     meter: _Meter,
     column_files: ColumnFiles,
     processes: int,
 ) -> Trace | InputError:
     folder.mkdir()
     job = {
-        "imports": [*filter(os.path.isabs, sys.path), str(Path(traceloom.__file__).parents[1])],
         "path": str(source.path),
         "capture": source.entry,
         "folder": str(folder),
         "processes": processes,
     }
-    process = readers.start()
-    assert process.stdin is not None
+    process = readers.start("traceloom.read.worker", job)
     assert process.stdout is not None
     with process:
-        with contextlib.suppress(BrokenPipeError):  # it has ended already
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.close()
         answer = {}
         for line in process.stdout:
             answer = json.loads(line)

@@ -16,13 +16,12 @@ import polars as pl
 from traceloom import __version__, analyze
 from traceloom.analyze.device_account import device_account
 from traceloom.analyze.quality_effects import affected
-from traceloom.errors import InputError, UsageError
 from traceloom.files import with_addresses
 from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
-from traceloom.model.units import duration
 from traceloom.report.absent import Absent
 from traceloom.report.faults import Faults
+from traceloom.report.findings import begun_findings
 from traceloom.report.measure import Measured, measure
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import FINDINGS, KEYS, NOT_ASKED, chosen, core, reasons, section_of
@@ -32,11 +31,9 @@ from traceloom.report.window import of_steps
 
 FORMAT = "traceloom-report"
 VERSION = 1
-_NO_FRAMES = "Python frames were not recorded (record with --stacks, or with_stack=True)"
-MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 
 
-def build(session: Session, options: ReportOptions | None = None) -> Row:
+def build(session: Session, options: ReportOptions | None = None, *, beside: bool = False) -> Row:
     """The document of one run.
 
     Times are integer nanoseconds; every `start_ns` and `time_ns` is relative to `epoch_ns`. Unknown values are null
@@ -45,6 +42,8 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     Args:
         session: The run.
         options: Which ranks and steps, and how operators are counted. `top` and `sort` do not change the document.
+        beside: Whether the findings of a large job may be worked out in a process of its own, to which models that a
+            script has registered are not known.
 
     Raises:
         UsageError: slugs `no-such-rank`, `no-such-step`, `no-such-section`.
@@ -55,28 +54,29 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     part = selected(session, options)
     absent = Absent(part.epoch_ns, reasons(chosen_sections))
     faults = Faults(options.only)
-    # All of one rank before the next: what several sections need of a trace is worked out once and then forgotten, so
-    # that a run of many ranks needs the memory of one.
-    ranks: list[Measured] = []
-    results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
-    for trace, shown in zip(whole.traces, part.traces, strict=True):
-        ranks.append(measure(trace, options.steps, by_shape=options.by_shape))
-        for each in chosen_sections:
-            results[each.key].append(faults.guard(each.key, partial(each.measure, shown, options)))
-    # The chosen sections, one after the other; null where not asked for, or where one fails.
-    study: Study[Any] = Study(whole, part, options, ())
-    sections: Row = {}
-    for key in KEYS:
-        if key not in results:
-            absent.say(key, NOT_ASKED)
-            sections[key] = None
-            continue
-        build_one = partial(section_of(key).build, replace(study, results=results.pop(key)), absent)
-        sections[key] = faults.guard(key, build_one)
-        if faults.failed(key):
-            faults.say(key, absent)
+    with begun_findings(whole, options, part.epoch_ns, beside=beside) as findings_of:
+        # All of one rank before the next: what several sections need of a trace is worked out once and then forgotten,
+        # so that a run of many ranks needs the memory of one.
+        ranks: list[Measured] = []
+        results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
+        for trace, shown in zip(whole.traces, part.traces, strict=True):
+            ranks.append(measure(trace, options.steps, by_shape=options.by_shape))
+            for each in chosen_sections:
+                results[each.key].append(faults.guard(each.key, partial(each.measure, shown, options)))
+        # The chosen sections, one after the other; null where not asked for, or where one fails.
+        study: Study[Any] = Study(whole, part, options, ())
+        sections: Row = {}
+        for key in KEYS:
+            if key not in results:
+                absent.say(key, NOT_ASKED)
+                sections[key] = None
+                continue
+            build_one = partial(section_of(key).build, replace(study, results=results.pop(key)), absent)
+            sections[key] = faults.guard(key, build_one)
+            if faults.failed(key):
+                faults.say(key, absent)
+        findings, context = faults.guard(FINDINGS, partial(findings_of, absent)) or ([], None)
     core_study = Study(whole, part, options, ranks)
-    findings, context = faults.guard(FINDINGS, lambda: ranked_findings(whole, options, absent)) or ([], None)
     if faults.failed(FINDINGS):
         faults.say(FINDINGS, absent, "findings", "findings_ground")
     of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
@@ -273,78 +273,3 @@ def _by_step(rows: pl.DataFrame, causes: pl.DataFrame, absent: Absent) -> dict[i
     for step, row in zip(rows["step"].to_list(), entries, strict=True):
         out.setdefault(step, []).append({**row, "idle_causes": named.get((step, row["device"]), {})})
     return out
-
-
-def ranked_findings(session: Session, options: ReportOptions, absent: Absent) -> tuple[list[Row], Row | None]:
-    """`findings` and `findings_ground` of the document; nothing where `--only` leaves them out."""
-    if options.only is not None and FINDINGS not in options.only:
-        return _nothing(NOT_ASKED, absent)
-    events = sum(trace.events.height for trace in session.traces)
-    if not events:
-        return _nothing("the traces hold no events", absent)
-    from traceloom.findings import RULES, Context, rank  # loaded where it is asked for
-
-    context = Context.of(session)
-    steps = max((trace.steps.height for trace in session.traces), default=0) or 1
-    if events // steps > MOST_EVENTS:
-        return _nothing(
-            f"about {events // steps:,} events would have to be linked, more than {MOST_EVENTS:,}; choose ranks with "
-            "--rank", absent
-        )  # fmt: skip
-    try:
-        ranked = rank(context, RULES)
-    except (InputError, UsageError) as error:  # traces that cannot be one graph: two windows of a rank, ranks unknown
-        return _nothing(f"the traces cannot be linked: {error}", absent)
-    times = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
-    rows = times + [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
-    for row in rows:
-        for key in (
-            "saving_ns", "saving_fraction", "alone_ns", "saving_low_ns", "saving_high_ns", "saving_bytes", "risk",
-        ):  # fmt: skip
-            absent.value(row[key], f"findings[*].{key}")
-        for evidence in row["evidence"]:
-            if evidence["start_ns"] is not None:
-                evidence["start_ns"] -= absent.epoch_ns
-            for key in ("rank", "start_ns", "duration_ns", "lane", "total_ns"):
-                absent.value(evidence[key], f"findings[*].evidence[*].{key}")
-        absent.value(row["host_ns"], "findings[*].host_ns")
-        for frame in row["frames"]:
-            for key in ("file", "line", "inside", "inside_ns", "rank"):
-                absent.value(frame[key], f"findings[*].frames[*].{key}")
-        if not row["frames"]:
-            absent.say("findings[*].frames", None if context.stacks else _NO_FRAMES)
-    if not rows:
-        absent.say("findings")
-    # what the savings refer to, in words
-    law = context.law
-    length = duration(context.step_ns)
-    counted = max((finding.step_count for finding in ranked.time), default=1)
-    if counted > 1:
-        basis = f"per {context.unit} of {length}, the middle one of {counted}"
-    elif context.step is None:
-        basis = f"of the window of {length}"
-    else:
-        start = "its first start on any rank" if context.rank_count > 1 else "its start"
-        basis = f"of {context.unit} {context.step}, {length} from {start} to the end of its last work"
-    return rows, {
-        "step": absent.value(context.step, "findings_ground.step"),
-        "unit": context.unit,
-        "basis": basis,
-        "whole_ns": context.whole_ns,
-        "law": law.sentence,
-        "holds": law.holds,
-        "exact_error_ns": law.exact_error_ns,
-        "honest_error": law.honest_error,
-        "point_error": law.point_error,
-        "residual_share": law.residual_share,
-        "limit": absent.value(ranked.limit or None, "findings_ground.limit"),
-        "stacks": context.stacks,
-        "host_ratio": absent.value(context.host_ratio, "findings_ground.host_ratio"),
-        "abstentions": [{"slug": abstention.slug, "reason": abstention.reason} for abstention in ranked.abstentions],
-    }
-
-
-def _nothing(reason: str, absent: Absent) -> tuple[list[Row], None]:
-    absent.say("findings", reason)
-    absent.say("findings_ground", reason)
-    return [], None

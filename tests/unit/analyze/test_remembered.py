@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import dataclass
 
+import numpy as np
+import polars as pl
 import pytest
 
 from traceloom.analyze import remembered
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import per_trace, size_of
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
@@ -26,14 +29,16 @@ def test_the_result_is_computed_once_per_trace_and_not_mixed_up() -> None:
     assert len(asked) == 2
 
 
-def test_of_large_traces_only_the_last_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "MOST_EVENTS", 4)
+def test_results_of_all_traces_are_kept_while_they_are_small_else_the_last_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remembered, "MOST_BYTES", 100)
     asked: list[Trace] = []
 
     @per_trace
-    def height(trace: Trace) -> int:
+    def starts(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         asked.append(trace)
-        return trace.events.height
+        return trace.events["start_ns"].to_numpy()
 
     def made(events: int) -> Trace:
         builder = TraceBuilder()
@@ -41,11 +46,29 @@ def test_of_large_traces_only_the_last_is_remembered(monkeypatch: pytest.MonkeyP
             builder = builder.op("a", 2 * i, 1)
         return builder.build()
 
-    small, small_too, large = made(1), made(2), made(9)
-    assert [height(small), height(small_too), height(small)] == [1, 2, 1]
-    assert len(asked) == 2
-    assert [height(large), height(large), height(small), height(large)] == [9, 9, 1, 9]
-    assert len(asked) == 5  # the large one was kept while it was the last, and went with the next trace
+    small, small_too, large = made(4), made(5), made(9)  # 32, 40 and 72 bytes
+    assert [starts(trace).size for trace in (small, small_too, small)] == [4, 5, 4]
+    assert asked == [small, small_too]
+    assert [starts(trace).size for trace in (large, large, small_too, small)] == [9, 9, 5, 4]
+    assert asked[2:] == [large]
+    last = made(1)
+    assert [starts(trace).size for trace in (last, last, large)] == [1, 1, 9]
+    assert asked[3:] == [last, large]  # together they were too large: only the newest was kept
+
+
+@dataclass
+class Two:
+    """A result of two parts."""
+
+    numbers: pl.Series
+    rest: dict[str, list[pl.DataFrame]]
+
+
+def test_the_size_of_a_result_is_that_of_its_arrays_and_frames() -> None:
+    numbers = pl.Series([1, 2, 3], dtype=pl.Int32)
+    frame = pl.DataFrame({"a": [1.0, 2.0]})
+    assert size_of(Two(numbers, {"one": [frame, frame], "none": []})) == 12 + 2 * 16
+    assert size_of((np.zeros(5, dtype=np.int8), "a text", 7, None)) == 5
 
 
 def test_a_trace_is_not_kept_alive_and_its_result_goes_with_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from traceloom.errors import InvariantError
 from traceloom.model import Session
-from traceloom.report import ReportOptions, build
+from traceloom.report import ReportOptions, build, findings
 from traceloom.report import document as module
 from traceloom.report.sections import chosen, section_of
 from traceloom.report.views.terminal import render
@@ -54,7 +54,7 @@ def test_a_section_that_fails_is_null_with_its_error(
 
 
 def test_findings_that_fail_leave_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ranked_findings", fails(IndexError("none left")))
+    monkeypatch.setattr(findings, "ranked_findings", fails(IndexError("none left")))
     document = build(made())
     assert (document["findings"], document["findings_ground"]) == ([], None)
     assert "section-failed" in {notice["slug"] for notice in document["notices"]}

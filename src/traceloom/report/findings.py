@@ -1,0 +1,175 @@
+"""What to fix first, as it stands in the document: `findings` and `findings_ground`.
+
+All ranks are linked for them, which takes as long as all else of a large job. There a process of its own works them
+out beside the rest of the report.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from traceloom import leaving
+from traceloom.errors import InputError, UsageError
+from traceloom.model import Notice, Session, trace_store
+from traceloom.model.parked import ColumnFiles
+from traceloom.model.units import duration
+from traceloom.plain_text import json_line
+from traceloom.report.absent import Absent
+from traceloom.report.options import ReportOptions
+from traceloom.report.sections import FINDINGS, NOT_ASKED
+from traceloom.report.table import Row
+from traceloom.workers import cores, workers
+
+_NO_FRAMES = "Python frames were not recorded (record with --stacks, or with_stack=True)"
+MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
+WORTH_EVENTS = 1_000_000  # below, another process costs more than it saves
+
+
+Findings = tuple[list[Row], Row | None]
+
+
+@contextmanager
+def begun_findings(
+    session: Session, options: ReportOptions, epoch_ns: int, *, beside: bool
+) -> Iterator[Callable[[Absent], Findings]]:
+    """Begin with the findings of a large job, where that may be done in a process of its own.
+
+    Args:
+        session: The run.
+        options: The choices of the user.
+        epoch_ns: What times in the document are relative to.
+        beside: Whether it may; models that a script has registered are not known there.
+
+    Yields:
+        What `ranked_findings` of them gives: from that process, or worked out here where there is none or it fails.
+    """
+    here = partial(ranked_findings, session, options)
+    large = len(session.traces) > 1 and sum(trace.events.height for trace in session.traces) >= WORTH_EVENTS
+    asked = options.only is None or FINDINGS in options.only
+    if not (beside and large and asked and cores() > 1):
+        yield here
+        return
+    with workers() as (processes, folder):
+        job = {
+            "folder": str(folder),
+            "ranks": len(session.traces),
+            "name": session.name,
+            "capture": session.capture,
+            "notices": [asdict(notice) for notice in session.notices],
+            "only": options.only,
+            "epoch_ns": epoch_ns,
+        }
+        try:
+            for number, trace in enumerate(session.traces):
+                (folder / str(number)).mkdir()
+                trace_store.save(trace, folder / str(number), kept=False)
+            with leaving.put_off():  # what goes wrong in that process goes wrong here, too, where it is said
+                process = processes.start(__name__, job, threads=cores() // 2, quiet=True)
+        except OSError:  # there is no room for the traces, or for a process
+            yield here
+            return
+
+        def received(absent: Absent) -> Findings:
+            assert process.stdout is not None
+            with process:
+                answer = process.stdout.read()
+            if process.returncode:
+                return here(absent)
+            values = json.loads(answer)
+            for reason in values["absent"]:
+                absent.say(reason["path"], reason["reason"])
+            return values["findings"], values["ground"]
+
+        yield received
+
+
+def main(job: dict[str, Any]) -> None:
+    """Work out the findings of the traces in a folder, and print them."""
+    folder, files = Path(job["folder"]), ColumnFiles()
+    traces = tuple(files.kept(trace_store.saved(folder / str(rank), kept=False)) for rank in range(job["ranks"]))
+    session = Session(traces, job["name"], job["capture"], tuple(Notice(**notice) for notice in job["notices"]))
+    absent = Absent(job["epoch_ns"])
+    rows, ground = ranked_findings(session, ReportOptions(only=job["only"]), absent)
+    sys.stdout.buffer.write(json_line({"findings": rows, "ground": ground, "absent": absent.to_list()}))
+
+
+def ranked_findings(session: Session, options: ReportOptions, absent: Absent) -> tuple[list[Row], Row | None]:
+    """`findings` and `findings_ground` of the document; nothing where `--only` leaves them out."""
+    if options.only is not None and FINDINGS not in options.only:
+        return _nothing(NOT_ASKED, absent)
+    events = sum(trace.events.height for trace in session.traces)
+    if not events:
+        return _nothing("the traces hold no events", absent)
+    from traceloom.findings import RULES, Context, rank  # loaded where it is asked for
+
+    context = Context.of(session)
+    steps = max((trace.steps.height for trace in session.traces), default=0) or 1
+    if events // steps > MOST_EVENTS:
+        return _nothing(
+            f"about {events // steps:,} events would have to be linked, more than {MOST_EVENTS:,}; choose ranks with "
+            "--rank", absent
+        )  # fmt: skip
+    try:
+        ranked = rank(context, RULES)
+    except (InputError, UsageError) as error:  # traces that cannot be one graph: two windows of a rank, ranks unknown
+        return _nothing(f"the traces cannot be linked: {error}", absent)
+    times = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
+    rows = times + [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
+    for row in rows:
+        for key in (
+            "saving_ns", "saving_fraction", "alone_ns", "saving_low_ns", "saving_high_ns", "saving_bytes", "risk",
+        ):  # fmt: skip
+            absent.value(row[key], f"findings[*].{key}")
+        for evidence in row["evidence"]:
+            if evidence["start_ns"] is not None:
+                evidence["start_ns"] -= absent.epoch_ns
+            for key in ("rank", "start_ns", "duration_ns", "lane", "total_ns"):
+                absent.value(evidence[key], f"findings[*].evidence[*].{key}")
+        absent.value(row["host_ns"], "findings[*].host_ns")
+        for frame in row["frames"]:
+            for key in ("file", "line", "inside", "inside_ns", "rank"):
+                absent.value(frame[key], f"findings[*].frames[*].{key}")
+        if not row["frames"]:
+            absent.say("findings[*].frames", None if context.stacks else _NO_FRAMES)
+    if not rows:
+        absent.say("findings")
+    # what the savings refer to, in words
+    law = context.law
+    length = duration(context.step_ns)
+    counted = max((finding.step_count for finding in ranked.time), default=1)
+    if counted > 1:
+        basis = f"per {context.unit} of {length}, the middle one of {counted}"
+    elif context.step is None:
+        basis = f"of the window of {length}"
+    else:
+        start = "its first start on any rank" if context.rank_count > 1 else "its start"
+        basis = f"of {context.unit} {context.step}, {length} from {start} to the end of its last work"
+    return rows, {
+        "step": absent.value(context.step, "findings_ground.step"),
+        "unit": context.unit,
+        "basis": basis,
+        "whole_ns": context.whole_ns,
+        "law": law.sentence,
+        "holds": law.holds,
+        "exact_error_ns": law.exact_error_ns,
+        "honest_error": law.honest_error,
+        "point_error": law.point_error,
+        "residual_share": law.residual_share,
+        "limit": absent.value(ranked.limit or None, "findings_ground.limit"),
+        "stacks": context.stacks,
+        "host_ratio": absent.value(context.host_ratio, "findings_ground.host_ratio"),
+        "abstentions": [{"slug": abstention.slug, "reason": abstention.reason} for abstention in ranked.abstentions],
+    }
+
+
+def _nothing(reason: str, absent: Absent) -> tuple[list[Row], None]:
+    absent.say("findings", reason)
+    absent.say("findings_ground", reason)
+    return [], None
