@@ -53,7 +53,9 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
         meetings: `instance`, `host`, `end_ns`: ends of joined collectives of `ENDS_TOGETHER`.
         hosts: Every host, the reference first.
     """
-    ends = meetings.group_by("instance", "host").agg(pl.col("end_ns").median().cast(pl.Int64))
+    # medians of differences: times since 1970 are too large for their nanoseconds to survive as floating point numbers
+    earliest = pl.col("end_ns").min()
+    ends = meetings.group_by("instance", "host").agg(earliest + (pl.col("end_ns") - earliest).median().cast(pl.Int64))
     by_host = {
         str(name[0]): dict(zip(frame["instance"].to_list(), frame["end_ns"].to_list(), strict=True))
         for name, frame in ends.group_by("host")
@@ -88,7 +90,7 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
             if not most:
                 break
             common = sorted(by_host[host].keys() & on_job_clock.keys())
-            job_ends = np.array([int(np.median(on_job_clock[key])) for key in common], dtype=np.int64)
+            job_ends = np.array([_middle(np.array(on_job_clock[key], dtype=np.int64)) for key in common])
             clocks[host] = _fit(np.array([by_host[host][key] for key in common], dtype=np.int64), job_ends)
     return clocks
 
@@ -98,7 +100,7 @@ def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
     order = np.argsort(own_ends, kind="stable")
     own_ends, job_ends = own_ends[order], job_ends[order]
     offsets = job_ends - own_ends
-    offset = int(np.median(offsets))
+    offset = _middle(offsets)
     left = np.abs(offsets - offset)
     residual = _usual(left)
     since = int(own_ends[0])
@@ -106,14 +108,14 @@ def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
     drift = 0.0
     if len(own_ends) >= _FOR_DRIFT and own_ends[-1] - since >= _DRIFT_SPAN_NS:
         chosen = np.unique(np.linspace(0, len(own_ends) - 1, min(len(own_ends), _MOST_PAIRS)).astype(np.int64))
-        x, y = (own_ends - since).astype(np.float64)[chosen], offsets.astype(np.float64)[chosen]
+        x, y = (own_ends - since).astype(np.float64)[chosen], (offsets - offset).astype(np.float64)[chosen]
         first, second = np.triu_indices(len(x), 1)
         wide = x[second] - x[first] > 0
         if wide.any():
             drift = float(np.median((y[second] - y[first])[wide] / (x[second] - x[first])[wide]))
     if drift:
         drifted = offsets - np.floor(drift * (own_ends - since)).astype(np.int64)
-        drifted_offset = int(np.median(drifted))
+        drifted_offset = _middle(drifted)
         drifted_left = np.abs(drifted - drifted_offset)
         # A drift that explains little is chance: it would bend every time for nothing.
         if np.median(drifted_left) < 0.5 * np.median(left):
@@ -122,6 +124,12 @@ def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
     if abs(offset) <= residual and len(own_ends) > 1:
         return HostClock(0, 0.0, 0, _usual(np.abs(offsets)), len(own_ends))
     return HostClock(offset, 0.0, 0, residual, len(own_ends))
+
+
+def _middle(times: Ints) -> int:
+    """The median of times of any size, halves towards 0."""
+    low, high = (int(np.partition(times, at)[at]) for at in ((times.size - 1) // 2, times.size // 2))
+    return (low + high) // 2 if low + high >= 0 else -(-(low + high) // 2)
 
 
 def _usual(differences: Ints) -> int:
