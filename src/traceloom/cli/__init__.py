@@ -116,7 +116,8 @@ class HelpText(argparse.RawDescriptionHelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")
-        return "\n\n".join(part if "\n  " in part else textwrap.fill(part, width) for part in paragraphs)
+        wrapper = textwrap.TextWrapper(width, initial_indent=indent, subsequent_indent=indent)
+        return "\n\n".join(part if "\n  " in part else wrapper.fill(part) for part in paragraphs)
 
 
 def verb(name: str) -> Verb:

@@ -23,6 +23,7 @@ from traceloom.report.exports import pprof, speedscope
 from traceloom.report.exports.perfetto import write as write_perfetto
 from traceloom.report.sections import CORE, CORE_KEYS, FINDINGS, KEYS, NAMES
 from traceloom.report.views import terminal
+from traceloom.report.views.html import render as html
 from traceloom.report.views.jsonfile import encode
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.notebook import Shown
@@ -31,6 +32,8 @@ from traceloom.testing import TraceBuilder
 
 Sort = Callable[[], Session]
 STEERS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+LOOSE = re.compile(r"<(?![a-zA-Z/!])")
+SCRIPTS = re.compile(r"<(script|style).*?</\1>", re.DOTALL)
 FULL = ReportOptions(only=NAMES, top=1_000)
 TABLES = ("kernels", "operators", "modules", "communication", "copies", "launches", "kinds", "threads", "per_step")
 every_sort = pytest.mark.parametrize("sort", SORTS, ids=lambda sort: sort.__name__)
@@ -121,6 +124,7 @@ def test_the_page_is_well_formed_and_holds_no_element_of_a_stranger(sort: Sort) 
     )
     assert not [name for _, name, _ in found.attributes if name.startswith("on") or name == "style"]
     assert not STEERS.search(words(page(sort)).replace("\t", ""))
+    assert not LOOSE.search(SCRIPTS.sub("", page(sort))), "a sign that begins no element is spelled as an entity"
     ids = Counter(value for _, name, value in found.attributes if name == "id")
     assert [name for name, count in ids.items() if count > 1] == []
 
@@ -299,3 +303,18 @@ def test_a_name_in_letters_of_two_cells_keeps_to_the_width() -> None:
     for width in (60, 80, 100, 140):
         for options in (ReportOptions(), ReportOptions(full=True), FULL):
             assert all(line.cell_len <= width for line in render(document, options, width))
+
+
+def test_parts_that_are_almost_nothing_are_text_in_every_view() -> None:
+    made_up = TraceBuilder().step(0, 0, 10_000).op("aten::mm", 5, 9_000)
+    made_up.launch("cudaLaunchKernel", 10, 5, correlation=1).kernel("gemm", 20, 9_900, correlation=1)
+    made_up.launch("cudaMemcpyAsync", 20, 5, correlation=2)
+    made_up.copy("Memcpy HtoD (Pageable -> Device)", 9_930, 1, bytes=8, correlation=2)
+    session = session_of("almost nothing", made_up)
+    document = build(session)
+    shown = html(document, session)
+    notebook = Shown(document, ReportOptions())._repr_html_()
+    for text in (SCRIPTS.sub("", shown), notebook, markdown(document, ReportOptions()).replace("<sub>", "")):
+        assert not LOOSE.search(text)
+        assert "&lt;0.1" in text
+    assert "<0.1 %" in Elements(notebook).shown

@@ -86,7 +86,7 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
         titles = [row["title"], *(other["title"] for other in row["alternatives"])]
         frames = [f"{units.duration(frame['time_ns'])} in {HotFrame(**frame)}" for frame in row["frames"]]
         held = f" Host time: {'; '.join(frames)}." if frames else ""
-        yield f"| {saves} | {text('; or, for the same time: '.join(titles))} | {text(row['advice'] + held)} |"
+        yield f"| {text(saves)} | {text('; or, for the same time: '.join(titles))} | {text(row['advice'] + held)} |"
     # The first table of each section that stands in Markdown, without pictures.
     for section in core() if not document["runs"] else ():
         shown_table = next(iter(section.tables(section.value(document))), None) if section.in_markdown else None

@@ -72,14 +72,15 @@ def _text(text: str) -> str:
 def _bar(rank: int | None, device: dict[str, Any]) -> str:
     whole = device["window_ns"] or 1
     cells = "".join(
-        f'<div title="{label}: {units.duration(device[key])}, {units.share(device[key], whole)}" '
+        f'<div title="{_text(f"{label}: {units.duration(device[key])}, {units.share(device[key], whole)}")}" '
         f'style="width:{100 * device[key] / whole:.3f}%;background:{color}"></div>'
         for label, key, color in _COLORS
     )
     name = f"rank {'?' if rank is None else rank}, GPU {device['device']}"
     text = ", ".join(f"{label} {units.share(device[key], whole)}" for label, key, _ in _COLORS)
     return (
-        f'<div>{name}: {text}</div><div style="display:flex;height:1em;max-width:50em;margin-bottom:.5em">{cells}</div>'
+        f"<div>{_text(f'{name}: {text}')}</div>"
+        f'<div style="display:flex;height:1em;max-width:50em;margin-bottom:.5em">{cells}</div>'
     )
 
 

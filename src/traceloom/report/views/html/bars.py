@@ -20,7 +20,7 @@ def bar(parts: Iterable[tuple[str, str, int]], whole: int, longest: int | None =
     left, boxes, words = 0.0, [], []
     for label, colour, ns in parts:
         width = ns * scale
-        title = f"{text(label)} {units.duration(ns)} ({units.share(ns, whole)})"
+        title = text(f"{label} {units.duration(ns)} ({units.share(ns, whole)})")
         words.append(title)
         if width > 0:
             boxes.append(
@@ -37,7 +37,7 @@ def legend(parts: Iterable[tuple[str, str, int]], whole: int) -> str:
     """The parts as a list with their colours, times and shares."""
     items = "".join(
         f'<li><i class="swatch b-{colour}"></i><span>{text(label)}</span> '
-        f'<b>{units.share(ns, whole)}</b> <span class="quiet">{units.duration(ns)}</span></li>'
+        f'<b>{text(units.share(ns, whole))}</b> <span class="quiet">{units.duration(ns)}</span></li>'
         for label, colour, ns in parts
         if ns
     )
