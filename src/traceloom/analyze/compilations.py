@@ -119,14 +119,12 @@ def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
     rows = np.flatnonzero(marks.compiling)
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
     name_of = words.code[tree.row]
-    phases = {}
-    for name, pattern in _PHASES.items():  # the time of its outermost events below (or at) each compilation
-        outermost = tree.topmost(lookup(words.matching(pattern), name_of))
-        phases[name] = tree.subtree_sums(np.where(outermost, tree.span_ns(), 0))[rows]
-    # phases lie in each other; one that is not recorded belongs to the one around it
-    whole, guards, code = tree.span_ns()[rows], phases["guards"], phases["code"]
-    inductor = np.maximum(phases["inductor"], code)
-    backend = np.maximum(phases["backend"], inductor)
+    # phases lie in each other; one that is not recorded belongs to the one around it, what lies in several to the last
+    stage = np.zeros(tree.row.size, dtype=np.int64)
+    for number, pattern in enumerate(_PHASES.values(), start=1):
+        stage[tree.nearest_or_self(lookup(words.matching(pattern), name_of)) >= 0] = number
+    own_ns = tree.self_ns(np.ones(tree.row.size, dtype=np.bool_), tree.parent)
+    stages = [tree.subtree_sums(np.where(stage == number, own_ns, 0))[rows] for number in range(len(_PHASES) + 1)]
     # region and number by the first note inside the compilation that names its id
     notes = np.flatnonzero(lookup(words.names.str.contains(_ID).to_numpy(), name_of))
     first = np.searchsorted(notes, rows)
@@ -142,12 +140,8 @@ def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
             "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
             "lane": tree.lane[rows],
             "start_ns": tree.start_ns[rows],
-            "duration_ns": whole,
-            "dynamo_ns": whole - backend - guards,
-            "guards_ns": guards,
-            "autograd_ns": backend - inductor,
-            "inductor_ns": inductor - code,
-            "code_ns": code,
+            "duration_ns": tree.span_ns()[rows],
+            **dict(zip(STAGES, stages, strict=True)),
         }
     ).with_columns(
         frame=pl.when("has_note").then(pl.col("note").str.extract(_ID, 1)),

@@ -251,7 +251,7 @@ def _breaks(trace: Trace, event_marks: Marks, own_device_ns: Ints) -> pl.DataFra
     if not child.size:
         return BREAKS.to_frame()
     last = np.maximum.accumulate(np.where(event_marks.graph, np.arange(tree.row.size), -1))[child]
-    own_graph = (last >= 0) & (event_marks.within[last] == parent)
+    own_graph = (last >= 0) & (event_marks.within[last] == parent) & (np.append(tree.stop, 0)[last] <= child)
     since = np.where(own_graph, tree.end_ns[last], tree.start_ns[parent])
     until = tree.start_ns[child]
     # of the time between, what went into compiling and looking up on the lane of each child

@@ -123,7 +123,7 @@ def link_session(
 
 
 def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace], list[Notice]]:
-    """One trace per rank: with steps the first that has the first and the last of them."""
+    """One trace per rank: with steps the first that has the first and the last of them; one may not say its rank."""
     having = list(session.traces)
     words = ""
     if steps is not None:
@@ -152,6 +152,10 @@ def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace
             slug="several-windows",
             hint="a graph is of one window; give one device trace per rank, or ask for one step",
         )
+    unnumbered = first.get(None)
+    if unnumbered is not None and 0 in first:  # beside others it gets the lowest free number
+        free = next(number for number in range(len(first) + 1) if number not in first)
+        first[None] = replace(unnumbered, meta=replace(unnumbered.meta, rank=free))
     lacking = sorted({trace.rank for trace in session.traces if trace.rank is not None} - set(first))
     if not lacking:
         return list(first.values()), []

@@ -326,3 +326,11 @@ def test_ranks_that_only_exchange_with_each_other_in_a_circle_are_no_pipeline() 
 
     found = analyze.across_ranks([analyze.rank_part(ring(rank).build()) for rank in (0, 1)])
     assert found.pipeline.stages.height == found.pipeline.steps.height == 0
+
+
+def test_totals_below_nothing_in_a_damaged_file_are_no_load() -> None:
+    traces = [
+        TraceBuilder(rank, 2).step(0, 0, 100).op("aten::mm", 5, 20).allocation(9, -8, address=1, total_allocated=total)
+        for rank, total in enumerate((-8, -16))
+    ]
+    assert balance(*traces) == {}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from functools import cache
+
 import polars as pl
+import pytest
 
 from traceloom.analyze import compiled
+from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
 
@@ -139,3 +144,79 @@ def test_a_trace_without_compiled_code_says_so() -> None:
     for name in ("time", "device", "regions", "graphs", "breaks", "compilations", "uncompiled"):
         assert getattr(none, name).schema == getattr(some, name).schema
         assert getattr(none, name).height == 0
+
+
+# -- laws of random nestings --------------------------------------------------------------------------------------
+
+MARKS = (
+    "TorchDynamo Cache Lookup", "Torch-Compiled Region: 0/0", "Torch-Compiled Region: 1/2", "CompiledFunction",
+    "## Call CompiledFxGraph fabc ##", "aten::mm", "_compile.compile_inner (dynamo_timed)", "dynamo_data: compile_id=1/2",
+    "inductor_compile", "build_guards", "backend_compile", "Pregraph bytecode",
+)  # fmt: skip
+
+
+@cache
+def nested(seed: int) -> Trace:
+    """Marks of the compiler in each other in any order, on two threads, with GPU work and steps."""
+    chance, builder = random.Random(seed), TraceBuilder()
+    launched: list[int] = []
+
+    def fill(thread: int, low: int, high: int, depth: int) -> None:
+        at = low + chance.randrange(4)
+        while at < high - 6:
+            long = min(chance.randrange(4, 10 + (high - low) // 2), high - at)
+            name = chance.choice(MARKS)
+            (builder.annotation if name.startswith(("##", "dynamo_data")) else builder.op)(
+                name, at, long, thread=thread
+            )
+            if chance.random() < 0.3:
+                launched.append(len(launched) + 1)
+                builder.launch("cudaLaunchKernel", at, min(2, long), correlation=launched[-1], thread=thread)
+                builder.kernel("triton", chance.randrange(800), chance.randrange(20), correlation=launched[-1])
+            elif depth < 5:
+                fill(thread, at, at + long, depth + 1)
+            at += long + chance.randrange(12)
+
+    for thread in (1, 2):
+        fill(thread, chance.randrange(20), 800, 0)
+    for step, low in enumerate((100, 300, 600)):
+        builder.mark(step, low, thread=5)
+    return builder.kernel("orphan", 1, 7).build()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_stands_in_what_every_part_adds_up_and_no_time_is_below_nothing(seed: int) -> None:
+    trace = nested(seed)
+    found = compiled(trace)
+    window = trace.end_ns - trace.start_ns
+    lanes = found.time.group_by("lane").agg(pl.col("ns").sum())
+    assert set(lanes["ns"]) == {window}
+    work = trace.gpu_work()
+    assert found.device["device_ns"].sum() == work["duration_ns"].sum()
+    assert found.device["kernel_count"].sum() == work.height
+    for frame in (found.time, found.regions, found.breaks, found.graphs, found.compilations, found.uncompiled):
+        for column in frame.select(pl.col("^(.*_)?ns$").exclude("start_ns")):
+            assert (column.drop_nulls() >= 0).all(), column.name
+    for row in found.regions.to_dicts():
+        assert row["host_ns"] == row["graph_ns"] + row["wrapper_ns"] + row["break_ns"]
+    assert found.regions["graph_break_count"].sum() == found.breaks["count"].sum()
+    for row in found.compilations.to_dicts():
+        parts = [row[name] for name in ("dynamo_ns", "guards_ns", "autograd_ns", "inductor_ns", "code_ns")]
+        assert sum(parts) == row["duration_ns"]
+    assert found.miss_count <= found.lookup_count
+
+
+def test_a_region_that_stands_in_a_graph_of_another_is_no_time_after_it() -> None:
+    builder = TraceBuilder().op("Torch-Compiled Region: 0/0", 0, 100).op("CompiledFunction", 10, 80)
+    builder.op("Torch-Compiled Region: 1/0", 30, 20)
+    row = compiled(builder.build()).breaks.row(0, named=True)
+    assert (row["region"], row["resumed"], row["between_ns"]) == ("0/0", "1/0", 30_000)
+
+
+def test_stages_of_a_compilation_inside_another_stage_count_once() -> None:
+    builder = TraceBuilder().op("_compile.compile_inner (dynamo_timed)", 0, 100).op("backend_compile", 10, 80)
+    builder.op("build_guards", 20, 10).op("inductor_compile", 40, 40).op("build_guards", 92, 3)
+    row = compiled(builder.build()).compilations.row(0, named=True)
+    assert [row[name] for name in ("dynamo_ns", "guards_ns", "autograd_ns", "inductor_ns", "code_ns")] == [
+        17_000, 3000, 40_000, 40_000, 0
+    ]  # fmt: skip

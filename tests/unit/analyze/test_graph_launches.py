@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 import traceloom
+from support.odd_traces import Row, covered, gpu_rows_of, rows_of
 from traceloom.analyze import graph_launches
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
@@ -109,3 +111,83 @@ def test_launches_of_single_kernels_are_none() -> None:
     found = graph_launches(replayed([NODES[:1]], call="cudaLaunchKernel").build())
     assert (found.graphs.height, found.work_count, found.fraction) == (0, 0, 0.0)
     assert graph_launches(TraceBuilder().op("aten::mm", 0, 5).build()).fraction is None
+
+
+# -- against looking at every replay ------------------------------------------------------------------------------
+
+
+def replays_of(trace: Trace) -> dict[int, list[Row]]:
+    """The work of each graph launch, by start."""
+    events, groups = rows_of(trace), defaultdict(list)
+    for row in gpu_rows_of(trace):
+        if row["launch"] is not None and "GraphLaunch" in events[row["launch"]]["name"]:
+            groups[row["launch"]].append(row)
+    return {launch: sorted(rows, key=lambda row: row["start_ns"]) for launch, rows in groups.items()}
+
+
+def test_every_replay_is_its_work_from_the_first_start_to_the_last_end(odd: Trace) -> None:
+    found, events = graph_launches(odd), rows_of(odd)
+    groups = replays_of(odd)
+    assert sorted(found.replays["launch"]) == sorted(groups)
+    for row in found.replays.to_dicts():
+        work, call = groups[row["launch"]], events[row["launch"]]
+        spans = [(r["start_ns"], r["end_ns"]) for r in work]
+        low, high = min(s for s, _ in spans), max(e for _, e in spans)
+        assert (row["start_ns"], row["span_ns"], row["node_count"]) == (low, high - low, len(work))
+        assert (row["work_ns"], row["idle_ns"]) == (sum(r["ns"] for r in work), high - low - covered(spans))
+        returned = call["start_ns"] + max(call["duration_ns"], 0)
+        assert (row["call_ns"], row["delay_ns"]) == (max(call["duration_ns"], 0), max(low - returned, 0))
+        assert row["step"] == call["step"]
+    whole = sum(row["ns"] for row in gpu_rows_of(odd))
+    in_graphs = sum(row["ns"] for work in groups.values() for row in work)
+    assert found.work_count == sum(map(len, groups.values()))
+    assert found.fraction == (pytest.approx(in_graphs / whole) if whole else None)
+
+
+def test_graphs_are_their_replays_and_nodes_added_up(odd: Trace) -> None:
+    found = graph_launches(odd)
+    for row in found.graphs.to_dicts():
+        own = found.replays.filter(graph=row["graph"])
+        nodes = found.nodes.filter(graph=row["graph"])
+        assert row["replay_count"] == own.height
+        assert (row["span_min_ns"], row["span_max_ns"]) == (own["span_ns"].min(), own["span_ns"].max())
+        assert row["span_median_ns"] == int(own["span_ns"].median())  # type: ignore[arg-type]
+        assert row["total_ns"] == own["work_ns"].sum() == nodes["total_ns"].sum()
+        assert row["deviating_count"] == own["deviation"].count()
+        assert nodes["replay_count"].sum() == own["node_count"].sum()
+        assert nodes["node"].to_list() == list(range(nodes.height))
+        assert own["replay"].to_list() == list(range(own.height))
+    groups = replays_of(odd)
+    sequences = {
+        launch: tuple(row["name"] for row in sorted(work, key=lambda r: (r["device"], r["stream"], r["start_ns"])))
+        for launch, work in groups.items()
+    }
+    of_launch = dict(found.replays.select("launch", "graph").rows())
+    for launch, sequence in sequences.items():
+        for other, again in sequences.items():
+            assert (of_launch[launch] == of_launch[other]) == (sequence == again), "graphs are told by their names"
+
+
+@pytest.mark.parametrize("slow", [0, 3, 9])
+def test_the_replay_that_took_longer_is_the_one_that_deviates_with_its_worst_node(slow: int) -> None:
+    times = [
+        [(name, long * (3 if (number, name) == (slow, "norm") else 1)) for name, long in NODES] for number in range(10)
+    ]
+    found = graph_launches(replayed(times).build())
+    deviating = found.replays.drop_nulls("deviation")
+    assert deviating["replay"].to_list() == [slow]
+    row = deviating.row(0, named=True)
+    assert (row["worst_node"], row["worst_excess_ns"]) == (2, 40_000)
+    assert row["deviation"].endswith("times as long as the median")
+    assert found.graphs["deviating_count"].to_list() == [1]
+
+
+@pytest.mark.parametrize("ids", [None, 7])
+def test_a_replay_with_other_nodes_says_how_many(ids: int | None, tmp_path: Path) -> None:
+    trace = loaded(replayed([NODES, NODES, NODES[:3], NODES], ids=ids), tmp_path)
+    found = graph_launches(trace)
+    if ids is None:  # nothing but the names tells the graph
+        assert found.graphs["replay_count"].to_list() == [3, 1]
+        return
+    assert found.graphs.select("graph_id", "replay_count", "evidence").rows() == [(7, 4, "correlated")]
+    assert found.replays["deviation"].to_list() == [None, None, "3 nodes instead of 4", None]

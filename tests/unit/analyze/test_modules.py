@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
+from functools import cache
 from typing import Any
 
+import polars as pl
+import pytest
+
+from support.odd_traces import Row, above, gpu_rows_of, rows_of
 from traceloom.analyze import modules
+from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
 
@@ -218,3 +226,110 @@ def test_a_module_that_memory_marks_and_stacks_name_is_one() -> None:
     assert [row["self_host_ns"] for row in both.values()] == [row["self_host_ns"] for row in plain.values()]
     alone = tree(marked(TraceBuilder()))
     assert {path: row["kind"] for path, row in alone.items()} == {"GPT": "module", "GPT/Linear": "module"}
+
+
+# -- against walking up from every event --------------------------------------------------------------------------
+
+NAMES = ("nn.Module: Block_0", "nn.Module: Linear_1", "nn.Module: Block_0", "train.py(3): step")
+
+
+@cache
+def layered(seed: int) -> Trace:
+    """Two threads of modules, scopes, annotations and operators in each other, their kernels, and steps."""
+    chance, builder = random.Random(seed), TraceBuilder()
+    launched: list[int] = []
+
+    def fill(thread: int, low: int, high: int, depth: int) -> None:
+        at = low + chance.randrange(5)
+        while at < high - 12:
+            long = min(chance.randrange(10, 10 + (high - low) // 2), high - at)
+            kind = chance.choice(["module", "module", "scope", "annotation", "op", "launch"])
+            if kind == "module":
+                builder.python(chance.choice(NAMES), at, long, thread=thread)
+            elif kind == "scope":
+                builder.annotation(f"traceloom.scope:{chance.choice(['a', 'b'])}", at, long, thread=thread)
+            elif kind == "annotation":
+                builder.annotation(chance.choice(["region", "other <b>"]), at, long, thread=thread)
+            elif kind == "op":
+                builder.op("aten::mm", at, long, thread=thread)
+            else:
+                launched.append(len(launched) + 1)
+                builder.launch("cudaLaunchKernel", at, long, correlation=launched[-1], thread=thread)
+                builder.kernel("k", chance.randrange(900), chance.randrange(30), correlation=launched[-1])
+            if kind != "launch" and depth < 4:
+                fill(thread, at, at + long, depth + 1)
+            at += long + chance.randrange(20)
+
+    for thread in (1, 2):
+        fill(thread, chance.randrange(30), 900, 0)
+    for step, low in enumerate((100, 400, 650)):
+        builder.mark(step, low, thread=5)
+    return builder.kernel("orphan", 5, 11).build()
+
+
+def is_region(row: Row) -> bool:
+    module = row["category"] == "python" and row["name"].startswith("nn.Module: ")
+    return module or (row["category"] == "annotation" and not row["name"].startswith("traceloom.step"))
+
+
+def label(row: Row) -> str:
+    return str(row["name"]).removeprefix("nn.Module: ").removeprefix("traceloom.scope:")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_path_is_what_walking_up_from_each_event_gives(seed: int) -> None:
+    trace = layered(seed)
+    events = rows_of(trace)
+    wanted: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    outside: dict[str, int] = defaultdict(int)
+
+    def credit(row: Row, ns: int, what: str) -> None:
+        regions = [label(part) for part in (row, *above(events, row)) if is_region(part)][::-1]
+        if not regions:
+            outside[what] += ns
+            return
+        wanted["/".join(regions)][f"self_{what}"] += ns
+        for depth in range(1, len(regions) + 1):
+            wanted["/".join(regions[:depth])][what] += ns
+
+    children: dict[int, int] = defaultdict(int)
+    for row in events:
+        if row["device"] is None and row["parent"] is not None:
+            children[row["parent"]] += row["ns"]
+    for row in events:
+        if row["device"] is None:
+            credit(row, row["ns"] - children[row["event"]], "host_ns")
+            if is_region(row):
+                wanted["/".join([label(r) for r in (row, *above(events, row)) if is_region(r)][::-1])]["count"] += 1
+    for work in gpu_rows_of(trace):
+        if work["launch"] is None:
+            outside["device_ns"] += work["ns"]
+        else:
+            credit(events[work["launch"]], work["ns"], "device_ns")
+    found = modules(trace)
+    rows = {row["path"]: row for row in found.tree.to_dicts()}
+    assert rows.keys() == wanted.keys()
+    for path, columns in wanted.items():
+        for name in ("count", "host_ns", "self_host_ns", "device_ns", "self_device_ns"):
+            assert rows[path][name] == columns[name], (path, name)
+    assert (found.outside_host_ns, found.outside_device_ns) == (outside["host_ns"], outside["device_ns"])
+    assert found.evidence == "python-modules"
+    assert found.tree["backward_host_ns"].null_count() == found.tree.height
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_of_a_path_add_up_to_it_and_siblings_come_by_their_time(seed: int) -> None:
+    found = modules(layered(seed))
+    sums = found.steps.group_by("node").agg(pl.col("all_host_ns", "all_device_ns").sum())
+    rows = found.tree.join(sums, on="node", how="left").with_columns(
+        pl.col("all_host_ns", "all_device_ns").fill_null(0)
+    )
+    assert rows["all_host_ns"].to_list() == rows["host_ns"].to_list()
+    assert rows["all_device_ns"].to_list() == rows["device_ns"].to_list()
+    for _, part in found.tree.group_by("parent", maintain_order=True):
+        assert part["host_ns"].is_sorted(descending=True)
+    whole = modules(layered(seed)).steps.drop_nulls("step")
+    for node, part in whole.group_by("node"):
+        row = found.tree.row(node[0], named=True)  # type: ignore[arg-type]
+        in_steps = part.filter(pl.col("step").is_in([0, 1]))  # the last mark closes the last step
+        assert row["max_all_host_ns"] == (in_steps["all_host_ns"].max() if in_steps.height else None)

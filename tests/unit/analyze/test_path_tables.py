@@ -168,3 +168,17 @@ def test_the_sentence_names_the_class_with_the_most_time_first() -> None:
         words = {"data": "waiting for data", "host": "the host"}
         said = found.sentence.split(": ", 1)[1]
         assert said.startswith(words.get(largest, largest)), (name, largest, said)
+
+
+@pytest.mark.parametrize("ranks", [[0, None], [None, 0, 1], [1, None], [0, None, 2]])
+def test_a_trace_that_does_not_say_its_rank_is_a_rank_of_its_own(ranks: list[int | None]) -> None:
+    traces = []
+    for place, rank in enumerate(ranks):
+        builder = TraceBuilder(rank, 3).step(0, 0, 100).op("aten::mm", 5, 20 + 10 * place)
+        builder.launch("cudaLaunchKernel", 8, 2, correlation=1).kernel("gemm", 20, 40, correlation=1)
+        traces.append(builder.build())
+    for step in (0, None):
+        found = critical_path(Session(tuple(traces), "made"), step)
+        found.check()
+        assert found.window_ns == 100_000
+        assert found.node_slack["rank"].n_unique() == len(ranks)

@@ -53,7 +53,7 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
         common = common if common.height else measured
         by_rank = common.group_by("rank").agg(pl.col("value").mean()).sort("value", "rank", descending=[True, False])
         mean = by_rank["value"].mean()
-        if many < 2 or not isinstance(mean, float) or not mean:
+        if many < 2 or not isinstance(mean, float) or mean <= 0:  # below 0 are totals of a damaged file
             continue
         steps = (
             common.sort("value", "rank", descending=[True, False])
@@ -63,6 +63,8 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
             .with_columns((pl.col("most") / pl.col("even")).alias("ratio"))
             .sort("ratio", "step", descending=[True, False])
         )
+        if not steps.height:
+            continue
         (max_rank, most), (min_rank, least) = by_rank.row(0), by_rank.row(-1)
         figures = name, common["step"].n_unique(), many, mean, most, max_rank, least, min_rank, most / mean
         rows.append((*figures, steps["step"][0], steps["ratio"][0], steps["rank"][0]))
