@@ -119,10 +119,10 @@ def parse_steps(value: str | int | range | None) -> tuple[int | None, int | None
     if isinstance(value, range):
         if value.step == 1:
             first, end = value.start, value.stop
-    elif isinstance(value, int) or re.fullmatch(r"\s*\d{1,18}\s*", value):
-        first, end = WARM_UP_STEPS, WARM_UP_STEPS + int(value)
-    elif match := re.fullmatch(r"\s*(\d{1,18})\s*\.\.\s*(\d{1,18})\s*", value):
-        first, end = int(match[1]), int(match[2])
+    elif isinstance(value, int) and not isinstance(value, bool):
+        first, end = WARM_UP_STEPS, WARM_UP_STEPS + value
+    elif isinstance(value, str) and (match := re.fullmatch(r"\s*(?:(\d{1,18})\s*\.\.\s*)?(\d{1,18})\s*", value)):
+        first, end = (int(match[1]), int(match[2])) if match[1] else (WARM_UP_STEPS, WARM_UP_STEPS + int(match[2]))
     if first < 0 or end <= first:
         raise UsageError(
             f"`{value}` is no choice of steps",
