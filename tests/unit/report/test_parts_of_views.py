@@ -1,0 +1,358 @@
+"""What all views share: reasons, notices said once, names of ranks and memories, orders of tables, columns on terminals."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.text import Text
+
+from support.reports import nulls
+from support.sessions import EVIL, made, several_devices, training
+from traceloom.harmless import harmless
+from traceloom.model import units
+from traceloom.model.columns import COLUMNS
+from traceloom.report import SORT_KEYS, ReportOptions, build_runs
+from traceloom.report.absent import REASONS, Absent
+from traceloom.report.accounts import AT_EDGES, gpu_accounts, gpu_window, host_window, idle_causes, main_account
+from traceloom.report.names import allocator, label, rank_label, rank_name, short
+from traceloom.report.notices import said_once
+from traceloom.report.options import ordered
+from traceloom.report.parts import ACTIVITIES, DEVICE, PHASES, group, named, of_answer
+from traceloom.report.sections import core, every, reasons
+from traceloom.report.table import KINDS, Bar, Col, Table, written
+from traceloom.report.views.html.absence import Reasons
+from traceloom.report.views.terminal import render
+from traceloom.report.views.terminal.columns import TextColumn, fitted, heading, lines, paragraph, with_bars
+from traceloom.report.views.terminal.look import FILLS
+from traceloom.report.views.terminal.rendered import recording
+from traceloom.report.views.terminal.sections import table_lines, wrapped
+
+# -- reasons ------------------------------------------------------------------------------------------------------
+
+
+def test_a_reason_is_said_once_and_the_first_one_counts() -> None:
+    absent = Absent(0)
+    absent.say("a.b", "because")
+    absent.say("a.b", "for another reason")
+    absent.say("kernels")
+    assert absent.to_list() == [
+        {"path": "a.b", "reason": "because"},
+        {"path": "kernels", "reason": REASONS["kernels"]},
+    ]
+
+
+def test_rows_have_times_after_the_epoch_and_each_null_column_a_reason() -> None:
+    absent = Absent(1_000)
+    frame = pl.DataFrame({"start_ns": [1_500, 2_000], "rank": [0, None], "count": [1, 2]})
+    assert absent.rows(frame, "kinds.kinds") == [
+        {"start_ns": 500, "rank": 0, "count": 1}, {"start_ns": 1_000, "rank": None, "count": 2},
+    ]  # fmt: skip
+    assert [entry["path"] for entry in absent.to_list()] == ["kinds.kinds[*].rank"]
+
+
+def test_an_empty_list_is_explained_and_a_value_that_is_there_is_not() -> None:
+    absent = Absent(0)
+    assert absent.listed(pl.DataFrame({"a": []}), "operators") == []
+    assert absent.value(0, "answer.step_ns") == 0
+    assert absent.value(None, "capture") is None
+    assert [entry["path"] for entry in absent.to_list()] == ["capture", "operators"]
+
+
+def test_what_nobody_declared_is_said_not_to_be_known() -> None:
+    absent = Absent(0)
+    absent.say("nothing.of_the_sort")
+    assert absent.to_list()[0]["reason"] == "the trace does not say"
+
+
+def test_reasons_of_sections_are_sentences_of_words_that_belong_to_them() -> None:
+    for path, reason in {**REASONS, **reasons((*core(), *every()))}.items():
+        assert reason, path
+        assert reason == reason.strip(), path
+        assert not reason.endswith("."), "views end the sentence"
+        assert re.fullmatch(r"[a-z_]+(\[\*\])?(\.[a-z0-9_]+(\[\*\])?)*", path), path
+
+
+def test_the_page_finds_reasons_of_values_and_of_columns() -> None:
+    document = {"absent": [{"path": "a", "reason": "no `a`"}, {"path": "a.rows[*].x", "reason": "no x"}]}
+    found = Reasons(document)
+    assert found.of("a") == "no `a`"
+    assert found.of("b") == "the report does not say"
+    assert found.columns("a.rows") == {"x": "no x"}
+    assert "no <code>a</code>." in found.line("a", "A")
+
+
+def test_nulls_of_a_document_are_found_by_their_paths() -> None:
+    value = {"a": None, "b": [{"c": None}, {"c": 1}], "capture": {"d": None}, "e": {"outside": [{"f": None}]}}
+    assert sorted(nulls(value)) == ["a", "b[*].c", "e.steps[*].devices[*].f"]
+
+
+# -- notices ------------------------------------------------------------------------------------------------------
+
+
+def notice(slug: str = "odd", rank: int | None = 0, where: str = "", message: str = "it is odd", **more: Any) -> Any:
+    return {"slug": slug, "severity": "warning", "rank": rank, "where": where, "message": message, "count": 1, **more}
+
+
+def test_what_several_ranks_have_in_common_is_said_once_with_how_many() -> None:
+    (said,) = said_once([notice(rank=rank) for rank in range(5)], ranks=5)
+    assert said.sentence == "rank 0: it is odd (and 4 more like this)"
+    (alone,) = said_once([notice()], ranks=1)
+    assert alone.sentence == "it is odd"
+    assert [each.slug for each in said_once([notice("b"), notice("a"), notice("b")], ranks=1)] == ["b", "a"]
+
+
+def test_a_notice_of_another_severity_is_another_notice() -> None:
+    assert len(said_once([notice(), notice() | {"severity": "error"}], ranks=1)) == 2
+
+
+def test_a_notice_names_the_parts_that_it_weakens() -> None:
+    (said,) = said_once(
+        [notice(affects=[{"part": "host.threads", "how": "x"}, {"part": "kernels", "how": "y"}])], ranks=1
+    )
+    assert said.weakens == ("threads", "kernels")
+
+
+# -- names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"device_type": "cuda", "device": 0}, "cuda 0"),
+        ({"device_type": "cuda", "device": 7}, "cuda 7"),
+        ({"device_type": "cuda", "device": None}, "cuda"),
+        ({"device_type": "cpu", "device": 0}, "cpu"),
+        ({"device_type": "cpu-shared", "device": 3}, "cpu-shared"),
+        ({"device_type": "device", "device": -1}, "device"),
+    ],
+)
+def test_a_memory_is_called_by_its_kind_and_number(row: dict[str, Any], name: str) -> None:
+    assert allocator(row) == name
+
+
+def test_a_rank_that_is_unknown_is_called_by_its_place() -> None:
+    assert [rank_name({"rank": rank}, 4) for rank in (None, 0, 3)] == ["trace 5", "rank 0", "rank 3"]
+    assert [rank_label(rank) for rank in (None, 3)] == ["rank ?", "rank 3"]
+
+
+def test_a_module_is_called_without_what_only_says_that_it_is_one() -> None:
+    assert label("traceloom.module:net.layer") == "net.layer"
+    assert label(EVIL) == harmless(EVIL)
+
+
+@given(st.text(alphabet="ab<>(), :", max_size=60), st.text(alphabet="ab<>(), :", max_size=60), st.integers(20, 60))
+def test_short_names_are_the_names_themselves_where_they_fit(name: str, other: str, width: int) -> None:
+    if len(name) <= width:
+        assert short(name, width) == name
+    assert len(short(name + other, width)) <= width
+
+
+# -- parts of time ------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_time_has_a_pattern_and_a_colour_group() -> None:
+    for part in (*DEVICE, *PHASES, *ACTIVITIES):
+        assert part.group in FILLS
+        assert group(part.key) == part.group or part in DEVICE
+    assert group("what a later version knows") == "other"
+    patterns = [FILLS[part.group][0] for part in DEVICE]
+    assert len(set(patterns)) == len(patterns), "a bar can be read without colours"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["compute", "idle", "forward: op", "other", "x: y"]), st.integers(0, 10**9))))
+def test_the_parts_of_an_answer_keep_their_time_and_idle_time_comes_last(parts: list[tuple[str, int]]) -> None:
+    answer = {"parts": [{"label": name, "kind": name.partition(":")[0], "ns": ns} for name, ns in parts]}
+    drawn = of_answer(answer)
+    assert sorted(ns for _, _, ns in drawn) == sorted(ns for _, ns in parts)
+    groups = [colour for _, colour, _ in drawn]
+    assert groups == sorted(groups, key=lambda colour: colour == "idle")
+
+
+def test_accounts_of_the_devices_and_of_the_main_thread_are_of_the_steps() -> None:
+    document = made(training)[1]
+    assert gpu_window(document) == "in all steps"
+    assert host_window(document) == "in all steps"
+    for rank, account in gpu_accounts(document):
+        causes = list(idle_causes(account))
+        idle = sum(device["idle_ns"] for device in account["devices"])
+        assert sum(row["idle_ns"] for row in causes) == idle
+        assert all(row["gap_count"] is None for row in causes if row["cause"] == AT_EDGES)
+        steps = sum(step["duration_ns"] for step in rank["steps"])
+        assert sum(row["ns"] for row in main_account(rank)) == steps
+
+
+def test_parts_of_a_stretch_are_named_in_their_order() -> None:
+    drawn = named(DEVICE, {"compute_ns": 5, "idle_ns": 3, "exposed_memory_ns": None})
+    assert [ns for _, _, ns in drawn] == [5, 0, 0, 3]
+    assert [name for name, _, _ in drawn] == [part.label for part in DEVICE]
+
+
+# -- tables -------------------------------------------------------------------------------------------------------
+
+ROWS = [
+    {"name": name, "total_ns": total, "count": count, "mean_ns": total // count}
+    for name, total, count in (("b", 300, 3), ("a", 300, 1), ("d", 50, 50), ("c", 900, 2))
+]
+
+
+@pytest.mark.parametrize(
+    ("sort", "names"),
+    [(None, "badc"), ("name", "abcd"), ("total", "cbad"), ("count", "dbca"), ("mean", "cabd"), ("self", "cbad"),
+     ("device", "cbad"), ("max", "cbad")],
+)  # fmt: skip
+def test_a_table_is_in_the_order_that_was_asked_for_and_its_own_among_equals(sort: str | None, names: str) -> None:
+    table = Table("t", "T", [Col("name", "Name", "name")], ROWS)
+    assert "".join(str(row["name"]) for row in ordered(table, ReportOptions(sort=sort))) == names
+    assert "".join(str(row["name"]) for row in ordered(table, ReportOptions(sort=sort, top=2))) == names[:2]
+
+
+def test_the_heaviest_rows_are_shown_in_their_own_order() -> None:
+    table = Table("t", "T", [Col("name", "Name", "name")], ROWS, weight="total_ns")
+    assert [row["name"] for row in ordered(table, ReportOptions(top=2))] == ["b", "c"]
+    assert len(ordered(table, ReportOptions(top=10))) == 4
+
+
+@pytest.mark.parametrize("sort", SORT_KEYS)
+def test_a_table_without_the_column_keeps_its_order(sort: str) -> None:
+    table = Table("t", "T", [Col("x", "X")], [{"x": 3}, {"x": 1}, {"x": 2}])
+    assert [row["x"] for row in ordered(table, ReportOptions(sort=sort))] == [3, 1, 2]
+    assert list(ordered(Table("t", "T", [], []), ReportOptions(sort=sort))) == []
+
+
+def test_rows_that_do_not_know_what_they_are_sorted_by_come_last() -> None:
+    table = Table("t", "T", [Col("x", "X")], [{"total_ns": None}, {"total_ns": 5}, {"total_ns": 7}])
+    assert [row["total_ns"] for row in ordered(table, ReportOptions(sort="total"))] == [7, 5, None]
+
+
+def test_a_column_is_of_a_kind_that_views_can_write() -> None:
+    with pytest.raises(ValueError, match="no kind of column"):
+        Col("x", "X", "parsecs")
+    for kind in KINDS:
+        assert Col("x", "X", kind).numeric == (kind in units.NUMBERS)
+    assert all(declared.unit in KINDS for declared in COLUMNS.values())
+    assert written(Col("x", "X"), EVIL) == harmless(EVIL)
+    assert written(Col("x", "X"), None) == written(Col("x", "X", "time"), None) == "-"
+
+
+@given(
+    st.lists(st.tuples(st.text(max_size=70), st.integers(0, 10**15), st.text(max_size=90)), min_size=1, max_size=6),
+    st.sampled_from([60, 80, 100, 140]),
+)
+def test_a_table_of_any_texts_keeps_to_the_width_and_holds_what_is_kept(
+    rows: list[tuple[str, int, str]], width: int
+) -> None:
+    columns = [
+        Col("what", "What"),
+        Col("kept", "Kept", "time", kept=True),
+        Col("wide", "Wide", "time", narrow=False),
+        Col("name", "Name", "name"),
+    ]
+    data = [{"what": what, "kept": ns, "wide": ns, "name": name} for what, ns, name in rows]
+    drawn = list(fitted(table_lines(Table("t", "T", columns, data), ReportOptions(top=50), width), width))
+    assert all(line.cell_len <= width for line in drawn)
+    assert len(drawn) == len(rows) + 3
+    for line, (_, ns, _) in zip(drawn[3:], rows, strict=True):
+        assert units.duration(ns) in line.plain
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=5), st.integers(60, 140))
+def test_bars_stand_beside_their_row_or_below_it(times: list[int], width: int) -> None:
+    columns = [TextColumn("name", right=False), TextColumn("time")]
+    rows = [[f"row {number}", units.duration(ns)] for number, ns in enumerate(times)]
+    drawn = with_bars(columns, rows, lambda i, room: Text("#" * room), width)
+    beside = len(drawn) == 1 + len(times)
+    assert beside or len(drawn) == 1 + 2 * len(times)
+    assert all(line.cell_len <= width for line in drawn)
+    names = [line.plain for line in drawn if "row" in line.plain]
+    assert [name.split("#")[0].split()[1] for name in names] == [str(number) for number in range(len(times))]
+
+
+@given(st.text(max_size=200), st.text(max_size=200), st.integers(40, 140))
+def test_headings_and_paragraphs_keep_to_the_width_whatever_they_say(title: str, note: str, width: int) -> None:
+    for line in fitted(itertools.chain(heading(title[:20], note, width), paragraph(note, width)), width):
+        assert line.cell_len <= width
+        assert harmless(line.plain) == line.plain
+
+
+def test_columns_are_as_wide_as_their_widest_cell_and_numbers_stand_right() -> None:
+    drawn = lines(
+        [TextColumn("n"), TextColumn("t", right=False)],
+        [["1", "a"], ["100", "bbb"]],
+        ("last", lambda i, _: f"x{i}"),
+        40,
+    )
+    assert [line.plain for line in drawn] == ["   n  t    last", "   1  a    x0", " 100  bbb  x1"]
+
+
+def test_numbers_stay_with_their_units_where_a_sentence_breaks() -> None:
+    sentence = "it takes 12.3 ms of 45.6 ms and 78.9 % of the rest, which is 1.00 GB"
+    for width in range(12, 60):
+        for line in wrapped(sentence, width):
+            assert not re.search(r"\d$", line), (width, line)
+
+
+# -- several runs, and how a run was recorded ---------------------------------------------------------------------
+
+
+def test_several_runs_have_a_row_each_and_everything_else_a_reason() -> None:
+    sessions = [made(several_devices)[0], made(training)[0]]
+    document = build_runs(sessions, "both", ["traceloom report a", "traceloom report b"])
+    assert [(row["ranks"], row["events"]) for row in document["runs"]] == [
+        (len(session.traces), sum(trace.events.height for trace in session.traces)) for session in sessions
+    ]
+    explained = {entry["path"] for entry in document["absent"]}
+    missing = {path for path in nulls(document) if path not in explained and path.partition("[")[0] not in explained}
+    assert missing <= {"capture"}
+    shown = [line.plain for line in render(document, ReportOptions(), 80)]
+    assert [line.strip() for line in shown if "traceloom report" in line] == [
+        "traceloom report a",
+        "traceloom report b",
+    ]
+    assert "2 runs; choose one" in " ".join(shown)
+
+
+def shown_recording(capture: Any) -> list[str]:
+    return [line.plain for line in recording({"capture": capture}, 80)]
+
+
+def test_the_recording_says_the_command_the_window_and_what_it_cost() -> None:
+    rank = {
+        "versions": {"torch": "2.13", "python": "3.12"},
+        "window": {"first_step": 4, "step_count": 5},
+        "steps": {"duration_ns": [10, 20, 30, 20, 10, 40, 10, 10, 10, 10]},
+        "overhead": {"ratio": 1.234},
+    }
+    text = "\n".join(shown_recording({"run": {"command": ["python", "my train.py"]}, "ranks": [rank]}))
+    assert "python 3.12, torch 2.13" in text
+    assert "python 'my train.py'" in text
+    assert "recorded steps 4 to 8 of 10; a recorded step took 1.23 × an unrecorded one" in text
+    assert "every step of the run" in text
+    assert "up to 40 ns" in text
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [
+        None, {}, [], "x", {"ranks": []}, {"ranks": [3]}, {"ranks": [{"versions": [1], "window": "x", "steps": 3}]},
+        {"ranks": [{"window": {"first_step": True, "step_count": 1}, "overhead": {"ratio": "x"}}]},
+        {"run": {"command": EVIL}, "ranks": [{"versions": {EVIL: EVIL}, "steps": {"duration_ns": ["x", -5, 3, None]}}]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_recording_of_other_kinds_is_left_out(capture: Any) -> None:
+    drawn = shown_recording(capture)
+    assert all(harmless(line) == line for line in drawn)
+    assert "every step" not in "\n".join(drawn)
+
+
+def test_a_bar_of_a_table_is_as_long_as_its_share_of_the_longest() -> None:
+    rows = [{"bar": Bar([("", "compute", ns)], ns, longest=400)} for ns in (400, 200, 100)]
+    drawn = [line.plain for line in table_lines(Table("t", "T", [Col("bar", "", "bar")], rows), ReportOptions(), 66)]
+    lengths = [line.count("█") for line in drawn if "█" in line]
+    assert lengths[0] == 2 * lengths[1] == 4 * lengths[2]
