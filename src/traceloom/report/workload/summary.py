@@ -8,6 +8,7 @@ from traceloom.report.table import Row
 from traceloom.report.workload.network import Network
 
 _NAMES = 12
+_KNOWN_BYTES = pl.when(pl.col("bytes").count() > 0).then(pl.col("bytes").sum()).alias("bytes")
 
 
 def summarise(network: Network) -> Row:
@@ -27,10 +28,10 @@ def summarise(network: Network) -> Row:
         .agg(
             pl.len().alias("count"),
             pl.col("rank").n_unique().alias("ranks"),
-            pl.col("bytes").sum(),
+            _KNOWN_BYTES,
             pl.col("time_ns").sum(),
         )
-        .sort("bytes", "count", "what", "group", descending=[True, True, False, False])
+        .sort("bytes", "count", "what", "group", descending=[True, True, False, False], nulls_last=True)
     )
     waits = nodes.height - edges["target"].n_unique()
     held = nodes.height - edges["source"].n_unique()
@@ -59,20 +60,20 @@ def summarise(network: Network) -> Row:
 
 
 def _totals(nodes: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-    has_bytes = pl.col("bytes").count() > 0
     return (
         nodes.group_by(by)
         .agg(
             pl.len().alias("count"),
             pl.col("time_ns").sum(),
             pl.col("time_ns").max().alias("longest_ns"),
-            pl.when(has_bytes).then(pl.col("bytes").sum()).alias("bytes"),
+            _KNOWN_BYTES,
         )
         .sort("time_ns", "count", *by, descending=[True, True, *(False for _ in by)])
     )
 
 
 def _ranks(network: Network) -> list[Row]:
+    sent = pl.col("bytes").filter(pl.col("kind").is_in(["collective", "send"]))
     waiting = network.edges.group_by(pl.col("target").alias("row")).agg(pl.len().alias("waits"))
     nodes = network.nodes.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     return (
@@ -83,7 +84,8 @@ def _ranks(network: Network) -> list[Row]:
             pl.len().alias("nodes"),
             pl.col("waits").sum().alias("edges"),
             pl.col("time_ns").filter(pl.col("kind").is_in(["compute", "kernel"])).sum().alias("compute_ns"),
-            pl.col("bytes").filter(pl.col("kind").is_in(["collective", "send"])).sum().alias("sent_bytes"),
+            # who sends nothing sends 0; of messages whose sizes no file tells it is unknown
+            pl.when((sent.count() > 0) | (sent.len() == 0)).then(sent.sum()).alias("sent_bytes"),
             pl.col("start_ns").min(),
             (pl.col("start_ns") + pl.col("time_ns")).max().alias("end_ns"),
         )
