@@ -19,10 +19,10 @@ import traceloom
 from traceloom import leaving
 
 # `-I`: the current directory, which may be an archive of a stranger, has no say in what is imported. Where this process
-# imports from comes with the job.
+# imports from comes in the first line.
 _START = (
-    "import json, sys; line = sys.stdin.readline(); line.endswith('\\n') or sys.exit(); job = json.loads(line); "
-    "sys.path[:] = job['imports']; from importlib import import_module; import_module(job['main']).main(job)"
+    "import json, sys; line = sys.stdin.readline(); line.endswith('\\n') or sys.exit(); first = json.loads(line); "
+    "sys.path[:] = first['imports']; from importlib import import_module; import_module(first['main']).main()"
 )
 
 
@@ -31,24 +31,68 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Workers:
-    """Processes, to end them all."""
+class Worker:
+    """A process that runs `main()` of a module: jobs come in lines of JSON, and so do answers.
 
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[str]] = set()
+    Args:
+        main: The module.
+        threads: Of the libraries that it uses.
+        quiet: What it says of a fault of ours goes nowhere: the caller does the work again.
+
+    Raises:
+        OSError: There are no more processes to be had.
+    """
+
+    def __init__(self, main: str, *, threads: int = 1, quiet: bool = False) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _START],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else None,
+            text=True,
+            env={"POLARS_MAX_THREADS": str(threads), **os.environ},
+        )
+        imports = [*filter(os.path.isabs, sys.path), str(Path(traceloom.__file__).parents[1])]
+        self.send({"main": main, "imports": imports})
+
+    def send(self, job: dict[str, Any]) -> None:
+        """One more line for it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is seen where its answer is read
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+
+    def answers(self) -> Iterator[dict[str, Any]]:
+        """What it says, until it ends."""
+        assert self._process.stdout is not None
+        return map(json.loads, self._process.stdout)
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+
+    def ended(self) -> int:
+        """Wait for its end; its exit code, negative where a signal ended it."""
+        with contextlib.suppress(BrokenPipeError), self._process:  # of a job that it did not read to its end
+            self._process.wait()
+        return self._process.wait()
+
+
+class Workers:
+    """Processes of one kind, which are used again, and ended together; threads may share them."""
+
+    def __init__(self, main: str) -> None:
+        self._main = main
+        self._running: list[Worker] = []
+        self._idle: list[Worker] = []
         self._stopped = False
         self._lock = threading.RLock()  # a handler of signals may need it while this thread has it
 
-    def start(self, main: str, job: dict[str, Any], *, threads: int = 1, quiet: bool = False) -> subprocess.Popen[str]:
-        """One more process, which calls `main(job)` of a module; what it prints is to be read.
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[Worker]:
+        """A process that has nothing to do, for what is done inside.
 
         Ctrl-C in a terminal reaches all processes, but this one ends the others: call it with signals blocked.
-
-        Args:
-            main: The module.
-            job: What it is given, as JSON.
-            threads: Of the libraries that it uses.
-            quiet: What it says of a fault of ours goes nowhere: the caller does the work again.
 
         Raises:
             OSError: There are no more to be had, or all are to end.
@@ -56,49 +100,50 @@ class Workers:
         with self._lock:
             if self._stopped:
                 raise InterruptedError
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL if quiet else None,
-                text=True,
-                env={"POLARS_MAX_THREADS": str(threads), **os.environ},
-            )
-            self._running.add(process)
-        imports = [*filter(os.path.isabs, sys.path), str(Path(traceloom.__file__).parents[1])]
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already
-            process.stdin.write(json.dumps({**job, "main": main, "imports": imports}) + "\n")
-            process.stdin.close()
-        return process
-
-    def ended(self, process: subprocess.Popen[str]) -> None:
-        """A process has ended by itself."""
-        with self._lock:
-            self._running.discard(process)
+            if not self._idle:
+                self._running.append(Worker(self._main))
+                self._idle.append(self._running[-1])
+            worker = self._idle.pop()
+        yield worker
+        self._idle.append(worker)
 
     def stop(self) -> None:
         """End all that run, and let none begin."""
         with self._lock:
             self._stopped = True
-            for process in self._running:
-                process.kill()
+            for worker in self._running:
+                worker.kill()
+
+    def ended(self) -> None:
+        """Wait for the end of all."""
+        for worker in self._running:
+            worker.ended()
 
 
 @contextlib.contextmanager
-def workers() -> Iterator[tuple[Workers, Path]]:
-    """Processes, and a folder of their own for what is handed over; neither outlives what is done inside.
-
-    Raises:
-        OSError: There is no room for the folder.
-    """
-    folder = Path(tempfile.gettempdir()) / f"traceloom-{os.urandom(8).hex()}"
-    started = Workers()
-    remove = partial(shutil.rmtree, folder, ignore_errors=True)
-    with leaving.undone_on_leaving(remove), leaving.undone_on_leaving(started.stop):
+def workers(main: str) -> Iterator[Workers]:
+    """Processes that do not outlive what is done inside."""
+    started = Workers(main)
+    with leaving.undone_on_leaving(started.stop):
         try:
-            folder.mkdir(mode=0o700)
-            yield started, folder
+            yield started
         finally:
             started.stop()
+            started.ended()
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder for what processes hand over, which does not outlive what is done inside.
+
+    Raises:
+        OSError: There is no room for it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"traceloom-{os.urandom(8).hex()}"
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    with leaving.undone_on_leaving(remove):
+        try:
+            folder.mkdir(mode=0o700)
+            yield folder
+        finally:
             remove()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from traceloom.read.graph_step import with_shapes
 from traceloom.read.inputs import Input
 from traceloom.read.sources import source_of
 from traceloom.storage.cache import Cache, Seen
-from traceloom.workers import Workers, workers
+from traceloom.workers import Workers, shared_folder, workers
 
 _WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
 _EXPANSION = 16  # of gzip, roughly
@@ -175,7 +174,8 @@ def _beside(
 ) -> None:
     """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
     with (
-        workers() as (readers, folder),
+        shared_folder() as folder,
+        workers("traceloom.read.worker") as readers,
         ThreadPoolExecutor(cores, thread_name_prefix="traceloom-rank", initializer=block) as pool,
     ):
         try:
@@ -213,25 +213,23 @@ def _in_process(
         "folder": str(folder),
         "processes": processes,
     }
-    process = readers.start("traceloom.read.worker", job)
-    assert process.stdout is not None
-    with process:
-        answer = {}
-        for line in process.stdout:
-            answer = json.loads(line)
+    with readers.idle() as process:
+        process.send(job)
+        for answer in process.answers():
             if "read" in answer:
                 meter.moved(number, answer["read"])
-    readers.ended(process)
-    if "refused" in answer:
-        return InputError(**answer["refused"])
-    if process.returncode or "done" not in answer:
-        killed = (process.returncode or 0) < 0
-        raise TraceloomError(
-            f"the process that read the file ended with code {process.returncode}",
-            slug="reader-died",
-            where=str(source.path),
-            hint="it may have run out of memory; read fewer ranks at a time" if killed else "please report it",
-        )
+            elif "refused" in answer:
+                return InputError(**answer["refused"])
+            else:
+                break
+        else:
+            code = process.ended()
+            raise TraceloomError(
+                f"the process that read the file ended with code {code}",
+                slug="reader-died",
+                where=str(source.path),
+                hint="it may have run out of memory; read fewer ranks at a time" if code < 0 else "please report it",
+            )
     trace = column_files.kept(trace_store.saved(folder, kept=False))
     shutil.rmtree(folder, ignore_errors=True)
     meter.finished(number)

@@ -1,4 +1,4 @@
-"""The process that reads one file: a job on standard input, lines of JSON on standard output, the trace in a folder.
+"""The process that reads files: jobs on standard input, answers on standard output, the trace of each in its folder.
 
 It is started by `traceloom.read.ranks`, with nothing on its import path that the current directory could decide.
 """
@@ -18,8 +18,13 @@ from traceloom.read.sources import source_of
 _EVERY_BYTES = 1 << 21  # how often to say how far it is
 
 
-def main(job: dict[str, Any]) -> None:
-    """Read the file that the job names."""
+def main() -> None:
+    """Read one file after the other, until there are no more."""
+    for line in sys.stdin:
+        _read(json.loads(line))
+
+
+def _read(job: dict[str, Any]) -> None:
     reported = 0
 
     def step(read: int, _text: int) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from traceloom import leaving
 from traceloom.errors import InputError, UsageError
@@ -25,7 +24,7 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import FINDINGS, NOT_ASKED
 from traceloom.report.table import Row
-from traceloom.workers import cores, workers
+from traceloom.workers import Worker, cores, shared_folder
 
 _NO_FRAMES = "Python frames were not recorded (record with --stacks, or with_stack=True)"
 MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
@@ -56,7 +55,7 @@ def begun_findings(
     if not (beside and large and asked and cores() > 1):
         yield here
         return
-    with workers() as (processes, folder):
+    with shared_folder() as folder, ExitStack() as until_done:
         job = {
             "folder": str(folder),
             "ranks": len(session.traces),
@@ -71,27 +70,28 @@ def begun_findings(
                 (folder / str(number)).mkdir()
                 trace_store.save(trace, folder / str(number), kept=False)
             with leaving.put_off():  # what goes wrong in that process goes wrong here, too, where it is said
-                process = processes.start(__name__, job, threads=cores() // 2, quiet=True)
+                worker = Worker(__name__, threads=cores() // 2, quiet=True)
+                until_done.callback(worker.ended)
+                until_done.callback(worker.kill)
+                until_done.enter_context(leaving.undone_on_leaving(worker.kill))
         except OSError:  # there is no room for the traces, or for a process
             yield here
             return
+        worker.send(job)
 
         def received(absent: Absent) -> Findings:
-            assert process.stdout is not None
-            with process:
-                answer = process.stdout.read()
-            if process.returncode:
-                return here(absent)
-            values = json.loads(answer)
-            for reason in values["absent"]:
-                absent.say(reason["path"], reason["reason"])
-            return values["findings"], values["ground"]
+            for answer in worker.answers():
+                for reason in answer["absent"]:
+                    absent.say(reason["path"], reason["reason"])
+                return answer["findings"], answer["ground"]
+            return here(absent)
 
         yield received
 
 
-def main(job: dict[str, Any]) -> None:
+def main() -> None:
     """Work out the findings of the traces in a folder, and print them."""
+    job = json.loads(sys.stdin.readline())
     folder, files = Path(job["folder"]), ColumnFiles()
     traces = tuple(files.kept(trace_store.saved(folder / str(rank), kept=False)) for rank in range(job["ranks"]))
     session = Session(traces, job["name"], job["capture"], tuple(Notice(**notice) for notice in job["notices"]))

@@ -13,7 +13,6 @@ from support.jobs import ParallelRecipe, SlowRank, parallel_job
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build, findings
 from traceloom.report.absent import Absent
-from traceloom.workers import Workers
 
 OPTIONS = ReportOptions(only=("core", "findings"))
 
@@ -54,7 +53,7 @@ def test_no_process_is_started_where_it_would_not_pay(job: Session, monkeypatch:
     def refused(*_: object) -> None:
         pytest.fail("a process was started")
 
-    monkeypatch.setattr(Workers, "start", refused)
+    monkeypatch.setattr(findings, "Worker", refused)
     alone = job.of_rank(0)
     for session, options in ((alone, OPTIONS), (job, ReportOptions(only=("core",)))):
         with findings.begun_findings(session, options, 0, beside=True) as findings_of:

@@ -161,13 +161,12 @@ def test_who_ignores_ctrl_c_goes_on_ignoring_it() -> None:
 def test_a_process_that_reads_ends_when_its_parent_is_killed(traces: Path, tmp_path: Path) -> None:
     code = """
 import os, signal, sys, threading
-from traceloom.read import ranks
-started = ranks._Readers.start
-def start(readers):
-    process = started(readers)
+from traceloom import workers
+started = workers.Worker.__init__
+def start(worker, main):
+    started(worker, main)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    return process
-ranks._Readers.start = start
+workers.Worker.__init__ = start
 from traceloom.read import load
 load(sys.argv[1], cache=False)
 """
