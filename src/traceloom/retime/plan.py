@@ -132,15 +132,15 @@ class Plan:
         absent = delay < _GONE
         delay[absent] = 0
         far = self._bound(work, delay)
-        if absent.any():
-            delay[absent] = -4 * far - 1  # never the last, as long as something else holds that point
-            far = self._bound(work, delay)
+        never = -4 * far - 1  # never the last, as long as something else holds that point
+        far -= never * int(absent.sum(axis=1).max())
         # Along a piece: time = highest of (what holds an entry back - sum of links so far) + sum of links so far. The
         # term in brackets is the level of an entry. All pieces of a slice are gone through as one, each lifted above
         # the one before.
         lift = 2 * far + 1
         if lift > _LIMIT:
             raise UsageError("these times add up to more than 100 days", slug="times-too-long")
+        delay[absent] = never
         sums = self._weights(plan.chain, work, delay)
         np.cumsum(sums, axis=1, out=sums)
         lifted = np.multiply(plan.piece, lift, out=self._room(1, plan.piece.size))

@@ -182,3 +182,16 @@ def test_a_trace_that_does_not_say_its_rank_is_a_rank_of_its_own(ranks: list[int
         found.check()
         assert found.window_ns == 100_000
         assert found.node_slack["rank"].n_unique() == len(ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_clocks_that_lie_decades_apart_are_refused_in_words(ranks: int) -> None:
+    """All but the last rank count from 0: its part of the collective is decades after theirs."""
+    traces = []
+    for rank in range(ranks):
+        builder = TraceBuilder(rank, ranks, base_ns=1_700_000_000_000_000_000 if rank == ranks - 1 else 0)
+        builder.op("aten::mm", 0, 20).launch("cudaLaunchKernel", 2, 2, correlation=1)
+        traces.append(builder.kernel("ncclDevKernel_AllReduce_Sum", 10, 20, correlation=1).build())
+    with pytest.raises(UsageError) as error:
+        critical_path(Session(tuple(traces), "made"))
+    assert error.value.slug == "times-too-long"
