@@ -133,7 +133,7 @@ class ChakraRewriter:
             new.ctrl_deps.extend(chains.of(list(old.ctrl_deps), old.id))
             new.data_deps.extend(chains.of(list(old.data_deps), old.id))
             if old.id in chains.duration_us:
-                new.duration_micros = chains.duration_us[old.id]
+                new.duration_micros = _held("uint64_val", chains.duration_us[old.id])
             if old.type == NodeType.COMP_NODE and name not in _FAMILIES:
                 new.name = FUSED
         else:
@@ -165,7 +165,7 @@ class ChakraRewriter:
                     continue
                 member = attribute.WhichOneof("value")
                 if (old.id, attribute.name) in chains.sums and member in _SCALARS:
-                    setattr(attribute, member or "int64_val", chains.sums[old.id, attribute.name])
+                    setattr(attribute, member or "int64_val", _held(member, chains.sums[old.id, attribute.name]))
             made = self._attribute(attribute)
             if made is not None:
                 new.attr.append(made)
@@ -216,18 +216,18 @@ class ChakraRewriter:
         elif member in _SCALARS and name == "start_ns" and isinstance(value, int):
             setattr(new, member, max(0, value - 1000 * self._origin_us))
         elif member in _SCALARS and name in _SIZES and isinstance(value, int):
-            setattr(new, member, self._rules.shapes.size(value))
+            setattr(new, member, _held(member, self._rules.shapes.size(value)))
         elif member in _SCALARS and name == "stream" and isinstance(value, int):
             setattr(new, member, self._rules.names.pointer(value))
         elif name == "involved_dim" and member == "bool_list":
             new.bool_list.values.extend(value.values)
         elif name in ("pg_ranks", "in_splits", "out_splits") and member == "int64_list":
             each = (lambda item: item) if name == "pg_ranks" else self._rules.shapes.size
-            new.int64_list.values.extend(each(item) for item in value.values)
+            new.int64_list.values.extend(_held("int64_val", each(item)) for item in value.values)
         elif name in ("inputs", "outputs") and member == "string_list":
             # `[name, size, name, size, ...]`, as symbolic generators write tensors.
             for at, item in enumerate(value.values):
-                is_size = at % 2 and item.isdigit() and len(item) <= 20
+                is_size = at % 2 and item.isdecimal() and len(item) <= 20
                 names, shapes = self._rules.names, self._rules.shapes
                 shown = str(shapes.size(int(item))) if is_size else names.pseudonym("tensor", item)
                 new.string_list.values.append(shown)
@@ -262,6 +262,15 @@ def _listed(text: str) -> tuple[list[Any], bool]:
 def _value(attribute: AttributeProto) -> Any:
     member = attribute.WhichOneof("value")
     return None if member is None else getattr(attribute, member)
+
+
+def _held(member: str | None, number: int) -> int:
+    """The number, or the nearest one that the field holds: rounding and adding lead beyond it."""
+    if member in ("double_val", "float_val"):
+        return number
+    bits = 1 if member == "bool_val" else 32 if "32" in str(member) else 64
+    signed = not str(member).startswith(("uint", "fixed", "bool"))
+    return max(-(1 << bits - 1) if signed else 0, min(number, (1 << bits - signed) - 1))
 
 
 def _bytes(value: Any) -> bytes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from traceloom.chakra.group_file import GROUP_FILES
 from traceloom.errors import InputError
 from traceloom.files import natural, read_small
 from traceloom.read.damage import Damage
@@ -178,7 +179,7 @@ def kind_of_file(path: Path) -> str:
     start = head.lstrip()[:1]
     if not head.strip(b"\0"):
         raise InputError("the file is empty", slug="empty-file", where=str(path))
-    if path.name == "comm_groups.json":
+    if path.name in GROUP_FILES:
         return GROUPS
     if start in (b"{", b"["):
         body = head.split(b'"traceEvents"', 1)[0]

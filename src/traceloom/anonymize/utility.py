@@ -13,7 +13,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.anonymize.chains import number_of
 from traceloom.chakra.stream import EtReader
-from traceloom.errors import TraceloomError
+from traceloom.errors import TraceloomError, UsageError
 from traceloom.model import Graph, Trace
 
 EXACT, ROUNDED, GIVEN_UP, CHANGED = "equal", "rounded", "given up", "changed"
@@ -91,7 +91,10 @@ def measure(trace: Trace) -> Measure:
     from traceloom.retime.calibrate import calibrate
 
     analysed = {name: _numbers(make(trace)) for name, make in (_PARTS | _SIZES).items()}
-    return analysed | measure_graph(calibrate(link_rank(trace)))
+    try:
+        return analysed | measure_graph(calibrate(link_rank(trace)))
+    except UsageError:  # times of a damaged trace that cannot be re-timed
+        return analysed
 
 
 def measure_job(paths: list[Path]) -> Measure | str:
@@ -180,12 +183,12 @@ def measure_chakra(path: Path) -> Measure:
     columns = ["type", "comm_type", "nodes", "duration_us", "data_deps", "ctrl_deps"]
     listed = [(*key, size) for key, size in sorted(sizes.items())]
     return {
-        "nodes and times": pl.DataFrame(counted, schema=dict.fromkeys(columns, pl.Int64), orient="row"),
+        "nodes and times": pl.DataFrame(counted, schema=dict.fromkeys(columns, pl.Int128), orient="row"),
         "dependencies": pl.DataFrame({"checksum": [checksum]}),
         "total time": pl.DataFrame({"duration_us": [sum(row[1] for row in rows.values())]}),
         "ideal time": pl.DataFrame({"path_us": [longest_path(durations, waits)]}),
         SIZES_OF_NODES: pl.DataFrame(
-            listed, schema={"type": pl.Int64, "what": pl.String, "bytes": pl.Int64}, orient="row"
+            listed, schema={"type": pl.Int64, "what": pl.String, "bytes": pl.Int128}, orient="row"
         ),
     }
 
