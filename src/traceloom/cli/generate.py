@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     collective.add_argument("--count", type=number, metavar="N", help="how many, one after the other (1)")
     collective.add_argument(
-        "--compute-us", type=int, metavar="US", help="computation before each, and per reduction (0)"
+        "--compute-us", type=types.whole, metavar="US", help="computation before each, and per reduction (0)"
     )
     pipe = parser.add_argument_group("pipeline")
     pipe.add_argument("--forward-us", type=number, metavar="US", help="forward of a micro-batch on a stage (100)")
