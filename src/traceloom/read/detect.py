@@ -74,6 +74,8 @@ def kind_of(text: bytes) -> str:
     for magic, words in _MAGIC:
         if text.startswith(magic):
             return words
+    if text[257:262] == b"ustar":
+        return "a tar archive; unpack it first"
     return "a Chakra execution trace (protobuf)" if _CHAKRA.search(text[:64]) else ""
 
 

@@ -67,9 +67,7 @@ def find(paths: tuple[str, ...]) -> FoundInputs:
             except (OSError, ValueError) as error:
                 raise unreadable(path, error) from error
         if path.is_dir():
-            before = len(discovered.inputs)
-            _directory(path, discovered, seen, _DEPTH)
-            if len(discovered.inputs) == before:
+            if not _directory(path, discovered, seen, _DEPTH):
                 raise InputError(
                     "the directory holds no trace (no .json or .json.gz file)", slug="no-traces", where=text
                 )
@@ -109,7 +107,9 @@ def _add(discovered: FoundInputs, seen: set[Path], candidate: Input) -> None:
         discovered.inputs.append(candidate)
 
 
-def _directory(folder: Path, discovered: FoundInputs, seen: set[Path], depth: int) -> None:
+def _directory(folder: Path, discovered: FoundInputs, seen: set[Path], depth: int) -> bool:
+    """Add the files of a directory; whether there is any, added before or not."""
+    candidates = False
     capture = read_capture(folder)
     if capture is not None:
         document, discovered.notices[folder] = capture
@@ -117,17 +117,20 @@ def _directory(folder: Path, discovered: FoundInputs, seen: set[Path], depth: in
         for name, entry in windows(document):
             path = folder / name
             if path.is_file():
+                candidates = True
                 _add(discovered, seen, Input(path, given=False, capture=folder, entry=entry))
-        return
+        return candidates
     try:
         entries = sorted(folder.iterdir(), key=natural)
     except OSError as error:
         raise unreadable(folder, error, "directory") from error
     for path in entries:
         if path.is_dir() and depth > 0 and not path.name.startswith("."):
-            _directory(path, discovered, seen, depth - 1)
+            candidates |= _directory(path, discovered, seen, depth - 1)
         elif path.is_file() and path.name.lower().endswith(tuple(chain(*(source.endings for source in SOURCES)))):
+            candidates = True
             _add(discovered, seen, Input(path, given=False))
+    return candidates
 
 
 def read_capture(folder: Path) -> _Capture | None:
