@@ -46,7 +46,7 @@ class Format:
 
     def writer(self, path: Path) -> Callable[[Report, BinaryIO], None]:
         """How a file is written; the name of one that holds a table says which."""
-        return partial(self.write, name=path.name) if self.write is _table else self.write
+        return partial(self.write, name=path.name) if self.write is write_table else self.write
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,61 +69,69 @@ def directory(ending: str) -> Directory:
     return Directory(fill, tables.OURS)
 
 
-def _html(report: Report, handle: BinaryIO) -> None:
+def write_html(report: Report, handle: BinaryIO) -> None:
+    """The page."""
     from traceloom.report.views import html
 
     handle.write(encoded(html.render(report.document, report.session)))
 
 
-def _json(report: Report, handle: BinaryIO) -> None:
+def write_json(report: Report, handle: BinaryIO) -> None:
+    """The document."""
     from traceloom.report.views.jsonfile import encode
 
     handle.write(encode(report.document))
 
 
-def _markdown(report: Report, handle: BinaryIO) -> None:
+def write_markdown(report: Report, handle: BinaryIO) -> None:
+    """The answer and its tables for a pull request."""
     from traceloom.report.views.markdown import render
 
     handle.write(encoded(render(report.document, report.options)))
 
 
-def _table(report: Report, handle: BinaryIO, name: str = "") -> None:
-    from traceloom.report.exports.tables import write_table
+def write_table(report: Report, handle: BinaryIO, name: str = "") -> None:
+    """The table of the file's name."""
+    from traceloom.report.exports import tables
 
-    write_table(report.document, name, report.options.only, handle)
+    tables.write_table(report.document, name, report.options.only, handle)
 
 
-def _perfetto(report: Report, handle: BinaryIO) -> None:
+def write_perfetto(report: Report, handle: BinaryIO) -> None:
+    """The timeline for Perfetto."""
     from traceloom.report.exports.perfetto import write
 
     write(report.session, int(report.document["epoch_ns"]), handle, report.document.get("critical_path"))
 
 
-def _perfetto_gz(report: Report, handle: BinaryIO) -> None:
+def write_perfetto_gz(report: Report, handle: BinaryIO) -> None:
+    """The timeline for Perfetto, packed."""
     from traceloom.packed import gzipped
 
-    gzipped(partial(_perfetto, report))(handle)
+    gzipped(partial(write_perfetto, report))(handle)
 
 
-def _speedscope(report: Report, handle: BinaryIO) -> None:
+def write_speedscope(report: Report, handle: BinaryIO) -> None:
+    """The stacks for speedscope."""
     from traceloom.report.exports.speedscope import write
 
     write(report.session, handle)
 
 
-def _pprof(report: Report, handle: BinaryIO) -> None:
+def write_pprof(report: Report, handle: BinaryIO) -> None:
+    """The stacks for pprof."""
     from traceloom.report.exports.pprof import write
 
     write(report.session, handle)
 
 
 FORMATS = (
-    Format((".perfetto.json.gz",), _perfetto_gz, "open it at ui.perfetto.dev"),
-    Format((".perfetto.json",), _perfetto, "open it at ui.perfetto.dev"),
-    Format((".speedscope.json",), _speedscope, "open it at www.speedscope.app"),
-    Format((".pprof.pb.gz", ".pb.gz"), _pprof, "look at it with: go tool pprof -http=: FILE"),
-    Format((".html", ".htm"), _html, "open it in a browser"),
-    Format((".json",), _json, "its keys are described in docs/reference/report-json.md", of_runs=True),
-    Format((".md",), _markdown, "paste it into a pull request", of_runs=True),
-    Format((".csv", ".parquet"), _table, "read it with Polars, pandas or a spreadsheet"),
+    Format((".perfetto.json.gz",), write_perfetto_gz, "open it at ui.perfetto.dev"),
+    Format((".perfetto.json",), write_perfetto, "open it at ui.perfetto.dev"),
+    Format((".speedscope.json",), write_speedscope, "open it at www.speedscope.app"),
+    Format((".pprof.pb.gz", ".pb.gz"), write_pprof, "look at it with: go tool pprof -http=: FILE"),
+    Format((".html", ".htm"), write_html, "open it in a browser"),
+    Format((".json",), write_json, "its keys are described in docs/reference/report-json.md", of_runs=True),
+    Format((".md",), write_markdown, "paste it into a pull request", of_runs=True),
+    Format((".csv", ".parquet"), write_table, "read it with Polars, pandas or a spreadsheet"),
 )

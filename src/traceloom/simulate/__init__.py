@@ -1,8 +1,9 @@
 """What if? A linked graph evaluated with changes."""
 
-from traceloom.simulate.changes import Change, Scenario, parse
+from traceloom.simulate.changes import Change, parse
 from traceloom.simulate.limits import most_saved_ns
 from traceloom.simulate.recording import unrecorded_saving_ns
+from traceloom.simulate.scenario import Scenario
 from traceloom.simulate.selection import Selection
 from traceloom.simulate.whatif import (
     Sweep,

@@ -10,7 +10,7 @@ from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array, plain, point_times, points
 from traceloom.retime import ABSENT
 from traceloom.simulate.beside import covered_ns, exposed
-from traceloom.simulate.changes import Scenario
+from traceloom.simulate.scenario import Scenario
 
 
 def least_ns(graph: Graph, scenario: Scenario, whole_ns: int) -> int:

@@ -8,7 +8,7 @@ from traceloom.array_types import Bools
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.retime import ABSENT, Plan
-from traceloom.simulate.changes import Scenario
+from traceloom.simulate.scenario import Scenario
 from traceloom.simulate.selection import among
 
 

@@ -21,10 +21,11 @@ from traceloom.retime import ABSENT, Plan
 from traceloom.retime.critical_path import critical_path, parts
 from traceloom.retime.law import Law, law
 from traceloom.retime.running import in_proportion
-from traceloom.simulate.changes import Change, Scenario, parse, plain_number
+from traceloom.simulate.changes import Change, parse, plain_number
 from traceloom.simulate.limits import least_ns
 from traceloom.simulate.lower_bound import saves_more
 from traceloom.simulate.recording import unrecorded_saving_ns
+from traceloom.simulate.scenario import Scenario
 from traceloom.simulate.selection import among
 
 RANKS = schema("rank before_ns after_ns saved_ns")
