@@ -80,7 +80,7 @@ def _forward(call: Call) -> Work:
             sizes.append((size - 1) * stride[at] - 2 * padding[at] + reach + more + 1)
         else:
             sizes.append((size + 2 * padding[at] - reach - 1) // stride[at] + 1)
-    if min(sizes) < 0:
+    if min(sizes) < 0 or shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
         raise Unknown("the recorded sizes are no convolution")
     channels = weight.shape[1] * groups if transposed and word != "same" else weight.shape[0]
     out = (shape[0], channels, *sizes)

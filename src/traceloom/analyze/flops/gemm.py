@@ -52,6 +52,8 @@ def _bmm(call: Call) -> Work:
 def _addbmm(call: Call) -> Work:
     out, a, b = call.tensor(0), call.tensor(1), call.tensor(2)
     (batch, m, k), n = a.shape, b.shape[2]
+    if b.shape != (batch, k, n):
+        raise Unknown("the recorded shapes are no batched matrix product")
     return Work(2 * batch * m * n * k, a.bytes + b.bytes + 2 * out.bytes, a.dtype, matrix=True)
 
 
@@ -78,6 +80,8 @@ def _mv(call: Call) -> Work:
 
 
 def _vectors(a: Tensor, b: Tensor) -> Work:
+    if a.shape[-1:] != b.shape:
+        raise Unknown("the recorded shapes are no matrix product")
     rows = math.prod(a.shape[:-1])
     return Work(2 * a.numel, a.bytes + b.bytes + rows * a.size, _arithmetic(a, b), matrix=True)
 

@@ -11,7 +11,8 @@ FAMILY = "reduction"
 
 _TO_BOOL = ("all", "any")
 _TO_INDEX = ("argmax", "argmin", "count_nonzero")
-_PAIRS = ("max", "min", "var_mean", "std_mean", "aminmax", "median", "mode", "kthvalue")
+_PAIRS = ("var_mean", "std_mean")
+_WITH_PLACES = ("max", "min", "median")  # over a dimension; over all only the value
 _DIMS_AT_1 = (
     "sum", "mean", "prod", "amax", "amin", "max", "min", "all", "any", "argmax", "argmin", "var", "std", "nansum",
     "logsumexp", "var_mean", "std_mean", "count_nonzero", "median", "nanmean",
@@ -26,6 +27,9 @@ def _reduce(call: Call) -> Work:
     if short in ("max", "min") and call.has(1):  # the larger of two tensors
         raise Unknown("it is elementwise here, under another name")
     x = call.tensor(0)
+    size = 1 if short in _TO_BOOL else 8 if short in _TO_INDEX else 2 * x.size if short in _PAIRS else x.size
+    if short == "sum" and x.dtype in ("bool", "int32", "int16", "uint8", "int8"):
+        size = 8
     # All dimensions are reduced where the call has no such input, or an empty one; var(x, unbiased) has none.
     rank, dims = len(x.shape), list(range(len(x.shape)))
     if not (short in ("sum", "mean", "prod") and len(call.types) == 2):  # sum(x, dtype)
@@ -38,12 +42,8 @@ def _reduce(call: Call) -> Work:
             if recorded is None or any(not -rank <= dim < max(rank, 1) for dim in recorded):
                 raise Unknown("the reduced dimensions are not recorded")
             dims = [dim % rank if rank else 0 for dim in recorded]
+            size += 8 * (short in _WITH_PLACES)
     kept = math.prod(size for dim, size in enumerate(x.shape) if dim not in dims)
-    size = 1 if short in _TO_BOOL else 8 if short in _TO_INDEX else x.size
-    if short == "sum" and x.dtype in ("bool", "int32", "int16", "uint8", "int8"):
-        size = 8
-    if short in _PAIRS and len(dims) < max(rank, 1):
-        size += 8 if short in ("max", "min", "median", "mode", "kthvalue") else size
     return Work(_PER_ELEMENT.get(short, 1) * x.numel, x.bytes + kept * size, x.dtype)
 
 
