@@ -31,6 +31,7 @@ TOP = {
     "leaving",
     "packed",
     "plain_text",
+    "workers",
     "__version__",
 }  # anybody may import these
 
