@@ -66,7 +66,7 @@ _KINDS = {
 _COLLECTIVES = {int(number): name.lower() for name, number in CollectiveCommType.items()} | {
     int(CollectiveCommType.REDUCE_SCATTER_BLOCK): "reduce_scatter"
 }
-_LONGEST_US = 2**60 // 1000  # 36 years; sums of such times fit into 64 bits of nanoseconds
+_LONGEST_US = 2**60 // 1000  # 36 years
 
 
 def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
@@ -102,6 +102,9 @@ def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
     fine = nodes["start_us"].is_between(0, _LONGEST_US) & nodes["duration_us"].is_between(0, _LONGEST_US)
     if not fine.all():
         raise InputError(f"{(~fine).sum()} nodes have times of over 36 years", slug="chakra-times", where=where)
+    latest_us = (nodes["start_us"].max() or 0) + nodes["duration_us"].cast(pl.Float64).sum()  # type: ignore[operator]
+    if latest_us > 4 * _LONGEST_US:
+        raise InputError("the times of the nodes add up to over 146 years", slug="chakra-times", where=where)
     notices: list[Notice] = []
     none = pl.DataFrame(schema={"target": pl.Int64, "id": pl.Int64})
     dependencies = {kind: pl.concat([none, *frames_of], rechunk=True) for kind, frames_of in pairs.items()}
@@ -240,7 +243,7 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -
         in_splits=pl.lit(None),
         out_splits=pl.lit(None),
     )
-    communication = rows.cast(GRAPH_SCHEMAS["communication"])
+    communication = rows.cast(GRAPH_SCHEMAS["communication"], strict=False)  # a peer that is no rank is unknown
     return Graph(
         nodes=nodes.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"]),
         edges=edges.select(schema.names()).cast(schema).sort("target", maintain_order=True),
