@@ -100,8 +100,8 @@ def render(document: Row, width: int) -> Iterator[Text]:
     cells: list[list[str | Text]] = [[units.duration(p["before_ns"]), units.duration(p["after_ns"])] for p in parts]
     columns = [TextColumn("before"), TextColumn("after")]
 
-    def name(i: int, _room: int) -> str:
-        return part_name(parts[i])
+    def name(i: int, room: int) -> str:
+        return short(part_name(parts[i]), room)
 
     yield from lines(columns, cells, ("of", name), width)
     yield Text("")

@@ -7,17 +7,20 @@ from html import escape
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.table import Row
+from traceloom.report.views.markdown import code, text
 from traceloom.report.whatif import part_name, trust
 from traceloom.simulate.whatif import Sweep
 
 _ROWS = 12
+_LONGEST = 4_000  # characters of a change, which stands whole
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40
 
 
 def markdown(document: Row) -> str:
     """The document for a pull request or a note."""
-    lines = [f"## What if: {_cell(document['name'])}", "", _cell(document["sentence"]), ""]
-    lines += [f"- `{_cell(change['change'])}`. Assumed: {change['assumes']}." for change in document["changes"]]
+    lines = [f"## What if: {text(document['name'])}", "", text(document["sentence"]), ""]
+    changes = [(code(row["change"], _LONGEST, cell=False), text(row["assumes"])) for row in document["changes"]]
+    lines += [f"- {change}. Assumed: {assumed}." for change, assumed in changes]
     tables: list[tuple[list[str], list[list[str]]]] = []
     if len(document["ranks"]) > 1:
         ranks = [
@@ -32,12 +35,8 @@ def markdown(document: Row) -> str:
     tables.append((["critical path", "before", "after"], path))
     for head, rows in tables:
         lines += ["", f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
-        lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
-    return "\n".join([*lines, "", _cell(trust(document)), ""])
-
-
-def _cell(words: str) -> str:
-    return escape(harmless(words), quote=False).replace("|", "\\|").replace("`", "'")
+        lines += [f"| {' | '.join(map(text, row))} |" for row in rows]
+    return "\n".join([*lines, "", text(trust(document)), ""])
 
 
 def picture(sweep: Sweep) -> str:

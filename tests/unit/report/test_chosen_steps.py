@@ -57,8 +57,9 @@ def made(seed: int) -> tuple[Session, dict[str, list[dict[str, Any]]]]:
     return Session((builder.build(),), "steps"), rows
 
 
-def of_steps(session: Session, first: int, last: int) -> Document:
-    return build(session, ReportOptions(steps=(first, last), only=("core", "copies", "launches")))
+@cache
+def of_steps(seed: int, first: int, last: int) -> Document:
+    return build(made(seed)[0], ReportOptions(steps=(first, last), only=("core", "copies", "launches")))
 
 
 def counted(rows: list[dict[str, Any]], first: int, last: int) -> dict[str, tuple[int, int]]:
@@ -75,8 +76,8 @@ def told(rows: list[Document]) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("chosen", [(0, 0), (2, 2), (1, 3), (0, STEPS - 1), (3, 99), (-5, 0)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kernels_and_operators_are_those_that_the_steps_launched(seed: int, chosen: tuple[int, int]) -> None:
-    session, rows = made(seed)
-    document = of_steps(session, *chosen)
+    rows = made(seed)[1]
+    document = of_steps(seed, *chosen)
     assert told(document["kernels"]) == counted(rows["kernel"], *chosen)
     assert told(document["operators"]) == counted(rows["op"], *chosen)
     steps = [step["step"] for step in document["ranks"][0]["steps"]]
@@ -85,9 +86,8 @@ def test_kernels_and_operators_are_those_that_the_steps_launched(seed: int, chos
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_single_steps_add_up_to_all_steps(seed: int) -> None:
-    session, _ = made(seed)
-    whole = of_steps(session, 0, STEPS - 1)
-    parts = [of_steps(session, step, step) for step in range(STEPS)]
+    whole = of_steps(seed, 0, STEPS - 1)
+    parts = [of_steps(seed, step, step) for step in range(STEPS)]
     for key in ("kernels", "operators"):
         added: Counter[tuple[str, str]] = Counter()
         for part in parts:
@@ -105,8 +105,7 @@ def test_single_steps_add_up_to_all_steps(seed: int) -> None:
 
 @pytest.mark.parametrize("step", range(STEPS))
 def test_a_step_has_the_same_figures_alone_and_in_the_whole(step: int) -> None:
-    session, _ = made(0)
-    whole, alone = build(session), of_steps(session, step, step)
+    whole, alone = of_steps(0, 0, STEPS - 1), of_steps(0, step, step)
     check_report(alone)
     (own,) = alone["ranks"][0]["steps"]
     same = next(row for row in whole["ranks"][0]["steps"] if row["step"] == step)

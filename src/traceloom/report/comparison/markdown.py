@@ -13,7 +13,8 @@ _MOST_ROWS = 10
 
 def render(document: Row) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
-    lines = [f"### Traceloom: {code(document['base']['name'])} → {code(document['new']['name'])}", ""]
+    base, new = (code(document[side]["name"], cell=False) for side in ("base", "new"))
+    lines = [f"### Traceloom: {base} → {new}", ""]
     lines.append(f"**{text(document['sentence'])}**")
     for data_table in tables(document):
         # What differs, and what the step consists of, is never cut short.

@@ -15,7 +15,8 @@ _SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔"}
 
 def render(document: Row) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
-    lines = [f"### Traceloom: {code(document['base']['name'])} → {code(document['new']['name'])}", ""]
+    base, new = (code(document[side]["name"], cell=False) for side in ("base", "new"))
+    lines = [f"### Traceloom: {base} → {new}", ""]
     lines.append(f"{_SIGNS[document['verdict']]} **{text(headline(document))}**")
     for line in reasons(document):
         lines += ["", text(line)]

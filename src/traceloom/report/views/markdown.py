@@ -51,16 +51,16 @@ def text(words: str) -> str:
     return "".join(_ENTITIES.get(letter, letter) for letter in marked)
 
 
-def code(name: str) -> str:
-    """A name as a code span that it cannot leave, nor the table cell around it."""
-    shown = short(name, _NAME_WIDTH).replace("|", "\\|")
+def code(name: str, width: int = _NAME_WIDTH, *, cell: bool = True) -> str:
+    """A name of at most so many characters as a code span that it cannot leave, nor the cell of a table around it."""
+    shown = short(name, width).replace("|", "\\|" if cell else "|")
     fence = "`" * (max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
     pad = " " if shown.startswith("`") or shown.endswith("`") or not shown else ""
     return f"{fence}{pad}{shown}{pad}{fence}"
 
 
 def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
-    yield f"### Traceloom: {code(document['name'])}"
+    yield f"### Traceloom: {code(document['name'], cell=False)}"
     yield ""
     yield f"**{text(document['answer']['sentence'])}**"
     runs = [
