@@ -83,7 +83,8 @@ def small_messages(context: Context) -> Iterator[Said]:
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         mask[messages["node"].to_numpy()] = True
         yield Candidate(
-            title=f"{units.count(messages.height)} calls of {kind} send less than {units.size(_SMALL_BYTES)} each",
+            title=f"{units.count(messages.height)} calls of {kind} send less than {units.size(_SMALL_BYTES)} each"
+            f"{context.over_ranks}",
             changes=(Change("scale", Chosen(f"small {kind}", mask, "collectives"), 1 / _MANY),),
             confidence=0.5,
             advice="Put them together: larger buckets (bucket_cap_mb), flattened tensors, coalesced calls.",
@@ -104,7 +105,8 @@ def uneven_exchange(context: Context) -> Iterator[Said]:
         return
     mask = change.selection.nodes(context.graph)
     yield Candidate(
-        title=f"{units.count(int(mask.sum()))} all_to_alls are uneven: one part is {1 / change.factor:.1f} × the mean",
+        title=f"{units.count(int(mask.sum()))} all_to_alls are uneven{context.over_ranks}: one part is "
+        f"{1 / change.factor:.1f} × the mean",
         changes=(change,),
         confidence=0.4,
         advice="Balance what is exchanged: capacity factor or auxiliary loss of the router, another placement of "

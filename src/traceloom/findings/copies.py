@@ -56,7 +56,7 @@ def back_and_forth(context: Context) -> Iterator[Said]:
     chosen = Chosen("copies to the host and back", mask, "copies")
     yield Candidate(
         title=f"{units.count(pairs)} times data goes to the host and as many bytes come back: "
-        f"{units.duration(context.work_ns(on_device))} of copying",
+        f"{units.duration(context.work_ns(on_device))} of copying{context.over_ranks}",
         changes=(Change("drop", chosen), Change("remove", chosen)),
         confidence=0.5,
         advice="Keep it on the device: no `.cpu()`, `.numpy()` or `.to('cpu')` between two operations of the device.",
@@ -85,7 +85,7 @@ def on_the_device(context: Context) -> Iterator[Said]:
     own = context.own(mask)
     yield Candidate(
         title=f"{context.many(int(own.sum()))} copies inside the device take {context.in_words(context.work_ns(own))}, "
-        f"most of it in {most}",
+        f"most of it in {most}{context.over_ranks}",
         changes=(Change("remove", Chosen("copies inside the device", mask, "copies")),),
         confidence=0.3,
         advice="Avoid clones and changes of layout: write in place or into preallocated tensors, keep one memory "
@@ -108,7 +108,7 @@ def exposed(context: Context) -> Iterator[Said]:
     size = int(context.graph.nodes["bytes"].to_numpy()[own].sum()) // context.step_count if own.any() else 0
     yield Candidate(
         title=f"nothing is computed during {context.in_words(alone)} of copying between host and device "
-        f"({units.size(size)})",
+        f"({units.size(size)}{context.over_ranks})",
         changes=(Change("overlap", Chosen("copies between host and device, beside computing", mask, "copies")),),
         confidence=0.4,
         advice="Copy the next batch on a stream of its own while this one is computed: pinned memory, "

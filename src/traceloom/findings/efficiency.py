@@ -111,7 +111,7 @@ def odd_sizes(context: Context) -> Iterator[Said]:
     factor = _roofline_factor(context, odd)
     time = context.work_ns(context.own(odd))
     yield Candidate(
-        title=f"{context.in_words(time)} of matrix products have sizes that are no multiples of 8",
+        title=f"{context.in_words(time)} of matrix products have sizes that are no multiples of 8{context.over_ranks}",
         changes=(Change("scale", Chosen("matrix products of odd sizes", odd, "kernels"),
                         _ON_MATRIX_UNITS if factor is None else factor),),
         confidence=0.6,
@@ -138,7 +138,7 @@ def no_matrix_units(context: Context) -> Iterator[Said]:
     tf32 = bool(abilities) and max(abilities) >= _TF32
     yield Candidate(
         title=f"{context.in_words(time)} of matrix products use no tensor cores"
-        + (": TF32 is off" if tf32 else ""),
+        + (": TF32 is off" if tf32 else "") + context.over_ranks,
         changes=(Change("scale", Chosen("matrix products without matrix units", unused, "kernels"), _ON_MATRIX_UNITS),),
         confidence=0.6 if tf32 else 0.4,
         advice="torch.set_float32_matmul_precision('high') allows TF32; better, train in bf16: torch.autocast('cuda', "
@@ -172,7 +172,7 @@ def low_roofline(context: Context) -> Iterator[Said]:
         own = context.own(mask)
         yield Candidate(
             title=f"{brief(name)} reaches {units.share(factor * _REACHABLE, 1)} of what {limit} allows: "
-            f"{context.in_words(context.work_ns(own))} in {context.many(int(own.sum()), 'kernel')}",
+            f"{context.in_words(context.work_ns(own))} in {context.many(int(own.sum()), 'kernel')}{context.over_ranks}",
             changes=(Change("scale", Chosen(f"kernels of {brief(name)}", mask, "kernels"), factor),),
             confidence=0.4,
             advice=f"{hint} The saving assumes {_REACHABLE:.0%} of the roofline.",

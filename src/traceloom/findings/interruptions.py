@@ -46,7 +46,8 @@ def collections(context: Context) -> Iterator[Said]:
         yield from _without_host(context, "garbage-collection")
         return
     yield Candidate(
-        title=f"Python collects garbage for {units.duration(context.work_ns(mask))} in {context.where}",
+        title=f"Python collects garbage for {units.duration(context.work_ns(mask))} in {context.where}"
+        f"{context.over_ranks}",
         changes=(Change("remove", Chosen("garbage collection", mask, "host")),),
         confidence=0.8,
         advice="gc.freeze() after set-up and a higher threshold (gc.set_threshold), or gc.disable() with gc.collect() "
@@ -77,7 +78,7 @@ def compiling(context: Context) -> Iterator[Said]:
     again = f", {units.count(recompiled)} of them again" if recompiled else ""
     yield Candidate(
         title=f"torch.compile compiles {units.count(count)} times in {context.where}{again}: "
-        f"{units.duration(context.work_ns(mask))}",
+        f"{units.duration(context.work_ns(mask))}{context.over_ranks}",
         changes=(Change("remove", Chosen("compilation", mask, "host")),),
         confidence=0.8 if context.steps is not None else 0.5,
         advice="Compile before the part that is measured (warm up); avoid recompilations: mark sizes that change with "
@@ -100,7 +101,8 @@ def autotuning(context: Context) -> Iterator[Said]:
         yield from _without_host(context, "autotuning")
         return
     yield Candidate(
-        title=f"kernels are tried out (autotuning) in {context.where}: {units.duration(context.work_ns(mask))}",
+        title=f"kernels are tried out (autotuning) in {context.where}: {units.duration(context.work_ns(mask))}"
+        f"{context.over_ranks}",
         changes=(Change("remove", Chosen("autotuning", mask, "host")),),
         confidence=0.7,
         advice="Warm up with every shape first, and keep what was found: TORCHINDUCTOR_CACHE_DIR, Triton's cache; "
@@ -132,7 +134,7 @@ def graph_breaks(context: Context) -> Iterator[Said]:
     left = 1 - min(between / whole, 0.9)
     yield Candidate(
         title=f"{units.count(len(evidence))} graph breaks cost the host {units.duration(round(between))} of "
-        f"{context.where}",
+        f"{context.where}{context.over_ranks}",
         changes=(Change("scale", Chosen("the host, by what it spends at graph breaks", host, "host"), left),),
         confidence=0.4,
         advice="See them with TORCH_LOGS=graph_breaks; take prints, `.item()` and data-dependent branches out of the "

@@ -40,7 +40,7 @@ def recomputation(context: Context) -> Iterator[Said]:
     on_device = mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
     time = context.work_ns(context.own(on_device if on_device.any() else mask))
     yield Candidate(
-        title=f"activation checkpointing repeats {context.in_words(time)} of forward work",
+        title=f"activation checkpointing repeats {context.in_words(time)} of forward work{context.over_ranks}",
         changes=(Change("remove", Chosen("recomputation", mask)),),
         confidence=0.6,
         advice="Checkpoint less: only the layers whose activations are large and cheap to repeat, or selective "
@@ -98,7 +98,7 @@ def unfused_optimizer(context: Context) -> Iterator[Said]:
     time = context.work_ns(host)
     yield Candidate(
         title=f"the optimizer steps tensor by tensor: {units.duration(time)} of host time, "
-        f"{units.counted(int(gpu.sum()), 'kernel')}",
+        f"{units.counted(int(gpu.sum()), 'kernel')}{context.over_ranks}",
         changes=(Change("scale", Chosen("optimizer on the host", host, "host"), _OPTIMIZER_LEFT),),
         confidence=0.7,
         advice="Use the fused or foreach implementation: `torch.optim.AdamW(..., fused=True)`.",
@@ -124,7 +124,7 @@ def unfused_norm(context: Context) -> Iterator[Said]:
     all_but_waits = mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL, gs.HOST, gs.LAUNCH)
     yield Candidate(
         title=f"{units.count(count)} normalisations are made of {context.many(int(own.sum()))} kernels "
-        f"({context.in_words(context.work_ns(own))})",
+        f"({context.in_words(context.work_ns(own))}{context.over_ranks})",
         changes=(Change("scale", Chosen("normalisations, fused", all_but_waits, "gpu"), _NORM_LEFT),),
         confidence=0.6,
         advice="Use torch.nn.RMSNorm or torch.nn.LayerNorm, a fused kernel (Liger, Apex), or torch.compile.",

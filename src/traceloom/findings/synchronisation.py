@@ -105,7 +105,8 @@ def _of(slug: str, context: Context) -> Iterator[Said]:
         at = f", at {site.where}" if site.where != site.call else f" ({site.call})"
         gone = (Change("remove", chosen),) if slug in _GONE else ()
         yield Candidate(
-            title=f"{_KINDS[site.kind][1]}{pageable} holds the host {units.duration(site.blocked_ns)}{at}",
+            title=f"{_KINDS[site.kind][1]}{pageable} holds the host {units.duration(site.blocked_ns)}"
+            f"{context.over_ranks}{at}",
             changes=(Change("drop", chosen), *gone),
             confidence=0.4 if slug in _GONE and context.steps is None else 0.7,
             advice=_ADVICE[slug],

@@ -394,3 +394,47 @@ def test_a_name_in_a_sentence_is_without_what_only_a_compiler_needs(name: str, s
 def test_the_place_of_nested_operators_is_the_outermost() -> None:
     assert place("aten::linear > aten::addmm > aten::mm") == "aten::linear"
     assert place("aten::mm") == "aten::mm"
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------------
+
+
+def of_rank(number: int, made: str) -> HandStep:
+    """A step of one of two ranks that meet, with something to be told in it."""
+    step = HandStep(9_200, number, 2).op("aten::mm", 0, 100)
+    args = HandStep.collective_args("allreduce", "0", 2, 256, "Float") | {"Seq": 1}
+    step.launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 10, 50, stream=20, **args).group("0", [0, 1])
+    if made == "garbage-collection":
+        step.annotation("gc.collect", 200, 3_000)
+    elif made == "blocking-sync":
+        step.launched(GEMM, 110, 120, 3_000).launch("cudaDeviceSynchronize", 200, 2_930, correlation=77)
+    elif made == "needless-copies":
+        step.copied("DtoH (Device -> Pinned)", 110, 200, 100, size=4096)
+        step.copied("HtoD (Pinned -> Device)", 120, 310, 100, size=4096)
+    elif made == "small-collectives":
+        for more in range(8):
+            args |= {"Seq": 2 + more}
+            step.launched(
+                "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 110 + 8 * more, 200 + 60 * more, 50, stream=20, **args
+            )
+    elif made == "unfused-optimizer":
+        step.annotation("Optimizer.step#AdamW.step", 4_000, 950)
+        for update in range(9):
+            begin = 4_010 + 100.0 * update
+            step.op("aten::addcmul_", begin, 90).launched(BUSY, begin + 10, begin + 30, 5)
+    return step.op("aten::mm", 5_000, 4_200)
+
+
+@pytest.mark.parametrize(
+    ("slug", "amount"),
+    [
+        ("garbage-collection", "6.00 ms"), ("blocking-sync", "5.86 ms"), ("needless-copies", "400 µs"),
+        ("small-collectives", "18 calls"), ("unfused-optimizer", "1.90 ms"),
+    ],
+)  # fmt: skip
+def test_what_is_a_sum_over_ranks_is_called_one(slug: str, amount: str) -> None:
+    (title,) = [one.title for one in candidates(slug, of_rank(0, slug), of_rank(1, slug))]
+    assert amount in title
+    assert "summed over 2 ranks" in title
+    alone = of_rank(0, slug)
+    assert not any("summed" in one.title for one in candidates(slug, alone))
