@@ -12,7 +12,11 @@ from typing import Any
 import polars as pl
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
+from support.sessions import EVIL, hostile, made, several_devices, training
+from support.strategies import builders
 from traceloom.cli import main
 from traceloom.model import Session
 from traceloom.report.exports import pprof, speedscope
@@ -230,3 +234,81 @@ def test_the_command_line_chooses_the_format_by_the_ending(
     else:
         assert len(decoded(raw).sample) > 0
     assert capsys.readouterr().out == ""
+
+
+def stacks_of(document: Any) -> tuple[Counter[tuple[str, ...]], Counter[tuple[str, ...]]]:
+    """Host time by stack below the thread, and GPU time by the whole stack, of a speedscope document; innermost last."""
+    names = [frame["name"] for frame in document["shared"]["frames"]]
+    host, gpu = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    for profile in document["profiles"]:
+        if profile["type"] == "sampled":
+            for stack, weight in zip(profile["samples"], profile["weights"], strict=True):
+                gpu[tuple(names[frame] for frame in stack)] += weight
+            continue
+        stack, before = [], 0
+        for event in profile["events"]:
+            if stack and event["at"] > before:
+                host[tuple(stack)] += event["at"] - before
+            before = event["at"]
+            if event["type"] == "O":
+                stack.append(names[event["frame"]])
+            else:
+                stack.pop()
+    return host, gpu
+
+
+def check_both(session: Session) -> None:
+    """Two formats, written by different code, tell the same time of every stack."""
+    host, gpu = stacks_of(speedscope_of(session))
+    profile, _, _ = told(session)
+    texts = profile.string_table
+    function = {one.id: texts[one.name] for one in profile.function}
+    location = {one.id: function[one.line[0].function_id] for one in profile.location}
+    of_host, of_gpu, calls = Counter[tuple[str, ...]](), Counter[tuple[str, ...]](), 0
+    for sample in profile.sample:
+        stack = tuple(location[at] for at in reversed(sample.location_id))
+        calls += sample.value[0]
+        of_host[stack[1:]] += sample.value[1]
+        of_gpu[stack] += sample.value[2]
+    assert +of_host == +host
+    assert +of_gpu == +gpu
+    events = sum(trace.events.height for trace in session.traces)
+    assert calls <= events
+    assert sum(of_gpu.values()) == sum(trace.gpu_work()["duration_ns"].sum() for trace in session.traces)
+    starts = [trace.start_ns for trace in session.traces if trace.events.height]
+    ends = [trace.end_ns for trace in session.traces if trace.events.height]
+    assert profile.time_nanos == min(starts, default=0)
+    assert profile.duration_nanos == max(ends, default=0) - min(starts, default=0)
+
+
+@settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(st.lists(builders(most_events=15), min_size=1, max_size=2))
+def test_both_formats_tell_the_same_time_of_every_stack_of_a_random_run(traces: list[TraceBuilder]) -> None:
+    check_both(of(*traces))
+
+
+@pytest.mark.parametrize("sort", [training, several_devices, hostile], ids=lambda sort: sort.__name__)
+def test_both_formats_tell_the_same_time_of_every_stack(sort: Any) -> None:
+    check_both(made(sort)[0])
+
+
+def test_labels_say_the_thread_and_the_rank_of_every_sample() -> None:
+    session = made(training)[0]
+    profile, _, _ = told(session)
+    texts = profile.string_table
+    ranks = Counter[int]()
+    for sample in profile.sample:
+        labels = {texts[label.key]: texts[label.str] or label.num for label in sample.label}
+        ranks[labels.get("rank", 0)] += sample.value[1]
+        assert labels.get("thread") or sample.value[2]
+    assert set(ranks) == {0, 1, 2, 3}
+    host, _ = stacks_of(speedscope_of(session))
+    assert sum(ranks.values()) == sum(host.values())
+
+
+def test_names_of_strangers_are_kept_as_they_are_in_profiles() -> None:
+    """A profile is data for another tool, which escapes what it shows."""
+    session = made(hostile)[0]
+    frames = {frame["name"] for frame in speedscope_of(session)["shared"]["frames"]}
+    assert f"{EVIL}aten::mm" in frames
+    assert f"{EVIL}aten::mm" in set(told(session)[0].string_table)
