@@ -110,7 +110,7 @@ def peak_of(spec: Peak | str | Mapping[str, float]) -> Peak:
     for key, value in numbers.items():
         if key not in (*TYPES, "memory"):
             raise _bad(f"`{key}` is none of {', '.join((*TYPES, 'memory'))}")
-        if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        if not isinstance(value, (int, float)) or not 0 < value < 1e300:
             raise _bad(f"`{key}` is not a number above 0")
     rates = {key: float(value) for key, value in numbers.items() if key != "memory"}
     return Peak("given", rates, float(numbers["memory"]) if "memory" in numbers else None)

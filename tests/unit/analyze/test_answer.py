@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
-from traceloom.analyze import answer
+import polars as pl
+import pytest
+
+from support.odd_traces import odd_trace
+from traceloom.analyze import answer, gpu_time, host, idle
 from traceloom.analyze.answer import _REASONS
+from traceloom.analyze.device_account import device_account
 from traceloom.analyze.idle import CAUSES
 from traceloom.model import Session, Trace
+from traceloom.model.units import share
 from traceloom.testing import TraceBuilder
 
 
@@ -117,3 +124,54 @@ def test_steps_of_unlike_length_are_told_with_the_shortest_and_the_longest() -> 
         builder.step(step, start, length).launch("cudaLaunchKernel", start + 10, 10, correlation=step + 1)
         builder.kernel("gemm", start + 30, 100, correlation=step + 1)
     assert "3 steps of 8.00 ms (2.00 ms to 9.00 ms): " in answer(session(builder.build())).sentence
+
+
+# -- against the accounts of devices and threads ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seeds", [(0,), (1,), (2,), (3,), (1, 2, 5), (0, 4)])
+def test_parts_are_the_accounts_of_all_devices_added_up(seeds: tuple[int, ...]) -> None:
+    session = Session(tuple(odd_trace(seed) for seed in seeds), "made")
+    found = answer(session)
+    wanted: dict[str, int] = defaultdict(int)
+    for trace in session.traces:
+        account = device_account(trace, gpu_time(trace), idle(trace))
+        for kind, column in (("compute", "compute_ns"), ("communication", "exposed_communication_ns"), ("memory", "exposed_memory_ns"), ("idle", "idle_ns")):  # fmt: skip
+            wanted[kind] += int(account.devices[column].sum())
+    got = dict(found.parts.group_by("kind").agg(pl.col("ns").sum()).rows())
+    assert got == {kind: ns for kind, ns in wanted.items() if ns}
+    assert found.whole_ns == sum(wanted.values())
+    assert found.parts["fraction"].sum() == pytest.approx(1)
+    assert found.parts["ns"].is_sorted(descending=True)
+    assert (found.parts["fraction"] * found.whole_ns).to_list() == pytest.approx(found.parts["ns"].to_list())
+    for kind, ns in wanted.items():  # what takes a share worth saying is said with it
+        if ns >= 0.1 * found.whole_ns:
+            assert share(ns, found.whole_ns) in found.sentence, (kind, found.sentence)
+
+
+def test_without_gpu_work_the_parts_are_what_the_main_thread_did_in_the_steps() -> None:
+    trace = odd_trace(7)
+    found = answer(Session((trace,), "made"))
+    main = host(trace).threads.filter("main")["lane"].item()
+    account = host(trace).account.filter(pl.col("lane") == main, pl.col("step").is_not_null())
+    assert found.whole_ns == account["ns"].sum()
+    sums = dict(account.group_by(pl.col("activity").cast(pl.String)).agg(pl.col("ns").sum()).rows())
+    assert dict(found.parts.group_by("kind").agg(pl.col("ns").sum()).rows()) == sums
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_usual_step_is_the_middle_one_of_the_whole_ones(seed: int) -> None:
+    trace = odd_trace(seed)
+    lengths = sorted((trace.steps.filter("complete")["end_ns"] - trace.steps.filter("complete")["start_ns"]).to_list())
+    middle = (lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) // 2 if lengths else None
+    assert answer(Session((trace,), "made")).step_ns == middle
+
+
+def test_ranks_in_another_order_give_the_same_answer() -> None:
+    traces = tuple(
+        TraceBuilder(rank, 3).step(0, 0, 100).op("aten::mm", 1, 9).kernel("k", 20 + rank, 30).build()
+        for rank in range(3)
+    )
+    one, other = answer(Session(traces, "made")), answer(Session(traces[::-1], "made"))
+    assert one.sentence == other.sentence
+    assert one.parts.equals(other.parts)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from traceloom.analyze import data_loading
 from traceloom.testing import TraceBuilder
 
 NEXT = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+SINGLE = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
 
 def test_waits_are_counted_per_step_and_cut_at_its_bounds() -> None:
@@ -82,3 +87,42 @@ def test_what_the_waiting_thread_does_is_told_by_place_and_adds_up() -> None:
         "other": 45_000,
     }
     assert result.spent["ns"].sum() == result.total_ns
+
+
+# -- random loops -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_waits_of_random_loops_are_counted_instant_by_instant(seed: int) -> None:
+    chance = random.Random(seed)
+    builder, waits, busy = TraceBuilder(), [], []
+    bounds = sorted(chance.sample(range(50, 950), 4))
+    for number, low in enumerate(bounds):
+        builder.mark(number, low, thread=9)
+    at = 0
+    while at < 900:
+        length = chance.randrange(1, 80)
+        builder.annotation(chance.choice((NEXT, SINGLE)), at, length)
+        waits.append((at, at + length))
+        at += length + chance.randrange(1, 90)
+    for number in range(12):
+        start, length = chance.randrange(950), chance.randrange(1, 60)
+        builder.launch("cudaLaunchKernel", start, 1, correlation=number + 1, thread=4)
+        builder.kernel("k", start, length, correlation=number + 1)
+        busy.append((start, start + length))
+    trace = builder.build()
+    found = data_loading(trace)
+    waiting = {instant for low, high in waits for instant in range(low, high)}
+    working = {instant for low, high in busy for instant in range(low, high)}
+    assert found.total_ns == 1000 * len(waiting)
+    assert found.waits["duration_ns"].to_list() == [1000 * (high - low) for low, high in waits]
+    idle = [1000 * len(set(range(low, high)) - working) for low, high in waits]
+    assert found.waits["gpu_idle_ns"].to_list() == idle
+    for step, wait, part, idling, bottleneck in found.steps.rows():
+        low, high = bounds[step], bounds[step + 1]
+        inside = waiting & set(range(low, high))
+        assert wait == 1000 * len(inside)
+        assert part == pytest.approx(len(inside) / (high - low))
+        assert idling == 1000 * len(inside - working)
+        assert bottleneck == (part >= 0.05 and idling >= wait / 2)
+    assert found.spent["ns"].sum() == found.total_ns

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
+import pytest
+
+from support.odd_traces import Row, gpu_rows_of, odd_trace
 from traceloom.analyze import patterns
 from traceloom.testing import TraceBuilder
 
@@ -77,3 +82,51 @@ def test_steps_tell_how_often_per_step() -> None:
 def test_without_gpu_work_there_is_nothing() -> None:
     found = patterns(TraceBuilder().op("aten::mm", 0, 5).build())
     assert (found.sequences.height, found.occurrences.height, found.steps.height, found.work_count) == (0, 0, 0, 0)
+
+
+# -- against looking at the streams -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_every_sequence_stands_where_it_is_said_to_with_its_times(seed: int) -> None:
+    trace = odd_trace(seed)
+    found = patterns(trace, least=2)
+    lanes: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    for row in gpu_rows_of(trace):
+        lanes[row["device"], row["stream"]].append(row)
+    assert found.work_count == sum(map(len, lanes.values()))
+    assert found.work_ns == sum(row["ns"] for rows in lanes.values() for row in rows)
+    for row in found.sequences.to_dicts():
+        kernel_ns = gap_ns = span_ns = 0
+        taken: set[int] = set()
+        own = found.occurrences.filter(sequence=row["sequence"])
+        for device, stream, first, last, start, span in own.select("device", "stream", "first", "last", "start_ns", "span_ns").rows():  # fmt: skip
+            rows = lanes[device, stream]
+            at = next(place for place, work in enumerate(rows) if work["event"] == first)
+            work = rows[at : at + row["length"]]
+            assert [w["name"] for w in work] == row["names"]
+            assert (work[-1]["event"], work[0]["start_ns"]) == (last, start)
+            assert not taken & {w["event"] for w in work}, "occurrences do not overlap"
+            taken |= {w["event"] for w in work}
+            assert span == max(w["end_ns"] for w in work) - start
+            kernel_ns, span_ns = kernel_ns + sum(w["ns"] for w in work), span_ns + span
+            for place in range(at + 1, at + row["length"]):
+                gap_ns += max(rows[place]["start_ns"] - max(w["end_ns"] for w in rows[:place]), 0)
+        assert (row["count"], row["kernel_ns"], row["gap_ns"], row["span_ns"]) == (
+            own.height,
+            kernel_ns,
+            gap_ns,
+            span_ns,
+        )
+        assert row["fraction"] == pytest.approx(kernel_ns / found.work_ns)
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest", "least", "most"), [(2, 3, 2, 25), (3, 64, 2, 25), (2, 64, 4, 25), (2, 64, 2, 1)]
+)
+def test_limits_of_a_search_are_kept(shortest: int, longest: int, least: int, most: int) -> None:
+    found = patterns(odd_trace(1), shortest=shortest, longest=longest, least=least, most=most).sequences
+    assert (found["length"] >= shortest).all()
+    assert (found["length"] <= longest).all()
+    assert (found["count"] >= least).all()
+    assert all(part.height <= most for _, part in found.group_by("kind"))
