@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import polars as pl
 
 from traceloom import __version__
 from traceloom.chakra.graph_layout import CARRIED_COLUMNS, CHAKRA_VERSION, SCHEMA, SCHEMA_VERSION, words
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata
 from traceloom.errors import InputError, newer_format
-from traceloom.model.graph import Graph
+from traceloom.model.graph import Graph, Stage
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.notice import Notice
+from traceloom.plain_text import clean_json
 
+_DAMAGE = (
+    LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, msgspec.ValidationError,
+    pl.exceptions.PolarsError,
+)  # fmt: skip
 _OF_A_RANK = ("lanes", "ranks", "coverage")  # frames whose rows belong to one rank, or (rank null) to all
 
 
@@ -83,25 +89,22 @@ class Header:
             raise newer_format("graph", values.get("schema_version"), SCHEMA_VERSION, where)
         try:
             self.rank = int(values["rank"])
-            self.name: str = values["name"]
+            self.name = msgspec.convert(values["name"], str)
             self.epoch_ns = int(values["epoch_ns"])
-            self.world_size: int | None = values.get("world_size")
-            self.stage: Any = values["stage"]
+            self.world_size = msgspec.convert(values.get("world_size"), int | None)
+            self.stage = msgspec.convert(values["stage"], Stage)
             self.node_count = int(values["node_count"])
             self.host_op_count = int(values["host_op_count"])
-            self.edge_kinds: list[str] = values["edge_kinds"]
-            self.evidence_kinds: list[str] = values["evidence_kinds"]
-            notice_fields = {field.name for field in fields(Notice)}
-            notices = json.loads(values["notices"])
-            self.notices = tuple(
-                Notice(**{k: v for k, v in notice.items() if k in notice_fields}) for notice in notices
-            )
+            self.edge_kinds = msgspec.convert(values["edge_kinds"], list[str])
+            self.evidence_kinds = msgspec.convert(values["evidence_kinds"], list[str])
+            self.notices = msgspec.convert(clean_json(json.loads(values["notices"]))[0], tuple[Notice, ...])
             self.frames = {name: _frame(values[name], name, "row") for name in _OF_A_RANK}
             self.frames["delays"] = _frame(values["delays"], "delays")
             self.loose_nodes = _frame(values["loose_nodes"], "nodes").select(CARRIED_COLUMNS)
             self.loose_edges = _frame(values["loose_edges"], "edges")
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError, pl.exceptions.PolarsError) as error:
-            message = f"its metadata is not that of a graph: {str(error).splitlines()[0]}"
+        except _DAMAGE as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            message = f"its metadata is not that of a graph: {reason}"
             raise InputError(message, slug="chakra-damaged", where=where) from error
 
 

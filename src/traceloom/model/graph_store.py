@@ -11,10 +11,11 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
+import msgspec
 import polars as pl
 
 from traceloom import __version__, files
@@ -22,6 +23,7 @@ from traceloom.errors import InputError, InvariantError, newer_format, unreadabl
 from traceloom.model.graph import Graph, Stage
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.notice import Notice
+from traceloom.plain_text import clean_json
 
 FORMAT = "traceloom-graph"
 VERSION = 1
@@ -35,6 +37,7 @@ _MOST_ROWS_PER_BYTE = 50
 _FEW_ROWS = 1_000_000
 _DAMAGE = (
     OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, zlib.error, InvariantError,
+    msgspec.ValidationError,
     # Parquet that was changed can make the reader of Parquet panic, which is no ordinary exception.
     pl.exceptions.PolarsError, pl.exceptions.PanicException,
 )  # fmt: skip
@@ -94,7 +97,7 @@ def load(path: str | Path) -> Graph:
             members = archive.namelist()
             if _HEADER not in members:
                 raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=where)
-            header = json.loads(_member(archive, _HEADER, _HEADER_BYTES))
+            header, _ = clean_json(json.loads(_member(archive, _HEADER, _HEADER_BYTES)))
             if not isinstance(header, dict) or header.get("format") != FORMAT:
                 raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=where)
             if header.get("version") != VERSION:
@@ -112,8 +115,7 @@ def load(path: str | Path) -> Graph:
             raise ValueError(f"`{stage}` is no stage of a graph")
         if not (world is None or isinstance(world, int)) or not isinstance(epoch, int):
             raise TypeError("its header has no whole numbers where they belong")
-        names = {field.name for field in fields(Notice)}
-        notices = tuple(Notice(**{k: v for k, v in notice.items() if k in names}) for notice in header["notices"])
+        notices = msgspec.convert(header["notices"], tuple[Notice, ...])
         graph = Graph(**frames, name=str(name), epoch_ns=epoch, world_size=world, stage=stage, notices=notices)
         graph.check_columns()
     except zipfile.BadZipFile as error:

@@ -283,6 +283,26 @@ def test_a_later_version_is_refused() -> None:
     assert caught.value.slug == "newer-format"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("notices", '{"a": 1}'), ("notices", "[5]"), ("notices", '[{"slug": "a", "severity": "bad", "message": "m"}]'),
+        ("notices", "[" * 5000), ("notices", "null"), ("stage", "x"), ("stage", 5), ("name", 5), ("world_size", "8"),
+        ("rank", "x"), ("rank", 2**40), ("epoch_ns", "x"), ("node_count", "x"), ("edge_kinds", "x"), ("evidence_kinds", 5),
+        ("lanes", "[[99999999999999999999]]"), ("lanes", '[{"lane": 99999999999999999999}]'), ("ranks", "5"),
+        ("delays", '[["x"]]'), ("loose_edges", "[" * 5000),
+    ],
+)  # fmt: skip
+def test_metadata_of_a_graph_that_somebody_changed_is_damage(name: str, value: str | int) -> None:
+    metadata, nodes = to_messages(small_graph(1), 0)
+    changed = next(a for a in metadata.attr if a.name == name)
+    setattr(changed, "string_val" if isinstance(value, str) else "int64_val", value)
+    with pytest.raises(InputError) as caught:
+        from_messages([(metadata, nodes)])
+    assert caught.value.slug == "chakra-damaged"
+    assert "\n" not in str(caught.value)
+
+
 def foreign(*nodes: Node) -> Graph:
     graph = from_messages([(GlobalMetadata(version="0.0.4"), nodes)])
     graph.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import zipfile
 from pathlib import Path
 
@@ -207,3 +208,54 @@ def test_a_wrong_header_is_refused(good: Path, change: dict[str, object]) -> Non
     contents = parts(good)
     contents["header.json"] = json.dumps(json.loads(contents["header.json"]) | change).encode()
     assert refused(rebuilt(good, contents)).slug == "graph-damaged"
+
+
+GOOD_NOTICE = {"slug": "a", "severity": "info", "message": "m"}
+
+
+@pytest.mark.parametrize(
+    "notices",
+    [
+        {"a": 1}, [5], [None], ["text"], [{}], [{"slug": "a"}], [GOOD_NOTICE | {"severity": "bad"}],
+        [GOOD_NOTICE | {"slug": 5}], [GOOD_NOTICE | {"count": "many"}], [GOOD_NOTICE | {"rank": "x"}],
+        [GOOD_NOTICE | {"where": 7}], [GOOD_NOTICE, GOOD_NOTICE | {"message": None}],
+    ],
+)  # fmt: skip
+def test_notices_that_somebody_changed_are_damage(good: Path, notices: object) -> None:
+    contents = parts(good)
+    contents["header.json"] = json.dumps(json.loads(contents["header.json"]) | {"notices": notices}).encode()
+    assert refused(rebuilt(good, contents)).slug == "graph-damaged"
+
+
+def test_a_header_of_a_later_writer_with_more_keys_and_broken_texts_is_read(good: Path) -> None:
+    contents = parts(good)
+    more = {"name": "a\ud800b", "new": [1], "notices": [GOOD_NOTICE | {"new": 1, "message": "\udc00"}]}
+    contents["header.json"] = json.dumps(json.loads(contents["header.json"]) | more).encode()
+    graph = load(rebuilt(good, contents))
+    assert graph.name == "a\ufffdb"
+    assert [notice.message for notice in graph.notices] == ["\ufffd"]
+
+
+@pytest.mark.parametrize("nest", [500, 100_000])
+def test_a_header_that_nests_without_end_is_refused_or_read(good: Path, nest: int) -> None:
+    contents = parts(good)
+    contents["header.json"] = contents["header.json"].replace(b"{", b'{"x": ' + b"[" * nest + b"]" * nest + b",", 1)
+    path = rebuilt(good, contents)
+    if nest < 1000:
+        assert load(path).nodes.height
+    else:
+        assert refused(path).slug == "graph-damaged"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_flipped_bit_is_noticed(good: Path, seed: int) -> None:
+    whole, data = load(good), bytearray(good.read_bytes())
+    chance = random.Random(seed)
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    good.write_bytes(data)
+    refusal = ""
+    try:
+        same(load(good), whole)
+    except InputError as error:
+        refusal = error.slug
+    assert refusal in {"", "graph-damaged", "not-a-graph", "newer-format"}
