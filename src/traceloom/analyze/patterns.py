@@ -157,5 +157,5 @@ def _search(code: Ints, made: Submissions, border: Bools, bounds: tuple[int, int
     text = np.insert(np.where(border, -1, code), opens, -1)
     position = np.insert(np.arange(code.size), opens, 0)
     weight = np.insert(np.where(border, 0, made.end - made.start), opens, 0)
-    taken = chosen(text, maximal_repeats(text, shortest, longest), weight, least, most)
+    taken = chosen(text, maximal_repeats(text, shortest, longest), weight, least, most, shortest=shortest)
     return [(position[start], length) for start, length in taken]

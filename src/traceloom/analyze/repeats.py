@@ -125,7 +125,9 @@ def is_periodic(codes: Ints) -> bool:
     return any((codes[period:] == codes[: size - period]).all() for period in range(1, size // 2 + 1))
 
 
-def chosen(codes: Ints, repeats: Repeats, weight: Ints, least: int, most: int) -> list[tuple[Ints, int]]:
+def chosen(
+    codes: Ints, repeats: Repeats, weight: Ints, least: int, most: int, *, shortest: int = 2
+) -> list[tuple[Ints, int]]:
     """The repeats that say most, none of which only repeats what others say.
 
     In the order of the weight they cover, less the share of one of each (so that a long sequence comes before a
@@ -139,6 +141,7 @@ def chosen(codes: Ints, repeats: Repeats, weight: Ints, least: int, most: int) -
         weight: Weight of each number (time), shape (n,).
         least: Least number of occurrences that do not overlap.
         most: How many to take.
+        shortest: Least length of one that is cut.
 
     Returns:
         Starts of the occurrences, ascending and without overlap, and the length of each repeat.
@@ -156,7 +159,7 @@ def chosen(codes: Ints, repeats: Repeats, weight: Ints, least: int, most: int) -
         if kept.size < start.size:  # they overlap: of the whole length, or cut to their distance, what covers more
             distance = int(np.diff(start).min())
             short = apart(start, distance)
-            if distance > 1 and short.size * distance > kept.size * length:
+            if distance >= shortest and short.size * distance > kept.size * length:
                 kept, length = short, distance
         candidates.append((kept, length))
     covers = [int((sums[start + length] - sums[start]).sum()) * (length - 1) / length for start, length in candidates]
