@@ -23,15 +23,31 @@ _DIRECTIONS = ("HtoD (Pageable -> Device)", "HtoD (Pinned -> Device)", "DtoH (De
 _END = 400_000  # ns
 
 
+class Changed(TraceBuilder):
+    """The same program at another time, on a clock of another speed, or with its two devices exchanged."""
+
+    shift_us, scale, exchanged = 0.0, 1, False
+
+    def _add(
+        self, phase: str, category: str | None, name: str, time_us: float, duration_us: float | None, process: Any,
+        thread: Any, args: dict[str, Any] | None,
+    ) -> TraceBuilder:  # fmt: skip
+        if args is not None and self.exchanged and "device" in args:
+            process = args["device"] = 1 - args["device"]
+        long = None if duration_us is None else duration_us * self.scale
+        return super()._add(phase, category, name, self.shift_us + time_us * self.scale, long, process, thread, args)
+
+
 @cache
-def odd_trace(seed: int) -> Trace:
+def odd_trace(seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bool = False) -> Trace:
     """Three threads of nested events, two devices with three streams each, orphans, graphs, steps of several kinds.
 
     Seeds 0 and 4 have no steps, 1 and 5 steps side by side, 2 and 6 steps with holes, 3 and 7 steps that begin late.
     Seed 7 holds no GPU work at all.
     """
     chance = random.Random(seed)
-    builder = TraceBuilder(devices=2, generation="2026" if seed % 2 else "2024")
+    builder = Changed(devices=2, generation="2026" if seed % 2 else "2024")
+    builder.shift_us, builder.scale, builder.exchanged = shift_us, scale, exchanged
     correlations: list[int] = []
     for thread in (1, 2, 3):
         _nest(chance, builder, thread, chance.randrange(20_000), _END - chance.randrange(20_000), 0, correlations)
