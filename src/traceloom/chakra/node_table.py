@@ -70,6 +70,7 @@ class NodeTable:
         added: Those of the data dependencies that were only added for a target.
         metadata: The first message; empty where the file has none.
         notices: What the stream says of the file: damage.
+        packed: Whether the file is gzip, whatever its name.
     """
 
     path: str
@@ -80,6 +81,7 @@ class NodeTable:
     added: NodeDependencies
     metadata: GlobalMetadata
     notices: tuple[Notice, ...] = ()
+    packed: bool = False
 
     def __len__(self) -> int:
         return self.nodes.height
@@ -127,6 +129,7 @@ def read_table(path: str | Path) -> NodeTable:
             added,
             metadata=reader.metadata,
             notices=(*reader.notices, *damage),
+            packed=reader.packed,
         )
 
 

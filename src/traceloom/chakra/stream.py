@@ -49,6 +49,7 @@ class EtReader:
 
     Attributes:
         metadata: The first message; empty where the file begins with a node.
+        packed: Whether the file is gzip.
         notices: What is wrong with the file, complete after the last node.
 
     Raises:
@@ -65,6 +66,7 @@ class EtReader:
         self._handle = open_file(self.path)
         try:
             self._pieces = UnpackedFile(self._handle)
+            self.packed = self._pieces.packed
             self._blocks = self._placed(blocks(self._pieces, self._cut))
             self.metadata, self._rest = self._head()
         except BaseException:

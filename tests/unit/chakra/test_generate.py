@@ -160,7 +160,8 @@ class TestTransformer:
         generated = transformer(TransformerOptions(data, tensor, stages, layers=4, hidden=64, sequence=32))
         files = written(generated, tmp_path)
         assert len(files) == data * tensor * stages
-        assert validate(tmp_path / "set", target="astra-sim").problems == ()
+        alone = ["one-rank"] if len(files) == 1 else []
+        assert [problem.rule for problem in validate(tmp_path / "set", target="astra-sim").problems] == alone
 
     def test_operations_do_not_depend_on_how_it_is_shared(self) -> None:
         def model(data: int, tensor: int, stages: int, micro_batches: int) -> int:

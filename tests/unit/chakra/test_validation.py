@@ -162,6 +162,12 @@ CASES: dict[str, tuple[Make, Make, Target]] = {
         a_set([collective(1, pg_name="1")], groups={"1": [0]}),
         "astra-sim",
     ),
+    "no-group-file": (
+        a_set(*[[collective(1, pg_name="1")]] * 2),
+        a_set(*[[collective(1, pg_name="0"), collective(2, pg_name="", deps=[1])]] * 2),
+        "astra-sim",
+    ),
+    "one-rank": (FINE, PAIR, "astra-sim"),
     "control-dependency": (a_set([ONE, node(2, ctrl=[1])]), FINE, "astra-sim"),
     "host-node": (a_set([node(1, is_cpu_op=True)]), a_set([node(1, is_cpu_op=False)]), "astra-sim"),
     "memory-node": (a_set([node(1, "MEM_LOAD_NODE")]), FINE, "astra-sim"),
@@ -188,6 +194,36 @@ def test_every_rule_has_a_case_and_a_section_in_the_reference() -> None:
     assert set(CASES) == set(RULES)
     page = (ROOT / "docs" / "reference" / "validation-rules.md").read_text(encoding="utf-8")
     assert {line[4:] for line in page.splitlines() if line.startswith("### ")} == set(RULES)
+
+
+def zipped_under_a_plain_name(home: Path) -> Path:
+    write_set(home, *[[ONE]] * 2, ending=".et.gz")
+    for path in home.glob("*.et.gz"):
+        path.rename(path.with_suffix(""))
+    return home
+
+
+@pytest.mark.parametrize(
+    ("rule", "make"),
+    [
+        ("file-compressed", zipped_under_a_plain_name),
+        ("no-nodes", a_set([ONE], [])),
+        ("memory-node", a_set(*[[node(1, "MEM_STORE_NODE")]] * 2)),
+        ("no-group-file", CASES["no-group-file"][0]),
+        ("one-rank", FINE),
+    ],
+)
+def test_what_astra_sim_refuses_is_an_error_for_it_and_none_for_others(rule: str, make: Make, tmp_path: Path) -> None:
+    make(tmp_path)
+    problems = broken(tmp_path, "astra-sim")
+    assert {name for name, problem in problems.items() if problem.severity == "error"} == {rule}
+    assert all(problem.severity == "warning" for problem in broken(tmp_path).values())
+
+
+def test_one_file_of_a_set_may_have_others_elsewhere(tmp_path: Path) -> None:
+    write_set(tmp_path, [ONE, AFTER], [ONE, AFTER])
+    [problem] = validate(tmp_path / "w.0.et", target="astra-sim").problems
+    assert (problem.rule, problem.severity) == ("one-rank", "warning")
 
 
 @pytest.mark.parametrize("target", ["chakra", "astra-sim"])

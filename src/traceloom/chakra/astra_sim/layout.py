@@ -82,7 +82,8 @@ def lay_out(
     changes = Changes(
         graph, frame, kept[: frame.height], leading, int(waits.queued.sum()), loose, communication.by_order, delays
     )
-    return files, communication.groups, list(notices_of(changes, ranks, len(nodes.added), gpu_only=gpu_only))
+    empty = [rank for rank, file in zip(ranks, files, strict=True) if not file.nodes.height]
+    return files, communication.groups, list(notices_of(changes, ranks, empty, len(nodes.added), gpu_only=gpu_only))
 
 
 def _leads_to_work(units: Units, frame: pl.DataFrame) -> Bools:

@@ -46,12 +46,13 @@ class Changes:
     delays: pl.DataFrame
 
 
-def notices_of(changes: Changes, ranks: list[int], added: int, *, gpu_only: bool) -> Iterator[Notice]:
+def notices_of(changes: Changes, ranks: list[int], empty: list[int], added: int, *, gpu_only: bool) -> Iterator[Notice]:
     """The notices of a conversion.
 
     Args:
         changes: What was done.
         ranks: The ranks in the graph.
+        empty: Those whose file has no nodes.
         added: How many dependencies were added.
         gpu_only: Whether host work was left out.
     """
@@ -104,6 +105,16 @@ def notices_of(changes: Changes, ranks: list[int], added: int, *, gpu_only: bool
     if ranks != list(range(len(ranks))):
         message = f"the recorded ranks {', '.join(map(str, ranks[:8]))} are numbered from 0"
         yield Notice("target-renumbered-ranks", "warning", message, len(ranks))
+    if len(ranks) == 1:
+        yield Notice("target-one-rank", "warning", "there is one rank alone: ASTRA-sim simulates two or more", 1)
+    if empty:
+        why = (
+            "no GPU work was recorded, and that of the host was left out"
+            if gpu_only
+            else "no GPU work waits for what it does"
+        )
+        message = f"the file of rank {empty[0]} has no nodes, which ASTRA-sim refuses: {why}"
+        yield Notice("target-no-nodes", "warning", message, len(empty))
     edges = changes.graph.edges
     delay = edges.filter(pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"]))
     lost_ns = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())

@@ -8,7 +8,7 @@ import polars as pl
 from traceloom.chakra.schema import CollectiveCommType, NodeType
 from traceloom.chakra.validation.communication import COLLECTIVE, kind_name
 from traceloom.chakra.validation.nodes import each, ids, label
-from traceloom.chakra.validation.problem import Findings
+from traceloom.chakra.validation.problem import Findings, Severity
 from traceloom.chakra.workload import Workload
 
 SUPPORTED = (
@@ -28,7 +28,7 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
         location = (table.path, rank)
         if rank is None:
             findings.add("file-name", location, [(None, "the file's name does not end in .RANK.et")])
-        if table.path.lower().endswith(".gz"):
+        if table.packed:
             findings.add("file-compressed", location, [(None, "the file is compressed")])
         for rule, broken, text in (
             ("unsupported-node", pl.col("type") == NodeType.METADATA_NODE, "is a metadata node"),
@@ -71,6 +71,14 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
         for name in odd:
             rows = named.filter(pl.col("pg_name") == name)["row"].to_numpy()
             findings.add("group-name", location, each(table, rows, f"is in group `{name}`"), ids(table, rows))
+        if workload.groups.members is None:
+            rows = named.filter(~pl.col("pg_name").is_in(["", "0"]))["row"].to_numpy()
+            if len(rows):
+                findings.add("no-group-file", location, each(table, rows, "is in a group"), ids(table, rows))
+    if len(workload.ranks) == 1:
+        severity: Severity | None = None if workload.place.whole else "warning"  # others may lie elsewhere
+        alone = [(None, "there is no other rank")]
+        findings.add("one-rank", (workload.tables[0].path, workload.ranks[0]), alone, severity=severity)
     names = workload.groups.members or {}
     wrong = [name for name in names if not _is_number(name, least=1)]
     if wrong:

@@ -16,7 +16,7 @@ _FILE = (
         ERROR,
     ),
     ValidationRule("no-metadata", "the file does not begin with metadata", "write the metadata message first", ERROR),
-    ValidationRule("no-nodes", "the file has no nodes", "leave the file away, or write its nodes", WARNING, WARNING),
+    ValidationRule("no-nodes", "the file has no nodes", "leave the file away, or write its nodes", WARNING),
     ValidationRule(
         "file-name",
         "the file's name does not end in a rank",
@@ -203,6 +203,18 @@ _ASTRA_SIM = (
         None,
     ),
     ValidationRule(
+        "no-group-file",
+        "ASTRA-sim ends where a node names a group and nobody says who is in it",
+        "write comm_groups.json beside the files, or give it with --groups",
+        None,
+    ),
+    ValidationRule(
+        "one-rank",
+        "ASTRA-sim simulates two ranks or more",
+        "add the files of the other ranks",
+        None,
+    ),
+    ValidationRule(
         "control-dependency",
         "ASTRA-sim takes call-stack parents for an order: the node waits until its caller has ended",
         "convert with --target astra-sim, or leave ctrl_deps empty",
@@ -221,7 +233,6 @@ _ASTRA_SIM = (
         "ASTRA-sim sends it to remote memory, which its configuration must describe",
         "give a --remote-memory-configuration, or convert with --target astra-sim",
         None,
-        WARNING,
     ),
 )
 
