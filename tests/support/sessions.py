@@ -79,8 +79,8 @@ def several_devices() -> Session:
 
 
 def unknown_ranks() -> Session:
-    """Two traces that do not say their rank."""
-    traces = [busy_step(TraceBuilder(rank=None, host=f"host{k}"), 0, 0) for k in range(2)]
+    """Two traces that do not say their rank beside one that does."""
+    traces = [busy_step(TraceBuilder(rank=rank, host=f"host{k}"), 0, 0) for k, rank in enumerate((None, 1, None))]
     return session_of("unknown ranks", *traces)
 
 

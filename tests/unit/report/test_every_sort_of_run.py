@@ -318,3 +318,16 @@ def test_parts_that_are_almost_nothing_are_text_in_every_view() -> None:
         assert not LOOSE.search(text)
         assert "&lt;0.1" in text
     assert "<0.1 %" in Elements(notebook).shown
+
+
+@every_sort
+def test_what_is_unknown_is_never_called_by_a_word_of_the_program(sort: Sort) -> None:
+    document = made(sort)[1]
+    for text in (
+        "\n".join(line.plain for line in lines(sort, FULL, 140)),
+        markdown(document, ReportOptions()),
+        elements(sort).shown.replace("None of the known", "").replace("none of", ""),
+        Shown(document, ReportOptions())._repr_html_(),
+    ):
+        found = re.search(r".{0,40}\b(None|nan|null|inf)\b.{0,40}", text)
+        assert found is None, found and found[0]

@@ -49,7 +49,7 @@ def times(name: str, title: str, what: str) -> dict[str, Column]:
 
 NO_RANK = "the file does not say its rank"
 NO_DEVICE = "the file does not number the device"
-NO_STEP = "null is the time outside all steps"
+NO_STEP = "it is outside all steps"
 NO_GROUP = "the recording does not say which group communicates"
 NO_SIZE = "the recording does not say how many ranks communicate"
 NO_KIND = "neither the arguments nor the name of the kernel say what it does"

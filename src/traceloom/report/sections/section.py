@@ -35,6 +35,7 @@ from traceloom.model import Session, Trace, units
 from traceloom.model.columns import column
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
+from traceloom.report.names import rank_label
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.shapes import Part, or_null, record
 from traceloom.report.table import Col, Row, Table
@@ -121,7 +122,7 @@ class Study(Generic[Result]):
 
 def on_rank(row: Row, rows: Iterable[Row]) -> str:
     """` of rank 3` behind a figure of one row, where the rows are of several ranks."""
-    return f" of rank {row['rank']}" if len({other["rank"] for other in rows}) > 1 else ""
+    return f" of {rank_label(row['rank'])}" if len({other["rank"] for other in rows}) > 1 else ""
 
 
 def several(document: Row, column: Col) -> tuple[Col, ...]:
