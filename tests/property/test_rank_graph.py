@@ -10,13 +10,11 @@ import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from support.strategies import builders
+from support.strategies import builders, waiting_builders
 from traceloom.link.rank import link_rank
 from traceloom.model.graph import Graph
 from traceloom.read import read_kineto
-from traceloom.testing.builder import TraceBuilder
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 FOLDERS = ("kineto", "critical_path", "diff", "multirank", "pairs")
@@ -52,46 +50,8 @@ def test_random_traces_make_graphs_that_keep_the_law(builder):
     assert counted == work.height
 
 
-_CALLS = (
-    "cudaLaunchKernel", "cudaMemcpyAsync", "cudaMemcpy", "hipMemcpyWithStream", "cudaGraphLaunch", "cudaEventRecord",
-    "cudaStreamWaitEvent", "cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventQuery",
-)  # fmt: skip
-_OPS = ("aten::mm", "autograd::engine::evaluate_function: MmBackward0", "c10d::allreduce_", "record_param_comms")
-_SPANS = ("## backward ##", "gloo:all_reduce", "nccl:all_reduce", "ProfilerStep#3")
-_WORK = ("gemm", "ncclDevKernel_AllReduce_Sum_f32", "Memcpy DtoH (Device -> Pageable)", "void ep::dispatch<8>()")
-_SYNCS = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
-
-
-@st.composite
-def busy(draw: st.DrawFn) -> TraceBuilder:
-    """Traces full of what waits and what is waited for, at times that contradict each other."""
-    builder = TraceBuilder(generation=draw(st.sampled_from(["2023", "2024", "2026", "rocm"])))
-    scale = draw(st.sampled_from([1, 10, 300]))
-    times = st.integers(0, 60).map(lambda at: at * scale)
-    small = st.integers(1, 12)
-    for _ in range(draw(st.integers(5, 40))):
-        at, length, thread, number = draw(times), draw(times), draw(st.integers(1, 3)), draw(small)
-        stream = draw(st.sampled_from([7, 20, 24]))
-        match draw(st.integers(0, 5)):
-            case 0:
-                name = draw(st.sampled_from(_OPS))
-                back = {"sequence": number, "forward_thread": draw(st.integers(0, 1))}
-                builder.op(name, at, length, thread=thread, **back)
-            case 1:
-                builder.annotation(draw(st.sampled_from(_SPANS)), at, length, thread=thread)
-            case 2 | 3:
-                name, driver = draw(st.sampled_from(_CALLS)), draw(st.booleans())
-                builder.launch(name, at, length, correlation=number, thread=thread, driver=driver)
-            case 4:
-                builder.kernel(draw(st.sampled_from(_WORK)), at, length, stream=stream, correlation=number)
-            case _:
-                known = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": draw(small)}
-                builder.sync(draw(st.sampled_from(_SYNCS)), at, length, stream=stream, correlation=number, **known)
-    return builder
-
-
 @settings(max_examples=50)
-@given(builder=busy())
+@given(builder=waiting_builders())
 def test_whatever_waits_for_whatever_there_is_no_circle_and_nothing_before_its_cause(builder):
     graph, trace = linked(builder)
     graph.check()

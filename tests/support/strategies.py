@@ -73,3 +73,40 @@ def _other(draw: DrawFn, builder: TraceBuilder, times: SearchStrategy[float]) ->
 
 
 _ADDERS = (_op, _op, _op, _frame, _work, _work, _copy, _allocation, _step, _other)
+
+_CALLS = (
+    "cudaLaunchKernel", "cudaMemcpyAsync", "cudaMemcpy", "hipMemcpyWithStream", "cudaGraphLaunch", "cudaEventRecord",
+    "cudaStreamWaitEvent", "cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventQuery",
+)  # fmt: skip
+_OPS = ("aten::mm", "autograd::engine::evaluate_function: MmBackward0", "c10d::allreduce_", "record_param_comms")
+_SPANS = ("## backward ##", "gloo:all_reduce", "nccl:all_reduce", "ProfilerStep#3")
+_WORK = ("gemm", "ncclDevKernel_AllReduce_Sum_f32", "Memcpy DtoH (Device -> Pageable)", "void ep::dispatch<8>()")
+_SYNCS = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
+
+
+@st.composite
+def waiting_builders(draw: DrawFn) -> TraceBuilder:
+    """Traces full of what waits and what is waited for, at times that contradict each other."""
+    builder = TraceBuilder(generation=draw(st.sampled_from(["2023", "2024", "2026", "rocm"])))
+    scale = draw(st.sampled_from([1, 10, 300]))
+    times = st.integers(0, 60).map(lambda at: at * scale)
+    small = st.integers(1, 12)
+    for _ in range(draw(st.integers(5, 40))):
+        at, length, thread, number = draw(times), draw(times), draw(st.integers(1, 3)), draw(small)
+        stream = draw(st.sampled_from([7, 20, 24]))
+        match draw(st.integers(0, 5)):
+            case 0:
+                name = draw(st.sampled_from(_OPS))
+                back = {"sequence": number, "forward_thread": draw(st.integers(0, 1))}
+                builder.op(name, at, length, thread=thread, **back)
+            case 1:
+                builder.annotation(draw(st.sampled_from(_SPANS)), at, length, thread=thread)
+            case 2 | 3:
+                name, driver = draw(st.sampled_from(_CALLS)), draw(st.booleans())
+                builder.launch(name, at, length, correlation=number, thread=thread, driver=driver)
+            case 4:
+                builder.kernel(draw(st.sampled_from(_WORK)), at, length, stream=stream, correlation=number)
+            case _:
+                known = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": draw(small)}
+                builder.sync(draw(st.sampled_from(_SYNCS)), at, length, stream=stream, correlation=number, **known)
+    return builder
