@@ -362,3 +362,65 @@ def test_the_summary_tells_the_spread_over_steps() -> None:
     assert (row["count"], row["total_ns"], row["min_ns"], row["median_ns"], row["max_ns"]) == (3, 90_000, 10_000, 20_000, 60_000)  # fmt: skip
     assert (row["mean_total_ns"], row["min_total_ns"], row["max_total_ns"]) == (30_000, 10_000, 60_000)
     assert (row["mean_call_count"], row["step_count"]) == (1, 3)
+
+
+# -- what groups are for, from what is called over them -----------------------------------------------------------
+
+FORWARD, BACKWARD = "nn.Module: Block_0", "autograd::engine::evaluate_function: AddmmBackward0"
+
+
+def called(calls: list[tuple[str, str]], members: list[int], world: int, **more: Any) -> tuple[str, str]:
+    """Role and evidence of a group with these calls: kind, and the pass around each."""
+    builder = TraceBuilder(members[0], world)
+    for number, (kind, around) in enumerate(calls):
+        at = 40 * number
+        if around == FORWARD:
+            builder.python(around, at, 30)
+        elif around:
+            builder.op(around, at, 30)
+        builder.launch("cudaLaunchKernel", at + 2, 2, correlation=number + 1)
+        told = ARGS(kind, "7", len(members), 8, "Float") | {"Process Group Ranks": str(members)} | more
+        builder.kernel("ncclDevKernel_X", at + 5, 5, stream=20, correlation=number + 1, **told)
+    return _groups(builder, world)["7"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "members", "world", "role"),
+    [
+        ([("allreduce", FORWARD), ("allreduce", BACKWARD)] * 4, [0, 1], 8, "tensor"),
+        ([("allreduce", FORWARD), ("allreduce", BACKWARD)] * 4, [0, 4], 8, "unknown"),
+        ([("allreduce", BACKWARD)] * 4, [0, 4], 8, "data"),
+        ([("allreduce", "")] * 4, list(range(8)), 8, "world"),
+        ([("_allgather_base", FORWARD), ("_reduce_scatter_base", BACKWARD)] * 3, list(range(8)), 8, "sharded data"),
+        (
+            [("_allgather_base", FORWARD), ("_allgather_base", BACKWARD), ("_reduce_scatter_base", FORWARD),
+             ("_reduce_scatter_base", BACKWARD)] * 2,
+            [0, 1], 8, "unknown",
+        ),
+        ([("send", ""), ("recv", "")] * 3, [0, 1], 2, "pipeline"),
+        ([("all_to_all", FORWARD)] * 3, [0, 1, 2, 3], 8, "unknown"),
+        ([("broadcast", "")] * 2, [0, 3], 8, "unknown"),
+    ],
+)  # fmt: skip
+def test_roles_follow_from_what_is_called_in_which_pass_over_whom(
+    calls: list[tuple[str, str]], members: list[int], world: int, role: str
+) -> None:
+    found, evidence = called(calls, members, world)
+    assert found == role
+    assert evidence.startswith("calls: ")
+
+
+def test_hosts_decide_only_about_groups_whose_hosts_are_all_known() -> None:
+    frames = []
+    for rank in range(2):
+        told = ARGS("allreduce", "0", 2, 4096, "Float") | {"Process Group Ranks": "[0, 1]"}
+        trace = TraceBuilder(rank, 2).kernel("ncclDevKernel_AllReduce", 0, 10, stream=20, **told).build()
+        frames.append(analyze.collectives(trace).calls)
+    both, link = pl.concat(frames), link_of("NVIDIA H100 80GB HBM3")
+    assert link is not None
+    links = {0: link, 1: link}
+    known = against_hosts(both, {0: "a", 1: "a"}, links)
+    assert set(known["link"]) == {link.name}
+    assert known["link_fraction"].to_list() == pytest.approx([rate / 450 for rate in both["bus_gb_per_s"]])
+    assert set(against_hosts(both, {0: "a", 1: "b"}, links)["link"]) == {None}
+    assert against_hosts(both, {0: "a"}, links)["link"].equals(both["link"])

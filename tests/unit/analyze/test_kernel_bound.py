@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from traceloom.analyze import kernel_bounds
+from traceloom.analyze.kernel_bound import BOUNDS
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
@@ -51,3 +54,29 @@ def test_bounds_add_up_to_all_work_and_to_busy_time() -> None:
 def test_a_trace_without_gpu_work_has_no_rows() -> None:
     found = kernel_bounds(TraceBuilder().op("aten::mm", 0, 5).build())
     assert (found.bounds.height, found.kinds.height, found.known_fraction) == (0, 0, None)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_piece_of_work_has_the_bound_of_its_time_and_ceiling(seed: int) -> None:
+    """Products of random sizes: 2 n³ operations and 12 n² bytes, at peaks of 10^12 each."""
+    chance = random.Random(seed)
+    made, sums = TraceBuilder(device_name="nobody's GPU"), dict.fromkeys(BOUNDS, 0)
+    for number in range(20):
+        size, length = chance.choice([4, 30, 300, 1000, 3000]), chance.choice([1, 9, 11, 200, 5000, 60_000])
+        modelled = chance.random() < 0.8
+        at = 100_000.0 * number
+        made.op("aten::mm" if modelled else "mine::operator", at, 90, shapes=[[size, size]] * 2)
+        made.launch("cudaLaunchKernel", at + 20, 5, correlation=number + 1).kernel(
+            "sgemm", at + 100, length, correlation=number + 1
+        )
+        computing, moving = 2 * size**3 / 1e3, 12 * size**2 / 1e3  # ns
+        ceiling, ns = max(computing, moving), 1000 * length
+        far = (ns < 10_000 and ceiling < 0.25 * ns) or ceiling < 0.05 * ns
+        bound = "latency" if far else "compute" if computing > moving else "memory"
+        sums[bound if modelled else "unknown"] += ns
+    found = kernel_bounds(made.build(), PEAK)
+    assert dict(found.bounds.select("bound", "sum_ns").rows()) == sums
+    whole = sum(sums.values())
+    assert found.known_fraction == pytest.approx(1 - sums["unknown"] / whole)
+    assert found.bounds["fraction"].to_list() == pytest.approx([ns / whole for ns in sums.values()])
+    assert found.kinds["sum_ns"].sum() == whole

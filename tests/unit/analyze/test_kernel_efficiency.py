@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from importlib.resources import files
 from pathlib import Path
 
@@ -138,3 +139,56 @@ def test_kernels_by_operator_and_shapes() -> None:
     assert (big["min_total_ns"], big["max_total_ns"], big["step_count"]) == (0, 30_000, 2)
     assert (json.loads(small["shapes"])[0], small["step_count"]) == ([4, 4], 1)
     assert (orphan["op"], orphan["shapes"], orphan["mean_total_ns"]) == (None, None, None)
+
+
+# -- random kernels, instant by instant ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_figures_of_random_kernels_are_those_of_looking_at_every_instant(seed: int) -> None:
+    chance = random.Random(seed)
+    made, runs = TraceBuilder(devices=2), []
+    for number in range(30):
+        start, length = chance.randrange(200), chance.randrange(40)
+        blocks = chance.choice([None, 0.0, 0.125, 0.5, 1.0, 3.5])
+        percent = chance.choice([None, 5, 50, 100])
+        said: dict[str, float] = {} if blocks is None else {"blocks per SM": blocks}
+        said |= {} if percent is None else {"est. achieved occupancy %": percent}
+        device, name = chance.randrange(2), chance.choice(["gemm", "add", "softmax"])
+        made.kernel(name, start, length, device=device, stream=number, **said)
+        runs.append((device, name, start, length, blocks, percent))
+    bounds = sorted(chance.sample(range(10, 230), 4))
+    for step, low in enumerate(bounds):
+        made.mark(step, low)
+    found = kernel_efficiency(made.build())
+
+    def area(device: int, low: int, high: int) -> float:
+        return sum(
+            min(sum(b for d, _, s, n, b, _ in runs if d == device and b is not None and s <= at < s + n), 1)
+            for at in range(low, high)
+        )
+
+    for row in found.devices.to_dicts():
+        own = [run for run in runs if run[0] == row["device"]]
+        low, high = min(run[2] for run in own), max(run[2] + run[3] for run in own)
+        measured = [(n, b) for *_, n, b, _ in own if b is not None]
+        estimated = [(n, p) for *_, n, _, p in own if p is not None]
+        assert (row["window_ns"], row["kernel_count"]) == (1000 * (high - low), len(own))
+        assert row["kernel_ns"] == 1000 * sum(run[3] for run in own)
+        assert (row["measured_ns"], row["estimated_ns"]) == (
+            1000 * sum(n for n, _ in measured), 1000 * sum(n for n, _ in estimated)
+        )  # fmt: skip
+        assert row["sm_efficiency"] == pytest.approx(area(row["device"], low, high) / (high - low))
+        assert row["sm_fill"] == pytest.approx(sum(n * min(b, 1) for n, b in measured) / sum(n for n, _ in measured))
+        weighted = sum(n * p / 100 for n, p in estimated) / sum(n for n, _ in estimated)
+        assert row["occupancy"] == pytest.approx(weighted)
+    for device, step, duration, filled in found.steps.rows():
+        assert duration == 1000 * (bounds[step + 1] - bounds[step])
+        assert filled == pytest.approx(area(device, bounds[step], bounds[step + 1]) * 1000 / duration)
+    assert found.kernels["total_ns"].sum() == found.matrix["total_ns"].sum() == 1000 * sum(run[3] for run in runs)
+    for row in found.kernels.to_dicts():
+        own = [run for run in runs if run[1] == row["name"]]
+        measured = [(n, b) for *_, n, b, _ in own if b is not None]
+        whole = sum(n for n, _ in measured)
+        assert row["count"] == len(own)
+        assert row["blocks_per_sm"] == (pytest.approx(sum(n * b for n, b in measured) / whole) if whole else None)

@@ -15,6 +15,7 @@ from traceloom.analyze import CriticalPath, critical_path
 from traceloom.analyze.path.pieces import CLASSES
 from traceloom.analyze.path.window import usual_step
 from traceloom.errors import UsageError
+from traceloom.link import link_session
 from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder
 
@@ -195,3 +196,20 @@ def test_clocks_that_lie_decades_apart_are_refused_in_words(ranks: int) -> None:
     with pytest.raises(UsageError) as error:
         critical_path(Session(tuple(traces), "made"))
     assert error.value.slug == "times-too-long"
+
+
+@pytest.mark.parametrize("name", ["host", "device", "ranks", "mesh"])
+def test_a_graph_alone_has_the_path_that_its_traces_have(name: str) -> None:
+    one = path_of(name)
+    other = critical_path(link_session(session(name), step=one.step), one.step)
+    other.check()
+    assert other.step == one.step
+    assert other.window_ns == pytest.approx(one.window_ns, rel=0.02), "a step is what the nodes of its thread cover"
+    largest = [found.classes.sort("duration_ns", descending=True)["class"][0] for found in (one, other)]
+    assert largest[0].replace("data", "host") == largest[1], "waits for data are known by their names in the traces"
+
+
+def test_the_usual_step_of_a_graph_is_one_that_most_ranks_have() -> None:
+    graph = link_session(session("device"))
+    steps = session("device").traces[0].steps
+    assert critical_path(graph).step in steps["step"].to_list()
