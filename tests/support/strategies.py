@@ -97,7 +97,7 @@ def waiting_builders(draw: DrawFn) -> TraceBuilder:
         match draw(st.integers(0, 5)):
             case 0:
                 name = draw(st.sampled_from(_OPS))
-                back = {"sequence": number, "forward_thread": draw(st.integers(0, 1))}
+                back: dict[str, Any] = {"sequence": number, "forward_thread": draw(st.integers(0, 1))}
                 builder.op(name, at, length, thread=thread, **back)
             case 1:
                 builder.annotation(draw(st.sampled_from(_SPANS)), at, length, thread=thread)
@@ -107,6 +107,6 @@ def waiting_builders(draw: DrawFn) -> TraceBuilder:
             case 4:
                 builder.kernel(draw(st.sampled_from(_WORK)), at, length, stream=stream, correlation=number)
             case _:
-                known = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": draw(small)}
+                known: dict[str, Any] = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": draw(small)}
                 builder.sync(draw(st.sampled_from(_SYNCS)), at, length, stream=stream, correlation=number, **known)
     return builder
