@@ -196,6 +196,34 @@ class PlainScenario:
             for node in loads:
                 self.work[node] = round(self.work[node] * min(left / max(loading, 1), 1.0))
 
+    def hide(self, chosen: set[int]) -> None:
+        """Take work out of the order of its streams; there is no optimizer here."""
+        computing: dict[Any, set[int]] = {}
+        for row in self.nodes:
+            if row["kind"] == "kernel" and row["node"] not in chosen:
+                span = range(row["start_ns"], row["start_ns"] + row["duration_ns"])
+                computing.setdefault(row["rank"], set()).update(span)
+        added: list[tuple[dict[str, Any], int]] = []
+        for at, edge in enumerate(self.edges):
+            source, target, delay = self.nodes[edge["source"]], self.nodes[edge["target"]], self.delay[at]
+            in_order = edge["kind"] in ("stream", "wait", "occupancy") and edge["from_end"] and not edge["to_end"]
+            waits = target["node"] in chosen or target["kind"] in DEVICE
+            if not in_order or delay is None or source["node"] not in chosen or not waits:
+                continue
+            span = range(source["start_ns"], source["start_ns"] + source["duration_ns"])
+            self.delay[at] = delay + len(computing.get(source["rank"], set()) & set(span))
+            self.edges[at] = edge | {"from_end": False, "kind": "wait"}
+            if target["node"] in chosen:  # among themselves they stay in order
+                transfers = [
+                    gap for other, gap in zip(self.edges, self.delay, strict=True)
+                    if gap is not None and other["kind"] == "rendezvous" and other["to_end"]
+                    and other["target"] == target["node"]
+                ]  # fmt: skip
+                own = max([self.work[target["node"]], *transfers])
+                added.append((edge | {"from_end": True, "to_end": True, "kind": "wait"}, own))
+        self.edges += [edge for edge, _ in added]
+        self.delay += [own for _, own in added]
+
     # -- what bounds them --------------------------------------------------------------------------------------
 
     def busiest_lane(self) -> int:

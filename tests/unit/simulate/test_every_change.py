@@ -121,6 +121,25 @@ def test_a_change_is_bounded_by_what_is_left_and_by_what_it_touches(texts: tuple
         assert after >= least_ns(graph, scenario, before) - graph.nodes.height, "more than halves of ns is lost"
 
 
+@pytest.mark.parametrize("target", ["copies", "collectives", "kernels", "gpu"])
+@pytest.mark.parametrize("with_it", ["", "gpu * 0.3", "network * 3"])
+def test_hidden_work_leaves_the_order_of_its_stream_as_a_plain_loop_says(target: str, with_it: str) -> None:
+    compared = 0
+    for seed in range(30):
+        graph, plan = job(seed)
+        texts = [text for text in (with_it, f"{target} overlap") if text]
+        scenario = asked(graph, *texts)
+        if scenario is None:
+            continue
+        plain = PlainScenario(graph)
+        if with_it:
+            CHANGES[with_it](plain)
+        plain.hide(plain.chosen(target))
+        assert scenario.times(plan).tolist() == plain.times()
+        compared += 1
+    assert compared > 5
+
+
 @pytest.mark.parametrize("text", ["gpu * 0.3", "host * 2.5", "rank 0 delay remove", "copies async", "idle remove"])
 def test_an_answer_is_that_of_the_plain_evaluation_in_every_figure(text: str) -> None:
     for graph, plan, scenario, plain in changed(text):
