@@ -151,10 +151,10 @@ def _annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFrame:
 
 def _elements(shapes: str | None, types: str | None) -> tuple[str | None, int | None, int | None]:
     """Element type, number of elements and bytes of the tensors of an annotation."""
-    if shapes is None:
+    try:
+        dims, names = json.loads(shapes or ""), json.loads(types or "[]")
+    except (ValueError, RecursionError):  # absent, or a list in quotes that is none
         return None, None, None
-    dims = json.loads(shapes)
-    names = json.loads(types) if types else []
     if not isinstance(dims, list) or not isinstance(names, list):
         return None, None, None
     count, size, kinds = 0, 0, set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -46,7 +47,6 @@ _KERNEL_CODE = _CODE[cat.KERNEL]
 _COMMAND_CODE = _CODE[cat.COMMAND]
 
 _JOINED = 64  # arrays of slices made one
-_LIST = (b"[", b'"[')  # some writers put lists in quotes
 _MOST_LISTS = 20_000  # combinations of lists that are remembered
 
 COLLECTIVE_TEXTS = ("collective", "group", "element_type", "group_description")
@@ -93,8 +93,9 @@ class _Lists(dict[bytes, int]):
         if number == self._parts.shape[1]:
             self._parts = np.concatenate([self._parts, np.zeros_like(self._parts)], axis=1)
         parts = key.split(b"\0")
-        self._parts[:, number] = [self._texts[part] if part.startswith(_LIST) else -1 for part in parts]
-        if any(part and part != b"null" and not part.startswith(_LIST) for part in parts):
+        lists = [_is_list(part) for part in parts]
+        self._parts[:, number] = [self._texts[part] if lists[at] else -1 for at, part in enumerate(parts)]
+        if any(part and part != b"null" and not lists[at] for at, part in enumerate(parts)):
             self.odd = np.append(np.zeros(0, np.int64) if self.odd is None else self.odd, number)
         return number
 
@@ -473,7 +474,7 @@ class Columns:
             except (*MALFORMED, KeyError, TypeError):
                 continue
             for key, value in args.items() if isinstance(args, dict) else ():
-                if isinstance(value, (int, float)) and timed[at]:
+                if isinstance(value, (int, float)) and timed[at] and abs(value) <= sys.float_info.max:
                     names.append(entries[at].name)
                     keys.append(key)
                     values.append(float(value))
@@ -487,6 +488,17 @@ class Columns:
             value=np.array(values, dtype=np.float64),
             place=np.array(places, dtype=np.int32),
         )
+
+
+def _is_list(text: bytes) -> bool:
+    """Whether it is JSON of a list; some writers put lists in quotes."""
+    if not text.startswith(b'"['):
+        return text.startswith(b"[")
+    try:
+        msgspec.json.decode(msgspec.json.decode(text, type=str), type=list)
+    except MALFORMED:
+        return False
+    return True
 
 
 def _external(args: list[Any]) -> Array:

@@ -105,6 +105,19 @@ def test_annotated_collectives_have_the_elements_that_their_shapes_say_or_none(p
     assert (row["kind"], row["in_elements"], row["in_bytes"]) == ("all_reduce", elements, size)
 
 
+@pytest.mark.parametrize("text", ["[[1, NaN]]", "[[1, 2", "[1,", "[", "[N/A]", "[[2, 3]] and more", "[" * 5000])
+@pytest.mark.parametrize("key", ["Input Dims", "Input type", "Input Strides", "Concrete Inputs"])
+def test_a_list_in_quotes_that_is_none_is_absent_and_told(path, key, text):
+    args = {"Input Dims": "[[2, 3]]", "Input type": '["float"]', key: text}
+    trace = read(path, event(cat="user_annotation", name="nccl:all_reduce", args=args))
+    assert slugs(trace) == {"odd-values": 1}
+    row = trace.tensors.row(0, named=True)
+    column = {"Input Dims": "shapes", "Input type": "types", "Input Strides": "strides"}.get(key, "concrete")
+    assert row[column] is None
+    whole = column not in ("shapes", "types")
+    assert trace.collectives["in_bytes"].to_list() == [24 if whole else None]
+
+
 @pytest.mark.parametrize("peer", [2**31, 2**62, "x", None, [1]])
 def test_a_peer_in_a_capture_that_is_no_rank_is_unknown(path, peer):
     calls = {"group": [0], "groups": ["0"], "kind": [0], "kinds": ["send"], "type": [0], "types": ["Float"],
@@ -236,7 +249,7 @@ def test_allocations_with_odd_values_are_kept(path, more, row):
     ("args", "values"),
     [
         ({"": 1.5}, [("", 1.5)]), ({"a": 1, "b": "2", "c": None, "d": [3]}, [("a", 1.0)]), ({"a": -1e308}, [("a", -1e308)]),
-        ([1], []), ("x", []), (None, []), ({}, []), ({"日本": 2**70}, [("日本", float(2**70))]),
+        ([1], []), ({"a": 10**400, "b": 2}, [("b", 2.0)]), ("x", []), (None, []), ({}, []), ({"日本": 2**70}, [("日本", float(2**70))]),
     ],
 )  # fmt: skip
 def test_counters_have_the_values_that_are_numbers(path, args, values):
