@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from traceloom.chakra.group_file import GROUP_FILES, GroupFile, read_groups
-from traceloom.chakra.node_table import NodeTable, read_table
+from traceloom.chakra.node_table import NodeTable, read_tables
 from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
 
@@ -90,13 +90,16 @@ def read_workload(location: FileSet, step: Callable[[Path], None] | None = None)
     Raises:
         InputError: A file is no Chakra trace at all. What is readable of a damaged file is read, with a notice.
     """
-    tables = []
-    for _, path in location.files:
-        if step:
-            step(path)
-        note_input(path)
-        tables.append(read_table(path))
+
+    def noted() -> Iterator[Path]:
+        for _, path in location.files:
+            if step:
+                step(path)
+            note_input(path)
+            yield path
+
+    tables = tuple(read_tables(noted()))
     ranks = tuple(rank for rank, _ in location.files)
     if location.groups:
         note_input(location.groups)
-    return Workload(location, ranks, tuple(tables), read_groups(location.groups) if location.groups else GroupFile())
+    return Workload(location, ranks, tables, read_groups(location.groups) if location.groups else GroupFile())
