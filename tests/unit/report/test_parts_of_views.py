@@ -16,7 +16,7 @@ from support.reports import nulls
 from support.sessions import EVIL, made, several_devices, training
 from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.model.columns import COLUMNS
+from traceloom.model.columns import COLUMNS, column
 from traceloom.report import SORT_KEYS, ReportOptions, build_runs
 from traceloom.report.absent import REASONS, Absent
 from traceloom.report.accounts import AT_EDGES, gpu_accounts, gpu_window, host_window, idle_causes, main_account
@@ -356,3 +356,17 @@ def test_a_bar_of_a_table_is_as_long_as_its_share_of_the_longest() -> None:
     drawn = [line.plain for line in table_lines(Table("t", "T", [Col("bar", "", "bar")], rows), ReportOptions(), 66)]
     lengths = [line.count("█") for line in drawn if "█" in line]
     assert lengths[0] == 2 * lengths[1] == 4 * lengths[2]
+
+
+def test_kernels_of_an_operator_are_counted_without_its_copies_and_every_view_calls_them_so() -> None:
+    document = made(several_devices)[1]
+    rows = {row["name"]: row for row in document["operators"]}
+    assert (rows["aten::mm"]["kernel_count"], rows["aten::copy_"]["kernel_count"]) == (3, 0)
+    assert rows["aten::copy_"]["device_ns"] == 3 * 40_000
+    section = next(section for section in core() if section.key == "operators")
+    (table,) = section.tables(document)
+    (shown,) = [each for each in table.columns if each.key == "kernel_count"]
+    declared = column("kernel_count", "operators")
+    assert shown.title == declared.title == "Kernels"
+    assert declared.meaning.startswith("kernels ")
+    assert "cop" not in shown.hint + declared.meaning

@@ -96,7 +96,7 @@ CORE: dict[str, Column] = {
     "operators.mean_ns": Column("time", "Mean", "mean duration of a call, rounded down"),
     "operators.fraction": Column("share", "Share", "of the self time of all operators"),
     "operators.ranks": Column("count", "Ranks", "ranks that called it"),
-    "operators.kernel_count": Column("count", "Kernels", "pieces of GPU work launched in it or in what it calls"),
+    "operators.kernel_count": Column("count", "Kernels", "kernels launched in it or in what it calls"),
     "modules.name": Column("name", "Module", "name of the module or annotation"),
     "modules.kind": Column("text", "Kind", "kind of the region: module, annotation or scope"),
     "modules.count": Column("count", "Calls", "how often it ran in the forward pass"),
@@ -108,7 +108,7 @@ CORE: dict[str, Column] = {
     "modules.self_device_ns": Column(
         "time", "Self GPU", "GPU work launched in its forward pass, outside the rows below it"
     ),
-    "modules.kernel_count": Column("count", "Kernels", "pieces of GPU work of its forward pass"),
+    "modules.kernel_count": Column("count", "Kernels", "kernels of its forward pass"),
     **{
         f"modules.{part}_{name}": Column(unit, title, f"{what} {of}", _NO_BACKWARD)
         for part, of in (
@@ -120,7 +120,7 @@ CORE: dict[str, Column] = {
             ("self_host_ns", "time", "Self host", "host time, outside the rows below it,"),
             ("device_ns", "time", "GPU", "GPU work"),
             ("self_device_ns", "time", "Self GPU", "GPU work, outside the rows below it,"),
-            ("kernel_count", "count", "Kernels", "pieces of GPU work"),
+            ("kernel_count", "count", "Kernels", "kernels"),
         )
     },
     "modules.recompute_count": Column("count", "Repeated", "calls that activation checkpointing repeats", _NO_BACKWARD),

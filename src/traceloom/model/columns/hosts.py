@@ -55,7 +55,7 @@ HOST: dict[str, Column] = {
     "compilation_count": Column("count", "Compilations", "compilations in the window"),
     "compile.counts.break_count": Column("count", "Breaks", "how often a graph broke"),
     "compile.count": Column("count", "Calls", "how often it was called"),
-    "compile.kernel_count": Column("count", "Kernels", "pieces of GPU work launched there"),
+    "compile.kernel_count": Column("count", "Kernels", "kernels launched there"),
     "compile.regions.host_ns": Column("time", "Host", "without compilations, lookups and regions inside it"),
     "region": Column("text", "Region", "frame/compilation: a second number above 0 is a recompilation"),
     "compile.regions.frame": Column("count", "Frame", "number of the compiled frame"),

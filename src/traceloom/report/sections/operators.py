@@ -14,7 +14,7 @@ from traceloom.report.table import Col, Row, Table
 _ON_DEVICE = (
     Col("self_device_ns", "GPU, self", "time", "GPU work launched directly by the operator", narrow=False, scale="gpu"),
     Col("device_ns", "GPU", "time", "GPU work launched in the operator or in those it calls", scale="gpu"),
-    Col("kernel_count", "GPU work", "count", "kernels, copies and fills launched in it", narrow=False),
+    Col("kernel_count", "Kernels", "count", "launched in the operator or in those it calls", narrow=False),
 )
 
 
