@@ -24,6 +24,7 @@ from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen
 
 _REACHABLE = 0.7  # of the roofline: what good kernels reach
+_LEAST_LEFT = 0.05  # of the time of kernels, however far they are from it
 _FAR = 0.4  # of the roofline: below this there is something to gain
 _LARGEST = 6
 _LEAST_SHARE = 0.01  # of the step
@@ -89,12 +90,17 @@ def _bounded(context: Context) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-def _roofline_factor(context: Context, mask: Bools) -> float | None:
-    """The factor on the time of some kernels if they ran as well as good ones; None where no peak is known."""
+def _reached(context: Context, mask: Bools) -> float | None:
+    """The share of the roofline that some kernels reach; None where no peak is known."""
     keys = ["rank", "event"] if len(context.traces) > 1 else ["event"]
     nodes = context.graph.nodes.filter(pl.Series(mask)).select(*keys, "duration_ns")
     ns, roof = context.ask(context, _bounded).join(nodes, on=keys).select("duration_ns", "roofline_ns").sum().row(0)
-    return None if not ns else min(max(roof / ns / _REACHABLE, 0.05), 1.0)
+    return roof / ns if ns else None
+
+
+def _factor(reached: float) -> float:
+    """The factor on the time of kernels that reach so much, if they ran as well as good ones."""
+    return min(max(reached / _REACHABLE, _LEAST_LEFT), 1.0)
 
 
 def odd_sizes(context: Context) -> Iterator[Said]:
@@ -108,12 +114,12 @@ def odd_sizes(context: Context) -> Iterator[Said]:
         return
     if context.work_ns(odd) < _LEAST_SHARE * context.whole_ns:
         return
-    factor = _roofline_factor(context, odd)
+    reached = _reached(context, odd)
     time = context.work_ns(context.own(odd))
     yield Candidate(
         title=f"{context.in_words(time)} of matrix products have sizes that are no multiples of 8{context.over_ranks}",
         changes=(Change("scale", Chosen("matrix products of odd sizes", odd, "kernels"),
-                        _ON_MATRIX_UNITS if factor is None else factor),),
+                        _ON_MATRIX_UNITS if reached is None else _factor(reached)),),
         confidence=0.6,
         advice="Pad the last dimensions to a multiple of 8 (better 64): vocabulary, sequence length, hidden sizes; in "
         "attention, scaled_dot_product_attention pads by itself.",
@@ -162,8 +168,8 @@ def low_roofline(context: Context) -> Iterator[Said]:
         for trace in context.traces:
             mask |= context.nodes_of(trace, op_work.filter(pl.col("rank").eq_missing(trace.rank))["event"])
         mask &= ~odd & ~unused
-        factor = _roofline_factor(context, mask) if mask.any() else None
-        if factor is None or factor * _REACHABLE >= _FAR:
+        reached = _reached(context, mask) if mask.any() else None
+        if reached is None or reached >= _FAR:
             continue
         of_first = op_work.filter(pl.col("rank").eq_missing(op_work["rank"][0]))
         bound = of_first["bound"].drop_nulls().cast(pl.String).mode()[0]
@@ -171,9 +177,9 @@ def low_roofline(context: Context) -> Iterator[Said]:
         hint = next((text for pattern, text in _HINTS.items() if re.search(pattern, name)), _HINT)
         own = context.own(mask)
         yield Candidate(
-            title=f"{brief(name)} reaches {units.share(factor * _REACHABLE, 1)} of what {limit} allows: "
+            title=f"{brief(name)} reaches {units.share(reached, 1)} of what {limit} allows: "
             f"{context.in_words(context.work_ns(own))} in {context.many(int(own.sum()), 'kernel')}{context.over_ranks}",
-            changes=(Change("scale", Chosen(f"kernels of {brief(name)}", mask, "kernels"), factor),),
+            changes=(Change("scale", Chosen(f"kernels of {brief(name)}", mask, "kernels"), _factor(reached)),),
             confidence=0.4,
             advice=f"{hint} The saving assumes {_REACHABLE:.0%} of the roofline.",
             evidence=context.evidence(mask, 3),

@@ -438,3 +438,38 @@ def test_what_is_a_sum_over_ranks_is_called_one(slug: str, amount: str) -> None:
     assert "summed over 2 ranks" in title
     alone = of_rank(0, slug)
     assert not any("summed" in one.title for one in candidates(slug, alone))
+
+
+# -- the roofline -----------------------------------------------------------------------------------------------------------
+
+
+def on_h100(us: float) -> HandStep:
+    """A product of two matrices of 1 024 x 1 024 in bf16, and work behind it that is launched before it ends.
+
+    2 x 1 024^3 operations take 2.1705 us at the 989.4 TFLOP/s of an H100; the three matrices 1.88 us at its 3.35 TB/s.
+    """
+    step = HandStep(75).op("aten::mm", 0, 30, shapes=[[1024, 1024], [1024, 1024]], types=["c10::BFloat16"] * 2)
+    step.launched(GEMM, 5, 200, us).op("aten::add", 40, 30)
+    return step.launched(BUSY, 45, 201 + us, 500)
+
+
+@pytest.mark.parametrize(
+    ("us", "reached", "left"),
+    [
+        (100, "2.2 %", 0.05),  # never less than a twentieth stays
+        (10, "21.7 %", 0.21705 / 0.7),
+        (5.5, "39.5 %", 0.39464 / 0.7),
+        (5.4, None, None),  # 40.2 % are no long way
+        (3, None, None),
+    ],
+)
+def test_a_product_far_from_the_roofline_is_told_with_what_it_reaches(
+    us: float, reached: str | None, left: float | None
+) -> None:
+    found = candidates("low-roofline", on_h100(us))
+    assert len(found) == (reached is not None)
+    for one in found:
+        assert one.title.startswith(f"aten::mm reaches {reached} of what its arithmetic allows: ")
+        assert one.changes[0].factor == pytest.approx(left, rel=1e-3)
+    if us == 100:
+        assert only("low-roofline", on_h100(us)).saving_ns == 95 * US
