@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         csvfile.write(sources, options, handle, whole=args.all)
 
     page = outputs.rendered("traceloom.report.memory.page")
-    chosen = outputs.targets(args, {".html": page, ".csv": write_csv, ".json": outputs.as_json})
+    chosen = outputs.targets(args, {".html": page, ".htm": page, ".csv": write_csv, ".json": outputs.as_json})
     options = MemoryOptions(args.rank, args.by, args.depth, args.at, args.top, args.full_op_names)
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")

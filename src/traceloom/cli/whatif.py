@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         ".json": outputs.as_json,
         ".md": outputs.rendered("traceloom.report.whatif_files", "markdown"),
         ".html": write_html,
+        ".htm": write_html,
         ".perfetto.json": write_perfetto,
         ".perfetto.json.gz": write_perfetto_gz,
     }

@@ -113,3 +113,19 @@ def test_bash_takes_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     asked = "\nCOMP_WORDS=(traceloom rep) COMP_CWORD=1; _shtab_traceloom; echo ${COMPREPLY[@]}"
     done = subprocess.run(["bash"], input=script + asked, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["report"], done.stderr
+
+
+@pytest.mark.parametrize("ending", ["html", "htm", "HTM", "json", "JSON"])
+@pytest.mark.parametrize(
+    "verb",
+    [["report"], ["memory"], ["diff", "there.json"], ["diff", "there.json", "--fail-if", "idle > 3%"],
+     ["whatif", "--set", "kernels * 2"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_pages_and_documents_of_all_verbs_have_the_same_endings(
+    verb: list[str], ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([verb[0], "missing.json", *verb[1:], "-o", f"answer.{ending}"]) == 3
+    assert "missing.json" in capsys.readouterr().err, "the ending is known, the input is not there"
+    assert not any(tmp_path.iterdir())
