@@ -157,6 +157,8 @@ def test_tables_have_keys_of_their_own_and_columns_whose_values_are_what_they_sa
     assert len(set(keys)) == len(keys)
     for _, table in declared(sort):
         assert len({(column.key, column.kind) for column in table.columns}) == len(table.columns), table.key
+        texts = [column.title for column in table.columns if column.kind in ("text", "name")]
+        assert len(set(texts)) == len(texts), (table.key, texts)
         for column in table.columns:
             values = [row[column.key] for row in table.rows if row.get(column.key) is not None]
             assert column.title, (table.key, column.key)

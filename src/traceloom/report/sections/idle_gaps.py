@@ -67,7 +67,7 @@ class IdleGapsSection(Section[pl.DataFrame]):
         if not value:
             return
         rows = [_shown(row) for row in value]
-        because = Col("because", "Evidence", "name",
+        because = Col("because", "Because", "name",
                       "the host's event and what it stood in, or the awaited work")  # fmt: skip
         columns: Columns = ["?rank", "duration_ns", "start_ns", "cause", "+cause_ns", "+evidence", "+step", because]
         yield table("idle_gaps", "Longest gaps", columns, rows, key="idle-gaps-longest")
