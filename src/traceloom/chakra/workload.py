@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+import numpy as np
+import polars as pl
 
 from traceloom.chakra.group_file import GROUP_FILES, GroupFile, read_groups
 from traceloom.chakra.node_table import NodeTable, read_tables
@@ -41,6 +45,26 @@ class Workload:
     ranks: tuple[int | None, ...]
     tables: tuple[NodeTable, ...]
     groups: GroupFile
+
+    @cached_property
+    def nodes(self) -> pl.DataFrame:
+        """The nodes of all files, file after file: `file` (its place in `tables`), `row` in it, and their columns."""
+        return self._joined([table.nodes.with_row_index("row") for table in self.tables])
+
+    @cached_property
+    def odd(self) -> pl.DataFrame:
+        """The odd attributes of all files, with the column `file`."""
+        return self._joined([table.odd for table in self.tables])
+
+    def _joined(self, frames: list[pl.DataFrame]) -> pl.DataFrame:
+        file = np.repeat(np.arange(len(frames)), [frame.height for frame in frames])
+        return pl.concat(frames).select(
+            pl.Series("file", file, dtype=pl.Int64), pl.all().exclude("row"), pl.col("row").cast(pl.Int64)
+        )
+
+    def location(self, file: int) -> tuple[str, int | None]:
+        """Path and rank of a file."""
+        return self.tables[file].path, self.ranks[file]
 
 
 def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[FileSet]:

@@ -77,8 +77,7 @@ def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence
     findings = Findings(target, RULES)
     locations = [(table.path, rank) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
     checked = [check_file(table, at, findings) for table, at in zip(workload.tables, locations, strict=True)]
-    for table, at in zip(workload.tables, locations, strict=True):
-        check_attributes(table, at, findings)
+    check_attributes(workload, findings)
     check_groups(workload, findings)
     check_peers(workload, findings)
     present = [rank for rank in workload.ranks if rank is not None]

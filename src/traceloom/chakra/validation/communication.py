@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import polars as pl
@@ -10,7 +10,7 @@ import polars as pl
 from traceloom.array_types import Ints
 from traceloom.chakra.node_table import NodeTable
 from traceloom.chakra.schema import CollectiveCommType, NodeType
-from traceloom.chakra.validation.nodes import Place, each, ids, label
+from traceloom.chakra.validation.nodes import each, ids, label
 from traceloom.chakra.validation.problem import Findings
 from traceloom.chakra.workload import Workload
 
@@ -20,7 +20,8 @@ _NEEDED = {
     SEND: ("comm_size", "comm_dst", "comm_tag"),
     RECEIVE: ("comm_size", "comm_src", "comm_tag"),
 }
-_ALL = ("", "0")  # how groups of all ranks are written
+ALL = ("", "0")
+"""How groups of all ranks are written."""
 
 
 def rows_of(table: NodeTable, *kinds: int) -> Ints:
@@ -35,26 +36,33 @@ def kind_name(number: int | None) -> str:
     return CollectiveCommType.Name(number) if number in CollectiveCommType.values() else f"type {number}"
 
 
-def check_attributes(table: NodeTable, location: Place, findings: Findings) -> None:
+def wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int, Ints]]:
+    """The files that have nodes of which something holds, and the rows of these."""
+    nodes = workload.nodes.filter(broken)
+    for (file,), rows in nodes.select("file", "row").group_by("file", maintain_order=True):
+        yield int(str(file)), rows["row"].to_numpy()
+
+
+def check_attributes(workload: Workload, findings: Findings) -> None:
     """The rules for attributes of communication nodes."""
-    lacks: dict[int, list[str]] = {}
+    lacking = [workload.nodes.clear().select("file", "row", pl.lit("").alias("attribute"))]
     for kind, needed in _NEEDED.items():
-        rows = rows_of(table, kind)
-        part = table.nodes[rows]
-        barrier = (part["comm_type"] == CollectiveCommType.BARRIER).fill_null(value=False)
         for name in needed:
-            missing = part[name].is_null()
+            broken = (pl.col("type") == kind) & pl.col(name).is_null()
             if name == "comm_size" and kind == COLLECTIVE:
-                missing &= ~barrier
-            has = table.odd.filter(pl.col("attribute") == name)["row"].unique().to_numpy()
-            for row in np.setdiff1d(rows[missing.to_numpy()], has).tolist():
-                lacks.setdefault(row, []).append(name)
-    if lacks:
-        rows = np.array(sorted(lacks), dtype=np.int64)
+                broken &= pl.col("comm_type").ne_missing(CollectiveCommType.BARRIER)
+            lacking.append(workload.nodes.filter(broken).select("file", "row", pl.lit(name).alias("attribute")))
+    known = workload.odd.with_columns(pl.col("attribute").cast(pl.String))
+    lacks = pl.concat(lacking).join(known, on=["file", "row", "attribute"], how="anti", maintain_order="left")
+    for (file,), rows in lacks.group_by("file", maintain_order=True):
+        table = workload.tables[int(str(file))]
+        by_row = rows.group_by("row", maintain_order=True).agg("attribute").sort("row")
         examples = (
-            (table.nodes["id"][r], f"{label(table, r)} has no {' and no '.join(lacks[r])}") for r in rows.tolist()
+            (table.nodes["id"][row], f"{label(table, row)} has no {' and no '.join(names)}")
+            for row, names in by_row.iter_rows()
         )
-        findings.add("communication-attribute", location, examples, ids(table, rows))
+        at = workload.location(int(str(file)))
+        findings.add("communication-attribute", at, examples, ids(table, by_row["row"].to_numpy()))
     communication = pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE])
     for rule, broken, predicate in (
         (
@@ -69,9 +77,9 @@ def check_attributes(table: NodeTable, location: Place, findings: Findings) -> N
         ),
         ("communication-on-host", communication & pl.col("is_cpu_op"), "has is_cpu_op true"),
     ):
-        rows = np.flatnonzero(table.nodes.select(broken.fill_null(value=False)).to_series().to_numpy())
-        if len(rows):
-            findings.add(rule, location, each(table, rows, predicate), ids(table, rows))
+        for number, wrong in wrong_nodes(workload, broken):
+            table = workload.tables[number]
+            findings.add(rule, workload.location(number), each(table, wrong, predicate), ids(table, wrong))
 
 
 def check_groups(workload: Workload, findings: Findings) -> None:
@@ -82,37 +90,33 @@ def check_groups(workload: Workload, findings: Findings) -> None:
         findings.add("group-file", at, [(None, fault) for fault in groups.faults], count=len(groups.faults))
     if groups.members is None:
         return
-    for rank, table in zip(workload.ranks, workload.tables, strict=True):
-        used = table.nodes.with_row_index("row").filter(
-            pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE]) & pl.col("pg_name").is_not_null()
-        )
-        for (name,), nodes in sorted(used.group_by("pg_name"), key=lambda part: str(part[0])):
-            members = groups.members.get(str(name))
-            rows = nodes["row"].to_numpy()
-            if members is None and name not in _ALL:
-                findings.add(
-                    "unknown-group", (table.path, rank), each(table, rows, f"is in group `{name}`"), ids(table, rows)
-                )
-            elif members is not None and rank is not None and rank not in members:
-                predicate = f"of rank {rank} is in group `{name}` of the ranks {ranks_text(members)}"
-                findings.add("not-a-member", (table.path, rank), each(table, rows, predicate), ids(table, rows))
+    used = workload.nodes.filter(
+        pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE]) & pl.col("pg_name").is_not_null()
+    ).select("file", "row", "pg_name")
+    for (file, name), nodes in sorted(used.group_by("file", "pg_name"), key=lambda part: (part[0][0], str(part[0][1]))):
+        members = groups.members.get(str(name))
+        table, (path, rank), rows = workload.tables[file], workload.location(file), nodes["row"].to_numpy()
+        if members is None and name not in ALL:
+            findings.add("unknown-group", (path, rank), each(table, rows, f"is in group `{name}`"), ids(table, rows))
+        elif members is not None and rank is not None and rank not in members:
+            predicate = f"of rank {rank} is in group `{name}` of the ranks {ranks_text(members)}"
+            findings.add("not-a-member", (path, rank), each(table, rows, predicate), ids(table, rows))
 
 
 def check_peers(workload: Workload, findings: Findings) -> None:
     """The peers of messages, where the file alone shows that they are impossible."""
-    for rank, table in zip(workload.ranks, workload.tables, strict=True):
-        if rank is None:
-            continue
-        for kind, peer, own in ((SEND, "comm_dst", "comm_src"), (RECEIVE, "comm_src", "comm_dst")):
-            of_kind = pl.col("type") == kind
-            for broken, predicate in (
-                (of_kind & (pl.col(peer) == rank), f"of rank {rank} has {peer} {rank}, itself"),
-                (of_kind & (pl.col(peer) < 0), f"has a {peer} below 0"),
-                (of_kind & pl.col(own).is_not_null() & (pl.col(own) != rank), f"of rank {rank} has another {own}"),
-            ):
-                rows = np.flatnonzero(table.nodes.select(broken.fill_null(value=False)).to_series().to_numpy())
-                if len(rows):
-                    findings.add("message-peer", (table.path, rank), each(table, rows, predicate), ids(table, rows))
+    of_file = pl.Series("rank", workload.ranks, dtype=pl.Int64)
+    rank = pl.col("file").replace_strict(range(len(of_file)), of_file)
+    for kind, peer, own in ((SEND, "comm_dst", "comm_src"), (RECEIVE, "comm_src", "comm_dst")):
+        of_kind = (pl.col("type") == kind) & rank.is_not_null()
+        for broken, predicate in (
+            (of_kind & (pl.col(peer) == rank), f"of rank {{0}} has {peer} {{0}}, itself"),
+            (of_kind & (pl.col(peer) < 0), f"has a {peer} below 0"),
+            (of_kind & (pl.col(own) != rank), f"of rank {{0}} has another {own}"),
+        ):
+            for file, rows in wrong_nodes(workload, broken):
+                table, at = workload.tables[file], workload.location(file)
+                findings.add("message-peer", at, each(table, rows, predicate.format(at[1])), ids(table, rows))
 
 
 def named_ranks(workload: Workload) -> dict[int, str]:
@@ -121,11 +125,10 @@ def named_ranks(workload: Workload) -> dict[int, str]:
     for name, members in (workload.groups.members or {}).items():
         for rank in members:
             named.setdefault(rank, f"group `{name}` of {workload.groups.path}")
-    for table in workload.tables:
-        for kind, peer in ((SEND, "comm_dst"), (RECEIVE, "comm_src")):
-            peers = table.nodes.filter((pl.col("type") == kind) & (pl.col(peer) >= 0))[peer].unique().to_list()
-            for rank in peers:
-                named.setdefault(rank, f"a message of {table.path}")
+    for kind, peer in ((SEND, "comm_dst"), (RECEIVE, "comm_src")):
+        peers = workload.nodes.filter((pl.col("type") == kind) & (pl.col(peer) >= 0))
+        for rank, file in peers.group_by(peer, maintain_order=True).agg(pl.col("file").first()).iter_rows():
+            named.setdefault(rank, f"a message of {workload.tables[file].path}")
     return named
 
 

@@ -19,7 +19,6 @@ from traceloom.chakra.validation.waiting import Settled
 from traceloom.chakra.workload import Workload
 
 _NONE = -1  # no type, no size
-_ENDS = pl.DataFrame(schema=dict.fromkeys(("source", "target", "tag", "size", "file", "row"), pl.Int64))
 # Operations that move different amounts on different ranks, where the program asks for that.
 _UNEVEN = (
     CollectiveCommType.ALL_TO_ALL,
@@ -72,28 +71,24 @@ def ordered(workload: Workload, settled: Sequence[Settled]) -> list[Ordered]:
 
 def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> JoinedOperations:
     """Compare what the ranks say of their common operations."""
+    position = pl.Series("position", np.concatenate([part.position for part in parts]))
+    startable = workload.nodes.with_columns(position).filter(pl.col("position") >= 0).sort("file", "position")
     by_group: dict[str, list[_Sequence]] = {}
-    for number, part in enumerate(parts):
-        nodes = (
-            part.table.nodes.select("type", "comm_type", "comm_size", "comm_seq", "pg_name")
-            .with_columns(pl.Series("position", part.position))
-            .with_row_index("row")
-            .filter((pl.col("type") == COLLECTIVE) & (pl.col("position") >= 0))
-            .with_columns(pl.col("pg_name").fill_null(""), pl.col("comm_type", "comm_size").fill_null(_NONE))
-            .sort("position")
-        )
-        for (name,), rows in nodes.group_by("pg_name", maintain_order=True):
-            numbers = rows["comm_seq"]
-            numbered = not numbers.has_nulls() and numbers.n_unique() == len(numbers)
-            by_group.setdefault(str(name), []).append(
-                _Sequence(
-                    number,
-                    rows["row"].to_numpy().astype(np.int64),
-                    rows["comm_type"].to_numpy(),
-                    rows["comm_size"].to_numpy(),
-                    numbers.to_numpy() if numbered else None,
-                )
+    collectives = startable.filter(pl.col("type") == COLLECTIVE).with_columns(
+        pl.col("pg_name").fill_null(""), pl.col("comm_type", "comm_size").fill_null(_NONE)
+    )
+    for (file, name), rows in collectives.partition_by("file", "pg_name", as_dict=True).items():
+        numbers = rows["comm_seq"]
+        numbered = not numbers.has_nulls() and numbers.n_unique() == len(numbers)
+        by_group.setdefault(name, []).append(
+            _Sequence(
+                file,
+                rows["row"].to_numpy(),
+                rows["comm_type"].to_numpy(),
+                rows["comm_size"].to_numpy(),
+                numbers.to_numpy() if numbered else None,
             )
+        )
     frames = [pl.DataFrame(schema={"meeting": pl.Int64, "file": pl.Int64, "row": pl.Int64})]
     for name, issued in sorted(by_group.items()):
         # What was recorded knows which operation is which, however its threads and streams stand in the files.
@@ -121,7 +116,7 @@ def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> J
                 pl.DataFrame({"meeting": meeting, "file": np.full(count, s.part), "row": s.rows[:count]})
                 for s in sequences
             ]
-    return JoinedOperations(pl.concat(frames), _match_messages(parts, findings))
+    return JoinedOperations(pl.concat(frames), _match_messages(parts, startable, findings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,29 +194,29 @@ def _group(name: str) -> str:
     return "the group of all ranks" if name in ("", "0") else f"group `{name}`"
 
 
-def _match_messages(parts: Sequence[Ordered], findings: Findings) -> pl.DataFrame:
-    ends = {SEND: [_ENDS], RECEIVE: [_ENDS]}
-    for number, part in enumerate(parts):
-        for kind, own, peer in ((SEND, "source", "comm_dst"), (RECEIVE, "target", "comm_src")):
-            other = "target" if own == "source" else "source"
-            ends[kind].append(
-                part.table.nodes.with_columns(pl.Series("position", part.position))
-                .with_row_index("row")
-                .filter((pl.col("type") == kind) & (pl.col("position") >= 0) & pl.col(peer).is_not_null())
-                .sort("position")
-                .select(
-                    pl.lit(part.rank, dtype=pl.Int64).alias(own),
-                    pl.col(peer).alias(other),
-                    pl.col("comm_tag").fill_null(0).alias("tag"),
-                    pl.col("comm_size").fill_null(_NONE).alias("size"),
-                    pl.lit(number, dtype=pl.Int64).alias("file"),
-                    pl.col("row").cast(pl.Int64),
-                )
-                .select(_ENDS.columns)
-            )
+def _match_messages(parts: Sequence[Ordered], startable: pl.DataFrame, findings: Findings) -> pl.DataFrame:
+    """Compare the two ends of messages.
+
+    Args:
+        parts: The files.
+        startable: Their nodes that can be issued, in that order.
+        findings: Where problems go.
+    """
+    ranks = pl.Series([part.rank for part in parts], dtype=pl.Int64)
+    ends = {}
+    for kind, own, peer in ((SEND, "source", "comm_dst"), (RECEIVE, "target", "comm_src")):
+        messages = startable.filter((pl.col("type") == kind) & pl.col(peer).is_not_null())
+        ends[kind] = messages.select(
+            ranks.gather(messages["file"]).alias(own),
+            pl.col(peer).alias("target" if own == "source" else "source"),
+            pl.col("comm_tag").fill_null(0).alias("tag"),
+            pl.col("comm_size").fill_null(_NONE).alias("size"),
+            "file",
+            "row",
+        ).select("source", "target", "tag", "size", "file", "row")
     keys = ["source", "target", "tag"]
     sent, received = (
-        pl.concat(ends[kind]).with_columns(pl.int_range(pl.len()).over(keys).alias("turn")) for kind in (SEND, RECEIVE)
+        ends[kind].with_columns(pl.int_range(pl.len()).over(keys).alias("turn")) for kind in (SEND, RECEIVE)
     )
     present = [part.rank for part in parts]
     for messages, others, peer, verb in (

@@ -16,6 +16,7 @@ from traceloom.chakra.validation.problem import Findings
 from traceloom.chakra.validation.waiting import Resolved, Settled, circles, resolve, settle
 
 Place = tuple[str, int | None]
+_WORK = (NodeType.COMP_NODE, NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE)
 _LONGEST_CIRCLE = 6
 _LONGEST_NAME = 60
 
@@ -34,6 +35,18 @@ def check_file(table: NodeTable, location: Place, findings: Findings) -> tuple[R
     if len(odd):
         types = ((table.nodes["id"][int(r)], f"{label(table, int(r))} has the type {kinds[r]}") for r in odd)
         findings.add("node-type", location, types, ids(table, odd))
+    if table.odd.height:
+        _check_odd(table, location, findings)
+    by_id = np.argsort(values, kind="stable")
+    again = by_id[1:][values[by_id][1:] == values[by_id][:-1]]
+    if len(again):
+        again = np.sort(again)
+        findings.add("duplicate-id", location, each(table, again, "has the id of an earlier node"), ids(table, again))
+    return _check_dependencies(table, location, findings)
+
+
+def _check_odd(table: NodeTable, location: Place, findings: Findings) -> None:
+    """Attributes that are not as readers expect them."""
     expected = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
     wrong = table.odd.filter(pl.col("kind") != expected)
     for (name, kind), rows in sorted(wrong.group_by("attribute", "kind"), key=lambda group: str(group[0])):
@@ -47,12 +60,6 @@ def check_file(table: NodeTable, location: Place, findings: Findings) -> tuple[R
             for row, name in twice.select("row", "attribute").unique(maintain_order=True).iter_rows()
         )
         findings.add("repeated-attribute", location, repeats, ids(table, twice["row"].unique().sort().to_numpy()))
-    by_id = np.argsort(values, kind="stable")
-    again = by_id[1:][values[by_id][1:] == values[by_id][:-1]]
-    if len(again):
-        again = np.sort(again)
-        findings.add("duplicate-id", location, each(table, again, "has the id of an earlier node"), ids(table, again))
-    return _check_dependencies(table, location, findings)
 
 
 def label(table: NodeTable, row: int) -> str:
@@ -97,7 +104,8 @@ def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -
             repeats = each(table, again, "lists a dependency more than once")
             findings.add("repeated-dependency", location, repeats, ids(table, again))
     # The order by data and control dependencies; by data dependencies alone where both together form circles.
-    key = table.nodes["id"].rank("ordinal").to_numpy().astype(np.int64)
+    key = np.empty(len(table), dtype=np.int64)  # the place of each among all, by id
+    key[np.argsort(table.nodes["id"].to_numpy(), kind="stable")] = np.arange(len(table))
     held = np.union1d(resolved.dangling[0], resolved.own)
     by_data = settle(len(table), resolved.data, key, held)
     arcs = resolved.data + resolved.control
@@ -127,11 +135,8 @@ def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -
         alone = np.ones(len(table), dtype=bool)
         for part in (table.data.row, table.control.row, arcs.source):
             alone[part] = False
-        work = table.nodes.select(
-            pl.col("type").is_in([NodeType.COMP_NODE, NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE])
-            & (pl.col("duration_us") > 0)
-        ).to_series()
-        rows = np.flatnonzero(alone & work.to_numpy())
+        alone &= np.isin(table.nodes["type"].to_numpy(), _WORK) & (table.nodes["duration_us"].to_numpy() > 0)
+        rows = np.flatnonzero(alone)
         if len(rows):
             findings.add("isolated-node", location, each(table, rows, "has no place in the order"), ids(table, rows))
     return resolved, settled
