@@ -23,7 +23,7 @@ from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.packed import UnpackedFile, open_file, write_packed
 
-_RANK = re.compile(r"\.(\d+)\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE)
+_RANK = re.compile(r"(?:^|\.)(\d{1,7})\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE)  # larger numbers are dates or job ids
 Messages = tuple[GlobalMetadata, Iterator[Node]]
 # What a directory may hold that is replaced.
 DIRECTORY_FILES = r"[^/]*\.et(\.gz)?|comm_groups?\.json"
@@ -250,13 +250,10 @@ def rank_files(directory: Path) -> list[tuple[int, Path]]:
     """
     by_rank: dict[int, Path] = {}
     for path in sorted(directory.iterdir()):
-        stem = path.name.removesuffix(".gz")
-        if form_of(path) is None or not path.is_file():
+        number = _RANK.search(path.name)
+        if number is None or not path.is_file():
             continue
-        number = stem[: stem.rindex(".")].rpartition(".")[2]
-        if not number.isdecimal():
-            continue
-        rank = int(number)
+        rank = int(number[1])
         if rank in by_rank:
             raise InputError(
                 f"rank {rank} has several files, {by_rank[rank].name} and {path.name}",

@@ -16,7 +16,8 @@ from traceloom.chakra.node_table import NodeTable, read_tables
 from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
 
-_NUMBERED = re.compile(r"^(?P<prefix>.*?)\.(?P<rank>\d+)\.et(?:\.gz)?$", re.IGNORECASE)
+# Larger numbers are dates or job ids.
+_NUMBERED = re.compile(r"^(?P<prefix>.*?)\.(?P<rank>\d{1,7})\.et(?:\.gz)?$", re.IGNORECASE)
 _ENDINGS = (".et", ".et.gz")
 
 

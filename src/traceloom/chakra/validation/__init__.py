@@ -86,8 +86,10 @@ def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence
         paths = [t.path for r, t in zip(workload.ranks, workload.tables, strict=True) if r == rank]
         findings.add("repeated-rank", (paths[0], rank), [(None, f"rank {rank} is in {' and in '.join(paths)}")])
     named = named_ranks(workload) if present else {}
-    gaps = {rank: f"the numbers of the files go up to {max(present)}" for rank in range(max(present, default=0))}
-    absent = {rank: why for rank, why in {**gaps, **named}.items() if rank not in present}
+    last = max(present, default=0)
+    gaps = dict.fromkeys(range(last), f"the numbers of the files go up to {last}")
+    expected = {**gaps, **named}
+    absent = {rank: expected[rank] for rank in expected.keys() - set(present)}
     if absent:
         first, several = min(absent), len(absent) > 1
         sentence = (
