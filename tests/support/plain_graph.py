@@ -184,7 +184,9 @@ class PlainScenario:
         for at, edge in enumerate(self.edges):
             rank, delay = self.nodes[edge["source"]]["rank"], self.delay[at]
             if edge["kind"] == "origin" and rank in late and delay is not None:
-                self.delay[at] = delay - max(round(begins[rank] - median(begins[other] for other in others)), 0)
+                later = max(round(begins[rank] - median(begins[other] for other in others)), 0)
+                first = min(row["start_ns"] for row in self.nodes) - self.nodes[edge["source"]]["start_ns"]
+                self.delay[at] = max(delay - later, min(delay, first))  # never before the job begins
 
     def load_beside(self, chosen: set[int], workers: float) -> None:
         for group in self._by(range(len(self.nodes)), "rank", "step").values():

@@ -131,8 +131,13 @@ def critical_path(graph: Graph, times: Ints | None = None) -> Path:
     return Path(bound[bound >= 0], points[bound == _OWN] >> 1, int(points[-1]), last)
 
 
-def parts(graph: Graph, path: Path) -> pl.DataFrame:
+def parts(graph: Graph, path: Path, begin_ns: int | None = None) -> pl.DataFrame:
     """What a path consists of; the times add up to the time from the first point of the graph to the path's last.
+
+    Args:
+        graph: The graph.
+        path: The path.
+        begin_ns: Since when it is counted; since the first point of the graph where None.
 
     Returns:
         `what` (work, delay, residual, before the path begins), `kind` (of the node or edge), `count`, `time_ns`.
@@ -140,7 +145,7 @@ def parts(graph: Graph, path: Path) -> pl.DataFrame:
     times = point_times(graph)
     nodes = graph.nodes.select("kind", "work_ns", "residual_ns")[path.nodes]
     edges = graph.edges.select("kind", "delay_ns", "residual_ns")[path.edges]
-    before = int(times[path.first] - times.min())
+    before = int(times[path.first]) - (int(times.min()) if begin_ns is None else begin_ns)
     summed = pl.concat(
         [
             _summed(nodes, "work", "work_ns"),

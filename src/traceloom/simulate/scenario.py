@@ -157,7 +157,10 @@ def catch_up(out: Scenario, change: Change, _chosen: Bools) -> None:
     for rank in change.selection.ranks:
         later_ns = round(begins.get(rank, middle) - middle)
         if later_ns > 0:
-            out.delay_ns[out.edges("origin") & (rank_of == rank)] -= later_ns
+            origin = out.edges("origin") & (rank_of == rank)
+            delay, start = out.delay_ns[origin], out.graph.nodes["start_ns"].to_numpy()
+            earliest = start.min() - start[source[origin]]  # nothing of the rank begins before the job
+            out.delay_ns[origin] = np.maximum(delay - later_ns, np.minimum(delay, earliest))
 
 
 def launch_in_time(out: Scenario, change: Change, chosen: Bools) -> None:

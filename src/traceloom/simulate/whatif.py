@@ -104,16 +104,17 @@ def whatif(
     scenario = scenario_of(graph, parsed)
     times = scenario.times(plan)
     measured = point_times(graph)
-    before = _span(measured)
+    begin = int(measured.min()) if measured.size else 0
+    before = _span(measured, begin)
     least = least_ns(graph, scenario, before)
-    after = max(_span(times), least)
+    after = max(_span(times, begin), least)
     saved = before - after
     spans = graph.nodes.select(
         "rank", start=pl.Series(measured[0::2]), end=pl.Series(measured[1::2]),
-        new_start=pl.Series(times[0::2]), new_end=pl.Series(times[1::2]),
+        new_end=pl.Series(times[1::2]),
     ).drop_nulls("rank").group_by("rank").agg(
         before_ns=pl.col("end").max() - pl.col("start").min(),
-        after_ns=pl.col("new_end").max() - pl.col("new_start").min(),
+        after_ns=pl.col("new_end").max() - pl.col("start").min(),
     ).sort("rank")  # fmt: skip
     ranks = spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).pipe(as_declared, RANKS)
     return WhatIf(
@@ -128,16 +129,18 @@ def whatif(
         path=_path(graph, scenario, times),
         times=times,
         error_ns=abs(kept.honest_error_ns),
-        trusted=kept.holds and abs(saved) > abs(kept.honest_error_ns) and _span(times) == after,
+        trusted=kept.holds and abs(saved) > abs(kept.honest_error_ns) and _span(times, begin) == after,
         lower_bound=saves_more(Scenario.of(graph), scenario, saved, round(_COUNTS * before), plan),
     )
 
 
 def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None = None) -> Ints:
     """The whole time (first to last moment) of each scenario, ns, shape (scenarios,)."""
-    whole_ns = _span(point_times(graph))
+    measured = point_times(graph)
+    begin = int(measured.min()) if measured.size else 0
+    whole_ns = _span(measured, begin)
     spans = [
-        max(_span(times), least_ns(graph, scenario, whole_ns))
+        max(_span(times, begin), least_ns(graph, scenario, whole_ns))
         for scenario, times in evaluations(scenarios, plan or Plan(graph))
     ]
     return np.array(spans, dtype=np.int64)
@@ -176,17 +179,19 @@ def scenario_of(graph: Graph, changes: Sequence[Change]) -> Scenario:
     return scenario
 
 
-def _span(times: Ints) -> int:
-    return int(np.ptp(times)) if times.size else 0
+def _span(times: Ints, begin: int) -> int:
+    """From the beginning of the measurement: by its clock, work may precede its launch, and would precede it then."""
+    return int(times.max()) - begin if times.size else 0
 
 
 def _path(graph: Graph, scenario: Scenario, times: Ints) -> pl.DataFrame:
     """Kinds of time on the critical path, before and after."""
     if not times.size:
         return PARTS.to_frame()
-    before = parts(graph, critical_path(graph)).select("what", "kind", before_ns="time_ns")
+    begin = int(point_times(graph).min())
+    before = parts(graph, critical_path(graph), begin).select("what", "kind", before_ns="time_ns")
     changed = changed_graph(graph, scenario, times)
-    after = parts(changed, critical_path(changed)).select("what", "kind", after_ns="time_ns")
+    after = parts(changed, critical_path(changed), begin).select("what", "kind", after_ns="time_ns")
     both = before.join(after, on=["what", "kind"], how="full", coalesce=True, nulls_equal=True).fill_null(0)
     return both.sort("before_ns", "after_ns", descending=True).pipe(as_declared, PARTS)
 

@@ -12,9 +12,11 @@ from support.by_hand import BUSY, GEMM, HandStep
 from support.plain_graph import HOST, PlainScenario, RandomJob
 from traceloom.errors import UsageError
 from traceloom.link import link_session
+from traceloom.link.rank import link_rank
 from traceloom.model import Graph, Session
 from traceloom.retime import calibrate
-from traceloom.simulate import parse, unrecorded_saving_ns, whatif
+from traceloom.simulate import parse, scenario_of, unrecorded_saving_ns, whatif, whatif_many
+from traceloom.testing import TraceBuilder
 
 JOBS = [calibrate(RandomJob(seed).graph()) for seed in range(8)]
 
@@ -111,3 +113,16 @@ def test_words_that_mean_nothing_are_refused() -> None:
     with pytest.raises(UsageError) as refused:
         traceloom.whatif(session(), "kernels faster")
     assert refused.value.slug == "bad-change"
+
+
+def test_work_that_precedes_its_launch_by_its_clock_does_not_make_the_run_begin_earlier() -> None:
+    built = TraceBuilder().op("aten::mm", 0, 60).launch("cudaLaunchKernel", 50, 4, correlation=1)
+    built.kernel("k", 31, 20, correlation=1)  # 19 us before it was launched
+    built.kernel("old", 400, 100, stream=20)  # of before the window: it begins when it began
+    graph = calibrate(link_rank(built.build()))
+    answer = whatif(graph, "ops ~ mm remove")
+    assert answer.times.min() < 0
+    assert (answer.before_ns, answer.after_ns, answer.saved_ns) == (500_000, 500_000, 0)
+    assert answer.path["after_ns"].sum() == 500_000
+    assert answer.ranks["saved_ns"].to_list() == [0]
+    assert whatif_many(graph, [scenario_of(graph, [parse("ops ~ mm remove")])]).tolist() == [500_000]
