@@ -169,7 +169,7 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
     for values, which in ((device, 0), (stream, 1)):
         missing = np.flatnonzero(on_device & (values == NULL))
         values[missing] = made.places.numbers(which)[made.place[missing]]
-    device[(device < -1) | (device >= 2**31)] = NULL
+    device[(device < 0) | (device >= 2**31)] = NULL
     lanes = find_lanes(made.category, made.place, device, stream, made.places)
     nesting = nest(lanes.lane, made.start, made.start + np.maximum(made.duration, 0), lanes.nests)
     events = _events(made, device, stream, lanes.lane, nesting)

@@ -9,9 +9,11 @@ import polars as pl
 import pytest
 
 from traceloom import analyze
-from traceloom.model import Trace
+from traceloom.model import Session, Trace
 from traceloom.model.result import Result
 from traceloom.read import read_kineto
+from traceloom.report import ReportOptions, build
+from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder
 
 ARGS = TraceBuilder.collective_args
@@ -136,6 +138,22 @@ def test_a_grid_of_very_many_digits_is_cut(digits: int, tmp_path: Path) -> None:
     path.write_text(builder.text().replace("77777", "9" * digits))
     found = analyze.collectives(read_kineto(path)).calls
     assert found["channels"].to_list() == [2**31 - 1]
+
+
+@pytest.mark.parametrize("device", [-1, -2, 2**31, 2**70])
+def test_a_device_that_is_no_number_of_one_is_unknown_to_all(device: int) -> None:
+    builder = TraceBuilder().step(0, 0, 100).op("aten::mm", 5, 20)
+    builder.launch("cudaLaunchKernel", 8, 2, correlation=1).kernel("gemm", 20, 30, correlation=1, device=device)
+    builder.launch("cudaLaunchKernel", 60, 2, correlation=2).kernel("gemm", 70, 10, correlation=2, device=device)
+    trace = builder.build()
+    assert trace.events["device"].drop_nulls().to_list() == []
+    gaps = analyze.idle(trace).gaps
+    assert set(gaps["device"]) == {None}
+    assert gaps["duration_ns"].sum() == 20_000
+    assert set(analyze.gpu_time(trace).steps["device"]) == {None}
+    options = ReportOptions(full=True)
+    document = build(Session((trace,), "one"), options)
+    assert "Why the GPU was idle" in "\n".join(map(str, render(document, options, 100)))
 
 
 # -- time ---------------------------------------------------------------------------------------------------------
