@@ -205,7 +205,7 @@ def _where(all_facts: list[Facts]) -> str:
     if len(ranks) == 1:
         return f"Rank {ranks[0]}, {span}"
     if ranks:
-        without_hole = ranks == list(range(ranks[0], ranks[-1] + 1))
+        without_hole = ranks[-1] - ranks[0] == len(ranks) - 1
         who = f"Ranks {ranks[0]}–{ranks[-1]}" if without_hole else f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
         return f"{who}, {span}"
     return f"{count(len(traces))} processes, {span}" if len(traces) > 1 else span[0].upper() + span[1:]

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from traceloom.cli import main
 from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.read import load, load_inputs, load_runs, read_kineto
 from traceloom.testing import HostTraceBuilder, TraceBuilder
@@ -385,3 +386,15 @@ def test_a_capture_of_two_jobs_is_two_runs(tmp_path: Path) -> None:
     for at, session in enumerate(sessions):
         assert session.capture is not None
         assert {entry["job"] for entry in session.capture["ranks"]} == {f"job {at}"}
+
+
+@pytest.mark.parametrize("ranks", [(0, 2**31 - 1), (7, 2**30, 2**31 - 2)])
+def test_ranks_that_lie_far_apart_are_as_many_as_they_are(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    for number in ranks:
+        made = rank(number, world_size=2**40).group("0", [0, 2**31 - 1, 5]).kernel("gemm", 1, 5)
+        made.write(tmp_path / f"trace{number}.json")
+    session = load(tmp_path)
+    assert session.ranks == ranks
+    assert main(["report", str(tmp_path), "--no-cache", "-o", str(tmp_path / "out.json")]) == 0
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert [one["rank"] for one in document["ranks"]] == list(ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import polars as pl
 
@@ -57,7 +58,7 @@ class GroupsSection(RanksSection):
         rows = []
         for row in value:
             members, who = row["members"], None
-            if members is not None and len(members) > 2 and members == list(range(members[0], members[-1] + 1)):
+            if len(members or ()) > 2 and all(after - before == 1 for before, after in pairwise(members)):
                 who = f"{members[0]}–{members[-1]}"
             elif members is not None:
                 who = ", ".join(map(str, members[:6])) + (", …" if len(members) > 6 else "")
