@@ -28,7 +28,7 @@ from traceloom.chakra.schema import NodeType
 from traceloom.chakra.validation import validate
 from traceloom.errors import UsageError
 
-QUICK = settings(max_examples=15, deadline=None)
+QUICK = settings(max_examples=8, deadline=None)
 SEND, RECEIVE, COLLECTIVE = (int(NodeType.Value(f"COMM_{name}_NODE")) for name in ("SEND", "RECV", "COLL"))
 # Whose data must have come to whom in the end; rank 0 is the root.
 FLOWS = {
