@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -268,9 +269,10 @@ def _number(value: Any) -> int:
 def _float(value: Any) -> float:
     if isinstance(value, str) and value in _ODD:
         return _ODD[value]
-    if isinstance(value, str) and value.startswith("NaN:"):
-        (number,) = struct.unpack(">d", bytes.fromhex(value[4:]).rjust(8, b"\0"))
-        return float(number)
+    if isinstance(value, str) and re.fullmatch("NaN:[0-9a-fA-F]{16}", value):
+        (number,) = struct.unpack(">d", bytes.fromhex(value[4:]))
+        if math.isnan(number):
+            return float(number)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     raise _OddError(f"expected a number, got {_shown(value)}")
