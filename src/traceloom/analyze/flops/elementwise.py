@@ -39,7 +39,11 @@ _ARITY = {
 """How many tensors go in; two where nothing else is said."""
 _MOST_OF_UNARY = 5  # inputs with numbers and a tensor for the result: `nan_to_num`
 _MOST = {"elu_backward": 7}
-_FLOATS = ("cos", "sin", "exp", "log", "rsqrt", "sqrt", "sigmoid", "tanh", "reciprocal", "div", "true_divide", "log2")
+_FLOATS = (
+    "acos acosh angle asin asinh atan atan2 atanh copysign cos cosh deg2rad div erf erfc erfinv exp exp2 expm1 lgamma "
+    "log log10 log1p log2 logit reciprocal rsqrt sigmoid sin sinc sinh sqrt tan tanh true_divide xlogy"
+)
+"""Those whose result is a floating-point number where the inputs are whole numbers."""
 _COPIES = ("where", "masked_fill", "tril", "triu")
 
 
@@ -68,7 +72,7 @@ def _arithmetic(call: Call) -> Work:
     out = operands[0]  # an in-place call writes its first input
     if not name.endswith("_"):  # else the shapes broadcast and the types promote
         dtype = promoted(operands[1:] if name == "where" and len(operands) > 1 else operands)
-        if name in _FLOATS and dtype in ("bool", "int8", "uint8", "int16", "int32", "int64"):
+        if name in _FLOATS.split() and dtype in ("bool", "int8", "uint8", "int16", "int32", "int64"):
             dtype = "fp32"
         out = Tensor(broadcast(*(operand.shape for operand in operands)), dtype)
     name = name.rstrip("_")
