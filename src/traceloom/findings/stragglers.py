@@ -102,10 +102,10 @@ def _late(context: Context, ranks: tuple[int, ...], who: str, roots: pl.DataFram
             what = f"rank {waiting} waits in {row['kind']}"
             waits.append(Evidence(what, waiting, event["start_ns"], event["duration_ns"], event["lane"]))
     waited = units.duration(int(roots["wait_ns"].sum()))
-    count = units.count(roots.height)
+    meetings = units.counted(roots.height, "collective")
     seen = (Evidence(f"waits that end at {who}", ranks[0], count=roots.height, total_ns=int(roots["wait_ns"].sum())),)
     return Candidate(
-        title=f"{who} makes the others wait{why}" + (f" ({waited} at {count} collectives)" if roots.height else ""),
+        title=f"{who} makes the others wait{why}" + (f" ({waited} at {meetings})" if roots.height else ""),
         changes=(Change("delay", Selection("host", "", ranks)),),
         confidence=0.7 if roots.height else 0.4,
         advice=f"See what {who} does at that time: {_ADVICE.get(cause or '', _ANY_ADVICE)}",
