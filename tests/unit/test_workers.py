@@ -85,6 +85,7 @@ def test_nothing_is_imported_from_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "of_a_stranger.py").write_text("print('{}')\ndef main(): print('{}')\n", encoding="utf-8")
+    (tmp_path / "json.py").write_text("print('{}')\n", encoding="utf-8")  # in place of what Python has
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
