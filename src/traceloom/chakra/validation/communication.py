@@ -72,7 +72,7 @@ def check_attributes(workload: Workload, findings: Findings) -> None:
         ),
         (
             "communication-size",
-            communication & (pl.col("comm_size") <= 0) & (pl.col("comm_type") != CollectiveCommType.BARRIER),
+            communication & (pl.col("comm_size") <= 0) & pl.col("comm_type").ne_missing(CollectiveCommType.BARRIER),
             "has a comm_size that is not above 0",
         ),
         ("communication-on-host", communication & pl.col("is_cpu_op"), "has is_cpu_op true"),
