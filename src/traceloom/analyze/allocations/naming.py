@@ -88,7 +88,10 @@ def places(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> EventS
     has_home = home >= 0
     inner = has_home & (scope > node)  # a scope opened inside the backward node: what it recomputes
     paths, modules, path = _merged(paths, modules, path, np.where(inner, path[home], -1))
-    path = np.where(has_home & ~inner, path[home], path)
+    source = np.where(has_home & ~inner, home, np.arange(home.size))
+    for _ in range(_DEEPEST.bit_length()):  # the forward op may itself be one that a checkpoint has run again
+        source = source[source]
+    path = path[source]
     if unknown:
         paths, modules = [*paths, UNKNOWN_BACKWARD], [*modules, ""]
         path = np.where(backward & ~has_home, len(paths) - 1, path)
@@ -232,9 +235,12 @@ def _of_nested(trace: Trace, tree: Forest, node: Bools, home: Ints) -> Ints:
     again = again[forward]
     if not again.size:
         return home
-    again = again[np.lexsort((again, sequence[again]))]
-    last = np.searchsorted(sequence[again], sequence[inside], side="right") - 1
-    matched = (last >= 0) & (sequence[again[np.maximum(last, 0)]] == sequence[inside])
+    # the last before the node: threads count each for itself, and come one after the other in the forest
+    numbers, code = np.unique(sequence[again], return_inverse=True)
+    own = np.minimum(np.searchsorted(numbers, sequence[inside]), numbers.size - 1)
+    keys = np.sort(code * node.size + again)
+    last = np.searchsorted(keys, own * node.size + inside) - 1
+    matched = (numbers[own] == sequence[inside]) & (last >= 0) & (keys[last] // node.size == own)
     out = home.copy()
-    out[inside[matched]] = again[last[matched]]
+    out[inside[matched]] = keys[last[matched]] % node.size
     return out
