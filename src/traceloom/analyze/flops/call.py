@@ -248,12 +248,13 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 _ORDER = ("bool", "uint8", "int8", "int16", "int32", "int64", "fp8", "fp16", "bf16", "fp32", "fp64")
 _COMPLEX = ("complex32", "complex64", "complex128")
+_MEET = (({"fp16", "bf16"}, "fp32"), ({"uint8", "int8"}, "int16"))  # neither holds the values of the other
 
 
 def promoted(tensors: list[Tensor]) -> str:
     """The element type of an elementwise result of several tensors, by PyTorch's rule.
 
-    A tensor without dimensions changes the type only by its category (integer, floating point, complex).
+    A tensor without dimensions changes the type only by its category (truth value, integer, floating point, complex).
 
     Raises:
         Unknown: There is none.
@@ -262,12 +263,11 @@ def promoted(tensors: list[Tensor]) -> str:
     highest, categories = [], []  # of the tensors with dimensions, and of those without
     for with_sizes in (True, False):
         dtypes = [tensor.dtype for tensor in tensors if bool(tensor.shape) == with_sizes]
-        if {"fp16", "bf16"} <= set(dtypes):
-            dtypes.append("fp32")
+        dtypes += [wider for pair, wider in _MEET if pair <= set(dtypes)]
         if dtypes:
             dtype = max(dtypes, key=lambda dtype: order.index(dtype) if dtype in order else -1)
             highest.append(dtype)
-            categories.append(2 if dtype in _COMPLEX else 1 if dtype.startswith(("fp", "bf")) else 0)
+            categories.append(3 if dtype in _COMPLEX else 2 if dtype.startswith(("fp", "bf")) else int(dtype != "bool"))
     if not highest:
         raise Unknown("no input is recorded as a tensor")
     if len(highest) == 1 or categories[1] <= categories[0]:
