@@ -149,6 +149,8 @@ def spelled_events(draw: DrawFn) -> SpelledEvent:
     if category in ON_DEVICE:
         row |= {"process": None, "thread": None}
         row["device"] = process if row["device"] is None else row["device"]
+        if row["device"] is not None and row["device"] < 0:  # how an unknown one is written
+            row["device"] = None
         row["stream"] = thread if row["stream"] is None else row["stream"]
     else:
         row |= {"process": process, "thread": thread}

@@ -46,9 +46,9 @@ def test_the_default_report_is_short_and_computes_nothing_else(
 ) -> None:
     asked: list[ReportOptions] = []
 
-    def build_short(session: Session, options: ReportOptions) -> dict[str, Any]:
+    def build_short(session: Session, options: ReportOptions, **more: bool) -> dict[str, Any]:
         asked.append(options)
-        return build(session, options)
+        return build(session, options, **more)
 
     monkeypatch.setattr("traceloom.report.build", build_short)
     lines = _report(capsys, trace).splitlines()
