@@ -27,7 +27,7 @@ from traceloom.errors import InputError
 from traceloom.model import graph_store
 from traceloom.model.graph import Graph
 
-QUICK = settings(max_examples=12, deadline=None)
+QUICK = settings(max_examples=10, deadline=None)
 KINDS = ("COMP_NODE", "COMP_NODE", "MEM_LOAD_NODE", "COMM_COLL_NODE", "COMM_SEND_NODE", "METADATA_NODE")
 
 

@@ -57,7 +57,7 @@ CHANGES = st.lists(
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(changes=CHANGES)
 def test_changed_bytes_are_read_or_refused(name: str, changes: list[tuple[float, int, bytes]]) -> None:
     ending, reader = READERS[name]

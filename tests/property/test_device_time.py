@@ -120,7 +120,7 @@ def scaled(row: dict[str, int]) -> dict[str, int]:
 
 
 slow = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 

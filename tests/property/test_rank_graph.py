@@ -38,7 +38,7 @@ def tiled(graph: Graph) -> None:
         assert (start[1:] == start[:-1] + length[:-1]).all()
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(builder=builders(most_events=25))
 def test_random_traces_make_graphs_that_keep_the_law(builder):
     graph, trace = linked(builder)
@@ -50,7 +50,7 @@ def test_random_traces_make_graphs_that_keep_the_law(builder):
     assert counted == work.height
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(builder=waiting_builders())
 def test_whatever_waits_for_whatever_there_is_no_circle_and_nothing_before_its_cause(builder):
     graph, trace = linked(builder)

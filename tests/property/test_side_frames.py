@@ -19,7 +19,7 @@ from traceloom.read import arguments, load, read_kineto
 from traceloom.read.again import numbers, whole
 from traceloom.testing import TraceBuilder
 
-QUICK = settings(max_examples=12, deadline=None)
+QUICK = settings(max_examples=10, deadline=None)
 TIMES = st.integers(0, 10**6).map(lambda ns: ns / 1000)
 
 

@@ -32,7 +32,7 @@ def counts(trace: Trace) -> dict[str, int]:
     return {notice.slug: notice.count for notice in trace.notices}
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(made=spelled_files())
 def test_every_value_is_taken_for_what_it_means(place: Path, made: SpelledFile) -> None:
     trace = read(place, made.text().encode())
@@ -41,7 +41,7 @@ def test_every_value_is_taken_for_what_it_means(place: Path, made: SpelledFile) 
     assert rows.to_dicts() == [{name: row[name] for name in columns} for row in made.rows]
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(made=spelled_files())
 def test_an_external_id_is_kept_unless_it_only_repeats_the_correlations(place: Path, made: SpelledFile) -> None:
     trace = read(place, made.text().encode())
@@ -52,7 +52,7 @@ def test_an_external_id_is_kept_unless_it_only_repeats_the_correlations(place: P
     assert trace.events["external_id"].to_list() == expected
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(made=spelled_files())
 def test_what_has_no_time_or_no_duration_is_counted(place: Path, made: SpelledFile) -> None:
     trace = read(place, made.text().encode())
@@ -67,7 +67,7 @@ def test_what_has_no_time_or_no_duration_is_counted(place: Path, made: SpelledFi
     assert trace.meta.event_count == len(made.events)
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(made=spelled_files())
 def test_work_belongs_to_the_earliest_call_of_its_correlation(place: Path, made: SpelledFile) -> None:
     trace = read(place, made.text().encode())
@@ -82,7 +82,7 @@ def test_work_belongs_to_the_earliest_call_of_its_correlation(place: Path, made:
     assert counts(trace).get("orphan-work", 0) == orphans
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(made=spelled_files())
 def test_lanes_are_threads_of_the_host_and_streams_of_devices(place: Path, made: SpelledFile) -> None:
     trace = read(place, made.text().encode())

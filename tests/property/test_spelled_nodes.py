@@ -15,7 +15,7 @@ from support.spelled_events import Token, names, whole_numbers
 from traceloom.model.host_trace import HOST_OPS, HostTrace
 from traceloom.read.host_trace import read_host_trace
 
-QUICK = settings(max_examples=20, deadline=None)
+QUICK = settings(max_examples=14, deadline=None)
 NUMBERS = {
     "fw_parent": "forward_parent", "rf_id": "record_function_id", "seq_id": "sequence", "scope": "scope", "tid": "thread",
     "fw_tid": "forward_thread",
