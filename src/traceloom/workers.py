@@ -49,7 +49,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
-            text=True,
+            encoding="utf-8",
             env={"POLARS_MAX_THREADS": str(threads), **os.environ},
         )
         imports = [*filter(os.path.isabs, sys.path), str(Path(traceloom.__file__).parents[1])]

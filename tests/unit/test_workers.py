@@ -6,10 +6,13 @@ import contextlib
 import os
 import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import traceloom
 from traceloom.workers import Worker, Workers, cores, shared_folder, workers
 
 ECHO = """
@@ -168,3 +171,15 @@ def test_cores_are_those_that_this_process_may_use() -> None:
         assert cores() == 1
     finally:
         os.sched_setaffinity(0, may_use)
+
+
+def test_answers_are_utf_8_in_every_locale(tmp_path: Path) -> None:
+    says = 'def main():\n    import sys\n    sys.stdout.buffer.write(\'{"text": "2 \u00d7 \u00e9"}\\n\'.encode())\n'
+    (tmp_path / "says_more_than_ascii.py").write_text(says, encoding="utf-8")
+    code = "from traceloom.workers import Worker; print(ascii(next(Worker('says_more_than_ascii').answers())['text']))"
+    paths = os.pathsep.join([str(tmp_path), str(Path(traceloom.__file__).parents[1])])
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **ascii_alone}, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == (ascii("2 \u00d7 \u00e9") + "\n", 0), done.stderr
