@@ -111,18 +111,23 @@ def compiled() -> Session:
     return session_of("compiled", made)
 
 
-def serving() -> Session:
-    """Ranks that answer requests."""
+def serving_ranks(count: int) -> list[TraceBuilder]:
+    """So many ranks that answer three requests each."""
     traces = []
-    for rank in range(2):
-        made = TraceBuilder(rank=rank, world_size=2)
+    for rank in range(count):
+        made = TraceBuilder(rank=rank, world_size=count)
         for number in range(3):
             at = 1000 * number
             made.annotation("execute_context_0(0)_generation_4(4)", at, 200)
             made.op("aten::mm", at + 10, 50).launch("cudaLaunchKernel", at + 20, 5, correlation=number + 1)
             made.kernel("gemm", at + 50, 100 + 10 * rank, correlation=number + 1)
         traces.append(made)
-    return session_of("serving", *traces)
+    return traces
+
+
+def serving() -> Session:
+    """Ranks that answer requests."""
+    return session_of("serving", *serving_ranks(2))
 
 
 def training() -> Session:
@@ -188,3 +193,16 @@ def page(sort: Callable[[], Session]) -> str:
     """The page of that report."""
     session, document = made(sort)
     return render(document, session)
+
+
+def sound() -> TraceBuilder:
+    """A trace that no check objects to: four steps of 100 µs with an operator, a frame, a launch and a kernel each: 20 events, 12 of them on the host."""
+    builder = TraceBuilder()
+    for step in range(4):
+        at = 100 * step
+        builder.step(step, at, 100).python("train.py(1): f", at, 90)
+        builder.op("aten::mm", at + 10, 20, shapes=[[2, 2], [2, 2]])
+        builder.launch("cudaLaunchKernel", at + 12, 4, correlation=step + 1).kernel(
+            "gemm", at + 40, 10, correlation=step + 1
+        )
+    return builder

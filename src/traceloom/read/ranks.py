@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from traceloom.read.graph_step import with_shapes
 from traceloom.read.inputs import Input
 from traceloom.read.sources import source_of
 from traceloom.storage.cache import Cache, Seen
-from traceloom.workers import Workers, shared_folder, workers
+from traceloom.workers import Workers, cores, shared_folder, workers
 
 _WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
 _EXPANSION = 16  # of gzip, roughly
@@ -108,9 +107,9 @@ def read_all(inputs: list[Input], *, cache: Cache | None, report: Report | None 
             meter.finished(number)
     seen = [_seen(inputs[number]) for number in missing]
     text_bytes = sum(_size(inputs[at]) * (_EXPANSION if inputs[at].path.name.endswith(".gz") else 1) for at in missing)
-    cores = min(os.cpu_count() or 1, len(missing))
-    if cores > 1 and text_bytes > _WORTH_BYTES:
-        _beside(inputs, missing, out, meter, column_files, cores=cores)
+    at_once = min(cores(), len(missing))
+    if at_once > 1 and text_bytes > _WORTH_BYTES:
+        _beside(inputs, missing, out, meter, column_files, at_once=at_once)
     else:
         for number in missing:
             source = inputs[number]
@@ -170,13 +169,13 @@ def _beside(
     meter: _Meter,
     column_files: ColumnFiles,
     *,
-    cores: int,
+    at_once: int,
 ) -> None:
     """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
     with (
         shared_folder() as folder,
         workers("traceloom.read.worker") as readers,
-        ThreadPoolExecutor(cores, thread_name_prefix="traceloom-rank", initializer=block) as pool,
+        ThreadPoolExecutor(at_once, thread_name_prefix="traceloom-rank", initializer=block) as pool,
     ):
         try:
             largest = sorted(missing, key=lambda at: -_size(inputs[at]))
@@ -185,7 +184,7 @@ def _beside(
                 readers=readers,
                 meter=meter,
                 column_files=column_files,
-                processes=(os.cpu_count() or 1) // cores,
+                processes=cores() // at_once,
             )
             jobs = {at: pool.submit(each, inputs[at], at, folder / str(at)) for at in largest}
             for number, job in jobs.items():

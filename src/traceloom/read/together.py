@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from msgspec import Struct
 
-from traceloom import leaving
+from traceloom import leaving, workers
 from traceloom.array_types import Array
 from traceloom.read.columns import Columns, Legend
 from traceloom.read.damage import Damage
@@ -126,7 +126,7 @@ def cores() -> int:
     if sys.platform != "linux":
         return 1
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return 1 if pages * mmap.PAGESIZE > _MOST_COPIED else len(os.sched_getaffinity(0))
+    return 1 if pages * mmap.PAGESIZE > _MOST_COPIED else workers.cores()
 
 
 def _decode_into(path: Path, part: TextPart, into: int, parent: int) -> NoReturn:

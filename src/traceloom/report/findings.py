@@ -51,8 +51,7 @@ def begun_findings(
     """
     here = partial(ranked_findings, session, options)
     large = len(session.traces) > 1 and sum(trace.events.height for trace in session.traces) >= WORTH_EVENTS
-    asked = options.only is None or FINDINGS in options.only
-    if not (beside and large and asked and cores() > 1):
+    if not (beside and large and options.wants(FINDINGS) and cores() > 1):
         yield here
         return
     with shared_folder() as folder, ExitStack() as until_done:
@@ -102,7 +101,7 @@ def main() -> None:
 
 def ranked_findings(session: Session, options: ReportOptions, absent: Absent) -> tuple[list[Row], Row | None]:
     """`findings` and `findings_ground` of the document; nothing where `--only` leaves them out."""
-    if options.only is not None and FINDINGS not in options.only:
+    if not options.wants(FINDINGS):
         return _nothing(NOT_ASKED, absent)
     events = sum(trace.events.height for trace in session.traces)
     if not events:

@@ -52,6 +52,10 @@ class ReportOptions:
     samples_per_step: int | None = None
     kind_rules: tuple[KindRule, ...] = ()
 
+    def wants(self, section: str) -> bool:
+        """Whether a section is asked for: all are, where none is named."""
+        return self.only is None or section in self.only
+
 
 # Key of --sort -> the columns it means, the first one a table has.
 SORT_KEYS = {

@@ -9,23 +9,12 @@ from typing import Any
 import polars as pl
 import pytest
 
+from support.sessions import sound
 from traceloom.analyze import quality
 from traceloom.analyze.quality_effects import EFFECTS
 from traceloom.model import Notice, Session, Trace
 from traceloom.report import build
 from traceloom.testing import TraceBuilder
-
-
-def sound() -> TraceBuilder:
-    """A trace that no check objects to: steps, stacks, shapes, work with launches."""
-    builder = TraceBuilder()
-    for step in range(4):
-        at = 100 * step
-        builder.step(step, at, 100).python("train.py(1): f", at, 90)
-        builder.op("aten::mm", at + 10, 20, shapes=[[2, 2], [2, 2]])
-        builder.launch("cudaLaunchKernel", at + 12, 4, correlation=step + 1)
-        builder.kernel("gemm", at + 40, 10, correlation=step + 1)
-    return builder
 
 
 def sampled(every: int) -> TraceBuilder:

@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+from support.sessions import sound
 from traceloom.analyze import quality
 from traceloom.analyze.verdict import graded
 from traceloom.model import Trace
@@ -16,17 +17,6 @@ from traceloom.testing import TraceBuilder
 
 Made = Callable[[TraceBuilder], TraceBuilder]
 LAUNCH = "cudaLaunchKernel"
-
-
-def sound() -> TraceBuilder:
-    """Four steps of 100 µs with an operator, a frame, a launch and a kernel each: 20 events, 12 of them on the host."""
-    builder = TraceBuilder()
-    for step in range(4):
-        at = 100 * step
-        builder.step(step, at, 100).python("train.py(1): f", at, 90)
-        builder.op("aten::mm", at + 10, 20, shapes=[[2, 2], [2, 2]])
-        builder.launch(LAUNCH, at + 12, 4, correlation=step + 1).kernel("gemm", at + 40, 10, correlation=step + 1)
-    return builder
 
 
 def check(trace: Trace, slug: str) -> dict[str, Any] | None:

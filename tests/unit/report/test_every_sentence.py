@@ -17,6 +17,7 @@ import pytest
 
 import traceloom
 from support.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
+from support.sessions import serving_ranks
 from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import KEYS, core, every
@@ -200,16 +201,7 @@ def built() -> Ranks:
 
 @cache
 def serving() -> Ranks:
-    traces = []
-    for rank in range(RANKS):
-        made = TraceBuilder(rank=rank, world_size=RANKS)
-        for number in range(3):
-            at = 1000 * number
-            made.annotation("execute_context_0(0)_generation_4(4)", at, 200)
-            made.op("aten::mm", at + 10, 50).launch("cudaLaunchKernel", at + 20, 5, correlation=number + 1)
-            made.kernel("gemm", at + 50, 100 + 10 * rank, correlation=number + 1)
-        traces.append(made)
-    return Ranks.made(traces)
+    return Ranks.made(serving_ranks(RANKS))
 
 
 @cache

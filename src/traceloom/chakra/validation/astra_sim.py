@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.chakra.schema import CollectiveCommType, NodeType
-from traceloom.chakra.validation.communication import ALL, COLLECTIVE, kind_name, wrong_nodes
+from traceloom.chakra.validation.communication import ALL, COLLECTIVE, check_nodes, kind_name, wrong_nodes
 from traceloom.chakra.validation.nodes import each, ids, label
 from traceloom.chakra.validation.problem import MOST_EXAMPLES, Findings, Severity
 from traceloom.chakra.workload import Workload
@@ -45,9 +45,7 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
     if workload.groups.members is None:
         rules.append(("no-group-file", in_group, "is in a group"))
     for rule, broken, predicate in rules:
-        for file, rows in wrong_nodes(workload, broken):
-            table = workload.tables[file]
-            findings.add(rule, workload.location(file), each(table, rows, predicate), ids(table, rows))
+        check_nodes(workload, findings, rule, broken, predicate)
     named = workload.nodes.filter(in_group).select("file", "row", "pg_name")
     odd = [name for name in named["pg_name"].unique() if not is_number(name, least=0)]
     by_group = named.filter(pl.col("pg_name").is_in(odd)).group_by("file", "pg_name", maintain_order=True)

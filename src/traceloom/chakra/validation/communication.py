@@ -43,6 +43,13 @@ def wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int, Ints
         yield int(str(file)), rows["row"].to_numpy()
 
 
+def check_nodes(workload: Workload, findings: Findings, rule: str, broken: pl.Expr, predicate: str) -> None:
+    """Say of each file which of its nodes break a rule."""
+    for file, rows in wrong_nodes(workload, broken):
+        table = workload.tables[file]
+        findings.add(rule, workload.location(file), each(table, rows, predicate), ids(table, rows))
+
+
 def check_attributes(workload: Workload, findings: Findings) -> None:
     """The rules for attributes of communication nodes."""
     lacking = [workload.nodes.clear().select("file", "row", pl.lit("").alias("attribute"))]
@@ -77,9 +84,7 @@ def check_attributes(workload: Workload, findings: Findings) -> None:
         ),
         ("communication-on-host", communication & pl.col("is_cpu_op"), "has is_cpu_op true"),
     ):
-        for number, wrong in wrong_nodes(workload, broken):
-            table = workload.tables[number]
-            findings.add(rule, workload.location(number), each(table, wrong, predicate), ids(table, wrong))
+        check_nodes(workload, findings, rule, broken, predicate)
 
 
 def check_groups(workload: Workload, findings: Findings) -> None:

@@ -12,7 +12,7 @@ import polars as pl
 from traceloom.array_types import Ints
 from traceloom.chakra.node_table import NodeTable
 from traceloom.chakra.schema import CollectiveCommType
-from traceloom.chakra.validation.communication import COLLECTIVE, RECEIVE, SEND, kind_name, ranks_text
+from traceloom.chakra.validation.communication import ALL, COLLECTIVE, RECEIVE, SEND, kind_name, ranks_text
 from traceloom.chakra.validation.nodes import ids, label
 from traceloom.chakra.validation.problem import Findings, Severity
 from traceloom.chakra.validation.waiting import Settled
@@ -96,7 +96,7 @@ def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> J
         sequences = [sequence.by_number() for sequence in issued] if all_numbered else issued
         first = sequences[0]
         members = (workload.groups.members or {}).get(name)
-        if members is None and name in ("", "0"):
+        if members is None and name in ALL:
             members = tuple(part.rank for part in parts)
         issuing = {parts[s.part].rank for s in sequences}
         silent = [p for p in parts if members is not None and p.rank in members and p.rank not in issuing]
@@ -191,7 +191,7 @@ def _compare(parts: Sequence[Ordered], name: str, first: _Sequence, other: _Sequ
 
 
 def _group(name: str) -> str:
-    return "the group of all ranks" if name in ("", "0") else f"group `{name}`"
+    return "the group of all ranks" if name in ALL else f"group `{name}`"
 
 
 def _match_messages(parts: Sequence[Ordered], startable: pl.DataFrame, findings: Findings) -> pl.DataFrame:

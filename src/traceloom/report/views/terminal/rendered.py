@@ -69,12 +69,12 @@ def _lines(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
     if options.only is None and not options.full and not document["runs"]:
         yield from brief(document, width)
         return
-    if options.only is None or FINDINGS in options.only:
+    if options.wants(FINDINGS):
         yield from findings.findings(document, width, full=options.only is not None)
     yield from _runs(document, width)
     if not document["runs"]:
         yield from sections.sections(document, options, width)
-    if options.only is None or CORE in options.only:
+    if options.wants(CORE):
         yield from recording(document, width)
         yield from notices.notices(document, options, width)
 
