@@ -31,6 +31,7 @@ VERBS = {
     "record": "record a PyTorch program, without changing it",
     "report": "show where the time of a trace or a recorded run went",
     "whatif": "say what a change would save",
+    "simulate": "say how long a workload takes on another machine",
     "memory": "show whose memory it is: by scope, module, operator, line of code",
     "diff": "compare two traces or recorded runs, and check for regressions",
     "baseline": "keep runs as a baseline, and check later runs against it",
@@ -59,6 +60,8 @@ verbs:
              traceloom report trace.json.gz -o report.html
   whatif   {VERBS["whatif"]}
              traceloom whatif run --set 'kernels ~ gemm * 0.5'
+  simulate {VERBS["simulate"]}
+             traceloom simulate run --machine machine.toml
   memory   {VERBS["memory"]}
              traceloom memory run
   diff     {VERBS["diff"]}

@@ -1,10 +1,12 @@
-"""What if? A linked graph evaluated with changes."""
+"""What if, and where else? A linked graph evaluated with changes, or on another machine."""
 
 from traceloom.simulate.changes import Change, parse
 from traceloom.simulate.limits import most_saved_ns
+from traceloom.simulate.native import run
 from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.scenario import Scenario
 from traceloom.simulate.selection import Selection
+from traceloom.simulate.simulation import Simulation
 from traceloom.simulate.whatif import (
     Sweep,
     WhatIf,
@@ -21,6 +23,7 @@ __all__ = [
     "Change",
     "Scenario",
     "Selection",
+    "Simulation",
     "Sweep",
     "WhatIf",
     "changed_graph",
@@ -28,6 +31,7 @@ __all__ = [
     "evaluations",
     "most_saved_ns",
     "parse",
+    "run",
     "scenario_of",
     "sweep",
     "unrecorded_saving_ns",

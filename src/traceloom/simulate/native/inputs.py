@@ -1,0 +1,99 @@
+"""What can be simulated, as a graph: a recorded run, a saved graph, `.et` files of any writer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from traceloom.errors import UsageError
+from traceloom.link import link_session
+from traceloom.model import graph_store
+from traceloom.model.graph import Graph
+from traceloom.model.session import Session
+from traceloom.simulate.native.isolating import isolated
+
+_ENDINGS = (".et", ".et.gz")
+AnyWorkload = str | Path | Sequence[str | Path] | Graph | Session
+
+
+@dataclass(frozen=True)
+class SimulationInput:
+    """A workload that is ready to be simulated.
+
+    Attributes:
+        graph: Its graph, with the meetings of all ranks.
+        name: What the user gave.
+        measured: Whether its times were measured; else they follow from the durations in its files.
+    """
+
+    graph: Graph
+    name: str
+    measured: bool
+
+
+def open_input(
+    workload: AnyWorkload,
+    *,
+    groups: str | Path | None = None,
+    only: str | None = None,
+    step: int | None = None,
+    cache: bool = True,
+) -> SimulationInput:
+    """Read what shall be simulated.
+
+    Args:
+        workload: Files or directories as `traceloom.load` takes them, a `.graph`, a directory of `.et` files; or what
+            was read of it already.
+        groups: The file that says which ranks are in which group, of `.et` files; where None the one beside them.
+        only: One of `SIDES`: the other side takes no time.
+        step: One step of a recorded run.
+        cache: Look into the cache of read traces, and fill it.
+
+    Raises:
+        UsageError: slugs `no-file`, `wrong-usage`: a step of what has none, groups of what has its own.
+        InputError: A file is refused.
+    """
+    chakra = False
+    session = None
+    if isinstance(workload, (Graph, Session)):
+        graph = workload if isinstance(workload, Graph) else link_session(workload, step=step)
+        session = workload if isinstance(workload, Session) else None
+        name = workload.name
+    else:
+        paths = [Path(workload)] if isinstance(workload, (str, Path)) else [Path(path) for path in workload]
+        name = " ".join(map(str, paths))
+        first = paths[0] if paths else Path()
+        chakra = _is_chakra(first)
+        if chakra or first.name.endswith(graph_store.ENDING):
+            if len(paths) > 1:
+                raise UsageError(
+                    "a workload is one directory of .et files, or one graph",
+                    slug="wrong-usage",
+                    hint="name the directory that holds the files of all ranks",
+                )
+            from traceloom.chakra.conversion import ConversionInput
+
+            with ConversionInput(first) as source:
+                graph = source.graph()
+        else:
+            from traceloom.read import load
+
+            session = load(*paths, cache=cache)
+            name = session.name
+            graph = link_session(session, step=step)
+    if step is not None and session is None:
+        raise UsageError("--step is of recorded runs", slug="wrong-usage", hint="leave it out, or name the run")
+    if groups is not None and not chakra:
+        raise UsageError("--groups is of .et files", slug="wrong-usage", hint="leave it out: what is recorded knows")
+    measured = graph.delays.height > 0
+    if only is not None:
+        graph, measured = isolated(graph, only), False
+    return SimulationInput(replace(graph, name=name), name, measured)
+
+
+def _is_chakra(path: Path) -> bool:
+    """Whether it is an `.et` file or a directory of them."""
+    if path.is_dir():
+        return any(member.name.lower().endswith(_ENDINGS) for member in path.iterdir())
+    return path.name.lower().endswith(_ENDINGS)
