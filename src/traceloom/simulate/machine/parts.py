@@ -1,0 +1,390 @@
+"""What a machine consists of: `machine.toml` as objects (docs/reference/machine.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+from msgspec import Meta
+
+from traceloom.analyze.peaks import Peak
+from traceloom.array_types import Floats, Ints
+from traceloom.errors import UsageError
+
+Topology = Literal["ring", "fully-connected", "switch", "torus", "mesh", "fat-tree", "links"]
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier",
+    "send",
+]  # fmt: skip
+Algorithm = Literal["ring", "direct", "halving-doubling", "double-tree", "tree", "two-level"]
+Span = Literal["inside", "between"]
+Bandwidth = Annotated[float, Meta(gt=0)]  # 10^9 bytes per second, each direction
+Nanoseconds = Annotated[float, Meta(ge=0)]
+Factor = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+Member = Annotated[int, Meta(ge=0)]
+
+SHAPED = ("torus", "mesh")
+_USUAL: dict[str, Algorithm] = {
+    "all_to_all": "direct", "gather": "direct", "scatter": "direct", "send": "direct",
+    "broadcast": "tree", "reduce": "tree", "barrier": "tree",
+}  # fmt: skip
+_SMALL_ALL_REDUCE = 1 << 16  # bytes; below, the number of hops counts more than the bytes
+
+
+def bad_machine(message: str, hint: str = "") -> UsageError:
+    """The error for a machine that cannot be."""
+    return UsageError(message, slug="bad-machine", hint=hint)
+
+
+class Wire(NamedTuple):
+    """One link of a list of links, both directions alike.
+
+    Attributes:
+        first: A member of the dimension's group; numbers from `size` on are switches between the members.
+        second: Another.
+        bandwidth: Of the link, 10^9 B/s; the dimension's where None.
+        latency: Of the link, ns; the dimension's where None.
+    """
+
+    first: Member
+    second: Member
+    bandwidth: Bandwidth | None = None
+    latency: Nanoseconds | None = None
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of the network: how the members of each of its groups are joined.
+
+    Attributes:
+        topology: How.
+        size: Members of a group.
+        bandwidth: Of one link in each direction, 10^9 B/s.
+        latency: Of one link, ns.
+        name: What to call it.
+        shape: Of a torus or mesh: members along each axis, the first changes fastest.
+        radix: Of a fat tree: members below one leaf switch.
+        oversubscription: Of a fat tree: bandwidth of the members below a leaf / of the leaf towards the spine.
+        links: Of the topology `links`.
+        shared: Whether a member is a whole block of the dimensions before, with one link for all its ranks (a host
+            with one network card); else each rank of the block has its own.
+    """
+
+    topology: Topology
+    size: Count
+    bandwidth: Bandwidth
+    latency: Nanoseconds = 0.0
+    name: str = ""
+    shape: tuple[Count, ...] = ()
+    radix: Count | None = None
+    oversubscription: Annotated[float, Meta(ge=1)] = 1.0
+    links: tuple[Wire, ...] = ()
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = [self.bandwidth, self.latency, self.oversubscription]
+        numbers += [value for wire in self.links for value in wire[2:] if value is not None]
+        if not all(map(math.isfinite, numbers)):
+            raise bad_machine("bandwidth and latency are finite numbers")
+        for key, owners in (("shape", SHAPED), ("radix", ("fat-tree",)), ("links", ("links",))):
+            if getattr(self, key) and self.topology not in owners:
+                raise bad_machine(f"`{key}` belongs to {' and '.join(owners)}, not to the topology {self.topology}")
+            if not getattr(self, key) and self.topology in owners:
+                raise bad_machine(f"the topology {self.topology} needs `{key}`")
+        if self.oversubscription != 1 and self.topology != "fat-tree":
+            raise bad_machine(f"`oversubscription` belongs to a fat-tree, not to the topology {self.topology}")
+        if self.topology in SHAPED and math.prod(self.shape) != self.size:
+            product = " x ".join(map(str, self.shape))
+            raise bad_machine(f"the shape {product} has {math.prod(self.shape)} members, the size is {self.size}")
+        self._check_wires()
+
+    def _check_wires(self) -> None:
+        """Refuse a list of links that leaves a member alone, or that names one twice."""
+        component = list(range(max([self.size, *(max(wire[:2]) + 1 for wire in self.links)])))
+        pairs = set()
+        for wire in self.links:
+            first, second = wire[:2]
+            if first == second:
+                raise bad_machine(f"the link [{first}, {second}] joins {first} with itself")
+            if frozenset(wire[:2]) in pairs:
+                raise bad_machine(
+                    f"the link [{first}, {second}] stands twice", "give one link with the bandwidth of both"
+                )
+            pairs.add(frozenset(wire[:2]))
+            joined = component[first], component[second]
+            component = [min(joined) if label in joined else label for label in component]
+        if self.links and len(set(component[: self.size])) > 1:
+            alone = next(member for member in range(self.size) if component[member] != component[0])
+            raise bad_machine(f"no links lead from member 0 to member {alone}")
+
+
+@dataclass(frozen=True)
+class Nic:
+    """What a rank can send and receive, whatever links it has.
+
+    Attributes:
+        bandwidth: Of one rank in each direction, 10^9 B/s.
+        of: `outer`: what leaves the innermost dimension; `all`: everything.
+    """
+
+    bandwidth: Bandwidth
+    of: Literal["outer", "all"] = "outer"
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.bandwidth):
+            raise bad_machine("bandwidth is a finite number")
+
+
+@dataclass(frozen=True)
+class AlgorithmRule:
+    """Which algorithm a collective uses.
+
+    Attributes:
+        collective: The kind.
+        use: The algorithm.
+        below: Only for sizes below so many bytes; None: for all.
+    """
+
+    collective: Collective
+    use: Algorithm
+    below: Count | None = None
+
+
+@dataclass(frozen=True)
+class SpeedFactor:
+    """Ranks that are faster or slower than the others.
+
+    Attributes:
+        ranks: Which.
+        device: Speed of their devices: 0.5 takes twice as long.
+        network: The same for their links.
+    """
+
+    ranks: tuple[Member, ...]
+    device: Factor = 1.0
+    network: Factor = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.device) or not math.isfinite(self.network):
+            raise bad_machine("speed factors are finite numbers")
+        if not self.ranks:
+            raise bad_machine("`ranks` names no rank")
+
+
+@dataclass(frozen=True)
+class MeasuredTransfer:
+    """Time of a collective as it was measured: `alpha_ns + bytes on the bus / bandwidth`.
+
+    Attributes:
+        collective: The kind.
+        span: `inside`: all ranks in one host; `between`: in several.
+        ranks: Size of the group.
+        from_bytes: Smallest size measured, as in the column `size_bytes` of the collectives.
+        to_bytes: Largest.
+        alpha_ns: What no byte pays for, ns.
+        bandwidth: Bus bandwidth, 10^9 B/s.
+        residual_p10: (measured - fitted) / fitted: a tenth of the measurements lies below.
+        residual_p90: A tenth lies above.
+        count: Measurements.
+    """
+
+    collective: Collective
+    span: Span
+    ranks: Count
+    from_bytes: Member
+    to_bytes: Member
+    alpha_ns: Nanoseconds
+    bandwidth: Bandwidth
+    residual_p10: float = 0.0
+    residual_p90: float = 0.0
+    count: Member = 0
+
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, (self.alpha_ns, self.bandwidth, self.residual_p10, self.residual_p90))):
+            raise bad_machine("numbers of a transfer are finite")
+        if self.from_bytes > self.to_bytes:
+            raise bad_machine(f"`from_bytes` {self.from_bytes:,} is above `to_bytes` {self.to_bytes:,}")
+
+    @property
+    def group(self) -> tuple[str, str, int]:
+        """Which collectives it is of: kind, span, ranks."""
+        return self.collective, self.span, self.ranks
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine: devices and the network that joins them.
+
+    Ranks have places 0, 1, ... Dimension 0 joins neighbouring places: place = c0 + size0 * (c1 + size1 * (c2 + ...)).
+
+    Attributes:
+        dimensions: Of the network, the innermost first.
+        name: What to call it.
+        source: Where the figures are from.
+        nic: Limit of each rank; None: its links alone.
+        order: The rank at each place; empty: place and rank are the same.
+        per_host: Ranks of one host; None: those of dimension 0 where there are several dimensions, else all.
+        algorithms: The first that matches is used.
+        device: What every rank computes with; None where the machine does not say.
+        slow: Ranks that differ.
+        transfers: What was measured.
+        price_per_hour: Of one rank; None where unknown.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    name: str = ""
+    source: str = ""
+    nic: Nic | None = None
+    order: tuple[int, ...] = ()
+    per_host: int | None = None
+    algorithms: tuple[AlgorithmRule, ...] = ()
+    device: Peak | None = None
+    slow: tuple[SpeedFactor, ...] = ()
+    transfers: tuple[MeasuredTransfer, ...] = field(default=(), repr=False)
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.dimensions:
+            raise bad_machine("a machine needs at least one `[[network]]`")
+        if self.dimensions[0].shared:
+            raise bad_machine("the innermost dimension cannot be `shared`: nothing is inside its members")
+        if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
+            raise bad_machine(f"expected the price to be a number of at least 0, got {self.price_per_hour}")
+        if self.order and sorted(self.order) != list(range(self.ranks)):
+            raise bad_machine(
+                f"the order of the ranks has not each of 0 to {self.ranks - 1} once",
+                "give one rank for each place, or no order",
+            )
+        if self.per_host is not None and (self.per_host < 1 or self.ranks % self.per_host):
+            raise bad_machine(f"{self.ranks} ranks are no number of hosts of {self.per_host}")
+        for factor in self.slow:
+            if max(factor.ranks) >= self.ranks:
+                raise bad_machine(f"`slow` names rank {max(factor.ranks)}, the machine has ranks 0 to {self.ranks - 1}")
+        measured = sorted(self.transfers, key=lambda transfer: (*transfer.group, transfer.from_bytes))
+        for first, second in pairwise(measured):
+            if first.group == second.group and second.from_bytes <= first.to_bytes:
+                raise bad_machine(
+                    f"two transfers of {first.collective} {first.span} {first.ranks} ranks overlap at "
+                    f"{second.from_bytes:,} bytes"
+                )
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks it has."""
+        return math.prod(dimension.size for dimension in self.dimensions)
+
+    def check(self, ranks: int) -> None:
+        """Refuse a workload of another number of ranks.
+
+        Raises:
+            UsageError: slug `machine-size`.
+        """
+        if self.ranks != ranks:
+            raise self._other_size(ranks, "change a size, as with --set network.0.size=N")
+
+    def _other_size(self, ranks: int, hint: str) -> UsageError:
+        sizes = " x ".join(str(dimension.size) for dimension in self.dimensions)
+        return UsageError(
+            f"the machine has {self.ranks} ranks ({sizes}), the workload has {ranks}", slug="machine-size", hint=hint
+        )
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks of one host."""
+        return self.per_host or (self.dimensions[0].size if len(self.dimensions) > 1 else self.ranks)
+
+    @cached_property
+    def places(self) -> Ints:
+        """The place of each rank, shape (ranks,)."""
+        return np.argsort(self.order).astype(np.int64) if self.order else np.arange(self.ranks, dtype=np.int64)
+
+    def span(self, members: Sequence[int] | Ints) -> Span:
+        """Whether the ranks are inside one host or between several."""
+        hosts = self.places[np.asarray(members, dtype=np.int64)] // self.ranks_per_host
+        return "inside" if hosts.size == 0 or hosts.min() == hosts.max() else "between"
+
+    def device_speeds(self) -> Floats:
+        """Speed factor of each rank's device, shape (ranks,); factors of several entries multiply."""
+        return self._speeds("device")
+
+    def network_speeds(self) -> Floats:
+        """The same of its links."""
+        return self._speeds("network")
+
+    def _speeds(self, what: Literal["device", "network"]) -> Floats:
+        speeds = np.ones(self.ranks)
+        for factor in self.slow:
+            speeds[list(factor.ranks)] *= getattr(factor, what)
+        return speeds
+
+    def algorithm(self, collective: str, size_bytes: int, ranks: int) -> Algorithm:
+        """Which algorithm a collective uses: the first entry that matches, else the usual one.
+
+        Args:
+            collective: Its kind.
+            size_bytes: Its size, as in the column `size_bytes`.
+            ranks: Of its group.
+
+        Raises:
+            UsageError: slug `bad-machine`: the algorithm needs a power of two.
+        """
+        usual = _USUAL.get(collective, "ring")
+        if collective == "all_reduce" and size_bytes < _SMALL_ALL_REDUCE:
+            usual = "double-tree"
+        use = next(
+            (
+                rule.use
+                for rule in self.algorithms
+                if rule.collective == collective and (rule.below is None or size_bytes < rule.below)
+            ),
+            usual,
+        )
+        if use == "halving-doubling" and ranks & (ranks - 1):
+            raise bad_machine(
+                f"halving-doubling needs a power of two, an {collective} has {ranks} ranks",
+                "use ring, direct or double-tree for it",
+            )
+        return use
+
+    def transfer(self, collective: str, members: Sequence[int] | Ints, size_bytes: int) -> MeasuredTransfer | None:
+        """What was measured of such a collective, or None where nothing was.
+
+        Where the size was not measured, the entry of the nearest size that was; the answer lies outside its range then.
+        """
+        group = (collective, self.span(members), len(members))
+        return min(
+            (transfer for transfer in self.transfers if transfer.group == group),
+            key=lambda transfer: max(transfer.from_bytes - size_bytes, size_bytes - transfer.to_bytes, 0),
+            default=None,
+        )
+
+    def for_ranks(self, ranks: int) -> Machine:
+        """The same machine with so many ranks: more or fewer members of the outermost dimension, or a part of one host.
+
+        Raises:
+            UsageError: slug `machine-size`: no such number fits.
+        """
+        if ranks == self.ranks:
+            return self
+        sizes = []
+        rest = ranks
+        for dimension in self.dimensions[:-1]:
+            if rest % dimension.size and rest > dimension.size:
+                raise self._other_size(ranks, f"a multiple of {dimension.size} fits")
+            sizes.append(min(rest, dimension.size))
+            rest //= sizes[-1]
+        sizes.append(rest)
+        for dimension, size in zip(self.dimensions, sizes, strict=True):
+            if dimension.size != size and dimension.topology in (*SHAPED, "links"):
+                raise self._other_size(ranks, f"the size of the {dimension.topology} is its own: write another machine")
+        if self.order or self.slow:
+            raise self._other_size(ranks, "it names single ranks (`order`, `slow`): write another machine")
+        dimensions = (replace(dimension, size=size) for dimension, size in zip(self.dimensions, sizes, strict=True))
+        per_host = self.per_host and min(self.per_host, ranks)
+        return replace(self, dimensions=tuple(dimensions), per_host=per_host)
