@@ -1,6 +1,7 @@
 """What if, and where else? A linked graph evaluated with changes, or on another machine."""
 
 from traceloom.simulate.changes import Change, parse
+from traceloom.simulate.device import DeviceAccount, Rescaled, rescale
 from traceloom.simulate.limits import most_saved_ns
 from traceloom.simulate.native import run
 from traceloom.simulate.recording import unrecorded_saving_ns
@@ -21,6 +22,8 @@ from traceloom.simulate.whatif import (
 
 __all__ = [
     "Change",
+    "DeviceAccount",
+    "Rescaled",
     "Scenario",
     "Selection",
     "Simulation",
@@ -31,6 +34,7 @@ __all__ = [
     "evaluations",
     "most_saved_ns",
     "parse",
+    "rescale",
     "run",
     "scenario_of",
     "sweep",
