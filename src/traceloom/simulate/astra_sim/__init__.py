@@ -1,0 +1,1 @@
+"""Times as ASTRA-sim computes them, and its own configuration."""
