@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from traceloom.analyze.peaks import Peak
 from traceloom.errors import InputError, UsageError
@@ -21,7 +24,16 @@ from traceloom.simulate.machine import (
     presets,
     read_machine,
 )
+from traceloom.simulate.machine.document import machine_of
 
+PATHS = [
+    "network.0.size", "network.0.shape", "network.1", "network", "nic.of.x", "ranks.order", "algorithm.0.use", "device.peaks",
+    "device.peaks.bf16", "slow", "transfer.0", "name", "name.a", "..", "network..size", "network.-1.size",
+]  # fmt: skip
+KEYS = [
+    "network", "nic", "ranks", "algorithm", "device", "slow", "transfer", "name", "version", "size", "topology", "bandwidth",
+    "links", "shape", "order", "per_host", "peaks", "collective", "use", "radix", "latency", "shared",
+]  # fmt: skip
 RING = '[[network]]\ntopology = "ring"\nsize = 8\nbandwidth = 50\n'
 MEASURED = '[[transfer]]\ncollective = "all_reduce"\nspan = "inside"\nranks = 8\nalpha_ns = 10\nbandwidth = 200\n'
 EVERYTHING = Machine(
@@ -65,6 +77,8 @@ def test_the_text_of_a_machine_is_that_machine(tmp_path: Path) -> None:
         (RING.replace("50", "inf"), "bandwidth and latency are finite", "network[0]"),
         (RING.replace("50", '"50"'), "expected a number, got '50'", "network[0].bandwidth"),
         (RING.replace("8", "0"), "expected a whole number >= 1, got 0", "network[0].size"),
+        (RING.replace("8", "9" * 12), "has 999,999,999,999 ranks, more than", ""),
+        (RING.replace("8", "40000").replace("ring", "fully-connected"), "more than 33,554,432 links", ""),
         (RING + "shape = [8]", "`shape` belongs to torus and mesh", "network[0]"),
         (RING.replace("ring", "mesh"), "the topology mesh needs `shape`", "network[0]"),
         (
@@ -80,6 +94,11 @@ def test_the_text_of_a_machine_is_that_machine(tmp_path: Path) -> None:
         (RING + "[ranks]\norder = [0, 1, 2, 3, 4, 5, 6, 6]", "the order of the ranks has not each of 0 to 7 once", ""),
         (RING + "[ranks]\nper_host = 3", "8 ranks are no number of hosts of 3", ""),
         (RING + "[[slow]]\nranks = [8]", "`slow` names rank 8, the machine has ranks 0 to 7", ""),
+        (
+            RING + '[[algorithm]]\ncollective = "gather"\nuse = "ring"',
+            "there is no ring algorithm for gather",
+            "algorithm[0]",
+        ),
         (RING + '[device]\nname = "H1000"', "no peaks for a device called 'H1000'", "device"),
         (RING + "[device]\npeaks = { bf17 = 1.0 }", "`bf17` is none of", "device"),
         (
@@ -142,6 +161,8 @@ def test_set_replaces_one_value() -> None:
         ("network.0.bandwidth=0", "expected a number > 0.0, got 0"),
         ("network.0.topology=swich", "did you mean `switch`"),
         ("slow.0.ranks=[0]", "it has 0 entries"),
+        ("nic.bandwidth.of.all=1", "names no key"),
+        ("network.0.shape.0.a=1", "expected a list, got"),
     ],
 )
 def test_a_wrong_set_is_a_wrong_call(override: str, message: str) -> None:
@@ -196,3 +217,21 @@ def test_the_nearest_measured_size_answers() -> None:
     assert machine.transfer("all_reduce", members, 1 << 40) is large
     assert machine.transfer("all_reduce", members[:4], 300) is None
     assert machine.transfer("all_gather", members, 300) is None
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["ring", "switch"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), st.sampled_from(["", *PATHS]), VALUES)
+def test_whatever_stands_in_it_ends_in_a_machine_or_in_a_sentence(
+    document: dict[str, object], path: str, value: object
+) -> None:
+    base = {"network": [{"topology": "switch", "size": 4, "bandwidth": 1.0}]}
+    with suppress(InputError):
+        machine_of({**base, **document}, "made")
+    with suppress(UsageError):
+        changed(read_machine("dgx-h100"), [f"{path}={value!r}".replace("'", '"')])

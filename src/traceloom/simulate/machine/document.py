@@ -101,6 +101,7 @@ _TABLES: dict[str, type] = {
     "network": Dimension, "nic": Nic, "ranks": _RanksTable, "algorithm": AlgorithmRule, "device": _DeviceTable,
     "slow": SpeedFactor, "transfer": MeasuredTransfer,
 }  # fmt: skip
+_LISTS = ("network", "algorithm", "slow", "transfer")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "format": (FORMAT,), "version": (VERSION,), "topology": get_args(Topology), "collective": get_args(Collective),
     "use": get_args(Algorithm), "span": get_args(Span), "of": ("outer", "all"),
@@ -148,7 +149,7 @@ def read_machine(path: str | Path, overrides: Sequence[str] = ()) -> Machine:
     version = document.get("version")
     if isinstance(version, int) and version > VERSION:
         raise newer_format("machine", version, VERSION, where)
-    return changed(_machine_of(document, where), overrides)
+    return changed(machine_of(document, where), overrides)
 
 
 def changed(machine: Machine, overrides: Iterable[str]) -> Machine:
@@ -176,7 +177,7 @@ def changed(machine: Machine, overrides: Iterable[str]) -> Machine:
             value = text.strip()  # a word needs no quotes
         _set(document, path.strip().split("."), value, override)
     try:
-        return _machine_of(document, f"--set {' '.join(overrides)}")
+        return machine_of(document, f"--set {' '.join(overrides)}")
     except InputError as error:
         raise UsageError(error.message, slug="bad-override", where=error.where, hint=error.hint) from error
 
@@ -189,7 +190,7 @@ def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -
     """Put one value into its place."""
     table: Any = document
     for depth, key in enumerate(keys[:-1]):
-        if isinstance(table, list):
+        if isinstance(table, list) and all(isinstance(entry, dict) for entry in table):
             names = [str(entry.get("name", "")) for entry in table]
             index = names.index(key) if key in names else int(key) if key.isdecimal() else len(table)
             if index >= len(table):
@@ -197,17 +198,17 @@ def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -
                 entries = f"{len(table)} entries" if len(table) != 1 else "1 entry"
                 raise _bad_override(f"`{path}` has no `{key}` in `{override}`", f"it has {entries}, counted from 0")
             table = table[index]
-        else:
-            if depth == 0 and key not in _TABLES:
-                hint = nearest(key, _TABLES) + f"the tables are {', '.join(_TABLES)}"
-                raise _bad_override(f"a machine has no table `{key}` in `{override}`", hint)
-            table = table.setdefault(key, [] if key in ("network", "algorithm", "slow", "transfer") else {})
+        elif depth == 0 and key not in _TABLES:
+            hint = nearest(key, _TABLES) + f"the tables are {', '.join(_TABLES)}"
+            raise _bad_override(f"a machine has no table `{key}` in `{override}`", hint)
+        elif isinstance(table, dict):
+            table = table.setdefault(key, [] if key in _LISTS else {})
     if not isinstance(table, dict):
         raise _bad_override(f"`{override}` names no key", "write for example network.0.bandwidth=100")
     table[keys[-1]] = value
 
 
-def _machine_of(document: dict[str, Any], where: str) -> Machine:
+def machine_of(document: dict[str, Any], where: str) -> Machine:
     """The machine that a document describes.
 
     Raises:

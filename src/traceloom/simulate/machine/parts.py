@@ -15,6 +15,8 @@ from msgspec import Meta
 from traceloom.analyze.peaks import Peak
 from traceloom.array_types import Floats, Ints
 from traceloom.errors import UsageError
+from traceloom.schedules import KINDS_OF
+from traceloom.schedules.schedule import power_of_two
 
 Topology = Literal["ring", "fully-connected", "switch", "torus", "mesh", "fat-tree", "links"]
 Collective = Literal[
@@ -23,11 +25,14 @@ Collective = Literal[
 ]  # fmt: skip
 Algorithm = Literal["ring", "direct", "halving-doubling", "double-tree", "tree", "two-level"]
 Span = Literal["inside", "between"]
+MOST_RANKS = 1 << 20
+MOST_LINKS = 1 << 25
 Bandwidth = Annotated[float, Meta(gt=0)]  # 10^9 bytes per second, each direction
 Nanoseconds = Annotated[float, Meta(ge=0)]
 Factor = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Member = Annotated[int, Meta(ge=0)]
+Node = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
 
 SHAPED = ("torus", "mesh")
 _USUAL: dict[str, Algorithm] = {
@@ -52,8 +57,8 @@ class Wire(NamedTuple):
         latency: Of the link, ns; the dimension's where None.
     """
 
-    first: Member
-    second: Member
+    first: Node
+    second: Node
     bandwidth: Bandwidth | None = None
     latency: Nanoseconds | None = None
 
@@ -104,24 +109,35 @@ class Dimension:
             raise bad_machine(f"the shape {product} has {math.prod(self.shape)} members, the size is {self.size}")
         self._check_wires()
 
+    @property
+    def link_count(self) -> int:
+        """Links of one group, at most."""
+        per_member = {"fully-connected": self.size, "links": 0, "fat-tree": 4}.get(self.topology, 2)
+        return self.size * per_member * max(len(self.shape), 1) + 2 * len(self.links)
+
     def _check_wires(self) -> None:
         """Refuse a list of links that leaves a member alone, or that names one twice."""
-        component = list(range(max([self.size, *(max(wire[:2]) + 1 for wire in self.links)])))
         pairs = set()
+        root: dict[int, int] = {}
+
+        def root_of(node: int) -> int:
+            while root.get(node, node) != node:
+                node = root[node]
+            return node
+
         for wire in self.links:
             first, second = wire[:2]
             if first == second:
                 raise bad_machine(f"the link [{first}, {second}] joins {first} with itself")
             if frozenset(wire[:2]) in pairs:
-                raise bad_machine(
-                    f"the link [{first}, {second}] stands twice", "give one link with the bandwidth of both"
-                )
+                hint = "give one link with the bandwidth of both"
+                raise bad_machine(f"the link [{first}, {second}] stands twice", hint)
             pairs.add(frozenset(wire[:2]))
-            joined = component[first], component[second]
-            component = [min(joined) if label in joined else label for label in component]
-        if self.links and len(set(component[: self.size])) > 1:
-            alone = next(member for member in range(self.size) if component[member] != component[0])
-            raise bad_machine(f"no links lead from member 0 to member {alone}")
+            roots = sorted((root_of(first), root_of(second)))
+            root.update(dict.fromkeys((first, second, *roots), roots[0]))
+        for member in range(self.size if self.links else 0):
+            if root_of(member) != root_of(0):
+                raise bad_machine(f"no links lead from member 0 to member {member}")
 
 
 @dataclass(frozen=True)
@@ -154,6 +170,13 @@ class AlgorithmRule:
     collective: Collective
     use: Algorithm
     below: Count | None = None
+
+    def __post_init__(self) -> None:
+        kind = "all_reduce" if self.collective == "barrier" else self.collective
+        if kind not in KINDS_OF[self.use]:
+            able = [name for name, kinds in KINDS_OF.items() if kind in kinds]
+            hint = f"{', '.join(able)} can do it" if able else "a send is one message"
+            raise bad_machine(f"there is no {self.use} algorithm for {self.collective}", hint)
 
 
 @dataclass(frozen=True)
@@ -252,6 +275,10 @@ class Machine:
     def __post_init__(self) -> None:
         if not self.dimensions:
             raise bad_machine("a machine needs at least one `[[network]]`")
+        if self.ranks > MOST_RANKS:
+            raise bad_machine(f"the machine has {self.ranks:,} ranks, more than {MOST_RANKS:,}")
+        if sum(self.ranks // part.size * part.link_count for part in self.dimensions) > MOST_LINKS:
+            raise bad_machine(f"the network has more than {MOST_LINKS:,} links", "a switch has fewest")
         if self.dimensions[0].shared:
             raise bad_machine("the innermost dimension cannot be `shared`: nothing is inside its members")
         if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
@@ -332,24 +359,15 @@ class Machine:
             ranks: Of its group.
 
         Raises:
-            UsageError: slug `bad-machine`: the algorithm needs a power of two.
+            UsageError: slug `no-such-schedule`: the algorithm needs a power of two.
         """
         usual = _USUAL.get(collective, "ring")
         if collective == "all_reduce" and size_bytes < _SMALL_ALL_REDUCE:
             usual = "double-tree"
-        use = next(
-            (
-                rule.use
-                for rule in self.algorithms
-                if rule.collective == collective and (rule.below is None or size_bytes < rule.below)
-            ),
-            usual,
-        )
-        if use == "halving-doubling" and ranks & (ranks - 1):
-            raise bad_machine(
-                f"halving-doubling needs a power of two, an {collective} has {ranks} ranks",
-                "use ring, direct or double-tree for it",
-            )
+        rules = (rule for rule in self.algorithms if rule.collective == collective)
+        use = next((rule.use for rule in rules if rule.below is None or size_bytes < rule.below), usual)
+        if use == "halving-doubling":
+            power_of_two(ranks, use)
         return use
 
     def transfer(self, collective: str, members: Sequence[int] | Ints, size_bytes: int) -> MeasuredTransfer | None:

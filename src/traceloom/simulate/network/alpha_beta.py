@@ -89,6 +89,10 @@ class _RoundOnLinks:
         Messages that overlap in time on a link share it, so all of them end when the link has served the last of them.
         """
         links = self.routes.links
+        earliest = np.full(links.max() + 1, np.inf)
+        np.minimum.at(earliest, links, begin)
+        if (begin == earliest[links]).all():  # all at once: no need to sort
+            return begin + np.bincount(links, self.own_ns)[links]
         order = np.lexsort((begin, links))
         link, begin, own = links[order], begin[order], self.own_ns[order]
         first = np.ones(link.size, dtype=np.bool_)

@@ -71,10 +71,10 @@ class MachineNetwork:
             groups = machine.ranks // (dimension.size * (inside if dimension.shared else 1))
             factors = np.ones((groups, fabric.source.size))
             if not dimension.shared:
-                place = self._places(inside, dimension.size, groups)
+                places = self._places(inside, dimension.size, groups)
                 for ends in (fabric.source, fabric.target):
                     member = ends < dimension.size
-                    at_place = speeds[_rank_at(machine, place[:, ends[member]])]
+                    at_place = speeds[_rank_at(machine, places[:, ends[member]])]
                     factors[:, member] = np.minimum(factors[:, member], at_place)
             self._fabrics.append((fabric, first, groups))
             bandwidth.append((factors * fabric.bandwidth).reshape(-1))
