@@ -36,7 +36,10 @@ def build(answer: Simulation) -> Row:
 def sentence(answer: Simulation) -> str:
     """The answer in words."""
     scope = "The window" if answer.step is None else f"Step {answer.step}"
-    before, after = units.duration(answer.before_ns), units.duration(answer.after_ns)
+    after = units.duration(answer.after_ns)
+    if answer.before_ns is None:
+        return f"{scope} takes {after} on {answer.machine}."
+    before = units.duration(answer.before_ns)
     if not answer.machine:
         return f"{scope} takes {after} on the recorded machine."
     error = "" if answer.identity_error is None else f" ± {abs(answer.identity_error) * 100:.1f} %"

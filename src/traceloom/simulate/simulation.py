@@ -44,7 +44,7 @@ class Simulation(Result):
         identity_ns: How long it takes when simulated on the recorded machine with the usual delays of its kinds of
             edges alone; None where nothing was measured.
         identity_error: Its difference from the measurement, as a fraction of that: the error of the graph.
-        before_ns: From the first start to the last end, before.
+        before_ns: From the first start to the last end, before; None in the mode `astra-sim`.
         after_ns: The same on the machine.
         ranks: rank; before_ns, end_ns (of its last node); communication_ns (whatever else runs meanwhile); compute_ns,
             exposed_communication_ns (while nothing computes), memory_ns (copies and fills beside neither), host_ns
@@ -70,7 +70,7 @@ class Simulation(Result):
     measured_ns: int | None
     identity_ns: int | None
     identity_error: float | None
-    before_ns: int
+    before_ns: int | None
     after_ns: int
     ranks: pl.DataFrame
     nodes: pl.DataFrame = field(default_factory=NODES.to_frame)
@@ -94,7 +94,7 @@ class Simulation(Result):
         critical path consists of adds up to the whole.
         """
         parts = self.ranks.select(_PARTS)
-        if self.ranks.height and self.mode == "native":
+        if self.ranks.height:
             if (parts.min_horizontal() < 0).any():
                 raise broken("account", "a part of a rank's time is negative")
             if (parts.sum_horizontal() != self.ranks["end_ns"]).any():

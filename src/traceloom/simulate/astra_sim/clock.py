@@ -1,0 +1,40 @@
+"""The order of events: by time, and those of one time in the order in which they were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+Event = Callable[[Any], None]
+
+
+class Clock:
+    """Events to come.
+
+    Attributes:
+        now: Time of the event that is happening, in ns.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._times: list[int] = []
+        self._events: dict[int, list[tuple[Event, Any]]] = {}
+
+    def at(self, time: int, event: Event, what: Any = None) -> None:
+        """Call `event(what)` at a time that is not before now."""
+        events = self._events.get(time)
+        if events is None:
+            self._events[time] = [(event, what)]
+            heappush(self._times, time)
+        else:
+            events.append((event, what))
+
+    def run(self) -> None:
+        """Let everything happen."""
+        while self._times:
+            self.now = time = self._times[0]
+            for event, what in self._events[time]:  # grows while it runs: what is asked for at once
+                event(what)
+            heappop(self._times)
+            del self._events[time]

@@ -1,0 +1,376 @@
+"""Run a workload as ASTRA-sim does."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from traceloom.array_types import Ints
+from traceloom.simulate.astra_sim.clock import Clock
+from traceloom.simulate.astra_sim.collectives import Dimensions, Phase
+from traceloom.simulate.astra_sim.custom import Carried
+from traceloom.simulate.astra_sim.network import Fabric, Links
+from traceloom.simulate.astra_sim.nodes import (
+    COLLECTIVE,
+    NOTHING,
+    RECEIVE,
+    SKIP,
+    TIMED,
+    RankNodes,
+    group_ranks,
+    place_in,
+)
+from traceloom.simulate.astra_sim.rotation import is_rotation, one_of_all
+from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues, Stream
+from traceloom.simulate.astra_sim.together import ends
+
+Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> the nodes of each place
+
+_MANY = 10_000  # messages of one chunk: from here on it is worth while to look for a rotation
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    """One collective.
+
+    Attributes:
+        name: Its group's, empty for all ranks.
+        turn: How many collectives of the group came before.
+        group: Its ranks, in the group's order.
+        kind: all_reduce, ...
+        size: Bytes.
+        number: Chunks of all ranks' all_reduces before it.
+        begin_ns: When each rank began, -1 before it did; shape (ranks of the group,).
+        node: The node of each rank.
+        end_ns: When each rank was done, -1 before it was.
+        came: How many of its ranks have begun.
+        apart: Whether its ranks do not all do the same at the same time.
+    """
+
+    name: str
+    turn: int
+    group: tuple[int, ...]
+    kind: str
+    size: int
+    number: int
+    begin_ns: list[int]
+    node: list[int]
+    end_ns: list[int]
+    came: int = 0
+    apart: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Rank:
+    """One rank at work.
+
+    Attributes:
+        nodes: What it does.
+        queues: Its collectives, and its events.
+        left: For how many nodes each node still waits.
+        ready: By what they occupy: nodes that wait for nothing else.
+        busy: By what is occupied: the node that does.
+        begin_ns: When each node began, -1 before it did.
+        end_ns: When it ended, -1 before it did.
+        under_way: How many nodes have begun and not ended.
+        ended: How many have.
+        last_ns: When the last one ended, None before.
+        issued: Collectives of each group so far.
+        chunks: Chunks of all ranks' all_reduces so far.
+    """
+
+    nodes: RankNodes
+    queues: RankQueues
+    left: list[int]
+    ready: tuple[list[int], list[int], list[int], list[int]]
+    busy: list[int]
+    begin_ns: array[int]
+    end_ns: array[int]
+    under_way: int = 0
+    ended: int = 0
+    last_ns: int | None = None
+    issued: dict[str, int] = field(default_factory=dict)
+    chunks: int = 0
+
+
+class Engine:
+    """All ranks, their messages and their collectives.
+
+    Args:
+        ranks: The nodes of every rank, in order.
+        groups: Members of each group that has a name.
+        fabric: The network.
+        dimensions: What collectives do.
+        aware: Whether links are queues.
+        memory_rate: Bytes per second at which a rank reads or writes.
+        width: Chunks of a dimension under way at once.
+        algorithms: Messages of the collectives of a kind, in the place of those that the dimensions have.
+        whole: Whether collectives are worked out as a whole where none of their messages meets another one's, else
+            message by message, which takes longer.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankNodes],
+        groups: dict[str, tuple[int, ...]] | None,
+        fabric: Fabric,
+        dimensions: Dimensions,
+        *,
+        aware: bool,
+        memory_rate: float,
+        width: int = 1,
+        algorithms: Mapping[str, Algorithm] | None = None,
+        whole: bool = True,
+    ) -> None:
+        self.clock = Clock()
+        self._fabric, self._dimensions = fabric, dimensions
+        self._memory_rate, self._groups, self._algorithms = memory_rate, groups, algorithms or {}
+        self._width = width
+        self.links = Links(fabric, self.clock) if aware else None
+        self._mailbox = Mailbox(self.clock, self._queued if aware else self._straight)
+        self.meetings: dict[tuple[str, int], Meeting] = {}
+        apart = len(fabric.sizes) == 1 and (not aware or fabric.topologies[0] == "FullyConnected")
+        self._whole = whole and width == 1 and apart
+        self._rotates = whole and width == 1
+        self._link_free = np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
+        self._known: dict[Any, Ints] = {}
+        self.ranks = [self._rank(nodes) for nodes in ranks]
+        self._everybody = tuple(range(len(ranks)))
+
+    def _rank(self, nodes: RankNodes) -> Rank:
+        never = array("q", [-1])
+        rank = Rank(
+            nodes,
+            RankQueues(nodes.rank, self.clock, self._width),
+            list(nodes.waits),
+            ([], [], [], []),
+            [-1] * NOTHING,
+            never * len(nodes),
+            never * len(nodes),
+        )
+        for node, waits in enumerate(rank.left):
+            if not waits:
+                rank.ready[nodes.place[node]].append(node)
+        return rank
+
+    def run(self) -> None:
+        """Run to the end, or until nothing can go on."""
+        for rank in self.ranks:
+            self._issue(rank)
+        self.clock.run()
+
+    def _issue(self, rank: Rank) -> None:
+        """Begin what is ready and has its place free, in the order of ids."""
+        place_of, action = rank.nodes.place, rank.nodes.action
+        chosen: list[int] = []
+        for place in range(NOTHING):
+            ready = rank.ready[place]
+            if ready and rank.busy[place] < 0:
+                node = heappop(ready)
+                chosen.append(node)
+                while action[node] == SKIP and ready:
+                    node = heappop(ready)
+                    chosen.append(node)
+        if rank.ready[NOTHING]:
+            chosen += rank.ready[NOTHING]
+            rank.ready[NOTHING].clear()
+        if len(chosen) > 1:
+            chosen.sort()
+        now = self.clock.now
+        for node in chosen:
+            rank.begin_ns[node] = now
+            rank.under_way += 1
+            kind = action[node]
+            if place_of[node] != NOTHING:
+                rank.busy[place_of[node]] = node
+            if kind == TIMED:
+                rank.queues.after(rank.nodes.duration_ns[node], partial(self._end, rank), node)
+            elif kind == SKIP:
+                self._leave(rank, node)
+            elif kind == COLLECTIVE:
+                self._collective(rank, node)
+            else:
+                self._message(rank, node, receives=kind == RECEIVE)
+
+    def _leave(self, rank: Rank, node: int) -> None:
+        """A node is over: what waited for it may begin."""
+        nodes = rank.nodes
+        rank.end_ns[node] = self.clock.now
+        place = nodes.place[node]
+        if place != NOTHING:
+            rank.busy[place] = -1
+        rank.under_way -= 1
+        rank.ended += 1
+        left, follower = rank.left, nodes.follower
+        for k in range(nodes.first[node], nodes.first[node + 1]):
+            after = follower[k]
+            left[after] -= 1
+            if not left[after]:
+                heappush(rank.ready[nodes.place[after]], after)
+
+    def _end(self, rank: Rank, node: int) -> None:
+        self._leave(rank, node)
+        self._issue(rank)
+        if not rank.under_way and not any(rank.ready):
+            rank.last_ns = self.clock.now
+
+    # Messages
+
+    def _straight(self, source: int, target: int, size: int, arrive: Callable[[Any], None], what: Any) -> None:
+        self.clock.at(self.clock.now + self._fabric.delay(source, target, size), arrive, what)
+
+    def _queued(self, source: int, target: int, size: int, arrive: Callable[[Any], None], what: Any) -> None:
+        if self._link_free is None:
+            assert self.links is not None
+            self.links.send(source, target, size, arrive, what)
+        else:
+            (there,) = self._own_links(*(np.array([k]) for k in (source, target, size, self.clock.now))).tolist()
+            self.clock.at(there, arrive, what)
+
+    def _message(self, rank: Rank, node: int, *, receives: bool) -> None:
+        message, own = rank.nodes.messages[node], rank.nodes.rank
+        ended = partial(self._end, rank, node)
+        if receives:
+            self._mailbox.receive((message.tag, message.peer, own, message.size), ended)
+        else:
+            key = (message.tag, own, message.peer, message.size)
+            self._mailbox.send(key, own, message.peer, message.size, ended)
+
+    # Collectives
+
+    def _collective(self, rank: Rank, node: int) -> None:
+        message = rank.nodes.messages[node]
+        members = group_ranks(message.group, self._groups, len(self.ranks))
+        group = self._everybody if members is None else members
+        label = "" if members is None else str(message.group)
+        turn = rank.issued.get(label, 0)
+        rank.issued[label] = turn + 1
+        meeting = self.meetings.get((label, turn))
+        place = place_in(group, rank.nodes, node)
+        if meeting is None:
+            never = [-1] * len(group)
+            meeting = Meeting(
+                label, turn, group, message.kind, message.size, rank.chunks, never, list(never), list(never)
+            )
+            self.meetings[label, turn] = meeting
+        meeting.begin_ns[place], meeting.node[place] = self.clock.now, node
+        meeting.came += 1
+        if (message.kind, message.size) != (meeting.kind, meeting.size):
+            return  # each waits for what the others do not do: the run ends there, and says so
+        if message.kind in self._algorithms:
+            self._carry(rank, meeting, place, self._algorithms[message.kind])
+            return
+        if message.kind == "all_reduce" and len(group) == len(self.ranks):
+            rank.chunks += self._dimensions.chunks(message.kind, message.size)[0]
+        if self._whole:
+            if meeting.came == len(group):
+                self._meet(meeting)
+        elif self._may_rotate(meeting):
+            if meeting.came == 1:  # see who else comes now
+                self.clock.at(self.clock.now, self._rotate, meeting)
+        else:
+            self._begin_chunks(rank, meeting, place)
+
+    def _carry(self, rank: Rank, meeting: Meeting, place: int, algorithm: Algorithm) -> None:
+        """By the messages of an algorithm that the user gave."""
+        nodes = algorithm(len(meeting.group))[place]
+        Carried(
+            nodes,
+            meeting.group,
+            place,
+            queues=rank.queues,
+            mailbox=self._mailbox,
+            done=lambda: self._done(rank, meeting, place),
+        )
+
+    def _done(self, rank: Rank, meeting: Meeting, place: int) -> None:
+        meeting.end_ns[place] = self.clock.now
+        self._end(rank, meeting.node[place])
+
+    def _chunks(self, meeting: Meeting) -> list[list[Phase]]:
+        """The phases of each chunk."""
+        count, chunk = self._dimensions.chunks(meeting.kind, meeting.size)
+        ranks = len(meeting.group)
+        return [self._dimensions.phases(meeting.kind, chunk, ranks, meeting.number + number) for number in range(count)]
+
+    def _begin_chunks(self, rank: Rank, meeting: Meeting, place: int) -> None:
+        """Message by message."""
+        chunks = self._chunks(meeting)
+        left = [len(chunks)]
+
+        def done() -> None:
+            left[0] -= 1
+            if not left[0]:
+                self._done(rank, meeting, place)
+
+        for number, phases in enumerate(chunks):
+            tag = (meeting.name, meeting.turn, number)
+            stream = Stream(
+                rank.queues, self._mailbox, tag, meeting.group, phases, memory_rate=self._memory_rate, done=done
+            )
+            stream.proceed()
+
+    def _may_rotate(self, meeting: Meeting) -> bool:
+        """Whether all ranks may do the same at the same time, and it is much."""
+        if self.links is None or meeting.apart or len(meeting.group) < len(self.ranks) or not self._rotates:
+            return False
+        ((phase,), *_) = self._chunks(meeting)
+        return is_rotation(phase.schedule) and phase.schedule.messages > _MANY
+
+    def _rotate(self, meeting: Meeting) -> None:
+        """Work a collective out on one rank, where all have begun it just now and no message is under way."""
+        now = self.clock.now
+        assert self.links is not None
+        if set(meeting.begin_ns) == {now} and self.links.idle:
+            took, usage = one_of_all(self._fabric, self._chunks(meeting), self._memory_rate)
+            self.links.add(usage)
+            self._end_at(meeting, np.full(len(meeting.group), now + took))
+        else:
+            meeting.apart = True
+            for place, begin in enumerate(meeting.begin_ns):
+                if begin >= 0:
+                    self._begin_chunks(self.ranks[meeting.group[place]], meeting, place)
+
+    def _meet(self, meeting: Meeting) -> None:
+        """All chunks of a collective whose ranks have all begun, one after the other."""
+        begin = np.array(meeting.begin_ns)
+        first = int(begin.min())
+        group = np.array(meeting.group)
+        phases = [phase for (phase,) in self._chunks(meeting)]
+        if self._link_free is not None:
+            end = begin
+            for phase in phases:
+                end = ends(phase, group, end, self._memory_rate, self._own_links)
+        else:
+            key = (meeting.group, tuple((p.schedule, p.delay_ns) for p in phases), (begin - first).tobytes())
+            known = self._known.get(key)
+            if known is None:
+                known = begin - first
+                for phase in phases:
+                    known = ends(phase, group, known, self._memory_rate, self._apart)
+                self._known[key] = known
+            end = known + first
+        self._end_at(meeting, end)
+
+    def _end_at(self, meeting: Meeting, end_ns: Ints) -> None:
+        meeting.end_ns = end_ns.tolist()
+        now = self.clock.now
+        for rank, node, end in zip(meeting.group, meeting.node, meeting.end_ns, strict=True):
+            self.ranks[rank].queues.after(end - now, partial(self._end, self.ranks[rank]), node)
+
+    def _apart(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
+        return sent_ns + self._fabric.delays(source, target, size)
+
+    def _own_links(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
+        """Over links of their own, each of which serves one message after the other."""
+        assert self._link_free is not None
+        taken = np.maximum(sent_ns, self._link_free[source, target])
+        occupied = size / self._fabric.bytes_per_ns(0)
+        self._link_free[source, target] = taken + occupied.astype(np.int64)
+        return taken + (self._fabric.latencies[0] + occupied).astype(np.int64)

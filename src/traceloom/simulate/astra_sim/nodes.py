@@ -1,0 +1,259 @@
+"""The nodes of one rank's file, ready to be run: what each needs, how long it takes, who waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.array_types import Ints
+from traceloom.chakra.node_table import NodeTable
+from traceloom.chakra.schema import CollectiveCommType, NodeType
+from traceloom.errors import InputError, UsageError
+
+CPU, GPU, COMMUNICATION, NOTHING = range(4)  # what a node occupies on its rank: one node at a time each
+TIMED, COLLECTIVE, SEND, RECEIVE, SKIP = range(5)  # how a node ends
+KINDS = {
+    int(CollectiveCommType.ALL_REDUCE): "all_reduce",
+    int(CollectiveCommType.ALL_GATHER): "all_gather",
+    int(CollectiveCommType.REDUCE_SCATTER): "reduce_scatter",
+    int(CollectiveCommType.ALL_TO_ALL): "all_to_all",
+}
+_BROADCAST = int(CollectiveCommType.BROADCAST)
+_COMMUNICATION = [int(NodeType.COMM_COLL_NODE), int(NodeType.COMM_SEND_NODE), int(NodeType.COMM_RECV_NODE)]
+_MEMORY = [int(NodeType.MEM_LOAD_NODE), int(NodeType.MEM_STORE_NODE)]
+_SKIPPED = [int(NodeType.INVALID_NODE), int(NodeType.METADATA_NODE)]
+_NS = 1000  # of a microsecond
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """How long computation takes.
+
+    Attributes:
+        recorded: Whether communication, too, takes as long as recorded (`replay-only`).
+        roofline: Whether GPU nodes take as long as a roofline says: operations per second, bytes per second.
+    """
+
+    recorded: bool = False
+    roofline: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a node communicates.
+
+    Attributes:
+        kind: Of a collective: all_reduce, ...; else empty.
+        size: Bytes.
+        peer: The other rank of a send or receive, else -1.
+        tag: What tells messages between the same ranks apart.
+        group: Name of a collective's group as written; None for all ranks.
+    """
+
+    kind: str
+    size: int
+    peer: int
+    tag: int
+    group: str | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankNodes:
+    """One rank's nodes in the order of their ids.
+
+    Attributes:
+        rank: Which.
+        table: The file.
+        row: Row of each node in the file's table.
+        place: What each occupies: `CPU`, ..., `NOTHING`.
+        action: How each ends: `TIMED`, ..., `SKIP`.
+        duration_ns: Of those that are `TIMED`.
+        waits: How many nodes each waits for.
+        first: Where each node's followers begin in `follower`; one more at the end.
+        follower: Who waits for each.
+        messages: What each node that communicates does.
+    """
+
+    rank: int
+    table: NodeTable
+    row: Ints
+    place: Sequence[int]
+    action: Sequence[int]
+    duration_ns: Sequence[int]
+    waits: Sequence[int]
+    first: Sequence[int]
+    follower: Sequence[int]
+    messages: dict[int, Message]
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def label(self, node: int) -> str:
+        """A node as a sentence names it."""
+        row = int(self.row[node])
+        return f"node {self.table.nodes['id'][row]} `{self.table.nodes['name'][row]}`"
+
+
+def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
+    """Make a file ready.
+
+    Raises:
+        InputError: `not-for-astra-sim`: it holds what ASTRA-sim stops at.
+    """
+    nodes = table.nodes
+    ids = nodes["id"].to_numpy()
+    order = np.argsort(ids, kind="stable")
+    _refuse(table, np.flatnonzero(np.diff(ids[order]) == 0), order, "has an id that another node has, too")
+    action, place = _actions(table, compute)
+    duration = _durations(table, compute)
+    if compute.roofline:
+        unsized = nodes["tensor_size"].fill_null(0).to_numpy() == 0
+        action = np.where((place == GPU) & unsized, SKIP, action)
+    ranked = np.empty(len(order), np.int64)
+    ranked[order] = np.arange(len(order))
+    source, target = _edges(table, ids, order, ranked)
+    by_source = np.argsort(source, kind="stable")
+    return RankNodes(
+        rank,
+        table,
+        order,
+        place[order].tolist(),
+        action[order].tolist(),
+        duration[order].tolist(),
+        np.bincount(target, minlength=len(order)).tolist(),
+        np.searchsorted(source[by_source], np.arange(len(order) + 1)).tolist(),
+        target[by_source].tolist(),
+        _messages(rank, table, order, action),
+    )
+
+
+def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[int, Message]:
+    """What the nodes communicate, by their place in the order of ids."""
+    at = np.flatnonzero(np.isin(action[order], (COLLECTIVE, SEND, RECEIVE)))
+    rows = table.nodes[order[at]].select(
+        pl.Series("at", at),
+        pl.Series("action", action[order[at]]),
+        pl.col("comm_type").replace_strict(KINDS, default="", return_dtype=pl.String),
+        pl.col("comm_size").fill_null(0),
+        pl.when(pl.Series(action[order[at]]) == SEND)
+        .then(pl.col("comm_dst"))
+        .otherwise(pl.col("comm_src").fill_null(0)),
+        pl.col("comm_tag").fill_null(0),
+        "pg_name",
+    )
+    messages = {}
+    for place, kind, comm_type, size, peer, tag, group in rows.iter_rows():
+        if kind != COLLECTIVE and peer in (None, rank):
+            _refuse(table, order[[place]], None, "is a message to nobody else")
+        if size < 1:
+            _refuse(table, order[[place]], None, "communicates no bytes")
+        messages[place] = Message(comm_type, size, -1 if kind == COLLECTIVE else peer, tag, group)
+    return messages
+
+
+def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
+    nodes = table.nodes
+    kind = nodes["type"].to_numpy()
+    on_cpu = nodes["is_cpu_op"].fill_null(value=False).to_numpy()
+    communicates = np.isin(kind, _COMMUNICATION)
+    if not compute.recorded:
+        _refuse(table, np.flatnonzero(communicates & on_cpu), None, "is communication of the CPU")
+        _refuse(table, np.flatnonzero(np.isin(kind, _MEMORY)), None, "is of remote memory, which has no configuration")
+    computes = kind == NodeType.COMP_NODE
+    collective = kind == NodeType.COMM_COLL_NODE
+    comm_type = nodes["comm_type"].fill_null(-1).to_numpy()
+    known = np.isin(comm_type, [*KINDS, _BROADCAST])
+    skipped = np.isin(kind, _SKIPPED)
+    if not compute.recorded:
+        _refuse(table, np.flatnonzero(collective & ~known), None, "is a collective that ASTRA-sim does not do")
+        others = ~(computes | communicates | skipped | np.isin(kind, _MEMORY))
+        _refuse(table, np.flatnonzero(others), None, "is of a kind that ASTRA-sim does not know")
+    replayed = computes | (collective & (comm_type == _BROADCAST)) | compute.recorded
+    action = np.select(
+        [replayed, collective, kind == NodeType.COMM_SEND_NODE, kind == NodeType.COMM_RECV_NODE],
+        [TIMED, COLLECTIVE, SEND, RECEIVE],
+        SKIP,
+    )
+    place = np.select([on_cpu, computes, kind == NodeType.COMM_RECV_NODE], [CPU, GPU, NOTHING], COMMUNICATION)
+    return action, place
+
+
+def _durations(table: NodeTable, compute: Compute) -> Ints:
+    """Recorded microseconds in ns; what is recorded as nothing takes 1 ns."""
+    nodes = table.nodes
+    recorded: Ints = np.maximum(nodes["duration_us"].to_numpy().astype(np.int64) * _NS, 1)
+    if not compute.roofline:
+        return recorded
+    peak, bandwidth = compute.roofline
+    operations, size = (nodes[name].fill_null(0).to_numpy().astype(np.float64) for name in ("num_ops", "tensor_size"))
+    of_gpu = (nodes["type"] == NodeType.COMP_NODE).to_numpy() & ~nodes["is_cpu_op"].fill_null(value=False).to_numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        reach = np.minimum(operations / size * bandwidth, peak)
+        modelled = np.where((size > 0) & (operations > 0), operations / reach * 1e9, 0.0)
+    duration: Ints = np.where(of_gpu, modelled.astype(np.int64), recorded)
+    return duration
+
+
+def _edges(table: NodeTable, ids: np.ndarray, order: Ints, ranked: Ints) -> tuple[Ints, Ints]:
+    """Dependencies as pairs of positions in the order of ids: awaited, waiting; each pair once."""
+    rows = np.concatenate([table.data.row, table.control.row])
+    awaited = np.concatenate([table.data.id, table.control.id])
+    at = np.minimum(np.searchsorted(ids[order], awaited), max(len(order) - 1, 0))
+    missing = ids[order][at] != awaited if len(order) else np.ones(len(awaited), np.bool_)
+    if missing.any():
+        first = int(np.flatnonzero(missing)[0])
+        raise InputError(
+            f"node {ids[rows[first]]} waits for node {awaited[first]}, which is not there",
+            slug="not-for-astra-sim",
+            where=table.path,
+            hint="`traceloom validate --target astra-sim` lists everything",
+        )
+    pairs = pl.DataFrame({"source": at, "target": ranked[rows]}).unique(maintain_order=True)
+    return pairs["source"].to_numpy(), pairs["target"].to_numpy()
+
+
+def _refuse(table: NodeTable, wrong: Ints, order: Ints | None, why: str) -> None:
+    if len(wrong):
+        row = int(wrong[0] if order is None else order[wrong[0]])
+        raise InputError(
+            f"node {table.nodes['id'][row]} `{table.nodes['name'][row]}` {why}",
+            slug="not-for-astra-sim",
+            where=table.path,
+            hint="`traceloom validate --target astra-sim` lists everything",
+        )
+
+
+def group_ranks(name: str | None, groups: dict[str, tuple[int, ...]] | None, ranks: int) -> tuple[int, ...] | None:
+    """The ranks of a node's group in the order of the group file, None for all ranks.
+
+    Raises:
+        UsageError: `no-such-group`: the group file does not name it, or names ranks that are not there.
+    """
+    if name in (None, "", "0"):
+        return None
+    members = (groups or {}).get(str(name))
+    if members is None:
+        raise UsageError(
+            f"no group file says who is in group `{name}`", slug="no-such-group", hint="give it with --groups FILE"
+        )
+    if max(members, default=0) >= ranks:
+        raise UsageError(f"group `{name}` has rank {max(members)}, but there are {ranks} ranks", slug="no-such-group")
+    return members
+
+
+def place_in(group: tuple[int, ...], nodes: RankNodes, node: int) -> int:
+    """The place of a node's rank in the node's group.
+
+    Raises:
+        UsageError: `no-such-group`: it is not in it.
+    """
+    if nodes.rank not in group:
+        raise UsageError(
+            f"rank {nodes.rank} is not in the group `{nodes.messages[node].group}` of its {nodes.label(node)}",
+            slug="no-such-group",
+            where=nodes.table.path,
+        )
+    return nodes.rank if len(group) > nodes.rank and group[nodes.rank] == nodes.rank else group.index(nodes.rank)

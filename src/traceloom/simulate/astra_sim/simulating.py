@@ -1,0 +1,233 @@
+"""A workload on ASTRA-sim's machine, with ASTRA-sim's own configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.intervals import Spans, difference, merge, union
+from traceloom.chakra.workload import Workload
+from traceloom.errors import InputError, UsageError
+from traceloom.model import units
+from traceloom.model.frames import as_declared
+from traceloom.model.notice import Notice
+from traceloom.simulate.astra_sim.collectives import Dimensions
+from traceloom.simulate.astra_sim.custom import read_algorithm
+from traceloom.simulate.astra_sim.engine import Algorithm, Engine, Meeting, Rank
+from traceloom.simulate.astra_sim.inputs import AstraSimNetwork, AstraSimSystem
+from traceloom.simulate.astra_sim.network import Fabric
+from traceloom.simulate.astra_sim.nodes import COMMUNICATION, CPU, GPU, NOTHING, Compute, RankNodes, rank_nodes
+from traceloom.simulate.astra_sim.stuck import check_ended
+from traceloom.simulate.simulation import COLLECTIVES, LINKS, NODES, RANKS, Simulation
+
+_KIND = {CPU: "host", GPU: "kernel", COMMUNICATION: "communication", NOTHING: "receive"}
+
+
+def simulate(
+    workload: Workload,
+    network: AstraSimNetwork,
+    system: AstraSimSystem,
+    *,
+    aware: bool = False,
+    algorithms: Mapping[str, str | Path] | None = None,
+) -> Simulation:
+    """Simulate a set of `.et` files as ASTRA-sim does: every rank ends at the same nanosecond.
+
+    Args:
+        workload: The files, one per rank, and the groups.
+        network: Its network file.
+        system: Its system file.
+        aware: Whether links are queues (its congestion-aware back end), or no message meets another one.
+        algorithms: Kind -> prefix of the files of the algorithm that carries it out, beside those of the system file.
+
+    Raises:
+        UsageError: slugs `ranks-differ`, `not-for-astra-sim`, `no-such-group`, `bad-collective`, `no-such-schedule`.
+        InputError: slugs `not-for-astra-sim`, `bad-algorithm`.
+        CheckError: `deadlock`: ranks wait for each other; ASTRA-sim ends without a word there.
+    """
+    compute = Compute(
+        recorded=system.replay_only,
+        roofline=(system.peak_perf * 1e12, system.local_mem_bw * 1e9) if system.roofline else None,
+    )
+    if aware and len(network.sizes) > 1:
+        raise UsageError(
+            "ASTRA-sim's congestion-aware back end knows machines of one dimension only",
+            slug="not-for-astra-sim",
+            hint="leave --congestion aware out, or use the native mode",
+        )
+    prefixes = {**system.custom, **{kind: str(prefix) for kind, prefix in (algorithms or {}).items()}}
+
+    def of_kind(prefix: str) -> Algorithm:
+        return cache(lambda ranks: read_algorithm(prefix, ranks))
+
+    engine = Engine(
+        _ranks(workload, network.ranks, compute),
+        workload.groups.members,
+        Fabric(network.topologies, network.sizes, network.bandwidths, network.latencies),
+        Dimensions(
+            network.sizes,
+            dict(system.implementations),
+            system.splits,
+            system.optimization == "baseline",
+            system.endpoint_delay,
+        ),
+        aware=aware,
+        memory_rate=system.local_mem_bw * 1e9,
+        width=system.active_chunks,
+        algorithms={kind: of_kind(prefix) for kind, prefix in prefixes.items()},
+    )
+    engine.run()
+    check_ended(engine)
+    return _answer(workload, network, system, engine, aware=aware)
+
+
+def _ranks(workload: Workload, count: int, compute: Compute) -> list[RankNodes]:
+    """The nodes of all ranks, from 0."""
+    numbers = sorted(rank for rank in workload.ranks if rank is not None)
+    if numbers != list(range(count)) or len(workload.ranks) != count:
+        present = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+        raise UsageError(
+            f"the network has {units.counted(count, 'rank')}, the workload {len(workload.ranks)}: {present or 'none'}",
+            slug="ranks-differ",
+            where=workload.place.name,
+            hint="the product of npus_count must be the number of files, PREFIX.0.et to PREFIX.N-1.et",
+        )
+    by_rank = dict(zip(workload.ranks, workload.tables, strict=True))
+    ranks = []
+    for rank in range(count):
+        table = by_rank[rank]
+        damage = next((notice for notice in table.notices if notice.severity == "error"), None)
+        if damage or not len(table):
+            raise InputError(
+                damage.message if damage else "the file has no nodes, at which ASTRA-sim stops",
+                slug="not-for-astra-sim",
+                where=table.path,
+            )
+        ranks.append(rank_nodes(rank, table, compute))
+    return ranks
+
+
+def _answer(
+    workload: Workload, network: AstraSimNetwork, system: AstraSimSystem, engine: Engine, *, aware: bool
+) -> Simulation:
+    kind = "congestion-aware" if aware else "congestion-unaware"
+    shape = " x ".join(f"{t} {n}" for t, n in zip(network.topologies, network.sizes, strict=True))
+    end = max(rank.last_ns or 0 for rank in engine.ranks)
+    notice = Notice(
+        "astra-sim-machine",
+        "info",
+        "one CPU operation, one GPU operation and one communication of a rank at a time; a link's GB/s are 2^30 B/s"
+        + ("" if aware else "; messages do not slow each other down, not even those of one rank"),
+    )
+    return Simulation(
+        mode="astra-sim",
+        name=workload.place.name,
+        machine=f"{shape}, ASTRA-sim {kind}",
+        step=None,
+        measured_ns=None,
+        identity_ns=None,
+        identity_error=None,
+        before_ns=None,
+        after_ns=end,
+        ranks=pl.concat([_account(rank) for rank in engine.ranks]).pipe(_declared, RANKS),
+        nodes=_nodes(engine.ranks),
+        collectives=_collectives(engine),
+        links=_links(engine, network),
+        notices=(notice, *system.notices),
+    )
+
+
+def _account(rank: Rank) -> pl.DataFrame:
+    """One row of `Simulation.ranks`."""
+    begin, end = (np.frombuffer(times, np.int64) for times in (rank.begin_ns, rank.end_ns))
+    place = np.asarray(rank.nodes.place)
+
+    def busy(*places: int) -> Spans:
+        chosen = np.isin(place, places)
+        return union(begin[chosen], end[chosen])
+
+    compute, communication, host = busy(GPU), busy(COMMUNICATION, NOTHING), busy(CPU)
+    exposed = difference(communication, compute)
+    alone = difference(host, merge(compute, communication))
+    last = rank.last_ns or 0
+    row = {
+        "rank": rank.nodes.rank,
+        "end_ns": last,
+        "compute_ns": compute.total,
+        "communication_ns": communication.total,
+        "exposed_communication_ns": exposed.total,
+        "memory_ns": 0,
+        "host_ns": alone.total,
+        "other_ns": last - compute.total - exposed.total - alone.total,
+    }
+    return pl.DataFrame(row)
+
+
+def _nodes(ranks: list[Rank]) -> pl.DataFrame:
+    """`Simulation.nodes`: the node is its id in its rank's file."""
+    frames = []
+    for rank in ranks:
+        table = rank.nodes.table.nodes[rank.nodes.row]
+        place = pl.Series(rank.nodes.place, dtype=pl.Int64)
+        frames.append(
+            table.select(
+                node=pl.col("id").cast(pl.Int64),
+                rank=pl.lit(rank.nodes.rank),
+                name="name",
+                kind=place.replace_strict(_KIND, return_dtype=pl.String),
+                start_ns=pl.Series(np.frombuffer(rank.begin_ns, np.int64)),
+                end_ns=pl.Series(np.frombuffer(rank.end_ns, np.int64)),
+            )
+        )
+    return pl.concat(frames).pipe(_declared, NODES)
+
+
+def _collectives(engine: Engine) -> pl.DataFrame:
+    """`Simulation.collectives`."""
+    rows = [_collective(number, meeting) for number, meeting in enumerate(engine.meetings.values())]
+    return pl.DataFrame(rows, infer_schema_length=None).pipe(_declared, COLLECTIVES)
+
+
+def _collective(number: int, meeting: Meeting) -> dict[str, object]:
+    first, last, end = min(meeting.begin_ns), max(meeting.begin_ns), max(meeting.end_ns)
+    return {
+        "instance": number,
+        "kind": meeting.kind,
+        "group": meeting.name or None,
+        "ranks": len(meeting.group),
+        "bytes": meeting.size,
+        "start_ns": first,
+        "end_ns": end,
+        "transfer_ns": end - last,
+        "waiting_ns": last - first,
+    }
+
+
+def _links(engine: Engine, network: AstraSimNetwork) -> pl.DataFrame:
+    """`Simulation.links`, of links that are queues."""
+    usage = engine.links.usage if engine.links else {}
+    switch = network.sizes[0]
+    name = {switch: "switch"} if network.topologies[0] == "Switch" else {}
+    rows = [
+        {
+            "link": number,
+            "name": f"{name.get(a, f'rank {a}')} to {name.get(b, f'rank {b}')}",
+            "source": a,
+            "target": b,
+            "bytes": values[0],
+            "busy_ns": values[1],
+            "waiting_ns": values[2],
+        }
+        for number, ((a, b), values) in enumerate(sorted(usage.items()))
+    ]
+    return pl.DataFrame(rows).pipe(_declared, LINKS)
+
+
+def _declared(frame: pl.DataFrame, columns: pl.Schema) -> pl.DataFrame:
+    """As declared; what this mode does not know is null."""
+    absent = [pl.lit(None, kind).alias(name) for name, kind in columns.items() if name not in frame.columns]
+    return frame.with_columns(absent).pipe(as_declared, columns) if frame.width else columns.to_frame()

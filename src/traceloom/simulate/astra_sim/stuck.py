@@ -1,0 +1,73 @@
+"""Why a run cannot go on: who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from traceloom.errors import CheckError
+from traceloom.simulate.astra_sim.engine import Engine, Rank
+from traceloom.simulate.astra_sim.nodes import COLLECTIVE, RECEIVE
+
+_MOST = 6
+
+
+def check_ended(engine: Engine) -> None:
+    """Raise CheckError `deadlock` where a rank did not come to its end.
+
+    ASTRA-sim ends without a word there, and with exit code 0.
+    """
+    open_ranks = {rank.nodes.rank: rank for rank in engine.ranks if rank.ended < len(rank.nodes)}
+    if not open_ranks:
+        return
+    sentences: list[str] = []
+    seen: set[int] = set()
+    own = min(open_ranks)
+    while own in open_ranks and own not in seen and len(sentences) < _MOST:
+        seen.add(own)
+        sentence, awaited = _waits(engine, open_ranks[own])
+        sentences.append(f"rank {own}: {sentence}")
+        own = awaited
+    if own in seen and len(sentences) > 1:
+        sentences.append(f"and so to rank {own} again")
+    count = len(open_ranks)
+    raise CheckError(
+        f"{count} of {len(engine.ranks)} ranks wait for ever: {'; '.join(sentences)}",
+        slug="deadlock",
+        hint="`traceloom validate --target astra-sim` shows what the files disagree about",
+    )
+
+
+def _waits(engine: Engine, rank: Rank) -> tuple[str, int]:
+    """What a rank waits in, and for which rank; -1 for none."""
+    for node in _under_way(rank):
+        label, action = rank.nodes.label(node), rank.nodes.action[node]
+        if action == COLLECTIVE:
+            meeting = next(m for m in engine.meetings.values() if _node_of(m.group, m.node, rank.nodes.rank) == node)
+            absent = [peer for peer, begin in zip(meeting.group, meeting.begin_ns, strict=True) if begin < 0]
+            if absent:
+                return f"{label} waits for rank {absent[0]}, which does not come to it", absent[0]
+            for peer, other in zip(meeting.group, meeting.node, strict=True):
+                theirs = engine.ranks[peer].nodes
+                ours, message = rank.nodes.messages[node], theirs.messages[other]
+                if (message.kind, message.size) != (ours.kind, ours.size):
+                    here, there = (f"{m.kind} of {m.size:,} bytes" for m in (ours, message))
+                    return f"{label} is {here}, where rank {peer} does {there} in its {theirs.label(other)}", peer
+            return f"{label} waits for messages that do not come", -1
+        if action == RECEIVE:
+            message = rank.nodes.messages[node]
+            return (
+                f"{label} waits for {message.size:,} bytes with tag {message.tag} from rank {message.peer}",
+                message.peer,
+            )
+    waiting = next(node for node in range(len(rank.nodes)) if rank.begin_ns[node] < 0)
+    return f"{rank.nodes.label(waiting)} waits in a circle with other nodes of its file", -1
+
+
+def _under_way(rank: Rank) -> Iterator[int]:
+    """Nodes that have begun and not ended, those that others wait for first."""
+    began = [n for n in range(len(rank.nodes)) if rank.begin_ns[n] >= 0 > rank.end_ns[n]]
+    yield from sorted(began, key=lambda node: rank.nodes.action[node] != COLLECTIVE)
+
+
+def _node_of(group: tuple[int, ...], nodes: list[int], rank: int) -> int:
+    return nodes[group.index(rank)] if rank in group else -1

@@ -1,0 +1,88 @@
+"""ASTRA-sim's configurations and workloads, in a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from traceloom.chakra.generate import CollectiveOptions, collectives, write_generated
+from traceloom.chakra.workload import Workload, places, read_workload
+from traceloom.simulate.astra_sim import AstraSimNetwork, AstraSimSystem
+from traceloom.simulate.astra_sim.collectives import Dimensions
+from traceloom.simulate.astra_sim.engine import Algorithm, Engine
+from traceloom.simulate.astra_sim.network import Fabric
+from traceloom.simulate.astra_sim.nodes import Compute, RankNodes, rank_nodes
+
+
+def network(topology: str, npus: str, bandwidth: str, latency: str) -> AstraSimNetwork:
+    """A network; values of several dimensions have commas between them."""
+    return AstraSimNetwork(
+        tuple(topology.split(",")),
+        tuple(map(int, npus.split(","))),
+        tuple(map(float, bandwidth.split(","))),
+        tuple(map(float, latency.split(","))),
+    )
+
+
+def system(implementation: str = "ring", dimensions: int = 1, **more: Any) -> AstraSimSystem:
+    """A system in which what an implementation cannot do is done as ASTRA-sim's examples do it."""
+    others = "direct" if implementation == "doubleBinaryTree" else implementation
+    names = {
+        "all_reduce": implementation,
+        "all_gather": others,
+        "reduce_scatter": others,
+        "all_to_all": "ring" if implementation == "ring" else "direct",
+    }
+    values = {"splits": 1, "local_mem_bw": 1600.0, "optimization": "localBWAware", **more}
+    return AstraSimSystem({kind: (name,) * dimensions for kind, name in names.items()}, **values)
+
+
+def workload(directory: Path) -> Workload:
+    """A directory of `.et` files."""
+    (place,) = places([directory])
+    return read_workload(place)
+
+
+def one_collective(directory: Path, kind: str, ranks: int, size: int, count: int = 1) -> Workload:
+    """Collectives and nothing else."""
+    write_generated(collectives(CollectiveOptions(kind, ranks=ranks, size=size, count=count)), directory)
+    return workload(directory)
+
+
+def nodes_of(read: Workload) -> list[RankNodes]:
+    """The nodes of all ranks."""
+    by_rank = dict(zip(read.ranks, read.tables, strict=True))
+    return [rank_nodes(rank, by_rank[rank], Compute()) for rank in range(len(read.ranks))]
+
+
+def ends(
+    ranks: Sequence[RankNodes],
+    groups: Mapping[str, tuple[int, ...]] | None,
+    fabric: AstraSimNetwork,
+    config: AstraSimSystem,
+    *,
+    aware: bool,
+    whole: bool = True,
+    algorithms: Mapping[str, Algorithm] | None = None,
+) -> list[int | None]:
+    """When each rank ends."""
+    engine = Engine(
+        ranks,
+        dict(groups or {}),
+        Fabric(fabric.topologies, fabric.sizes, fabric.bandwidths, fabric.latencies),
+        Dimensions(
+            fabric.sizes,
+            dict(config.implementations),
+            config.splits,
+            config.optimization == "baseline",
+            config.endpoint_delay,
+        ),
+        aware=aware,
+        memory_rate=config.local_mem_bw * 1e9,
+        width=config.active_chunks,
+        algorithms=algorithms,
+        whole=whole,
+    )
+    engine.run()
+    return [rank.last_ns for rank in engine.ranks]
