@@ -29,18 +29,18 @@ _SIZES = {
     "send": pl.coalesce(_IN, _OUT),
     "recv": pl.coalesce(_OUT, _IN),
 }
-_FACTORS = {
-    "all_reduce": 2 * _SHARE,
-    "all_gather": _SHARE,
-    "reduce_scatter": _SHARE,
-    "all_to_all": _SHARE,
-    "gather": _SHARE,
-    "scatter": _SHARE,
-    "broadcast": pl.lit(1.0),
-    "reduce": pl.lit(1.0),
-    "send": pl.lit(1.0),
-    "recv": pl.lit(1.0),
+# Bytes on the bus of each rank, in parts of the size: so many times (ranks - 1) / ranks, or all of it.
+_TIMES_SHARE = {
+    "all_reduce": 2.0,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), 1.0),
 }
+_WHOLE = ("broadcast", "reduce", "send", "recv")
+_FACTORS = {**{kind: times * _SHARE for kind, times in _TIMES_SHARE.items()}, **dict.fromkeys(_WHOLE, pl.lit(1.0))}
+
+
+def bus_factor(kind: str, ranks: int) -> float:
+    """Bytes on the bus of one rank / size of the collective; 0 for what moves no bytes (a barrier)."""
+    return 1.0 if kind in _WHOLE else _TIMES_SHARE.get(kind, 0.0) * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from msgspec import Meta
 
+from traceloom.analyze.collective.bandwidth import bus_factor
 from traceloom.analyze.peaks import Peak
 from traceloom.array_types import Floats, Ints
 from traceloom.errors import UsageError
@@ -211,8 +212,9 @@ class MeasuredTransfer:
         from_bytes: Smallest size measured, as in the column `size_bytes` of the collectives.
         to_bytes: Largest.
         alpha_ns: What no byte pays for, ns.
-        bandwidth: Bus bandwidth, 10^9 B/s.
+        bandwidth: Bus bandwidth, 10^9 B/s; None where bytes make no difference.
         residual_p10: (measured - fitted) / fitted: a tenth of the measurements lies below.
+        residual_p50: Half of them.
         residual_p90: A tenth lies above.
         count: Measurements.
     """
@@ -223,13 +225,15 @@ class MeasuredTransfer:
     from_bytes: Member
     to_bytes: Member
     alpha_ns: Nanoseconds
-    bandwidth: Bandwidth
+    bandwidth: Bandwidth | None = None
     residual_p10: float = 0.0
+    residual_p50: float = 0.0
     residual_p90: float = 0.0
     count: Member = 0
 
     def __post_init__(self) -> None:
-        if not all(map(math.isfinite, (self.alpha_ns, self.bandwidth, self.residual_p10, self.residual_p90))):
+        residuals = self.residual_p10, self.residual_p50, self.residual_p90
+        if not all(map(math.isfinite, (self.alpha_ns, self.bandwidth or 1.0, *residuals))):
             raise bad_machine("numbers of a transfer are finite")
         if self.from_bytes > self.to_bytes:
             raise bad_machine(f"`from_bytes` {self.from_bytes:,} is above `to_bytes` {self.to_bytes:,}")
@@ -238,6 +242,32 @@ class MeasuredTransfer:
     def group(self) -> tuple[str, str, int]:
         """Which collectives it is of: kind, span, ranks."""
         return self.collective, self.span, self.ranks
+
+    def outside(self, size_bytes: int) -> int:
+        """By how many bytes a size lies outside what was measured; 0 inside."""
+        return max(self.from_bytes - size_bytes, size_bytes - self.to_bytes, 0)
+
+    def time_ns(self, size_bytes: float, ranks: int | None = None) -> float:
+        """How long such a collective takes, of any size.
+
+        A group of another size has the same bandwidth on the bus, and the latency of as many more steps of a ring.
+        """
+        ranks = self.ranks if ranks is None else ranks
+        steps = (ranks - 1) / (self.ranks - 1) if self.ranks > 1 else 1.0
+        on_bus = size_bytes * bus_factor(self.collective, ranks)
+        return self.alpha_ns * steps + (on_bus / self.bandwidth if self.bandwidth else 0.0)
+
+
+class MeasuredTime(NamedTuple):
+    """What was measured says of a collective.
+
+    Attributes:
+        time_ns: From the last arrival to the end; None where nothing alike was measured.
+        flags: What lies outside of what was measured: `kind`, `span` (no time then), `group` (its size), `size`.
+    """
+
+    time_ns: float | None
+    flags: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -378,9 +408,24 @@ class Machine:
         group = (collective, self.span(members), len(members))
         return min(
             (transfer for transfer in self.transfers if transfer.group == group),
-            key=lambda transfer: max(transfer.from_bytes - size_bytes, size_bytes - transfer.to_bytes, 0),
+            key=lambda transfer: transfer.outside(size_bytes),
             default=None,
         )
+
+    def transfer_of(self, collective: str, span: Span, ranks: int, size_bytes: int) -> MeasuredTime:
+        """How long such a collective takes by what was measured, and what of it was not.
+
+        Where no group of its size was measured, the one nearest in size stands for it; other spans never do.
+        """
+        alike = [transfer for transfer in self.transfers if transfer.collective == collective]
+        inside = [transfer for transfer in alike if transfer.span == span]
+        if not inside:
+            return MeasuredTime(None, ("span",) if alike else ("kind",) if self.transfers else ())
+        near = min({transfer.ranks for transfer in inside}, key=lambda count: (abs(math.log(count / ranks)), count))
+        group = [transfer for transfer in inside if transfer.ranks == near]
+        nearest = min(group, key=lambda transfer: transfer.outside(size_bytes))
+        flags = ("group",) * (near != ranks) + ("size",) * (nearest.outside(size_bytes) > 0)
+        return MeasuredTime(nearest.time_ns(size_bytes, ranks), flags)
 
     def for_ranks(self, ranks: int) -> Machine:
         """The same machine with so many ranks: more or fewer members of the outermost dimension, or a part of one host.
