@@ -32,6 +32,7 @@ VERBS = {
     "report": "show where the time of a trace or a recorded run went",
     "whatif": "say what a change would save",
     "simulate": "say how long a workload takes on another machine",
+    "calibrate": "fit a machine's collectives to those of recorded runs",
     "memory": "show whose memory it is: by scope, module, operator, line of code",
     "diff": "compare two traces or recorded runs, and check for regressions",
     "baseline": "keep runs as a baseline, and check later runs against it",
@@ -62,6 +63,8 @@ verbs:
              traceloom whatif run --set 'kernels ~ gemm * 0.5'
   simulate {VERBS["simulate"]}
              traceloom simulate run --machine machine.toml
+  calibrate {VERBS["calibrate"]}
+             traceloom calibrate run -o machine.toml
   memory   {VERBS["memory"]}
              traceloom memory run
   diff     {VERBS["diff"]}
@@ -85,11 +88,7 @@ verbs:
   completion {VERBS["completion"]}
              traceloom completion bash
 
-Each verb explains itself: traceloom report --help
-
-options:
-  -h, --help     show this
-  --version      show the version
+Each verb explains itself: traceloom report --help. The version: traceloom --version.
 """
 
 

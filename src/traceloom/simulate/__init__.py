@@ -1,5 +1,6 @@
 """What if, and where else? A linked graph evaluated with changes, or on another machine."""
 
+from traceloom.simulate.calibrate import Calibration, calibrate
 from traceloom.simulate.changes import Change, parse
 from traceloom.simulate.device import DeviceAccount, Rescaled, rescale
 from traceloom.simulate.limits import most_saved_ns
@@ -21,6 +22,7 @@ from traceloom.simulate.whatif import (
 )
 
 __all__ = [
+    "Calibration",
     "Change",
     "DeviceAccount",
     "Rescaled",
@@ -29,6 +31,7 @@ __all__ = [
     "Simulation",
     "Sweep",
     "WhatIf",
+    "calibrate",
     "changed_graph",
     "changed_nodes",
     "evaluations",

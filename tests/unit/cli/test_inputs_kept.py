@@ -75,6 +75,8 @@ WRITES_OVER_ITS_INPUT = [
     ["whatif", "one.json", *FASTER, "-o", "one.json"],
     ["whatif", "run", *FASTER, "-o", "run/capture.json"],
     ["whatif", "traces", *FASTER, "-o", "traces/rank1.json"],
+    ["simulate", "one.json", "-o", "one.json"],
+    ["calibrate", "one.json", "-o", "one.json"],
     ["baseline", "compare", "main", "one.json", "--store", "baselines", "-o", "one.json"],
     ["baseline", "compare", "main", "run", "--store", "baselines", "-o", "run/capture.json"],
     ["link", "traces", "-o", "traces"],

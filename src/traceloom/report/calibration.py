@@ -1,0 +1,68 @@
+"""A calibration as a document, and on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from traceloom import __version__
+from traceloom.harmless import harmless
+from traceloom.model import units
+from traceloom.report.names import short
+from traceloom.report.table import Row
+from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
+from traceloom.simulate.calibrate import Calibration
+from traceloom.simulate.machine.document import machine_document
+
+FORMAT = "traceloom-calibration"
+VERSION = 1
+_SPANS = {"inside": "in a host", "between": "in several"}
+
+
+def build(answer: Calibration) -> Row:
+    """The document: the fits, what they rest on, and the machine as its file has it."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "sentence": sentence(answer),
+        "transfers": answer.transfers.to_dicts(),
+        "machine": machine_document(answer.machine),
+        "notices": [notice.to_dict() for notice in answer.notices],
+    }
+
+
+def sentence(answer: Calibration) -> str:
+    """What was fitted, in words."""
+    classes = answer.transfers.select("collective", "span", "ranks").n_unique()
+    several = f"{classes} kinds and groups" if classes > 1 else "one kind and group"
+    late = (
+        "late arrivals taken out" if answer.transfers["whole"].all() else "late arrivals taken out where they are known"
+    )
+    return f"{answer.samples.height:,} collectives of {several}, {late}."
+
+
+def render(document: Row, width: int) -> Iterator[Text]:
+    """The lines on a terminal."""
+    yield Text(short(document["machine"].get("name", ""), width), "bold")
+    yield Text("")
+    yield from paragraph(document["sentence"], width)
+    yield from heading("Transfers", "latency + bytes on the bus / bandwidth", width)
+    transfers = document["transfers"]
+    rows: list[list[str | Text]] = [
+        [
+            f"{row['ranks']} {_SPANS[row['span']]}",
+            " - ".join(dict.fromkeys(units.size(row[name]) for name in ("from_bytes", "to_bytes"))),
+            f"{row['count']:,}",
+            units.duration(round(row["alpha_ns"])) if row["form"] != "bandwidth" else "",
+            f"{row['bandwidth']:.3g} GB/s" if row["bandwidth"] else "",
+            f"{100 * row['residual_p10']:+.0f} {100 * row['residual_p90']:+.0f} %",
+        ]
+        for row in transfers
+    ]
+    columns = [TextColumn(name) for name in ("ranks", "size", "count", "latency", "bandwidth", "off by")]
+    yield from lines(columns, rows, ("", lambda i, room: short(transfers[i]["collective"], room)), width)
+    for notice in document["notices"]:
+        yield Text("")
+        yield from paragraph(f"{harmless(notice['message'])}.", width)
