@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from traceloom.errors import UsageError
-from traceloom.schedules import ALGORITHMS, KINDS_OF, schedule
+from traceloom.schedules import ALGORITHMS, KINDS_OF, Schedule, schedule
 from traceloom.simulate.machine import Dimension, Machine, Nic, SpeedFactor, Wire
 from traceloom.simulate.network import Flows, LinkUse, MachineNetwork, fair_shares, finish_times
 
@@ -272,16 +273,80 @@ def test_no_answer_beats_the_bandwidth(
         assert ((times - start.min()) >= sent / rate - 1e-6).all()
 
 
-@given(st.sampled_from(["ring", "halving-doubling", "direct"]), st.integers(1, 5000), st.booleans())
-def test_flows_and_rounds_agree_where_nothing_contends(algorithm: str, size: int, late: bool) -> None:
-    machine = Machine((SWITCH,))
-    network = MachineNetwork(machine)
-    messages = schedule("all_reduce", algorithm, 8, size * 8)
-    ready = np.full(8, 1000.0 if late else 0.0)
+def sent_one_by_one(messages: Schedule, network: MachineNetwork, ready: list[float]) -> list[float]:
+    """When each rank ends, every message a flow: a rank begins a round once what it awaits is there and its own is sent."""
     flows = Flows(network)
-    now = ready.copy()
-    for part in messages.rounds:
-        added = flows.add(now[part.source], part.source, part.target, part.bytes)
-        numbers, arrived = flows.advance(np.inf)
-        np.maximum.at(now, part.target[numbers - added[0]], arrived)
-    assert finish_times(messages, network, np.arange(8), ready) == pytest.approx(now)
+    sends: list[dict[int, list[tuple[int, int]]]] = [{} for _ in ready]
+    awaited: list[dict[int, int]] = [{} for _ in ready]
+    for number, part in enumerate(messages.rounds):
+        for source, target, size in zip(part.source.tolist(), part.target.tolist(), part.bytes.tolist(), strict=True):
+            sends[source].setdefault(number, []).append((target, size))
+            awaited[target][number] = awaited[target].get(number, 0) + 1
+    rest = [sorted(rounds) for rounds in sends]
+    under_way = [0] * len(ready)
+    whose: list[tuple[int, int, int]] = []  # source, target, round of each flow
+    ends = list(ready)
+    moments = [
+        (time, rank, -1) for rank, time in enumerate(ready)
+    ]  # when a rank is ready, or gets a message of a round
+    heapq.heapify(moments)
+    while moments or flows.next_ns < np.inf:
+        now = min(flows.next_ns, moments[0][0] if moments else np.inf)
+        looked_at = set()
+        for flow, arrival in zip(*(values.tolist() for values in flows.advance(now)), strict=True):
+            source, target, number = whose[flow]
+            under_way[source] -= 1
+            looked_at.add(source)
+            ends[source] = max(ends[source], now)
+            heapq.heappush(moments, (arrival, target, number))
+        while moments and moments[0][0] <= now:
+            _, rank, number = heapq.heappop(moments)
+            looked_at.add(rank)
+            ends[rank] = max(ends[rank], now)
+            if number >= 0:
+                awaited[rank][number] -= 1
+        for rank in sorted(looked_at):
+            while rest[rank] and not under_way[rank] and now >= ready[rank]:
+                if any(count for number, count in awaited[rank].items() if number < rest[rank][0]):
+                    break
+                number = rest[rank].pop(0)
+                for target, size in sends[rank][number]:
+                    flows.add(now, rank, target, size)
+                    whose.append((rank, target, number))
+                    under_way[rank] += 1
+    return ends
+
+
+NETWORKS = [
+    (SWITCH,),
+    (Dimension("ring", 8, 50.0, 500.0),),
+    (Dimension("mesh", 8, 50.0, 500.0, shape=(4, 2)),),
+    (Dimension("switch", 4, 450.0, 300.0), Dimension("switch", 2, 50.0, 1350.0)),
+    (Dimension("fat-tree", 8, 50.0, 500.0, radix=2, oversubscription=2.0),),
+]
+
+
+@pytest.mark.parametrize("dimensions", NETWORKS, ids=lambda dimensions: "-".join(part.topology for part in dimensions))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rounds_end_as_their_messages_do_one_by_one(algorithm: str, dimensions: tuple[Dimension, ...]) -> None:
+    network = MachineNetwork(Machine(dimensions))
+    for kind in KINDS_OF[algorithm][:2]:
+        for size in (1 << 14, 1 << 24):
+            messages = schedule(kind, algorithm, 8, size, local=4, chunks=2)
+            together = finish_times(messages, network, np.arange(8), np.zeros(8)).max()
+            assert together == pytest.approx(max(sent_one_by_one(messages, network, [0.0] * 8)), rel=0.07)
+
+
+@pytest.mark.parametrize("dimensions", NETWORKS[:3], ids=lambda dimensions: dimensions[0].topology)
+@given(size=st.integers(8, 1 << 20), ready=st.lists(st.integers(0, 100_000), min_size=8, max_size=8))
+@settings(max_examples=5)
+def test_a_ring_ends_as_its_messages_do_whoever_is_late(
+    dimensions: tuple[Dimension, ...], size: int, ready: list[int]
+) -> None:
+    network = MachineNetwork(Machine(dimensions))
+    messages = schedule("all_reduce", "ring", 8, size)
+    start = [float(time) for time in ready]
+    one_by_one = sent_one_by_one(messages, network, start)
+    assert finish_times(messages, network, np.arange(8), np.array(start)).tolist() == pytest.approx(
+        one_by_one, rel=1e-6
+    )
