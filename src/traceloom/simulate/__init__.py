@@ -4,6 +4,7 @@ from traceloom.simulate.calibrate import Calibration, calibrate
 from traceloom.simulate.changes import Change, parse
 from traceloom.simulate.device import DeviceAccount, Rescaled, rescale
 from traceloom.simulate.limits import most_saved_ns
+from traceloom.simulate.machine import Machine, machine_text, presets, read_machine
 from traceloom.simulate.native import run
 from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.scenario import Scenario
@@ -25,6 +26,7 @@ __all__ = [
     "Calibration",
     "Change",
     "DeviceAccount",
+    "Machine",
     "Rescaled",
     "Scenario",
     "Selection",
@@ -35,8 +37,11 @@ __all__ = [
     "changed_graph",
     "changed_nodes",
     "evaluations",
+    "machine_text",
     "most_saved_ns",
     "parse",
+    "presets",
+    "read_machine",
     "rescale",
     "run",
     "scenario_of",

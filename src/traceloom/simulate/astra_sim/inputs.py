@@ -208,27 +208,19 @@ def read_system(path: str | Path) -> AstraSimSystem:
     )
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
-
-
-def _is_amount(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def _is_flag(value: Any) -> bool:
-    return value in (0, 1)
+def _number(least: float, *types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types) and not isinstance(value, bool) and least <= value < 2**31
 
 
 _KEYS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
-    "preferred-dataset-splits": ("splits", _whole(1), "a whole number of at least 1"),
-    "active-chunks-per-dimension": ("active_chunks", _whole(1), "a whole number of at least 1"),
-    "endpoint-delay": ("endpoint_delay", _whole(0), "a whole number of at least 0 (ns)"),
-    "local-reduction-delay": ("local_reduction_delay", _whole(0), "a whole number of at least 0 (ns)"),
-    "local-mem-bw": ("local_mem_bw", _is_amount, "a number of at least 0 (GB/s)"),
-    "peak-perf": ("peak_perf", _is_amount, "a number of at least 0 (TFLOPS)"),
-    "roofline-enabled": ("roofline", _is_flag, "0 or 1"),
-    "replay-only": ("replay_only", _is_flag, "0 or 1"),
+    "preferred-dataset-splits": ("splits", _number(1, int), "a whole number of at least 1"),
+    "active-chunks-per-dimension": ("active_chunks", _number(1, int), "a whole number of at least 1"),
+    "endpoint-delay": ("endpoint_delay", _number(0, int), "a whole number of at least 0 (ns)"),
+    "local-reduction-delay": ("local_reduction_delay", _number(0, int), "a whole number of at least 0 (ns)"),
+    "local-mem-bw": ("local_mem_bw", _number(0, int, float), "a number of at least 0 (GB/s)"),
+    "peak-perf": ("peak_perf", _number(0, int, float), "a number of at least 0 (TFLOPS)"),
+    "roofline-enabled": ("roofline", lambda value: value in (0, 1), "0 or 1"),
+    "replay-only": ("replay_only", lambda value: value in (0, 1), "0 or 1"),
     "collective-optimization": (
         "optimization", lambda value: value in ("baseline", "localBWAware"), "baseline or localBWAware",
     ),

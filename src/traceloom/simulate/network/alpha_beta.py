@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from traceloom.array_types import Bools, Floats, Ints
+from traceloom.array_types import Floats, Ints
 from traceloom.schedules import Round, Schedule
 from traceloom.simulate.network.topology import MachineNetwork, Routes
 from traceloom.simulate.network.use import LinkUse
@@ -79,8 +79,9 @@ class _RoundOnLinks:
             np.add.at(use.bytes, links, self.bytes[self.message])
             np.add.at(use.busy_ns, links, self.own_ns)
             waiting = np.maximum(sent - start - self.alone_ns, 0.0)
-            narrowest = _first_of_each(self.message, end == sent[self.message])
-            np.add.at(use.waiting_ns, links[narrowest], waiting[self.message[narrowest]])
+            slowest = np.flatnonzero(end == sent[self.message])
+            message, first = np.unique(self.message[slowest], return_index=True)
+            np.add.at(use.waiting_ns, links[slowest[first]], waiting[message])
         return sent
 
     def _shared_ends(self, begin: Floats) -> Floats:
@@ -121,9 +122,3 @@ def _running_max(values: Floats, segment: Ints) -> Floats:
         result[step:] = np.where(same, np.maximum(result[step:], result[:-step]), result[step:])
         step *= 2
     return result
-
-
-def _first_of_each(message: Ints, chosen: Bools) -> Ints:
-    """The first chosen entry of each message that has one."""
-    entries = np.flatnonzero(chosen)
-    return entries[np.unique(message[entries], return_index=True)[1]]
