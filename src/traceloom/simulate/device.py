@@ -44,6 +44,7 @@ RULES = {
     "bandwidth": "kernels without a model whose kind moves bytes: the ratio of bandwidths of the memory; the interval "
     "reaches to the ratio of peaks and to as long as here",
     "device copy": "copies and fills inside the device: the ratio of bandwidths; the interval ends at as long as here",
+    "same device": "all work of the device, where no other device is asked for: as long as here",
     "link copy": "copies between host and device: as long as here, since the link is none of the device's peaks",
     "communication": "as long as here: the network is the machine's",
     "host": "work of host threads: times the host factor",
@@ -56,6 +57,7 @@ _KNOWN = schema(
     {"peak": pl.Int64, "roofline_here": pl.Float64, "roofline_there": pl.Float64, "matrix": pl.Boolean},
 )
 _MOST_FACTOR = 1e6
+_SAME = Peak("the recorded device", {}, 1.0)
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
 
 # What the names of matrix kernels say of their element type; first match wins.
@@ -114,14 +116,20 @@ class Rescaled:
 
 
 def rescale(
-    graph: Graph, session: Session | None, device: Peak | str, *, host_factor: float = 1.0, recorded: Given = None
+    graph: Graph,
+    session: Session | None,
+    device: Peak | str | None,
+    *,
+    host_factor: float = 1.0,
+    recorded: Given = None,
 ) -> Rescaled:
     """Put the work of a graph on another device. On the recorded device all stays as it was, to the nanosecond.
 
     Args:
         graph: Calibrated, of the traces of the session or of one of its steps.
         session: The traces; None where there are none, as for a saved graph: all kernels go by their kind then.
-        device: A device's name, `bf16=989e12,memory=3.35e12`, or a `Peak`.
+        device: A device's name, `bf16=989e12,memory=3.35e12`, or a `Peak`; the recorded one, whatever it is, where
+            None.
         host_factor: How many times as long host work takes there.
         recorded: The recorded device, where the traces do not name one whose peaks are known.
 
@@ -132,7 +140,7 @@ def rescale(
     if not 0 < host_factor < _MOST_FACTOR:
         message = f"the host factor {host_factor:g} is not a number above 0"
         raise UsageError(message, slug="bad-host-factor", hint="0.8 makes host work a fifth shorter")
-    there = _complete(peak_of(device))
+    there = _SAME if device is None else _complete(peak_of(device))
     base = Scenario.of(graph)
     work = graph.nodes.filter(pl.Series(base.nodes(*_DEVICE))).select(
         "node", "rank", "event", "name", node_kind=pl.col("kind").cast(pl.String)
@@ -141,9 +149,13 @@ def rescale(
     copies = graph.transfers.select("node", copied="kind")
     work = work.join(copies, on="node", how="left", maintain_order="left")
     here = None if recorded is None else peak_of(recorded)
-    traced, devices = _of_traces(graph, session, there, here if work.height or here else there)
+    if device is None or not (work.height or here):
+        session, here = None, there
+    traced, devices = _of_traces(graph, session, there, here)
     work = work.join(traced, on=["rank", "event"], how="left", maintain_order="left", nulls_equal=True)
     scaled = _by_rule(_kinds_by_name(work), devices, there)
+    if device is None:
+        scaled = scaled.with_columns(rule=pl.lit("same device"))
     host = base.nodes(*TARGETS["host"][0])
     plan = Plan(graph)
     works, graphs = [base.work_ns], [graph]

@@ -81,7 +81,7 @@ def planted(device: Device, *, host: float = 1.0, unmodelled: float = 0.0, layer
     return made.build(), max(now, free)
 
 
-def moved(trace: Trace, device: str, **options: float) -> Rescaled:
+def moved(trace: Trace, device: str | None, **options: float | str) -> Rescaled:
     session = Session((trace,), "planted")
     return rescale(link_session(session), session, device, **options)  # type: ignore[arg-type]
 
@@ -110,6 +110,13 @@ def test_host_work_goes_by_its_own_factor() -> None:
     trace, _ = planted(H100, host=40)  # the host is what takes long
     _, there_us = planted(A100, host=20)
     assert moved(trace, "A100 SXM 80GB", host_factor=0.5).account.after_ns == pytest.approx(1000 * there_us, rel=0.02)
+
+
+def test_the_host_alone_can_be_another_one_whatever_the_device_is() -> None:
+    made = TraceBuilder(device_name="nobody's GPU").op("aten::mm", 0, 5).launch("cudaLaunchKernel", 0, 5, correlation=1)
+    answer = moved(made.kernel("gemm", 10, 100, correlation=1).build(), None, host_factor=2.0)
+    rows = answer.account.account.select("rule", "kind", "here_ns", "there_ns").rows()
+    assert rows == [("same device", "gemm", 100_000, 100_000), ("host", None, 5_000, 10_000)]
 
 
 def test_the_same_device_changes_nothing() -> None:
