@@ -120,3 +120,20 @@ def test_the_validated_example_with_two_chunks_under_way(tmp_path: Path) -> None
     read = astra_sim.one_collective(tmp_path / "set", "all_reduce", 8, 1 << 20)
     system = astra_sim.system(splits=4, active_chunks=2, local_mem_bw=3350.0)
     assert set(astra_sim.ends(astra_sim.nodes_of(read), None, network, system, aware=True)) == {57_426}
+
+
+@pytest.mark.parametrize(("gpu_only", "most"), [(False, 0.003), (True, 0.019)])
+def test_a_converted_job_ends_when_it_was_measured_to_end(tmp_path: Path, gpu_only: bool, most: float) -> None:
+    """DLRM, 8 ranks: within what the real simulator gives with recorded transfers."""
+    from traceloom.chakra.astra_sim import to_astra_sim
+    from traceloom.link import link_session
+    from traceloom.read import load
+    from traceloom.simulate.astra_sim import measured_ends, recorded_ends
+
+    graph = link_session(load(*(DATA / "multirank" / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8))))
+    to_astra_sim(graph, gpu_only=gpu_only).write(tmp_path / "set")
+    ends = recorded_ends(astra_sim.workload(tmp_path / "set"))
+    measured = measured_ends(graph)
+    assert list(measured) == list(range(8))
+    for rank, end in enumerate(ends):
+        assert end == pytest.approx(measured[rank], rel=most)

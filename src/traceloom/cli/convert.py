@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -16,7 +16,7 @@ from traceloom.errors import UsageError
 
 if TYPE_CHECKING:
     from traceloom.chakra.conversion import ConversionInput
-    from traceloom.model import Notice
+    from traceloom.model import Graph, Notice
 
 _FORMATS = {
     ".graph": "graph",
@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         conversion.ConversionInput(Path(args.input), args.strict, progress.say) as source,
     ):
         files, nodes, notices, following = _converted(source, target, form, args)
+        ends = _ends(source.graph(), target, notices, progress) if args.target == "astra-sim" else []
     size = sum(file.stat().st_size for file in files)
     notices = list(worst_first(tuple(notices))) if not args.json else notices
     if args.json:
@@ -95,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
             "bytes": size,
             "nodes": nodes,
             "notices": [notice.to_dict() for notice in notices],
+            **({"ends": ends} if ends else {}),
         }
         print(json.dumps(document))
     elif not args.quiet:
@@ -103,9 +105,47 @@ def run(args: argparse.Namespace) -> int:
             print(f"{notice.severity}: {rank}{notice.message} [{notice.slug}]", file=sys.stderr)
         if len(notices) > _SHOWN_NOTICES:
             print(f"and {len(notices) - _SHOWN_NOTICES} more notices; --json has them all", file=sys.stderr)
+        if ends:
+            low, high = (f(end["difference"] for end in ends) for f in (min, max))
+            ranks = f"its {len(ends)} ranks end" if len(ends) > 1 else "it ends"
+            span = f"{low:+.1%}" if len(ends) == 1 else f"{low:+.1%} to {high:+.1%}"
+            print(f"With recorded transfers {ranks} {span} off the measurement in ASTRA-sim.")
         many = f", {len(files)} files" if len(files) > 1 else ""
         print(f"Wrote {target} ({nodes:,} nodes{many}, {units.size(size)}); next: {following}")
     return 0
+
+
+def _ends(graph: Graph, target: Path, notices: list[Notice], progress: Progress) -> list[dict[str, Any]]:
+    """How far each rank ends from the measurement in what was written, with a notice where that is far."""
+    from traceloom.chakra.workload import places, read_workload
+    from traceloom.errors import TraceloomError
+    from traceloom.model.notice import Notice
+    from traceloom.simulate import astra_sim
+
+    measured = astra_sim.measured_ends(graph)
+    if not graph.delays.height or not measured:  # nothing was measured
+        return []
+    progress.say("comparing with the measurement")
+    try:
+        (place,) = places([target])
+        simulated = astra_sim.recorded_ends(read_workload(place))
+    except TraceloomError as error:
+        notices.append(Notice("target-does-not-run", "error", f"what was written does not run: {error.message}"))
+        return []
+    ranks = sorted(graph.nodes["rank"].drop_nulls().unique().to_list())  # of each file
+    ends = [
+        {"rank": rank, "measured_ns": (was := measured[rank]), "simulated_ns": now, "difference": now / max(was, 1) - 1}
+        for rank, now in zip(ranks, simulated, strict=True)
+        if rank in measured
+    ]
+    worst = max(ends, key=lambda end: abs(end["difference"]))
+    if abs(worst["difference"]) > astra_sim.FAR:
+        message = (
+            f"with recorded transfers rank {worst['rank']} ends {worst['difference']:+.0%} off the measurement: a rank "
+            "there runs one CPU operation, one GPU operation and one communication at a time"
+        )
+        notices.append(Notice("target-times-differ", "warning", message))
+    return ends
 
 
 def _converted(

@@ -208,3 +208,13 @@ def test_force_replaces_files_and_directories(job: Path, tmp_path: Path) -> None
     assert convert(job, tmp_path / "out") == 3
     assert convert(job, tmp_path / "out", "--force") == 0
     assert len(list((tmp_path / "out").iterdir())) == 3
+
+
+def test_what_is_written_for_astra_sim_is_compared_with_the_measurement(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(job, tmp_path / "sim", "--target", "astra-sim", "--json") == 0
+    ends = json.loads(capsys.readouterr().out)["ends"]
+    assert [end["rank"] for end in ends] == [0, 1]
+    for end in ends:
+        assert end["difference"] == pytest.approx(end["simulated_ns"] / end["measured_ns"] - 1)

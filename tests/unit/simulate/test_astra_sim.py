@@ -11,7 +11,7 @@ import pytest
 from support import astra_sim
 from support.workload import collective, node, receive, send, write_set
 from traceloom.errors import CheckError, InputError, UsageError
-from traceloom.simulate.astra_sim import simulate
+from traceloom.simulate.astra_sim import recorded_ends, simulate
 
 RING = astra_sim.network("Ring", "2", "50", "500")
 MIB = 1 << 20
@@ -163,3 +163,16 @@ def test_an_algorithm_needs_its_files(tmp_path: Path) -> None:
     assert answer.ranks["end_ns"].to_list() == [500, 500]
     with pytest.raises(InputError, match="no file for place 2"):
         simulated(tmp_path / "three", *ranks, ranks[0], algorithms=given)
+
+
+def test_recorded_transfers_begin_when_the_last_rank_is_there(tmp_path: Path) -> None:
+    """5 and 9 us of work, then a transfer of 4 us; a message of 7 us."""
+    ranks = [
+        [
+            node(1, us=work, is_cpu_op=False),
+            collective(2, us=4, deps=[1], is_cpu_op=False),
+            message,
+        ]
+        for work, message in ((5, send(3, 1, [2], us=7)), (9, receive(3, 0, [2], us=7)))
+    ]
+    assert recorded_ends(astra_sim.workload(write_set(tmp_path / "set", *ranks))) == [20_000, 20_000]

@@ -113,6 +113,8 @@ class Engine:
         algorithms: Messages of the collectives of a kind, in the place of those that the dimensions have.
         whole: Whether collectives are worked out as a whole where none of their messages meets another one's, else
             message by message, which takes longer.
+        recorded: Whether communication takes as long as its nodes say, once all its ranks are there, whatever the
+            network.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Engine:
         width: int = 1,
         algorithms: Mapping[str, Algorithm] | None = None,
         whole: bool = True,
+        recorded: bool = False,
     ) -> None:
         self.clock = Clock()
         self._fabric, self._dimensions = fabric, dimensions
@@ -138,6 +141,7 @@ class Engine:
         apart = len(fabric.sizes) == 1 and (not aware or fabric.topologies[0] == "FullyConnected")
         self._whole = whole and width == 1 and apart
         self._rotates = whole and width == 1
+        self._recorded = recorded
         self._link_free = np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
         self._known: dict[Any, Ints] = {}
         self.ranks = [self._rank(nodes) for nodes in ranks]
@@ -240,7 +244,8 @@ class Engine:
             self._mailbox.receive((message.tag, message.peer, own, message.size), ended)
         else:
             key = (message.tag, own, message.peer, message.size)
-            self._mailbox.send(key, own, message.peer, message.size, ended)
+            took = rank.nodes.duration_ns[node] if self._recorded else None
+            self._mailbox.send(key, own, message.peer, message.size, ended, took)
 
     # Collectives
 
@@ -263,6 +268,11 @@ class Engine:
         meeting.came += 1
         if (message.kind, message.size) != (meeting.kind, meeting.size):
             return  # each waits for what the others do not do: the run ends there, and says so
+        if self._recorded:
+            if meeting.came == len(group):
+                took = (self.ranks[r].nodes.duration_ns[n] for r, n in zip(group, meeting.node, strict=True))
+                self._end_at(meeting, np.full(len(group), self.clock.now + max(took)))
+            return
         if message.kind in self._algorithms:
             self._carry(rank, meeting, place, self._algorithms[message.kind])
             return

@@ -14,6 +14,7 @@ from traceloom.chakra.workload import Workload
 from traceloom.errors import InputError, UsageError
 from traceloom.model import units
 from traceloom.model.frames import as_declared
+from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.simulate.astra_sim.collectives import Dimensions
 from traceloom.simulate.astra_sim.custom import read_algorithm
@@ -24,6 +25,7 @@ from traceloom.simulate.astra_sim.nodes import COMMUNICATION, CPU, GPU, NOTHING,
 from traceloom.simulate.astra_sim.stuck import check_ended
 from traceloom.simulate.simulation import COLLECTIVES, LINKS, NODES, RANKS, Simulation
 
+FAR = 0.05  # of the measurement: how far a rank may end from it
 _KIND = {CPU: "host", GPU: "kernel", COMMUNICATION: "communication", NOTHING: "receive"}
 
 
@@ -83,6 +85,38 @@ def simulate(
     engine.run()
     check_ended(engine)
     return _answer(workload, network, system, engine, aware=aware)
+
+
+def measured_ends(graph: Graph) -> dict[int, int]:
+    """When each rank of a graph ended, in ns from the beginning of the job."""
+    own = graph.nodes.filter(pl.col("lane").is_not_null()).with_columns(end=pl.col("start_ns") + pl.col("duration_ns"))
+    begin = own["start_ns"].min()
+    rows = own.group_by("rank").agg(pl.col("end").max() - begin).drop_nulls("rank").sort("rank")
+    return {int(rank): int(end) for rank, end in rows.rows()}
+
+
+def recorded_ends(workload: Workload) -> list[int]:
+    """When each rank ends on ASTRA-sim's machine if every transfer takes as long as its node says, in ns.
+
+    What differs from the recording is then due to the machine: its few resources per rank, its order.
+
+    Raises:
+        UsageError, InputError, CheckError: As of `simulate`.
+    """
+    count = len(workload.ranks)
+    no_network = Fabric(("FullyConnected",), (count,), (1.0,), (0.0,))
+    engine = Engine(
+        _ranks(workload, count, Compute()),
+        workload.groups.members,
+        no_network,
+        Dimensions((count,), {}, 1, baseline=False, delay_ns=0),
+        aware=False,
+        memory_rate=1.0,
+        recorded=True,
+    )
+    engine.run()
+    check_ended(engine)
+    return [rank.last_ns or 0 for rank in engine.ranks]
 
 
 def _ranks(workload: Workload, count: int, compute: Compute) -> list[RankNodes]:

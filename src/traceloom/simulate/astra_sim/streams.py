@@ -59,9 +59,20 @@ class Mailbox:
         self._arrived: dict[Any, int] = {}
         self._awaited: dict[Any, deque[Callable[[], None]]] = {}
 
-    def send(self, key: Any, source: int, target: int, size: int, sent: Callable[[], None] | None = None) -> None:
-        """Send now; `sent` is called when the message is there, received or not."""
-        self._transmit(source, target, size, self._arrive, (key, sent))
+    def send(  # noqa: PLR0917  (a message's ends and size are its name)
+        self,
+        key: Any,
+        source: int,
+        target: int,
+        size: int,
+        sent: Callable[[], None] | None = None,
+        took_ns: int | None = None,
+    ) -> None:
+        """Send now; `sent` is called when the message is there, received or not; `took_ns` goes past the network."""
+        if took_ns is None:
+            self._transmit(source, target, size, self._arrive, (key, sent))
+        else:
+            self._clock.at(self._clock.now + took_ns, self._arrive, (key, sent))
 
     def receive(self, key: Any, received: Callable[[], None]) -> None:
         """Wait for a message; of one that is there already `received` is called at this time, but later."""
