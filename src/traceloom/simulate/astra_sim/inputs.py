@@ -208,7 +208,7 @@ def read_system(path: str | Path) -> AstraSimSystem:
     )
 
 
-def _number(least: float, *types: type) -> Callable[[Any], bool]:
+def _number(least: float, *types: type[int | float]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types) and not isinstance(value, bool) and least <= value < 2**31
 
 
