@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.flows import Flows, fair_shares
 from traceloom.errors import UsageError
 from traceloom.schedules import ALGORITHMS, KINDS_OF, Schedule, schedule
 from traceloom.simulate.machine import Dimension, Machine, Nic, SpeedFactor, Wire
-from traceloom.simulate.network import Flows, LinkUse, MachineNetwork, fair_shares, finish_times
+from traceloom.simulate.network import LinkUse, MachineNetwork, finish_times
 
 SWITCH = Dimension("switch", 8, 50.0, 500.0)
 

@@ -1,8 +1,7 @@
 """Networks: the links of a machine, and when messages over them arrive."""
 
 from traceloom.simulate.network.alpha_beta import finish_times
-from traceloom.simulate.network.flows import Flows, fair_shares
 from traceloom.simulate.network.topology import MachineNetwork, Routes
 from traceloom.simulate.network.use import LinkUse
 
-__all__ = ["Flows", "LinkUse", "MachineNetwork", "Routes", "fair_shares", "finish_times"]
+__all__ = ["LinkUse", "MachineNetwork", "Routes", "finish_times"]

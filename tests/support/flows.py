@@ -1,4 +1,4 @@
-"""Flows that share links over time: each gets its max-min fair share.
+"""Flows that share links over time, one per message: each gets its max-min fair share. The truth for faster models.
 
 Shares are max-min fair where no flow can get more without one getting less that has no more than it: all rates grow
 together until a link is full; the flows on it keep that rate, the others grow on. Shares change when a flow starts or
@@ -13,8 +13,7 @@ import numpy as np
 
 from traceloom.array_types import Floats, Ints
 from traceloom.errors import UsageError
-from traceloom.simulate.network.topology import MachineNetwork
-from traceloom.simulate.network.use import LinkUse
+from traceloom.simulate.network import LinkUse, MachineNetwork
 
 _SAME_NS = 1e-3  # ends that differ by less come from rounding
 _FLOW = np.dtype(
