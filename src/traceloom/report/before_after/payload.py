@@ -54,7 +54,7 @@ class BeforeAfter:
 
 
 def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = LIMIT) -> BeforeAfter | None:
-    """Pack the timelines before and after; None where the graph has nothing to draw.
+    """Pack the timelines before and after changes; None where the graph has nothing to draw.
 
     Args:
         graph: As it was measured.
@@ -64,10 +64,25 @@ def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = LIMI
     """
     if not result.ranks.height:
         return None
-    changed = changed_nodes(graph, scenario)
-    paths = [critical_path(graph), critical_path(changed_graph(graph, scenario, result.times))]
-    chosen = choose(graph, result.ranks, changed, [path.nodes for path in paths])
-    times = (graph.point_times(), result.times)
+    after = changed_graph(graph, scenario, result.times)
+    return pack_both(graph, after, changed_nodes(graph, scenario), result.ranks, limit=limit)
+
+
+def pack_both(
+    graph: Graph, other: Graph, changed: Bools, ranks_of: pl.DataFrame, *, limit: int = LIMIT
+) -> BeforeAfter | None:
+    """Pack the timelines of the same nodes at two times; None where there is nothing to draw.
+
+    Args:
+        graph: Before.
+        other: After: the same nodes on the same lanes.
+        changed: What is marked, shape (nodes,).
+        ranks_of: rank, before_ns, after_ns, saved_ns of each rank.
+        limit: The most pieces of time to embed.
+    """
+    paths = [critical_path(graph), critical_path(other)]
+    chosen = choose(graph, ranks_of, changed, [path.nodes for path in paths])
+    times = (graph.point_times(), other.point_times())
     zero = [int(time.min()) for time in times]
     start, end = (np.stack([time[side::2] - z for time, z in zip(times, zero, strict=True)]) for side in (0, 1))
     slots = np.full(graph.lanes.height + 1, -1, dtype=np.int64)
@@ -78,8 +93,9 @@ def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = LIMI
         return None
     made = pieces(lane[drawn], start[:, drawn], end[:, drawn], limit)
     columns, tables, counts = _columns(graph, made, drawn, changed)
-    longest = max(result.before_ns, result.after_ns, 1)
-    spans = {row["rank"]: row for row in result.ranks.to_dicts()}
+    before_ns, after_ns = (int(np.ptp(time)) for time in times)
+    longest = max(before_ns, after_ns, 1)
+    spans = {row["rank"]: row for row in ranks_of.to_dicts()}
     ranks: list[Row] = []
     for rank, why in chosen.ranks.items():
         row = spans[rank]
@@ -89,7 +105,7 @@ def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = LIMI
     before, after = (
         _stretches(path, start[side], end[side], 2 * lane + side, longest) for side, path in enumerate(paths)
     )
-    both = {"step": None, "start": 0, "end": result.before_ns, "stretches": before, "after": after}
+    both = {"step": None, "start": 0, "end": before_ns, "stretches": before, "after": after}
     header = {
         "version": 1,
         "epoch_ns": str(graph.epoch_ns + zero[0]),
