@@ -1,0 +1,239 @@
+"""Evaluate a graph in which things contend: transfers for links, and work for lanes that do one thing at a time.
+
+A point is settled once all that it waits for is. Only what contends must be looked at in the order of time: the starts
+of transfers and of work on such lanes wait in a heap, everything else follows from them at once. Of equal times the
+ends of transfers come first, then starts in the order of communications and nodes: nothing depends on any other order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from traceloom.array_types import Floats, Ints
+from traceloom.errors import InvariantError
+from traceloom.model.graph import Graph
+from traceloom.model.graph_arrays import plain, points
+from traceloom.retime import ABSENT
+from traceloom.simulate.native.operations import Operations
+from traceloom.simulate.native.transfers import LinkBundles, fair_speeds
+
+_NEVER = int(np.iinfo(np.int64).min)
+
+
+@dataclass(eq=False, slots=True)
+class Evaluated:
+    """When everything happens.
+
+    Attributes:
+        times: Of points 2i (start of node i) and 2i + 1 (its end), ns.
+        waiting_ns: How much longer transfers took because a bundle of links was full, by bundle.
+        contended: Whether anything had to wait for a link or a lane.
+    """
+
+    times: Ints
+    waiting_ns: Floats
+    contended: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Sharing:
+    """The transfers that are under way, and how fast they are.
+
+    Attributes:
+        share: As of `LinkBundles`.
+        now: Until when they are accounted for.
+        running: Communication -> [time left at full speed, begin, time alone].
+        order: The running ones, as rows of the arrays below.
+        speed: Of each.
+        held_by: The bundle that holds each back.
+        used: Of each bundle, as asked.
+        waiting: As of `Evaluated.waiting_ns`.
+        slowed: Those that were slower than alone at some time.
+    """
+
+    share: Floats
+    of_class: list[int]
+    now: int = 0
+    left: dict[int, float] = field(default_factory=dict)
+    end: dict[int, int] = field(default_factory=dict)
+    speed: dict[int, float] = field(default_factory=dict)
+    held_by: dict[int, int] = field(default_factory=dict)
+    waiting: Floats = field(default_factory=lambda: np.zeros(0))
+    contended: bool = False
+    used: Floats = field(default_factory=lambda: np.zeros(0))
+
+    def begin(self, operation: int, at: int, alone: int) -> None:
+        """A transfer starts."""
+        self._advance(at)
+        # By its clock it may have begun a moment ago.
+        self.left[operation] = float(alone - (self.now - at))
+        self.end[operation] = at + alone
+        self.speed[operation] = 1.0
+        self.used = self.used + self.share[self.of_class[operation]]
+        self._share()
+
+    def next_end(self) -> tuple[int, int]:
+        """The first end of all, and whose it is."""
+        return min((end, operation) for operation, end in self.end.items())
+
+    def finish(self, operation: int) -> int:
+        """A transfer ends; returns when."""
+        end = self.end.pop(operation)
+        self._advance(end)
+        del self.left[operation], self.speed[operation]
+        self.held_by.pop(operation, None)
+        self.used = self.used - self.share[self.of_class[operation]]
+        self._share()
+        return end
+
+    def _advance(self, until: int) -> None:
+        passed = until - self.now
+        if passed <= 0:
+            return
+        for operation, speed in self.speed.items():
+            self.left[operation] -= passed * speed
+            if speed < 1:
+                self.waiting[self.held_by[operation]] += passed * (1 - speed)
+        self.now = until
+
+    def _share(self) -> None:
+        """New speeds, and with them new ends, for those whose speed changes."""
+        slow = any(speed < 1 for speed in self.speed.values())
+        if not slow and (self.used <= 1 + 1e-9).all():
+            return
+        order = sorted(self.speed)
+        share = self.share[[self.of_class[operation] for operation in order]]
+        speeds, held_by = fair_speeds(share)
+        for operation, speed, link in zip(order, speeds.tolist(), held_by.tolist(), strict=True):
+            if speed != self.speed[operation]:
+                self.contended = True
+                self.speed[operation] = speed
+                left = max(self.left[operation], 0.0)
+                self.end[operation] = self.now + (math.ceil(left / speed - 1e-6) if speed else 2**60)
+            self.held_by[operation] = link
+
+
+def evaluate(  # noqa: C901, PLR0912  (one loop: a call per point would take three times as long)
+    graph: Graph,
+    work: Ints,
+    delay: Ints,
+    of: Operations,
+    time_ns: Ints,
+    of_class: Ints,
+    bundles: LinkBundles,
+    lane: Ints,
+) -> Evaluated:
+    """When everything happens.
+
+    Args:
+        graph: The graph; M communications, N nodes.
+        work: Of each node, residual included; shape (N,), ns.
+        delay: Of each edge, residual included; shape (edges,), ns. Those of transfers do not count.
+        of: The communications.
+        time_ns: How long each takes alone, shape (M,).
+        of_class: Class of each in the bundles; -1 where it needs no link; shape (M,).
+        bundles: The links.
+        lane: Lane of each node that does one thing at a time; -1 for none; shape (N,).
+
+    Raises:
+        InvariantError: `broken-cycle`: nodes wait for each other.
+    """
+    nodes, count = graph.nodes.height, len(of)
+    source, target = (plain(ends) for ends in points(graph))
+    kept = plain(delay) >= ABSENT // 2
+    kept[of.edge] = False
+    # Two more points for each communication: where its transfer starts, and where it ends.
+    begins, ends = 2 * nodes + np.arange(count), 2 * nodes + count + np.arange(count)
+    meeting = 2 * of.table["meeting"].to_numpy().astype(np.int64)
+    none = np.zeros(count, dtype=np.int64)
+    froms = np.concatenate([source[kept], meeting, ends[of.of_edge]])
+    tos = np.concatenate([target[kept], begins, target[of.edge]])
+    gains = np.concatenate([plain(delay)[kept], none, np.zeros(of.edge.size, dtype=np.int64)])
+    total = 2 * nodes + 2 * count
+    waits_of = np.bincount(tos, minlength=total)
+    waits_of[1 : 2 * nodes : 2] += 1
+    waits_of[ends] = 1
+    order = np.argsort(froms, kind="stable")
+    follower, gain = tos[order].tolist(), gains[order].tolist()
+    first: list[int] = np.searchsorted(froms[order], np.arange(total + 1)).tolist()
+    roots = np.flatnonzero(waits_of[: 2 * nodes] == 0)
+    when = np.full(total, _NEVER, dtype=np.int64)
+    when[roots] = plain(graph.nodes["start_ns"].to_numpy())[roots // 2]
+    time: list[int] = when.tolist()
+    waits: list[int] = waits_of.tolist()
+    works: list[int] = plain(work).tolist()
+    lanes: list[int] = lane.tolist()
+    alone: list[int] = time_ns.tolist()
+    free_at: dict[int, int] = {}
+    classes: list[int] = of_class.tolist()
+    sharing = _Sharing(
+        bundles.share, classes, waiting=np.zeros(bundles.share.shape[1]), used=np.zeros(bundles.share.shape[1])
+    )
+    heap: list[tuple[int, int]] = []
+    ready: list[int] = []
+    contended = False
+    limit, last = 2 * nodes, 2 * nodes + count
+
+    def settle(point: int) -> None:
+        if point >= limit:
+            heapq.heappush(heap, (time[point], point - limit))
+        elif lanes[point >> 1] >= 0 and not point & 1:
+            heapq.heappush(heap, (time[point], count + (point >> 1)))
+        else:
+            ready.append(point)
+
+    done = 0
+    for point in roots[::-1].tolist():
+        settle(point)
+    while True:
+        while ready:
+            point = ready.pop()
+            done += 1
+            at = time[point]
+            if point < limit and not point & 1:
+                following = point + 1
+                candidate = at + works[point >> 1]
+                if candidate > time[following]:
+                    time[following] = candidate
+                left = waits[following] - 1
+                waits[following] = left
+                if not left:
+                    ready.append(following)
+            for link in range(first[point], first[point + 1]):
+                following = follower[link]
+                candidate = at + gain[link]
+                if candidate > time[following]:
+                    time[following] = candidate
+                left = waits[following] - 1
+                waits[following] = left
+                if not left:
+                    settle(following)
+        end = sharing.next_end() if sharing.end else None
+        if end is not None and (not heap or end[0] <= heap[0][0]):
+            operation = end[1]
+            time[last + operation] = sharing.finish(operation)
+            ready.append(last + operation)
+        elif heap:
+            at, number = heapq.heappop(heap)
+            if number >= count:
+                node = number - count
+                start = max(at, free_at.get(lanes[node], at))
+                contended |= start > at
+                free_at[lanes[node]] = start + works[node]
+                time[2 * node] = start
+                ready.append(2 * node)
+            elif classes[number] < 0:
+                time[last + number] = at + alone[number]
+                ready.append(last + number)
+            else:
+                sharing.begin(number, at, alone[number])
+        else:
+            break
+    if done < 2 * nodes + count:
+        raise InvariantError("nodes wait for each other", slug="broken-cycle")
+    times = np.array(time[: 2 * nodes], dtype=np.int64)
+    return Evaluated(times, sharing.waiting, contended or sharing.contended)
