@@ -12,6 +12,7 @@ from traceloom.model.frames import schema
 from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.model.result import Result
+from traceloom.simulate.device import DeviceAccount
 
 Mode = Literal["native", "astra-sim"]
 
@@ -20,12 +21,15 @@ RANKS = schema("rank before_ns end_ns compute_ns communication_ns exposed_commun
 NODES = schema("node rank name kind start_ns end_ns before_start_ns before_end_ns")
 COLLECTIVES = schema(
     "instance kind group ranks bytes start_ns end_ns transfer_ns waiting_ns bandwidth algorithm flags before_ns",
+    "card_ns",
     {"bandwidth": pl.Float64, "flags": pl.String},
 )
 LINKS = schema(
-    "link name source target bytes busy_ns waiting_ns", {"link": pl.Int64, "source": pl.Int64, "target": pl.Int64}
+    "link name source target bytes busy_ns waiting_ns",
+    {"link": pl.Int64, "source": pl.String, "target": pl.String},
 )
 PATH = schema("what kind before_ns after_ns")
+BECAME = schema("what kind rank name count time_ns")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Simulation(Result):
         identity_error: Its difference from the measurement, as a fraction of that: the error of the graph.
         before_ns: From the first start to the last end, before; None in the mode `astra-sim`.
         after_ns: The same on the machine.
+        low_ns: With all work of the device as short as the rules for it allow; None on the recorded device.
+        high_ns: As long as they allow.
         ranks: rank; before_ns, end_ns (of its last node); communication_ns (whatever else runs meanwhile); compute_ns,
             exposed_communication_ns (while nothing computes), memory_ns (copies and fills beside neither), host_ns
             (host work beside none of them) and other_ns, which add up to end_ns.
@@ -53,12 +59,16 @@ class Simulation(Result):
         collectives: instance, kind, group, ranks (how many), bytes (of the whole buffer of a rank), start_ns (first
             arrival), end_ns, transfer_ns (from the last arrival), waiting_ns (from the first to the last arrival),
             bandwidth (10^9 B/s on the bus), algorithm (None where a measured transfer was taken), flags, before_ns
-            (transfer before).
-        links: link, name, source, target, bytes, busy_ns, waiting_ns (of messages that shared it).
+            (transfer before), card_ns (what its bytes take over the network cards at least).
+        links: link, name, source, target (ranks and switches), bytes, busy_ns, waiting_ns (by which transfers that
+            needed it took longer because it was full).
         path: What the critical path consists of: what, kind, before_ns, after_ns.
+        became_critical: What is on the critical path now and was not before: what (work or delay), kind, rank, name (of
+            the node that works, or that waited), count, time_ns.
         notices: What is assumed, and what lies outside of what was measured.
         identity: The check in words.
         trusted: Whether the graph explains the measurement well enough; None where nothing was measured.
+        device: What another device makes of the work; None on the recorded one.
         graph: The workload as if it had been recorded on the machine; None in other modes than `native`.
         recorded: The workload as it was recorded; None in other modes than `native`.
     """
@@ -73,13 +83,17 @@ class Simulation(Result):
     before_ns: int | None
     after_ns: int
     ranks: pl.DataFrame
+    low_ns: int | None = None
+    high_ns: int | None = None
     nodes: pl.DataFrame = field(default_factory=NODES.to_frame)
     collectives: pl.DataFrame = field(default_factory=COLLECTIVES.to_frame)
     links: pl.DataFrame = field(default_factory=LINKS.to_frame)
     path: pl.DataFrame = field(default_factory=PATH.to_frame)
+    became_critical: pl.DataFrame = field(default_factory=BECAME.to_frame)
     notices: tuple[Notice, ...] = ()
     identity: str = ""
     trusted: bool | None = None
+    device: DeviceAccount | None = None
     graph: Graph | None = None
     recorded: Graph | None = None
 
@@ -91,7 +105,8 @@ class Simulation(Result):
         """Raise InvariantError where the answer breaks its own laws.
 
         Parts of a rank's time are not negative and add up to it exactly; nothing ends before it starts; what the
-        critical path consists of adds up to the whole.
+        critical path consists of adds up to the whole; no transfer takes less than its bytes take over the network
+        cards.
         """
         parts = self.ranks.select(_PARTS)
         if self.ranks.height:
@@ -103,5 +118,7 @@ class Simulation(Result):
             frame = getattr(self, name)
             if (frame["end_ns"] < frame["start_ns"]).any():
                 raise broken("times", f"something among the {name} ends before it starts")
+        if (self.collectives["transfer_ns"] < self.collectives["card_ns"]).any():
+            raise broken("network", "a transfer is faster than the network cards of its ranks")
         if self.path.height and int(self.path["after_ns"].sum()) != self.after_ns:
             raise broken("path", "what the critical path consists of does not add up to the whole time")

@@ -117,7 +117,7 @@ class _Sharing:
             self.held_by[operation] = link
 
 
-def evaluate(  # noqa: C901, PLR0912  (one loop: a call per point would take three times as long)
+def evaluate(  # noqa: PLR0917  (one loop: a call per point would take three times as long)
     graph: Graph,
     work: Ints,
     delay: Ints,
@@ -132,7 +132,7 @@ def evaluate(  # noqa: C901, PLR0912  (one loop: a call per point would take thr
     Args:
         graph: The graph; M communications, N nodes.
         work: Of each node, residual included; shape (N,), ns.
-        delay: Of each edge, residual included; shape (edges,), ns. Those of transfers do not count.
+        delay: Of each edge, residual included; shape (edges,), ns.
         of: The communications.
         time_ns: How long each takes alone, shape (M,).
         of_class: Class of each in the bundles; -1 where it needs no link; shape (M,).
@@ -152,7 +152,9 @@ def evaluate(  # noqa: C901, PLR0912  (one loop: a call per point would take thr
     none = np.zeros(count, dtype=np.int64)
     froms = np.concatenate([source[kept], meeting, ends[of.of_edge]])
     tos = np.concatenate([target[kept], begins, target[of.edge]])
-    gains = np.concatenate([plain(delay)[kept], none, np.zeros(of.edge.size, dtype=np.int64)])
+    # What needs no link may take another time for each of its parts.
+    shared = np.where(of_class >= 0, time_ns, 0)
+    gains = np.concatenate([plain(delay)[kept], none, plain(delay)[of.edge] - shared[of.of_edge]])
     total = 2 * nodes + 2 * count
     waits_of = np.bincount(tos, minlength=total)
     waits_of[1 : 2 * nodes : 2] += 1
@@ -167,7 +169,7 @@ def evaluate(  # noqa: C901, PLR0912  (one loop: a call per point would take thr
     waits: list[int] = waits_of.tolist()
     works: list[int] = plain(work).tolist()
     lanes: list[int] = lane.tolist()
-    alone: list[int] = time_ns.tolist()
+    alone: list[int] = shared.tolist()
     free_at: dict[int, int] = {}
     classes: list[int] = of_class.tolist()
     sharing = _Sharing(
@@ -197,7 +199,7 @@ def evaluate(  # noqa: C901, PLR0912  (one loop: a call per point would take thr
             if point < limit and not point & 1:
                 following = point + 1
                 candidate = at + works[point >> 1]
-                if candidate > time[following]:
+                if candidate > time[following]:  # noqa: PLR1730  (max() takes three times as long)
                     time[following] = candidate
                 left = waits[following] - 1
                 waits[following] = left
@@ -206,7 +208,7 @@ def evaluate(  # noqa: C901, PLR0912  (one loop: a call per point would take thr
             for link in range(first[point], first[point + 1]):
                 following = follower[link]
                 candidate = at + gain[link]
-                if candidate > time[following]:
+                if candidate > time[following]:  # noqa: PLR1730  (max() takes three times as long)
                     time[following] = candidate
                 left = waits[following] - 1
                 waits[following] = left
@@ -227,7 +229,7 @@ def evaluate(  # noqa: C901, PLR0912  (one loop: a call per point would take thr
                 time[2 * node] = start
                 ready.append(2 * node)
             elif classes[number] < 0:
-                time[last + number] = at + alone[number]
+                time[last + number] = at
                 ready.append(last + number)
             else:
                 sharing.begin(number, at, alone[number])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from traceloom.errors import UsageError
+from traceloom.chakra.group_file import GROUP_FILES, read_groups
+from traceloom.errors import InputError, UsageError
+from traceloom.files import note_input
 from traceloom.link import link_session
 from traceloom.model import graph_store
 from traceloom.model.graph import Graph
 from traceloom.model.session import Session
+from traceloom.simulate.native.evaluation import as_evaluated
 from traceloom.simulate.native.isolating import isolated
+from traceloom.simulate.native.joining import joined
+from traceloom.simulate.native.operations import operations
 
 _ENDINGS = (".et", ".et.gz")
 AnyWorkload = str | Path | Sequence[str | Path] | Graph | Session
@@ -25,11 +30,15 @@ class SimulationInput:
         graph: Its graph, with the meetings of all ranks.
         name: What the user gave.
         measured: Whether its times were measured; else they follow from the durations in its files.
+        serial: Whether a lane of the device does one thing at a time in an order that the graph does not hold.
+        session: The traces, where it was read from traces.
     """
 
     graph: Graph
     name: str
     measured: bool
+    serial: bool = False
+    session: Session | None = None
 
 
 def open_input(
@@ -56,6 +65,7 @@ def open_input(
     """
     chakra = False
     session = None
+    members = None
     if isinstance(workload, (Graph, Session)):
         graph = workload if isinstance(workload, Graph) else link_session(workload, step=step)
         session = workload if isinstance(workload, Session) else None
@@ -76,6 +86,10 @@ def open_input(
 
             with ConversionInput(first) as source:
                 graph = source.graph()
+            if chakra:
+                beside = first if first.is_dir() else first.parent
+                found = groups or next((beside / name for name in GROUP_FILES if (beside / name).is_file()), None)
+                members = None if found is None else _groups(Path(found))
         else:
             from traceloom.read import load
 
@@ -87,9 +101,28 @@ def open_input(
     if groups is not None and not chakra:
         raise UsageError("--groups is of .et files", slug="wrong-usage", hint="leave it out: what is recorded knows")
     measured = graph.delays.height > 0
+    serial = not measured and (graph.edges["evidence"] == "assumed").all()
+    graph = replace(graph, name=name)
+    if serial:
+        graph = joined(graph, members)
     if only is not None:
         graph, measured = isolated(graph, only), False
-    return SimulationInput(replace(graph, name=name), name, measured)
+    if not measured:
+        graph = as_evaluated(graph, operations(graph), serial=serial)
+    return SimulationInput(graph, name, measured, serial, session)
+
+
+def _groups(path: Path) -> Mapping[str, Sequence[int]]:
+    """The members of each group that a file names.
+
+    Raises:
+        InputError: slug `not-a-group-file`.
+    """
+    note_input(path)
+    groups = read_groups(path)
+    if groups.faults:
+        raise InputError(groups.faults[0], slug="not-a-group-file", where=str(path))
+    return groups.members or {}
 
 
 def _is_chakra(path: Path) -> bool:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import polars as pl
 
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-from traceloom.retime import Plan
 
 SIDES = ("communication", "compute")
 
@@ -36,14 +34,4 @@ def isolated(graph: Graph, side: str) -> Graph:
             (graph.edges, stays[1], ("delay_ns", "residual_ns")),
         )
     )
-    return as_evaluated(replace(graph, nodes=nodes, edges=edges))
-
-
-def as_evaluated(graph: Graph) -> Graph:
-    """The graph with the times that follow from its works and delays in the place of measured ones."""
-    times = Plan(graph).evaluate() if graph.nodes.height else np.zeros(0, dtype=np.int64)
-    start, end = times[0::2], times[1::2]
-    return replace(
-        graph,
-        nodes=graph.nodes.with_columns(pl.Series("start_ns", start), pl.Series("duration_ns", end - start)),
-    )
+    return replace(graph, nodes=nodes, edges=edges)

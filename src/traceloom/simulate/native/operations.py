@@ -1,4 +1,4 @@
-"""The communications of a graph, one row each: who takes part, with how many bytes, and which edges are its transfer."""
+"""The communications of a graph, one row each: who takes part, how many bytes, and which edges are the transfer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array, point_times
 
-_ROOTED = ("broadcast", "scatter", "reduce", "gather")
+ROOTED = ("broadcast", "scatter", "reduce", "gather")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,7 @@ def operations(graph: Graph) -> Operations:
         + np.concatenate([target[edge], source[into]])
     )
     of_part, part = np.divmod(pairs, max(graph.nodes.height, 1))
-    return Operations(
-        _table(graph, meeting, part, of_part), edge, number[source[edge]], part.astype(np.int64), of_part
-    )
+    return Operations(_table(graph, meeting, part, of_part), edge, number[source[edge]], part.astype(np.int64), of_part)
 
 
 def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFrame:
@@ -105,7 +103,7 @@ def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFra
     root_first = pl.concat_list(
         pl.concat_list("peer"), pl.col("members").list.set_difference(pl.concat_list("peer")).list.sort()
     )
-    rooted = pl.col("kind").is_in(_ROOTED) & pl.col("members").list.contains(pl.col("peer"))
+    rooted = pl.col("kind").is_in(ROOTED) & pl.col("members").list.contains(pl.col("peer"))
     table = with_sizes(table).with_columns(
         pl.when(rooted.fill_null(value=False)).then(root_first).otherwise("members").alias("members"),
         meeting=pl.Series(meeting).gather(table["row"]),

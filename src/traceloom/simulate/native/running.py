@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
-from traceloom.model.frames import as_declared
 from traceloom.model.graph import Graph
-from traceloom.model.graph_arrays import point_times
+from traceloom.model.notice import Notice
 from traceloom.retime import Plan, law
-from traceloom.retime.critical_path import critical_path, parts
-from traceloom.simulate.native.account import rank_account
-from traceloom.simulate.native.inputs import AnyWorkload, open_input
-from traceloom.simulate.simulation import NODES, PATH, RANKS, Simulation
+from traceloom.simulate.device import DeviceAccount, rescale
+from traceloom.simulate.machine import Machine, changed, presets, read_machine
+from traceloom.simulate.native.answer import answer
+from traceloom.simulate.native.evaluation import Course, course, plan_of
+from traceloom.simulate.native.inputs import AnyWorkload, SimulationInput, open_input
+from traceloom.simulate.native.operations import operations, transfers_ns
+from traceloom.simulate.native.pricing import transfers_on
+from traceloom.simulate.scenario import Scenario
+from traceloom.simulate.simulation import Simulation
+from traceloom.simulate.whatif import changed_graph
 
 Say = Callable[[str], None]
 
 
 def run(
     workload: AnyWorkload,
-    machine: str | Path | None = None,
+    machine: Machine | str | Path | None = None,
     *,
     overrides: Sequence[str] = (),
+    device: str | None = None,
+    host_factor: float = 1.0,
     groups: str | Path | None = None,
     only: str | None = None,
     step: int | None = None,
@@ -38,8 +47,10 @@ def run(
 
     Args:
         workload: A recorded run, a `.graph`, a directory of `.et` files, or what was read of one.
-        machine: A `machine.toml` or the name of a preset; the recorded machine where None.
+        machine: A machine, a `machine.toml` or the name of a preset; the recorded machine where None.
         overrides: What to change in the machine, as `network.0.bandwidth=100`.
+        device: What every rank computes with, by its name or its peaks; where None that of the machine.
+        host_factor: How many times as long host work takes.
         groups: Who is in which group, of `.et` files; where None the file beside them.
         only: `communication` or `compute`: the other side takes no time.
         step: One step of a recorded run.
@@ -47,70 +58,162 @@ def run(
         progress: Told in words what is being done.
 
     Raises:
-        UsageError, InputError: As `open_input`.
+        UsageError: As `open_input`, `read_machine`, `rescale`; slug `machine-size`: the machine has another number of
+            ranks.
+        InputError: As `open_input`, `read_machine`.
+        CheckError: slug `deadlock`: ranks wait for each other.
 
     Example:
         >>> from traceloom.simulate import run
-        >>> run("run").identity_error  # doctest: +SKIP
+        >>> run("run", "dgx-h100").after_ns  # doctest: +SKIP
     """
-    if machine is not None or overrides:
-        raise UsageError("no machine can be simulated yet", slug="wrong-usage")
+    if overrides and machine is None:
+        raise UsageError("--set is of a machine", slug="wrong-usage", hint="name one with --machine")
     say: Say = progress or (lambda _: None)
     say("reading")
     source = open_input(workload, groups=groups, only=only, step=step, cache=cache)
     say("evaluating")
-    graph = source.graph
-    plan = Plan(graph)
-    checked: dict[str, Any] = {"measured_ns": None, "identity_ns": None, "identity_error": None}
-    if source.measured:
-        kept = law(graph, plan)
-        checked = {
-            "measured_ns": kept.window_ns,
-            "identity_ns": kept.window_ns + kept.honest_error_ns,
-            "identity_error": kept.honest_error,
-            "trusted": kept.holds,
-        }
-        checked["identity"] = (
-            f"Simulated on the recorded machine, the measured {units.duration(kept.window_ns)} come back as "
-            f"{units.duration(checked['identity_ns'])} ({kept.honest_error * 100:+.2f} %)."
-        )
-    else:
-        checked["identity"] = "Nothing here was measured: the times follow from the durations in the files."
-    return _answer(graph, graph, name=source.name, machine="", step=step, notices=graph.notices, **checked)
+    plan = plan_of(source.graph)
+    checked = _identity(source, plan)
+    before = course(source.graph, operations(source.graph), plan=plan, serial=source.serial)
+    there = None if machine is None else _Target.of(machine, overrides, source.graph)
+    cases = _on_device(source, there, device, host_factor)
+    after, *interval = (_on_network(source, graph, there) for graph in cases.graphs)
+    names = [there.name] if there else []
+    names += [cases.account.device] if cases.account and device is not None else []
+    return answer(
+        source.name,
+        before,
+        after,
+        operations(source.graph),
+        interval=interval,
+        machine=" with ".join(names) or ("" if host_factor == 1 else "a host of another speed"),
+        step=step,
+        notices=(*source.graph.notices, *cases.notices, *_flagged(after)),
+        device=cases.account,
+        **checked,
+    )
 
 
-def _answer(recorded: Graph, simulated: Graph, **more: Any) -> Simulation:
-    """The tables, from the workload before and after."""
-    before, after = point_times(recorded), point_times(simulated)
-    begin = int(before.min()) if before.size else 0
-    own_ends = rank_account(recorded, begin).select("rank", before_ns="end_ns")
-    ranks = rank_account(simulated, begin).join(own_ends, on="rank", maintain_order="left").pipe(as_declared, RANKS)
-    inner = ~pl.col("kind").cast(pl.String).is_in([gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL])
-    nodes = simulated.nodes.with_columns(
-        start_ns=pl.Series(after[0::2] - begin),
-        end_ns=pl.Series(after[1::2] - begin),
-        before_start_ns=pl.Series(before[0::2] - begin),
-        before_end_ns=pl.Series(before[1::2] - begin),
+def _identity(source: SimulationInput, plan: Plan) -> dict[str, Any]:
+    """What simulating the workload on its own machine gives, and how far that is from what was measured."""
+    if not source.measured:
+        words = "Nothing here was measured: the times follow from the durations in the files."
+        return {"measured_ns": None, "identity_ns": None, "identity_error": None, "identity": words}
+    kept = law(source.graph, plan)
+    simulated = kept.window_ns + kept.honest_error_ns
+    words = (
+        f"Simulated on the recorded machine, the measured {units.duration(kept.window_ns)} come back as "
+        f"{units.duration(simulated)} ({kept.honest_error * 100:+.2f} %)."
     )
-    consists = [
-        parts(graph, critical_path(graph), begin).select("what", "kind", pl.col("time_ns").alias(name))
-        for graph, name in ((recorded, "before_ns"), (simulated, "after_ns"))
-        if before.size
-    ]
-    path = PATH.to_frame()
-    if consists:
-        path = consists[0].join(consists[1], on=["what", "kind"], how="full", coalesce=True).fill_null(0)
-        path = path.sort("after_ns", "before_ns", descending=True).pipe(as_declared, PATH)
-    answer = Simulation(
-        mode="native",
-        before_ns=int(before.max()) - begin if before.size else 0,
-        after_ns=int(after.max()) - begin if after.size else 0,
-        ranks=ranks,
-        nodes=nodes.filter(inner).pipe(as_declared, NODES),
-        path=path,
-        graph=simulated,
-        recorded=recorded,
-        **more,
+    return {
+        "measured_ns": kept.window_ns,
+        "identity_ns": simulated,
+        "identity_error": kept.honest_error,
+        "identity": words,
+        "trusted": kept.holds,
+    }
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The machine, and the one that its measured transfers are of where its network was changed since."""
+
+    machine: Machine
+    name: str
+    measured_on: Machine | None
+
+    @classmethod
+    def of(cls, machine: Machine | str | Path, overrides: Sequence[str], graph: Graph) -> _Target:
+        """Read the machine, and see that it fits the workload.
+
+        A preset has as many hosts as the workload needs.
+        """
+        if isinstance(machine, Machine):
+            unchanged, name = machine, machine.name or "the machine"
+        else:
+            unchanged = read_machine(machine)
+            name = unchanged.name or str(machine)
+        described = changed(unchanged, overrides)
+        world = _world(graph)
+        if isinstance(machine, str) and machine in presets() and not Path(machine).exists():
+            described, unchanged = described.for_ranks(world), unchanged.for_ranks(world)
+        elif world > 1:
+            described.check(world)
+        name += f" with {', '.join(overrides)}" if overrides else ""
+        return cls(described, name, unchanged if overrides and described.transfers else None)
+
+
+def _world(graph: Graph) -> int:
+    """How many ranks the job has, recorded or not."""
+    members = graph.communication["ranks"].explode().max()
+    ranks = [graph.nodes["rank"].max(), members, graph.communication["peer"].max()]
+    return max([graph.world_size or 1, *(rank + 1 for rank in ranks if isinstance(rank, int))])
+
+
+@dataclass(frozen=True)
+class _Cases:
+    """The graph on a device: as expected, and where the rules have an interval the least and the most."""
+
+    graphs: tuple[Graph, ...]
+    account: DeviceAccount | None = None
+    notices: tuple[Notice, ...] = field(default=())
+
+
+def _on_device(source: SimulationInput, target: _Target | None, device: str | None, host_factor: float) -> _Cases:
+    """The work of the ranks on other devices, and the slow ones of a machine."""
+    machine = target.machine if target else None
+    cases = _Cases((source.graph,))
+    own = machine.device if machine else None
+    if device is not None or host_factor != 1:
+        scaled = rescale(source.graph, source.session, device or own or _recorded(source), host_factor=host_factor)
+        cases = _Cases((scaled.graph, scaled.low, scaled.high), scaled.account)
+    elif own is not None and source.measured:
+        try:
+            scaled = rescale(source.graph, source.session, own)
+            cases = _Cases((scaled.graph, scaled.low, scaled.high), scaled.account)
+        except UsageError as error:
+            if error.slug not in {"no-recorded-device", "bad-peak"}:
+                raise
+            text = f"work of the device takes as long as recorded, not as on {own.name}: {error.message}"
+            cases = replace(cases, notices=(Notice("device-kept", "warning", text),))
+    if machine is None or (machine.device_speeds() == 1).all():
+        return cases
+    return replace(cases, graphs=tuple(_slowed(graph, machine) for graph in cases.graphs))
+
+
+def _recorded(source: SimulationInput) -> str:
+    """The name of the recorded device."""
+    names = [name for trace in (source.session.traces if source.session else ()) for name in trace.devices["name"]]
+    return next((name for name in names if name), "")
+
+
+def _slowed(graph: Graph, machine: Machine) -> Graph:
+    """The graph with the work of slow (or fast) devices."""
+    scenario = Scenario.of(graph).copy()
+    rank = graph.nodes["rank"].cast(pl.Int64).fill_null(0).to_numpy()
+    device = scenario.nodes(gs.KERNEL, gs.COPY, gs.FILL)
+    speed = machine.device_speeds()[np.minimum(rank, machine.ranks - 1)]
+    scenario.work_ns = np.where(device, np.rint(scenario.work_ns / speed), scenario.work_ns).astype(np.int64)
+    return changed_graph(graph, scenario, scenario.times(Plan(graph)))
+
+
+def _on_network(source: SimulationInput, graph: Graph, target: _Target | None) -> Course:
+    """How the workload goes with the network of the machine, or with the transfers that it has."""
+    of = operations(graph)
+    transfers = None
+    if target is not None:
+        transfers = transfers_on(target.machine, of.table, transfers_ns(graph, of), target.measured_on)
+    return course(graph, of, transfers, serial=source.serial)
+
+
+def _flagged(after: Course) -> tuple[Notice, ...]:
+    """What must be known of the transfers: how many of them each flag is about."""
+    flags = (
+        [] if after.transfers is None else [flag for text in after.transfers.flags for flag in text.split("; ") if flag]
     )
-    answer.check()
-    return answer
+    counts = pl.Series("flag", flags, dtype=pl.String).value_counts().sort("count", "flag", descending=[True, False])
+    return tuple(
+        Notice("transfer-flag", "warning", f"{count:,} communications: {flag}", count)
+        for flag, count in counts.iter_rows()
+    )

@@ -25,6 +25,7 @@ class Transfers:
         links: One row per link: link, name, source, target.
         algorithm: Of each communication; None where a measured transfer was taken or the recorded one kept.
         flags: Of each, what must be known about its time, in words; "" for nothing.
+        card_ns: What the bytes of each take over network cards at least; shape (M,).
     """
 
     time_ns: Ints
@@ -34,6 +35,7 @@ class Transfers:
     links: pl.DataFrame
     algorithm: list[str | None]
     flags: list[str]
+    card_ns: Ints
 
     def bundles(self) -> LinkBundles:
         """The links, those together that all classes ask the same of."""

@@ -1,0 +1,150 @@
+"""Files of other writers as one job: their communications meet, as those of recorded ranks do.
+
+Such files hold durations and dependencies. Communications of a group are one operation by their order in it: the order
+of the files, where dependencies allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+
+from traceloom.chakra.validation.waiting import Arcs, settle
+from traceloom.errors import CheckError, InputError
+from traceloom.link.collectives import POINT_TO_POINT, join_parts
+from traceloom.link.meeting import meet
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+from traceloom.model.notice import Notice
+
+_ALL = ("", "0")  # names of the group of all ranks
+
+
+def joined(graph: Graph, groups: Mapping[str, Sequence[int]] | None) -> Graph:
+    """The graph with the meetings of its communications; their transfers take what their nodes took.
+
+    Args:
+        graph: Of files of other writers, one rank after the other.
+        groups: Members of each group by name; None where nobody says.
+
+    Raises:
+        InputError: slugs `group-outside-world`: a group has a rank without a file; `collective-mismatch`: ranks do
+            not agree on what they do together.
+        CheckError: slug `deadlock`: a rank waits for what never comes.
+    """
+    about = graph.communication
+    if not about.height:
+        return graph
+    nodes = graph.nodes.height
+    source, target = (graph.edges[end].to_numpy().astype(np.int64) for end in ("source", "target"))
+    position = np.empty(nodes, dtype=np.int64)
+    position[settle(nodes, Arcs(source, target), np.arange(nodes)).order] = np.arange(nodes)
+    at = about["node"].to_numpy()
+    world = sorted(set(graph.nodes["rank"].drop_nulls().to_list()))
+    members, notices = _members(about, graph.nodes["rank"].gather(at), groups, world)
+    together = ~about["kind"].is_in(POINT_TO_POINT).fill_null(value=False)
+    rows = about.with_columns(
+        graph.nodes["rank"].gather(at),
+        group=pl.col("group").fill_null(""),
+        start_ns=pl.Series(position[at]),
+        end_ns=pl.Series(position[at]),
+        together=together,
+    ).with_columns(part=pl.col("rank"))
+    of_group = pl.when(pl.col("together")).then(
+        pl.col("group").replace_strict(members, default=None, return_dtype=pl.List(pl.Int32))
+    )
+    rows = rows.with_columns(ranks=of_group).with_columns(
+        group_size=pl.col("ranks").list.len().cast(pl.Int32),
+        sequence=pl.when(pl.col("together")).then(
+            pl.col("start_ns").rank("ordinal").over("rank", "group", "together").cast(pl.Int64) - 1
+        ),
+    )
+    _all_there(rows)
+    parts = join_parts(rows)
+    wrong = next((notice for notice in parts.notices if notice.slug == "collectives-mismatch"), None)
+    if wrong is not None:
+        raise InputError(
+            wrong.message, slug="collective-mismatch", where=graph.name, hint="traceloom validate says which"
+        )
+    _messages_matched(rows.with_columns(instance=pl.Series(parts.instance)))
+    numbers = pl.Series("instance", parts.instance).replace(-1, None).cast(pl.Int64)
+    described = rows.with_columns(numbers).select(gs.GRAPH_SCHEMAS["communication"].names())
+    described = described.cast(gs.GRAPH_SCHEMAS["communication"])
+    graph = replace(graph, communication=described, world_size=len(world), notices=(*graph.notices, *notices))
+    meeting = meet(graph, parts.evidence)
+    # Out of a meeting the part takes as long as its node did; what meets nobody, or waits for nobody, stays as it is.
+    out_of = meeting.edges["to_end"] & (meeting.edges["kind"] == "rendezvous")
+    took = meeting.nodes["duration_ns"].gather(meeting.edges["target"])
+    waiting = meeting.edges.filter(out_of)["target"].unique()
+    waits = pl.col("node").is_in(waiting.implode())
+    return replace(
+        meeting,
+        nodes=meeting.nodes.with_columns(work_ns=pl.when(waits).then(0).otherwise("work_ns")),
+        edges=meeting.edges.with_columns(delay_ns=pl.when(out_of).then(took).otherwise("delay_ns")),
+    )
+
+
+def _members(
+    about: pl.DataFrame, ranks: pl.Series, groups: Mapping[str, Sequence[int]] | None, world: Sequence[int]
+) -> tuple[dict[str, list[int]], list[Notice]]:
+    """The members of every group that is named, and what was assumed."""
+    issuing = (
+        about.select(pl.col("group").fill_null(""), ranks, "kind")
+        .filter(~pl.col("kind").is_in(POINT_TO_POINT).fill_null(value=False))
+        .group_by("group")
+        .agg(pl.col("rank").unique().sort())
+    )
+    members: dict[str, list[int]] = {}
+    assumed = []
+    for name, own in sorted(issuing.iter_rows()):
+        if groups is not None and name in groups:
+            outside = sorted(set(groups[name]) - set(world))
+            if outside:
+                raise InputError(
+                    f"group `{name}` names rank {outside[0]}, of which there is no file",
+                    slug="group-outside-world",
+                    hint=f"the files are of ranks {world[0]} to {world[-1]}: give those of all ranks",
+                )
+            members[name] = sorted(groups[name])
+        elif name in _ALL:
+            members[name] = list(world)
+        else:
+            members[name] = own
+            assumed.append(name)
+    if not assumed:
+        return members, []
+    text = f"nobody says who is in {len(assumed)} groups (first `{assumed[0]}`): those that use them are taken"
+    return members, [Notice("groups-assumed", "warning", text, len(assumed))]
+
+
+def _all_there(rows: pl.DataFrame) -> None:
+    """Every member of a group comes to each of its communications, or those that come wait for ever."""
+    counts = rows.filter("together").group_by("group", "rank").agg(pl.len().alias("count"), pl.col("ranks").first())
+    for (group,), own in counts.sort("group", "rank").group_by("group", maintain_order=True):
+        issued = dict(zip(own["rank"].to_list(), own["count"].to_list(), strict=True))
+        most = max(issued, key=lambda rank: (issued[rank], -rank))
+        short = next((rank for rank in own["ranks"][0].to_list() if issued.get(rank, 0) < issued[most]), None)
+        if short is not None:
+            name = f"group `{group}`" if group not in _ALL else "the group of all ranks"
+            raise CheckError(
+                f"deadlock: rank {most} waits for rank {short} at communication {issued.get(short, 0) + 1} of {name}, "
+                f"and rank {short} comes to {issued.get(short, 0)} only",
+                slug="deadlock",
+                hint="traceloom validate says more",
+            )
+
+
+def _messages_matched(rows: pl.DataFrame) -> None:
+    """Every receive has its send; a send that nobody receives waits for nobody."""
+    alone = rows.filter((pl.col("kind") == "receive") & (pl.col("instance") < 0)).sort("rank", "start_ns")
+    if alone.height:
+        first = alone.row(0, named=True)
+        raise CheckError(
+            f"deadlock: rank {first['rank']} waits for a message from rank {first['peer']} (tag {first['tag']}, "
+            f"{first['out_bytes']} bytes) that is never sent",
+            slug="deadlock",
+            hint="traceloom validate says more",
+        )

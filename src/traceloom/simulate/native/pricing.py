@@ -1,0 +1,210 @@
+"""What the communications of a workload take on a machine: as measured where it was measured, else by its network.
+
+A transfer that the machine holds as measured counts before schedule and topology. Where the network is another one than
+that of the measurement (`--set network.0.bandwidth=100`), the measured time changes as the modelled one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import polars as pl
+
+from traceloom.array_types import Ints
+from traceloom.model.frames import schema
+from traceloom.schedules import KINDS_OF, Schedule, schedule
+from traceloom.simulate.machine import Machine
+from traceloom.simulate.native.operations import ROOTED
+from traceloom.simulate.native.transfers import Transfers
+from traceloom.simulate.network import LinkUse, MachineNetwork, finish_times
+
+SHARES = schema("of_class link share bytes", {"of_class": pl.Int64, "link": pl.Int64, "share": pl.Float64})
+_PIPELINED = ("tree", "double-tree")
+_CHUNK = 1 << 19  # bytes that trees and chains hand on at once
+_MOST_CHUNKS = 64
+_REDUCED = 3  # bytes that a device moves to reduce one: two read, one written
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Modelled:
+    """One communication, alone on a network.
+
+    Attributes:
+        time_ns: From the meeting to the last end.
+        links: The links that it uses.
+        bytes: What each of them carries.
+        card_ns: What its bytes take over the network cards of ranks at least; 0 where there are none.
+        algorithm: The algorithm.
+    """
+
+    time_ns: float
+    links: Ints
+    bytes: Ints
+    card_ns: int
+    algorithm: str
+
+
+@dataclass(eq=False)
+class Pricing:
+    """The times of communications on one machine, each worked out once."""
+
+    machine: Machine
+    network: MachineNetwork = field(init=False)
+    _known: dict[tuple[str, tuple[int, ...], int], Modelled] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.network = MachineNetwork(self.machine)
+
+    def modelled(self, kind: str, members: Sequence[int], size_bytes: int) -> Modelled | None:
+        """A communication by its schedule; None where no schedule can do its kind.
+
+        Args:
+            kind: As in `Operations.table`.
+            members: The ranks; the root or the sender first.
+            size_bytes: As of `analyze.collective`.
+        """
+        key = (kind, tuple(members), size_bytes)
+        if key not in self._known:
+            if kind not in {"send", "barrier"} and all(kind not in kinds for kinds in KINDS_OF.values()):
+                return None
+            self._known[key] = self._model(*key)
+        return self._known[key]
+
+    def _model(self, kind: str, members: tuple[int, ...], size_bytes: int) -> Modelled:
+        machine = self.machine
+        place = machine.places[list(members)]
+        order = np.asarray(members)
+        if kind in ROOTED:
+            order = np.concatenate([order[:1], order[1:][np.argsort(place[1:])]])
+        elif kind != "send":
+            order = order[np.argsort(place)]
+        hosts = np.unique(place // machine.ranks_per_host, return_counts=True)[1]
+        algorithm: str = "direct" if kind == "send" else machine.algorithm(kind, size_bytes, len(members))
+        stated = any(r.collective == kind and (r.below is None or size_bytes < r.below) for r in machine.algorithms)
+        # One ring over several hosts would use one network card of each.
+        if not stated and algorithm == "ring" and kind in KINDS_OF["two-level"]:
+            several = hosts.size > 1 and hosts.min() == hosts.max() > 1
+            algorithm = "two-level" if several else algorithm
+        size = size_bytes // len(members) if kind == "all_gather" else size_bytes
+        chunks = min(max(size // _CHUNK, 1), _MOST_CHUNKS) if algorithm in _PIPELINED or kind in ROOTED else 1
+        plan = schedule(
+            "broadcast" if kind == "send" else kind, algorithm, len(members), size, chunks=chunks, local=int(hosts[0])
+        )
+        use = LinkUse(self.network)
+        memory = machine.device.memory if machine.device else None
+        reduction = _REDUCED * 1e9 / memory if memory else 0.0
+        ends = finish_times(plan, self.network, order, np.zeros(len(members)), reduction_ns_per_byte=reduction, use=use)
+        links = np.flatnonzero(use.bytes > 0)
+        carried = np.rint(use.bytes[links]).astype(np.int64)
+        return Modelled(float(ends.max(initial=0.0)), links, carried, self._card_ns(plan, order), algorithm)
+
+    def _card_ns(self, plan: Schedule, order: Ints) -> int:
+        """What the bytes of the busiest network card take, whatever links there are."""
+        card = self.machine.nic
+        if card is None:
+            return 0
+        block = 1 if card.of == "all" else self.machine.dimensions[0].size
+        home = self.machine.places[order] // block
+        passed = np.zeros((2, plan.ranks))
+        for part in plan.rounds:
+            leaves = home[part.source] != home[part.target]
+            np.add.at(passed[0], part.source[leaves], part.bytes[leaves])
+            np.add.at(passed[1], part.target[leaves], part.bytes[leaves])
+        speed = card.bandwidth * self.machine.network_speeds()[order]
+        return int((passed / speed).max(initial=0.0))
+
+
+def transfers_on(
+    machine: Machine, table: pl.DataFrame, recorded_ns: Ints, measured_on: Machine | None = None
+) -> Transfers:
+    """The transfers of communications on a machine.
+
+    Those whose members, size or schedule nobody knows stay as they were recorded.
+
+    Args:
+        machine: The machine.
+        table: As `Operations.table`.
+        recorded_ns: How long they took, shape (communications,).
+        measured_on: The machine that its measured transfers are of, where its network was changed since.
+    """
+    pricing = Pricing(machine)
+    base = pricing if measured_on is None else Pricing(measured_on)
+    asked = table.select("kind", "members", "size_bytes", "bus_factor").with_columns(
+        key=pl.struct("kind", "members", "size_bytes").rank("dense")
+    )
+    distinct = asked.unique("key", keep="first").sort("key")
+    priced = [
+        _price(pricing, base, row["kind"], row["members"], row["size_bytes"], row["bus_factor"])
+        for row in distinct.iter_rows(named=True)
+    ]
+    of_class = asked["key"].to_numpy().astype(np.int64) - 1
+    known = np.array([price.time_ns is not None for price in priced], dtype=np.bool_)
+    times = np.array([price.time_ns or 0 for price in priced], dtype=np.int64)
+    shares = []
+    for number, price in enumerate(priced):
+        if price.modelled is None or not price.time_ns:
+            continue
+        links, carried = price.modelled.links, price.modelled.bytes
+        share = np.minimum(carried / (pricing.network.bandwidth[links] * price.time_ns), 1.0)
+        shares.append(pl.DataFrame({"link": links, "share": share, "bytes": carried}).with_columns(of_class=number))
+    columns = list(SHARES)
+    replaced = known[of_class]
+    return Transfers(
+        np.where(replaced, times[of_class], recorded_ns),
+        replaced,
+        of_class,
+        pl.concat([SHARES.to_frame(), *(frame.select(columns).cast(SHARES) for frame in shares)]),
+        pricing.network.links.select("link", "name", "source", "target"),
+        [priced[k].algorithm for k in of_class.tolist()],
+        [priced[k].flag for k in of_class.tolist()],
+        np.array([price.card_ns for price in priced], dtype=np.int64)[of_class],
+    )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Price:
+    """The time of one communication (None where it stays as recorded), where it is from, and what must be known."""
+
+    time_ns: int | None
+    modelled: Modelled | None = None
+    algorithm: str | None = None
+    flag: str = ""
+    card_ns: int = 0
+
+
+def _price(  # noqa: PLR0917  (the columns of one row)
+    pricing: Pricing,
+    base: Pricing,
+    kind: str | None,
+    members: list[int] | None,
+    size_bytes: int | None,
+    bus_factor: float | None,
+) -> _Price:
+    """What one communication takes."""
+    if kind == "barrier":
+        size_bytes, bus_factor = 0, 0.0
+    if kind is None or members is None or size_bytes is None or bus_factor is None:
+        return _Price(None, flag="as recorded: its kind, members or size are not known")
+    modelled = pricing.modelled(kind, members, size_bytes)
+    fit = pricing.machine.transfer(kind, members, size_bytes)
+    if modelled is None and fit is None:
+        return _Price(None, flag=f"as recorded: there is no schedule for {kind}")
+    if fit is None:
+        assert modelled is not None, "one of both is known"
+        return _Price(round(modelled.time_ns), modelled, modelled.algorithm, card_ns=modelled.card_ns)
+    flags = []
+    time_ns = fit.alpha_ns + size_bytes * bus_factor / fit.bandwidth
+    if not fit.from_bytes <= size_bytes <= fit.to_bytes:
+        flags.append("size outside of what was measured")
+    if base is not pricing and modelled is not None:
+        there = base.modelled(kind, members, size_bytes)
+        if there is not None and there.time_ns > 0:
+            time_ns *= modelled.time_ns / there.time_ns
+            flags.append("measured on the network before the change")
+    card_ns = modelled.card_ns if modelled else 0
+    if time_ns < card_ns:
+        time_ns = float(card_ns)
+        flags.append("measured faster than its network cards allow: as fast as they do")
+    return _Price(round(time_ns), modelled, flag="; ".join(flags), card_ns=card_ns)
