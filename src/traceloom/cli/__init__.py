@@ -57,8 +57,7 @@ verbs:
   record   {VERBS["record"]}
              traceloom record -o run -- python train.py
   report   {VERBS["report"]}
-             traceloom report run
-             traceloom report trace.json.gz -o report.html
+             traceloom report run -o report.html
   whatif   {VERBS["whatif"]}
              traceloom whatif run --set 'kernels ~ gemm * 0.5'
   simulate {VERBS["simulate"]}

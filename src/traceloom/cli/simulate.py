@@ -12,19 +12,35 @@ from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 
-DESCRIPTION = "Say how long a workload takes on another machine: its graph is evaluated with another network."
+DESCRIPTION = "Say how long a workload takes on another machine: its graph is evaluated with another network or device."
 EXAMPLES = """\
 examples:
   traceloom simulate run                                   on the recorded machine: does its time come back?
-  traceloom simulate run --step 12 -o simulation.json      one step
+  traceloom simulate run --machine dgx-h100                on a preset, with as many hosts as there are ranks for
+  traceloom simulate run --machine machine.toml --set network.0.bandwidth=100
+  traceloom simulate run --machine machine.toml --step 12 -o simulation.json -o tables/
+  traceloom simulate run --device 'H100 SXM' --host-factor 0.8
   traceloom simulate job.graph --only communication        as if all else took no time
-  traceloom simulate workload/ --groups comm_groups.json   a directory of .et files
+  traceloom simulate workload/ --groups comm_groups.json --machine machine.toml
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     types.add_inputs(parser, "recorded run, directory or files of traces, a .graph, or a directory of .et files")
+    where = parser.add_argument_group("on which machine")
+    where.add_argument("--machine", metavar="FILE|PRESET", help="a machine.toml, or the name of a preset, as dgx-h100")
+    where.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
+        help="change the machine, as network.0.bandwidth=100 (may be repeated)",
+    )  # fmt: skip
+    where.add_argument(
+        "--device", metavar="NAME", help="what computes, as `H100 SXM` or bf16=989e12,memory=3.35e12 "
+        "(default: that of the machine)",
+    )  # fmt: skip
+    where.add_argument(
+        "--host-factor", type=types.positive, default=1.0, metavar="F", help="host work takes so many times as long"
+    )
     what = parser.add_argument_group("what is simulated")
     what.add_argument("--step", type=types.whole, metavar="N", help="one step (default: the whole window)")
     what.add_argument("--only", choices=("communication", "compute"), help="as if the other side took no time")
@@ -43,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
     with Progress(shown=not args.quiet) as progress:
         answer = native.run(
             args.inputs,
+            args.machine,
+            overrides=args.overrides,
+            device=args.device,
+            host_factor=args.host_factor,
             groups=args.groups,
             only=args.only,
             step=args.step,
@@ -57,5 +77,7 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.report.views import terminal
 
         terminal.put(partial(report.render, document), sys.stdout)
-    outputs.close(args, written, f"traceloom simulate {shlex.join(args.inputs)} -o simulation.json")
+    again = [*args.inputs, *(("--machine", args.machine) if args.machine else ())]
+    again += [word for text in args.overrides for word in ("--set", text)]
+    outputs.close(args, written, f"traceloom simulate {shlex.join(again)} -o simulation.json")
     return 0

@@ -88,8 +88,8 @@ def open_input(
                 graph = source.graph()
             if chakra:
                 beside = first if first.is_dir() else first.parent
-                found = groups or next((beside / name for name in GROUP_FILES if (beside / name).is_file()), None)
-                members = None if found is None else _groups(Path(found))
+                group_path = groups or next((beside / name for name in GROUP_FILES if (beside / name).is_file()), None)
+                members = None if group_path is None else _groups(Path(group_path))
         else:
             from traceloom.read import load
 

@@ -74,13 +74,13 @@ class Pricing:
 
     def _model(self, kind: str, members: tuple[int, ...], size_bytes: int) -> Modelled:
         machine = self.machine
-        place = machine.places[list(members)]
+        places = machine.places[list(members)]
         order = np.asarray(members)
         if kind in ROOTED:
-            order = np.concatenate([order[:1], order[1:][np.argsort(place[1:])]])
+            order = np.concatenate([order[:1], order[1:][np.argsort(places[1:])]])
         elif kind != "send":
-            order = order[np.argsort(place)]
-        hosts = np.unique(place // machine.ranks_per_host, return_counts=True)[1]
+            order = order[np.argsort(places)]
+        hosts = np.unique(places // machine.ranks_per_host, return_counts=True)[1]
         algorithm: str = "direct" if kind == "send" else machine.algorithm(kind, size_bytes, len(members))
         stated = any(r.collective == kind and (r.below is None or size_bytes < r.below) for r in machine.algorithms)
         # One ring over several hosts would use one network card of each.
@@ -140,7 +140,7 @@ def transfers_on(
         for row in distinct.iter_rows(named=True)
     ]
     of_class = asked["key"].to_numpy().astype(np.int64) - 1
-    known = np.array([price.time_ns is not None for price in priced], dtype=np.bool_)
+    priceable = np.array([price.time_ns is not None for price in priced], dtype=np.bool_)
     times = np.array([price.time_ns or 0 for price in priced], dtype=np.int64)
     shares = []
     for number, price in enumerate(priced):
@@ -150,7 +150,7 @@ def transfers_on(
         share = np.minimum(carried / (pricing.network.bandwidth[links] * price.time_ns), 1.0)
         shares.append(pl.DataFrame({"link": links, "share": share, "bytes": carried}).with_columns(of_class=number))
     columns = list(SHARES)
-    replaced = known[of_class]
+    replaced = priceable[of_class]
     return Transfers(
         np.where(replaced, times[of_class], recorded_ns),
         replaced,

@@ -209,9 +209,9 @@ def _on_network(source: SimulationInput, graph: Graph, target: _Target | None) -
 
 def _flagged(after: Course) -> tuple[Notice, ...]:
     """What must be known of the transfers: how many of them each flag is about."""
-    flags = (
-        [] if after.transfers is None else [flag for text in after.transfers.flags for flag in text.split("; ") if flag]
-    )
+    if after.transfers is None:
+        return ()
+    flags = [flag for text in after.transfers.flags for flag in text.split("; ") if flag]
     counts = pl.Series("flag", flags, dtype=pl.String).value_counts().sort("count", "flag", descending=[True, False])
     return tuple(
         Notice("transfer-flag", "warning", f"{count:,} communications: {flag}", count)

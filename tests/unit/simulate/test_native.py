@@ -1,0 +1,262 @@
+"""Native simulation: jobs with planted networks, workloads by hand, and both engines against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from support.jobs import Job, ParallelRecipe, parallel_job
+from support.jobs import program as do
+from support.workload import collective, node, receive, send, write_set
+from traceloom.errors import CheckError, InputError, UsageError
+from traceloom.link import link_session
+from traceloom.model.graph import Graph
+from traceloom.read import load
+from traceloom.retime.running import in_proportion
+from traceloom.simulate import run
+from traceloom.simulate.machine import Dimension, Machine, MeasuredTransfer, Nic
+from traceloom.simulate.native.engine import evaluate
+from traceloom.simulate.native.evaluation import course, plan_of
+from traceloom.simulate.native.operations import operations, transfers_ns
+from traceloom.simulate.native.transfers import LinkBundles, fair_speeds
+from traceloom.simulate.scenario import Scenario
+
+_BYTES = {"BFloat16": 2, "Float": 4}
+Time = Callable[[str, int, int], float]  # kind, ranks, bytes of a rank's buffer -> ns
+
+
+def on_network(job: Job, time_ns: Time) -> Job:
+    """The same job on a network on which every communication takes what a formula says."""
+
+    def moved(step: do.Instruction) -> do.Instruction:
+        meeting = getattr(step, "meeting", None)
+        if not isinstance(step, (do.Submit, do.Meet)) or meeting is None:
+            return step
+        most = max(meeting.elements, meeting.out_elements or 0)
+        took = time_ns(meeting.kind, len(meeting.members), most * _BYTES[meeting.element_type])
+        return replace(step, meeting=replace(meeting, transfer=round(took)))
+
+    ranks = [replace(rank, threads=[[moved(step) for step in thread] for thread in rank.threads]) for rank in job.ranks]
+    return replace(job, ranks=ranks)
+
+
+def one_switch(ranks: int, bandwidth: float, latency: float) -> Machine:
+    return Machine((Dimension("switch", ranks, bandwidth, latency),), name="a switch")
+
+
+def ring_on_a_switch(bandwidth: float, latency: float) -> Time:
+    """Two links on each way: of rings as many ways as there are steps; a message takes one."""
+
+    def time_ns(kind: str, ranks: int, size: int) -> float:
+        steps = {"allreduce": 2 * (ranks - 1), "send": 1, "recv": 1}.get(kind, ranks - 1)
+        part = size if kind in {"send", "recv"} else size / ranks
+        return steps * (part / bandwidth + 2 * latency)
+
+    return time_ns
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ParallelRecipe(data=4, steps=2, sharded=True, seed=3),
+        ParallelRecipe(tensor=2, pipeline=2, steps=2, microbatches=3, seed=5),
+    ],
+    ids=["sharded", "pipeline"],
+)
+def test_a_job_on_one_network_is_answered_on_another(recipe: ParallelRecipe, tmp_path: Path) -> None:
+    # Communication of one rank never overlaps in these jobs, so that a formula says what it takes.
+    job = parallel_job(recipe)
+    world = recipe.layout.world_size
+    here, there = ring_on_a_switch(200.0, 1_000), ring_on_a_switch(25.0, 3_000)
+    folder = on_network(job, here).run().write(tmp_path / "job")
+    truth = on_network(job, there).run().window_ns
+    machine = one_switch(world, 25.0, 3_000)
+    answer = run(folder, machine)
+    assert answer.before_ns == pytest.approx(on_network(job, here).run().window_ns, rel=0.001)
+    assert answer.after_ns == pytest.approx(truth, rel=0.02)
+    assert truth > 1.2 * answer.before_ns
+    assert answer.identity_error == pytest.approx(0, abs=0.02)
+    assert run(folder, one_switch(world, 200.0, 1_000)).after_ns == pytest.approx(answer.before_ns, rel=0.005)
+
+
+def test_measured_transfers_count_before_the_network(tmp_path: Path) -> None:
+    job = parallel_job(ParallelRecipe(data=4, steps=2, seed=3))
+
+    def fitted(_kind: str, ranks: int, size: int) -> float:
+        return 40_000 + size * 2 * (ranks - 1) / ranks / 30.0
+
+    folder = on_network(job, ring_on_a_switch(200.0, 1_000)).run().write(tmp_path / "job")
+    measured = MeasuredTransfer("all_reduce", "inside", 4, 1 << 10, 1 << 12, 40_000, 30.0)
+    machine = replace(one_switch(4, 200.0, 1_000), transfers=(measured,))
+    answer = run(folder, machine)
+    assert answer.after_ns == pytest.approx(on_network(job, fitted).run().window_ns, rel=0.02)
+    assert set(answer.collectives["flags"]) == {"size outside of what was measured"}
+    assert [notice.slug for notice in answer.notices if notice.slug == "transfer-flag"] == ["transfer-flag"]
+    # A network with twice the bandwidth: the measured time changes as the modelled one does.
+    faster = run(folder, machine, overrides=["network.0.bandwidth=400", "network.0.latency=500"])
+    assert faster.collectives["transfer_ns"].to_list() == [
+        pytest.approx(took / 2, abs=2) for took in answer.collectives["transfer_ns"]
+    ]
+
+
+def test_no_transfer_beats_the_network_card(tmp_path: Path) -> None:
+    folder = parallel_job(ParallelRecipe(data=4, steps=1)).run().write(tmp_path / "job")
+    measured = MeasuredTransfer("all_reduce", "inside", 4, 0, 1 << 40, 0, 1_000_000.0)
+    machine = replace(one_switch(4, 200.0, 0), nic=Nic(10.0, "all"), transfers=(measured,))
+    calls = run(folder, machine).collectives
+    sent = 2 * 3 / 4 * calls["bytes"]
+    assert (calls["transfer_ns"] >= (sent / 10.0).cast(pl.Int64)).all()
+    assert calls["flags"].str.contains("network cards").all()
+
+
+def test_what_communication_takes_alone(tmp_path: Path) -> None:
+    # Two ranks: 5 us of compute, an all_reduce of 1 MB that was recorded with 7 us, 3 us of compute.
+    home = write_set(
+        tmp_path / "set",
+        *(
+            [node(1, us=5 + r), collective(2, size=1_000_000, deps=[1], us=7),
+             node(3, deps=[2], us=3)]
+            for r in range(2)
+        ),
+    )  # fmt: skip
+    assert run(home).after_ns == 16_000
+    assert run(home, only="communication").after_ns == 7_000
+    assert run(home, only="compute").after_ns == 9_000
+    on_switch = run(home, one_switch(2, 100.0, 500))
+    assert on_switch.after_ns == 6_000 + 2 * (500_000 // 100 + 1_000) + 3_000
+    assert on_switch.identity_error is None
+    assert on_switch.measured_ns is None
+    assert on_switch.ranks["end_ns"].to_list() == [21_000, 21_000]
+
+
+def test_links_are_shared_fairly(tmp_path: Path) -> None:
+    """Rank 0 sends 1 MB to rank 1 at once and, after 4 us, 1 MB to rank 2, over one link of 100 B/ns."""
+    home = write_set(
+        tmp_path / "set",
+        [send(1, 1, comm_size=1_000_000), node(2, us=4), send(3, 2, deps=[2], comm_size=1_000_000)],
+        [receive(1, 0, comm_size=1_000_000)],
+        [receive(1, 0, comm_size=1_000_000)],
+    )
+    answer = run(home, one_switch(3, 100.0, 0))
+    # Alone until 4 us; then each has half: the first has 600 kB left and ends at 16 us, the second at 20 us.
+    ends = dict(answer.nodes.filter(pl.col("kind") == "receive").select("rank", "end_ns").iter_rows())
+    assert ends == {1: 16_000, 2: 20_000}
+    assert answer.after_ns == 20_000
+    up = answer.links.filter(pl.col("source") == "rank 0").row(0, named=True)
+    assert (up["bytes"], up["busy_ns"], up["waiting_ns"]) == (2_000_000, 20_000, 12_000)
+
+
+def test_fair_speeds_by_hand() -> None:
+    # Three transfers; the first two share link 0, the last two link 1, which the third alone would half fill.
+    share = np.array([[1.0, 0.0], [1.0, 0.5], [0.0, 0.5]])
+    speed, held_by = fair_speeds(share)
+    assert speed.tolist() == [0.5, 0.5, 1.0]
+    assert held_by.tolist() == [0, 0, -1]
+    speed, held_by = fair_speeds(np.array([[1.0], [0.2]]))
+    assert speed.tolist() == pytest.approx([0.8, 1.0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_engines_agree_where_nothing_contends(seed: int, tmp_path: Path) -> None:
+    recipe = ParallelRecipe(
+        data=2, tensor=1 + seed % 2, pipeline=1 + seed // 3, steps=1, seed=seed, programmatic=seed > 3
+    )
+    folder = parallel_job(recipe).run().write(tmp_path / "job")
+    graph = link_session(load(folder))
+    of, plan = operations(graph), plan_of(graph)
+    scenario = Scenario.of(graph).copy()
+    chance = np.random.default_rng(seed)
+    scenario.work_ns = scenario.work_ns * chance.integers(0, 4, scenario.work_ns.size)
+    time_ns = transfers_ns(graph, of) * chance.integers(1, 5, len(of))
+    scenario.delay_ns[of.edge] = time_ns[of.of_edge]
+    expected = scenario.times(plan)
+    number = np.arange(len(of))
+    delay = in_proportion(graph, scenario.work_ns, scenario.delay_ns)
+    no_lanes = np.full(graph.nodes.height, -1)
+    bundles = LinkBundles(np.eye(len(of)), number, number)  # a link for each
+    result = evaluate(graph, scenario.work_ns, delay, of, time_ns, number, bundles, no_lanes)
+    assert (result.times == expected).all()
+    assert not result.contended
+    one_link = LinkBundles(np.ones((len(of), 1)), number[:1], number[:1])
+    shared = evaluate(graph, scenario.work_ns, delay, of, time_ns, number, one_link, no_lanes)
+    assert (shared.times >= expected).all()
+
+
+def test_a_row_of_graphs_moved_about_gives_the_same(tmp_path: Path) -> None:
+    """Nothing depends on the order in which nodes and edges stand."""
+    home = write_set(
+        tmp_path / "set",
+        *(
+            [node(k, us=1 + (7 * k + r) % 5) for k in range(1, 6)]
+            + [collective(10 + k, size=100_000 * k, deps=[k]) for k in range(1, 6)]
+            for r in range(4)
+        ),
+    )
+    machine = one_switch(4, 20.0, 100)
+    assert run(home, machine).to_dict() == run(home, machine).to_dict()
+    graph = run(home).recorded
+    assert isinstance(graph, Graph)
+    mixed = replace(
+        graph, edges=graph.edges.sample(fraction=1, shuffle=True, seed=4).sort("target", maintain_order=True)
+    )
+    of = operations(graph)
+    assert (
+        course(mixed, operations(mixed), serial=True).evaluated.times == course(graph, of, serial=True).evaluated.times
+    ).all()
+
+
+def test_files_do_one_thing_at_a_time_on_a_device(tmp_path: Path) -> None:
+    # Four independent nodes and one that waits for the second: first ready, first done.
+    home = write_set(
+        tmp_path / "set",
+        [
+            node(1, us=5),
+            node(2, us=1),
+            node(3, us=2),
+            node(4, deps=[2], us=4),
+        ],
+        [node(1, us=1)],
+    )
+    answer = run(home)
+    spans = {row["node"]: (row["start_ns"], row["end_ns"]) for row in answer.nodes.filter(rank=0).iter_rows(named=True)}
+    assert list(spans.values()) == [(0, 5_000), (5_000, 6_000), (6_000, 8_000), (8_000, 12_000)]
+    assert answer.after_ns == 12_000
+
+
+def test_who_waits_for_whom(tmp_path: Path) -> None:
+    crossed = write_set(
+        tmp_path / "crossed",
+        [collective(1, pg_name="1"), collective(2, pg_name="2", deps=[1])],
+        [collective(1, pg_name="2"), collective(2, pg_name="1", deps=[1])],
+        groups={"1": [0, 1], "2": [0, 1]},
+    )
+    with pytest.raises(CheckError, match=r"deadlock: rank \d: .* waits for .* of rank \d") as error:
+        run(crossed)
+    assert error.value.slug == "deadlock"
+    assert error.value.exit_code == 5
+    with pytest.raises(CheckError, match="rank 0 waits for rank 1 at communication 2"):
+        run(write_set(tmp_path / "count", [collective(1), collective(2, deps=[1])], [collective(1)]))
+    with pytest.raises(CheckError, match="rank 1 waits for a message from rank 0"):
+        run(write_set(tmp_path / "message", [node(1)], [receive(1, 0)]))
+
+
+def test_what_cannot_be_simulated(tmp_path: Path) -> None:
+    two = write_set(tmp_path / "two", [collective(1)], [collective(1)])
+    with pytest.raises(UsageError) as size:
+        run(two, one_switch(3, 1.0, 0))
+    assert size.value.slug == "machine-size"
+    with pytest.raises(UsageError, match="--set is of a machine"):
+        run(two, overrides=["network.0.bandwidth=1"])
+    with pytest.raises(InputError, match="names rank 7") as outside:
+        run(write_set(tmp_path / "outside", [collective(1, pg_name="1")], [node(1)], groups={"1": [0, 7]}))
+    assert outside.value.slug == "group-outside-world"
+    with pytest.raises(InputError) as differ:
+        run(write_set(tmp_path / "differ", [collective(1)], [collective(1, "ALL_GATHER")]))
+    assert differ.value.slug == "collective-mismatch"
+    with pytest.raises(UsageError, match="--step is of recorded runs"):
+        run(two, step=1)
