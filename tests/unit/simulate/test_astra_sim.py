@@ -97,7 +97,8 @@ def test_links_count_what_they_carry(tmp_path: Path) -> None:
         )
     )
     answer = simulate(read, astra_sim.network("Ring", "3", "1", "100"), astra_sim.system(), aware=True)
-    assert answer.links.select("source", "target", "bytes").rows() == [(0, 1, size), (2, 1, size)]
+    links = answer.links.select("source", "target", "bytes")
+    assert links.rows() == [("rank 0", "rank 1", size), ("rank 2", "rank 1", size)]
     occupied = int(size / (2**30 / 1e9))
     assert answer.links["busy_ns"].to_list() == [occupied, occupied]
 

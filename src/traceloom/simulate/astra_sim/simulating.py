@@ -250,8 +250,8 @@ def _links(engine: Engine, network: AstraSimNetwork) -> pl.DataFrame:
         {
             "link": number,
             "name": f"{name.get(a, f'rank {a}')} to {name.get(b, f'rank {b}')}",
-            "source": a,
-            "target": b,
+            "source": name.get(a, f"rank {a}"),
+            "target": name.get(b, f"rank {b}"),
             "bytes": values[0],
             "busy_ns": values[1],
             "waiting_ns": values[2],

@@ -24,6 +24,12 @@ SHARES = schema("of_class link share bytes", {"of_class": pl.Int64, "link": pl.I
 _PIPELINED = ("tree", "double-tree")
 _CHUNK = 1 << 19  # bytes that trees and chains hand on at once
 _MOST_CHUNKS = 64
+_FLAGS = {
+    "kind": "such a kind was not measured: by its schedule",
+    "span": "such a kind was not measured inside (or between) hosts: by its schedule",
+    "group": "groups of such a size were not measured",
+    "size": "size outside of what was measured",
+}
 _REDUCED = 3  # bytes that a device moves to reduce one: two read, one written
 
 
@@ -131,13 +137,12 @@ def transfers_on(
     """
     pricing = Pricing(machine)
     base = pricing if measured_on is None else Pricing(measured_on)
-    asked = table.select("kind", "members", "size_bytes", "bus_factor").with_columns(
+    asked = table.select("kind", "members", "size_bytes").with_columns(
         key=pl.struct("kind", "members", "size_bytes").rank("dense")
     )
     distinct = asked.unique("key", keep="first").sort("key")
     priced = [
-        _price(pricing, base, row["kind"], row["members"], row["size_bytes"], row["bus_factor"])
-        for row in distinct.iter_rows(named=True)
+        _price(pricing, base, row["kind"], row["members"], row["size_bytes"]) for row in distinct.iter_rows(named=True)
     ]
     of_class = asked["key"].to_numpy().astype(np.int64) - 1
     priceable = np.array([price.time_ns is not None for price in priced], dtype=np.bool_)
@@ -174,30 +179,27 @@ class _Price:
     card_ns: int = 0
 
 
-def _price(  # noqa: PLR0917  (the columns of one row)
+def _price(
     pricing: Pricing,
     base: Pricing,
     kind: str | None,
     members: list[int] | None,
     size_bytes: int | None,
-    bus_factor: float | None,
 ) -> _Price:
     """What one communication takes."""
     if kind == "barrier":
-        size_bytes, bus_factor = 0, 0.0
-    if kind is None or members is None or size_bytes is None or bus_factor is None:
+        size_bytes = 0
+    if kind is None or members is None or size_bytes is None:
         return _Price(None, flag="as recorded: its kind, members or size are not known")
     modelled = pricing.modelled(kind, members, size_bytes)
-    fit = pricing.machine.transfer(kind, members, size_bytes)
-    if modelled is None and fit is None:
-        return _Price(None, flag=f"as recorded: there is no schedule for {kind}")
-    if fit is None:
-        assert modelled is not None, "one of both is known"
-        return _Price(round(modelled.time_ns), modelled, modelled.algorithm, card_ns=modelled.card_ns)
-    flags = []
-    time_ns = fit.alpha_ns + size_bytes * bus_factor / fit.bandwidth
-    if not fit.from_bytes <= size_bytes <= fit.to_bytes:
-        flags.append("size outside of what was measured")
+    machine = pricing.machine
+    measured = machine.transfer_of(kind, machine.span(members), len(members), size_bytes)
+    flags = [_FLAGS[flag] for flag in measured.flags]
+    if measured.time_ns is None:
+        if modelled is None:
+            return _Price(None, flag=f"as recorded: there is no schedule for {kind}")
+        return _Price(round(modelled.time_ns), modelled, modelled.algorithm, "; ".join(flags), modelled.card_ns)
+    time_ns = measured.time_ns
     if base is not pricing and modelled is not None:
         there = base.modelled(kind, members, size_bytes)
         if there is not None and there.time_ns > 0:
