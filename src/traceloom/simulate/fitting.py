@@ -25,6 +25,8 @@ _MOST_SIZES = 64
 _FLOOR = 0.02  # of the time: below this a smaller deviation makes no size count more
 _HUBER = 1.5  # deviations beyond which a size counts less
 _TURNS = 20
+_LIMIT = 5.0  # deviations that one size adds to those of a line at most
+_EXCEPTIONS = 0.2  # of the sizes: so many a line may miss
 
 
 class LinearFit(NamedTuple):
@@ -46,7 +48,7 @@ class LinearFit(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Samples by size, ascending; shape (sizes,) each: size, median time, relative deviation of that median."""
+    """Samples by size, ascending; shape (sizes,) each: size, mean of the middle half of the times, its relative error."""
 
     size: Floats
     time: Floats
@@ -56,7 +58,7 @@ class _Sizes(NamedTuple):
 def fits(size: Floats, time: Floats) -> Iterator[tuple[Ints, LinearFit]]:
     """Fit as many lines as the times need, each to a range of sizes; the ranges follow each other.
 
-    Robust: of each size only the median of its times counts, and a size far off its line counts less.
+    Robust: of each size only the middle half of its times counts, and a size far off its line counts less.
 
     Args:
         size: Bytes of each sample, shape (samples,); at least one.
@@ -70,12 +72,17 @@ def fits(size: Floats, time: Floats) -> Iterator[tuple[Ints, LinearFit]]:
         number = np.unique(np.rint(np.log2(np.maximum(size, 1)) * 8), return_inverse=True)[1]
     count = np.bincount(number)
     order = np.lexsort((time, number))
-    middle = np.cumsum(count) - count + count // 2
-    medians = time[order][middle]
-    off = np.abs(time - medians[number]) / medians[number]
-    repeated = (count > 1)[number]
-    scatter = 1.4826 * float(np.median(off[repeated])) if repeated.any() else 0.0
-    sizes = _Sizes(np.bincount(number, size) / count, medians, np.maximum(1.25 * scatter / np.sqrt(count), _FLOOR))
+    place = np.arange(number.size) - np.repeat(np.cumsum(count) - count, count)  # within its size, by time
+    quarter = np.repeat(count // 4, count)
+    inner = order[(place >= quarter) & (place < np.repeat(count, count) - quarter)]
+    usual = np.bincount(number[inner], time[inner]) / np.bincount(number[inner])
+    off = np.abs(time / usual[number] - 1)
+    several = count[number] > 1
+    # medians of few deviations are too small, since their centre was fitted to them
+    scatter = (
+        1.4826 * float(np.median((off * count[number] / (count[number] - 0.8))[several])) if several.any() else 0.0
+    )
+    sizes = _Sizes(np.bincount(number, size) / count, usual, np.maximum(1.1 * scatter / np.sqrt(count), _FLOOR))
     for low, high in _ranges(sizes, 0, count.size):
         yield np.flatnonzero((number >= low) & (number < high)), _line(sizes, low, high)
 
@@ -95,12 +102,11 @@ def _ranges(sizes: _Sizes, low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 def _cost(sizes: _Sizes, low: int, high: int) -> tuple[float, bool]:
-    """Squared deviations of some sizes from their line, and whether it covers them."""
+    """Squared deviations of some sizes from their line, single ones limited, and whether it covers them."""
     part = _Sizes(*(values[low:high] for values in sizes))
-    missed = part.time / _line(sizes, low, high).times(part.size) - 1
-    return float(((missed / part.deviation) ** 2).sum()), bool(
-        (np.abs(missed) <= np.maximum(FITS, 3 * part.deviation)).all()
-    )
+    missed = np.abs(part.time / _line(sizes, low, high).times(part.size) - 1)
+    far = missed > np.maximum(FITS, 3 * part.deviation)
+    return float((np.minimum(missed / part.deviation, _LIMIT) ** 2).sum()), bool(far.mean() <= _EXCEPTIONS)
 
 
 def _line(sizes: _Sizes, low: int, high: int) -> LinearFit:

