@@ -82,6 +82,11 @@ def test_links_used_in_one_round_after_the_other_do_not_overlap() -> None:
     assert times[0] == pytest.approx(700)
 
 
+def test_messages_apart_in_time_do_not_share_a_link() -> None:
+    machine = Machine((Dimension("switch", 4, 1.0, 0.0),))
+    assert ends(machine, "gather", "direct", 400, [0, 0, 50, 1000]) == pytest.approx([1100, 200, 200, 1100])
+
+
 def test_a_slow_link_slows_the_ring() -> None:
     machine = Machine((Dimension("ring", 4, 1.0, 0.0),), slow=(SpeedFactor((3,), network=0.5),))
     assert max(ends(machine, "all_gather", "ring", 100)) == pytest.approx(600)
