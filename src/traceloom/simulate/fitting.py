@@ -48,7 +48,7 @@ class LinearFit(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Samples by size, ascending; shape (sizes,) each: size, mean of the middle half of the times, its relative error."""
+    """Samples by size, ascending; shape (sizes,) each: size, mean of the middle half of times, its relative error."""
 
     size: Floats
     time: Floats
