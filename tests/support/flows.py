@@ -8,11 +8,13 @@ ends.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
 from traceloom.array_types import Floats, Ints
 from traceloom.errors import UsageError
+from traceloom.schedules import Schedule
 from traceloom.simulate.network import LinkUse, MachineNetwork
 
 _SAME_NS = 1e-3  # ends that differ by less come from rounding
@@ -225,3 +227,63 @@ def fair_shares(links: Ints, flow: Ints, flows: int, bandwidth: Floats) -> tuple
         free = np.maximum(free - least * np.bincount(link[stopping], minlength=used.size), 0.0)
         growing &= ~stopping
     return rates, limits
+
+
+def sent_one_by_one(
+    parts: Sequence[tuple[Schedule, Sequence[int], Sequence[float]]], network: MachineNetwork
+) -> list[Floats]:
+    """When each rank of some collectives ends, every message a flow.
+
+    A rank begins a round of a collective once all that it awaits is there, and all that it sent in it has left.
+
+    Args:
+        parts: Schedule, the rank at each place, when each place is ready, ns.
+        network: Over which all of them run.
+
+    Returns:
+        Of each collective, when each place ends, ns.
+    """
+    flows = Flows(network)
+    sends: dict[tuple[int, int], dict[int, list[tuple[int, int]]]] = {}  # collective, place -> round -> target, bytes
+    awaited: dict[tuple[int, int], dict[int, int]] = {}
+    ends = [np.array(ready, dtype=np.float64) for _, _, ready in parts]
+    moments: list[tuple[float, int, int, int]] = []  # a place is ready (-1), or gets a message of a round
+    for number, (schedule, _, ready) in enumerate(parts):
+        for place in range(schedule.ranks):
+            sends[number, place], awaited[number, place] = {}, {}
+            heapq.heappush(moments, (ready[place], number, place, -1))
+        for turn, part in enumerate(schedule.rounds):
+            for source, target, size in zip(
+                part.source.tolist(), part.target.tolist(), part.bytes.tolist(), strict=True
+            ):
+                sends[number, source].setdefault(turn, []).append((target, size))
+                awaited[number, target][turn] = awaited[number, target].get(turn, 0) + 1
+    rest = {key: sorted(rounds) for key, rounds in sends.items()}
+    under_way = dict.fromkeys(sends, 0)
+    whose: list[tuple[int, int, int, int]] = []  # collective, source, target and round of each flow
+    while moments or flows.next_ns < np.inf:
+        now = min(flows.next_ns, moments[0][0] if moments else np.inf)
+        changed = set()
+        for flow, arrival in zip(*(values.tolist() for values in flows.advance(now)), strict=True):
+            number, source, target, turn = whose[flow]
+            under_way[number, source] -= 1
+            changed.add((number, source))
+            heapq.heappush(moments, (arrival, number, target, turn))
+        while moments and moments[0][0] <= now:
+            _, number, place, turn = heapq.heappop(moments)
+            changed.add((number, place))
+            if turn >= 0:
+                awaited[number, place][turn] -= 1
+        for number, place in sorted(changed):
+            schedule, members, ready = parts[number]
+            ends[number][place] = max(ends[number][place], now)
+            turns = rest[number, place]
+            while turns and not under_way[number, place] and now >= ready[place]:
+                if any(count for turn, count in awaited[number, place].items() if turn < turns[0]):
+                    break
+                turn = turns.pop(0)
+                for target, size in sends[number, place][turn]:
+                    flows.add(now, np.array(members[place]), np.array(members[target]), np.array(size))
+                    whose.append((number, place, target, turn))
+                    under_way[number, place] += 1
+    return ends

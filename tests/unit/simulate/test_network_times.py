@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from fractions import Fraction
 
 import numpy as np
@@ -10,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.flows import Flows, fair_shares
+from support.flows import Flows, fair_shares, sent_one_by_one
 from traceloom.errors import UsageError
-from traceloom.schedules import ALGORITHMS, KINDS_OF, Schedule, schedule
+from traceloom.schedules import ALGORITHMS, KINDS_OF, schedule
 from traceloom.simulate.machine import Dimension, Machine, Nic, SpeedFactor, Wire
 from traceloom.simulate.network import LinkUse, MachineNetwork, finish_times
 
@@ -279,50 +278,6 @@ def test_no_answer_beats_the_bandwidth(
         assert ((times - start.min()) >= sent / rate - 1e-6).all()
 
 
-def sent_one_by_one(messages: Schedule, network: MachineNetwork, ready: list[float]) -> list[float]:
-    """When each rank ends, every message a flow: a rank begins a round once what it awaits is there and its own is sent."""
-    flows = Flows(network)
-    sends: list[dict[int, list[tuple[int, int]]]] = [{} for _ in ready]
-    awaited: list[dict[int, int]] = [{} for _ in ready]
-    for number, part in enumerate(messages.rounds):
-        for source, target, size in zip(part.source.tolist(), part.target.tolist(), part.bytes.tolist(), strict=True):
-            sends[source].setdefault(number, []).append((target, size))
-            awaited[target][number] = awaited[target].get(number, 0) + 1
-    rest = [sorted(rounds) for rounds in sends]
-    under_way = [0] * len(ready)
-    whose: list[tuple[int, int, int]] = []  # source, target, round of each flow
-    ends = list(ready)
-    moments = [
-        (time, rank, -1) for rank, time in enumerate(ready)
-    ]  # when a rank is ready, or gets a message of a round
-    heapq.heapify(moments)
-    while moments or flows.next_ns < np.inf:
-        now = min(flows.next_ns, moments[0][0] if moments else np.inf)
-        looked_at = set()
-        for flow, arrival in zip(*(values.tolist() for values in flows.advance(now)), strict=True):
-            source, target, number = whose[flow]
-            under_way[source] -= 1
-            looked_at.add(source)
-            ends[source] = max(ends[source], now)
-            heapq.heappush(moments, (arrival, target, number))
-        while moments and moments[0][0] <= now:
-            _, rank, number = heapq.heappop(moments)
-            looked_at.add(rank)
-            ends[rank] = max(ends[rank], now)
-            if number >= 0:
-                awaited[rank][number] -= 1
-        for rank in sorted(looked_at):
-            while rest[rank] and not under_way[rank] and now >= ready[rank]:
-                if any(count for number, count in awaited[rank].items() if number < rest[rank][0]):
-                    break
-                number = rest[rank].pop(0)
-                for target, size in sends[rank][number]:
-                    flows.add(now, rank, target, size)
-                    whose.append((rank, target, number))
-                    under_way[rank] += 1
-    return ends
-
-
 NETWORKS = [
     (SWITCH,),
     (Dimension("ring", 8, 50.0, 500.0),),
@@ -340,7 +295,9 @@ def test_rounds_end_as_their_messages_do_one_by_one(algorithm: str, dimensions: 
         for size in (1 << 14, 1 << 24):
             messages = schedule(kind, algorithm, 8, size, local=4, chunks=2)
             together = finish_times(messages, network, np.arange(8), np.zeros(8)).max()
-            assert together == pytest.approx(max(sent_one_by_one(messages, network, [0.0] * 8)), rel=0.07)
+            assert together == pytest.approx(
+                sent_one_by_one([(messages, range(8), [0.0] * 8)], network)[0].max(), rel=0.07
+            )
 
 
 @pytest.mark.parametrize("dimensions", NETWORKS[:3], ids=lambda dimensions: dimensions[0].topology)
@@ -352,7 +309,5 @@ def test_a_ring_ends_as_its_messages_do_whoever_is_late(
     network = MachineNetwork(Machine(dimensions))
     messages = schedule("all_reduce", "ring", 8, size)
     start = [float(time) for time in ready]
-    one_by_one = sent_one_by_one(messages, network, start)
-    assert finish_times(messages, network, np.arange(8), np.array(start)).tolist() == pytest.approx(
-        one_by_one, rel=1e-6
-    )
+    one_by_one = sent_one_by_one([(messages, range(8), start)], network)[0]
+    assert finish_times(messages, network, np.arange(8), np.array(start)) == pytest.approx(one_by_one, rel=1e-6)
