@@ -7,6 +7,7 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -46,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--only", choices=("communication", "compute"), help="as if the other side took no time")
     what.add_argument("--groups", type=Path, metavar="FILE", help="which ranks are in which group, of .et files")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-    outputs.add_output(parser, ".json")
+    outputs.add_output(parser, ".json, .html with the timeline before and after, or the timeline as .perfetto.json.gz")
     types.add_reading(parser.add_argument_group("more"))
 
 
@@ -55,7 +56,30 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.report import simulation as report
     from traceloom.simulate import native
 
-    chosen = outputs.targets(args, {".json": outputs.as_json})
+    def write_html(document: dict[str, Any], handle: BinaryIO) -> None:
+        from traceloom.plain_text import encoded
+        from traceloom.report.before_after import simulated
+
+        handle.write(encoded(simulated.render(document, answer)))
+
+    def write_perfetto(_document: dict[str, Any], handle: BinaryIO) -> None:
+        from traceloom.report.exports.perfetto.simulation import write_simulation
+
+        write_simulation(answer, handle)
+
+    def write_perfetto_gz(document: dict[str, Any], handle: BinaryIO) -> None:
+        from traceloom.packed import gzipped
+
+        gzipped(partial(write_perfetto, document))(handle)
+
+    formats = {
+        ".json": outputs.as_json,
+        ".html": write_html,
+        ".htm": write_html,
+        ".perfetto.json": write_perfetto,
+        ".perfetto.json.gz": write_perfetto_gz,
+    }
+    chosen = outputs.targets(args, formats)
     with Progress(shown=not args.quiet) as progress:
         answer = native.run(
             args.inputs,

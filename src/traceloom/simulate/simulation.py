@@ -28,6 +28,7 @@ LINKS = schema(
     "link name source target bytes busy_ns waiting_ns",
     {"link": pl.Int64, "source": pl.String, "target": pl.String},
 )
+LOAD = schema("link time_ns share", {"link": pl.Int64, "share": pl.Float64})
 PATH = schema("what kind before_ns after_ns")
 BECAME = schema("what kind rank name count time_ns")
 
@@ -62,6 +63,7 @@ class Simulation(Result):
             (transfer before), card_ns (what its bytes take over the network cards at least).
         links: link, name, source, target (ranks and switches), bytes, busy_ns, waiting_ns (by which transfers that
             needed it took longer because it was full).
+        load: How much of its bandwidth a link gives from a time on: link, time_ns, share. Of the busiest links.
         path: What the critical path consists of: what, kind, before_ns, after_ns.
         became_critical: What is on the critical path now and was not before: what (work or delay), kind, rank, name (of
             the node that works, or that waited), count, time_ns.
@@ -88,6 +90,7 @@ class Simulation(Result):
     nodes: pl.DataFrame = field(default_factory=NODES.to_frame)
     collectives: pl.DataFrame = field(default_factory=COLLECTIVES.to_frame)
     links: pl.DataFrame = field(default_factory=LINKS.to_frame)
+    load: pl.DataFrame = field(default_factory=LOAD.to_frame)
     path: pl.DataFrame = field(default_factory=PATH.to_frame)
     became_critical: pl.DataFrame = field(default_factory=BECAME.to_frame)
     notices: tuple[Notice, ...] = ()
@@ -99,7 +102,7 @@ class Simulation(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """As every result, without the graphs."""
-        return {key: value for key, value in super().to_dict().items() if key not in {"graph", "recorded"}}
+        return {key: value for key, value in super().to_dict().items() if key not in {"graph", "recorded", "load"}}
 
     def check(self) -> None:
         """Raise InvariantError where the answer breaks its own laws.

@@ -18,8 +18,9 @@ from traceloom.retime.critical_path import Path, critical_path, parts
 from traceloom.simulate.native.account import rank_account
 from traceloom.simulate.native.evaluation import Course
 from traceloom.simulate.native.operations import Operations, transfers_ns
-from traceloom.simulate.simulation import BECAME, COLLECTIVES, LINKS, NODES, PATH, RANKS, Simulation
+from traceloom.simulate.simulation import BECAME, COLLECTIVES, LINKS, LOAD, NODES, PATH, RANKS, Simulation
 
+_MOST_LOADS = 32  # links whose load over time is kept
 _NOT_SHOWN = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
 
 
@@ -61,7 +62,8 @@ def answer(
         ranks=ranks.pipe(as_declared, RANKS),
         nodes=nodes.pipe(as_declared, NODES),
         collectives=_collectives(before, after, of, begin),
-        links=_links(after, of),
+        links=(links := _links(after, of)),
+        load=_load(after, of, links, begin),
         path=path,
         became_critical=became,
         graph=after.graph,
@@ -168,3 +170,38 @@ def _links(after: Course, of: Operations) -> pl.DataFrame:
     return (
         table.with_columns(pl.col("bytes", "busy_ns", "waiting_ns").fill_null(0)).sort("link").pipe(as_declared, LINKS)
     )
+
+
+def _load(after: Course, of: Operations, links: pl.DataFrame, begin: int) -> pl.DataFrame:
+    """See `Simulation.load`: transfers that share a full link count with what it gives them on the mean."""
+    asked, bundles = after.transfers, after.bundles
+    if asked is None or bundles is None or not links.height:
+        return LOAD.to_frame()
+    times = point_times(after.graph)
+    met = times[2 * of.table["meeting"].to_numpy().astype(np.int64)]
+    end = np.zeros(len(of), dtype=np.int64)
+    np.maximum.at(end, of.of_part, times[2 * of.part + 1])
+    stretched = np.clip(asked.time_ns / np.maximum(end - met, 1), 0.0, 1.0)  # by waiting for others
+    of_class = np.where(asked.replaced, asked.of_class, -1)
+    of_bundle = dict(zip(bundles.link.tolist(), bundles.of_link.tolist(), strict=True))
+    steps: dict[int, pl.DataFrame] = {}
+    frames = [LOAD.to_frame()]
+    for link in links.sort("busy_ns", "link", descending=[True, False])["link"].head(_MOST_LOADS).to_list():
+        bundle = of_bundle.get(link)
+        if bundle is None:
+            continue
+        if bundle not in steps:
+            share = np.where(of_class >= 0, bundles.share[of_class, bundle], 0.0) * stretched
+            at = np.flatnonzero((share > 0) & (end > met))
+            change = pl.DataFrame(
+                {
+                    "time_ns": np.concatenate([met[at], end[at]]) - begin,
+                    "share": np.concatenate([share[at], -share[at]]),
+                }
+            )
+            steps[bundle] = (
+                change.group_by("time_ns").agg(pl.col("share").sum()).sort("time_ns")
+                .with_columns(pl.col("share").cum_sum().clip(0.0, 1.0))
+            )  # fmt: skip
+        frames.append(steps[bundle].select(pl.lit(link).alias("link"), "time_ns", "share"))
+    return pl.concat([frame.pipe(as_declared, LOAD) for frame in frames])

@@ -18,7 +18,7 @@ _SLICE = 32_768  # nodes encoded at a time
 _TRACKS_PER_PROCESS = 1_000_000  # Perfetto knows threads by their number alone, so numbers never repeat in a file
 
 
-def write_graph(graph: Graph, handle: BinaryIO) -> None:
+def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = None) -> None:
     """Write every node that belongs to a lane, and the edges between nodes of different lanes.
 
     Times are microseconds after the earliest node with their nanoseconds as decimals. Nodes that overlap on one lane
@@ -27,6 +27,8 @@ def write_graph(graph: Graph, handle: BinaryIO) -> None:
     Args:
         graph: What to write.
         handle: Where to write; uncompressed JSON.
+        counters: Values that hold from a time on, drawn as curves of a process of their own: name, time_ns (from the
+            earliest node), value.
     """
     earliest = graph.nodes["start_ns"].min()
     first = earliest if isinstance(earliest, int) else 0
@@ -73,6 +75,13 @@ def write_graph(graph: Graph, handle: BinaryIO) -> None:
         thread = {"ph": "M", "pid": track["rank"] + 1, "tid": track["tid"]}
         rows.append({**thread, "name": "thread_name", "args": {"name": name}})
         rows.append({**thread, "name": "thread_sort_index", "args": {"sort_index": track["place"]}})
+    if counters is not None and counters.height:
+        number = int(tracks["rank"].cast(pl.Int64).max() or 0) + 2  # type: ignore[arg-type]
+        rows.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": "links"}})
+        rows += [
+            {"ph": "C", "pid": number, "name": harmless(name), "ts": time / 1000, "args": {"share": value}}
+            for name, time, value in counters.select("name", "time_ns", "value").iter_rows()
+        ]
     for text in (
         ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
         *_slices(nodes, encoded(nodes["name"]), arrows),
