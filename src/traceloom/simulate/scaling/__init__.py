@@ -1,0 +1,1 @@
+"""From a few recorded ranks to many: see `traceloom.simulate.scale`."""
