@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from support import astra_sim
 from support.jobs import ParallelRecipe, parallel_job
-
 from traceloom.errors import UsageError
 from traceloom.link import link_session
 from traceloom.read import load
