@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -25,6 +27,7 @@ from traceloom.simulate.machine import (
     read_machine,
 )
 from traceloom.simulate.machine.document import machine_of
+from traceloom.simulate.machine.parts import Topology
 
 PATHS = [
     "network.0.size", "network.0.shape", "network.1", "network", "nic.of.x", "ranks.order", "algorithm.0.use", "device.peaks",
@@ -183,6 +186,13 @@ def test_a_preset_grows_by_hosts_and_shrinks_to_a_part_of_one() -> None:
         assert refused.value.slug == "machine-size"
     with pytest.raises(UsageError, match=r"the machine has 8 ranks \(8 x 1\), the workload has 7"):
         preset.check(7)
+
+
+def test_the_reference_names_every_key_and_every_preset() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "machine.md").read_text(encoding="utf-8")
+    kinds = (Dimension, Nic, AlgorithmRule, SpeedFactor, MeasuredTransfer)
+    keys = {field.name for kind in kinds for field in fields(kind)}
+    assert [key for key in sorted({*keys, *get_args(Topology), *presets()}) if f"`{key}`" not in page] == []
 
 
 def test_places_spans_and_speeds() -> None:
