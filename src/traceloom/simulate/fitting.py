@@ -72,9 +72,9 @@ def fits(size: Floats, time: Floats) -> Iterator[tuple[Ints, LinearFit]]:
         number = np.unique(np.rint(np.log2(np.maximum(size, 1)) * 8), return_inverse=True)[1]
     count = np.bincount(number)
     order = np.lexsort((time, number))
-    place = np.arange(number.size) - np.repeat(np.cumsum(count) - count, count)  # within its size, by time
+    turn = np.arange(number.size) - np.repeat(np.cumsum(count) - count, count)  # within its size, by time
     quarter = np.repeat(count // 4, count)
-    inner = order[(place >= quarter) & (place < np.repeat(count, count) - quarter)]
+    inner = order[(turn >= quarter) & (turn < np.repeat(count, count) - quarter)]
     usual = np.bincount(number[inner], time[inner]) / np.bincount(number[inner])
     off = np.abs(time / usual[number] - 1)
     several = count[number] > 1

@@ -9,7 +9,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from support.jobs import Recipe, training_job
+from support.jobs import Change, Recipe, training_job
+from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.errors import UsageError
 from traceloom.link import link_session
 from traceloom.model import Session, Trace
@@ -104,6 +105,26 @@ def test_a_planted_job_takes_as_long_as_on_the_other_device(there: Device) -> No
     assert kernels["there_ns"].sum() == pytest.approx(truth.gpu_work()["duration_ns"].sum(), rel=0.01)
     assert set(kernels["rule"]) == {"roofline", "short of roofline"}
     assert not set(kernels["rule"]) - set(RULES)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(ranks=2, steps=3, kernel_us=60, autograd=True, delay_us={1: 700}),
+        Recipe(ranks=3, steps=3, kernel_us=150, side_stream=True, sync="stream", seed=1),
+        Recipe(steps=4, kernel_us=8, sync="device", seed=2),  # what the host launches decides
+        Recipe(ranks=2, steps=3, kernel_us=90, sharded=True, transfer_us=300, seed=3),
+    ],
+)
+def test_whole_jobs_take_as_long_as_their_simulation_says(recipe: Recipe) -> None:
+    """On a device with everything twice as fast all kernels take half as long, whatever rule they go by."""
+    job = training_job(recipe)
+    session = Session(tuple(builder.build() for builder in job.run().traces()), "job")
+    h100 = peak_of("H100 SXM")
+    twice = Peak("twice", {name: 2 * rate for name, rate in h100.flops.items()}, 2 * (h100.memory or 0))
+    answer = rescale(link_session(session), session, twice, host_factor=0.7)
+    truth = job.run(Change(kernels=0.5, host=0.7)).window_ns
+    assert answer.account.after_ns == pytest.approx(truth, rel=0.02)
 
 
 def test_host_work_goes_by_its_own_factor() -> None:
