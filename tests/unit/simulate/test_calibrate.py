@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.jobs import Clock, Job, Rank
+from support.jobs import Clock, Job, Rank, Recipe, training_job
 from support.jobs import program as do
 from traceloom.errors import InputError
 from traceloom.model import Session
+from traceloom.simulate import run as simulate
 from traceloom.simulate.calibrate import Calibration, calibrate
 from traceloom.simulate.fitting import fits
 from traceloom.simulate.machine import MeasuredTime, machine_text, read_machine
@@ -166,6 +167,15 @@ def test_the_machine_reads_back_and_says_what_lies_outside_of_what_was_measured(
     assert read.transfer_of("all_gather", "inside", 2, size) == MeasuredTime(None, ("kind",))
     only_inside = read_machine(tmp_path / "machine.toml", ["transfer.0.span=inside"])
     assert only_inside.transfer_of("all_reduce", "between", 4, size) == MeasuredTime(None, ("span",))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_takes_as_long_on_the_machine_fitted_to_it(seed: int) -> None:
+    late = {1: 600.0} if seed else {}
+    run = training_job(Recipe(ranks=3, steps=3, layers=6, transfer_us=250, delay_us=late, seed=seed)).run()
+    session = Session(tuple(builder.build() for builder in run.traces()), "job")
+    answer = simulate(session, calibrate([session]).machine)
+    assert answer.after_ns == pytest.approx(run.window_ns, rel=0.02)
 
 
 def test_hosts_that_no_trace_names_can_be_given() -> None:
