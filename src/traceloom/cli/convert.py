@@ -127,8 +127,8 @@ def _ends(graph: Graph, target: Path, notices: list[Notice], progress: Progress)
         return []
     progress.say("comparing with the measurement")
     try:
-        (place,) = places([target])
-        simulated = astra_sim.recorded_ends(read_workload(place))
+        (files,) = places([target])
+        simulated = astra_sim.recorded_ends(read_workload(files))
     except TraceloomError as error:
         notices.append(Notice("target-does-not-run", "error", f"what was written does not run: {error.message}"))
         return []

@@ -49,14 +49,14 @@ def schedule(
     """The messages of a collective.
 
     Args:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter (place 0 is the
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter (position 0 is the
             root), barrier.
         algorithm: One of `ALGORITHMS`.
         ranks: How many, >= 1.
         size: Bytes: of all_gather one rank's part, else a rank's whole buffer.
         chunks: Of chains and double trees: in how many parts buffers are handed on.
         local: Of two-level: ranks of a host.
-        splits: Of a direct all_to_all: bytes from each place (row) to each place.
+        splits: Of a direct all_to_all: bytes from each position (row) to each position.
 
     Raises:
         UsageError: `no-such-schedule`: the algorithm cannot do it, with so many ranks or at all.

@@ -9,13 +9,13 @@ from traceloom.schedules.schedule import Round, Schedule, pieces, round_of
 
 
 def direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None) -> Schedule:
-    """Whole buffers, or the k-th piece of every buffer to place k, in the order of distance.
+    """Whole buffers, or the k-th piece of every buffer to position k, in the order of distance.
 
     Args:
-        kind: all_reduce, reduce_scatter, all_gather, all_to_all; of place 0: broadcast, reduce, gather, scatter.
+        kind: all_reduce, reduce_scatter, all_gather, all_to_all; of position 0: broadcast, reduce, gather, scatter.
         ranks: How many.
         size: Bytes: of all_gather one rank's part, else a rank's whole buffer (of gather and scatter the root's).
-        splits: Of all_to_all: bytes from each place (row) to each place; equal pieces where not given.
+        splits: Of all_to_all: bytes from each position (row) to each position; equal pieces where not given.
     """
     if kind in {"broadcast", "reduce", "gather", "scatter"}:
         return _rooted(kind, ranks, size)

@@ -19,20 +19,20 @@ def halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
         UsageError: `no-such-schedule`: not a power of two.
     """
     steps = power_of_two(ranks, "halving-doubling")
-    place = np.arange(ranks)
+    position = np.arange(ranks)
     whole = size * ranks if kind == "all_gather" else size
     piece = pieces(whole, ranks)
     halving = []
     for step in range(steps):
-        # What a rank gives away is for all places that agree with its partner in the bits so far.
-        partner = place ^ (1 << step)
+        # What a rank gives away is for all positions that agree with its partner in the bits so far.
+        partner = position ^ (1 << step)
         low = (1 << (step + 1)) - 1
         sums = np.zeros(low + 1, np.int64)
-        np.add.at(sums, place & low, piece)
+        np.add.at(sums, position & low, piece)
         halving.append((partner, sums[partner & low]))
     rounds = []
     if kind != "all_gather":
-        rounds += [round_of(place, partner, out, reduce=True) for partner, out in halving]
+        rounds += [round_of(position, partner, out, reduce=True) for partner, out in halving]
     if kind != "reduce_scatter":  # backwards: each sends what its partner sent it
-        rounds += [round_of(place, partner, out[partner]) for partner, out in reversed(halving)]
+        rounds += [round_of(position, partner, out[partner]) for partner, out in reversed(halving)]
     return Schedule(ranks, tuple(rounds))

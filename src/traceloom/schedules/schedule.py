@@ -17,7 +17,7 @@ class Round:
     """Messages that ranks send in one go, in the order in which each rank sends its own.
 
     Attributes:
-        source: Who sends, as a place in the group; shape (messages,).
+        source: Who sends, as a position in the group; shape (messages,).
         target: Who receives.
         bytes: How much.
         reduced: Bytes that the target reduces once the message is there; 0 where it only stores them.
@@ -38,7 +38,7 @@ class Schedule:
     other ranks. Equal rounds are one object, so that a schedule stays small.
 
     Attributes:
-        ranks: How many ranks take part: places 0 to ranks - 1 of the group.
+        ranks: How many ranks take part: positions 0 to ranks - 1 of the group.
         rounds: The rounds.
     """
 
@@ -85,16 +85,17 @@ def side_by_side(parts: Sequence[tuple[Schedule, Ints]]) -> tuple[Round, ...]:
     """Rounds of schedules that run at the same time in groups of their own.
 
     Args:
-        parts: Each schedule, and the places that its places have in the whole.
+        parts: Each schedule, and the positions that its positions have in the whole.
     """
     rounds: dict[tuple[int, ...], Round] = {}  # equal rounds of all parts stay one
     together = []
     for k in range(max(len(schedule.rounds) for schedule, _ in parts)):
-        own = [(s.rounds[k], places) for s, places in parts if k < len(s.rounds)]
+        own = [(s.rounds[k], positions) for s, positions in parts if k < len(s.rounds)]
         key = tuple(id(part) for part, _ in own)
         if key not in rounds:
             rounds[key] = merged(
-                Round(places[part.source], places[part.target], part.bytes, part.reduced) for part, places in own
+                Round(positions[part.source], positions[part.target], part.bytes, part.reduced)
+                for part, positions in own
             )
         together.append(rounds[key])
     return tuple(together)

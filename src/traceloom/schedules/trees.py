@@ -9,7 +9,7 @@ from traceloom.schedules.schedule import Round, Schedule, merged, pieces, round_
 
 
 def tree(kind: str, ranks: int, size: int) -> Schedule:
-    """A binomial tree under place 0.
+    """A binomial tree under position 0.
 
     Args:
         kind: all_reduce (up and down), reduce, broadcast.
@@ -43,7 +43,7 @@ def double_tree(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedul
 
 
 def one_tree(parent: Ints, size: int) -> Schedule:
-    """All of an all_reduce along one tree, given as the parent of each place (-1 for the root)."""
+    """All of an all_reduce along one tree, given as the parent of each position (-1 for the root)."""
     rounds: dict[int, list[Round]] = {}
     for slot, part in _along(parent, size, 1, "all_reduce"):
         rounds.setdefault(slot, []).append(part)
@@ -51,14 +51,14 @@ def one_tree(parent: Ints, size: int) -> Schedule:
 
 
 def parents(ranks: int, root: int) -> Ints:
-    """A balanced binary tree of all other places, in order, under the first or the last place.
+    """A balanced binary tree of all other positions, in order, under the first or the last position.
 
     Args:
         ranks: How many.
         root: 0 or ranks - 1.
 
     Returns:
-        The parent of each place, -1 for the root.
+        The parent of each position, -1 for the root.
     """
     parent = np.full(ranks, -1, np.int64)
     first = 0 if root else 1
@@ -73,7 +73,7 @@ def parents(ranks: int, root: int) -> Ints:
 
 
 def depths(parent: Ints) -> Ints:
-    """How far each place is from the root."""
+    """How far each position is from the root."""
     depth, above = np.zeros(len(parent), np.int64), parent.copy()
     while (above >= 0).any():
         depth += above >= 0
@@ -84,7 +84,7 @@ def depths(parent: Ints) -> Ints:
 def _along(parent: Ints, size: int, chunks: int, kind: str) -> list[tuple[int, Round]]:
     """Messages of one tree with the slot of time that each belongs to."""
     depth = depths(parent)
-    place = np.flatnonzero(parent >= 0)
+    position = np.flatnonzero(parent >= 0)
     height = np.zeros(len(parent), np.int64)  # longest way down
     for level in range(int(depth.max(initial=0)), 0, -1):
         at = np.flatnonzero(depth == level)
@@ -94,10 +94,10 @@ def _along(parent: Ints, size: int, chunks: int, kind: str) -> list[tuple[int, R
     for number, bytes_of in enumerate(pieces(size, chunks).tolist()):
         if kind != "broadcast":
             for level in range(1, highest + 1):
-                child = place[height[parent[place]] == level]
+                child = position[height[parent[position]] == level]
                 messages.append((number + level - 1, round_of(child, parent[child], bytes_of, reduce=True)))
         if kind != "reduce":
             for level in range(1, int(depth.max(initial=0)) + 1):
-                child = place[depth[place] == level]
+                child = position[depth[position] == level]
                 messages.append((number + highest + level - 1, round_of(parent[child], child, bytes_of)))
     return messages

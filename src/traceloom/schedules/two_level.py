@@ -11,7 +11,7 @@ from traceloom.schedules.schedule import Round, Schedule, side_by_side
 
 
 def two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule:
-    """Rings inside hosts of `local` neighbours, and rings between the hosts, of ranks with the same place in theirs.
+    """Rings inside hosts of `local` neighbours, and rings between the hosts, of ranks with the same position in theirs.
 
     Args:
         kind: all_reduce, reduce_scatter, all_gather.
@@ -28,12 +28,12 @@ def two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule:
         )
     hosts = ranks // local
     inside = [np.arange(local) + host * local for host in range(hosts)]
-    between = [np.arange(hosts) * local + place for place in range(local)]
+    between = [np.arange(hosts) * local + position for position in range(local)]
 
-    def level(phase: str, places: list[Ints], bytes_of: int) -> tuple[Round, ...]:
-        count = len(places[0])
+    def level(phase: str, positions: list[Ints], bytes_of: int) -> tuple[Round, ...]:
+        count = len(positions[0])
         own = ring(phase, count, bytes_of)
-        return side_by_side([(own, at) for at in places]) if count > 1 else ()
+        return side_by_side([(own, at) for at in positions]) if count > 1 else ()
 
     part = max(size // local, 1)
     rounds: tuple[Round, ...] = ()

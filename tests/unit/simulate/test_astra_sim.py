@@ -162,7 +162,7 @@ def test_an_algorithm_needs_its_files(tmp_path: Path) -> None:
     given = {"all_reduce": tmp_path / "algorithm" / prefix}
     answer = simulated(tmp_path, *ranks, algorithms=given)
     assert answer.ranks["end_ns"].to_list() == [500, 500]
-    with pytest.raises(InputError, match="no file for place 2"):
+    with pytest.raises(InputError, match="no file for position 2"):
         simulated(tmp_path / "three", *ranks, ranks[0], algorithms=given)
 
 

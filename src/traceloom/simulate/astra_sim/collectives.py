@@ -25,8 +25,8 @@ class Phase:
 
     Attributes:
         dimension: Whose queue it waits in.
-        schedule: Its messages, among places of the dimension.
-        stride: Ranks between neighbours of the dimension; 0 where the places are those of a group.
+        schedule: Its messages, among positions of the dimension.
+        stride: Ranks between neighbours of the dimension; 0 where the positions are those of a group.
         delay_ns: What an endpoint needs before its first message, and after each one it receives.
         eager: Whether a rank goes on, once all messages of a round are there, with one message for each that is
             reduced; else once all are reduced.
@@ -195,9 +195,9 @@ def _halving(kind: str, ranks: int, chunk: int) -> Schedule:
 
 
 def members_of(phase: Phase, rank: int, group: Sequence[int]) -> Ints:
-    """The ranks at the places of a phase's schedule, for one rank of the group."""
+    """The ranks at the positions of a phase's schedule, for one rank of the group."""
     if not phase.stride:
         return np.asarray(group, np.int64)
-    place = rank // phase.stride % phase.schedule.ranks
-    members = rank + (np.arange(phase.schedule.ranks) - place) * phase.stride
+    position = rank // phase.stride % phase.schedule.ranks
+    members = rank + (np.arange(phase.schedule.ranks) - position) * phase.stride
     return members[::-1] if phase.backwards else members

@@ -1,4 +1,4 @@
-"""Collectives whose messages a set of `.et` files gives: one file per place of the group."""
+"""Collectives whose messages a set of `.et` files gives: one file per position of the group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues
 
 
 def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:
-    """The files `PREFIX.<place>.et` of an algorithm.
+    """The files `PREFIX.<position>.et` of an algorithm.
 
     Args:
         prefix: Directory and beginning of the names.
@@ -22,17 +22,17 @@ def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:
     Raises:
         InputError: `bad-algorithm`: one is missing, or holds other things than sends, receives and computation.
     """
-    places = []
-    for place in range(ranks):
-        path = Path(f"{prefix}.{place}.et")
+    positions = []
+    for position in range(ranks):
+        path = Path(f"{prefix}.{position}.et")
         if not path.is_file():
             raise InputError(
-                f"the algorithm has no file for place {place}",
+                f"the algorithm has no file for position {position}",
                 slug="bad-algorithm",
                 where=str(path),
                 hint=f"a group of {ranks} ranks needs {Path(prefix).name}.0.et to {Path(prefix).name}.{ranks - 1}.et",
             )
-        nodes = rank_nodes(place, read_table(path), Compute())
+        nodes = rank_nodes(position, read_table(path), Compute())
         for node, action in enumerate(nodes.action):
             if action not in {TIMED, SEND, RECEIVE}:
                 raise InputError(
@@ -43,21 +43,21 @@ def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:
             peer = nodes.messages[node].peer if action != TIMED else 0
             if not 0 <= peer < ranks:
                 raise InputError(
-                    f"{nodes.label(node)} names place {peer} in a group of {ranks}",
+                    f"{nodes.label(node)} names position {peer} in a group of {ranks}",
                     slug="bad-algorithm",
                     where=str(path),
                 )
-        places.append(nodes)
-    return places
+        positions.append(nodes)
+    return positions
 
 
 class Carried:
     """One rank's part of such a collective: everything that waits for nothing begins at once.
 
     Args:
-        nodes: Of its place.
-        group: The rank at each place.
-        place: Which it is.
+        nodes: Of its position.
+        group: The rank at each position.
+        position: Which it is.
         queues: Of the rank.
         mailbox: Where messages go.
         done: Called at the end.
@@ -67,13 +67,13 @@ class Carried:
         self,
         nodes: RankNodes,
         group: Sequence[int],
-        place: int,
+        position: int,
         *,
         queues: RankQueues,
         mailbox: Mailbox,
         done: Callable[[], None],
     ) -> None:
-        self._nodes, self._group, self._rank = nodes, group, group[place]
+        self._nodes, self._group, self._rank = nodes, group, group[position]
         self._queues, self._mailbox, self._done = queues, mailbox, done
         self._left = list(nodes.waits)
         self._under_way = 0

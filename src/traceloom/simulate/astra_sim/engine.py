@@ -24,13 +24,13 @@ from traceloom.simulate.astra_sim.nodes import (
     TIMED,
     RankNodes,
     group_ranks,
-    place_in,
+    position_in,
 )
 from traceloom.simulate.astra_sim.rotation import is_rotation, one_of_all
 from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues, Stream
 from traceloom.simulate.astra_sim.together import ends
 
-Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> the nodes of each place
+Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> the nodes of each position
 
 _MANY = 10_000  # messages of one chunk: from here on it is worth while to look for a rotation
 
@@ -143,7 +143,7 @@ class Engine:
         self._rotates = whole and width == 1
         self._recorded = recorded
         self._link_free = np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
-        self._known: dict[Any, Ints] = {}
+        self._took: dict[Any, Ints] = {}
         self.ranks = [self._rank(nodes) for nodes in ranks]
         self._everybody = tuple(range(len(ranks)))
 
@@ -160,7 +160,7 @@ class Engine:
         )
         for node, waits in enumerate(rank.left):
             if not waits:
-                rank.ready[nodes.place[node]].append(node)
+                rank.ready[nodes.slot[node]].append(node)
         return rank
 
     def run(self) -> None:
@@ -170,12 +170,12 @@ class Engine:
         self.clock.run()
 
     def _issue(self, rank: Rank) -> None:
-        """Begin what is ready and has its place free, in the order of ids."""
-        place_of, action = rank.nodes.place, rank.nodes.action
+        """Begin what is ready and has its slot free, in the order of ids."""
+        slot_of, action = rank.nodes.slot, rank.nodes.action
         chosen: list[int] = []
-        for place in range(NOTHING):
-            ready = rank.ready[place]
-            if ready and rank.busy[place] < 0:
+        for slot in range(NOTHING):
+            ready = rank.ready[slot]
+            if ready and rank.busy[slot] < 0:
                 node = heappop(ready)
                 chosen.append(node)
                 while action[node] == SKIP and ready:
@@ -191,8 +191,8 @@ class Engine:
             rank.begin_ns[node] = now
             rank.under_way += 1
             kind = action[node]
-            if place_of[node] != NOTHING:
-                rank.busy[place_of[node]] = node
+            if slot_of[node] != NOTHING:
+                rank.busy[slot_of[node]] = node
             if kind == TIMED:
                 rank.queues.after(rank.nodes.duration_ns[node], partial(self._end, rank), node)
             elif kind == SKIP:
@@ -206,9 +206,9 @@ class Engine:
         """A node is over: what waited for it may begin."""
         nodes = rank.nodes
         rank.end_ns[node] = self.clock.now
-        place = nodes.place[node]
-        if place != NOTHING:
-            rank.busy[place] = -1
+        slot = nodes.slot[node]
+        if slot != NOTHING:
+            rank.busy[slot] = -1
         rank.under_way -= 1
         rank.ended += 1
         left, follower = rank.left, nodes.follower
@@ -216,7 +216,7 @@ class Engine:
             after = follower[k]
             left[after] -= 1
             if not left[after]:
-                heappush(rank.ready[nodes.place[after]], after)
+                heappush(rank.ready[nodes.slot[after]], after)
 
     def _end(self, rank: Rank, node: int) -> None:
         self._leave(rank, node)
@@ -257,14 +257,14 @@ class Engine:
         turn = rank.issued.get(label, 0)
         rank.issued[label] = turn + 1
         meeting = self.meetings.get((label, turn))
-        place = place_in(group, rank.nodes, node)
+        position = position_in(group, rank.nodes, node)
         if meeting is None:
             never = [-1] * len(group)
             meeting = Meeting(
                 label, turn, group, message.kind, message.size, rank.chunks, never, list(never), list(never)
             )
             self.meetings[label, turn] = meeting
-        meeting.begin_ns[place], meeting.node[place] = self.clock.now, node
+        meeting.begin_ns[position], meeting.node[position] = self.clock.now, node
         meeting.came += 1
         if (message.kind, message.size) != (meeting.kind, meeting.size):
             return  # each waits for what the others do not do: the run ends there, and says so
@@ -274,7 +274,7 @@ class Engine:
                 self._end_at(meeting, np.full(len(group), self.clock.now + max(took)))
             return
         if message.kind in self._algorithms:
-            self._carry(rank, meeting, place, self._algorithms[message.kind])
+            self._carry(rank, meeting, position, self._algorithms[message.kind])
             return
         if message.kind == "all_reduce" and len(group) == len(self.ranks):
             rank.chunks += self._dimensions.chunks(message.kind, message.size)[0]
@@ -285,23 +285,23 @@ class Engine:
             if meeting.came == 1:  # see who else comes now
                 self.clock.at(self.clock.now, self._rotate, meeting)
         else:
-            self._begin_chunks(rank, meeting, place)
+            self._begin_chunks(rank, meeting, position)
 
-    def _carry(self, rank: Rank, meeting: Meeting, place: int, algorithm: Algorithm) -> None:
+    def _carry(self, rank: Rank, meeting: Meeting, position: int, algorithm: Algorithm) -> None:
         """By the messages of an algorithm that the user gave."""
-        nodes = algorithm(len(meeting.group))[place]
+        nodes = algorithm(len(meeting.group))[position]
         Carried(
             nodes,
             meeting.group,
-            place,
+            position,
             queues=rank.queues,
             mailbox=self._mailbox,
-            done=lambda: self._done(rank, meeting, place),
+            done=lambda: self._done(rank, meeting, position),
         )
 
-    def _done(self, rank: Rank, meeting: Meeting, place: int) -> None:
-        meeting.end_ns[place] = self.clock.now
-        self._end(rank, meeting.node[place])
+    def _done(self, rank: Rank, meeting: Meeting, position: int) -> None:
+        meeting.end_ns[position] = self.clock.now
+        self._end(rank, meeting.node[position])
 
     def _chunks(self, meeting: Meeting) -> list[list[Phase]]:
         """The phases of each chunk."""
@@ -309,7 +309,7 @@ class Engine:
         ranks = len(meeting.group)
         return [self._dimensions.phases(meeting.kind, chunk, ranks, meeting.number + number) for number in range(count)]
 
-    def _begin_chunks(self, rank: Rank, meeting: Meeting, place: int) -> None:
+    def _begin_chunks(self, rank: Rank, meeting: Meeting, position: int) -> None:
         """Message by message."""
         chunks = self._chunks(meeting)
         left = [len(chunks)]
@@ -317,7 +317,7 @@ class Engine:
         def done() -> None:
             left[0] -= 1
             if not left[0]:
-                self._done(rank, meeting, place)
+                self._done(rank, meeting, position)
 
         for number, phases in enumerate(chunks):
             tag = (meeting.name, meeting.turn, number)
@@ -343,9 +343,9 @@ class Engine:
             self._end_at(meeting, np.full(len(meeting.group), now + took))
         else:
             meeting.apart = True
-            for place, begin in enumerate(meeting.begin_ns):
+            for position, begin in enumerate(meeting.begin_ns):
                 if begin >= 0:
-                    self._begin_chunks(self.ranks[meeting.group[place]], meeting, place)
+                    self._begin_chunks(self.ranks[meeting.group[position]], meeting, position)
 
     def _meet(self, meeting: Meeting) -> None:
         """All chunks of a collective whose ranks have all begun, one after the other."""
@@ -359,13 +359,13 @@ class Engine:
                 end = ends(phase, group, end, self._memory_rate, self._own_links)
         else:
             key = (meeting.group, tuple((p.schedule, p.delay_ns) for p in phases), (begin - first).tobytes())
-            known = self._known.get(key)
-            if known is None:
-                known = begin - first
+            took = self._took.get(key)
+            if took is None:
+                took = begin - first
                 for phase in phases:
-                    known = ends(phase, group, known, self._memory_rate, self._apart)
-                self._known[key] = known
-            end = known + first
+                    took = ends(phase, group, took, self._memory_rate, self._apart)
+                self._took[key] = took
+            end = took + first
         self._end_at(meeting, end)
 
     def _end_at(self, meeting: Meeting, end_ns: Ints) -> None:

@@ -139,8 +139,8 @@ class Links:
     def add(self, usage: Mapping[Link, Sequence[int]]) -> None:
         """Count what links did elsewhere."""
         for link, values in usage.items():
-            known = self.usage.setdefault(link, [0, 0, 0])
-            known[:] = [before + more for before, more in zip(known, values, strict=True)]
+            total = self.usage.setdefault(link, [0, 0, 0])
+            total[:] = [before + more for before, more in zip(total, values, strict=True)]
 
     @property
     def idle(self) -> bool:

@@ -68,7 +68,7 @@ class RankNodes:
         rank: Which.
         table: The file.
         row: Row of each node in the file's table.
-        place: What each occupies: `CPU`, ..., `NOTHING`.
+        slot: What each occupies: `CPU`, ..., `NOTHING`.
         action: How each ends: `TIMED`, ..., `SKIP`.
         duration_ns: Of those that are `TIMED`.
         waits: How many nodes each waits for.
@@ -80,7 +80,7 @@ class RankNodes:
     rank: int
     table: NodeTable
     row: Ints
-    place: Sequence[int]
+    slot: Sequence[int]
     action: Sequence[int]
     duration_ns: Sequence[int]
     waits: Sequence[int]
@@ -107,11 +107,11 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
     ids = nodes["id"].to_numpy()
     order = np.argsort(ids, kind="stable")
     _refuse(table, np.flatnonzero(np.diff(ids[order]) == 0), order, "has an id that another node has, too")
-    action, place = _actions(table, compute)
+    action, slot = _actions(table, compute)
     duration = _durations(table, compute)
     if compute.roofline:
         unsized = nodes["tensor_size"].fill_null(0).to_numpy() == 0
-        action = np.where((place == GPU) & unsized, SKIP, action)
+        action = np.where((slot == GPU) & unsized, SKIP, action)
     ranked = np.empty(len(order), np.int64)
     ranked[order] = np.arange(len(order))
     source, target = _edges(table, ids, order, ranked)
@@ -120,7 +120,7 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
         rank,
         table,
         order,
-        place[order].tolist(),
+        slot[order].tolist(),
         action[order].tolist(),
         duration[order].tolist(),
         np.bincount(target, minlength=len(order)).tolist(),
@@ -131,7 +131,7 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
 
 
 def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[int, Message]:
-    """What the nodes communicate, by their place in the order of ids."""
+    """What the nodes communicate, by their position in the order of ids."""
     at = np.flatnonzero(np.isin(action[order], (COLLECTIVE, SEND, RECEIVE)))
     rows = table.nodes[order[at]].select(
         pl.Series("at", at),
@@ -145,12 +145,12 @@ def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[in
         "pg_name",
     )
     messages = {}
-    for place, kind, comm_type, size, peer, tag, group in rows.iter_rows():
+    for node, kind, comm_type, size, peer, tag, group in rows.iter_rows():
         if kind != COLLECTIVE and peer in (None, rank):
-            _refuse(table, order[[place]], None, "is a message to nobody else")
+            _refuse(table, order[[node]], None, "is a message to nobody else")
         if size < 1:
-            _refuse(table, order[[place]], None, "communicates no bytes")
-        messages[place] = Message(comm_type, size, -1 if kind == COLLECTIVE else peer, tag, group)
+            _refuse(table, order[[node]], None, "communicates no bytes")
+        messages[node] = Message(comm_type, size, -1 if kind == COLLECTIVE else peer, tag, group)
     return messages
 
 
@@ -165,10 +165,10 @@ def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
     computes = kind == NodeType.COMP_NODE
     collective = kind == NodeType.COMM_COLL_NODE
     comm_type = nodes["comm_type"].fill_null(-1).to_numpy()
-    known = np.isin(comm_type, [*KINDS, _BROADCAST])
+    is_done = np.isin(comm_type, [*KINDS, _BROADCAST])
     skipped = np.isin(kind, _SKIPPED)
     if not compute.recorded:
-        _refuse(table, np.flatnonzero(collective & ~known), None, "is a collective that ASTRA-sim does not do")
+        _refuse(table, np.flatnonzero(collective & ~is_done), None, "is a collective that ASTRA-sim does not do")
         others = ~(computes | communicates | skipped | np.isin(kind, _MEMORY))
         _refuse(table, np.flatnonzero(others), None, "is of a kind that ASTRA-sim does not know")
     replayed = computes | (collective & (comm_type == _BROADCAST)) | compute.recorded
@@ -177,8 +177,8 @@ def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
         [TIMED, COLLECTIVE, SEND, RECEIVE],
         SKIP,
     )
-    place = np.select([on_cpu, computes, kind == NodeType.COMM_RECV_NODE], [CPU, GPU, NOTHING], COMMUNICATION)
-    return action, place
+    slot = np.select([on_cpu, computes, kind == NodeType.COMM_RECV_NODE], [CPU, GPU, NOTHING], COMMUNICATION)
+    return action, slot
 
 
 def _durations(table: NodeTable, compute: Compute) -> Ints:
@@ -244,8 +244,8 @@ def group_ranks(name: str | None, groups: dict[str, tuple[int, ...]] | None, ran
     return members
 
 
-def place_in(group: tuple[int, ...], nodes: RankNodes, node: int) -> int:
-    """The place of a node's rank in the node's group.
+def position_in(group: tuple[int, ...], nodes: RankNodes, node: int) -> int:
+    """The position of a node's rank in the node's group.
 
     Raises:
         UsageError: `no-such-group`: it is not in it.

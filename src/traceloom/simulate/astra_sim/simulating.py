@@ -178,10 +178,10 @@ def _answer(
 def _account(rank: Rank) -> pl.DataFrame:
     """One row of `Simulation.ranks`."""
     begin, end = (np.frombuffer(times, np.int64) for times in (rank.begin_ns, rank.end_ns))
-    place = np.asarray(rank.nodes.place)
+    slot = np.asarray(rank.nodes.slot)
 
-    def busy(*places: int) -> Spans:
-        chosen = np.isin(place, places)
+    def busy(*slots: int) -> Spans:
+        chosen = np.isin(slot, slots)
         return union(begin[chosen], end[chosen])
 
     compute, communication, host = busy(GPU), busy(COMMUNICATION, NOTHING), busy(CPU)
@@ -206,13 +206,13 @@ def _nodes(ranks: list[Rank]) -> pl.DataFrame:
     frames = []
     for rank in ranks:
         table = rank.nodes.table.nodes[rank.nodes.row]
-        place = pl.Series(rank.nodes.place, dtype=pl.Int64)
+        slot = pl.Series(rank.nodes.slot, dtype=pl.Int64)
         frames.append(
             table.select(
                 node=pl.col("id").cast(pl.Int64),
                 rank=pl.lit(rank.nodes.rank),
                 name="name",
-                kind=place.replace_strict(_KIND, return_dtype=pl.String),
+                kind=slot.replace_strict(_KIND, return_dtype=pl.String),
                 start_ns=pl.Series(np.frombuffer(rank.begin_ns, np.int64)),
                 end_ns=pl.Series(np.frombuffer(rank.end_ns, np.int64)),
             )

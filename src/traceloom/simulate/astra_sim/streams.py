@@ -14,20 +14,20 @@ from traceloom.schedules import Round, Schedule
 from traceloom.simulate.astra_sim.clock import Clock, Event
 from traceloom.simulate.astra_sim.collectives import Phase, members_of
 
-# Of one place in one round: messages out (place, bytes) and in (place, bytes, reduced bytes), in their order.
+# Of one position in one round: messages out (position, bytes) and in (position, bytes, reduced bytes), in their order.
 Step = tuple[list[tuple[int, int]], list[tuple[int, int, int]]]
 
 
 @lru_cache(maxsize=64)
 def steps_of(schedule: Schedule) -> list[list[Step]]:
-    """The rounds of each place in which it has a part; equal rounds are one object."""
+    """The rounds of each position in which it has a part; equal rounds are one object."""
     steps: list[list[Step]] = [[] for _ in range(schedule.ranks)]
     made: dict[int, list[tuple[int, Step]]] = {}
     for part in schedule.rounds:
         if id(part) not in made:
             made[id(part)] = _steps(part, schedule.ranks)
-        for place, step in made[id(part)]:
-            steps[place].append(step)
+        for position, step in made[id(part)]:
+            steps[position].append(step)
     return steps
 
 
@@ -40,9 +40,12 @@ def _steps(part: Round, ranks: int) -> list[tuple[int, Step]]:
         for ends in (part.source[by_source], part.target[by_target])
     )
     return [
-        (place, (out[of_source[place] : of_source[place + 1]], into[of_target[place] : of_target[place + 1]]))
-        for place in range(ranks)
-        if of_source[place] < of_source[place + 1] or of_target[place] < of_target[place + 1]
+        (
+            position,
+            (out[of_source[position] : of_source[position + 1]], into[of_target[position] : of_target[position + 1]]),
+        )
+        for position in range(ranks)
+        if of_source[position] < of_source[position + 1] or of_target[position] < of_target[position + 1]
     ]
 
 
@@ -218,12 +221,12 @@ class Stream:
         if not into:
             self._next()
 
-    def _send(self, place: int, size: int) -> None:
-        rank, peer = self._queues.rank, self._ranks[place]
+    def _send(self, position: int, size: int) -> None:
+        rank, peer = self._queues.rank, self._ranks[position]
         self._mailbox.send((self._tag, rank, peer, size), rank, peer, size)
 
-    def _receive(self, place: int, size: int, reduced: int) -> None:
-        key = (self._tag, self._ranks[place], self._queues.rank, size)
+    def _receive(self, position: int, size: int, reduced: int) -> None:
+        key = (self._tag, self._ranks[position], self._queues.rank, size)
         self._mailbox.receive(key, lambda: self._take(reduced))
 
     def _take(self, reduced: int) -> None:

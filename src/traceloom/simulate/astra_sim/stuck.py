@@ -47,11 +47,11 @@ def _waits(engine: Engine, rank: Rank) -> tuple[str, int]:
             if absent:
                 return f"{label} waits for rank {absent[0]}, which does not come to it", absent[0]
             for peer, other in zip(meeting.group, meeting.node, strict=True):
-                theirs = engine.ranks[peer].nodes
-                ours, message = rank.nodes.messages[node], theirs.messages[other]
+                peer_nodes = engine.ranks[peer].nodes
+                ours, message = rank.nodes.messages[node], peer_nodes.messages[other]
                 if (message.kind, message.size) != (ours.kind, ours.size):
                     here, there = (f"{m.kind} of {m.size:,} bytes" for m in (ours, message))
-                    return f"{label} is {here}, where rank {peer} does {there} in its {theirs.label(other)}", peer
+                    return f"{label} is {here}, where rank {peer} does {there} in its {peer_nodes.label(other)}", peer
             return f"{label} waits for messages that do not come", -1
         if action == RECEIVE:
             message = rank.nodes.messages[node]

@@ -20,8 +20,8 @@ def ends(phase: Phase, members: Ints, begin_ns: Ints, memory_rate: float, transm
 
     Args:
         phase: What is done.
-        members: The rank at each place.
-        begin_ns: When each place begins; shape (ranks,).
+        members: The rank at each position.
+        begin_ns: When each position begins; shape (ranks,).
         memory_rate: Bytes per second at which a rank reads or writes.
         transmit: When messages are there; called once per round.
     """
@@ -72,7 +72,7 @@ def _eager(phase: Phase, members: Ints, ready: Ints, memory_rate: float, transmi
     have = np.sort(arrived, axis=0) + phase.delay_ns + _reduction(first, memory_rate)[0]
     last = arrived.max(axis=0)
     begun = np.where(have >= last, have, np.iinfo(np.int64).max).min(axis=0)
-    sent = np.maximum(have, begun)  # the k-th message of each place
+    sent = np.maximum(have, begun)  # the k-th message of each position
     source_sent = np.take_along_axis(sent, near, axis=1).ravel()
     there = transmit(members[second.source], members[second.target], second.bytes, source_sent)
     posted = np.take_along_axis(sent, far, axis=1).ravel()
