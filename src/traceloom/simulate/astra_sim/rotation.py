@@ -1,8 +1,8 @@
 """Collectives in which every rank does the same at the same time: one rank and its links stand for all.
 
-Where all ranks of a ring, a switch or a full mesh begin at once, and each sends to the ranks at the same distances, every
-link of one kind sees the same messages at the same times. What the one rank sends to a distance arrives at itself, as what
-the rank at that distance before it has sent.
+Where all ranks of a ring, a switch or a full mesh begin at once, and each sends to the ranks at the same distances,
+every link of one kind sees the same messages at the same times. What the one rank sends to a distance arrives at
+itself, as what the rank at that distance before it has sent.
 """
 
 from __future__ import annotations
