@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import outputs, scaling
 from traceloom.cli.progress import Progress
 
 DESCRIPTION = "Say how long a workload takes on another machine: its graph is evaluated with another network or device."
@@ -22,6 +22,7 @@ examples:
   traceloom simulate run --machine machine.toml --step 12 -o simulation.json -o tables/
   traceloom simulate run --device 'H100 SXM' --host-factor 0.8
   traceloom simulate job.graph --only communication        as if all else took no time
+  traceloom simulate run --ranks 1024 -o workload/         the same job with more ranks, and its .et files
   traceloom simulate workload/ --groups comm_groups.json --machine machine.toml
 """
 
@@ -42,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--host-factor", type=types.positive, default=1.0, metavar="F", help="host work takes so many times as long"
     )
+    scaling.add_options(parser)
     what = parser.add_argument_group("what is simulated")
     what.add_argument("--step", type=types.whole, metavar="N", help="one step (default: the whole window)")
     what.add_argument("--only", choices=("communication", "compute"), help="as if the other side took no time")
@@ -55,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
     """Read, simulate and show; returns the exit code."""
     from traceloom.report import simulation as report
     from traceloom.simulate import native
+
+    if scaling.is_asked(args):
+        return scaling.run(args)
 
     def write_html(document: dict[str, Any], handle: BinaryIO) -> None:
         from traceloom.plain_text import encoded

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.collective.bandwidth import with_sizes
 from traceloom.analyze.collective.collectives import collectives_of
 from traceloom.analyze.collective.groups import declared_groups, groups
 from traceloom.array_types import Floats
@@ -35,9 +36,11 @@ from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.model.result import Result
 from traceloom.model.session import Session
+from traceloom.simulate.machine import Machine
+from traceloom.simulate.native.pricing import transfers_on
 from traceloom.simulate.scaling.draws import Drawn, Draws, Transferred
 from traceloom.simulate.scaling.expanding import expanded
-from traceloom.simulate.scaling.replicas import ALL, DataAxis, Replica, data_axis, replica_of
+from traceloom.simulate.scaling.replicas import ALL, PAIRS, DataAxis, Replica, data_axis, replica_of
 from traceloom.simulate.scaling.variation import variation_of
 
 DRAWS = 200
@@ -50,8 +53,9 @@ COLLECTIVES = schema(
     {"copies": pl.Int64, "ranks_before": pl.Int64, "ranks_after": pl.Int64, "in_bytes_before": pl.Int64,
      "in_bytes_after": pl.Int64},
 )  # fmt: skip
-# How long meetings take in the scaled job: rows of `meetings` with `members` and `in_bytes` after -> ns, (meetings,).
-Transfers = Callable[[pl.DataFrame], Floats]
+# How long meetings take in the scaled job, ns, (meetings,): of their rows after, with the `ranks` of one group each,
+# and of how long they would take by their bytes on the bus.
+TransferModel = Callable[[pl.DataFrame, Floats], Floats]
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class RecordedJob:
         self._before: Drawn | None = None
 
     def at(
-        self, *, ranks: int | None = None, data_parallel: int | None = None, transfers: Transfers | None = None
+        self, *, ranks: int | None = None, data_parallel: int | None = None, transfers: TransferModel | None = None
     ) -> Scaled:
         """A step with so many ranks, or so many copies of the model; see `scale`."""
         copies = self.copies(ranks=ranks, data_parallel=data_parallel)
@@ -181,7 +185,7 @@ class RecordedJob:
         )
 
     def graph_at(
-        self, *, ranks: int | None = None, data_parallel: int | None = None, transfers: Transfers | None = None
+        self, *, ranks: int | None = None, data_parallel: int | None = None, transfers: TransferModel | None = None
     ) -> Graph:
         """The graph of all ranks of the scaled job, each with works of its own where anything varies: one draw."""
         copies = self.copies(ranks=ranks, data_parallel=data_parallel)
@@ -190,11 +194,10 @@ class RecordedJob:
         seed = self._seed if self._varied else None
         return expanded(self.replica, self.variation, after, copies, transfer_ns=transfer, seed=seed)
 
-    def transfers(self, after: pl.DataFrame, transfers: Transfers | None) -> Transferred:
+    def transfers(self, after: pl.DataFrame, transfers: TransferModel | None) -> Transferred:
         """How long the meetings of a scaled job take; `after` is of `grown`."""
-        factors = bus_factors(self.replica.meetings, after)
-        taken = self._transfers.mean_ns * factors if transfers is None else transfers(after)
-        return replace(self._transfers, mean_ns=taken)
+        taken = self._transfers.mean_ns * bus_factors(self.replica.meetings, after)
+        return replace(self._transfers, mean_ns=taken if transfers is None else transfers(after, taken))
 
     def copies(self, *, ranks: int | None, data_parallel: int | None) -> int:
         """How many copies of the model are asked for.
@@ -254,7 +257,7 @@ def scale(
     ranks: int | None = None,
     data_parallel: int | None = None,
     roles: Mapping[str, str] | None = None,
-    transfers: Transfers | None = None,
+    transfers: TransferModel | None = None,
     varied: bool = True,
     draws: int = DRAWS,
     seed: int = 0,
@@ -293,6 +296,8 @@ def roles_of(session: Session) -> dict[str, str]:
 def grown(replica: Replica, copies: int) -> pl.DataFrame:
     """The meetings with so many copies: `members`, `in_bytes` and `out_bytes` of groups that hold all of them follow.
 
+    `ranks` are those of one group that meets there (of the first copies), the sender of a message first.
+
     Raises:
         UsageError: `cannot-scale`: groups of neighbouring copies do not divide them.
     """
@@ -305,9 +310,16 @@ def grown(replica: Replica, copies: int) -> pl.DataFrame:
                 hint=f"ask for a multiple of {span * replica.axis.positions} ranks",
             )
     growing, before = pl.col("span") == ALL, replica.axis.copies
+    axis = replace(replica.axis, copies=copies, world=copies * replica.axis.positions)
+    groups = replica.meetings.unique("key", maintain_order=True).select("key", "span", "kind", "positions")
+    ranks = [
+        (key, [axis.rank(at, copy) for copy in range(copies if span == ALL else span) for at in positions])
+        for key, span, _, positions in groups.iter_rows()
+    ]
+    members = pl.DataFrame(ranks, {"key": pl.String, "ranks": pl.List(pl.Int64)}, orient="row")
     share = pl.when(growing).then(before / copies).otherwise(1.0)
     gather, scatter = pl.col("kind") == "all_gather", pl.col("kind") == "reduce_scatter"
-    return replica.meetings.with_columns(
+    return replica.meetings.join(members, on="key", how="left", maintain_order="left").with_columns(
         members=pl.when(growing).then(pl.col("members") // before * copies).otherwise("members"),
         in_bytes=pl.when(gather).then((pl.col("in_bytes") * share).round().cast(pl.Int64)).otherwise("in_bytes"),
         out_bytes=pl.when(scatter).then((pl.col("out_bytes") * share).round().cast(pl.Int64)).otherwise("out_bytes"),
@@ -323,6 +335,27 @@ def bus_factors(before: pl.DataFrame, after: pl.DataFrame) -> Floats:
         on_bus.append(np.where(once | (ranks < 2), 1.0, (ranks - 1) / ranks))
     factors: Floats = on_bus[1] / on_bus[0]
     return factors
+
+
+def on_machine(machine: Machine) -> TransferModel:
+    """Transfers by the network of a machine, each as if nothing else was on its links."""
+
+    def model(after: pl.DataFrame, taken_ns: Floats) -> Floats:
+        messages = pl.col("kind").is_in(PAIRS)
+        table = after.select(
+            "key", "in_bytes", "out_bytes", pl.col("ranks").alias("members"), pl.col("members").alias("group_size"),
+            kind=pl.when(messages).then(pl.lit("send")).otherwise("kind"), recorded=pl.Series(taken_ns),
+        )  # fmt: skip
+        alike = ["key", "kind", "in_bytes", "out_bytes"]
+        distinct = with_sizes(table.unique(alike, maintain_order=True))
+        recorded = distinct["recorded"].round().cast(pl.Int64).to_numpy()
+        priced = transfers_on(machine, distinct, recorded)
+        distinct = distinct.select(*alike, priced=pl.Series(priced.time_ns), own=pl.Series(priced.replaced))
+        rows = table.join(distinct, on=alike, how="left", maintain_order="left", nulls_equal=True)
+        times: Floats = np.where(rows["own"].to_numpy(), rows["priced"].to_numpy(), taken_ns)
+        return times
+
+    return model
 
 
 def seen_transfers(job: Draws, axis: DataAxis, seed: int) -> Transferred:

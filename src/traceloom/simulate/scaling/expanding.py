@@ -111,11 +111,12 @@ def expanded(
     # The peer of a message is in its own copy, the root of a larger group in the first one.
     peer_position = replica.parts["peer_position"].fill_null(0).to_numpy().astype(np.int64)
     of_copy = replica.parts.select(pl.col("pair") | (pl.col("span") == 1)).to_series().to_numpy()
+    has_peer = replica.parts["peer_position"].is_not_null().to_numpy()
     peer = rank_of[np.where(of_copy, copy[:, np.newaxis], 0).ravel(), np.tile(peer_position, copies)]
     communication = communication.with_columns(
         node=pl.Series(moved(single.communication["node"].to_numpy().astype(np.int64))),
         instance=pl.when(pl.col("instance").is_not_null()).then(pl.Series(instance - inner * copies)),
-        peer=pl.when(pl.col("peer").is_not_null()).then(pl.Series(peer)),
+        peer=pl.when(pl.Series(np.tile(has_peer, copies))).then(pl.Series(peer)),
     )
     frames: dict[str, Any] = {
         "nodes": whole,

@@ -146,8 +146,8 @@ def keyed(graph: Graph, axis: DataAxis, roles: Mapping[str, str], positions: pl.
     Returns:
         The rows of `communication` with `rank`, `position`, `copy`, `step`, `from_ns`, `to_ns`, `key` (of the group,
         the same at all positions and in all copies that meet; null where the rank meets nobody), `span` (neighbouring
-        copies that meet; `ALL`), `members` (of the group), `positions` (of one copy in it), `nth` in the step of that
-        key, and `peer_position` (of the other side of a message, or of a root).
+        copies that meet; `ALL`), `members` (of the group), `positions` (of one copy in it, the sender first), `nth` in
+        the step of that key, and `peer_position` (of the other side of a message, or of a root).
 
     Raises:
         UsageError: `uneven-groups`: a group holds neither ranks of one copy, nor of neighbouring copies, nor of all.
@@ -156,7 +156,7 @@ def keyed(graph: Graph, axis: DataAxis, roles: Mapping[str, str], positions: pl.
         "node", "rank", "step", from_ns="start_ns", to_ns=pl.col("start_ns") + pl.col("duration_ns")
     )
     rows = graph.communication.join(nodes, on="node").join(positions, on="rank")
-    about = ["rank", "position", "group", "ranks", "group_size", "peer", "pair"]
+    about = ["rank", "position", "group", "ranks", "group_size", "peer", "kind_of_pair", "pair"]
     rows = rows.with_columns(pair=pl.col("kind").is_in(PAIRS)).with_columns(
         peer=pl.when("pair").then("peer"),
         kind_of_pair=pl.when("pair").then("kind"),
@@ -166,7 +166,7 @@ def keyed(graph: Graph, axis: DataAxis, roles: Mapping[str, str], positions: pl.
     distinct = rows.unique(about, maintain_order=True).select(about)
     names: dict[object, list[str]] = {}
     keys = [_key(row, axis, roles, names) for row in distinct.iter_rows(named=True)]
-    schema = {"key": pl.String, "span": pl.Int64, "members": pl.Int64, "positions": pl.Int64}
+    schema: dict[str, Any] = {"key": pl.String, "span": pl.Int64, "members": pl.Int64, "positions": pl.List(pl.Int64)}
     of_groups = distinct.hstack(pl.DataFrame(keys, schema, orient="row"))
     rows = rows.join(of_groups, on=about, how="left", nulls_equal=True, maintain_order="left")
     # A message has its own key for each direction; its two sides count it alike.
@@ -182,18 +182,28 @@ def keyed(graph: Graph, axis: DataAxis, roles: Mapping[str, str], positions: pl.
 
 def _key(
     row: Mapping[str, object], axis: DataAxis, roles: Mapping[str, str], names: dict[object, list[str]]
-) -> tuple[str | None, int, int, int]:
+) -> tuple[str | None, int, int, list[int]]:
+    """Key, span, members and positions of a group or message: columns of `keyed`."""
     rank, position, group, members, peer = (row[name] for name in ("rank", "position", "group", "ranks", "peer"))
     assert isinstance(rank, int)
     assert isinstance(position, int)
     moved = position - axis.position(rank)
     if row["pair"]:
         same_copy = isinstance(peer, int) and axis.copy(peer) == axis.copy(rank)
-        return (str(axis.position(peer) + moved), 1, 2, 2) if same_copy and isinstance(peer, int) else (None, 1, 1, 1)
-    whole = [*range(axis.world)] if not members and row["group_size"] in {axis.world, None} else [rank]
-    ranks = list(members) if isinstance(members, list) else whole
+        if not same_copy or not isinstance(peer, int):
+            return None, 1, 1, [position]
+        other = axis.position(peer) + moved
+        return str(other), 1, 2, [position, other] if row["kind_of_pair"] == "send" else [other, position]
+    size = axis.world if row["group_size"] is None else row["group_size"]
+    ranks = list(members) if isinstance(members, list) else [*range(axis.world)] if size == axis.world else [rank]
+    if ranks == [rank] and size != 1:
+        raise UsageError(
+            f"no trace says which {size} ranks are in group {group}",
+            slug="uneven-groups",
+            hint="record with distributed information, or simulate a run whose groups are described",
+        )
     if len(ranks) < 2:
-        return None, 1, 1, 1
+        return None, 1, 1, [position]
     own = {axis.position(member) for member in ranks}
     at = tuple(sorted(own if position in own else {other + moved for other in own}))
     copies = sorted({axis.copy(member) for member in ranks})
@@ -209,7 +219,7 @@ def _key(
     same = names.setdefault((rank, span, at), [])
     if str(group) not in same:
         same.append(str(group))
-    return f"{span} {at} {same.index(str(group))}", span, len(ranks), len(own)
+    return f"{span} {at} {same.index(str(group))}", span, len(ranks), list(at)
 
 
 def replica_of(graph: Graph, axis: DataAxis, roles: Mapping[str, str]) -> Replica:

@@ -1,0 +1,154 @@
+"""`traceloom simulate --ranks`: the recorded job with another number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from traceloom.cli import options as types
+from traceloom.cli import outputs
+from traceloom.cli.progress import Progress
+from traceloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from traceloom.simulate.machine import Machine
+    from traceloom.simulate.native.inputs import SimulationInput
+    from traceloom.simulate.scale import RecordedJob
+
+# Sizes of a job that only another recording, or a generated workload, can have.
+_REFUSED = {
+    "tensor_parallel": "every kernel of a layer would work on another part of it",
+    "pipeline_parallel": "every stage would hold other layers",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that ask for another scale."""
+    scale = parser.add_argument_group("at which scale")
+    size = scale.add_mutually_exclusive_group()
+    size.add_argument(
+        "--ranks", type=types.count, metavar="N", help="the same job with N ranks: more (or fewer) copies"
+    )
+    size.add_argument("--data-parallel", type=types.count, metavar="N", help="the same with N copies of the model")
+    for name in _REFUSED:
+        scale.add_argument(f"--{name.replace('_', '-')}", type=types.count, help=argparse.SUPPRESS)
+    scale.add_argument(
+        "--role", action="append", default=[], metavar="GROUP=ROLE", help="what a group is for, as 9=data, where its "
+        "name and calls do not tell",
+    )  # fmt: skip
+    scale.add_argument("--draws", type=types.count, default=200, metavar="N", help="how many steps are drawn (200)")
+    scale.add_argument("--seed", type=types.whole, default=0, metavar="N", help="of chance (0)")
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    """Whether another scale is asked for.
+
+    Raises:
+        UsageError: slug `cannot-scale`: one that cannot be made of what was recorded.
+    """
+    for name, why in _REFUSED.items():
+        if getattr(args, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} cannot be changed in what was recorded: {why}",
+                slug="cannot-scale",
+                hint="record a job that has it, or plan with --sweep and `traceloom generate transformer`",
+            )
+    return args.ranks is not None or args.data_parallel is not None
+
+
+def recorded_job(args: argparse.Namespace, source: SimulationInput) -> RecordedJob:
+    """The recorded job, on the device that is asked for."""
+    from traceloom.simulate.device import rescale
+    from traceloom.simulate.scale import RecordedJob, roles_of
+
+    graph = source.graph
+    if not source.measured:
+        raise UsageError(
+            "only recorded runs can be scaled: nothing here was measured, so nothing tells how works vary",
+            slug="cannot-scale",
+            hint="name the recorded run",
+        )
+    if args.device is not None or args.host_factor != 1:
+        graph = rescale(graph, source.session, args.device, host_factor=args.host_factor).graph
+    roles = roles_of(source.session) if source.session else {}
+    for text in args.role:
+        group, equals, role = text.partition("=")
+        if not equals:
+            raise UsageError(f"`{text}` names no role", slug="wrong-usage", hint="write --role GROUP=data")
+        roles[group] = role
+    return RecordedJob(graph, roles, draws=args.draws, seed=args.seed)
+
+
+def machine_of(args: argparse.Namespace, ranks: int) -> Machine | None:
+    """The machine with so many ranks; None for the recorded one."""
+    from traceloom.simulate.machine import read_machine
+
+    if args.machine is None:
+        if args.overrides:
+            raise UsageError("--set is of a machine", slug="wrong-usage", hint="name one with --machine")
+        return None
+    return read_machine(args.machine, args.overrides).for_ranks(ranks)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, scale and show; returns the exit code."""
+    from traceloom.chakra.group_file import FILES_OF_RANKS
+    from traceloom.report import scaled as report
+    from traceloom.simulate.native.inputs import open_input
+    from traceloom.simulate.scale import on_machine
+
+    chosen = outputs.targets(args, {".json": _document}, (_files, FILES_OF_RANKS))
+    with Progress(shown=not args.quiet) as progress:
+        progress.say("reading")
+        source = open_input(args.inputs, groups=args.groups, only=args.only, step=args.step, cache=not args.no_cache)
+        progress.say("measuring how works vary")
+        job = recorded_job(args, source)
+        size = {"ranks": args.ranks, "data_parallel": args.data_parallel}
+        ranks = job.copies(**size) * job.axis.positions
+        machine = machine_of(args, ranks)
+        model = on_machine(machine) if machine else None
+        progress.say(f"drawing steps of {ranks:,} ranks")
+        answer = job.at(**size, transfers=model)
+        document = report.build(answer, source.name, (machine.name or str(args.machine)) if machine else "")
+        written = []
+        for path, produce in chosen:
+            progress.say(f"writing {path}")
+            if produce is _files:
+                written.append((path, _write_files(job, args, path, progress, ranks)))
+            else:
+                written += outputs.write(args, [(path, produce)], document, progress)
+    if args.json:
+        outputs.as_json(document, sys.stdout.buffer)
+    elif outputs.printed(args):
+        from traceloom.report.views import terminal
+
+        terminal.put(partial(report.render, document), sys.stdout)
+    outputs.close(args, written, f"traceloom simulate {shlex.join(args.inputs)} --ranks {ranks} -o workload/")
+    return 0
+
+
+def _document(document: object, handle: BinaryIO) -> None:
+    outputs.as_json(document, handle)
+
+
+def _files(document: object, handle: BinaryIO) -> None:
+    """Stands for a directory of `.et` files among the formats."""
+    raise NotImplementedError
+
+
+def _write_files(job: RecordedJob, args: argparse.Namespace, path: Path, progress: Progress, ranks: int) -> int:
+    """Write the workload of all ranks for other simulators; the size of its files in bytes."""
+    from traceloom.chakra.astra_sim import to_astra_sim
+    from traceloom.simulate.scale import on_machine
+
+    machine = machine_of(args, ranks)
+    progress.say(f"copying the graph for {ranks:,} ranks")
+    graph = job.graph_at(ranks=ranks, transfers=on_machine(machine) if machine else None)
+    progress.say(f"ordering {graph.nodes.height:,} nodes for {path}")
+    workload = to_astra_sim(graph)
+    progress.say(f"writing {ranks:,} files to {path}")
+    return sum(file.stat().st_size for file in workload.write(path, force=args.force))
