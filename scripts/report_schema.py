@@ -17,7 +17,11 @@ from traceloom.report.absent import REASONS
 from traceloom.report.sections import every, reasons
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
-ROOTS = {"report.schema.json": "", "memory.schema.json": "memory_json"}  # file -> path of its document in the registry
+ROOTS = {
+    "report.schema.json": "",
+    "memory.schema.json": "memory_json",
+    "simulation.schema.json": "simulation_json",
+}  # file -> path of its document in the registry
 HEAD = """\
 # Columns of the report
 

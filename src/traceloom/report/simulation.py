@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
 
 from rich.text import Text
 
@@ -10,6 +11,7 @@ from traceloom import __version__
 from traceloom.model import units
 from traceloom.report.names import rank_label, short
 from traceloom.report.table import Row
+from traceloom.report.views.jsonfile import encode
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
 from traceloom.report.whatif import part_name
 from traceloom.simulate.simulation import Simulation
@@ -17,8 +19,10 @@ from traceloom.simulate.simulation import Simulation
 FORMAT = "traceloom-simulation"
 VERSION = 1
 _ROWS = 8
+_NOTICES = 6
 _KINDS = {
-    "compute_ns": "compute", "exposed_communication_ns": "exposed", "communication_ns": "communication",
+    "before_ns": "before", "end_ns": "after",
+    "compute_ns": "compute", "exposed_communication_ns": "exposed",
     "memory_ns": "copies", "host_ns": "host", "other_ns": "other",
 }  # fmt: skip
 
@@ -27,10 +31,12 @@ def build(answer: Simulation) -> Row:
     """The document: the answer, how far it can be trusted, and its tables but that of the nodes."""
     plain = answer.to_dict()
     head = {"format": FORMAT, "version": VERSION, "traceloom": __version__, "sentence": sentence(answer)}
-    return {
-        **head,
-        **{key: value for key, value in plain.items() if key != "nodes"},
-    }
+    return {**head, **{key: value for key, value in plain.items() if key != "nodes"}}
+
+
+def write_json(answer: Simulation, handle: BinaryIO) -> None:
+    """The document as JSON."""
+    handle.write(encode(build(answer)))
 
 
 def sentence(answer: Simulation) -> str:
@@ -39,30 +45,93 @@ def sentence(answer: Simulation) -> str:
     after = units.duration(answer.after_ns)
     if answer.before_ns is None:
         return f"{scope} takes {after} on {answer.machine}."
-    before = units.duration(answer.before_ns)
     if not answer.machine:
         return f"{scope} takes {after} on the recorded machine."
-    error = "" if answer.identity_error is None else f" ± {abs(answer.identity_error) * 100:.1f} %"
-    change = (answer.after_ns - answer.before_ns) / max(answer.before_ns, 1)
-    return f"{scope} would take {after}{error} on {answer.machine}, {before} before ({change * 100:+.1f} %)."
+    interval = ""
+    if answer.low_ns is not None and answer.high_ns is not None and answer.low_ns < answer.high_ns:
+        interval = f" ({units.duration(answer.low_ns)} to {units.duration(answer.high_ns)})"
+    error = "" if answer.identity_error is None else f", give or take {units.share(abs(answer.identity_error), 1)}"
+    change = f"{(answer.after_ns - answer.before_ns) / max(answer.before_ns, 1) * 100:+.1f} %"
+    verb = "took" if answer.measured_ns is not None else "takes"
+    return (
+        f"{scope} would take {after}{interval} on {answer.machine}{error}; it {verb} "
+        f"{units.duration(answer.before_ns)} ({change})."
+    )
 
 
 def render(document: Row, width: int) -> Iterator[Text]:
     """The lines on a terminal."""
     yield Text(short(document["name"], width), "bold")
     yield Text("")
-    yield from paragraph(document["identity"], width)
+    if document["identity"]:
+        yield from paragraph(document["identity"], width)
     yield from paragraph(document["sentence"], width, "bold")
-    yield from heading("Ranks", "communication counts whatever else runs; the others add up", width)
+    for notice in document["notices"][:_NOTICES]:
+        yield from paragraph(f"{notice['severity']}: {notice['message']} [{notice['slug']}]", width)
+    if more := len(document["notices"]) - _NOTICES:
+        yield from paragraph(f"and {more} more notices; --json has them all", width) if more > 0 else ()
+    yield from _ranks(document, width)
+    for head, hint, key, names, name in _TABLES:
+        rows = _busiest(document) if key == "links" else document[key][:_ROWS]
+        if rows:
+            yield from heading(head, hint, width)
+            cells: list[list[str | Text]] = [[shown(row[field]) for field, _, shown in names] for row in rows]
+            columns = [TextColumn(title) for _, title, _ in names]
+
+            def label(i: int, room: int, rows: list[Row] = rows, name: Callable[[Row], str] = name) -> str:
+                return short(name(rows[i]), room)
+
+            yield from lines(columns, cells, ("of", label), width)
+
+
+def _ranks(document: Row, width: int) -> Iterator[Text]:
+    """What the ranks do with their time: those that end last, and first."""
+    ranks = document["ranks"]
+    by_end = sorted(ranks, key=lambda row: (-(row["end_ns"] or 0), row["rank"]))
+    shown = (
+        ranks if len(ranks) <= _ROWS else sorted(by_end[: _ROWS // 2] + by_end[-_ROWS // 2 :], key=lambda r: r["rank"])
+    )
+    hint = "exposed: communication while nothing computes"
+    if len(shown) < len(ranks):
+        hint = f"of the first and last of {len(ranks)} ranks"
+    yield from heading("Time", hint, width)
+    keys = [key for key in _KINDS if any(row[key] is not None for row in ranks)]
     rows: list[list[str | Text]] = [
-        [rank_label(r["rank"]), *(units.duration(r[key]) for key in ("before_ns", "end_ns", *_KINDS))]
-        for r in document["ranks"][:_ROWS]
+        [rank_label(row["rank"]), *(_time(row[key]) for key in keys)]
+        for row in sorted(shown, key=lambda row: row["rank"])
     ]
-    names = ("before", "after", *_KINDS.values())
-    columns = [TextColumn("", right=False), *(TextColumn(name) for name in names)]
+    columns = [TextColumn("", right=False), *(TextColumn(_KINDS[key]) for key in keys)]
     yield from lines(columns, rows, ("", lambda *_: ""), width)
-    yield from heading("Critical path", "what decides how long it takes", width)
-    parts = document["path"][:_ROWS]
-    cells: list[list[str | Text]] = [[units.duration(p["before_ns"]), units.duration(p["after_ns"])] for p in parts]
-    columns = [TextColumn("before"), TextColumn("after")]
-    yield from lines(columns, cells, ("of", lambda i, room: short(part_name(parts[i]), room)), width)
+
+
+def _busiest(document: Row) -> list[Row]:
+    """The links that were busy for longest."""
+    used = [row for row in document["links"] if row["bytes"]]
+    return sorted(used, key=lambda row: (-row["busy_ns"], -row["waiting_ns"], row["link"]))[:_ROWS]
+
+
+def _time(value: int | None) -> str:
+    return "" if value is None else units.duration(value)
+
+
+def _became_name(row: Row) -> str:
+    rank = "" if row["rank"] is None else f"rank {row['rank']}: "
+    return f"{rank}{part_name(row)}, {row['name']}"
+
+
+_Shown = Callable[[Any], str]
+_TABLES: tuple[tuple[str, str, str, tuple[tuple[str, str, _Shown], ...], Callable[[Row], str]], ...] = (
+    (
+        "Critical path", "what decides how long it takes", "path",
+        (("before_ns", "before", _time), ("after_ns", "after", _time)), part_name,
+    ),
+    (
+        "New on the critical path", "what did not decide before", "became_critical",
+        (("count", "count", str), ("time_ns", "time", _time)), _became_name,
+    ),
+    (
+        "Busiest links", "waiting: what it made transfers longer by", "links",
+        (("bytes", "bytes", units.size), ("busy_ns", "busy", _time), ("waiting_ns", "waiting", _time)),
+        lambda row: str(row["name"]),
+    ),
+)  # fmt: skip

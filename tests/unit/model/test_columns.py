@@ -40,7 +40,11 @@ def properties(shape: Any, path: str, definitions: Document) -> Iterator[tuple[s
 
 def schemas() -> Iterator[tuple[str, Document]]:
     """The published schemas and those of the sections, with the path of their rows."""
-    for name, root in (("report.schema.json", ""), ("memory.schema.json", "memory_json")):
+    for name, root in (
+        ("report.schema.json", ""),
+        ("memory.schema.json", "memory_json"),
+        ("simulation.schema.json", "simulation_json"),
+    ):
         yield root, json.loads((REFERENCE / name).read_text(encoding="utf-8"))
     for section in every():
         yield section.key, section.schema

@@ -1,0 +1,178 @@
+"""`traceloom simulate`: its document, its tables, its words, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import polars as pl
+import pytest
+
+from support.jobs import ParallelRecipe, parallel_job
+from support.workload import collective, node, write_set
+from traceloom.cli import main
+from traceloom.errors import TraceloomError
+from traceloom.report.simulation import build, render
+from traceloom.report.simulation_files import TABLES
+from traceloom.simulate import run
+
+SCHEMA = json.loads(
+    (Path(__file__).resolve().parents[3] / "docs" / "reference" / "simulation.schema.json").read_text(encoding="utf-8")
+)
+MACHINE = """\
+format = "traceloom-machine"
+version = 1
+name = "two of two"
+[[network]]
+topology = "switch"
+size = 2
+bandwidth = 100.0
+[[network]]
+topology = "switch"
+size = 2
+bandwidth = 10.0
+latency = 1000
+[nic]
+bandwidth = 10.0
+"""
+NETWORK = "topology: [ Ring ]\nnpus_count: [ 2 ]\nbandwidth: [ 50.0 ]\nlatency: [ 500.0 ]\n"
+SYSTEM = {
+    "scheduling-policy": "LIFO", "endpoint-delay": 10, "preferred-dataset-splits": 1, "local-mem-bw": 1600,
+    "collective-optimization": "localBWAware", "active-chunks-per-dimension": 1,
+    **{f"{kind}-implementation": ["ring"] for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parallel_job(ParallelRecipe(data=2, tensor=2, steps=2)).run().write(tmp_path_factory.mktemp("job") / "job")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    path = tmp_path / "machine.toml"
+    path.write_text(MACHINE, encoding="utf-8")
+    return str(path)
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert main(["simulate", *map(str, words), "--json"]) == 0
+    value: dict[str, Any] = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(SCHEMA).validate(value)
+    assert set(value) == set(SCHEMA["properties"])
+    return value
+
+
+def test_the_document_is_as_published(job: Path, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    here = document(capsys, job)
+    assert here["after_ns"] == here["before_ns"] == here["measured_ns"]
+    assert "come back as" in here["identity"]
+    assert here["trusted"]
+    there = document(capsys, job, "--machine", machine, "--set", "network.1.bandwidth=1", "--set", "nic.bandwidth=1")
+    assert there["after_ns"] > there["before_ns"] == here["after_ns"]
+    assert sum(row["after_ns"] for row in there["path"]) == there["after_ns"]
+    assert {row["algorithm"] for row in there["collectives"]} == {"ring"}
+    assert there["machine"] == "two of two with network.1.bandwidth=1, nic.bandwidth=1"
+    step = document(capsys, job, "--step", "1", "--machine", "dgx-h100", "--host-factor", "1")
+    assert (step["step"], step["machine"]) == (1, "DGX H100")
+    assert step["after_ns"] < there["after_ns"]
+
+
+def test_the_mode_of_the_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = write_set(
+        tmp_path / "set",
+        *([node(1, us=5, is_cpu_op=False), collective(2, size=1 << 20, deps=[1], is_cpu_op=False)] for _ in range(2)),
+    )
+    (tmp_path / "network.yml").write_text(NETWORK, encoding="utf-8")
+    (tmp_path / "system.json").write_text(json.dumps(SYSTEM), encoding="utf-8")
+    files = ["--network", tmp_path / "network.yml", "--system", tmp_path / "system.json"]
+    exact = document(capsys, home, "--mode", "astra-sim", *files)
+    # simulation.md 3.2: 2 (N - 1) steps of a half at 2^30 B/s, 3 endpoint delays, one reduction
+    step = int(500 + (1 << 19) / (50 * 2**30 / 1e9))
+    assert [row["end_ns"] for row in exact["ranks"]] == [5_000 + 2 * step + 30 + 3 * int((1 << 19) / 1600)] * 2
+    native = document(capsys, home, *files)
+    assert native["after_ns"] == pytest.approx(exact["after_ns"], rel=0.05)
+    for wrong in (
+        ["--mode", "astra-sim"],
+        ["--mode", "astra-sim", *files, "--step", 1],
+        [*files, "--collective", "all_reduce=x"],
+        ["--congestion", "aware"],
+        [*files, "--machine", "dgx-h100"],
+        ["--system", "system.json"],
+        [*files, "--set", "nic.bandwidth=1"],
+    ):
+        assert main(["simulate", str(home), *map(str, wrong)]) == 2
+        assert "wrong-usage" in capsys.readouterr().err
+
+
+def test_every_table_is_a_file(job: Path, machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = tmp_path / "tables"
+    words = ["simulate", str(job), "--machine", machine]
+    outputs = [tables, tmp_path / "nodes.parquet", tmp_path / "became-critical.csv", tmp_path / "out.json"]
+    assert main([*words, *(word for path in outputs for word in ("-o", str(path)))]) == 0
+    assert "Wrote" in capsys.readouterr().out
+    assert {path.stem for path in tables.iterdir()} == set(TABLES)
+    answer = run(job, machine)
+    assert pl.read_parquet(tmp_path / "nodes.parquet").equals(answer.nodes)
+    assert pl.read_csv(tables / "links.csv").equals(answer.links)
+    assert pl.read_csv(tmp_path / "became-critical.csv").height == answer.became_critical.height
+    jsonschema.validate(json.loads((tmp_path / "out.json").read_text(encoding="utf-8")), SCHEMA)
+    assert main([*words, "-o", str(tmp_path / "kernels.csv")]) == 2
+    assert "no-such-table" in capsys.readouterr().err
+    assert main([*words, "-o", str(tables)]) == 3
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_words_fit(job: Path, machine: str, width: int) -> None:
+    lines = [line.plain for line in render(build(run(job, machine)), width)]
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for words in ("come back as", "would take", "Critical path", "New on the critical path", "Busiest links"):
+        assert words in text
+    assert "recorded machine" in "\n".join(line.plain for line in render(build(run(job)), 140))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "slug"),
+    [
+        (["--machine", "no-such"], 2, "no-such-machine"),
+        (["--machine", "MACHINE", "--set", "network.0.bandwidth=0"], 2, "bad-override"),
+        (["--machine", "MACHINE", "--set", "network.1.size=3"], 2, "machine-size"),
+        (["--device", "no such device"], 2, "no-such-device"),
+        (["--groups", "groups.json"], 2, "wrong-usage"),
+        (["--step", "99"], 2, "no-such-step"),
+    ],
+)
+def test_what_is_refused(
+    job: Path, machine: str, words: list[str], code: int, slug: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(job), *(machine if word == "MACHINE" else word for word in words)]) == code
+    assert f"explain {slug}" in capsys.readouterr().err
+
+
+def test_a_deadlock_is_a_failed_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = write_set(
+        tmp_path / "set",
+        [collective(1, pg_name="1", name="first"), collective(2, pg_name="2", deps=[1])],
+        [collective(1, pg_name="2", name="second"), collective(2, pg_name="1", deps=[1])],
+        groups={"1": [0, 1], "2": [0, 1]},
+    )
+    assert main(["simulate", str(home)]) == 5
+    said = capsys.readouterr().err
+    assert "deadlock: rank" in said
+    assert "`second`" in said
+    assert "`first`" in said
+
+
+def test_damaged_files_and_wrong_groups_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = write_set(tmp_path / "set", [collective(1)], [collective(1)])
+    groups = tmp_path / "groups.json"
+    groups.write_text('{"1": "all"}', encoding="utf-8")
+    assert main(["simulate", str(home), "--groups", str(groups)]) == 3
+    (home / "w.1.et").write_bytes((home / "w.1.et").read_bytes()[:9])
+    with pytest.raises(TraceloomError) as error:
+        run(home)
+    assert error.value.exit_code in {3, 5}
+    capsys.readouterr()
