@@ -73,7 +73,10 @@ def recorded_job(args: argparse.Namespace, source: SimulationInput) -> RecordedJ
             hint="name the recorded run",
         )
     if args.device is not None or args.host_factor != 1:
-        graph = rescale(graph, source.session, args.device, host_factor=args.host_factor).graph
+        scaled = rescale(
+            graph, source.session, args.device, host_factor=args.host_factor, recorded=args.recorded_device
+        )
+        graph = scaled.graph
     roles = roles_of(source.session) if source.session else {}
     for text in args.role:
         group, equals, role = text.partition("=")

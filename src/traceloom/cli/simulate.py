@@ -50,6 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--host-factor", type=types.positive, default=1.0, metavar="F", help="host work takes so many times as long"
     )
+    where.add_argument(
+        "--recorded-device", metavar="NAME",
+        help="what computed in the recording, where the traces do not name a device with known peaks",
+    )  # fmt: skip
     scaling.add_options(parser)
     what = parser.add_argument_group("what is simulated")
     what.add_argument("--step", type=types.whole, metavar="N", help="one step (default: the whole window)")
@@ -125,7 +129,7 @@ def _check(args: argparse.Namespace) -> None:
     wrong = hint = ""
     if args.mode == "astra-sim":
         others = {"--machine": args.machine, "--set": args.overrides, "--device": args.device, "--step": args.step,
-                  "--only": args.only}  # fmt: skip
+                  "--only": args.only, "--recorded-device": args.recorded_device}  # fmt: skip
         not_its = [option for option, value in others.items() if value] + ["--host-factor"] * (args.host_factor != 1)
         if not args.network or not args.system:
             wrong, hint = "--mode astra-sim needs --network and --system", "give ASTRA-sim's own files"
@@ -161,6 +165,7 @@ def _native(args: argparse.Namespace, progress: Progress) -> Simulation:
         overrides=args.overrides,
         device=args.device,
         host_factor=args.host_factor,
+        recorded_device=args.recorded_device,
         groups=args.groups,
         only=args.only,
         step=args.step,

@@ -72,7 +72,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
         yield from paragraph(f"and {more} more notices; --json has them all", width) if more > 0 else ()
     yield from _ranks(document, width)
     for head, hint, key, names, name in _TABLES:
-        rows = _busiest(document) if key == "links" else document[key][:_ROWS]
+        rows = _ROWS_OF[key](document) if key in _ROWS_OF else document[key][:_ROWS]
         if rows:
             yield from heading(head, hint, width)
             cells: list[list[str | Text]] = [[shown(row[field]) for field, _, shown in names] for row in rows]
@@ -110,6 +110,16 @@ def _busiest(document: Row) -> list[Row]:
     return sorted(used, key=lambda row: (-row["busy_ns"], -row["waiting_ns"], row["link"]))[:_ROWS]
 
 
+def _by_rule(document: Row) -> list[Row]:
+    """How much work each rule put on the other device."""
+    sums: dict[str, Row] = {}
+    for row in document["device"]["account"] if document["device"] else ():
+        total = sums.setdefault(row["rule"], {"rule": row["rule"]})
+        for name in ("count", "here_ns", "there_ns", "low_ns", "high_ns"):
+            total[name] = total.get(name, 0) + row[name]
+    return list(sums.values())
+
+
 def _time(value: int | None) -> str:
     return "" if value is None else units.duration(value)
 
@@ -120,6 +130,7 @@ def _became_name(row: Row) -> str:
 
 
 _Shown = Callable[[Any], str]
+_ROWS_OF: dict[str, Callable[[Row], list[Row]]] = {"links": _busiest, "device": _by_rule}
 _TABLES: tuple[tuple[str, str, str, tuple[tuple[str, str, _Shown], ...], Callable[[Row], str]], ...] = (
     (
         "Critical path", "what decides how long it takes", "path",
@@ -133,5 +144,11 @@ _TABLES: tuple[tuple[str, str, str, tuple[tuple[str, str, _Shown], ...], Callabl
         "Busiest links", "waiting: what it made transfers longer by", "links",
         (("bytes", "bytes", units.size), ("busy_ns", "busy", _time), ("waiting_ns", "waiting", _time)),
         lambda row: str(row["name"]),
+    ),
+    (
+        "Device", "the work of all ranks by the rule that put it there", "device",
+        (("count", "pieces", str), ("here_ns", "here", _time), ("there_ns", "there", _time),
+         ("low_ns", "at least", _time), ("high_ns", "at most", _time)),
+        lambda row: str(row["rule"]),
     ),
 )  # fmt: skip

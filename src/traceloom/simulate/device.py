@@ -65,10 +65,10 @@ _ELEMENT_TYPES = (
     ("fp8", r"(?i)e4m3|e5m2|fp8|float8|f8f8"),
     ("int8", r"(?i)imma|s8s8|i8816|int8"),
     ("bf16", r"(?i)bf16|bfloat16|_BBS|_BS_"),
-    ("fp16", r"(?i)f16f16|fp16|half|s1688gemm_fp16|h1688|h16816|hgemm|_HHS|_HSS|_HS_"),
+    ("fp16", r"(?i)f16f16|fp16|half|h1688|h16816|hgemm|_HHS|_HSS|_HS_"),
     ("tf32", r"(?i)tf32|xf32"),
     ("fp64", r"(?i)dgemm|f64f64|fp64"),
-    ("fp32", r"(?i)sgemm|f32f32_f32|_SB_"),
+    ("fp32", r"(?i)sgemm|f32f32|_SB_"),
 )
 
 
@@ -202,7 +202,7 @@ def _of_traces(
         numbers: dict[int, int] = {}
         for device, peak in here.devices.items():
             if isinstance(peak, str):
-                hint = "name it, as `H100 SXM`, or give its peaks: bf16=989e12,memory=3.35e12"
+                hint = "name it with --recorded-device, as `H100 SXM`, or give its peaks: bf16=989e12,memory=3.35e12"
                 message = f"the recorded device cannot be compared with {there.name}: {peak}"
                 raise UsageError(message, slug="no-recorded-device", hint=hint)
             if peak not in devices:
@@ -235,7 +235,7 @@ def _of_traces(
     if not devices:
         if recorded is None:
             message = "the recorded device is not known: a graph does not hold its name"
-            raise UsageError(message, slug="no-recorded-device", hint="name it, as `H100 SXM`")
+            raise UsageError(message, slug="no-recorded-device", hint="name it with --recorded-device, as `H100 SXM`")
         devices.append(_complete(recorded))
     return pl.concat(frames).unique(["rank", "event"], keep="first"), devices
 

@@ -11,6 +11,7 @@ import pytest
 
 from support.jobs import Change, Recipe, training_job
 from traceloom.analyze.peaks import Peak, peak_of
+from traceloom.cli import main
 from traceloom.errors import UsageError
 from traceloom.link import link_session
 from traceloom.model import Session, Trace
@@ -244,3 +245,18 @@ def test_the_measured_kernel_time_of_public_pairs_is_in_the_interval(shared_data
     measured = there.traces[0].gpu_work()["duration_ns"].sum()
     assert rows["low_ns"].sum() <= measured <= rows["high_ns"].sum()
     assert np.isclose(rows["here_ns"].sum(), here.traces[0].gpu_work()["duration_ns"].sum())
+
+
+def test_the_verb_says_how_much_work_each_rule_covers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, _ = planted(H100, unmodelled=200)
+    link_session(Session((trace,), "planted")).save(tmp_path / "job.graph")
+    asked = ["simulate", str(tmp_path / "job.graph"), "--device", "A100 SXM 80GB"]
+    assert main(asked) == 2
+    assert "no-recorded-device" in capsys.readouterr().err
+    assert main([*asked, "--recorded-device", "H100 SXM"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[next(number for number, line in enumerate(lines) if line.startswith("Device")) :]
+    # by name: 24 products, 12 sums, and 12 kernels of somebody's
+    rows = [(line.split()[0], line.split()[-1]) for line in table[2:5]]
+    assert rows[:2] == [("24", "peak"), ("24", "bandwidth")]
+    assert rows[2][1] == "host"

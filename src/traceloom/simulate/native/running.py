@@ -37,6 +37,7 @@ def run(
     overrides: Sequence[str] = (),
     device: str | None = None,
     host_factor: float = 1.0,
+    recorded_device: str | None = None,
     groups: str | Path | None = None,
     only: str | None = None,
     step: int | None = None,
@@ -51,6 +52,7 @@ def run(
         overrides: What to change in the machine, as `network.0.bandwidth=100`.
         device: What every rank computes with, by its name or its peaks; where None that of the machine.
         host_factor: How many times as long host work takes.
+        recorded_device: What computed in the recording, where the traces do not name a device whose peaks are known.
         groups: Who is in which group, of `.et` files; where None the file beside them.
         only: `communication` or `compute`: the other side takes no time.
         step: One step of a recorded run.
@@ -77,7 +79,7 @@ def run(
     checked = _identity(source, plan)
     before = course(source.graph, operations(source.graph), plan=plan, serial=source.serial)
     there = None if machine is None else _Target.of(machine, overrides, source.graph)
-    cases = _on_device(source, there, device, host_factor)
+    cases = _on_device(source, there, device, host_factor, recorded_device)
     after, *interval = (_on_network(source, graph, there) for graph in cases.graphs)
     names = [there.name] if there else []
     names += [cases.account.device] if cases.account and device is not None else []
@@ -160,32 +162,27 @@ class _Cases:
     notices: tuple[Notice, ...] = field(default=())
 
 
-def _on_device(source: SimulationInput, target: _Target | None, device: str | None, host_factor: float) -> _Cases:
+def _on_device(
+    source: SimulationInput, target: _Target | None, device: str | None, host_factor: float, recorded: str | None
+) -> _Cases:
     """The work of the ranks on other devices, and the slow ones of a machine."""
     machine = target.machine if target else None
     cases = _Cases((source.graph,))
-    own = machine.device if machine else None
-    if device is not None or host_factor != 1:
-        scaled = rescale(source.graph, source.session, device or own or _recorded(source), host_factor=host_factor)
-        cases = _Cases((scaled.graph, scaled.low, scaled.high), scaled.account)
-    elif own is not None and source.measured:
+    own = machine.device if machine and source.measured else None
+    if device is not None or own is not None or host_factor != 1:
+        notices: tuple[Notice, ...] = ()
         try:
-            scaled = rescale(source.graph, source.session, own)
-            cases = _Cases((scaled.graph, scaled.low, scaled.high), scaled.account)
+            scaled = rescale(source.graph, source.session, device or own, host_factor=host_factor, recorded=recorded)
         except UsageError as error:
-            if error.slug not in {"no-recorded-device", "bad-peak"}:
+            if device is not None or own is None or error.slug not in {"no-recorded-device", "bad-peak"}:
                 raise
             text = f"work of the device takes as long as recorded, not as on {own.name}: {error.message}"
-            cases = replace(cases, notices=(Notice("device-kept", "warning", text),))
+            notices = (Notice("device-kept", "warning", text),)
+            scaled = rescale(source.graph, source.session, None, host_factor=host_factor)
+        cases = _Cases((scaled.graph, scaled.low, scaled.high), scaled.account, notices)
     if machine is None or (machine.device_speeds() == 1).all():
         return cases
     return replace(cases, graphs=tuple(_slowed(graph, machine) for graph in cases.graphs))
-
-
-def _recorded(source: SimulationInput) -> str:
-    """The name of the recorded device."""
-    names = [name for trace in (source.session.traces if source.session else ()) for name in trace.devices["name"]]
-    return next((name for name in names if name), "")
 
 
 def _slowed(graph: Graph, machine: Machine) -> Graph:
