@@ -23,7 +23,7 @@ DESCRIPTION = "Say how long a workload takes on another machine: its graph is ev
 EXAMPLES = """\
 examples:
   traceloom simulate run                                   on the recorded machine: does its time come back?
-  traceloom simulate run --machine dgx-h100                on a preset, with as many hosts as there are ranks for
+  traceloom simulate run --machine dgx-h100                on a preset, with as many hosts as are needed
   traceloom simulate run --machine machine.toml --set network.0.bandwidth=100
   traceloom simulate run --machine machine.toml --step 12 -o simulation.json -o tables/
   traceloom simulate run --device 'H100 SXM' --host-factor 0.8
