@@ -206,7 +206,7 @@ def _graph(sources: Sequence[_Source], where: str) -> Graph:
             where=where,
             hint="give the files of one job",
         )
-    foreign = [graph_foreign.graph_of(source.blocks, source.rank, source.where) for source in sources]
+    foreign = list(graph_foreign.graphs_of(graph_foreign.RankFile(s.blocks, s.rank, s.where) for s in sources))
     # Most writers state no stage, and convert what was recorded.
     stated = {attr.string_val for source in sources for attr in source.metadata.attr if attr.name == "stage"}
     stage: Stage = next((name for name in STAGES if stated == {name}), "profiled")

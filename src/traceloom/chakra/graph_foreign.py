@@ -7,8 +7,9 @@ control dependency is an op's place in the call stack: the op starts after the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import numpy as np
@@ -66,20 +67,87 @@ _KINDS = {
 _COLLECTIVES = {int(number): name.lower() for name, number in CollectiveCommType.items()} | {
     int(CollectiveCommType.REDUCE_SCATTER_BLOCK): "reduce_scatter"
 }
+_MOST = 1 << 20  # bytes of files that are decoded as one
 _LONGEST_US = 2**60 // 1000  # 36 years
 
 
-def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
-    """The graph of one file.
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """The nodes of one file.
 
-    Args:
+    Attributes:
         blocks: The nodes.
         rank: The rank of the file.
         where: The file.
+    """
+
+    blocks: Iterable[Block]
+    rank: int
+    where: str
+
+
+def graphs_of(files: Iterable[RankFile]) -> Iterator[Graph]:
+    """The graphs of files, in their order; neighbours that are small become one graph, which costs a tenth.
+
+    Raises:
+        InputError: As `graph_of`.
+    """
+    few: list[RankFile] = []
+    size = 0
+    for file in files:
+        blocks = iter(file.blocks)
+        first = list(islice(blocks, 2))
+        whole = RankFile(chain(first, blocks), file.rank, file.where)
+        own = sum(len(block.data) for block in first)
+        if len(first) > 1 or own > _MOST:
+            yield from _together(few)
+            yield graph_of(whole)
+            few, size = [], 0
+            continue
+        if size + own > _MOST:
+            yield from _together(few)
+            few, size = [], 0
+        few.append(RankFile(first, file.rank, file.where))
+        size += own
+    yield from _together(few)
+
+
+def _together(files: list[RankFile]) -> Iterator[Graph]:
+    """One graph of small files; of each its own where something is wrong with one of them, which says what."""
+    if len(files) > 1:
+        blocks = [block for file in files for block in file.blocks]
+        at = [0, *accumulate(len(block.data) for block in blocks)]
+        joined = Block(
+            b"".join(block.data for block in blocks),
+            [start + base for block, base in zip(blocks, at, strict=False) for start in block.starts],
+            [stop + base for block, base in zip(blocks, at, strict=False) for stop in block.stops],
+            0,
+            0,
+        )
+        counts = [sum(map(len, file.blocks)) for file in files]
+        try:
+            graph = _graph_of([joined], counts, [file.rank for file in files], "")
+        except InputError:
+            pass
+        else:
+            if not graph.notices:
+                yield graph
+                return
+    yield from map(graph_of, files)
+
+
+def graph_of(file: RankFile) -> Graph:
+    """The graph of one file.
 
     Raises:
         InputError: `chakra-damaged`; `chakra-circle`: nodes wait for each other; `chakra-times`: longer than 36 years.
     """
+    return replace(_graph_of(file.blocks, None, [file.rank], file.where), name=file.where)
+
+
+def _graph_of(blocks: Iterable[Block], counts: Sequence[int] | None, ranks: Sequence[int], where: str) -> Graph:
+    """The graph of files, `counts` nodes each; of all nodes where None."""
+    rank = ranks[0]  # of several files nobody is told anything
     frames = [pl.DataFrame(schema=_COLUMNS)]
     # Pairs of row and id; `added` are those of the data dependencies that only a target needed.
     pairs: dict[str, list[pl.DataFrame]] = {"call": [], "data": [], "added": []}
@@ -108,7 +176,8 @@ def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
     notices: list[Notice] = []
     none = pl.DataFrame(schema={"target": pl.Int64, "id": pl.Int64})
     dependencies = {kind: pl.concat([none, *frames_of], rechunk=True) for kind, frames_of in pairs.items()}
-    edges, simulated = _edges(nodes["id"], dependencies, notices, rank, where)
+    file = np.repeat(np.arange(len(ranks)), [nodes.height] if counts is None else counts)
+    edges, simulated = _edges(nodes.select("id", file=pl.Series(file)), dependencies, notices, rank, where)
     try:
         start = _starts(nodes, edges)
     except InvariantError:
@@ -130,22 +199,25 @@ def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
     edges = edges.join(simulated, on=["source", "target"], how="left", maintain_order="left")
     only = pl.col("only") & (pl.col("kind") == "data")
     edges = edges.with_columns(kind=pl.when(only).then(pl.lit("simulation")).otherwise("kind")).drop("only")
-    return replace(_graph(nodes, edges, start, rank), name=where, notices=tuple(notices))
+    return replace(_graph(nodes, edges, start, file, ranks), notices=tuple(notices))
 
 
 def _edges(
-    ids: pl.Series, dependencies: dict[str, pl.DataFrame], notices: list[Notice], rank: int, where: str
+    ids: pl.DataFrame, dependencies: dict[str, pl.DataFrame], notices: list[Notice], rank: int, where: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Edges between rows of the nodes, and which only a target needed; ids that no node has are counted."""
-    rows_by_id = pl.DataFrame({"id": ids, "source": np.arange(len(ids))})
-    if twice := len(ids) - ids.n_unique():
+    rows_by_id = ids.with_columns(source=pl.int_range(pl.len(), dtype=pl.Int64))
+    dependencies = {
+        kind: frame.with_columns(ids["file"].gather(frame["target"])) for kind, frame in dependencies.items()
+    }
+    if twice := ids.height - ids.n_unique():
         message = f"{twice:,} nodes have the id of an earlier node; what depends on it waits for the earlier one"
         notices.append(Notice("chakra-duplicate-ids", "error", message, twice, rank, where))
-        rows_by_id = rows_by_id.unique("id", keep="first")
+        rows_by_id = rows_by_id.unique(["file", "id"], keep="first", maintain_order=True)
     edges = pl.concat(
         [
             dependencies[kind]
-            .join(rows_by_id, on="id", how="left")
+            .join(rows_by_id, on=["file", "id"], how="left", maintain_order="left")
             .select("source", "target", kind=pl.lit(kind), from_end=pl.lit(kind == "data"))
             for kind in ("call", "data")
         ]
@@ -153,7 +225,7 @@ def _edges(
     if dangling := edges["source"].null_count():
         message = f"{dangling:,} dependencies name nodes that the file does not have, and are left out"
         notices.append(Notice("chakra-dangling", "warning", message, dangling, rank, where))
-    added = dependencies["added"].join(rows_by_id, on="id").select("source", "target", only=True).unique()
+    added = dependencies["added"].join(rows_by_id, on=["file", "id"]).select("source", "target", only=True).unique()
     return edges.drop_nulls().filter(pl.col("source") != pl.col("target")).unique(maintain_order=True), added
 
 
@@ -175,8 +247,9 @@ def _starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
     return np.array(start, np.int64)
 
 
-def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -> Graph:
-    """The frames; row 0 is the origin, so all rows of the file move by one."""
+def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, file: Ints, ranks: Sequence[int]) -> Graph:
+    """The frames. Before the first row of each file comes its origin, so that all rows of the k-th move by k + 1."""
+    rank = pl.Series(np.asarray(ranks)[file])
     on_host = (decoded["is_cpu_op"] == 1).fill_null(value=False)
     nodes = decoded.select(
         "name",
@@ -185,35 +258,38 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -
             default=pl.when(pl.lit(on_host)).then(pl.lit(HOST)).otherwise(pl.lit(KERNEL)),
             return_dtype=pl.String,
         ),
-        rank=pl.lit(rank),
+        rank=rank,
         start_ns=pl.lit(pl.Series(start)),
         duration_ns=pl.col("duration_us") * 1000,
         work_ns=pl.col("duration_us") * 1000,
         bytes=pl.coalesce(pl.when(pl.col("type").is_in([5, 6, 7])).then("comm_size"), "tensor_size"),
     ).with_columns(residual_ns=pl.lit(0))
     lane, lanes = _lanes(nodes["kind"], decoded, rank)
-    origin = pl.DataFrame({"name": [""], "kind": [ORIGIN], "rank": [rank]}).with_columns(
-        pl.lit(0).alias(name) for name in ("start_ns", "duration_ns", "work_ns", "residual_ns")
+    moved = np.arange(len(start)) + file + 1
+    count = np.bincount(file, minlength=len(ranks))
+    origin_row = np.cumsum(count) - count + np.arange(len(ranks))
+    origins = pl.DataFrame({"node": origin_row, "rank": ranks}).with_columns(
+        *(pl.lit(0).alias(name) for name in ("start_ns", "duration_ns", "work_ns", "residual_ns")),
+        name=pl.lit(""),
+        kind=pl.lit(ORIGIN),
     )
-    nodes = pl.concat([origin, nodes.with_columns(lane=lane)], how="diagonal_relaxed").with_row_index("node")
-    end = nodes["start_ns"] + nodes["duration_ns"]
-    window = {
-        "rank": rank,
-        "window_start_ns": 0,
-        "window_end_ns": int(end.max() or 0),  # type: ignore[arg-type]
-        "clock_offset_ns": 0,
-        "clock_drift": 0.0,
-    }
+    nodes = pl.concat([origins, nodes.with_columns(lane=lane, node=pl.Series(moved))], how="diagonal_relaxed")
+    nodes = nodes.sort("node")
+    ends = nodes.group_by("rank").agg((pl.col("start_ns") + pl.col("duration_ns")).max().alias("window_end_ns"))
+    windows = origins.select("rank", window_start_ns="start_ns", clock_offset_ns="start_ns", clock_drift=pl.lit(0.0))
+    windows = windows.join(ends, on="rank", how="left", maintain_order="left")
     # What has no edge of its own waits for the origin, for as long as its file says.
     alone = np.ones(len(start), np.bool_)
     alone[edges["target"].to_numpy()] = False
-    first = pl.DataFrame({"target": np.flatnonzero(alone)}).with_columns(
-        source=pl.lit(-1), kind=pl.lit("origin"), from_end=pl.lit(value=True), residual_ns=pl.Series(start[alone])
+    edges = edges.with_columns(
+        pl.Series("source", moved[edges["source"].to_numpy()]),
+        pl.Series("target", moved[edges["target"].to_numpy()]),
+        residual_ns=pl.lit(0),
     )
-    edges = edges.with_columns(residual_ns=pl.lit(0))
+    first = pl.DataFrame({"source": origin_row[file[alone]], "target": moved[alone]}).with_columns(
+        kind=pl.lit("origin"), from_end=pl.lit(value=True), residual_ns=pl.Series(start[alone])
+    )
     edges = pl.concat([edges, first.select(edges.columns)], how="vertical_relaxed").with_columns(
-        pl.col("source") + 1,
-        pl.col("target") + 1,
         evidence=pl.lit("assumed"),
         delay_ns=pl.lit(0),
         to_end=pl.lit(value=False),
@@ -221,9 +297,8 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -
     schema = GRAPH_SCHEMAS["edges"]
     missing = [name for name in GRAPH_SCHEMAS["nodes"] if name not in nodes.columns]
     nodes = nodes.with_columns(pl.lit(None).alias(name) for name in missing)
-    kind = nodes["kind"].slice(1)
-    is_part = kind.cast(pl.String).is_in(list(COMMUNICATION))
-    frame = decoded.with_row_index("node", offset=1).with_columns(part=kind.cast(pl.String)).filter(is_part)
+    part = nodes["kind"].cast(pl.String).gather(moved)
+    frame = decoded.with_columns(node=pl.Series(moved), part=part).filter(part.is_in(list(COMMUNICATION)))
     sends, receives = pl.col("part") == SEND, pl.col("part") == RECEIVE
     rows = frame.select(
         "node",
@@ -249,14 +324,19 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -
         edges=edges.select(schema.names()).cast(schema).sort("target", maintain_order=True),
         lanes=lanes,
         communication=communication,
-        ranks=pl.DataFrame([window], schema=GRAPH_SCHEMAS["ranks"]),
+        ranks=windows.with_columns(
+            pl.lit(None).alias(name) for name in GRAPH_SCHEMAS["ranks"] if name not in windows.columns
+        )
+        .select(GRAPH_SCHEMAS["ranks"].names())
+        .cast(GRAPH_SCHEMAS["ranks"]),
     )
 
 
-def _lanes(kind: pl.Series, decoded: pl.DataFrame, rank: int) -> tuple[pl.Series, pl.DataFrame]:
+def _lanes(kind: pl.Series, decoded: pl.DataFrame, rank: pl.Series) -> tuple[pl.Series, pl.DataFrame]:
     """Threads of the host, streams of the device, and one lane each for what the file puts on no stream."""
     host = kind == HOST
     lane_keys = decoded.select(
+        rank=rank,
         place=pl.when(host).then(pl.lit("host")).otherwise(pl.lit("device")),
         number=pl.when(host).then(pl.col("tid").fill_null(0)).otherwise("stream"),
         what=pl.when(host | decoded["stream"].is_not_null())
@@ -267,15 +347,13 @@ def _lanes(kind: pl.Series, decoded: pl.DataFrame, rank: int) -> tuple[pl.Series
         .then(pl.lit("memory"))
         .otherwise(pl.lit("compute")),
     )
-    keys = ["place", "number", "what"]
-    lanes = (
-        lane_keys.unique(keys).sort("place", "number", "what", descending=[True, False, False]).with_row_index("lane")
-    )
+    keys = ["rank", "place", "number", "what"]
+    lanes = lane_keys.unique(keys).sort(keys, descending=[False, True, False, False]).with_row_index("lane")
     number = pl.col("number").cast(pl.String)
     at_host = pl.col("place") == "host"
     rows = lanes.select(
         "lane",
-        rank=pl.lit(rank),
+        "rank",
         kind="place",
         process=pl.lit(None),
         thread=pl.when(at_host).then(number),

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from support.workload import collective, node, write_set
+from support.workload import collective, node, receive, send, write_set
 from traceloom.chakra import node_table
+from traceloom.chakra.graph import concatenated, read_graph
 from traceloom.chakra.node_table import NodeTable, read_table, read_tables
 from traceloom.chakra.validation import validate
 from traceloom.chakra.workload import Workload, places, read_workload
@@ -135,3 +136,30 @@ def test_a_group_that_some_ranks_are_not_in_is_said_of_these(tmp_path: Path) -> 
     problems = validate(tmp_path).problems
     assert [(p.rank, p.nodes.tolist()) for p in problems if p.rule == "not-a-member"] == [(1, [1])]
     assert [(p.rank, p.nodes.tolist()) for p in problems if p.rule == "unknown-group"] == [(0, [2]), (1, [2]), (2, [2])]
+
+
+def test_small_files_give_together_what_they_give_alone(tmp_path: Path) -> None:
+    home = write_set(
+        tmp_path / "set",
+        [node(7, us=3), node(2, deps=[7], ctrl=[7], us=4, stream=3), collective(9, deps=[2], pg_name="5")],
+        [],
+        [send(1, 3, is_cpu_op=False), node(2, is_cpu_op=True, tid=4), receive(3, 3, deps=[1, 2])],
+        [receive(1, 2), send(3, 2, deps=[1]), node(2, us=9)],
+    )
+    paths = sorted(home.iterdir())
+    together = read_graph(paths)
+    alone = concatenated([read_graph([path], ranks=[rank]) for rank, path in enumerate(paths)], together.name)
+    for name, frame in alone.frames().items():
+        assert together.frames()[name].equals(frame), name
+    together.check_columns()
+
+
+def test_what_is_wrong_with_one_of_small_files_is_said_of_that_one(tmp_path: Path) -> None:
+    home = write_set(tmp_path / "set", [node(1)], [node(1, deps=[5])], [node(1), node(2, deps=[1])])
+    graph = read_graph(sorted(home.iterdir()))
+    assert [(notice.slug, notice.rank) for notice in graph.notices] == [("chakra-dangling", 1)]
+    write_set(home, [node(1)], [node(1, deps=[2]), node(2, deps=[1])])
+    with pytest.raises(InputError) as error:
+        read_graph(sorted(home.iterdir()))
+    assert error.value.slug == "chakra-circle"
+    assert error.value.where.endswith("w.1.et")
