@@ -38,7 +38,7 @@ from traceloom.model.result import Result
 from traceloom.model.session import Session
 from traceloom.simulate.machine import Machine
 from traceloom.simulate.native.pricing import transfers_on
-from traceloom.simulate.scaling.draws import Drawn, Draws, Transferred
+from traceloom.simulate.scaling.draws import Drawn, Draws, Transferred, can_end_a_step
 from traceloom.simulate.scaling.expanding import expanded
 from traceloom.simulate.scaling.replicas import ALL, PAIRS, DataAxis, Replica, data_axis, replica_of
 from traceloom.simulate.scaling.variation import variation_of
@@ -379,9 +379,7 @@ def measured_ends(graph: Graph) -> Floats:
     """When the recorded ranks had ended each step, from the beginning of the window; shape (1, steps)."""
     begin = pl.col("start_ns").min()
     nodes = graph.nodes.with_columns(end=pl.col("start_ns") + pl.col("duration_ns") - begin)
-    works = nodes.join(graph.lanes.select("lane", on="kind"), on="lane").filter(pl.col("step") >= 0)
-    if (works["on"] == "device").any():
-        works = works.filter(pl.col("on") == "device")
+    works = nodes.filter(can_end_a_step(graph), pl.col("step") >= 0)
     ends = works.group_by("step").agg(pl.col("end").max()).sort("step")["end"]
     whole = ends if ends.len() else nodes.select(pl.col("end").max())["end"]
     last: Floats = np.maximum.accumulate(whole.to_numpy()).astype(np.float64)

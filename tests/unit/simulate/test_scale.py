@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 
+from support.jobs import ParallelRecipe, parallel_job
 from support.scaled import JOBS_OF_64, compared, scaled_recipe, shown, true_step_ns
 from traceloom.errors import UsageError
+from traceloom.link import link_session
 from traceloom.model import graph_schema as gs
+from traceloom.read import load
 from traceloom.simulate.scale import RecordedJob, measured_ends, scale
+from traceloom.simulate.scaling.draws import can_end_a_step
 from traceloom.simulate.scaling.replicas import DataAxis
 
 # -- who is who ---------------------------------------------------------------------------------------------------
@@ -151,3 +157,17 @@ def test_the_interval_holds_the_truth_in_16_of_20_seeds(name: str) -> None:
     rows = [compared(name, seed) for seed in range(20)]
     assert abs(np.median([row.error for row in rows])) <= 0.03
     assert sum(row.held for row in rows) >= 16
+
+
+def test_a_step_without_a_device_ends_with_work_and_not_with_a_thread_that_waits(tmp_path: Path) -> None:
+    """Threads of a communication library wait far into the next step; the last step would be next to nothing."""
+    graph = link_session(load(parallel_job(ParallelRecipe(data=2, steps=2, seed=1)).run().write(tmp_path / "job")))
+    device = graph.lanes["kind"].cast(pl.String).gather(graph.nodes["lane"].fill_null(0)) == "device"
+    assert (can_end_a_step(graph) <= (device & graph.nodes["lane"].is_not_null()).to_numpy()).all()
+    assert can_end_a_step(graph).any()
+    hosts = replace(graph, lanes=graph.lanes.with_columns(kind=pl.lit("host").cast(graph.lanes["kind"].dtype)))
+    idle = graph.nodes["kind"].cast(pl.String).is_in(["think", "wait"]).to_numpy()
+    chosen = can_end_a_step(hosts)
+    assert idle.any()
+    assert not chosen[idle].any()
+    assert chosen[~idle & graph.nodes["lane"].is_not_null().to_numpy()].all()

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.array_types import Bools, Floats, Ints
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import points
 from traceloom.model.points import topological
 from traceloom.simulate.scaling.replicas import ALL, Replica
@@ -58,6 +61,16 @@ class Transferred:
     spread: Floats
 
 
+def can_end_a_step(graph: Graph) -> Bools:
+    """Which nodes a step may end with: work of devices, where there is some, else of threads that do not wait."""
+    kinds = graph.lanes["kind"].cast(pl.String).gather(graph.nodes["lane"].fill_null(0))
+    on_lane = graph.nodes["lane"].is_not_null()
+    of_device = on_lane & (kinds == "device")
+    idle = graph.nodes["kind"].cast(pl.String).is_in([gs.THINK, gs.WAIT])
+    chosen: Bools = (of_device if of_device.any() else on_lane & ~idle).to_numpy()
+    return chosen
+
+
 class Draws:
     """The graph of one copy, made ready for many draws."""
 
@@ -81,11 +94,8 @@ class Draws:
         self.steps = np.unique(step[step >= 0])
         self._step = np.searchsorted(self.steps, step)
         self._step[step < 0] = self.steps.size
-        # A step ends with its last work on a device, where there is one; only the last of a lane can be that.
-        lanes = replica.graph.lanes["kind"].to_physical().to_numpy()[nodes["lane"].fill_null(0).to_numpy()]
-        lane = np.where(nodes["lane"].is_null().to_numpy(), -1, nodes["lane"].cast(int).fill_null(0).to_numpy())
-        if (lanes[lane >= 0] == 1).any():
-            lane[lanes == 0] = -1
+        # Only the last work of a lane can end a step.
+        lane = np.where(can_end_a_step(replica.graph), nodes["lane"].cast(int).fill_null(-1).to_numpy(), -1)
         end = start + nodes["duration_ns"].to_numpy()
         order = np.lexsort((end, self._step, lane))
         last = np.append((np.diff(lane[order]) != 0) | (np.diff(self._step[order]) != 0), True)
