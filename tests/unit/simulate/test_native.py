@@ -178,11 +178,11 @@ def test_both_engines_agree_where_nothing_contends(seed: int, tmp_path: Path) ->
     number = np.arange(len(of))
     delay = in_proportion(graph, scenario.work_ns, scenario.delay_ns)
     no_lanes = np.full(graph.nodes.height, -1)
-    bundles = LinkBundles(np.eye(len(of)), number, number)  # a link for each
+    bundles = LinkBundles(np.arange(len(of) + 1), number, np.ones(len(of)), number, number)  # a link for each
     result = evaluate(graph, scenario.work_ns, delay, of, time_ns, number, bundles, no_lanes)
     assert (result.times == expected).all()
     assert not result.contended
-    one_link = LinkBundles(np.ones((len(of), 1)), number[:1], number[:1])
+    one_link = LinkBundles(np.arange(len(of) + 1), 0 * number, np.ones(len(of)), number[:1], number[:1])
     shared = evaluate(graph, scenario.work_ns, delay, of, time_ns, number, one_link, no_lanes)
     assert (shared.times >= expected).all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -147,13 +148,14 @@ def _links(after: Course, of: Operations) -> pl.DataFrame:
     met = times[2 * of.table["meeting"].to_numpy().astype(np.int64)]
     end = np.zeros(len(of), dtype=np.int64)
     np.maximum.at(end, of.of_part, times[2 * of.part + 1])
-    used = bundles.share > 0
     of_class = np.where(asked.replaced, asked.of_class, -1)
-    busy: Ints = np.zeros(used.shape[1], dtype=np.int64)
-    for bundle in range(used.shape[1]):
-        at = np.flatnonzero((of_class >= 0) & used[of_class, bundle])
-        busy[bundle] = union(met[at], end[at]).total
-    count = np.bincount(of_class[of_class >= 0], minlength=len(used))
+    row, bundle, _ = bundles.uses(of_class)
+    busy: Ints = np.zeros(bundles.count, dtype=np.int64)
+    order = np.argsort(bundle, kind="stable")
+    row, bounds = row[order], np.searchsorted(bundle[order], np.arange(bundles.count + 1)).tolist()
+    for number, (low, high) in enumerate(pairwise(bounds)):
+        busy[number] = union(met[row[low:high]], end[row[low:high]]).total
+    count = np.bincount(of_class[of_class >= 0], minlength=bundles.first.size - 1)
     bytes_of = (
         asked.share.with_columns(count=pl.Series(count).gather(asked.share["of_class"]))
         .group_by("link")
@@ -183,6 +185,7 @@ def _load(after: Course, of: Operations, links: pl.DataFrame, begin: int) -> pl.
     np.maximum.at(end, of.of_part, times[2 * of.part + 1])
     stretched = np.clip(asked.time_ns / np.maximum(end - met, 1), 0.0, 1.0)  # by waiting for others
     of_class = np.where(asked.replaced, asked.of_class, -1)
+    row, used, part = bundles.uses(of_class)
     of_bundle = dict(zip(bundles.link.tolist(), bundles.of_link.tolist(), strict=True))
     steps: dict[int, pl.DataFrame] = {}
     frames = [LOAD.to_frame()]
@@ -191,12 +194,12 @@ def _load(after: Course, of: Operations, links: pl.DataFrame, begin: int) -> pl.
         if bundle is None:
             continue
         if bundle not in steps:
-            share = np.where(of_class >= 0, bundles.share[of_class, bundle], 0.0) * stretched
-            at = np.flatnonzero((share > 0) & (end > met))
+            inside = np.flatnonzero(used == bundle)
+            at, share = row[inside], part[inside] * stretched[row[inside]]
             change = pl.DataFrame(
                 {
                     "time_ns": np.concatenate([met[at], end[at]]) - begin,
-                    "share": np.concatenate([share[at], -share[at]]),
+                    "share": np.concatenate([share, -share]),
                 }
             )
             steps[bundle] = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import plain, points
 from traceloom.retime import ABSENT
 from traceloom.simulate.native.operations import Operations
-from traceloom.simulate.native.transfers import LinkBundles, fair_speeds
+from traceloom.simulate.native.transfers import FULL, LinkBundles, fair_speeds
 
+_ROUNDING = 1e-6  # ns
 _NEVER = int(np.iinfo(np.int64).min)
 
 
@@ -39,82 +40,82 @@ class Evaluated:
     contended: bool = False
 
 
-@dataclass(eq=False, slots=True)
 class _Sharing:
     """The transfers that are under way, and how fast they are.
 
-    Attributes:
-        share: As of `LinkBundles`.
-        now: Until when they are accounted for.
-        running: Communication -> [time left at full speed, begin, time alone].
-        order: The running ones, as rows of the arrays below.
-        speed: Of each.
-        held_by: The bundle that holds each back.
-        used: Of each bundle, as asked.
-        waiting: As of `Evaluated.waiting_ns`.
-        slowed: Those that were slower than alone at some time.
+    Args:
+        bundles: The links.
+        of_class: Class of each communication.
     """
 
-    share: Floats
-    of_class: list[int]
-    now: int = 0
-    left: dict[int, float] = field(default_factory=dict)
-    end: dict[int, int] = field(default_factory=dict)
-    speed: dict[int, float] = field(default_factory=dict)
-    held_by: dict[int, int] = field(default_factory=dict)
-    waiting: Floats = field(default_factory=lambda: np.zeros(0))
-    contended: bool = False
-    used: Floats = field(default_factory=lambda: np.zeros(0))
+    def __init__(self, bundles: LinkBundles, of_class: list[int]) -> None:
+        self.contended = False
+        self.waiting: Floats = np.zeros(bundles.count)
+        self._bundles = bundles
+        self._of_class = of_class
+        self._now = 0  # until when the running ones are accounted for
+        # Of each running one: time left at full speed, end, speed, and the bundle that holds it back.
+        self._left: dict[int, float] = {}
+        self._end: dict[int, int] = {}
+        self._speed: dict[int, float] = {}
+        self._held_by: dict[int, int] = {}
+        self._used: Floats = np.zeros(bundles.count)  # what they ask of each bundle
+        self._slow = 0  # how many are slower than alone
 
     def begin(self, operation: int, at: int, alone: int) -> None:
-        """A transfer starts."""
+        """A transfer starts that takes so long alone."""
         self._advance(at)
         # By its clock it may have begun a moment ago.
-        self.left[operation] = float(alone - (self.now - at))
-        self.end[operation] = at + alone
-        self.speed[operation] = 1.0
-        self.used = self.used + self.share[self.of_class[operation]]
-        self._share()
+        self._left[operation] = float(alone - (self._now - at))
+        self._end[operation] = at + alone
+        self._speed[operation] = 1.0
+        bundle, share = self._bundles.of(self._of_class[operation])
+        self._used[bundle] += share
+        if self._slow or (self._used[bundle] > FULL).any():
+            self._share()
 
-    def next_end(self) -> tuple[int, int]:
-        """The first end of all, and whose it is."""
-        return min((end, operation) for operation, end in self.end.items())
+    def next_end(self) -> tuple[int, int] | None:
+        """The first end of all, and whose it is; None where nothing is under way."""
+        return min((end, operation) for operation, end in self._end.items()) if self._end else None
 
     def finish(self, operation: int) -> int:
         """A transfer ends; returns when."""
-        end = self.end.pop(operation)
+        end = self._end.pop(operation)
         self._advance(end)
-        del self.left[operation], self.speed[operation]
-        self.held_by.pop(operation, None)
-        self.used = self.used - self.share[self.of_class[operation]]
-        self._share()
+        self._slow -= self._speed.pop(operation) < 1
+        del self._left[operation]
+        self._held_by.pop(operation, None)
+        bundle, share = self._bundles.of(self._of_class[operation])
+        self._used[bundle] = np.maximum(self._used[bundle] - share, 0.0)
+        if self._slow:
+            self._share()
         return end
 
     def _advance(self, until: int) -> None:
-        passed = until - self.now
+        passed = until - self._now
         if passed <= 0:
             return
-        for operation, speed in self.speed.items():
-            self.left[operation] -= passed * speed
+        for operation, speed in self._speed.items():
+            self._left[operation] -= passed * speed
             if speed < 1:
-                self.waiting[self.held_by[operation]] += passed * (1 - speed)
-        self.now = until
+                self.waiting[self._held_by[operation]] += passed * (1 - speed)
+        self._now = until
 
     def _share(self) -> None:
         """New speeds, and with them new ends, for those whose speed changes."""
-        slow = any(speed < 1 for speed in self.speed.values())
-        if not slow and (self.used <= 1 + 1e-9).all():
-            return
-        order = sorted(self.speed)
-        share = self.share[[self.of_class[operation] for operation in order]]
+        running = np.array(sorted(self._speed), dtype=np.int64)
+        row, bundle, asked = self._bundles.uses(np.array([self._of_class[operation] for operation in running.tolist()]))
+        used, column = np.unique(bundle, return_inverse=True)
+        share = np.zeros((running.size, used.size))
+        share[row, column] = asked
         speeds, held_by = fair_speeds(share)
-        for operation, speed, link in zip(order, speeds.tolist(), held_by.tolist(), strict=True):
-            if speed != self.speed[operation]:
+        self._slow = int((speeds < 1).sum())
+        for operation, speed, link in zip(running.tolist(), speeds.tolist(), held_by.tolist(), strict=True):
+            if speed != self._speed[operation]:
                 self.contended = True
-                self.speed[operation] = speed
-                left = max(self.left[operation], 0.0)
-                self.end[operation] = self.now + (math.ceil(left / speed - 1e-6) if speed else 2**60)
-            self.held_by[operation] = link
+                self._speed[operation] = speed
+                self._end[operation] = self._now + math.ceil(max(self._left[operation], 0.0) / speed - _ROUNDING)
+            self._held_by[operation] = int(used[link])
 
 
 def evaluate(  # noqa: PLR0917  (one loop: a call per point would take three times as long)
@@ -172,9 +173,7 @@ def evaluate(  # noqa: PLR0917  (one loop: a call per point would take three tim
     alone: list[int] = shared.tolist()
     free_at: dict[int, int] = {}
     classes: list[int] = of_class.tolist()
-    sharing = _Sharing(
-        bundles.share, classes, waiting=np.zeros(bundles.share.shape[1]), used=np.zeros(bundles.share.shape[1])
-    )
+    sharing = _Sharing(bundles, classes)
     heap: list[tuple[int, int]] = []
     ready: list[int] = []
     contended = False
@@ -214,7 +213,7 @@ def evaluate(  # noqa: PLR0917  (one loop: a call per point would take three tim
                 waits[following] = left
                 if not left:
                     settle(following)
-        end = sharing.next_end() if sharing.end else None
+        end = sharing.next_end()
         if end is not None and (not heap or end[0] <= heap[0][0]):
             operation = end[1]
             time[last + operation] = sharing.finish(operation)

@@ -80,7 +80,7 @@ def course(
     scenario = Scenario.of(graph)
     time_ns = np.zeros(len(of), dtype=np.int64)
     of_class = np.full(len(of), -1, dtype=np.int64)
-    bundles = LinkBundles(np.zeros((0, 0)), of_class[:0], of_class[:0])
+    bundles = LinkBundles.none()
     if transfers is not None:
         scenario = scenario.copy()
         time_ns, bundles = transfers.time_ns, transfers.bundles()
@@ -93,7 +93,7 @@ def course(
         scenario.work_ns[waiting] = 0
     lanes = serial_lanes(graph) if serial else np.full(graph.nodes.height, -1, dtype=np.int64)
     times = scenario.times(plan)
-    evaluated = Evaluated(times, np.zeros(bundles.share.shape[1]))
+    evaluated = Evaluated(times, np.zeros(bundles.count))
     met = times[2 * of.table["meeting"].to_numpy().astype(np.int64)]
     if bundles.overfull(of_class, met, met + time_ns) or _overlaps(lanes, times):
         delay = in_proportion(graph, scenario.work_ns, scenario.delay_ns)

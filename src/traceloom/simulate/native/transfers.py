@@ -9,7 +9,7 @@ import polars as pl
 
 from traceloom.array_types import Bools, Floats, Ints
 
-_FULL = 1 + 1e-9  # of a link; what is more does not fit
+FULL = 1 + 1e-9  # of a link; what is more does not fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,15 +40,14 @@ class Transfers:
     def bundles(self) -> LinkBundles:
         """The links, those together that all classes ask the same of."""
         if not self.share.height:
-            return LinkBundles(np.zeros((0, 0)), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+            return LinkBundles.none()
         asked = self.share.sort("link", "of_class").group_by("link", maintain_order=True).agg("of_class", "share")
-        alike = asked.group_by("of_class", "share", maintain_order=True).agg("link")
-        classes = int(self.of_class.max(initial=-1)) + 1
-        share = np.zeros((classes, alike.height))
-        rows = alike.with_row_index("bundle").select("bundle", "of_class", "share").explode("of_class", "share")
-        share[rows["of_class"].to_numpy(), rows["bundle"].to_numpy()] = rows["share"].to_numpy()
+        alike = asked.group_by("of_class", "share", maintain_order=True).agg("link").with_row_index("bundle")
+        rows = alike.select("bundle", "of_class", "share").explode("of_class", "share").sort("of_class", "bundle")
         return LinkBundles(
-            share,
+            np.searchsorted(rows["of_class"].to_numpy(), np.arange(int(self.of_class.max(initial=-1)) + 2)),
+            rows["bundle"].to_numpy().astype(np.int64),
+            rows["share"].to_numpy(),
             alike["link"].explode().to_numpy().astype(np.int64),
             np.repeat(np.arange(alike.height), alike["link"].list.len().to_numpy()),
         )
@@ -56,34 +55,54 @@ class Transfers:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LinkBundles:
-    """Links by what is asked of them; B bundles.
+    """Links by what is asked of them; C classes, B bundles.
 
     Attributes:
-        share: Of the bandwidth of each link of a bundle that a class takes alone; shape (C, B).
+        first: Where the bundles of each class begin in the next two, and their number; shape (C + 1,).
+        bundle: The bundles that a class needs.
+        share: Of the bandwidth of each link of these that it takes alone.
         link: The links that are in a bundle.
         of_link: Bundle of each.
     """
 
+    first: Ints
+    bundle: Ints
     share: Floats
     link: Ints
     of_link: Ints
 
+    @classmethod
+    def none(cls) -> LinkBundles:
+        """No links."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(np.zeros(1, dtype=np.int64), nothing, np.zeros(0), nothing, nothing)
+
+    @property
+    def count(self) -> int:
+        """How many bundles there are."""
+        return int(self.of_link.max(initial=-1)) + 1
+
+    def of(self, number: int) -> tuple[Ints, Floats]:
+        """The bundles of a class, and what it takes of them."""
+        part = slice(int(self.first[number]), int(self.first[number + 1]))
+        return self.bundle[part], self.share[part]
+
+    def uses(self, of_class: Ints) -> tuple[Ints, Ints, Floats]:
+        """What communications of these classes (-1: none) use: row, bundle and share, row by row."""
+        at = np.flatnonzero(of_class >= 0)
+        count = np.diff(self.first)[of_class[at]]
+        row = np.repeat(at, count)
+        entry = self.first[of_class[row]] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
+        return row, self.bundle[entry], self.share[entry]
+
     def overfull(self, of_class: Ints, start: Ints, end: Ints) -> bool:
         """Whether communications at these times ask more of a link than it has; shapes (M,)."""
-        class_row, bundle = np.nonzero(self.share)
-        first = np.searchsorted(class_row, np.arange(len(self.share) + 1))
-        at = np.flatnonzero((of_class >= 0) & (end > start))
-        count = np.diff(first)[of_class[at]]
-        row = np.repeat(at, count)
-        inside = np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
-        pair = first[of_class[row]] + inside
-        asked = self.share[class_row[pair], bundle[pair]]
+        row, bundle, asked = self.uses(np.where(end > start, of_class, -1))
         # On each bundle in the order of time, ends before starts, what is asked so far.
         times = np.concatenate([start[row], end[row]])
         change = np.concatenate([asked, -asked])
-        of = np.concatenate([bundle[pair], bundle[pair]])
-        order = np.lexsort((change, times, of))
-        return bool((np.cumsum(change[order]) > _FULL).any())
+        order = np.lexsort((change, times, np.concatenate([bundle, bundle])))
+        return bool((np.cumsum(change[order]) > FULL).any())
 
 
 def fair_speeds(share: Floats) -> tuple[Floats, Ints]:
@@ -107,7 +126,7 @@ def fair_speeds(share: Floats) -> tuple[Floats, Ints]:
         room = 1.0 - (share[~open_] * speed[~open_, None]).sum(axis=0)
         level = np.divide(room, rise, out=np.full(rise.size, np.inf), where=rise > 0)
         link = int(level.argmin())
-        enough = open_ & (most <= level[link] * _FULL)
+        enough = open_ & (most <= level[link] * FULL)
         if enough.any():
             open_ &= ~enough
             continue
