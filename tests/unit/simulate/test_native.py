@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +15,14 @@ import pytest
 from support.jobs import Job, ParallelRecipe, parallel_job
 from support.jobs import program as do
 from support.workload import collective, node, receive, send, write_set
+from traceloom.chakra.schema import Node
 from traceloom.errors import CheckError, InputError, UsageError
 from traceloom.link import link_session
 from traceloom.model.graph import Graph
 from traceloom.read import load
 from traceloom.retime.running import in_proportion
 from traceloom.simulate import run
-from traceloom.simulate.machine import Dimension, Machine, MeasuredTransfer, Nic
+from traceloom.simulate.machine import Dimension, Machine, MeasuredTransfer, Nic, SpeedFactor
 from traceloom.simulate.native.engine import evaluate
 from traceloom.simulate.native.evaluation import course, plan_of
 from traceloom.simulate.native.operations import operations, transfers_ns
@@ -77,7 +80,7 @@ def test_a_job_on_one_network_is_answered_on_another(recipe: ParallelRecipe, tmp
     truth = on_network(job, there).run().window_ns
     machine = one_switch(world, 25.0, 3_000)
     answer = run(folder, machine)
-    assert answer.before_ns == pytest.approx(on_network(job, here).run().window_ns, rel=0.001)
+    assert answer.before_ns == on_network(job, here).run().window_ns == run(folder).after_ns
     assert answer.after_ns == pytest.approx(truth, rel=0.02)
     assert truth > 1.2 * answer.before_ns
     assert answer.identity_error == pytest.approx(0, abs=0.02)
@@ -149,6 +152,63 @@ def test_links_are_shared_fairly(tmp_path: Path) -> None:
     assert answer.after_ns == 20_000
     up = answer.links.filter(pl.col("source") == "rank 0").row(0, named=True)
     assert (up["bytes"], up["busy_ns"], up["waiting_ns"]) == (2_000_000, 20_000, 12_000)
+
+
+def shared_ends(messages: list[tuple[int, int, int, int]], bandwidth: int) -> list[Fraction]:
+    """When messages (source, target, start, bytes) end that share what each rank sends and what it receives, exactly.
+
+    From moment to moment: the rank whose messages get least gives each of them the same, and so on with the rest.
+    """
+    left = {k: Fraction(message[3]) for k, message in enumerate(messages)}
+    ends: dict[int, Fraction] = {}
+    now = Fraction(0)
+    while left:
+        running = [k for k in left if messages[k][2] <= now]
+        rates: dict[int, Fraction] = {}
+        room = {(way, rank): Fraction(bandwidth) for way in (0, 1) for rank in range(9)}
+        while len(rates) < len(running):
+            asking = {port: [k for k in running if k not in rates and messages[k][port[0]] == port[1]] for port in room}
+            port = min((room[port] / len(ks), port) for port, ks in asking.items() if ks)[1]
+            for k in asking[port]:
+                rates[k] = room[port] / len(asking[port])
+            for k in asking[port]:
+                for way in (0, 1):
+                    if (way, messages[k][way]) != port:
+                        room[way, messages[k][way]] -= rates[k]
+            room[port] = Fraction(0)
+        moments = [now + left[k] / rates[k] for k in running]
+        moments += [Fraction(messages[k][2]) for k in left if messages[k][2] > now]
+        then = min(moments)
+        for k in running:
+            left[k] -= rates[k] * (then - now)
+            if not left[k]:
+                ends[k] = then
+                del left[k]
+        now = then
+    return [ends[k] for k in range(len(messages))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shared_links_against_exact_fractions(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    messages = []
+    for source in range(9):
+        for _ in range(chance.randint(1, 3)):
+            target = chance.choice([rank for rank in range(9) if rank != source])
+            messages.append((source, target, 1000 * chance.randint(0, 30), chance.randint(1, 400) * 1000))
+    ranks: list[list[Node]] = [[] for _ in range(9)]
+    for tag, (source, target, start, size) in enumerate(messages):
+        about = {"comm_size": size, "comm_tag": tag}
+        # On a thread each, so that nothing but the network makes them wait.
+        ranks[source] += [node(2 * tag + 1, us=start // 1000, is_cpu_op=True, tid=tag)]
+        ranks[source] += [send(2 * tag + 2, target, deps=[2 * tag + 1], us=0, **about)]
+        ranks[target] += [receive(1000 + tag, source, us=0, **about)]
+    answer = run(write_set(tmp_path / "set", *ranks), one_switch(9, 10.0, 0))
+    sends = answer.nodes.filter(pl.col("kind") == "send").with_columns(tag=pl.col("name").str.slice(1).cast(pl.Int64))
+    ends = [
+        end - row for end, row in zip(sends.sort("tag")["end_ns"].to_list(), shared_ends(messages, 10), strict=True)
+    ]
+    assert max(abs(float(off)) for off in ends) <= 3
 
 
 def test_fair_speeds_by_hand() -> None:
@@ -260,3 +320,23 @@ def test_what_cannot_be_simulated(tmp_path: Path) -> None:
     assert differ.value.slug == "collective-mismatch"
     with pytest.raises(UsageError, match="--step is of recorded runs"):
         run(two, step=1)
+
+
+def test_another_device_leaves_an_interval(tmp_path: Path) -> None:
+    folder = parallel_job(ParallelRecipe(data=2, steps=1)).run().write(tmp_path / "job")
+    here = run(folder)
+    there = run(folder, one_switch(2, 100.0, 1_000), device="A100 SXM 80GB", host_factor=2.0)
+    assert there.low_ns is not None
+    assert there.high_ns is not None
+    assert here.after_ns < there.low_ns <= there.after_ns <= there.high_ns
+    assert there.device is not None
+    assert there.device.device == "A100 SXM 80GB"
+    assert there.machine == "a switch with A100 SXM 80GB"
+    same = run(folder, device="H100 SXM")
+    assert same.after_ns == here.after_ns
+    slow = replace(one_switch(2, 100.0, 1_000), slow=(SpeedFactor((1,), device=0.5),))
+    even = run(folder, one_switch(2, 100.0, 1_000))
+    uneven = run(folder, slow)
+    compute = {row["rank"]: row["compute_ns"] for row in uneven.ranks.to_dicts()}
+    assert compute[0] == even.ranks["compute_ns"][0]
+    assert compute[1] == pytest.approx(2 * even.ranks["compute_ns"][1], rel=0.001)
