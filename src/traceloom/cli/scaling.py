@@ -83,13 +83,18 @@ def recorded_job(args: argparse.Namespace, source: SimulationInput) -> RecordedJ
         if not equals:
             raise UsageError(f"`{text}` names no role", slug="wrong-usage", hint="write --role GROUP=data")
         roles[group] = role
-    return RecordedJob(graph, roles, draws=args.draws, seed=args.seed)
+    return RecordedJob(graph, roles, draws=args.draws, seed=args.seed, measured=graph is source.graph)
 
 
 def machine_of(args: argparse.Namespace, ranks: int) -> Machine | None:
     """The machine with so many ranks; None for the recorded one."""
     from traceloom.simulate.machine import read_machine
 
+    if args.network:
+        from traceloom.simulate import astra_sim
+
+        system = astra_sim.read_system(args.system) if args.system else None
+        return astra_sim.machine_of(astra_sim.read_network(args.network), system).for_ranks(ranks)
     if args.machine is None:
         if args.overrides:
             raise UsageError("--set is of a machine", slug="wrong-usage", hint="name one with --machine")
@@ -116,7 +121,9 @@ def run(args: argparse.Namespace) -> int:
         model = on_machine(machine) if machine else None
         progress.say(f"drawing steps of {ranks:,} ranks")
         answer = job.at(**size, transfers=model)
-        document = report.build(answer, source.name, (machine.name or str(args.machine)) if machine else "")
+        document = report.build(
+            answer, source.name, (machine.name or str(args.machine or args.network)) if machine else ""
+        )
         written = []
         for path, produce in chosen:
             progress.say(f"writing {path}")

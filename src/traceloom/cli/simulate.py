@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
-from traceloom.cli import outputs, scaling
+from traceloom.cli import outputs, scaling, sweeping
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
 
@@ -29,6 +29,7 @@ examples:
   traceloom simulate run --device 'H100 SXM' --host-factor 0.8
   traceloom simulate job.graph --only communication        as if all else took no time
   traceloom simulate run --ranks 1024 -o workload/         the same job with more ranks, and its .et files
+  traceloom simulate run --machine machine.toml --sweep network.0.bandwidth=50,100,200 --sweep ranks=8..1024*2
   traceloom simulate workload/ --groups comm_groups.json --machine machine.toml
   traceloom simulate workload/ --mode astra-sim --network network.yml --system system.json --json
 """
@@ -55,6 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what computed in the recording, where the traces do not name a device with known peaks",
     )  # fmt: skip
     scaling.add_options(parser)
+    sweeping.add_options(parser)
     what = parser.add_argument_group("what is simulated")
     what.add_argument("--step", type=types.whole, metavar="N", help="one step (default: the whole window)")
     what.add_argument("--only", choices=("communication", "compute"), help="as if the other side took no time")
@@ -88,7 +90,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, simulate and show; returns the exit code."""
     _check(args)
-    if scaling.is_asked(args):
+    is_scaled = scaling.is_asked(args)
+    if args.sweep:
+        return sweeping.run(args)
+    if is_scaled:
         return scaling.run(args)
     from traceloom import files
     from traceloom.report import simulation as report
@@ -129,7 +134,8 @@ def _check(args: argparse.Namespace) -> None:
     wrong = hint = ""
     if args.mode == "astra-sim":
         others = {"--machine": args.machine, "--set": args.overrides, "--device": args.device, "--step": args.step,
-                  "--only": args.only, "--recorded-device": args.recorded_device}  # fmt: skip
+                  "--only": args.only, "--recorded-device": args.recorded_device, "--ranks": args.ranks,
+                  "--data-parallel": args.data_parallel, "--sweep": args.sweep}  # fmt: skip
         not_its = [option for option, value in others.items() if value] + ["--host-factor"] * (args.host_factor != 1)
         if not args.network or not args.system:
             wrong, hint = "--mode astra-sim needs --network and --system", "give ASTRA-sim's own files"
@@ -144,6 +150,8 @@ def _check(args: argparse.Namespace) -> None:
         wrong, hint = "--machine and --network are two machines", "give one of them"
     elif args.system and not args.network:
         wrong, hint = "--system goes with --network", "add --network network.yml"
+    elif args.sweep and args.network:
+        wrong, hint = "--sweep is of a machine.toml", "name one with --machine"
     elif args.overrides and args.network:
         wrong, hint = "--set is of a machine.toml", "change the file of --network"
     if wrong:

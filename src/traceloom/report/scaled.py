@@ -28,7 +28,7 @@ def build(answer: Scaled, name: str, machine: str = "") -> Row:
     """
     head = {"format": FORMAT, "version": VERSION, "traceloom": __version__, "name": name, "machine": machine}
     identity = (
-        f"Drawn at the recorded size, the measured step of {units.duration(answer.before_ns)} comes back as "
+        f"Drawn at the recorded size, the {'measured ' if answer.measured else ''}step of {units.duration(answer.before_ns)} comes back as "
         f"{units.duration(answer.identity_ns)} ({answer.identity_error * 100:+.2f} %)."
     )
     return {**head, "sentence": answer.sentence, "identity": identity, **answer.to_dict()}

@@ -69,6 +69,7 @@ class Scaled(Result):
         data_parallel: Copies in the scaled one.
         recorded: How many ranks were recorded.
         before_ns: The step as it was measured, median.
+        measured: Whether it was; else it is what the recorded step takes on another device.
         identity_ns: The step of the recorded job, drawn in the same way, median.
         identity_error: Its difference from the measurement, as a fraction of that.
         equal_ns: The step of the scaled job if nothing varied; no rank waits for another one of its position.
@@ -90,6 +91,7 @@ class Scaled(Result):
     data_parallel: int
     recorded: int
     before_ns: int
+    measured: bool
     identity_ns: int
     identity_error: float
     equal_ns: int
@@ -109,7 +111,7 @@ class Scaled(Result):
         alike = self.after_ns - self.equal_ns
         text = (
             f"A step of {self.ranks} ranks takes {units.duration(self.after_ns)}{spread if self.draws > 1 else ''}, "
-            f"measured {units.duration(self.before_ns)} with {self.ranks_before}"
+            f"{'measured ' if self.measured else ''}{units.duration(self.before_ns)} with {self.ranks_before}"
         )
         if self.draws > 1 and alike > 0:
             text += f"; {units.duration(alike)} of it because steps wait for the slowest rank"
@@ -125,6 +127,7 @@ class RecordedJob:
         varied: Whether works are drawn; else every rank takes the mean, and one copy stands for all.
         draws: How many.
         seed: Of chance: the same seed gives the same answer.
+        measured: Whether the graph's times were measured; else they are those of another device.
 
     Raises:
         UsageError: `no-data-parallel`, `unknown-roles`, `uneven-groups`, `unrecorded-role`.
@@ -138,12 +141,14 @@ class RecordedJob:
         varied: bool = True,
         draws: int = DRAWS,
         seed: int = 0,
+        measured: bool = True,
     ) -> None:
         self.axis = data_axis(graph, roles or {})
         self.replica = replica_of(graph, self.axis, roles or {})
         self.variation = variation_of(graph, self.replica, roles or {})
         self.recorded = graph.nodes["rank"].drop_nulls().n_unique()
         self.before_ns = int(np.median(_steps(measured_ends(graph))))
+        self.measured = measured
         self._varied, self._count, self._seed = varied, draws if varied else 1, seed
         self._draws = Draws(self.replica, self.variation)
         self._transfers = seen_transfers(self._draws, self.axis, seed)
@@ -171,6 +176,7 @@ class RecordedJob:
             data_parallel=copies,
             recorded=self.recorded,
             before_ns=self.before_ns,
+            measured=self.measured,
             identity_ns=identity_ns,
             identity_error=identity_ns / max(self.before_ns, 1) - 1,
             equal_ns=int(np.median(_steps(equal.ends_ns))),

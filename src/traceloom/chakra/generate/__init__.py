@@ -8,7 +8,7 @@ from pathlib import Path
 from traceloom.chakra.generate.collectives import ALGORITHMS, KINDS, CollectiveOptions, collectives
 from traceloom.chakra.generate.pipeline import SCHEDULES, PipelineOptions, pipeline
 from traceloom.chakra.generate.program import Generated, RankProgram
-from traceloom.chakra.generate.transformer import TransformerOptions, transformer
+from traceloom.chakra.generate.transformer import TransformerOptions, memory_bytes, transformer
 from traceloom.chakra.plain import plain_metadata, write_plain
 
 SCHEMA = "traceloom-generated"
@@ -25,6 +25,7 @@ __all__ = [
     "RankProgram",
     "TransformerOptions",
     "collectives",
+    "memory_bytes",
     "pipeline",
     "transformer",
     "write_generated",

@@ -14,6 +14,7 @@ from traceloom.chakra.generate.program import Generated, RankProgram
 from traceloom.errors import UsageError
 
 _ADAM_OPERATIONS, _ADAM_BYTES = 12, 24  # per parameter: moments and update; read and written in 4 bytes each
+_ACTIVATIONS, _OPTIMIZER_BYTES = 17, 12
 _WEIGHTS = {"attention": 4, "mlp": 8}  # x hidden^2
 
 
@@ -104,6 +105,26 @@ def transformer(options: TransformerOptions) -> Generated:
         "sent_bytes": [program.sent()[1] for program in programs],
     }
     return Generated("transformer", asdict(options), programs, groups, totals)
+
+
+def memory_bytes(options: TransformerOptions) -> int:
+    """What the rank that needs most memory holds at most, without what libraries and fragments take.
+
+    Weights and gradients of an element each; 12 bytes per parameter of the optimizer (a copy of the weight and two
+    moments, 4 bytes each); and the activations of the micro-batches that are on their way at once, of each layer 17
+    times tokens x width elements, shared by the tensor parallel ranks (attention scores are worked out again).
+
+    Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), equation 2
+    without the term of the scores, with sequence parallelism.
+    """
+    layers = options.layers // options.pipeline_parallel
+    weights = sum(_WEIGHTS.values()) * options.hidden**2 * layers // options.tensor_parallel
+    tokens = options.batch * options.sequence
+    of_layer = _ACTIVATIONS * tokens * options.hidden * options.element_bytes // options.tensor_parallel
+    ahead = options.micro_batches
+    if options.schedule == "1f1b":
+        ahead = min(options.pipeline_parallel, ahead)
+    return weights * (2 * options.element_bytes + _OPTIMIZER_BYTES) + ahead * layers * of_layer
 
 
 class _RankProgram:
