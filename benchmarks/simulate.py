@@ -13,6 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,11 @@ from read import OUT, Run, measured
 
 from traceloom.chakra.plain import PLAIN, Pairs, PlainNodes, plain_metadata, write_plain
 from traceloom.chakra.schema import CollectiveCommType, NodeType
+from traceloom.simulate.machine import Dimension, Machine
+from traceloom.simulate.native.evaluation import course, plan_of
+from traceloom.simulate.native.inputs import open_input
+from traceloom.simulate.native.operations import operations, transfers_ns
+from traceloom.simulate.native.pricing import transfers_on
 
 _MIB = 1 << 20
 _COMPUTE, _COLLECTIVE = int(NodeType.COMP_NODE), int(NodeType.COMM_COLL_NODE)
@@ -157,6 +163,26 @@ def scaling() -> None:
         print(f"{8 * nodes:9,} nodes {run.cpu_s:6.2f} s  {run.cpu_s / (8 * nodes) * 1e6:6.2f} us per node")
 
 
+def native() -> None:
+    """The mode `native` without contention, in this process: reading, making ready, and one simulation."""
+    for nodes in (1250, 12_500, 125_000):
+        folder = write(f"scaling-{nodes}", chain(8, nodes, nodes // 50), "Switch", "ring", 4)
+        started = time.perf_counter()
+        graph = open_input(folder).graph
+        read = time.perf_counter() - started
+        started = time.perf_counter()
+        plan, of = plan_of(graph), operations(graph)
+        ready = time.perf_counter() - started
+        network = Machine((Dimension("switch", 8, 50.0, 500.0),))
+        took = []
+        for _ in range(5):
+            started = time.perf_counter()
+            course(graph, of, transfers_on(network, of.table, transfers_ns(graph, of), None), plan=plan)
+            took.append(time.perf_counter() - started)
+        line = f"native, {8 * nodes:9,} nodes: read {read:5.2f} s, made ready {ready:5.2f} s"
+        print(f"{line}, simulated in {statistics.median(took) * 1000:6.1f} ms (median of 5)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--astra-sim", metavar="BINARY", help="a build of the congestion-unaware back end")
@@ -170,6 +196,7 @@ def main() -> None:
         if not args.only or args.only in name:
             compare(name, binaries, args.runs)
     scaling()
+    native()
 
 
 if __name__ == "__main__":
