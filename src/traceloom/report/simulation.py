@@ -19,7 +19,8 @@ from traceloom.simulate.simulation import Simulation
 FORMAT = "traceloom-simulation"
 VERSION = 1
 _ROWS = 8
-_NOTICES = 6
+_NOTICES = 4
+_OWN = ("transfer-flag", "device-kept", "groups-assumed")  # of the simulation, not of the recording
 _KINDS = {
     "before_ns": "before", "end_ns": "after",
     "compute_ns": "compute", "exposed_communication_ns": "exposed",
@@ -66,10 +67,12 @@ def render(document: Row, width: int) -> Iterator[Text]:
     if document["identity"]:
         yield from paragraph(document["identity"], width)
     yield from paragraph(document["sentence"], width, "bold")
-    for notice in document["notices"][:_NOTICES]:
+    worth_saying = [notice for notice in document["notices"] if notice["severity"] != "info"]
+    worth_saying.sort(key=lambda notice: notice["slug"] not in _OWN)
+    for notice in worth_saying[:_NOTICES]:
         yield from paragraph(f"{notice['severity']}: {notice['message']} [{notice['slug']}]", width)
-    if more := len(document["notices"]) - _NOTICES:
-        yield from paragraph(f"and {more} more notices; --json has them all", width) if more > 0 else ()
+    if len(worth_saying) > _NOTICES:
+        yield from paragraph(f"and {len(worth_saying) - _NOTICES} more notices; --json has them all", width)
     yield from _ranks(document, width)
     for head, hint, key, names, name in _TABLES:
         rows = _ROWS_OF[key](document) if key in _ROWS_OF else document[key][:_ROWS]

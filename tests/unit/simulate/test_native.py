@@ -98,7 +98,7 @@ def test_measured_transfers_count_before_the_network(tmp_path: Path) -> None:
     machine = replace(one_switch(4, 200.0, 1_000), transfers=(measured,))
     answer = run(folder, machine)
     assert answer.after_ns == pytest.approx(on_network(job, fitted).run().window_ns, rel=0.02)
-    assert set(answer.collectives["flags"]) == {"size outside of what was measured"}
+    assert set(answer.collectives["flags"]) == {"size not among those measured"}
     assert [notice.slug for notice in answer.notices if notice.slug == "transfer-flag"] == ["transfer-flag"]
     # A network with twice the bandwidth: the measured time changes as the modelled one does.
     faster = run(folder, machine, overrides=["network.0.bandwidth=400", "network.0.latency=500"])

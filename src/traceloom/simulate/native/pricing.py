@@ -25,10 +25,10 @@ _PIPELINED = ("tree", "double-tree")
 _CHUNK = 1 << 19  # bytes that trees and chains hand on at once
 _MOST_CHUNKS = 64
 _FLAGS = {
-    "kind": "such a kind was not measured: by its schedule",
-    "span": "such a kind was not measured inside (or between) hosts: by its schedule",
-    "group": "groups of such a size were not measured",
-    "size": "size outside of what was measured",
+    "kind": "kind not measured, by schedule",
+    "span": "not measured inside or between hosts, by schedule",
+    "group": "size of the group not among those measured",
+    "size": "size not among those measured",
 }
 _REDUCED = 3  # bytes that a device moves to reduce one: two read, one written
 
@@ -190,23 +190,23 @@ def _price(
     if kind == "barrier":
         size_bytes = 0
     if kind is None or members is None or size_bytes is None:
-        return _Price(None, flag="as recorded: its kind, members or size are not known")
+        return _Price(None, flag="as recorded, kind, members or size not known")
     modelled = pricing.modelled(kind, members, size_bytes)
     machine = pricing.machine
     measured = machine.transfer_of(kind, machine.span(members), len(members), size_bytes)
     flags = [_FLAGS[flag] for flag in measured.flags]
     if measured.time_ns is None:
         if modelled is None:
-            return _Price(None, flag=f"as recorded: there is no schedule for {kind}")
+            return _Price(None, flag=f"as recorded, no schedule for {kind}")
         return _Price(round(modelled.time_ns), modelled, modelled.algorithm, "; ".join(flags), modelled.card_ns)
     time_ns = measured.time_ns
     if base is not pricing and modelled is not None:
         there = base.modelled(kind, members, size_bytes)
         if there is not None and there.time_ns > 0:
             time_ns *= modelled.time_ns / there.time_ns
-            flags.append("measured on the network before the change")
+            flags.append("measured before the network was changed")
     card_ns = modelled.card_ns if modelled else 0
     if time_ns < card_ns:
         time_ns = float(card_ns)
-        flags.append("measured faster than its network cards allow: as fast as they do")
+        flags.append("held to what network cards allow")
     return _Price(round(time_ns), modelled, flag="; ".join(flags), card_ns=card_ns)

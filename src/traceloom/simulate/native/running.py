@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,7 +130,7 @@ class _Target:
     def of(cls, machine: Machine | str | Path, overrides: Sequence[str], graph: Graph) -> _Target:
         """Read the machine, and see that it fits the workload.
 
-        A preset has as many hosts as the workload needs.
+        A preset has as many hosts as the workload needs, the last of them whole.
         """
         if isinstance(machine, Machine):
             unchanged, name = machine, machine.name or "the machine"
@@ -139,6 +140,8 @@ class _Target:
         described = changed(unchanged, overrides)
         world = _world(graph)
         if isinstance(machine, str) and machine in presets() and not Path(machine).exists():
+            host = math.prod(part.size for part in described.dimensions[:-1])
+            world = world if world <= host else -(-world // host) * host
             described, unchanged = described.for_ranks(world), unchanged.for_ranks(world)
         elif world > 1:
             described.check(world)
