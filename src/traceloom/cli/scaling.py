@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _REFUSED = {
     "tensor_parallel": "every kernel of a layer would work on another part of it",
     "pipeline_parallel": "every stage would hold other layers",
+    "micro_batches": "stages would wait for each other in another order",
 }
 
 

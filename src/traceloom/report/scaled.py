@@ -27,10 +27,9 @@ def build(answer: Scaled, name: str, machine: str = "") -> Row:
         machine: Name of the machine; "" for the recorded one.
     """
     head = {"format": FORMAT, "version": VERSION, "traceloom": __version__, "name": name, "machine": machine}
-    identity = (
-        f"Drawn at the recorded size, the {'measured ' if answer.measured else ''}step of {units.duration(answer.before_ns)} comes back as "
-        f"{units.duration(answer.identity_ns)} ({answer.identity_error * 100:+.2f} %)."
-    )
+    step = f"{'measured ' * answer.measured}step of {units.duration(answer.before_ns)}"
+    drawn = f"{units.duration(answer.identity_ns)} ({answer.identity_error * 100:+.2f} %)"
+    identity = f"Drawn at the recorded size, the {step} comes back as {drawn}."
     return {**head, "sentence": answer.sentence, "identity": identity, **answer.to_dict()}
 
 
