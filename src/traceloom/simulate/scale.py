@@ -337,7 +337,9 @@ def bus_factors(before: pl.DataFrame, after: pl.DataFrame) -> Floats:
     on_bus = []
     for frame in (before, after):
         ranks = frame["members"].to_numpy().astype(np.float64)
-        once = frame["kind"].is_in(["broadcast", "reduce", "send", "receive", "barrier"]).to_numpy()
+        once = (
+            frame["kind"].is_in(["broadcast", "reduce", "send", "receive", "barrier"]).fill_null(value=True).to_numpy()
+        )
         on_bus.append(np.where(once | (ranks < 2), 1.0, (ranks - 1) / ranks))
     factors: Floats = on_bus[1] / on_bus[0]
     return factors
@@ -347,7 +349,7 @@ def on_machine(machine: Machine) -> TransferModel:
     """Transfers by the network of a machine, each as if nothing else was on its links."""
 
     def model(after: pl.DataFrame, taken_ns: Floats) -> Floats:
-        messages = pl.col("kind").is_in(PAIRS)
+        messages = pl.col("kind").is_in(PAIRS).fill_null(value=False)
         table = after.select(
             "key", "in_bytes", "out_bytes", pl.col("ranks").alias("members"), pl.col("members").alias("group_size"),
             kind=pl.when(messages).then(pl.lit("send")).otherwise("kind"), recorded=pl.Series(taken_ns),

@@ -88,8 +88,12 @@ class Draws:
         self._uses = np.bincount(source, minlength=2 * count)
         self._uses[0::2] += 1  # a node's end waits for its start
         start = nodes["start_ns"].to_numpy()
-        self.begin_ns = int(start.min()) if count else 0
-        self._roots: list[int] = (start - self.begin_ns).tolist()
+        # What waits for nothing begins with the recording of its rank.
+        position = nodes["rank"].fill_null(0).to_numpy().astype(np.int64)
+        first = np.full(int(position.max(initial=0)) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(first, position, start)
+        self._roots: list[int] = (start - first[position]).tolist()
+        self._began: list[int] = (first - first.min()).tolist()
         step = nodes["step"].fill_null(-1).to_numpy().astype(np.int64)
         self.steps = np.unique(step[step >= 0])
         self._step = np.searchsorted(self.steps, step)
@@ -104,7 +108,8 @@ class Draws:
         self._ends_step &= (lane >= 0) & (self._step < self.steps.size)
         self._meeting = np.full(count, -1, dtype=np.int64)
         self._meeting[replica.meetings["node"].to_numpy()] = np.arange(replica.meetings.height)
-        self._stage = nodes["rank"].fill_null(0).to_numpy().astype(np.int64) // replica.axis.stride
+        self._position: list[int] = position.tolist()
+        self._stage = position // replica.axis.stride
         self._span: list[int] = replica.meetings["span"].to_list()
         seen = dict(zip(replica.parts["new"].to_list(), variation.seen.tolist(), strict=True))
         self._seen: dict[int, int] = {2 * node: many for node, many in seen.items()}
@@ -144,6 +149,7 @@ class Draws:
         shape, size = (draws, copies), draws * copies
         offsets: Any = iter(random.integers(0, _NUMBERS, self._uses.size + len(self._edge)).tolist())
         effects = self._effects(random, shape) if numbers is not None else None
+        begins = self._begins(random, shape, varied=numbers is not None)
         times: list[Any] = [None] * self._uses.size
         left = self._uses.tolist()
         ends = np.zeros((draws, self.steps.size))
@@ -199,7 +205,7 @@ class Draws:
                     if not left[source]:
                         times[source] = None
             if latest is None:
-                latest = np.full(shape, float(self._roots[node]))
+                latest = begins[self._position[node]] + float(self._roots[node])
             if is_end:
                 if self._ends_step[node]:
                     column = ends[:, self._step[node]]
@@ -238,6 +244,14 @@ class Draws:
             if not left[source]:
                 times[source] = None
         return np.broadcast_to(met, latest.shape)
+
+    def _begins(self, random: np.random.Generator, shape: tuple[int, int], *, varied: bool) -> list[Floats]:
+        """When each position begins, (draws, copies) each."""
+        starts = self.variation.starts_ns
+        if not varied:
+            return [np.full(shape, float(began)) for began in self._began]
+        stages = [at // self.replica.axis.stride for at in range(len(self._began))]
+        return [random.choice(starts[stage], shape).astype(np.float64) for stage in stages]
 
     def _effects(self, random: np.random.Generator, shape: tuple[int, int]) -> dict[int, Any]:
         """By stage: factors of host and device work, (2, steps, draws, copies): steps drawn for all ranks alike."""

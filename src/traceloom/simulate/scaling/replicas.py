@@ -157,7 +157,7 @@ def keyed(graph: Graph, axis: DataAxis, roles: Mapping[str, str], positions: pl.
     )
     rows = graph.communication.join(nodes, on="node").join(positions, on="rank")
     about = ["rank", "position", "group", "ranks", "group_size", "peer", "kind_of_pair", "pair"]
-    rows = rows.with_columns(pair=pl.col("kind").is_in(PAIRS)).with_columns(
+    rows = rows.with_columns(pair=pl.col("kind").is_in(PAIRS).fill_null(value=False)).with_columns(
         peer=pl.when("pair").then("peer"),
         kind_of_pair=pl.when("pair").then("kind"),
         copy=pl.col("rank").map_elements(axis.copy, pl.Int64),

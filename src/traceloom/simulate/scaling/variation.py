@@ -38,6 +38,7 @@ class Variation:
         transfer_samples: Of how many transfers that of each meeting is the median, (M,): it is no surer than that.
         pools: Quantiles, each row ascending, (pools, `QUANTILES`).
         effects: By stage: how much longer all host work (0) or device work (1) of a rank takes in a step, (2, R, S).
+        starts_ns: By stage: when the recording of each rank began, from the first, (R,).
         steps: The recorded steps.
         seen: How many copies of each part of a meeting were recorded, by row of the replica's `parts`.
         apparent_ns: From the arrival of the last recorded part to the end, median over steps, (M,).
@@ -53,6 +54,7 @@ class Variation:
     transfer_samples: Ints
     pools: Floats
     effects: Mapping[int, Floats]
+    starts_ns: Mapping[int, Ints]
     steps: Ints
     seen: Ints
     apparent_ns: Floats
@@ -105,10 +107,21 @@ def variation_of(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Va
         transfer_samples=transfer_samples,
         pools=pools.table(),
         effects=effects,
+        starts_ns=_starts(nodes),
         steps=steps,
         seen=seen,
         apparent_ns=apparent,
     )
+
+
+def _starts(nodes: pl.DataFrame) -> dict[int, Ints]:
+    """When the recording of each rank began, from the first, by stage."""
+    first = nodes.drop_nulls("rank").group_by("stage", "rank").agg(pl.col("start_ns").min()).sort("stage", "rank")
+    first = first.with_columns(pl.col("start_ns") - pl.col("start_ns").min())
+    return {
+        int(str(stage)): rows["start_ns"].to_numpy().astype(np.int64)
+        for (stage,), rows in first.group_by("stage", maintain_order=True)
+    }
 
 
 def _numbered(graph: Graph, axis: DataAxis) -> pl.DataFrame:
