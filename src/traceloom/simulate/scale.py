@@ -353,6 +353,7 @@ def on_machine(machine: Machine) -> TransferModel:
         table = after.select(
             "key", "in_bytes", "out_bytes", pl.col("ranks").alias("members"), pl.col("members").alias("group_size"),
             kind=pl.when(messages).then(pl.lit("send")).otherwise("kind"), recorded=pl.Series(taken_ns),
+            splits=pl.lit(None, pl.List(pl.Int64)),
         )  # fmt: skip
         alike = ["key", "kind", "in_bytes", "out_bytes"]
         distinct = with_sizes(table.unique(alike, maintain_order=True))

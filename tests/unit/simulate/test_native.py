@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from support.jobs import Job, ParallelRecipe, parallel_job
+from support.jobs import Job, ParallelRecipe, TokenImbalance, parallel_job
 from support.jobs import program as do
 from support.workload import collective, node, receive, send, write_set
 from traceloom.chakra.schema import Node
@@ -115,6 +115,31 @@ def test_no_transfer_beats_the_network_card(tmp_path: Path) -> None:
     sent = 2 * 3 / 4 * calls["bytes"]
     assert (calls["transfer_ns"] >= (sent / 10.0).cast(pl.Int64)).all()
     assert calls["flags"].str.contains("network cards").all()
+
+
+def test_uneven_all_to_alls_take_what_their_busiest_rank_takes(tmp_path: Path) -> None:
+    recipe = ParallelRecipe(data=4, expert=4, steps=1, faults=(TokenImbalance((0.5, 0.2, 0.2, 0.1)),), seed=2)
+    job = parallel_job(recipe)
+    sent: dict[tuple[str, int], dict[int, tuple[int, ...]]] = {}
+    for rank in job.ranks:
+        for step in (step for thread in rank.threads for step in thread):
+            meeting = getattr(step, "meeting", None)
+            if isinstance(step, do.Submit) and meeting is not None and meeting.in_splits:
+                size = _BYTES[meeting.element_type]
+                sent.setdefault(meeting.key, {})[rank.rank] = tuple(size * part for part in meeting.in_splits)
+    assert sent
+    answer = run(job.run().write(tmp_path / "job"), one_switch(4, 20.0, 0))
+    # All messages go at once: the link that carries most (what a rank keeps for itself goes over none) says how long.
+    expected = []
+    for rows in sent.values():
+        matrix = np.array([rows[rank] for rank in range(4)])
+        np.fill_diagonal(matrix, 0)
+        expected.append(max(matrix.sum(axis=0).max(), matrix.sum(axis=1).max()) / 20.0)
+    calls = answer.collectives.filter(pl.col("kind") == "all_to_all")
+    # Two of them share their links with the gradients of another layer.
+    assert sorted(calls["transfer_ns"].to_list())[:6] == pytest.approx(sorted(expected)[:6], rel=0.02)
+    even = 3 * np.mean([np.sum(list(rows.values())) for rows in sent.values()]) / 16 / 20.0
+    assert min(expected) > 1.2 * even
 
 
 def test_what_communication_takes_alone(tmp_path: Path) -> None:

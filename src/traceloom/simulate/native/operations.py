@@ -23,7 +23,7 @@ class Operations:
     Attributes:
         table: meeting (node), instance, kind (`send` for messages), group, group_size, members (ranks, the root or
             sender first; null where unknown), size_bytes and bus_factor as of `analyze.collective`, parts (recorded
-            ones).
+            ones), splits (of an all_to_all that is not even: bytes from each member, row by row, to each).
         edge: Edges out of the meetings, to the end of a part each.
         of_edge: Row of `table` of each.
         part: Nodes of all parts.
@@ -68,6 +68,7 @@ def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFra
     message = pl.col("kind").is_in(["send", "receive"])
     sender = pl.when(pl.col("kind") == "receive").then("peer").otherwise("rank")
     receiver = pl.when(pl.col("kind") == "receive").then("rank").otherwise("peer")
+    split = (pl.col("kind") == "all_to_all") & (pl.col("in_splits").list.sum() > 0) & pl.col("in_bytes").is_not_null()
     table = (
         about.group_by("row")
         .agg(
@@ -78,6 +79,10 @@ def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFra
             receiver.filter(message).drop_nulls().first().alias("receiver"),
             pl.col("rank").sort().alias("recorded"),
             pl.len().cast(pl.Int64).alias("parts"),
+            # The ranks that say what they give to whom, with what they give in all.
+            said_by=pl.col("rank").filter(split),
+            said=pl.col("in_splits").filter(split),
+            given=pl.col("in_bytes").filter(split),
         )
         .sort("row")
     )
@@ -107,10 +112,25 @@ def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFra
     table = with_sizes(table).with_columns(
         pl.when(rooted.fill_null(value=False)).then(root_first).otherwise("members").alias("members"),
         meeting=pl.Series(meeting).gather(table["row"]),
+        splits=_splits(table),
     )
     return table.select(
-        "meeting", "instance", "kind", "group", "group_size", "members", "size_bytes", "bus_factor", "parts"
+        "meeting", "instance", "kind", "group", "group_size", "members", "size_bytes", "bus_factor", "parts", "splits"
     )
+
+
+def _splits(table: pl.DataFrame) -> pl.Series:
+    """See `Operations.table`; what nobody recorded is as even as the mean of the others."""
+    matrices: list[list[int] | None] = [None] * table.height
+    rows = table.with_row_index("at").filter(pl.col("said_by").list.len() > 0).drop_nulls("members")
+    for at, members, by, said, given in rows.select("at", "members", "said_by", "said", "given").iter_rows():
+        if any(len(split) != len(members) for split in said) or len(set(map(tuple, said))) == len(set(said[0])) == 1:
+            continue
+        matrix = np.full((len(members), len(members)), np.mean(given) / len(members))
+        for rank, split, whole in zip(by, said, given, strict=True):
+            matrix[members.index(rank)] = np.array(split) * whole / sum(split)
+        matrices[at] = np.rint(matrix).astype(np.int64).ravel().tolist()
+    return pl.Series("splits", matrices, dtype=pl.List(pl.Int64))
 
 
 def transfers_ns(graph: Graph, of: Operations) -> Ints:

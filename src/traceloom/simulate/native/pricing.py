@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -58,34 +59,39 @@ class Pricing:
 
     machine: Machine
     network: MachineNetwork = field(init=False)
-    _known: dict[tuple[str, tuple[int, ...], int], Modelled] = field(default_factory=dict)
+    _known: dict[tuple[str, tuple[int, ...], int, tuple[int, ...]], Modelled] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.network = MachineNetwork(self.machine)
 
-    def modelled(self, kind: str, members: Sequence[int], size_bytes: int) -> Modelled | None:
+    def modelled(
+        self, kind: str, members: Sequence[int], size_bytes: int, splits: Sequence[int] = ()
+    ) -> Modelled | None:
         """A communication by its schedule; None where no schedule can do its kind.
 
         Args:
             kind: As in `Operations.table`.
             members: The ranks; the root or the sender first.
             size_bytes: As of `analyze.collective`.
+            splits: As in `Operations.table`; empty for even ones.
         """
-        key = (kind, tuple(members), size_bytes)
+        key = (kind, tuple(members), size_bytes, tuple(splits))
         if key not in self._known:
             if kind not in {"send", "barrier"} and all(kind not in kinds for kinds in KINDS_OF.values()):
                 return None
             self._known[key] = self._model(*key)
         return self._known[key]
 
-    def _model(self, kind: str, members: tuple[int, ...], size_bytes: int) -> Modelled:
+    def _model(self, kind: str, members: tuple[int, ...], size_bytes: int, splits: tuple[int, ...]) -> Modelled:
         machine = self.machine
         places = machine.places[list(members)]
         order = np.asarray(members)
         if kind in ROOTED:
             order = np.concatenate([order[:1], order[1:][np.argsort(places[1:])]])
-        elif kind != "send":
-            order = order[np.argsort(places)]
+        by_place = np.argsort(places)
+        matrix = np.array(splits).reshape(len(members), -1)[np.ix_(by_place, by_place)] if splits else None
+        if kind not in {*ROOTED, "send"}:
+            order = order[by_place]
         hosts = np.unique(places // machine.ranks_per_host, return_counts=True)[1]
         algorithm: str = "direct" if kind == "send" else machine.algorithm(kind, size_bytes, len(members))
         stated = any(r.collective == kind and (r.below is None or size_bytes < r.below) for r in machine.algorithms)
@@ -96,7 +102,13 @@ class Pricing:
         size = size_bytes // len(members) if kind == "all_gather" else size_bytes
         chunks = min(max(size // _CHUNK, 1), _MOST_CHUNKS) if algorithm in _PIPELINED or kind in ROOTED else 1
         plan = schedule(
-            "broadcast" if kind == "send" else kind, algorithm, len(members), size, chunks=chunks, local=int(hosts[0])
+            "broadcast" if kind == "send" else kind,
+            algorithm,
+            len(members),
+            size,
+            chunks=chunks,
+            local=int(hosts[0]),
+            splits=matrix,
         )
         use = LinkUse(self.network)
         memory = machine.device.memory if machine.device else None
@@ -137,13 +149,10 @@ def transfers_on(
     """
     pricing = Pricing(machine)
     base = pricing if measured_on is None else Pricing(measured_on)
-    asked = table.select("kind", "members", "size_bytes").with_columns(
-        key=pl.struct("kind", "members", "size_bytes").rank("dense")
-    )
+    about = ["kind", "members", "size_bytes", "splits"]
+    asked = table.select(about).with_columns(key=pl.struct(about).rank("dense"))
     distinct = asked.unique("key", keep="first").sort("key")
-    priced = [
-        _price(pricing, base, row["kind"], row["members"], row["size_bytes"]) for row in distinct.iter_rows(named=True)
-    ]
+    priced = [_price(pricing, base, row) for row in distinct.iter_rows(named=True)]
     of_class = asked["key"].to_numpy().astype(np.int64) - 1
     priceable = np.array([price.time_ns is not None for price in priced], dtype=np.bool_)
     times = np.array([price.time_ns or 0 for price in priced], dtype=np.int64)
@@ -179,19 +188,14 @@ class _Price:
     card_ns: int = 0
 
 
-def _price(
-    pricing: Pricing,
-    base: Pricing,
-    kind: str | None,
-    members: list[int] | None,
-    size_bytes: int | None,
-) -> _Price:
-    """What one communication takes."""
+def _price(pricing: Pricing, base: Pricing, asked: dict[str, Any]) -> _Price:
+    """What one communication takes; `asked` is a row of the table."""
+    kind, members, size_bytes, splits = (asked[name] for name in ("kind", "members", "size_bytes", "splits"))
     if kind == "barrier":
         size_bytes = 0
     if kind is None or members is None or size_bytes is None:
         return _Price(None, flag="as recorded, kind, members or size not known")
-    modelled = pricing.modelled(kind, members, size_bytes)
+    modelled = pricing.modelled(kind, members, size_bytes, splits or ())
     machine = pricing.machine
     measured = machine.transfer_of(kind, machine.span(members), len(members), size_bytes)
     flags = [_FLAGS[flag] for flag in measured.flags]
@@ -201,7 +205,7 @@ def _price(
         return _Price(round(modelled.time_ns), modelled, modelled.algorithm, "; ".join(flags), modelled.card_ns)
     time_ns = measured.time_ns
     if base is not pricing and modelled is not None:
-        there = base.modelled(kind, members, size_bytes)
+        there = base.modelled(kind, members, size_bytes, splits or ())
         if there is not None and there.time_ns > 0:
             time_ns *= modelled.time_ns / there.time_ns
             flags.append("measured before the network was changed")
