@@ -41,10 +41,13 @@ def attribute(name: str, value: Any) -> AttributeProto:
     if isinstance(value, tuple):
         member, value = value
     else:
-        member = {bool: "bool_val", str: "string_val"}.get(type(value), "int64_val")
+        member = {bool: "bool_val", str: "string_val", list: "bool_list"}.get(type(value), "int64_val")
         member = "int32_val" if name in _INT32 else "uint64_val" if name == "tensor_size" else member
     made = AttributeProto(name=name)
-    setattr(made, member, value)
+    if member == "bool_list":
+        made.bool_list.values.extend(value)
+    else:
+        setattr(made, member, value)
     return made
 
 

@@ -12,7 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.array_types import Ints
-from traceloom.chakra.columns import Decoder, NodeColumns
+from traceloom.chakra.columns import Decoder, Lists, NodeColumns
 from traceloom.chakra.framing import Block
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata
 from traceloom.chakra.stream import EtReader
@@ -65,7 +65,8 @@ class NodeTable:
     Attributes:
         path: Where it was read from.
         nodes: `id` (UInt64), `name`, `type` (Int32, as written), `start_us`, `duration_us` (UInt64), and one column per
-            attribute of `NUMBERS`, `comm_seq`, `pg_name`: its value, null where it is absent or no whole number.
+            attribute of `NUMBERS`, `comm_seq`, `pg_name`: its value, null where it is absent or no whole number;
+            `involved_dim`: a list of flags, null where it is absent or empty.
         odd: Known attributes that are not as readers expect them: `row`, `attribute`, `kind` (member of the value that
             holds it), `again` (whether the node has had it before).
         data: Data dependencies.
@@ -217,6 +218,7 @@ def _part(columns: NodeColumns, first: int) -> _Part:
             "duration_us": columns.duration_us.view(np.uint64),
             **{name: columns.numbers(name) for name in (*NUMBERS, SEQUENCE)},
             "pg_name": columns.strings("pg_name"),
+            "involved_dim": _flags(columns.lists("involved_dim", EXPECTED["involved_dim"]), len(columns)),
         },
         schema_overrides={"name": pl.String},
     ).with_columns(pl.col("is_cpu_op").cast(pl.Boolean))
@@ -236,6 +238,15 @@ def _part(columns: NodeColumns, first: int) -> _Part:
     return nodes, pl.concat(odd), dependencies
 
 
+def _flags(lists: Lists, count: int) -> pl.Series:
+    """One list of flags per node; null where there is none."""
+    if not len(lists.values):
+        return pl.Series([None], dtype=pl.List(pl.Boolean)).new_from_index(0, count)
+    held = pl.DataFrame({"row": np.repeat(lists.row, lists.count), "flags": lists.values != 0})
+    rows = pl.DataFrame({"row": np.arange(count)})
+    return rows.join(held.group_by("row").agg("flags"), on="row", how="left", maintain_order="left")["flags"]
+
+
 _NO_NODES = pl.DataFrame(
     schema={
         "id": pl.UInt64,
@@ -245,6 +256,7 @@ _NO_NODES = pl.DataFrame(
         "duration_us": pl.UInt64,
         **{name: pl.Boolean if name == "is_cpu_op" else pl.Int64 for name in (*NUMBERS, SEQUENCE)},
         "pg_name": pl.String,
+        "involved_dim": pl.List(pl.Boolean),
     }
 )
 _NOTHING_ODD = pl.DataFrame(

@@ -128,7 +128,7 @@ def test_what_astra_sim_stops_at_is_refused(tmp_path: Path) -> None:
         "waits for node 9, which is not there": [node(1, deps=[9])],
         "has an id that another node has": [node(1), node(1)],
         "has no nodes": [],
-        "communicates no bytes": [collective(1, size=0, is_cpu_op=False)],
+        "communicates no bytes": [collective(1, "ALL_GATHER", size=0, is_cpu_op=False)],
     }
     for number, (message, nodes) in enumerate(cases.items()):
         with pytest.raises(InputError, match=message) as error:

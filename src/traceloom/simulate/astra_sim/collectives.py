@@ -6,6 +6,7 @@ Definitions: astra-sim 518bd51 with its analytical network 599a047; what differs
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,8 +29,9 @@ class Phase:
         schedule: Its messages, among positions of the dimension.
         stride: Ranks between neighbours of the dimension; 0 where the positions are those of a group.
         delay_ns: What an endpoint needs before its first message, and after each one it receives.
-        eager: Whether a rank goes on, once all messages of a round are there, with one message for each that is
-            reduced; else once all are reduced.
+        window: How many messages a rank has under way at most, where it sends the next one for each that is reduced;
+            0 where it goes from round to round.
+        reduced: Bytes that are reduced, of each message in the order of arrival, where there is a window.
         backwards: Whether the ring goes the other way round, as the last half of an all_reduce over dimensions does.
     """
 
@@ -37,7 +39,8 @@ class Phase:
     schedule: Schedule
     stride: int
     delay_ns: int
-    eager: bool
+    window: int = 0
+    reduced: tuple[int, ...] = ()
     backwards: bool = False
 
 
@@ -64,6 +67,11 @@ class Dimensions:
         """All ranks."""
         return math.prod(self.sizes)
 
+    @property
+    def windows(self) -> bool:
+        """Whether an algorithm limits how many messages of a rank are under way."""
+        return any(name[-1].isdigit() for names in self.implementations.values() for name in names)
+
     def chunks(self, kind: str, size: int) -> tuple[int, int]:
         """How many chunks, and their bytes: no chunk but an all_gather's has fewer bytes than there are ranks.
 
@@ -81,86 +89,118 @@ class Dimensions:
             )
         return -(-size // chunk), chunk
 
-    def phases(self, kind: str, chunk: int, members: int, number: int) -> list[Phase]:
+    def phases(
+        self, kind: str, chunk: int, members: int, trees: Counter[tuple[str, int]], dimensions: Sequence[bool] | None
+    ) -> list[Phase]:
         """The phases of one chunk.
 
         Args:
             kind: all_reduce, all_gather, reduce_scatter, all_to_all.
             chunk: Its bytes.
             members: Ranks of the group; all ranks use the dimensions, fewer a single one.
-            number: How many chunks of all ranks' all_reduces came before, which decides the tree.
-        """
-        names = self._names(kind)
-        if members < self.ranks:
-            name = names[0] if len(names) == 1 else "ring"
-            return [self._phase(kind, name, chunk, (0, members, 0), number)]
-        order = [d for d, size in enumerate(self.sizes[: len(names)]) if size > 1]
-        strides = np.cumprod([1, *self.sizes]).tolist()
-        if len(names) == 1 and names[0].startswith("one"):
-            return [self._phase(kind, _plain(names[0]), chunk, (0, self.ranks, 1), number)]
-        if kind == "all_reduce" and not self.baseline:
-            turn = [("reduce_scatter", d) for d in order[:-1]] + [("all_reduce", order[-1])]
-            turn += [("all_gather", d) for d in reversed(order[:-1])]
-        elif kind == "all_gather":
-            turn = [(kind, d) for d in reversed(order)]
-        else:
-            turn = [(kind, d) for d in order]
-        phases = []
-        for part, d in turn:
-            phase = self._phase(part, names[d], chunk, (d, self.sizes[d], strides[d]), number)
-            phases.append(replace(phase, backwards=kind == "all_reduce" and part == "all_gather"))
-            chunk = {"reduce_scatter": chunk // self.sizes[d], "all_gather": chunk * self.sizes[d]}.get(part, chunk)
-        return phases
+            trees: How many trees of a kind and dimension came before, which decides the tree; counted on.
+            dimensions: Which dimensions take part; all where not given.
 
-    def _names(self, kind: str) -> tuple[str, ...]:
+        Raises:
+            UsageError: slugs `bad-collective`, `no-such-schedule`, `bad-astra-sim-config`: ASTRA-sim stops at it, or
+                never ends it.
+        """
         names = self.implementations.get(kind)
         if not names:
             raise UsageError(
                 f"the system file has no {kind.replace('_', '-')}-implementation", slug="bad-astra-sim-config"
             )
-        return names
+        if members < self.ranks:
+            return [self._phase(kind, names[0] if len(names) == 1 else "ring", chunk, (0, members, 0), 0)]
+        along = self._along(names)
+        order = [d for d in range(len(along)) if dimensions is None or (d < len(dimensions) and dimensions[d])]
+        if not order:
+            raise UsageError(
+                f"ASTRA-sim never ends an {kind} along none of its dimensions",
+                slug="bad-collective",
+                hint="leave involved_dim out",
+            )
+        turn = [(kind, d) for d in (reversed(order) if kind == "all_gather" else order)]
+        if kind == "all_reduce" and not self.baseline:
+            turn = [("reduce_scatter", d) for d in order[:-1]] + [("all_reduce", order[-1])]
+            turn += [("all_gather", d) for d in reversed(order[:-1])]
+        phases = []
+        for part, d in turn:
+            ranks, stride = along[d]
+            phase = self._phase(part, names[d], chunk, (d, ranks, stride), trees[kind, d])
+            if names[d] == "doubleBinaryTree":  # an all_reduce of the chunk, whatever the phase should be
+                phases.append(phase)
+                trees[kind, d] += 1
+            else:
+                phases.append(replace(phase, backwards=kind == "all_reduce" and part == "all_gather"))
+                chunk = {"reduce_scatter": chunk // ranks, "all_gather": chunk * ranks}.get(part, chunk)
+        return phases
 
-    def _phase(self, kind: str, name: str, chunk: int, along: tuple[int, int, int], number: int) -> Phase:
+    def _along(self, names: Sequence[str]) -> list[tuple[int, int]]:
+        """Ranks of each dimension, and the step between neighbours; a `one...` takes all ranks, and is the last."""
+        along: list[tuple[int, int]] = []
+        stride = 1
+        for name, size in zip(names, self.sizes, strict=False):
+            if name.startswith("one"):
+                return [*along, (self.ranks, 1)]
+            along.append((size, stride))
+            stride *= size
+        return along
+
+    def _phase(self, kind: str, name: str, chunk: int, along: tuple[int, int, int], tree: int) -> Phase:
         """One phase along (dimension, ranks, stride)."""
         dimension, ranks, stride = along
-        name = _plain(name)
-        if name == "doubleBinaryTree" and not stride:
+        if name == "doubleBinaryTree" and (not stride or ranks & (ranks - 1)):
             raise UsageError(
-                "ASTRA-sim crashes at a doubleBinaryTree in a group of some ranks",
+                f"ASTRA-sim crashes at a doubleBinaryTree of {ranks} ranks"
+                + ("" if stride else ", which are not all ranks"),
                 slug="bad-collective",
-                hint="set all-reduce-implementation to ring",
+                hint=f"set {kind.replace('_', '-')}-implementation to ring",
             )
-        if name.startswith("direct") and name != "direct":
-            raise UsageError(
-                f"`{name}` keeps so many messages under way at once, which is not simulated",
-                slug="bad-collective",
-                hint="use direct",
-            )
-        tree = number % 2 if name == "doubleBinaryTree" else 0
-        made = _schedule(kind, name, ranks, chunk, tree=tree, whole=bool(stride))
-        eager = name == "direct" and kind == "all_reduce"
-        return Phase(dimension, made, stride, self.delay_ns if stride else FAST_DELAY_NS, eager)
-
-
-def _plain(name: str) -> str:
-    return name[3].lower() + name[4:] if name.startswith("one") else name
+        plain = name[3].lower() + name[4:] if name.startswith("one") else name
+        if not plain.startswith("direct"):
+            made = _schedule(kind, plain, ranks, chunk, tree=tree % 2)
+            return Phase(dimension, made, stride, self.delay_ns if stride else FAST_DELAY_NS)
+        others = ranks - 1
+        window = min(int(plain.removeprefix("direct") or others), others)
+        made, reduced = _direct(kind, ranks, chunk, window, whole=bool(stride))
+        rounds = window == others and kind != "all_reduce"
+        return Phase(
+            dimension, made, stride, self.delay_ns if stride else FAST_DELAY_NS, 0 if rounds else window, reduced
+        )
 
 
 @lru_cache(maxsize=256)
-def _schedule(kind: str, name: str, ranks: int, chunk: int, *, tree: int, whole: bool) -> Schedule:
+def _direct(kind: str, ranks: int, chunk: int, window: int, *, whole: bool) -> tuple[Schedule, tuple[int, ...]]:
+    """Messages to all others, and the bytes that are reduced of each one that arrives.
+
+    The first messages of a window follow from nothing. ASTRA-sim takes all that follow in turns of a window for nothing
+    and a window of reductions (in a group, of as many windows of them as there are others); an all_reduce reduces in
+    every second turn only.
+    """
+    made = direct(kind, ranks, chunk if kind == "all_gather" else chunk // ranks * ranks)
+    if not window:
+        raise UsageError("ASTRA-sim never begins with direct0", slug="bad-collective", hint="use direct")
+    others = ranks - 1
+    turn, at = np.divmod(window + np.arange(len(made.rounds) * others), window * (2 if whole else ranks))
+    reduces = (at >= window) & ((kind == "reduce_scatter") | ((kind == "all_reduce") & (turn % 2 == 0)))
+    reduced = np.where(reduces, chunk // ranks, 0)
+    rounds = tuple(
+        replace(part, reduced=np.repeat(taken, ranks))
+        for part, taken in zip(made.rounds, reduced.reshape(-1, others), strict=True)
+    )
+    return replace(made, rounds=rounds), tuple(reduced.tolist())
+
+
+@lru_cache(maxsize=256)
+def _schedule(kind: str, name: str, ranks: int, chunk: int, *, tree: int) -> Schedule:
     """The schedule of one phase; all messages of a round have the same bytes, rounded down."""
     size = chunk if kind == "all_gather" else chunk // ranks * ranks
     if name == "ring":
         return ring(kind, ranks, size)
-    if name == "direct":
-        made = direct(kind, ranks, size)
-        if kind == "all_reduce" and not whole and ranks > 2:  # groups reduce the second half like the first
-            first, second = made.rounds
-            made = replace(made, rounds=(first, replace(second, reduced=second.bytes)))
-        return made
     if name == "halvingDoubling":
         return _halving(kind, ranks, chunk)
-    if name == "doubleBinaryTree" and kind == "all_reduce":
+    if name == "doubleBinaryTree":
         parent = parents(ranks, 0 if tree else ranks - 1)
         made = one_tree(parent, chunk)
         inner = np.isin(np.arange(ranks), parent)
@@ -175,15 +215,26 @@ def _schedule(kind: str, name: str, ranks: int, chunk: int, *, tree: int, whole:
 
 
 def _halving(kind: str, ranks: int, chunk: int) -> Schedule:
-    """Halving and doubling: a message is reduced at the price of the next, smaller one, the last one for nothing."""
+    """Halving and doubling: a message is reduced at the price of the next, smaller one, the last one for nothing.
+
+    Raises:
+        UsageError: slugs `bad-collective`, `no-such-schedule`.
+    """
     made = halving_doubling(kind, ranks, ranks)
     steps = len(made.rounds) // (2 if kind == "all_reduce" else 1)
     halves = [chunk >> (k + 1) for k in range(steps)]
     sizes = {
         "reduce_scatter": halves,
-        "all_reduce": [*halves, *reversed(halves)],
+        "all_reduce": [*halves, *(chunk >> (steps + 1) << (k + 1) for k in range(steps))],  # what was rounded is lost
         "all_gather": [chunk << k for k in range(steps)],
     }[kind]
+    if not min(sizes):
+        raise UsageError(
+            f"ASTRA-sim stops at a halvingDoubling {kind} of {chunk} bytes among {ranks} ranks, which comes to "
+            "messages of no bytes",
+            slug="bad-collective",
+            hint="use ring",
+        )
     reduced = [0] * len(sizes) if kind == "all_gather" else [*halves[1:], 0, *([0] * (len(sizes) - steps))]
     return replace(
         made,

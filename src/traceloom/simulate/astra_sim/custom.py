@@ -57,7 +57,6 @@ class Carried:
     Args:
         nodes: Of its position.
         group: The rank at each position.
-        position: Which it is.
         queues: Of the rank.
         mailbox: Where messages go.
         done: Called at the end.
@@ -67,13 +66,12 @@ class Carried:
         self,
         nodes: RankNodes,
         group: Sequence[int],
-        position: int,
         *,
         queues: RankQueues,
         mailbox: Mailbox,
         done: Callable[[], None],
     ) -> None:
-        self._nodes, self._group, self._rank = nodes, group, group[position]
+        self._nodes, self._group, self._rank = nodes, group, queues.rank
         self._queues, self._mailbox, self._done = queues, mailbox, done
         self._left = list(nodes.waits)
         self._under_way = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from traceloom.array_types import Ints
+from traceloom.errors import UsageError
 from traceloom.simulate.astra_sim.clock import Clock
 from traceloom.simulate.astra_sim.collectives import Dimensions, Phase
 from traceloom.simulate.astra_sim.custom import Carried
@@ -22,6 +24,7 @@ from traceloom.simulate.astra_sim.nodes import (
     RECEIVE,
     SKIP,
     TIMED,
+    Message,
     RankNodes,
     group_ranks,
     position_in,
@@ -45,7 +48,9 @@ class Meeting:
         group: Its ranks, in the group's order.
         kind: all_reduce, ...
         size: Bytes.
-        number: Chunks of all ranks' all_reduces before it.
+        chunks: The phases of each chunk; none where an algorithm or the record carries it out.
+        count: Chunks of collectives that its first rank had before it.
+        counts: The same of each rank.
         begin_ns: When each rank began, -1 before it did; shape (ranks of the group,).
         node: The node of each rank.
         end_ns: When each rank was done, -1 before it was.
@@ -58,7 +63,9 @@ class Meeting:
     group: tuple[int, ...]
     kind: str
     size: int
-    number: int
+    chunks: list[list[Phase]]
+    count: int
+    counts: list[int]
     begin_ns: list[int]
     node: list[int]
     end_ns: list[int]
@@ -82,7 +89,7 @@ class Rank:
         ended: How many have.
         last_ns: When the last one ended, None before.
         issued: Collectives of each group so far.
-        chunks: Chunks of all ranks' all_reduces so far.
+        count: Chunks of collectives so far.
     """
 
     nodes: RankNodes
@@ -96,7 +103,7 @@ class Rank:
     ended: int = 0
     last_ns: int | None = None
     issued: dict[str, int] = field(default_factory=dict)
-    chunks: int = 0
+    count: int = 0
 
 
 class Engine:
@@ -138,9 +145,10 @@ class Engine:
         self.links = Links(fabric, self.clock) if aware else None
         self._mailbox = Mailbox(self.clock, self._queued if aware else self._straight)
         self.meetings: dict[tuple[str, int], Meeting] = {}
+        self._trees: Counter[tuple[str, int]] = Counter()
         apart = len(fabric.sizes) == 1 and (not aware or fabric.topologies[0] == "FullyConnected")
-        self._whole = whole and width == 1 and apart
-        self._rotates = whole and width == 1
+        self._rotates = whole and width == 1 and not dimensions.windows
+        self._whole = self._rotates and apart
         self._recorded = recorded
         self._link_free = np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
         self._took: dict[Any, Ints] = {}
@@ -251,20 +259,21 @@ class Engine:
 
     def _collective(self, rank: Rank, node: int) -> None:
         message = rank.nodes.messages[node]
-        members = group_ranks(message.group, self._groups, len(self.ranks))
-        group = self._everybody if members is None else members
-        label = "" if members is None else str(message.group)
+        label, group = self.group_of(message)
         turn = rank.issued.get(label, 0)
         rank.issued[label] = turn + 1
         meeting = self.meetings.get((label, turn))
         position = position_in(group, rank.nodes, node)
+        given = self._algorithms.get(message.kind)
         if meeting is None:
-            never = [-1] * len(group)
+            counts, begin, nodes, end = ([-1] * len(group) for _ in range(4))
+            chunks = [] if given or self._recorded else self._chunks(message, len(group), whole=not label)
             meeting = Meeting(
-                label, turn, group, message.kind, message.size, rank.chunks, never, list(never), list(never)
+                label, turn, group, message.kind, message.size, chunks, rank.count, counts, begin, nodes, end
             )
             self.meetings[label, turn] = meeting
         meeting.begin_ns[position], meeting.node[position] = self.clock.now, node
+        meeting.counts[position] = rank.count
         meeting.came += 1
         if (message.kind, message.size) != (meeting.kind, meeting.size):
             return  # each waits for what the others do not do: the run ends there, and says so
@@ -273,12 +282,12 @@ class Engine:
                 took = (self.ranks[r].nodes.duration_ns[n] for r, n in zip(group, meeting.node, strict=True))
                 self._end_at(meeting, np.full(len(group), self.clock.now + max(took)))
             return
-        if message.kind in self._algorithms:
-            self._carry(rank, meeting, position, self._algorithms[message.kind])
-            return
-        if message.kind == "all_reduce" and len(group) == len(self.ranks):
-            rank.chunks += self._dimensions.chunks(message.kind, message.size)[0]
-        if self._whole:
+        if not label and not given and rank.count != meeting.count:
+            return  # as above: of all ranks' collectives ASTRA-sim matches the chunks by this count
+        rank.count += len(meeting.chunks) or 1
+        if given:
+            self._carry(rank, meeting, position, given(len(group)))
+        elif self._whole:
             if meeting.came == len(group):
                 self._meet(meeting)
         elif self._may_rotate(meeting):
@@ -287,13 +296,22 @@ class Engine:
         else:
             self._begin_chunks(rank, meeting, position)
 
-    def _carry(self, rank: Rank, meeting: Meeting, position: int, algorithm: Algorithm) -> None:
-        """By the messages of an algorithm that the user gave."""
-        nodes = algorithm(len(meeting.group))[position]
+    def group_of(self, message: Message) -> tuple[str, tuple[int, ...]]:
+        """Name of a collective's group, empty for all ranks, and its ranks; the group's order counts for some ranks."""
+        members = group_ranks(message.group, self._groups, len(self.ranks))
+        if members is None:
+            return "", self._everybody
+        return str(message.group), members if len(members) < len(self.ranks) else self._everybody
+
+    def _carry(self, rank: Rank, meeting: Meeting, position: int, algorithm: Sequence[RankNodes]) -> None:
+        """By the messages of an algorithm that the user gave.
+
+        A rank's own position is that among the group's ranks in ascending order, its peers' that in the group's order.
+        """
+        message = rank.nodes.messages[meeting.node[position]]
         Carried(
-            nodes,
-            meeting.group,
-            position,
+            algorithm[sorted(meeting.group).index(rank.nodes.rank)],
+            group_ranks(message.group, self._groups, len(self.ranks)) or self._everybody,
             queues=rank.queues,
             mailbox=self._mailbox,
             done=lambda: self._done(rank, meeting, position),
@@ -303,23 +321,26 @@ class Engine:
         meeting.end_ns[position] = self.clock.now
         self._end(rank, meeting.node[position])
 
-    def _chunks(self, meeting: Meeting) -> list[list[Phase]]:
-        """The phases of each chunk."""
-        count, chunk = self._dimensions.chunks(meeting.kind, meeting.size)
-        ranks = len(meeting.group)
-        return [self._dimensions.phases(meeting.kind, chunk, ranks, meeting.number + number) for number in range(count)]
+    def _chunks(self, message: Message, ranks: int, *, whole: bool) -> list[list[Phase]]:
+        """The phases of each chunk of a collective; one of a group does not choose its dimensions."""
+        count, chunk = self._dimensions.chunks(message.kind, message.size)
+        along = message.dimensions if whole else None
+        if not self._memory_rate:
+            raise UsageError(
+                "the system file has no `local-mem-bw`, at which collectives reduce", slug="bad-astra-sim-config"
+            )
+        return [self._dimensions.phases(message.kind, chunk, ranks, self._trees, along) for _ in range(count)]
 
     def _begin_chunks(self, rank: Rank, meeting: Meeting, position: int) -> None:
         """Message by message."""
-        chunks = self._chunks(meeting)
-        left = [len(chunks)]
+        left = [len(meeting.chunks)]
 
         def done() -> None:
             left[0] -= 1
             if not left[0]:
                 self._done(rank, meeting, position)
 
-        for number, phases in enumerate(chunks):
+        for number, phases in enumerate(meeting.chunks):
             tag = (meeting.name, meeting.turn, number)
             stream = Stream(
                 rank.queues, self._mailbox, tag, meeting.group, phases, memory_rate=self._memory_rate, done=done
@@ -330,7 +351,7 @@ class Engine:
         """Whether all ranks may do the same at the same time, and it is much."""
         if self.links is None or meeting.apart or len(meeting.group) < len(self.ranks) or not self._rotates:
             return False
-        ((phase,), *_) = self._chunks(meeting)
+        ((phase,), *_) = meeting.chunks
         return is_rotation(phase.schedule) and phase.schedule.messages > _MANY
 
     def _rotate(self, meeting: Meeting) -> None:
@@ -338,7 +359,7 @@ class Engine:
         now = self.clock.now
         assert self.links is not None
         if set(meeting.begin_ns) == {now} and self.links.idle:
-            took, usage = one_of_all(self._fabric, self._chunks(meeting), self._memory_rate)
+            took, usage = one_of_all(self._fabric, meeting.chunks, self._memory_rate)
             self.links.add(usage)
             self._end_at(meeting, np.full(len(meeting.group), now + took))
         else:
@@ -352,7 +373,7 @@ class Engine:
         begin = np.array(meeting.begin_ns)
         first = int(begin.min())
         group = np.array(meeting.group)
-        phases = [phase for (phase,) in self._chunks(meeting)]
+        phases = [phase for (phase,) in meeting.chunks]
         if self._link_free is not None:
             end = begin
             for phase in phases:

@@ -189,6 +189,9 @@ def read_system(path: str | Path) -> AstraSimSystem:
     if "splits" not in values:
         hint = "ASTRA-sim divides by it: write for example 4"
         raise _refused("there is no key `preferred-dataset-splits`", where, hint)
+    if "per-node-custom-implementation" in document:
+        hint = "give one algorithm for all collectives of a kind: all-reduce-implementation-custom"
+        raise _refused("algorithms of single nodes are not simulated", f"{where}, per-node-custom-implementation", hint)
     for flag in ("roofline", "replay_only"):
         values[flag] = bool(values.get(flag, False))
     implementations: dict[str, tuple[str, ...]] = {}

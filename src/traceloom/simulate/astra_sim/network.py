@@ -100,6 +100,10 @@ class Links:
         self.in_flight += 1
         self._take(_Travel(size, self.route(source, target), 0, arrive, what, self._clock.now))
 
+    def occupied_ns(self, size: int) -> int:
+        """How long a message occupies a link."""
+        return int(size / self._rate)
+
     def _take(self, travel: _Travel) -> None:
         link = travel.links[travel.next]
         waiting = self._waiting.get(link)

@@ -24,7 +24,6 @@ KINDS = {
 _BROADCAST = int(CollectiveCommType.BROADCAST)
 _COMMUNICATION = [int(NodeType.COMM_COLL_NODE), int(NodeType.COMM_SEND_NODE), int(NodeType.COMM_RECV_NODE)]
 _MEMORY = [int(NodeType.MEM_LOAD_NODE), int(NodeType.MEM_STORE_NODE)]
-_SKIPPED = [int(NodeType.INVALID_NODE), int(NodeType.METADATA_NODE)]
 _NS = 1000  # of a microsecond
 
 
@@ -51,6 +50,7 @@ class Message:
         peer: The other rank of a send or receive, else -1.
         tag: What tells messages between the same ranks apart.
         group: Name of a collective's group as written; None for all ranks.
+        dimensions: Of a collective of all ranks: which dimensions take part; None for all.
     """
 
     kind: str
@@ -58,6 +58,7 @@ class Message:
     peer: int
     tag: int
     group: str | None
+    dimensions: tuple[bool, ...] | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -110,8 +111,10 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
     action, slot = _actions(table, compute)
     duration = _durations(table, compute)
     if compute.roofline:
-        unsized = nodes["tensor_size"].fill_null(0).to_numpy() == 0
-        action = np.where((slot == GPU) & unsized, SKIP, action)
+        of_gpu = slot == GPU
+        for name in ("num_ops", "tensor_size"):
+            _refuse(table, np.flatnonzero(of_gpu & nodes[name].is_null().to_numpy()), None, f"has no {name}")
+        action = np.where(of_gpu & (nodes["tensor_size"].fill_null(0).to_numpy() == 0), SKIP, action)
     ranked = np.empty(len(order), np.int64)
     ranked[order] = np.arange(len(order))
     source, target = _edges(table, ids, order, ranked)
@@ -133,24 +136,36 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
 def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[int, Message]:
     """What the nodes communicate, by their position in the order of ids."""
     at = np.flatnonzero(np.isin(action[order], (COLLECTIVE, SEND, RECEIVE)))
+    sends = pl.Series(action[order[at]]) == SEND
     rows = table.nodes[order[at]].select(
         pl.Series("at", at),
         pl.Series("action", action[order[at]]),
         pl.col("comm_type").replace_strict(KINDS, default="", return_dtype=pl.String),
-        pl.col("comm_size").fill_null(0),
-        pl.when(pl.Series(action[order[at]]) == SEND)
-        .then(pl.col("comm_dst"))
-        .otherwise(pl.col("comm_src").fill_null(0)),
-        pl.col("comm_tag").fill_null(0),
+        "comm_size",
+        pl.when(sends).then(pl.col("comm_dst")).otherwise(pl.col("comm_src")).alias("peer"),
+        pl.when(sends).then(pl.col("comm_src")).otherwise(pl.col("comm_dst")).alias("own"),
+        "comm_tag",
         "pg_name",
+        "involved_dim",
     )
     messages = {}
-    for node, kind, comm_type, size, peer, tag, group in rows.iter_rows():
-        if kind != COLLECTIVE and peer in (None, rank):
-            _refuse(table, order[[node]], None, "is a message to nobody else")
-        if size < 1:
+    for node, kind, comm_type, size, peer, own, tag, group, dimensions in rows.iter_rows():
+        if kind == COLLECTIVE:
+            # Of nothing ASTRA-sim makes chunks as small as they can be, but no all_gather.
+            absent = size is None or size < 0 or (not size and comm_type == "all_gather")
+        else:
+            absent = size is None or size < 1
+            if peer in (None, rank):
+                _refuse(table, order[[node]], None, "is a message to nobody else")
+            if own not in (None, rank):
+                _refuse(table, order[[node]], None, f"is a message of rank {own}")
+            if tag is None:
+                _refuse(table, order[[node]], None, "has no comm_tag")
+        if absent:
             _refuse(table, order[[node]], None, "communicates no bytes")
-        messages[node] = Message(comm_type, size, -1 if kind == COLLECTIVE else peer, tag, group)
+        messages[node] = Message(
+            comm_type, size, -1 if kind == COLLECTIVE else peer, tag or 0, group, dimensions and tuple(dimensions)
+        )
     return messages
 
 
@@ -166,10 +181,10 @@ def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
     collective = kind == NodeType.COMM_COLL_NODE
     comm_type = nodes["comm_type"].fill_null(-1).to_numpy()
     is_done = np.isin(comm_type, [*KINDS, _BROADCAST])
-    skipped = np.isin(kind, _SKIPPED)
+    _refuse(table, np.flatnonzero(kind == NodeType.METADATA_NODE), None, "is metadata")
     if not compute.recorded:
         _refuse(table, np.flatnonzero(collective & ~is_done), None, "is a collective that ASTRA-sim does not do")
-        others = ~(computes | communicates | skipped | np.isin(kind, _MEMORY))
+        others = ~(computes | communicates | (kind == NodeType.INVALID_NODE) | np.isin(kind, _MEMORY))
         _refuse(table, np.flatnonzero(others), None, "is of a kind that ASTRA-sim does not know")
     replayed = computes | (collective & (comm_type == _BROADCAST)) | compute.recorded
     action = np.select(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from traceloom.simulate.astra_sim.engine import Algorithm, Engine, Meeting, Rank
 from traceloom.simulate.astra_sim.inputs import AstraSimNetwork, AstraSimSystem
 from traceloom.simulate.astra_sim.network import Fabric
 from traceloom.simulate.astra_sim.nodes import COMMUNICATION, CPU, GPU, NOTHING, Compute, RankNodes, rank_nodes
-from traceloom.simulate.astra_sim.stuck import check_ended
+from traceloom.simulate.astra_sim.stuck import check_begun, check_ended
 from traceloom.simulate.simulation import COLLECTIVES, LINKS, NODES, RANKS, Simulation
 
 FAR = 0.05  # of the measurement: how far a rank may end from it
@@ -51,20 +51,42 @@ def simulate(
         InputError: slugs `not-for-astra-sim`, `bad-algorithm`.
         CheckError: `deadlock`: ranks wait for each other; ASTRA-sim ends without a word there.
     """
-    compute = Compute(
-        recorded=system.replay_only,
-        roofline=(system.peak_perf * 1e12, system.local_mem_bw * 1e9) if system.roofline else None,
-    )
+    roofline = (system.peak_perf * 1e12, system.local_mem_bw * 1e9) if system.roofline else None
+    compute = Compute(recorded=system.replay_only, roofline=None if system.replay_only else roofline)
     if aware and len(network.sizes) > 1:
         raise UsageError(
             "ASTRA-sim's congestion-aware back end knows machines of one dimension only",
             slug="not-for-astra-sim",
             hint="leave --congestion aware out, or use the native mode",
         )
-    prefixes = {**system.custom, **{kind: str(prefix) for kind, prefix in (algorithms or {}).items()}}
+    if aware and network.topologies[0] == "Ring" and network.sizes[0] == 2:
+        raise UsageError(
+            "ASTRA-sim's congestion-aware back end stops at a Ring of 2, whose ranks would have two links each way",
+            slug="not-for-astra-sim",
+            hint="make it a FullyConnected of 2",
+        )
+    for kind, names in system.implementations.items():
+        if len(names) > len(network.sizes):
+            raise InputError(
+                f"{kind.replace('_', '-')}-implementation has {units.counted(len(names), 'algorithm')}, the network "
+                f"{units.counted(len(network.sizes), 'dimension')}",
+                slug="bad-astra-sim-config",
+                where=system.source,
+            )
+    given = {kind: str(prefix) for kind, prefix in (algorithms or {}).items()}
 
-    def of_kind(prefix: str) -> Algorithm:
-        return cache(lambda ranks: read_algorithm(prefix, ranks))
+    def of_kind(kind: str, prefix: str) -> Algorithm:
+        def read(ranks: int) -> Sequence[RankNodes]:
+            if kind not in given and system.splits > 1:
+                raise UsageError(
+                    f"ASTRA-sim never ends an {kind} of the algorithm {prefix}: it waits for {system.splits} chunks, "
+                    "and has one",
+                    slug="bad-collective",
+                    hint="set preferred-dataset-splits to 1, or give the algorithm with --collective",
+                )
+            return read_algorithm(prefix, ranks)
+
+        return cache(read)
 
     engine = Engine(
         _ranks(workload, network.ranks, compute),
@@ -80,10 +102,11 @@ def simulate(
         aware=aware,
         memory_rate=system.local_mem_bw * 1e9,
         width=system.active_chunks,
-        algorithms={kind: of_kind(prefix) for kind, prefix in prefixes.items()},
+        algorithms={kind: of_kind(kind, prefix) for kind, prefix in {**system.custom, **given}.items()},
     )
     engine.run()
     check_ended(engine)
+    check_begun(engine, system.endpoint_delay)
     return _answer(workload, network, system, engine, aware=aware)
 
 
@@ -141,7 +164,15 @@ def _ranks(workload: Workload, count: int, compute: Compute) -> list[RankNodes]:
                 slug="not-for-astra-sim",
                 where=table.path,
             )
-        ranks.append(rank_nodes(rank, table, compute))
+        nodes = rank_nodes(rank, table, compute)
+        for node, message in nodes.messages.items():
+            if message.peer >= count:
+                raise InputError(
+                    f"{nodes.label(node)} is a message with rank {message.peer}, but there are {count} ranks",
+                    slug="not-for-astra-sim",
+                    where=table.path,
+                )
+        ranks.append(nodes)
     return ranks
 
 

@@ -202,9 +202,10 @@ class Stream:
         members = members_of(phase, self._queues.rank, self._group)
         self._ranks = members.tolist()
         self._steps = steps_of(phase.schedule)[self._ranks.index(self._queues.rank)]
-        self._step = 0
-        self._arrived = self._free = self._sent = 0
-        if self._steps[0][0]:
+        self._step = self._arrived = self._free = self._sent = 0
+        if phase.window:
+            self._queues.after(phase.delay_ns, self._go_on, phase.window)
+        elif self._steps[0][0]:
             self._queues.after(phase.delay_ns, self._go)
         else:
             self._go(None)
@@ -212,7 +213,7 @@ class Stream:
     def _go(self, _: Any) -> None:
         """The messages of a step."""
         out, into = self._steps[self._step]
-        self._arrived = self._free = 0
+        self._free = 0
         for k in range(max(len(out), len(into))):
             if k < len(out):
                 self._send(*out[k])
@@ -220,6 +221,28 @@ class Stream:
                 self._receive(*into[k])
         if not into:
             self._next()
+
+    def _go_on(self, more: int) -> None:
+        """The next messages of a window in which there is room for so many more.
+
+        The second step begins once all messages of the first have arrived, reduced or not.
+        """
+        phase = self._phase
+        assert phase is not None
+        self._free += more
+        others = phase.schedule.ranks - 1
+        count = others * len(self._steps)
+        while self._free and self._sent < count:
+            step, k = divmod(self._sent, others)
+            if self._arrived < step * others:
+                break
+            out, into = self._steps[step]
+            self._send(*out[k])
+            self._receive(*into[k])
+            self._sent += 1
+            self._free -= 1
+        if self._sent == count and self._free == phase.window:
+            self.proceed()
 
     def _send(self, position: int, size: int) -> None:
         rank, peer = self._queues.rank, self._ranks[position]
@@ -230,9 +253,12 @@ class Stream:
         self._mailbox.receive(key, lambda: self._take(reduced))
 
     def _take(self, reduced: int) -> None:
-        assert self._phase is not None
+        phase = self._phase
+        assert phase is not None
+        if phase.window:
+            reduced = phase.reduced[self._arrived]
         self._arrived += 1
-        self._queues.after(self._phase.delay_ns, self._reduce, reduced)
+        self._queues.after(phase.delay_ns, self._reduce, reduced)
 
     def _reduce(self, reduced: int) -> None:
         if reduced:  # it is read twice and written once
@@ -242,23 +268,12 @@ class Stream:
 
     def _have(self, _: Any) -> None:
         assert self._phase is not None
+        if self._phase.window:
+            self._go_on(1)
+            return
         self._free += 1
-        _, into = self._steps[self._step]
-        if self._phase.eager:
-            self._exchange(len(into))
-        elif self._free == len(into):
+        if self._free == len(self._steps[self._step][1]):
             self._next()
-
-    def _exchange(self, count: int) -> None:
-        """The second half: once all of the first has come, one message for each one that is reduced."""
-        out, into = self._steps[1]
-        if self._arrived >= count:
-            while self._sent < min(self._free, count):
-                self._send(*out[self._sent])
-                self._receive(*into[self._sent])
-                self._sent += 1
-            if self._free == 2 * count:
-                self.proceed()
 
     def _next(self) -> None:
         self._step += 1

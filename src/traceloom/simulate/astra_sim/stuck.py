@@ -4,11 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from traceloom.errors import CheckError
+from traceloom.errors import CheckError, UsageError
 from traceloom.simulate.astra_sim.engine import Engine, Rank
-from traceloom.simulate.astra_sim.nodes import COLLECTIVE, RECEIVE
+from traceloom.simulate.astra_sim.nodes import COLLECTIVE, RECEIVE, SEND, SKIP
 
 _MOST = 6
+
+
+def check_begun(engine: Engine, delay_ns: int) -> None:
+    """Raise UsageError `not-for-astra-sim` where an event is asked for at time 0, which ASTRA-sim cannot have.
+
+    Args:
+        engine: After its run.
+        delay_ns: Of an endpoint: before the first message of a collective of all ranks.
+    """
+    for rank in engine.ranks:
+        own = rank.nodes
+        for node, end in enumerate(rank.end_ns):
+            if rank.begin_ns[node]:
+                continue
+            action, message = own.action[node], own.messages.get(node)
+            at_once = end == 0 and action != SKIP
+            if message and action == COLLECTIVE:
+                at_once = not delay_ns and len(engine.group_of(message)[1]) == len(engine.ranks)
+            elif message and action == SEND and engine.links:
+                at_once |= not engine.links.occupied_ns(message.size)
+            if at_once:
+                raise UsageError(
+                    f"{own.label(node)} of rank {own.rank} asks for what takes no time at the very beginning, where "
+                    "ASTRA-sim stops",
+                    slug="not-for-astra-sim",
+                    hint="let it wait for a node of 1 us, or set endpoint-delay above 0",
+                )
 
 
 def check_ended(engine: Engine) -> None:
@@ -52,6 +79,13 @@ def _waits(engine: Engine, rank: Rank) -> tuple[str, int]:
                 if (message.kind, message.size) != (ours.kind, ours.size):
                     here, there = (f"{m.kind} of {m.size:,} bytes" for m in (ours, message))
                     return f"{label} is {here}, where rank {peer} does {there} in its {peer_nodes.label(other)}", peer
+            own = meeting.counts[meeting.group.index(rank.nodes.rank)]
+            for peer, count in zip(meeting.group, meeting.counts, strict=True):
+                if not meeting.name and count != own:
+                    return (
+                        f"{label} comes after {own} chunks of collectives, in rank {peer} after {count}, and "
+                        "ASTRA-sim tells those of all ranks apart by that: give it a group of all ranks of its own"
+                    ), peer
             return f"{label} waits for messages that do not come", -1
         if action == RECEIVE:
             message = rank.nodes.messages[node]
@@ -60,6 +94,8 @@ def _waits(engine: Engine, rank: Rank) -> tuple[str, int]:
                 message.peer,
             )
     waiting = next(node for node in range(len(rank.nodes)) if rank.begin_ns[node] < 0)
+    if not rank.left[waiting]:
+        return f"{rank.nodes.label(waiting)} is never begun: it is ready when the last other node has ended", -1
     return f"{rank.nodes.label(waiting)} waits in a circle with other nodes of its file", -1
 
 

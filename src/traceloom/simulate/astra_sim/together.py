@@ -27,8 +27,8 @@ def ends(phase: Phase, members: Ints, begin_ns: Ints, memory_rate: float, transm
     """
     schedule, delay = phase.schedule, phase.delay_ns
     ready = begin_ns + np.where(_sends_first(schedule), delay, 0)
-    if phase.eager and schedule.rounds:
-        return _eager(phase, members, ready, memory_rate, transmit)
+    if phase.window:
+        return _all_to_all_twice(phase, members, ready, memory_rate, transmit)
     for part in schedule.rounds:
         there = transmit(members[part.source], members[part.target], part.bytes, ready[part.source])
         have = np.maximum(there, ready[part.target]) + delay + _reduction(part, memory_rate)
@@ -61,7 +61,7 @@ def _reduction(part: Round, memory_rate: float) -> Ints:
     return 3 * reading
 
 
-def _eager(phase: Phase, members: Ints, ready: Ints, memory_rate: float, transmit: Transmit) -> Ints:
+def _all_to_all_twice(phase: Phase, members: Ints, ready: Ints, memory_rate: float, transmit: Transmit) -> Ints:
     """Two rounds of everybody to everybody; the second one begins once all of the first has arrived."""
     ranks = phase.schedule.ranks
     first, second = phase.schedule.rounds
