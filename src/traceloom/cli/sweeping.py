@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shlex
 import sys
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import OutputError, UsageError
+from traceloom.leaving import undone_on_leaving
 
 if TYPE_CHECKING:
     from traceloom.simulate.sweep import SweepAxis, SweepPoint, SweepRow, SweepTable
@@ -84,12 +86,13 @@ def _answers(
     missing = {number: point for number, point in enumerate(points) if number not in answers}
     done = len(answers)
     progress.say(f"{done:,} of {len(points):,} points" if done else "reading")
-    for number, row in evaluate_points(question, missing):
-        answers[number] = row
-        done += 1
-        if kept is not None:
-            kept.add(points[number], row)
-        progress.say(f"{done:,} of {len(points):,} points")
+    with undone_on_leaving(kept.announce if kept else lambda: None):
+        for number, row in evaluate_points(question, missing):
+            answers[number] = row
+            done += 1
+            if kept is not None:
+                kept.add(points[number], row)
+            progress.say(f"{done:,} of {len(points):,} points")
     if not any(row["time_ns"] is not None for row in answers.values()):
         reasons = sorted({str(row["reason"]) for row in answers.values()})
         keys = ", ".join(axis.key for axis in axes)
@@ -116,6 +119,7 @@ class _KeptPoints:
         text = json.dumps([asdict(question), stamps, __version__], sort_keys=True)
         self._head = {"format": _FORMAT, "version": 1, "digest": hashlib.sha256(text.encode()).hexdigest()}
         self._begun = False
+        self._count = 0
         if self.path.exists() and _first(self.path).get("format") != _FORMAT:
             raise OutputError(
                 "this file is in the way: answers are kept there while the sweep goes on",
@@ -136,7 +140,7 @@ class _KeptPoints:
             number = numbers.get(json.dumps(point, sort_keys=True))
             if number is not None:
                 answers[number] = row
-        self._begun = True
+        self._begun, self._count = True, len(answers)
         self.path.write_text(whole + "\n", encoding="utf-8")
         return answers
 
@@ -146,6 +150,12 @@ class _KeptPoints:
         with self.path.open("a" if self._begun else "w", encoding="utf-8") as handle:
             handle.write("".join(f"{line}\n" for line in [*lines, json.dumps([point, row])]))
         self._begun = True
+        self._count += 1
+
+    def announce(self) -> None:
+        """Say that a sweep which is stopped can go on."""
+        text = f"\ntraceloom: the same command goes on after these {self._count:,} answers ({self.path})\n"
+        os.write(2, text.encode())
 
 
 def _first(path: Path) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from traceloom.model.notice import Notice
 from traceloom.model.result import Result
 from traceloom.model.session import Session
 from traceloom.simulate.machine import Machine
-from traceloom.simulate.native.pricing import transfers_on
+from traceloom.simulate.native.pricing import transfer_notices, transfers_on
 from traceloom.simulate.scaling.draws import Drawn, Draws, Transferred, can_end_a_step
 from traceloom.simulate.scaling.expanding import expanded
 from traceloom.simulate.scaling.replicas import ALL, PAIRS, DataAxis, Replica, data_axis, replica_of
@@ -45,6 +45,7 @@ from traceloom.simulate.scaling.variation import variation_of
 
 DRAWS = 200
 _MOST_RANKS = 1 << 20
+_TRUSTED = 0.03  # error at the recorded size beyond which a difference means little
 SHOWN_PERCENT = (0, 5, 10, 25, 50, 75, 90, 95, 100)
 QUANTILES = schema("percent time_ns", {"percent": pl.Int64})
 COLLECTIVES = schema(
@@ -54,8 +55,8 @@ COLLECTIVES = schema(
      "in_bytes_after": pl.Int64},
 )  # fmt: skip
 # How long meetings take in the scaled job, ns, (meetings,): of their rows after, with the `ranks` of one group each,
-# and of how long they would take by their bytes on the bus.
-TransferModel = Callable[[pl.DataFrame, Floats], Floats]
+# and of how long they would take by their bytes on the bus; and what must be known of each, "" for nothing.
+TransferModel = Callable[[pl.DataFrame, Floats], tuple[Floats, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class RecordedJob:
         """A step with so many ranks, or so many copies of the model; see `scale`."""
         copies = self.copies(ranks=ranks, data_parallel=data_parallel)
         after = grown(self.replica, copies)
-        transfer = self.transfers(after, transfers)
+        transfer, flags = self.transfers(after, transfers)
         if self._before is None:
             self._before = self._run(self.axis.copies, self._transfers)
         before, drawn = self._before, self._run(copies, transfer)
@@ -187,7 +188,7 @@ class RecordedJob:
             collectives=_collectives(self.replica, after, (self._transfers, transfer), (before, drawn)),
             draws=self._count,
             seed=self._seed,
-            notices=self._notices(copies, network=transfers is not None),
+            notices=self._notices(copies, identity_ns, network=transfers is not None) + transfer_notices(flags),
         )
 
     def graph_at(
@@ -196,14 +197,15 @@ class RecordedJob:
         """The graph of all ranks of the scaled job, each with works of its own where anything varies: one draw."""
         copies = self.copies(ranks=ranks, data_parallel=data_parallel)
         after = grown(self.replica, copies)
-        transfer = self.transfers(after, transfers).mean_ns
+        transfer = self.transfers(after, transfers)[0].mean_ns
         seed = self._seed if self._varied else None
         return expanded(self.replica, self.variation, after, copies, transfer_ns=transfer, seed=seed)
 
-    def transfers(self, after: pl.DataFrame, transfers: TransferModel | None) -> Transferred:
-        """How long the meetings of a scaled job take; `after` is of `grown`."""
+    def transfers(self, after: pl.DataFrame, transfers: TransferModel | None) -> tuple[Transferred, list[str]]:
+        """How long the meetings of a scaled job take, and what must be known of each; `after` is of `grown`."""
         taken = self._transfers.mean_ns * bus_factors(self.replica.meetings, after)
-        return replace(self._transfers, mean_ns=taken if transfers is None else transfers(after, taken))
+        taken, flags = (taken, [""] * after.height) if transfers is None else transfers(after, taken)
+        return replace(self._transfers, mean_ns=taken), flags
 
     def copies(self, *, ranks: int | None, data_parallel: int | None) -> int:
         """How many copies of the model are asked for.
@@ -232,9 +234,13 @@ class RecordedJob:
     def _run(self, copies: int, transfers: Transferred) -> Drawn:
         return self._draws.run(copies, self._count, self._seed, transfers, varied=self._varied)
 
-    def _notices(self, copies: int, *, network: bool) -> tuple[Notice, ...]:
+    def _notices(self, copies: int, identity_ns: int, *, network: bool) -> tuple[Notice, ...]:
         """What the answer rests on."""
         notices = []
+        error = identity_ns / max(self.before_ns, 1) - 1
+        if abs(error) > _TRUSTED:
+            text = f"at the recorded size the answer is off by {error * 100:+.1f} %: trust no difference below that"
+            notices.append(Notice("scale-identity", "warning", text))
         if self._varied and len(self.variation.steps) < 2:
             text = f"variation is that between {self.recorded} ranks in one step alone: record several steps"
             notices.append(Notice("scale-one-step", "warning", text))
@@ -348,7 +354,7 @@ def bus_factors(before: pl.DataFrame, after: pl.DataFrame) -> Floats:
 def on_machine(machine: Machine) -> TransferModel:
     """Transfers by the network of a machine, each as if nothing else was on its links."""
 
-    def model(after: pl.DataFrame, taken_ns: Floats) -> Floats:
+    def model(after: pl.DataFrame, taken_ns: Floats) -> tuple[Floats, list[str]]:
         messages = pl.col("kind").is_in(PAIRS).fill_null(value=False)
         table = after.select(
             "key", "in_bytes", "out_bytes", pl.col("ranks").alias("members"), pl.col("members").alias("group_size"),
@@ -359,10 +365,12 @@ def on_machine(machine: Machine) -> TransferModel:
         distinct = with_sizes(table.unique(alike, maintain_order=True))
         recorded = distinct["recorded"].round().cast(pl.Int64).to_numpy()
         priced = transfers_on(machine, distinct, recorded)
-        distinct = distinct.select(*alike, priced=pl.Series(priced.time_ns), own=pl.Series(priced.replaced))
+        distinct = distinct.select(
+            *alike, priced=pl.Series(priced.time_ns), own=pl.Series(priced.replaced), flags=pl.Series(priced.flags)
+        )
         rows = table.join(distinct, on=alike, how="left", maintain_order="left", nulls_equal=True)
         times: Floats = np.where(rows["own"].to_numpy(), rows["priced"].to_numpy(), taken_ns)
-        return times
+        return times, rows["flags"].to_list()
 
     return model
 

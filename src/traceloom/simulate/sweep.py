@@ -33,6 +33,7 @@ ANSWERS = pl.Schema(
         "p90_ns": pl.Int64,
         "cost": pl.Float64,
         "memory_bytes": pl.Int64,
+        "flags": pl.String,
         "reason": pl.String,
     }
 )
@@ -149,9 +150,9 @@ class SweepTable(Result):
         points: One row per point: the parameters; ranks, samples (that a step works on: of a generated transformer
             their number, else as many times as many as the recorded step), time_ns (of a step, or of what is
             simulated), p10_ns and p90_ns (where steps were drawn), cost (of that time on all ranks, where the machine
-            has a price), memory_bytes (of the rank that needs most, where it is known), reason (why there is no time),
-            pareto: whether no other point is as good in time and cost per sample and in ranks, and better in one of
-            them.
+            has a price), memory_bytes (of the rank that needs most, where it is known), flags (what lies outside of
+            what was measured), reason (why there is no time), pareto: whether no other point is as good in time and
+            cost per sample and in ranks, and better in one of them.
         sensitivities: One row per parameter with several numbers: by how many per cent the time changes per per cent of
             it, between neighbouring values with all else equal: median, low and high, and of how many pairs.
     """

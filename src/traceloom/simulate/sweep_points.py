@@ -16,6 +16,7 @@ from traceloom.chakra.stream import EtReader
 from traceloom.errors import CheckError, InputError, TraceloomError, UsageError, nearest
 from traceloom.leaving import block
 from traceloom.model import units
+from traceloom.model.notice import Notice
 from traceloom.simulate.device import rescale
 from traceloom.simulate.machine import Machine, read_machine
 from traceloom.simulate.native.inputs import SimulationInput, open_input
@@ -163,7 +164,7 @@ class PointEvaluator:
             )  # fmt: skip
             ranks = answer.ranks.height
             priced = read_machine(machine, overrides) if machine else None
-            return _answer(ranks, answer.after_ns, priced)
+            return _answer(ranks, answer.after_ns, priced, answer.notices)
         job = self._job(device, host_factor)
         ranks = job.copies(**{name: None if value is None else int(value) for name, value in size.items()})
         described = read_machine(machine, overrides).for_ranks(ranks * job.axis.positions) if machine else None
@@ -171,7 +172,7 @@ class PointEvaluator:
         interval: SweepRow = {
             "p10_ns": scaled.p10_ns, "p90_ns": scaled.p90_ns, "samples": scaled.data_parallel / job.axis.copies,
         }  # fmt: skip
-        return _answer(scaled.ranks, scaled.after_ns, described) | interval
+        return _answer(scaled.ranks, scaled.after_ns, described, scaled.notices) | interval
 
     def _job(self, device: str | None, host_factor: float) -> RecordedJob:
         """The recorded job on a device; each is made ready once."""
@@ -218,7 +219,7 @@ class PointEvaluator:
         with TemporaryDirectory(prefix="traceloom-sweep-") as folder:
             generate.write_generated(made, Path(folder) / "workload")
             answer = run(Path(folder) / "workload", described, only=self.question.only)
-        return row | _answer(ranks, answer.after_ns, described)
+        return row | _answer(ranks, answer.after_ns, described, answer.notices)
 
     def _planned(self, chosen: dict[str, Any], point: SweepPoint) -> dict[str, Any]:
         """Options of a transformer: what is not swept follows from the ranks and the batch of the whole job."""
@@ -242,10 +243,11 @@ class PointEvaluator:
         return chosen
 
 
-def _answer(ranks: int, time_ns: int, machine: Machine | None) -> SweepRow:
+def _answer(ranks: int, time_ns: int, machine: Machine | None, notices: Sequence[Notice]) -> SweepRow:
     price = machine.price_per_hour if machine else None
     cost = None if price is None else price * ranks * time_ns / _NS_PER_HOUR
-    return {"ranks": ranks, "time_ns": time_ns, "cost": cost}
+    flags = "; ".join(notice.message for notice in notices if notice.slug == "transfer-flag")
+    return {"ranks": ranks, "time_ns": time_ns, "cost": cost, "flags": flags or None}
 
 
 def evaluate_points(

@@ -6,7 +6,7 @@ that of the measurement (`--set network.0.bandwidth=100`), the measured time cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import polars as pl
 
 from traceloom.array_types import Ints
 from traceloom.model.frames import schema
+from traceloom.model.notice import Notice
 from traceloom.schedules import KINDS_OF, Schedule, schedule
 from traceloom.simulate.machine import Machine
 from traceloom.simulate.native.operations import ROOTED
@@ -174,6 +175,16 @@ def transfers_on(
         [priced[k].algorithm for k in of_class.tolist()],
         [priced[k].flag for k in of_class.tolist()],
         np.array([price.card_ns for price in priced], dtype=np.int64)[of_class],
+    )
+
+
+def transfer_notices(flags: Iterable[str]) -> tuple[Notice, ...]:
+    """What must be known of transfers: how many of them each flag is about."""
+    single = [flag for text in flags for flag in text.split("; ") if flag]
+    counts = pl.Series("flag", single, dtype=pl.String).value_counts().sort("count", "flag", descending=[True, False])
+    return tuple(
+        Notice("transfer-flag", "warning", f"{count:,} communications: {flag}", count)
+        for flag, count in counts.iter_rows()
     )
 
 

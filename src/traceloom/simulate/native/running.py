@@ -23,7 +23,7 @@ from traceloom.simulate.native.answer import answer
 from traceloom.simulate.native.evaluation import Course, course, plan_of
 from traceloom.simulate.native.inputs import AnyWorkload, SimulationInput, open_input
 from traceloom.simulate.native.operations import operations, transfers_ns
-from traceloom.simulate.native.pricing import transfers_on
+from traceloom.simulate.native.pricing import transfer_notices, transfers_on
 from traceloom.simulate.scenario import Scenario
 from traceloom.simulate.simulation import Simulation
 from traceloom.simulate.whatif import changed_graph
@@ -209,11 +209,4 @@ def _on_network(source: SimulationInput, graph: Graph, target: _Target | None) -
 
 def _flagged(after: Course) -> tuple[Notice, ...]:
     """What must be known of the transfers: how many of them each flag is about."""
-    if after.transfers is None:
-        return ()
-    flags = [flag for text in after.transfers.flags for flag in text.split("; ") if flag]
-    counts = pl.Series("flag", flags, dtype=pl.String).value_counts().sort("count", "flag", descending=[True, False])
-    return tuple(
-        Notice("transfer-flag", "warning", f"{count:,} communications: {flag}", count)
-        for flag, count in counts.iter_rows()
-    )
+    return transfer_notices(after.transfers.flags) if after.transfers else ()

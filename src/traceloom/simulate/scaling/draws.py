@@ -24,7 +24,7 @@ from traceloom.model.points import topological
 from traceloom.simulate.scaling.replicas import ALL, Replica
 from traceloom.simulate.scaling.variation import QUANTILES, Variation
 
-_TOGETHER = 16_384  # times of a point that are worked on at once: what is in use stays in the caches
+_TOGETHER = 8_192  # times of a point that are worked on at once: what is in use stays in the caches
 _NUMBERS = 1 << 20  # random numbers in the row
 
 
