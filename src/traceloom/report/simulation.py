@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from rich.text import Text
@@ -30,7 +31,7 @@ _KINDS = {
 
 def build(answer: Simulation) -> Row:
     """The document: the answer, how far it can be trusted, and its tables but that of the nodes."""
-    plain = answer.to_dict()
+    plain = replace(answer, nodes=answer.nodes.clear()).to_dict()
     head = {"format": FORMAT, "version": VERSION, "traceloom": __version__, "sentence": sentence(answer)}
     return {**head, **{key: value for key, value in plain.items() if key != "nodes"}}
 

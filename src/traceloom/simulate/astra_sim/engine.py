@@ -82,7 +82,7 @@ class Rank:
         queues: Its collectives, and its events.
         left: For how many nodes each node still waits.
         ready: By what they occupy: nodes that wait for nothing else.
-        busy: By what is occupied: the node that does.
+        busy: By what is occupied: the node that does, -1 for none; nothing is occupied by none.
         begin_ns: When each node began, -1 before it did.
         end_ns: When it ended, -1 before it did.
         under_way: How many nodes have begun and not ended.
@@ -90,6 +90,7 @@ class Rank:
         last_ns: When the last one ended, None before.
         issued: Collectives of each group so far.
         count: Chunks of collectives so far.
+        end: Called with a node, ends it.
     """
 
     nodes: RankNodes
@@ -104,6 +105,7 @@ class Rank:
     last_ns: int | None = None
     issued: dict[str, int] = field(default_factory=dict)
     count: int = 0
+    end: Callable[[int], None] = field(init=False)
 
 
 class Engine:
@@ -149,6 +151,7 @@ class Engine:
         apart = len(fabric.sizes) == 1 and (not aware or fabric.topologies[0] == "FullyConnected")
         self._rotates = whole and width == 1 and not dimensions.windows
         self._whole = self._rotates and apart
+        self._apart_in_time = not aware or self._whole  # what ranks do at one time is the same in any order
         self._recorded = recorded
         self._link_free = np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
         self._took: dict[Any, Ints] = {}
@@ -162,10 +165,11 @@ class Engine:
             RankQueues(nodes.rank, self.clock, self._width),
             list(nodes.waits),
             ([], [], [], []),
-            [-1] * NOTHING,
+            [-1] * (NOTHING + 1),
             never * len(nodes),
             never * len(nodes),
         )
+        rank.end = partial(self._end, rank)
         for node, waits in enumerate(rank.left):
             if not waits:
                 rank.ready[nodes.slot[node]].append(node)
@@ -179,36 +183,59 @@ class Engine:
 
     def _issue(self, rank: Rank) -> None:
         """Begin what is ready and has its slot free, in the order of ids."""
-        slot_of, action = rank.nodes.slot, rank.nodes.action
+        action, busy = rank.nodes.action, rank.busy
         chosen: list[int] = []
-        for slot in range(NOTHING):
-            ready = rank.ready[slot]
-            if ready and rank.busy[slot] < 0:
+        for slot, ready in enumerate(rank.ready):
+            if ready and busy[slot] < 0:
                 node = heappop(ready)
                 chosen.append(node)
                 while action[node] == SKIP and ready:
                     node = heappop(ready)
                     chosen.append(node)
-        if rank.ready[NOTHING]:
-            chosen += rank.ready[NOTHING]
-            rank.ready[NOTHING].clear()
+                while slot == NOTHING and ready:
+                    chosen.append(heappop(ready))
         if len(chosen) > 1:
             chosen.sort()
         now = self.clock.now
         for node in chosen:
             rank.begin_ns[node] = now
             rank.under_way += 1
-            kind = action[node]
-            if slot_of[node] != NOTHING:
-                rank.busy[slot_of[node]] = node
+            slot, kind = rank.nodes.slot[node], action[node]
+            if slot != NOTHING:
+                busy[slot] = node
             if kind == TIMED:
-                rank.queues.after(rank.nodes.duration_ns[node], partial(self._end, rank), node)
+                if self._apart_in_time and len(chosen) == rank.under_way == 1 and not any(rank.ready):
+                    self._follow(rank, node)
+                else:
+                    rank.queues.after(rank.nodes.duration_ns[node], rank.end, node)
             elif kind == SKIP:
                 self._leave(rank, node)
             elif kind == COLLECTIVE:
                 self._collective(rank, node)
             else:
                 self._message(rank, node, receives=kind == RECEIVE)
+
+    def _follow(self, rank: Rank, node: int) -> None:
+        """A node that takes a time, and those that come one after the other after it, where the rank does nothing else.
+
+        Nothing can come between them, and only their end is an event.
+        """
+        nodes, left = rank.nodes, rank.left
+        first, follower, action, duration = nodes.first, nodes.follower, nodes.action, nodes.duration_ns
+        begin, time = node, self.clock.now
+        while first[node + 1] - first[node] == 1:
+            after = follower[first[node]]
+            if left[after] != 1 or action[after] != TIMED:
+                break
+            time += duration[node]
+            rank.end_ns[node] = rank.begin_ns[after] = time
+            left[after] = 0
+            rank.ended += 1
+            node = after
+        if nodes.slot[node] != nodes.slot[begin]:
+            rank.busy[nodes.slot[begin]] = -1
+            rank.busy[nodes.slot[node]] = node if nodes.slot[node] != NOTHING else -1
+        rank.queues.after(time - self.clock.now + duration[node], rank.end, node)
 
     def _leave(self, rank: Rank, node: int) -> None:
         """A node is over: what waited for it may begin."""
@@ -393,7 +420,7 @@ class Engine:
         meeting.end_ns = end_ns.tolist()
         now = self.clock.now
         for rank, node, end in zip(meeting.group, meeting.node, meeting.end_ns, strict=True):
-            self.ranks[rank].queues.after(end - now, partial(self._end, self.ranks[rank]), node)
+            self.ranks[rank].queues.after(end - now, self.ranks[rank].end, node)
 
     def _apart(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
         return sent_ns + self._fabric.delays(source, target, size)

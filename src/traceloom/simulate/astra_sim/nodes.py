@@ -22,8 +22,6 @@ KINDS = {
     int(CollectiveCommType.ALL_TO_ALL): "all_to_all",
 }
 _BROADCAST = int(CollectiveCommType.BROADCAST)
-_COMMUNICATION = [int(NodeType.COMM_COLL_NODE), int(NodeType.COMM_SEND_NODE), int(NodeType.COMM_RECV_NODE)]
-_MEMORY = [int(NodeType.MEM_LOAD_NODE), int(NodeType.MEM_STORE_NODE)]
 _NS = 1000  # of a microsecond
 
 
@@ -135,7 +133,7 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
 
 def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[int, Message]:
     """What the nodes communicate, by their position in the order of ids."""
-    at = np.flatnonzero(np.isin(action[order], (COLLECTIVE, SEND, RECEIVE)))
+    at = np.flatnonzero((action[order] >= COLLECTIVE) & (action[order] <= RECEIVE))
     sends = pl.Series(action[order[at]]) == SEND
     rows = table.nodes[order[at]].select(
         pl.Series("at", at),
@@ -173,18 +171,19 @@ def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
     nodes = table.nodes
     kind = nodes["type"].to_numpy()
     on_cpu = nodes["is_cpu_op"].fill_null(value=False).to_numpy()
-    communicates = np.isin(kind, _COMMUNICATION)
+    communicates = (kind >= NodeType.COMM_SEND_NODE) & (kind <= NodeType.COMM_COLL_NODE)
+    memory = (kind == NodeType.MEM_LOAD_NODE) | (kind == NodeType.MEM_STORE_NODE)
     if not compute.recorded:
         _refuse(table, np.flatnonzero(communicates & on_cpu), None, "is communication of the CPU")
-        _refuse(table, np.flatnonzero(np.isin(kind, _MEMORY)), None, "is of remote memory, which has no configuration")
+        _refuse(table, np.flatnonzero(memory), None, "is of remote memory, which has no configuration")
     computes = kind == NodeType.COMP_NODE
     collective = kind == NodeType.COMM_COLL_NODE
     comm_type = nodes["comm_type"].fill_null(-1).to_numpy()
-    is_done = np.isin(comm_type, [*KINDS, _BROADCAST])
+    is_done = np.logical_or.reduce([comm_type == each for each in (*KINDS, _BROADCAST)])
     _refuse(table, np.flatnonzero(kind == NodeType.METADATA_NODE), None, "is metadata")
     if not compute.recorded:
         _refuse(table, np.flatnonzero(collective & ~is_done), None, "is a collective that ASTRA-sim does not do")
-        others = ~(computes | communicates | (kind == NodeType.INVALID_NODE) | np.isin(kind, _MEMORY))
+        others = ~(computes | communicates | (kind == NodeType.INVALID_NODE) | memory)
         _refuse(table, np.flatnonzero(others), None, "is of a kind that ASTRA-sim does not know")
     replayed = computes | (collective & (comm_type == _BROADCAST)) | compute.recorded
     action = np.select(

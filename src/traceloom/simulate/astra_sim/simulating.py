@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Spans, difference, merge, union
+from traceloom.analyze.intervals import difference, merge, union
 from traceloom.chakra.workload import Workload
 from traceloom.errors import InputError, UsageError
 from traceloom.model import units
@@ -198,7 +198,7 @@ def _answer(
         identity_error=None,
         before_ns=None,
         after_ns=end,
-        ranks=pl.concat([_account(rank) for rank in engine.ranks]).pipe(_declared, RANKS),
+        ranks=pl.DataFrame([_account(rank) for rank in engine.ranks]).pipe(_declared, RANKS),
         nodes=_nodes(engine.ranks),
         collectives=_collectives(engine),
         links=_links(engine, network),
@@ -206,20 +206,18 @@ def _answer(
     )
 
 
-def _account(rank: Rank) -> pl.DataFrame:
+def _account(rank: Rank) -> dict[str, int]:
     """One row of `Simulation.ranks`."""
     begin, end = (np.frombuffer(times, np.int64) for times in (rank.begin_ns, rank.end_ns))
     slot = np.asarray(rank.nodes.slot)
 
-    def busy(*slots: int) -> Spans:
-        chosen = np.isin(slot, slots)
-        return union(begin[chosen], end[chosen])
-
-    compute, communication, host = busy(GPU), busy(COMMUNICATION, NOTHING), busy(CPU)
+    compute, communication, host = (
+        union(begin[chosen], end[chosen]) for chosen in (slot == GPU, slot >= COMMUNICATION, slot == CPU)
+    )
     exposed = difference(communication, compute)
     alone = difference(host, merge(compute, communication))
     last = rank.last_ns or 0
-    row = {
+    return {
         "rank": rank.nodes.rank,
         "end_ns": last,
         "compute_ns": compute.total,
@@ -229,26 +227,24 @@ def _account(rank: Rank) -> pl.DataFrame:
         "host_ns": alone.total,
         "other_ns": last - compute.total - exposed.total - alone.total,
     }
-    return pl.DataFrame(row)
 
 
 def _nodes(ranks: list[Rank]) -> pl.DataFrame:
     """`Simulation.nodes`: the node is its id in its rank's file."""
-    frames = []
-    for rank in ranks:
-        table = rank.nodes.table.nodes[rank.nodes.row]
-        slot = pl.Series(rank.nodes.slot, dtype=pl.Int64)
-        frames.append(
-            table.select(
-                node=pl.col("id").cast(pl.Int64),
-                rank=pl.lit(rank.nodes.rank),
-                name="name",
-                kind=slot.replace_strict(_KIND, return_dtype=pl.String),
-                start_ns=pl.Series(np.frombuffer(rank.begin_ns, np.int64)),
-                end_ns=pl.Series(np.frombuffer(rank.end_ns, np.int64)),
-            )
+    names = [rank.nodes.table.nodes.select(node=pl.col("id"), name="name")[rank.nodes.row] for rank in ranks]
+    begin, end = (b"".join(times) for times in zip(*((rank.begin_ns, rank.end_ns) for rank in ranks), strict=True))
+    slots = pl.Series([slot for rank in ranks for slot in rank.nodes.slot], dtype=pl.Int64)
+    return (
+        pl.concat(names)
+        .with_columns(
+            pl.col("node").cast(pl.Int64),
+            rank=np.repeat([rank.nodes.rank for rank in ranks], list(map(len, names))),
+            kind=slots.replace_strict(_KIND, return_dtype=pl.String),
+            start_ns=np.frombuffer(begin, np.int64),
+            end_ns=np.frombuffer(end, np.int64),
         )
-    return pl.concat(frames).pipe(_declared, NODES)
+        .pipe(_declared, NODES)
+    )
 
 
 def _collectives(engine: Engine) -> pl.DataFrame:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from traceloom.errors import CheckError, UsageError
 from traceloom.simulate.astra_sim.engine import Engine, Rank
 from traceloom.simulate.astra_sim.nodes import COLLECTIVE, RECEIVE, SEND, SKIP
@@ -20,11 +22,9 @@ def check_begun(engine: Engine, delay_ns: int) -> None:
     """
     for rank in engine.ranks:
         own = rank.nodes
-        for node, end in enumerate(rank.end_ns):
-            if rank.begin_ns[node]:
-                continue
+        for node in np.flatnonzero(np.frombuffer(rank.begin_ns, np.int64) == 0).tolist():
             action, message = own.action[node], own.messages.get(node)
-            at_once = end == 0 and action != SKIP
+            at_once = rank.end_ns[node] == 0 and action != SKIP
             if message and action == COLLECTIVE:
                 at_once = not delay_ns and len(engine.group_of(message)[1]) == len(engine.ranks)
             elif message and action == SEND and engine.links:
