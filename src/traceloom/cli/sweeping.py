@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         args.data_parallel, None if args.groups is None else str(args.groups), args.only, args.step, roles, args.draws,
         args.seed, args.memory_limit, not args.no_cache, args.recorded_device,
     )  # fmt: skip
-    forms = {".json": _as_json, ".csv": _as_csv, ".parquet": _as_parquet}
+    forms = {".json": _as_json, ".csv": _as_csv, ".parquet": _as_parquet, ".html": _as_html, ".htm": _as_html}
     chosen = outputs.targets(args, forms)
     kept = _KeptPoints(chosen[0][0], question) if chosen else None
     with Progress(shown=not args.quiet) as progress:
@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.report.views import terminal
 
         terminal.put(partial(report.render, document), sys.stdout)
-    outputs.close(args, written, f"{shlex.join(['traceloom', 'simulate', *args.inputs])} --sweep ... -o sweep.csv")
+    again = ["traceloom", "simulate", *args.inputs, *(word for text in args.sweep for word in ("--sweep", text))]
+    again += [*(("--machine", args.machine) if args.machine else ()), "-o", "sweep.html"]
+    outputs.close(args, written, shlex.join(again))
     return 0
 
 
@@ -187,3 +189,11 @@ def _as_csv(document: Any, handle: BinaryIO, *, table: SweepTable) -> None:
 def _as_parquet(document: Any, handle: BinaryIO, *, table: SweepTable) -> None:
     del document
     table.points.write_parquet(handle)
+
+
+def _as_html(document: Any, handle: BinaryIO, *, table: SweepTable) -> None:
+    from traceloom.plain_text import encoded
+    from traceloom.report import sweep_page
+
+    del table
+    handle.write(encoded(sweep_page.render(document)))

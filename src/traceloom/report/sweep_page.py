@@ -1,0 +1,156 @@
+"""A sweep as a page of its own: the time over each parameter, and all points as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from traceloom.harmless import harmless
+from traceloom.model import units
+from traceloom.report.table import Col, Row
+from traceloom.report.views.html.frame import framed, key_numbers, one_after_the_other
+from traceloom.report.views.html.table import table
+from traceloom.report.views.html.text import text
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 300, 84, 230, 14, 40
+_MOST_CURVES = 10  # of one picture, the quickest first; more cannot be told apart
+_COLOURS = ("accent", "c-communication", "c-memory", "path", "c-optimizer", "c-backward", "c-sync", "c-launch", "ink",
+            "c-loading")  # fmt: skip
+
+
+def render(document: Row) -> str:
+    """The document as one HTML page that needs nothing but itself.
+
+    Args:
+        document: What `traceloom.report.sweep.build` made.
+    """
+    answered = sorted((row for row in document["points"] if row["time_ns"] is not None), key=lambda r: r["time_ns"])
+    best, worst = answered[0], answered[-1]
+    name = str(document["name"])
+    times = f"{units.duration(best['time_ns'])} to {units.duration(worst['time_ns'])}"
+    headline = f"{units.counted(len(answered), 'point')}: {times}"
+    numbers = [
+        ("Quickest", units.duration(best["time_ns"]), _words(best, document["keys"])),
+        ("Slowest", units.duration(worst["time_ns"]), _words(worst, document["keys"])),
+        ("Not beaten", str(sum(row["pareto"] for row in answered)), "in time and cost per sample and in ranks"),
+    ]
+    return framed(
+        title=f"Sweep: {headline} – {name}",
+        name=f"Sweep: {name}",
+        headline=f"<h1>{text(headline)}</h1>",
+        numbers=key_numbers((label, value, "", more) for label, value, more in numbers),
+        footer=(
+            f"<p>Traceloom {text(document.get('traceloom', ''))}</p>"
+            "<p>The same for programs: <code>-o sweep.json</code>, <code>.csv</code>, <code>.parquet</code></p>"
+        ),
+        **one_after_the_other(_sections(document, answered)),
+    )
+
+
+def _words(row: Row, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {_plain(row[key])}" for key in keys)
+
+
+def _brief(key: str) -> str:
+    return key.removeprefix("network.")
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _sections(document: Row, answered: list[Row]) -> Iterator[tuple[str, str, str, str]]:
+    keys = document["keys"]
+    for number, key in enumerate(keys):
+        drawn = _curves(answered, key, [other for other in keys if other != key])
+        if drawn:
+            note = "The time over this parameter, a line for each choice of the others; a band from P10 to P90."
+            yield f"over-{number}", f"Over {text(_brief(key))}", note, drawn
+    if document["sensitivities"]:
+        depends = (
+            Col("parameter", "Parameter", "name"), Col("median", "Median", "number"), Col("low", "Least", "number"),
+            Col("high", "Most", "number"),
+        )  # fmt: skip
+        body = table("sensitivity-table", depends, document["sensitivities"], {}, "Sensitivity")
+        yield (
+            "sensitivity",
+            "Sensitivity",
+            "Per cent of the time per per cent of a parameter, between neighbours.",
+            body,
+        )
+    rows = [row | {"mark": "*" if row["pareto"] else ""} for row in document["points"]]
+    rows.sort(key=lambda row: (row["time_ns"] is None, not row["pareto"], row["time_ns"] or 0))
+    swept = [Col(key, key, "number" if _numbers(rows, key) else "text") for key in keys]
+    rest = [
+        Col("time_ns", "Time", "time"), Col("p10_ns", "P10", "time"), Col("p90_ns", "P90", "time"),
+        Col("ranks", "Ranks", "count"), Col("cost", "Cost", "number"), Col("memory_bytes", "Memory", "bytes"),
+        Col("flags", "To be known"), Col("reason", "Why not"),
+    ]  # fmt: skip
+    columns = (Col("mark", "*", hint="no other point beats it"), *swept, *(c for c in rest if c.key not in keys))
+    body = table("points-table", columns, rows, {}, "Points")
+    yield "points", "Points", "Those that none beats come first, then the quickest.", body
+
+
+def _numbers(rows: Sequence[Row], key: str) -> bool:
+    return all(isinstance(row[key], (int, float)) for row in rows)
+
+
+def _curves(rows: Sequence[Row], key: str, others: Sequence[str]) -> str:
+    """The picture of the time over one parameter; empty where it is no number, or has one value."""
+    values = sorted({row[key] for row in rows}) if _numbers(rows, key) else []
+    if len(values) < 2:
+        return ""
+    curves: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:  # the quickest first, and so the quickest curves
+        curves.setdefault(tuple(row[other] for other in others), []).append(row)
+    shown = list(curves.items())[:_MOST_CURVES]
+    highest = max(row["p90_ns"] or row["time_ns"] for _, points in shown for row in points)
+    logarithmic = values[0] > 0 and values[-1] / values[0] >= 8
+
+    def x(value: float) -> float:
+        low, high, at = (math.log(v) if logarithmic else float(v) for v in (values[0], values[-1], value))
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * float((at - low) / (high - low))
+
+    def y(time_ns: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - time_ns / highest)
+
+    ink = 'fill="currentColor"'
+    parts = []
+    for share in (0, 0.5, 1):
+        level = f"{y(share * highest):.1f}"
+        parts.append(f'<line stroke="var(--grid)" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{level}" y2="{level}"/>')
+        tick = units.duration(round(share * highest))
+        parts.append(f'<text x="{_LEFT - 8}" y="{level}" dy="4" text-anchor="end" {ink}>{tick}</text>')
+    below = f'y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle" {ink}'
+    parts += [f'<text x="{x(v):.1f}" {below}>{_plain(v)}</text>' for v in values[:: -(-len(values) // 12)]]
+    for number, (choice, unordered) in enumerate(shown):
+        points = sorted(unordered, key=lambda row: row[key])
+        colour = f"var(--{_COLOURS[number]})"
+        label = escape(
+            harmless(", ".join(f"{_brief(other)} {_plain(v)}" for other, v in zip(others, choice, strict=True)))
+        )
+        band = [row for row in points if row["p10_ns"] is not None and row["p90_ns"] is not None]
+        if len(band) > 1:
+            edge = [f"{x(row[key]):.1f} {y(row['p90_ns']):.1f}" for row in band]
+            edge += [f"{x(row[key]):.1f} {y(row['p10_ns']):.1f}" for row in reversed(band)]
+            parts.append(f'<path d="M{"L".join(edge)}Z" fill="{colour}" fill-opacity=".12"/>')
+        line = "L".join(f"{x(row[key]):.1f} {y(row['time_ns']):.1f}" for row in points)
+        parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for row in points:
+            title = escape(f"{key} {_plain(row[key])}: {units.duration(row['time_ns'])}")
+            at = f'cx="{x(row[key]):.1f}" cy="{y(row["time_ns"]):.1f}"'
+            parts.append(f'<circle {at} r="3.5" fill="{colour}"><title>{title} {label}</title></circle>')
+        top = _TOP + 16 * number + 10
+        left = _WIDTH - _RIGHT + 14
+        parts.append(f'<rect x="{left}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{left + 15}" y="{top}" fill="currentColor">{label or "time"}</text>')
+    caption = f"Time over {key}" + (f"; {len(curves) - len(shown)} slower choices are not drawn" if
+                                    len(curves) > len(shown) else "")  # fmt: skip
+    return (
+        f"<figure><figcaption>{escape(harmless(caption))}.</figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" font-family="system-ui, sans-serif" '
+        f'font-size="12" aria-label="{escape(harmless(caption))}">'
+        f"{''.join(parts)}</svg></figure>"
+    )

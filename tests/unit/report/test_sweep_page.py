@@ -1,0 +1,51 @@
+"""The page of a sweep: a picture per parameter with numbers, escaped words, and nothing drawn of what has no answer."""
+
+from __future__ import annotations
+
+import re
+
+from traceloom.report import sweep, sweep_page
+from traceloom.simulate.sweep import SweepTable, parse_axis, points_of
+
+
+def page(*axes: str, refused: int = -1) -> str:
+    """A page whose times fall with the bandwidth."""
+    parsed = [parse_axis(text) for text in axes]
+    rows = []
+    for number, point in enumerate(points_of(parsed)):
+        bandwidth = float(point.get("network.0.bandwidth", 1))  # type: ignore[arg-type]
+        answer = {
+            "time_ns": round(1e9 / bandwidth),
+            "p10_ns": round(9e8 / bandwidth),
+            "p90_ns": round(1.2e9 / bandwidth),
+        }
+        rows.append({**point, "ranks": 8, **({"reason": "it <hangs>"} if number == refused else answer)})
+    return sweep_page.render(sweep.build(SweepTable.of(parsed, rows), "a <job>"))
+
+
+def test_a_curve_per_choice_falls_with_the_bandwidth() -> None:
+    made = page("network.0.bandwidth=10,20,40", "device=H100 SXM,<b>A100</b>")
+    assert made.count('<section id="over-') == 1  # words are no axis
+    lines = re.findall(r'<path d="M([^"]+)" fill="none"', made)
+    assert len(lines) == 2
+    for line in lines:
+        corners = [tuple(map(float, corner.split())) for corner in line.split("L")]
+        assert [x for x, _ in corners] == sorted(x for x, _ in corners)
+        assert [y for _, y in corners] == sorted(y for _, y in corners)  # down the page is less time
+        assert len(corners) == 3
+    assert made.count('fill-opacity=".12"') == 2
+    assert "<b>A100" not in made
+    assert "a <job>" not in made
+
+
+def test_a_point_without_an_answer_is_in_the_table_alone() -> None:
+    made = page("network.0.bandwidth=10,20,40", refused=1)
+    (line,) = re.findall(r'<path d="M([^"]+)" fill="none"', made)
+    assert line.count("L") == 1
+    assert "2 points: 25.0 ms to 100 ms" in made
+    assert "it <hangs>" not in made
+    assert "hangs" in made
+
+
+def test_one_value_is_no_picture() -> None:
+    assert '<section id="over-' not in page("network.0.bandwidth=10")
