@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import Spans, difference, merge, union
+from traceloom.array_types import Ints
 from traceloom.model import graph_schema as gs
 from traceloom.model.frames import as_declared
 from traceloom.model.graph import Graph
@@ -31,26 +33,32 @@ def rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
     """
     spans = graph.nodes.select(
         "rank",
-        "kind",
+        pl.col("kind").to_physical(),
         low=(pl.col("start_ns") - begin_ns).clip(lower_bound=0),  # by its clock, work may precede its launch
-        high=pl.col("start_ns") + pl.col("duration_ns") - begin_ns,
+        high=(pl.col("start_ns") + pl.col("duration_ns") - begin_ns).clip(lower_bound=0),
     ).drop_nulls("rank")
-    rows = []
-    for (rank,), own in spans.group_by("rank", maintain_order=True):
-        end = int(own["high"].max())  # type: ignore[arg-type]
-        row: dict[str, int] = {"rank": int(rank), "end_ns": end}
-        before: list[Spans] = []
-        for column, kinds in _KINDS.items():
-            chosen = own.filter(pl.col("kind").cast(pl.String).is_in(kinds))
-            busy = union(chosen["low"].to_numpy(), chosen["high"].to_numpy())
-            if column == "exposed_communication_ns":
-                row["communication_ns"] = busy.total
-            row[column] = (difference(busy, merge(*before)) if before else busy).total
-            before.append(busy)
-        row["other_ns"] = end - sum(row[column] for column in _KINDS)
-        rows.append(row)
-    columns = [name for name in RANKS if name != "before_ns"]
-    account = pl.DataFrame(
-        rows, schema=dict.fromkeys(["rank", "end_ns", "compute_ns", "communication_ns", *columns], pl.Int64)
-    )
-    return account.select(columns).pipe(as_declared, pl.Schema({name: RANKS[name] for name in columns})).sort("rank")
+    ranks, number = np.unique(spans["rank"].to_numpy(), return_inverse=True)
+    kind, low, high = (spans[name].to_numpy() for name in ("kind", "low", "high"))
+    end = np.zeros(ranks.size, dtype=np.int64)
+    np.maximum.at(end, number, high)
+    # The ranks one after the other on one line of time, so that one set of spans is that of all of them.
+    far = int(end.max(initial=0)) + 1
+    low, high = low + number * far, high + number * far
+
+    def of_ranks(busy: Spans) -> Ints:
+        total = np.zeros(ranks.size, dtype=np.int64)
+        np.add.at(total, busy.start // far, busy.end - busy.start)
+        return total
+
+    account = {"rank": ranks, "end_ns": end}
+    before: list[Spans] = []
+    for column, kinds in _KINDS.items():
+        chosen = np.isin(kind, [gs.NODE_KINDS.index(name) for name in kinds])
+        busy = union(low[chosen], high[chosen])
+        if column == "exposed_communication_ns":
+            account["communication_ns"] = of_ranks(busy)
+        account[column] = of_ranks(difference(busy, merge(*before)) if before else busy)
+        before.append(busy)
+    account["other_ns"] = end - np.sum([account[column] for column in _KINDS], axis=0)
+    columns = {name: RANKS[name] for name in RANKS if name != "before_ns"}
+    return pl.DataFrame(account).pipe(as_declared, columns)

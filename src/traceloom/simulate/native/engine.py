@@ -60,6 +60,7 @@ class _Sharing:
         self._speed: dict[int, float] = {}
         self._held_by: dict[int, int] = {}
         self._used: Floats = np.zeros(bundles.count)  # what they ask of each bundle
+        self._ends: list[tuple[int, int]] = []  # a heap of their ends, and of ends that they had before
         self._slow = 0  # how many are slower than alone
 
     def begin(self, operation: int, at: int, alone: int) -> None:
@@ -67,7 +68,7 @@ class _Sharing:
         self._advance(at)
         # By its clock it may have begun a moment ago.
         self._left[operation] = float(alone - (self._now - at))
-        self._end[operation] = at + alone
+        self._ends_at(operation, at + alone)
         self._speed[operation] = 1.0
         bundle, share = self._bundles.of(self._of_class[operation])
         self._used[bundle] += share
@@ -76,7 +77,9 @@ class _Sharing:
 
     def next_end(self) -> tuple[int, int] | None:
         """The first end of all, and whose it is; None where nothing is under way."""
-        return min((end, operation) for operation, end in self._end.items()) if self._end else None
+        while self._ends and self._end.get(self._ends[0][1]) != self._ends[0][0]:
+            heapq.heappop(self._ends)  # it has come to another end since
+        return self._ends[0] if self._ends else None
 
     def finish(self, operation: int) -> int:
         """A transfer ends; returns when."""
@@ -90,6 +93,10 @@ class _Sharing:
         if self._slow:
             self._share()
         return end
+
+    def _ends_at(self, operation: int, end: int) -> None:
+        self._end[operation] = end
+        heapq.heappush(self._ends, (end, operation))
 
     def _advance(self, until: int) -> None:
         passed = until - self._now
@@ -114,7 +121,8 @@ class _Sharing:
             if speed != self._speed[operation]:
                 self.contended = True
                 self._speed[operation] = speed
-                self._end[operation] = self._now + math.ceil(max(self._left[operation], 0.0) / speed - _ROUNDING)
+                left = max(self._left[operation], 0.0)
+                self._ends_at(operation, self._now + math.ceil(left / speed - _ROUNDING))
             self._held_by[operation] = int(used[link])
 
 

@@ -9,6 +9,7 @@ import polars as pl
 
 from traceloom.array_types import Bools, Floats, Ints
 
+_LEAST = 1e-12  # of a link's bandwidth: rounding may leave less than nothing
 FULL = 1 + 1e-9  # of a link; what is more does not fit
 
 
@@ -120,17 +121,23 @@ def fair_speeds(share: Floats) -> tuple[Floats, Ints]:
     count = len(share)
     speed, held_by = np.ones(count), np.full(count, -1, dtype=np.int64)
     most = share.max(axis=1, initial=0.0)
-    open_ = most > 0
+    short = np.flatnonzero(share.sum(axis=0) > FULL)  # no other link can hold anything back
+    share = share[:, short]
+    open_ = share.any(axis=1)
+    weight = np.divide(share, most[:, None], out=np.zeros_like(share), where=share > 0)
     while open_.any():
-        rise = (share[open_] / most[open_, None]).sum(axis=0)
-        room = 1.0 - (share[~open_] * speed[~open_, None]).sum(axis=0)
+        rise = weight[open_].sum(axis=0)
+        room = 1.0 - speed[~open_] @ share[~open_]
         level = np.divide(room, rise, out=np.full(rise.size, np.inf), where=rise > 0)
-        link = int(level.argmin())
-        enough = open_ & (most <= level[link] * FULL)
+        least = max(float(level.min()), _LEAST)
+        enough = open_ & (most <= least * FULL)
         if enough.any():
             open_ &= ~enough
             continue
-        stopped = open_ & (share[:, link] > 0)
-        speed[stopped], held_by[stopped] = max(level[link], 0.0) / most[stopped], link
+        # Links that are full at the same level are full at once.
+        tight = level <= least * FULL
+        stopped = open_ & share[:, tight].any(axis=1)
+        speed[stopped] = least / most[stopped]
+        held_by[stopped] = short[np.argmax((share[stopped] > 0) & tight, axis=1)]
         open_ &= ~stopped
     return speed, held_by
