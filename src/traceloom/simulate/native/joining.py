@@ -14,7 +14,7 @@ import polars as pl
 
 from traceloom.chakra.validation.waiting import Arcs, settle
 from traceloom.errors import CheckError, InputError
-from traceloom.link.collectives import POINT_TO_POINT, join_parts
+from traceloom.link.collectives import POINT_TO_POINT
 from traceloom.link.meeting import meet
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
@@ -46,35 +46,38 @@ def joined(graph: Graph, groups: Mapping[str, Sequence[int]] | None) -> Graph:
     world = sorted(set(graph.nodes["rank"].drop_nulls().to_list()))
     members, notices = _members(about, graph.nodes["rank"].gather(at), groups, world)
     together = ~about["kind"].is_in(POINT_TO_POINT).fill_null(value=False)
+    sends = pl.col("kind") == "send"
+    of_group = pl.col("group").replace_strict(members, default=None, return_dtype=pl.List(pl.Int32))
     rows = about.with_columns(
         graph.nodes["rank"].gather(at),
-        group=pl.col("group").fill_null(""),
-        start_ns=pl.Series(position[at]),
-        end_ns=pl.Series(position[at]),
+        pl.col("group").fill_null(""),
         together=together,
-    ).with_columns(part=pl.col("rank"))
-    of_group = pl.when(pl.col("together")).then(
-        pl.col("group").replace_strict(members, default=None, return_dtype=pl.List(pl.Int32))
+        position=pl.Series(position[at]),
+    ).with_columns(
+        ranks=pl.when("together").then(of_group),
+        # Of a message the two ends and the tag count, not the group.
+        source=pl.when(~pl.col("together")).then(pl.when(sends).then("rank").otherwise("peer")),
+        target=pl.when(~pl.col("together")).then(pl.when(sends).then("peer").otherwise("rank")),
+        of=pl.when("together").then("group"),
     )
-    rows = rows.with_columns(ranks=of_group).with_columns(
+    # The k-th of a rank is the k-th of the others; of messages the k-th send is the k-th receive.
+    side, tag = (pl.when(~pl.col("together")).then(name) for name in ("kind", "tag"))
+    rows = rows.with_columns(
+        nth=pl.col("position").rank("ordinal").over("rank", side, "of", "source", "target", tag).cast(pl.Int64) - 1
+    )
+    rows = rows.with_columns(
         group_size=pl.col("ranks").list.len().cast(pl.Int32),
-        sequence=pl.when(pl.col("together")).then(
-            pl.col("start_ns").rank("ordinal").over("rank", "group", "together").cast(pl.Int64) - 1
-        ),
+        sequence=pl.when("together").then("nth"),
+        key=pl.struct("of", "source", "target", tag, "nth").rank("dense"),
     )
     _all_there(rows)
-    parts = join_parts(rows)
-    wrong = next((notice for notice in parts.notices if notice.slug == "collectives-mismatch"), None)
-    if wrong is not None:
-        raise InputError(
-            wrong.message, slug="collective-mismatch", where=graph.name, hint="traceloom validate says which"
-        )
-    _messages_matched(rows.with_columns(instance=pl.Series(parts.instance)))
-    numbers = pl.Series("instance", parts.instance).replace(-1, None).cast(pl.Int64)
-    described = rows.with_columns(numbers).select(gs.GRAPH_SCHEMAS["communication"].names())
-    described = described.cast(gs.GRAPH_SCHEMAS["communication"])
+    _alike(rows, graph.name)
+    _messages_matched(rows)
+    several = pl.col("node").count().over("key") > 1
+    described = rows.with_columns(instance=pl.when(several).then(pl.col("key").cast(pl.Int64) - 1))
+    described = described.select(gs.GRAPH_SCHEMAS["communication"].names()).cast(gs.GRAPH_SCHEMAS["communication"])
     graph = replace(graph, communication=described, world_size=len(world), notices=(*graph.notices, *notices))
-    meeting = meet(graph, parts.evidence)
+    meeting = meet(graph, ["inferred"] * described.height)
     # Out of a meeting the part takes as long as its node did; what meets nobody, or waits for nobody, stays as it is.
     out_of = meeting.edges["to_end"] & (meeting.edges["kind"] == "rendezvous")
     took = meeting.nodes["duration_ns"].gather(meeting.edges["target"])
@@ -137,9 +140,26 @@ def _all_there(rows: pl.DataFrame) -> None:
             )
 
 
+def _alike(rows: pl.DataFrame, where: str) -> None:
+    """All ranks do the same in each communication of a group."""
+    differ = rows.filter("together").filter(pl.col("kind").n_unique().over("key") > 1).sort("position", "rank")
+    if differ.height:
+        first = differ.filter(pl.col("key") == differ["key"][0]).sort("rank")
+        each = "; ".join(f"rank {row['rank']} does {row['kind']}" for row in first.head(4).to_dicts())
+        name = f"group `{first['group'][0]}`" if first["group"][0] not in _ALL else "the group of all ranks"
+        raise InputError(
+            f"communication {first['nth'][0] + 1} of {name} is not one: {each}",
+            slug="collective-mismatch",
+            where=where,
+            hint="traceloom validate says which",
+        )
+
+
 def _messages_matched(rows: pl.DataFrame) -> None:
     """Every receive has its send; a send that nobody receives waits for nobody."""
-    alone = rows.filter((pl.col("kind") == "receive") & (pl.col("instance") < 0)).sort("rank", "start_ns")
+    received = rows.filter((pl.col("kind") == "receive").fill_null(value=False))
+    sent = rows.filter((pl.col("kind") == "send").fill_null(value=False))
+    alone = received.join(sent, on="key", how="anti").sort("rank", "position")
     if alone.height:
         first = alone.row(0, named=True)
         raise CheckError(
