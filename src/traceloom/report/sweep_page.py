@@ -106,7 +106,7 @@ def _curves(rows: Sequence[Row], key: str, others: Sequence[str]) -> str:
     for row in rows:  # the quickest first, and so the quickest curves
         curves.setdefault(tuple(row[other] for other in others), []).append(row)
     shown = list(curves.items())[:_MOST_CURVES]
-    highest = max(row["p90_ns"] or row["time_ns"] for _, points in shown for row in points)
+    highest: float = max(row["p90_ns"] or row["time_ns"] for _, points in shown for row in points)
     logarithmic = values[0] > 0 and values[-1] / values[0] >= 8
 
     def x(value: float) -> float:
