@@ -365,3 +365,18 @@ def test_another_device_leaves_an_interval(tmp_path: Path) -> None:
     compute = {row["rank"]: row["compute_ns"] for row in uneven.ranks.to_dicts()}
     assert compute[0] == even.ranks["compute_ns"][0]
     assert compute[1] == pytest.approx(2 * even.ranks["compute_ns"][1], rel=0.001)
+
+
+def test_works_that_no_longer_wait_for_each_other_leave_no_order(tmp_path: Path) -> None:
+    """Before, one work of a rank waits for another; on a slow network they come apart."""
+    home = write_set(
+        tmp_path / "set",
+        [collective(1, size=1_000_000, us=1), node(2, us=50, deps=[1]), node(3, us=20)],
+        [collective(1, size=1_000_000, us=1), node(2, us=1, deps=[1])],
+    )
+    answer = run(home, one_switch(2, 10.0, 0))
+    assert answer.before_ns == 20_000 + 50_000
+    assert answer.after_ns == 100_000 + 50_000
+    assert run(home).became_critical.is_empty()
+    names = answer.became_critical.select("what", "name").rows()
+    assert ("delay", "n1") in names

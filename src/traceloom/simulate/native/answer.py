@@ -92,7 +92,11 @@ def _paths(before: Graph, after: Graph, begin: int) -> tuple[pl.DataFrame, pl.Da
 def _became(after: Graph, first: Path, second: Path) -> pl.DataFrame:
     """See `Simulation.became_critical`."""
     about = after.nodes.select(pl.col("kind").cast(pl.String), "rank", "name")
-    new_nodes, new_edges = np.setdiff1d(second.nodes, first.nodes), np.setdiff1d(second.edges, first.edges)
+    # Edges between works that a lane did in turn are only there where it had to.
+    edge_count = max(after.edges.height, int(first.edges.max(initial=-1)) + 1)
+    old_nodes, old_edges = np.zeros(after.nodes.height, np.bool_), np.zeros(edge_count, np.bool_)
+    old_nodes[first.nodes], old_edges[first.edges] = True, True
+    new_nodes, new_edges = second.nodes[~old_nodes[second.nodes]], second.edges[~old_edges[second.edges]]
     edges = after.edges[new_edges]
     rows = pl.concat(
         [

@@ -81,7 +81,7 @@ def run(
     before = course(source.graph, operations(source.graph), plan=plan, serial=source.serial)
     there = None if machine is None else _Target.of(machine, overrides, source.graph)
     cases = _on_device(source, there, device, host_factor, recorded_device)
-    after, *interval = (_on_network(source, graph, there) for graph in cases.graphs)
+    after, *interval = (_on_network(source, graph, there, plan) for graph in cases.graphs)
     names = [there.name] if there else []
     names += [cases.account.device] if cases.account and device is not None else []
     return answer(
@@ -198,13 +198,13 @@ def _slowed(graph: Graph, machine: Machine) -> Graph:
     return changed_graph(graph, scenario, scenario.times(Plan(graph)))
 
 
-def _on_network(source: SimulationInput, graph: Graph, target: _Target | None) -> Course:
+def _on_network(source: SimulationInput, graph: Graph, target: _Target | None, plan: Plan) -> Course:
     """How the workload goes with the network of the machine, or with the transfers that it has."""
     of = operations(graph)
     transfers = None
     if target is not None:
         transfers = transfers_on(target.machine, of.table, transfers_ns(graph, of), target.measured_on)
-    return course(graph, of, transfers, serial=source.serial)
+    return course(graph, of, transfers, plan=plan if plan.graph is graph else None, serial=source.serial)
 
 
 def _flagged(after: Course) -> tuple[Notice, ...]:
