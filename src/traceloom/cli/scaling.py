@@ -7,7 +7,7 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.simulate.native.inputs import open_input
     from traceloom.simulate.scale import on_machine
 
-    chosen = outputs.targets(args, {".json": _document}, (_files, FILES_OF_RANKS))
+    chosen = outputs.targets(args, {".json": "document"}, ("workload", FILES_OF_RANKS))
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
         source = open_input(args.inputs, groups=args.groups, only=args.only, step=args.step, cache=not args.no_cache)
@@ -126,12 +126,12 @@ def run(args: argparse.Namespace) -> int:
             answer, source.name, (machine.name or str(args.machine or args.network)) if machine else ""
         )
         written = []
-        for path, produce in chosen:
+        for path, form in chosen:
             progress.say(f"writing {path}")
-            if produce is _files:
-                written.append((path, _write_files(job, args, path, progress, ranks)))
+            if form == "document":
+                written += outputs.write(args, [(path, outputs.as_json)], document, progress)
             else:
-                written += outputs.write(args, [(path, produce)], document, progress)
+                written.append((path, _write_files(job, args, path, progress, ranks)))
     if args.json:
         outputs.as_json(document, sys.stdout.buffer)
     elif outputs.printed(args):
@@ -140,15 +140,6 @@ def run(args: argparse.Namespace) -> int:
         terminal.put(partial(report.render, document), sys.stdout)
     outputs.close(args, written, f"traceloom simulate {shlex.join(args.inputs)} --ranks {ranks} -o workload/")
     return 0
-
-
-def _document(document: object, handle: BinaryIO) -> None:
-    outputs.as_json(document, handle)
-
-
-def _files(document: object, handle: BinaryIO) -> None:
-    """Stands for a directory of `.et` files among the formats."""
-    raise NotImplementedError
 
 
 def _write_files(job: RecordedJob, args: argparse.Namespace, path: Path, progress: Progress, ranks: int) -> int:

@@ -82,7 +82,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     outputs.add_output(
         parser,
         ".json, .html with the timeline before and after, or the timeline as .perfetto.json.gz; .csv or .parquet for "
-        "the table of that name (ranks, nodes, collectives, links, path, became_critical); DIR/ for all tables",
+        "the table of that name (ranks, nodes, collectives, links, path, became_critical); DIR/ for all tables, with "
+        "--ranks for the .et files of all ranks",
     )
     types.add_reading(parser.add_argument_group("more"))
 

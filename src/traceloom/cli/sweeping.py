@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from traceloom.errors import OutputError, UsageError
 from traceloom.leaving import undone_on_leaving
 
 if TYPE_CHECKING:
-    from traceloom.simulate.sweep import SweepAxis, SweepPoint, SweepRow, SweepTable
+    from traceloom.simulate.sweep import SweepAxis, SweepPoint, SweepRow
     from traceloom.simulate.sweep_points import SweepQuestion
 
 _FORMAT = "traceloom-sweep-points"
@@ -52,14 +53,21 @@ def run(args: argparse.Namespace) -> int:
         args.data_parallel, None if args.groups is None else str(args.groups), args.only, args.step, roles, args.draws,
         args.seed, args.memory_limit, not args.no_cache, args.recorded_device,
     )  # fmt: skip
-    forms = {".json": _as_json, ".csv": _as_csv, ".parquet": _as_parquet, ".html": _as_html, ".htm": _as_html}
+    page = outputs.rendered("traceloom.report.sweep_page")
+    forms: dict[str, Callable[[Any, BinaryIO], object]] = {
+        ".json": outputs.as_json,
+        ".csv": lambda _, handle: table.points.write_csv(handle),
+        ".parquet": lambda _, handle: table.points.write_parquet(handle),
+        ".html": page,
+        ".htm": page,
+    }
     chosen = outputs.targets(args, forms)
     kept = _KeptPoints(chosen[0][0], question) if chosen else None
     with Progress(shown=not args.quiet) as progress:
         rows = _answers(question, axes, points, kept, progress)
         table = SweepTable.of(axes, rows)
         document = report.build(table, " ".join(args.inputs))
-        written = outputs.write(args, [(path, partial(form, table=table)) for path, form in chosen], document, progress)
+        written = outputs.write(args, chosen, document, progress)
     if kept is not None:
         kept.path.unlink(missing_ok=True)
     if args.json:
@@ -174,26 +182,3 @@ def _stamp(path: Path) -> list[tuple[str, int, int]]:
     """Names, sizes and times of the files."""
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-
-
-def _as_json(document: Any, handle: BinaryIO, *, table: SweepTable) -> None:
-    del table
-    outputs.as_json(document, handle)
-
-
-def _as_csv(document: Any, handle: BinaryIO, *, table: SweepTable) -> None:
-    del document
-    table.points.write_csv(handle)
-
-
-def _as_parquet(document: Any, handle: BinaryIO, *, table: SweepTable) -> None:
-    del document
-    table.points.write_parquet(handle)
-
-
-def _as_html(document: Any, handle: BinaryIO, *, table: SweepTable) -> None:
-    from traceloom.plain_text import encoded
-    from traceloom.report import sweep_page
-
-    del table
-    handle.write(encoded(sweep_page.render(document)))

@@ -69,9 +69,9 @@ def render(document: Row, width: int) -> Iterator[Text]:
         counts: dict[str, int] = {}
         for row in refused:
             counts[row["reason"]] = counts.get(row["reason"], 0) + 1
-        told = sorted(counts.items(), key=lambda item: -item[1])[:_ROWS]
-        cells: list[list[str | Text]] = [[f"{count:,}"] for _, count in told]
-        yield from lines([TextColumn("points")], cells, ("why", lambda i, room: short(told[i][0], room)), width)
+        reasons = sorted(counts.items(), key=lambda item: -item[1])[:_ROWS]
+        cells: list[list[str | Text]] = [[f"{count:,}"] for _, count in reasons]
+        yield from lines([TextColumn("points")], cells, ("why", lambda i, room: short(reasons[i][0], room)), width)
     depends = document["sensitivities"]
     if depends:
         yield from heading("Sensitivity", "per cent of the time per per cent of a parameter, between neighbours", width)
