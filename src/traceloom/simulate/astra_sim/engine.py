@@ -54,7 +54,7 @@ class Meeting:
         begin_ns: When each rank began, -1 before it did; shape (ranks of the group,).
         node: The node of each rank.
         end_ns: When each rank was done, -1 before it was.
-        came: How many of its ranks have begun.
+        came: How many of its ranks have begun to do the same.
         apart: Whether its ranks do not all do the same at the same time.
     """
 
@@ -301,16 +301,17 @@ class Engine:
             self.meetings[label, turn] = meeting
         meeting.begin_ns[position], meeting.node[position] = self.clock.now, node
         meeting.counts[position] = rank.count
-        meeting.came += 1
         if (message.kind, message.size) != (meeting.kind, meeting.size):
             return  # each waits for what the others do not do: the run ends there, and says so
+        by_count = not label and not given and not self._recorded
+        if by_count and rank.count != meeting.count:
+            return  # as above: of all ranks' collectives ASTRA-sim matches the chunks by this count
+        meeting.came += 1
         if self._recorded:
             if meeting.came == len(group):
                 took = (self.ranks[r].nodes.duration_ns[n] for r, n in zip(group, meeting.node, strict=True))
                 self._end_at(meeting, np.full(len(group), self.clock.now + max(took)))
             return
-        if not label and not given and rank.count != meeting.count:
-            return  # as above: of all ranks' collectives ASTRA-sim matches the chunks by this count
         rank.count += len(meeting.chunks) or 1
         if given:
             self._carry(rank, meeting, position, given(len(group)))
