@@ -64,7 +64,7 @@ def write(name: str, ranks: list[PlainNodes], topology: str, algorithm: str, spl
     """The files of one workload and its configuration."""
     folder = OUT / "simulate" / name
     metadata = plain_metadata("traceloom-benchmark", {})
-    write_plain(folder, [(metadata, nodes) for nodes in ranks], {}, force=True)
+    write_plain(folder / "et", [(metadata, nodes) for nodes in ranks], {}, force=True)
     count = len(ranks)
     (folder / "network.yml").write_text(
         f"topology: [ {topology} ]\nnpus_count: [ {count} ]\nbandwidth: [ 50.0 ]\nlatency: [ 500.0 ]\n"
@@ -98,7 +98,7 @@ WORKLOADS: dict[str, tuple[Callable[[], list[PlainNodes]], str, str, int, str]] 
 def ours(folder: Path, congestion: str) -> list[str]:
     """Our command."""
     return [
-        sys.executable, "-m", "traceloom", "simulate", str(folder), "--mode", "astra-sim", "--json", "-q",
+        sys.executable, "-m", "traceloom", "simulate", str(folder / "et"), "--mode", "astra-sim", "--json", "-q",
         "--network", str(folder / "network.yml"), "--system", str(folder / "system.json"), "--congestion", congestion,
     ]  # fmt: skip
 
@@ -107,8 +107,8 @@ def theirs(binary: str, folder: Path) -> list[str]:
     """The peer's command."""
     return [
         binary,
-        f"--workload-configuration={folder / 'workload'}",
-        f"--comm-group-configuration={folder / 'comm_groups.json'}",
+        f"--workload-configuration={folder / 'et' / 'workload'}",
+        f"--comm-group-configuration={folder / 'et' / 'comm_groups.json'}",
         f"--system-configuration={folder / 'system.json'}",
         f"--remote-memory-configuration={folder / 'memory.json'}",
         f"--network-configuration={folder / 'network.yml'}",
@@ -168,7 +168,7 @@ def native() -> None:
     for nodes in (1250, 12_500, 125_000):
         folder = write(f"scaling-{nodes}", chain(8, nodes, nodes // 50), "Switch", "ring", 4)
         started = time.perf_counter()
-        graph = open_input(folder).graph
+        graph = open_input(folder / "et").graph
         read = time.perf_counter() - started
         started = time.perf_counter()
         plan, of = plan_of(graph), operations(graph)

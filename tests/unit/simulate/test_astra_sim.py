@@ -114,7 +114,9 @@ def test_ranks_that_wait_for_each_other_are_named(tmp_path: Path) -> None:
     assert e.value.slug == "deadlock"
     late = [node(1, us=9, is_cpu_op=False), collective(2, deps=[1], is_cpu_op=False)]  # as rank 0, after the other one
     with pytest.raises(CheckError, match="is all_reduce of 1,024 bytes, where rank 1 does all_reduce of 2,048 bytes"):
-        simulated(tmp_path / "size", [collective(1, is_cpu_op=False)], [collective(1, size=2048, is_cpu_op=False)], late)
+        simulated(
+            tmp_path / "size", [collective(1, is_cpu_op=False)], [collective(1, size=2048, is_cpu_op=False)], late
+        )
     with pytest.raises(CheckError, match="rank 0: node 1 `n1` waits for rank 1, which does not come to it"):
         simulated(tmp_path / "absent", [collective(1, is_cpu_op=False)], [node(1)])
     with pytest.raises(CheckError, match=r"waits for 8 bytes with tag 0 from rank 1; rank 1: .* from rank 0; and so"):

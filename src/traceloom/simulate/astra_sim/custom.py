@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from traceloom.chakra.node_table import read_table
 from traceloom.errors import InputError
-from traceloom.simulate.astra_sim.nodes import RECEIVE, SEND, TIMED, Compute, RankNodes, rank_nodes
+from traceloom.simulate.astra_sim.nodes import RECEIVE, SEND, TIMED, Compute, Message, rank_nodes
 from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues
 
 
-def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:
+@dataclass(frozen=True, eq=False, slots=True)
+class Actions:
+    """What one position of a group does.
+
+    Attributes:
+        action: How each node ends: `TIMED`, `SEND` or `RECEIVE`.
+        duration_ns: Of those that are `TIMED`.
+        waits: How many nodes each waits for.
+        first: Where each node's followers begin in `follower`; one more at the end.
+        follower: Who waits for each.
+        messages: What each node that communicates does; peers are positions.
+    """
+
+    action: Sequence[int]
+    duration_ns: Sequence[int]
+    waits: Sequence[int]
+    first: Sequence[int]
+    follower: Sequence[int]
+    messages: dict[int, Message]
+
+
+def read_algorithm(prefix: str, ranks: int) -> list[Actions]:
     """The files `PREFIX.<position>.et` of an algorithm.
 
     Args:
@@ -47,7 +69,9 @@ def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:
                     slug="bad-algorithm",
                     where=str(path),
                 )
-        positions.append(nodes)
+        positions.append(
+            Actions(nodes.action, nodes.duration_ns, nodes.waits, nodes.first, nodes.follower, nodes.messages)
+        )
     return positions
 
 
@@ -64,7 +88,7 @@ class Carried:
 
     def __init__(
         self,
-        nodes: RankNodes,
+        nodes: Actions,
         group: Sequence[int],
         *,
         queues: RankQueues,

@@ -16,7 +16,7 @@ from traceloom.array_types import Ints
 from traceloom.errors import UsageError
 from traceloom.simulate.astra_sim.clock import Clock
 from traceloom.simulate.astra_sim.collectives import Dimensions, Phase
-from traceloom.simulate.astra_sim.custom import Carried
+from traceloom.simulate.astra_sim.custom import Actions, Carried
 from traceloom.simulate.astra_sim.network import Fabric, Links
 from traceloom.simulate.astra_sim.nodes import (
     COLLECTIVE,
@@ -33,7 +33,7 @@ from traceloom.simulate.astra_sim.rotation import is_rotation, one_of_all
 from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues, Stream
 from traceloom.simulate.astra_sim.together import ends
 
-Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> the nodes of each position
+Algorithm = Callable[[int, int], Sequence[Actions]]  # ranks of the group, bytes -> what each position does
 
 _MANY = 10_000  # messages of one chunk: from here on it is worth while to look for a rotation
 
@@ -314,7 +314,7 @@ class Engine:
             return
         rank.count += len(meeting.chunks) or 1
         if given:
-            self._carry(rank, meeting, position, given(len(group)))
+            self._carry(rank, meeting, position, given(len(group), message.size))
         elif self._whole:
             if meeting.came == len(group):
                 self._meet(meeting)
@@ -331,7 +331,7 @@ class Engine:
             return "", self._everybody
         return str(message.group), members if len(members) < len(self.ranks) else self._everybody
 
-    def _carry(self, rank: Rank, meeting: Meeting, position: int, algorithm: Sequence[RankNodes]) -> None:
+    def _carry(self, rank: Rank, meeting: Meeting, position: int, algorithm: Sequence[Actions]) -> None:
         """By the messages of an algorithm that the user gave.
 
         A rank's own position is that among the group's ranks in ascending order, its peers' that in the group's order.

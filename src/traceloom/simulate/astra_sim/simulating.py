@@ -11,15 +11,16 @@ import polars as pl
 
 from traceloom.analyze.intervals import difference, merge, union
 from traceloom.chakra.workload import Workload
-from traceloom.errors import InputError, UsageError
+from traceloom.errors import InputError, UsageError, nearest
 from traceloom.model import units
 from traceloom.model.frames import as_declared
 from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.simulate.astra_sim.collectives import Dimensions
-from traceloom.simulate.astra_sim.custom import read_algorithm
+from traceloom.simulate.astra_sim.custom import Actions, read_algorithm
 from traceloom.simulate.astra_sim.engine import Algorithm, Engine, Meeting, Rank
-from traceloom.simulate.astra_sim.inputs import AstraSimNetwork, AstraSimSystem
+from traceloom.simulate.astra_sim.inputs import KINDS, AstraSimNetwork, AstraSimSystem
+from traceloom.simulate.astra_sim.msccl import read_msccl
 from traceloom.simulate.astra_sim.network import Fabric
 from traceloom.simulate.astra_sim.nodes import COMMUNICATION, CPU, GPU, NOTHING, Compute, RankNodes, rank_nodes
 from traceloom.simulate.astra_sim.stuck import check_begun, check_ended
@@ -44,7 +45,8 @@ def simulate(
         network: Its network file.
         system: Its system file.
         aware: Whether links are queues (its congestion-aware back end), or no message meets another one.
-        algorithms: Kind -> prefix of the files of the algorithm that carries it out, beside those of the system file.
+        algorithms: Kind -> the algorithm that carries it out, beside those of the system file: the prefix of its files,
+            or a `.xml` of MSCCL.
 
     Raises:
         UsageError: slugs `ranks-differ`, `not-for-astra-sim`, `no-such-group`, `bad-collective`, `no-such-schedule`.
@@ -73,21 +75,17 @@ def simulate(
                 slug="bad-astra-sim-config",
                 where=system.source,
             )
-    given = {kind: str(prefix) for kind, prefix in (algorithms or {}).items()}
-
-    def of_kind(kind: str, prefix: str) -> Algorithm:
-        def read(ranks: int) -> Sequence[RankNodes]:
-            if kind not in given and system.splits > 1:
-                raise UsageError(
-                    f"ASTRA-sim never ends an {kind} of the algorithm {prefix}: it waits for {system.splits} chunks, "
-                    "and has one",
-                    slug="bad-collective",
-                    hint="set preferred-dataset-splits to 1, or give the algorithm with --collective",
-                )
-            return read_algorithm(prefix, ranks)
-
-        return cache(read)
-
+    memory_rate = system.local_mem_bw * 1e9
+    given = {kind: str(file) for kind, file in (algorithms or {}).items()}
+    for kind in given:
+        if kind not in KINDS.values():
+            raise UsageError(
+                f"`{kind}` is carried out by no algorithm",
+                slug="bad-collective",
+                hint=nearest(kind, KINDS.values()) + f"kinds are {', '.join(KINDS.values())}",
+            )
+    if system.splits == 1:
+        given = {**system.custom, **given}
     engine = Engine(
         _ranks(workload, network.ranks, compute),
         workload.groups.members,
@@ -100,14 +98,39 @@ def simulate(
             system.endpoint_delay,
         ),
         aware=aware,
-        memory_rate=system.local_mem_bw * 1e9,
+        memory_rate=memory_rate,
         width=system.active_chunks,
-        algorithms={kind: of_kind(kind, prefix) for kind, prefix in {**system.custom, **given}.items()},
+        algorithms={
+            **{kind: _never_ended(kind, prefix, system.splits) for kind, prefix in system.custom.items()},
+            **{kind: _algorithm(kind, file, memory_rate) for kind, file in given.items()},
+        },
     )
     engine.run()
     check_ended(engine)
     check_begun(engine, system.endpoint_delay)
     return _answer(workload, network, system, engine, aware=aware)
+
+
+def _algorithm(kind: str, file: str, memory_rate: float) -> Algorithm:
+    """An algorithm by the files `FILE.<position>.et`, or by MSCCL's XML."""
+    if not file.endswith(".xml"):
+        return cache(lambda ranks, _: read_algorithm(file, ranks))
+    made = read_msccl(file)
+    if not memory_rate:
+        raise UsageError("the system file has no `local-mem-bw`, at which it reduces", slug="bad-astra-sim-config")
+    return cache(lambda ranks, size: made.actions(kind, ranks, size, memory_rate))
+
+
+def _never_ended(kind: str, prefix: str, splits: int) -> Algorithm:
+    def refuse(ranks: int, size: int) -> Sequence[Actions]:
+        raise UsageError(
+            f"ASTRA-sim never ends an {kind} of {size} bytes among {ranks} ranks by the algorithm {prefix}: it waits "
+            f"for {splits} chunks, and has one",
+            slug="bad-collective",
+            hint="set preferred-dataset-splits to 1, or give the algorithm with --collective",
+        )
+
+    return refuse
 
 
 def measured_ends(graph: Graph) -> dict[int, int]:
