@@ -199,7 +199,7 @@ def _as_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
     progress.say("reading")
     sets = places(args.inputs, args.groups)
     if len(sets) > 1:
-        names = ", ".join(one.name for one in sets[:4])
+        names = ", ".join(file_set.name for file_set in sets[:4])
         raise UsageError(f"`{args.inputs[0]}` holds {len(sets)} sets: {names}", slug="several-sets", hint="name one")
     workload = read_workload(sets[0])
     progress.say("simulating")

@@ -80,9 +80,9 @@ def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFra
             pl.col("rank").sort().alias("recorded"),
             pl.len().cast(pl.Int64).alias("parts"),
             # The ranks that say what they give to whom, with what they give in all.
-            said_by=pl.col("rank").filter(split),
-            said=pl.col("in_splits").filter(split),
-            given=pl.col("in_bytes").filter(split),
+            split_ranks=pl.col("rank").filter(split),
+            split_lists=pl.col("in_splits").filter(split),
+            put_in=pl.col("in_bytes").filter(split),
         )
         .sort("row")
     )
@@ -122,12 +122,14 @@ def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFra
 def _splits(table: pl.DataFrame) -> pl.Series:
     """See `Operations.table`; what nobody recorded is as even as the mean of the others."""
     matrices: list[list[int] | None] = [None] * table.height
-    rows = table.with_row_index("at").filter(pl.col("said_by").list.len() > 0).drop_nulls("members")
-    for at, members, by, said, given in rows.select("at", "members", "said_by", "said", "given").iter_rows():
-        if any(len(split) != len(members) for split in said) or len(set(map(tuple, said))) == len(set(said[0])) == 1:
+    rows = table.with_row_index("at").filter(pl.col("split_ranks").list.len() > 0).drop_nulls("members")
+    columns = ("at", "members", "split_ranks", "split_lists", "put_in")
+    for at, members, split_ranks, split_lists, put_in in rows.select(columns).iter_rows():
+        even = len({part for split in split_lists for part in split}) == 1
+        if even or any(len(split) != len(members) for split in split_lists):
             continue
-        matrix = np.full((len(members), len(members)), np.mean(given) / len(members))
-        for rank, split, whole in zip(by, said, given, strict=True):
+        matrix = np.full((len(members), len(members)), np.mean(put_in) / len(members))
+        for rank, split, whole in zip(by, split_lists, put_in, strict=True):
             matrix[members.index(rank)] = np.array(split) * whole / sum(split)
         matrices[at] = np.rint(matrix).astype(np.int64).ravel().tolist()
     return pl.Series("splits", matrices, dtype=pl.List(pl.Int64))
