@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -63,5 +62,5 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.report.views import terminal
 
         terminal.put(partial(report.render, document), sys.stdout)
-    outputs.close(args, written, f"traceloom calibrate {shlex.join(args.inputs)} -o machine.toml")
+    outputs.close(args, written, outputs.repeated(args, "machine.toml"))
     return 0

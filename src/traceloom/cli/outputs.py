@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -220,6 +221,26 @@ def say(args: argparse.Namespace, *lines: str) -> None:
     if not args.quiet:
         for line in lines:
             print(with_addresses(line), file=sys.stderr if args.json else sys.stdout)
+
+
+def repeated(args: argparse.Namespace, output: str) -> str:
+    """The same command, with every option that was given, writing a file.
+
+    Args:
+        args: As they were parsed.
+        output: The file to write.
+    """
+    from traceloom import cli
+
+    words = ["traceloom", args.verb]
+    for action in cli.actions(cli.parser([args.verb])):
+        value = getattr(args, action.dest, action.default)
+        if value == action.default or action.dest in {"verb", "output", "force", "json"}:
+            continue
+        for word in value if isinstance(value, list) else [value]:
+            option = action.option_strings[-1:]
+            words += option if word is True else [*option, str(word)]
+    return shlex.join([*words, "-o", output])
 
 
 def close(args: argparse.Namespace, written: Iterable[tuple[Path, int]], following: str | None) -> None:

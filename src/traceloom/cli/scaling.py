@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -67,6 +66,8 @@ def recorded_job(args: argparse.Namespace, source: SimulationInput) -> RecordedJ
     from traceloom.simulate.scale import RecordedJob, roles_of
 
     graph = source.graph
+    if source.only is not None:
+        raise UsageError("--only is of the recorded size", slug="cannot-scale", hint="leave --only or the scale out")
     if not source.measured:
         raise UsageError(
             "only recorded runs can be scaled: nothing here was measured, so nothing tells how works vary",
@@ -138,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.report.views import terminal
 
         terminal.put(partial(report.render, document), sys.stdout)
-    outputs.close(args, written, f"traceloom simulate {shlex.join(args.inputs)} --ranks {ranks} -o workload/")
+    outputs.close(args, written, outputs.repeated(args, "workload/"))
     return 0
 
 

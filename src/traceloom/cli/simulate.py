@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -120,9 +119,8 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.report.views import terminal
 
         terminal.put(partial(report.render, report.build(answer)), sys.stdout)
-    again = [*args.inputs, *(("--machine", args.machine) if args.machine else ())]
-    again += [word for text in args.overrides for word in ("--set", text)]
-    outputs.close(args, written, f"traceloom simulate {shlex.join(again)} -o simulation.html")
+    page = "simulation.json" if args.mode == "astra-sim" else "simulation.html"
+    outputs.close(args, written, outputs.repeated(args, page))
     return 0
 
 

@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -76,9 +75,7 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.report.views import terminal
 
         terminal.put(partial(report.render, document), sys.stdout)
-    again = ["traceloom", "simulate", *args.inputs, *(word for text in args.sweep for word in ("--sweep", text))]
-    again += [*(("--machine", args.machine) if args.machine else ()), "-o", "sweep.html"]
-    outputs.close(args, written, shlex.join(again))
+    outputs.close(args, written, outputs.repeated(args, "sweep.html"))
     return 0
 
 

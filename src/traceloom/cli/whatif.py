@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from functools import partial
 from typing import Any, BinaryIO
@@ -95,7 +94,5 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.report.views import terminal
 
         terminal.put(partial(report.render, document), sys.stdout)
-    again = [*args.inputs, *(word for text in args.changes for word in ("--set", text))]
-    again += [] if args.step is None else ["--step", str(args.step)]
-    outputs.close(args, written, f"traceloom whatif {shlex.join(again)} -o whatif.html")
+    outputs.close(args, written, outputs.repeated(args, "whatif.html"))
     return 0

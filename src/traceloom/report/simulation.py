@@ -47,17 +47,17 @@ def sentence(answer: Simulation) -> str:
     after = units.duration(answer.after_ns)
     if answer.before_ns is None:
         return f"{scope} takes {after} on {answer.machine}."
+    unmeasured = answer.measured_ns is None
     if not answer.machine:
-        return f"{scope} takes {after} on the recorded machine."
+        return f"{scope} takes {after} {'by its own durations' if unmeasured else 'on the recorded machine'}."
     interval = ""
     if answer.low_ns is not None and answer.high_ns is not None and answer.low_ns < answer.high_ns:
         interval = f" ({units.duration(answer.low_ns)} to {units.duration(answer.high_ns)})"
     error = "" if answer.identity_error is None else f", give or take {units.share(abs(answer.identity_error), 1)}"
-    change = f"{(answer.after_ns - answer.before_ns) / max(answer.before_ns, 1) * 100:+.1f} %"
-    verb = "took" if answer.measured_ns is not None else "takes"
+    change = f" ({(answer.after_ns / answer.before_ns - 1) * 100:+.1f} %)" if answer.before_ns else ""
     return (
-        f"{scope} would take {after}{interval} on {answer.machine}{error}; it {verb} "
-        f"{units.duration(answer.before_ns)} ({change})."
+        f"{scope} would take {after}{interval} on {answer.machine}{error}; "
+        f"{'by its own durations it takes' if unmeasured else 'it took'} {units.duration(answer.before_ns)}{change}."
     )
 
 

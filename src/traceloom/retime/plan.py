@@ -22,7 +22,7 @@ _GONE = ABSENT // 2  # residuals have been added
 _TOGETHER = 8  # scenarios that go through the slices together
 _SMALL = 50_000  # where there are fewer nodes than this
 _OFTEN = 200  # or than this in a slice
-_LIMIT = 2**53  # ns; 256 pieces of a slice this far apart are within int64
+LONGEST_NS = 2**53  # ns; 256 pieces of a slice this far apart are within int64
 
 
 class Plan:
@@ -138,7 +138,7 @@ class Plan:
         # term in brackets is the level of an entry. All pieces of a slice are gone through as one, each lifted above
         # the one before.
         lift = 2 * far + 1
-        if lift > _LIMIT:
+        if lift > LONGEST_NS:
             raise UsageError("these times add up to more than 100 days", slug="times-too-long")
         delay[absent] = never
         sums = self._weights(plan.chain, work, delay)

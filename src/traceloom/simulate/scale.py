@@ -111,7 +111,8 @@ class Scaled(Result):
         spread = f" ({units.duration(self.p10_ns)} to {units.duration(self.p90_ns)} in 8 of 10 steps)"
         alike = self.after_ns - self.equal_ns
         text = (
-            f"A step of {self.ranks} ranks takes {units.duration(self.after_ns)}{spread if self.draws > 1 else ''}, "
+            f"A step of {units.counted(self.ranks, 'rank')} takes {units.duration(self.after_ns)}"
+            f"{spread if self.draws > 1 else ''}, "
             f"{'measured ' if self.measured else ''}{units.duration(self.before_ns)} with {self.ranks_before}"
         )
         if self.draws > 1 and alike > 0:

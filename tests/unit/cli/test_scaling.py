@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,22 @@ def test_what_was_not_measured_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert main(["generate", "collective", "--ranks", "4", "-o", str(made), "--quiet"]) == 0
     assert main(["simulate", str(made), "--ranks", "8", "--quiet"]) == 2
     assert "only recorded runs can be scaled" in capsys.readouterr().err
+
+
+def test_the_next_command_writes_the_files_of_the_same_question(
+    recorded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    words = ["simulate", recorded, "--machine", "machine.toml", "--data-parallel", "4", "--draws", "5"]
+    assert main(words) == 0
+    (proposed,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Next: "))
+    again = shlex.split(proposed)[2:]
+    assert sorted(again) == sorted([*words, "-o", "workload/"])
+    assert main(again) == 0
+    assert len(list((tmp_path / "workload").glob("workload.*.et"))) == 8
+
+
+def test_one_side_alone_has_no_other_scale(recorded: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", recorded, "--ranks", "8", "--only", "compute"]) == 2
+    assert "--only is of the recorded size" in capsys.readouterr().err

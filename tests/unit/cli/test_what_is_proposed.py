@@ -14,6 +14,13 @@ from support.sessions import busy_step
 from traceloom.cli import main
 from traceloom.testing import TraceBuilder
 
+NETWORK = "topology: [ FullyConnected ]\nnpus_count: [ 2 ]\nbandwidth: [ 50.0 ]\nlatency: [ 500.0 ]\n"
+SYSTEM = {
+    f"{kind}-implementation": ["ring"] for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+} | {
+    "scheduling-policy": "LIFO", "endpoint-delay": 10, "preferred-dataset-splits": 1, "local-mem-bw": 1600,
+    "collective-optimization": "localBWAware", "active-chunks-per-dimension": 1,
+}  # fmt: skip
 SET = ["--set", "kernels ~ gemm * 0.5"]
 that_answer = pytest.mark.parametrize(
     "arguments",
@@ -64,6 +71,8 @@ def proposed(said: str) -> list[str]:
         ["memory", "rank 0.json", "--by", "op"],
         ["whatif", "rank 0.json", *SET],
         ["whatif", "rank 0.json", *SET, "--set", "syncs remove", "--step", "1"],
+        ["simulate", "rank 0.json"],
+        ["simulate", "rank 0.json", "--machine", "dgx-h100", "--sweep", "network.0.bandwidth=50,100"],
         ["diff", "rank 0.json", "rank 1.json"],
         ["diff", "rank 0.json", "rank 1.json", "--fail-if", "step_time > 300%"],
         ["link", "rank 0.json", "rank 1.json", "-o", "a job.graph"],
@@ -106,6 +115,25 @@ def test_files_that_were_named_one_by_one_are_proposed_all(here: Path) -> None:
 def test_a_what_if_of_a_step_proposes_the_page_of_that_step(here: Path) -> None:
     words = proposed(ran(["whatif", "rank 0.json", *SET, "--step", "1"]))
     assert words == ["whatif", "rank 0.json", *SET, "--step", "1", "-o", "whatif.html"]
+
+
+def test_a_simulation_proposes_the_page_of_the_same_question(here: Path) -> None:
+    words = ["simulate", "rank 0.json", "--machine", "dgx-h100", "--set", "network.0.bandwidth=100", "--set",
+             "nic.bandwidth=5", "--device", "H100 SXM", "--host-factor", "0.5", "--recorded-device", "A100 SXM 80GB",
+             "--step", "1"]  # fmt: skip
+    again = proposed(ran(words))
+    assert sorted(again) == sorted([*words, "-o", "simulation.html"])
+    assert "Wrote simulation.html" in ran(again)
+
+
+def test_the_mode_of_a_simulation_stays(here: Path) -> None:
+    ran(["generate", "collective", "--ranks", "2", "-o", "a workload"])
+    Path("net work.yml").write_text(NETWORK, encoding="utf-8")
+    Path("system.json").write_text(json.dumps(SYSTEM), encoding="utf-8")
+    words = ["--mode", "astra-sim", "--network", "net work.yml", "--system", "system.json", "--congestion", "aware"]
+    again = proposed(ran(["simulate", "a workload", *words]))
+    assert again == ["simulate", "a workload", *words, "-o", "simulation.json"]
+    assert "Wrote simulation.json" in ran(again)
 
 
 def test_a_baseline_proposes_to_compare_a_new_run_with_it(here: Path) -> None:

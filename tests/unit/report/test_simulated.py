@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,15 @@ def test_the_page_holds_its_sections_and_escapes_names(answer: Simulation) -> No
     assert "a &lt;switch&gt;" in page
     assert "of its bandwidth from" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_labels_of_links_stand_beside_the_picture(answer: Simulation) -> None:
+    page = simulated.render(report.build(answer), answer)
+    (left,) = {
+        float(x) for x in re.findall(r'<g transform="translate\(([0-9.]+) [0-9.]+\)" fill="var\(--bad\)">', page)
+    }
+    assert left >= 6 * max(map(len, answer.links["name"]))
+    assert "But" not in re.findall(r"Not shown: [^<]*", page)[-1]
 
 
 def test_a_mode_without_a_timeline_says_so(tmp_path: Path) -> None:

@@ -14,17 +14,19 @@ import polars as pl
 import pytest
 
 from support.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
+from support.workload import node, write_set
 from traceloom.cli import main
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph
 from traceloom.report import before_after
 from traceloom.report import whatif as report
+from traceloom.report.before_after import simulated
 from traceloom.report.before_after.pieces import pieces
 from traceloom.retime import calibrate
 from traceloom.retime.critical_path import critical_path
 from traceloom.retime.law import law
-from traceloom.simulate import WhatIf, parse, scenario_of, whatif
+from traceloom.simulate import WhatIf, parse, run, scenario_of, whatif
 from traceloom.testing import TraceBuilder
 
 Unpack = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
@@ -249,3 +251,11 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "timeline-view" in out.read_text(encoding="utf-8")
     assert main(["whatif", str(run), "--set", "gpu * 0.5", "-o", str(tmp_path / "a.perfetto.json.gz")]) == 0
     assert json.loads(gzip.decompress((tmp_path / "a.perfetto.json.gz").read_bytes()))["traceEvents"]
+
+
+def test_work_of_files_without_categories_has_the_colour_of_its_kind(unpacked: Unpack, tmp_path: Path) -> None:
+    nodes = [node(1, us=5, is_cpu_op=False, name="layer"), node(2, us=5, is_cpu_op=True, name="call", deps=[1])]
+    view = simulated.picture(run(write_set(tmp_path / "set", nodes)))
+    assert view is not None
+    header, _ = unpacked(view.payload)
+    assert {name: header["categories"][code] for name, code in header["labels"]} == {"layer": "kernel", "call": "op"}

@@ -14,9 +14,11 @@ from support.jobs import ParallelRecipe, parallel_job
 from support.workload import collective, node, write_set
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
-from traceloom.report.simulation import build, render
+from traceloom.report.simulation import build, render, sentence
 from traceloom.report.simulation_files import TABLES
 from traceloom.simulate import run
+from traceloom.simulate.machine import Dimension, Machine
+from traceloom.testing import TraceBuilder
 
 SCHEMA = json.loads(
     (Path(__file__).resolve().parents[3] / "docs" / "reference" / "simulation.schema.json").read_text(encoding="utf-8")
@@ -140,6 +142,9 @@ def test_the_words_fit(job: Path, machine: str, width: int) -> None:
         (["--machine", "no-such"], 2, "no-such-machine"),
         (["--machine", "MACHINE", "--set", "network.0.bandwidth=0"], 2, "bad-override"),
         (["--machine", "MACHINE", "--set", "network.1.size=3"], 2, "machine-size"),
+        (["--machine", "MACHINE", "--set", "network.0.bandwidth=1e-300"], 2, "times-too-long"),
+        (["--machine", "MACHINE", "--set", "network.0.latency=1e30"], 2, "times-too-long"),
+        (["--machine", "MACHINE", "--device", ""], 2, "no-such-device"),
         (["--device", "no such device"], 2, "no-such-device"),
         (["--groups", "groups.json"], 2, "wrong-usage"),
         (["--step", "99"], 2, "no-such-step"),
@@ -150,6 +155,36 @@ def test_what_is_refused(
 ) -> None:
     assert main(["simulate", str(job), *(machine if word == "MACHINE" else word for word in words)]) == code
     assert f"explain {slug}" in capsys.readouterr().err
+
+
+def test_what_was_not_measured_is_not_said_to_be(job: Path, tmp_path: Path) -> None:
+    two = Machine((Dimension("switch", 2, 50.0),), name="two")
+    some = write_set(
+        tmp_path / "some", *([node(1, us=5), collective(2, size=1 << 20, us=0, deps=[1])] for _ in range(2))
+    )
+    none = write_set(tmp_path / "none", *([collective(1, size=1 << 20, us=0)] for _ in range(2)))
+    assert sentence(run(some)) == "The window takes 5.00 µs by its own durations."
+    # two messages of half a MiB and their way to the switch
+    assert sentence(run(some, two)) == (
+        "The window would take 26.0 µs on two; by its own durations it takes 5.00 µs (+419.4 %)."
+    )
+    assert sentence(run(none, two)) == "The window would take 21.0 µs on two; by its own durations it takes 0 ns."
+    assert "Nobody measured communication alone" in run(job, only="communication").identity
+
+
+def test_a_trace_without_gaps_was_measured(tmp_path: Path) -> None:
+    made = TraceBuilder(rank=0)
+    made.op("aten::add", 0, 10)
+    made.write(tmp_path / "trace.json")
+    assert run(tmp_path / "trace.json").measured_ns == 10_000
+
+
+def test_names_of_dimensions_are_text(job: Path) -> None:
+    machine = Machine((Dimension("switch", 4, 50.0, name="{} <b>"), Dimension("switch", 1, 5.0, shared=True)))
+    names = run(job, machine).links["name"].to_list()
+    assert "rank 0 → {} <b> switch 0.0" in names
+    cards = Machine((Dimension("switch", 1, 50.0), Dimension("switch", 4, 5.0, name="wire", shared=True)))
+    assert "rank 0 → wire switch 0.0" in run(job, cards).links["name"].to_list()
 
 
 def test_a_deadlock_is_a_failed_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

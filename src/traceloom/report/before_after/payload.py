@@ -35,6 +35,8 @@ _SEEN = 2_000  # parts of the picture: what is shorter does not part the line of
 _NAMES = 200_000  # characters of all names together
 _NAME, _SHORT = 200, 60  # characters of one name, and on the canvas
 _UNNAMED = {gs.THINK: "host time outside any recorded event", gs.WAIT: "waiting"}
+# Files of other writers name no categories.
+_ALIKE = {gs.KERNEL: "kernel", gs.COPY: "copy", gs.FILL: "fill", gs.HOST: "op", gs.LAUNCH: "runtime"}
 _WORDS = {gs.THINK: "python", gs.WAIT: "other", gs.BLOCK: "sync", **dict.fromkeys(gs.COMMUNICATION, "collective")}
 
 
@@ -145,9 +147,10 @@ def _columns(
     of = graph.nodes.select("name", "kind", "category")[drawn[made.longest[side, piece]]]
     kind = pl.col("kind").cast(pl.String)
     words = kind.replace_strict(_WORDS, default=None, return_dtype=pl.String)
+    alike = kind.replace_strict(_ALIKE, default=None, return_dtype=pl.String)
     frame = of.select(
         name=kind.replace_strict(_UNNAMED, default=None, return_dtype=pl.String).fill_null(pl.col("name")),
-        category=pl.coalesce(words, pl.col("category").cast(pl.String), pl.lit("other")),
+        category=pl.coalesce(words, pl.col("category").cast(pl.String), alike, pl.lit("other")),
         time=pl.Series(duration),
     ).with_columns(name=pl.col("name").fill_null("").str.slice(0, 4 * _NAME))
     table = frame.group_by("name", "category").agg(pl.col("time").sum()).sort(

@@ -48,8 +48,8 @@ _COLLECTIVES = (
     Col("transfer_ns", "Transfer", "time", hint="from the last arrival to the end"),
     Col("bandwidth", "Bus GB/s", "number"),
     Col("algorithm", "Algorithm"),
-    Col("flags", "To be known"),
 )
+_FLAGS = Col("flags", "But")
 _LINK_COLUMNS = (
     Col("name", "Link", "name"),
     Col("bytes", "Bytes", "bytes"),
@@ -137,7 +137,8 @@ def _sections(document: Row, answer: Simulation, view: BeforeAfter | None) -> It
         yield "path", "Critical path", "What decides how long it takes; each column adds up to the whole.", body
     if answer.collectives.height:
         rows = answer.collectives.sort("transfer_ns", descending=True).to_dicts()
-        body = table("collectives-table", _COLLECTIVES, rows, {}, "Collectives")
+        columns = (*_COLLECTIVES, *((_FLAGS,) if any(row["flags"] for row in rows) else ()))
+        body = table("collectives-table", columns, rows, {}, "Collectives")
         yield "collectives", "Collectives", "Those that transfer longest come first.", body
     if answer.links.height:
         rows = answer.links.sort("busy_ns", "link", descending=[True, False]).to_dicts()

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 _WIDTH, _LEFT, _TOP = 900, 90, 22
+_LETTER = 6.4  # width of one, at most but for a few
 _MOST = 128  # rows or columns; more are no picture any more
 
 
@@ -33,7 +34,8 @@ def heat_map(
     most = max(cells.values(), default=0)
     if most <= 0 or len(rows) > _MOST or len(columns) > _MOST:
         return ""
-    wide = min((_WIDTH - _LEFT) / len(columns), 60)
+    left = max(_LEFT, _LETTER * max(len(str(row)) for row in rows))
+    wide = min((_WIDTH - left) / len(columns), 60)
     high = max(min(wide, 22.0), 6.0)
     height = _TOP + high * len(rows) + 20
     caption = f"{titles[0]} by {titles[1]}"
@@ -52,7 +54,7 @@ def heat_map(
         top = _TOP + at * high
         if at % label == 0:
             out.append(f'<text x="0" y="{top + high - 2:.1f}" fill="currentColor">{escape(str(row))}</text>')
-        out.append(f'<g transform="translate({_LEFT} {top:.1f})" fill="var(--bad)">')
+        out.append(f'<g transform="translate({left:g} {top:.1f})" fill="var(--bad)">')
         for index, column in enumerate(columns):
             value = cells.get((row, column))
             if value is not None:
@@ -65,7 +67,7 @@ def heat_map(
     every = max(1, round(34 / wide))
     base = _TOP + len(rows) * high + 13
     out += [
-        f'<text x="{_LEFT + index * wide:.1f}" y="{base:.1f}" fill="currentColor">{escape(str(columns[index]))}</text>'
+        f'<text x="{left + index * wide:.1f}" y="{base:.1f}" fill="currentColor">{escape(str(columns[index]))}</text>'
         for index in range(0, len(columns), every)
     ]
     return "".join([*out, "</svg>"])

@@ -32,6 +32,7 @@ class SimulationInput:
         measured: Whether its times were measured; else they follow from the durations in its files.
         serial: Whether a lane of the device does one thing at a time in an order that the graph does not hold.
         session: The traces, where it was read from traces.
+        only: The side that alone takes time; None where both do.
     """
 
     graph: Graph
@@ -39,6 +40,7 @@ class SimulationInput:
     measured: bool
     serial: bool = False
     session: Session | None = None
+    only: str | None = None
 
 
 def open_input(
@@ -100,8 +102,8 @@ def open_input(
         raise UsageError("--step is of recorded runs", slug="wrong-usage", hint="leave it out, or name the run")
     if groups is not None and not chakra:
         raise UsageError("--groups is of .et files", slug="wrong-usage", hint="leave it out: what is recorded knows")
-    measured = graph.delays.height > 0
-    serial = not measured and (graph.edges["evidence"] == "assumed").all()
+    serial = session is None and not graph.delays.height and (graph.edges["evidence"] == "assumed").all()
+    measured = not serial
     graph = replace(graph, name=name)
     if serial:
         graph = joined(graph, members)
@@ -109,7 +111,7 @@ def open_input(
         graph, measured = isolated(graph, only), False
     if not measured:
         graph = as_evaluated(graph, operations(graph), serial=serial)
-    return SimulationInput(graph, name, measured, serial, session)
+    return SimulationInput(graph, name, measured, serial, session, only)
 
 
 def _groups(path: Path) -> Mapping[str, Sequence[int]]:

@@ -14,8 +14,11 @@ import numpy as np
 import polars as pl
 
 from traceloom.array_types import Ints
+from traceloom.errors import UsageError
+from traceloom.model import units
 from traceloom.model.frames import schema
 from traceloom.model.notice import Notice
+from traceloom.retime.plan import LONGEST_NS
 from traceloom.schedules import KINDS_OF, Schedule, schedule
 from traceloom.simulate.machine import Machine
 from traceloom.simulate.native.operations import ROOTED
@@ -50,7 +53,7 @@ class Modelled:
     time_ns: float
     links: Ints
     bytes: Ints
-    card_ns: int
+    card_ns: float
     algorithm: str
 
 
@@ -119,11 +122,11 @@ class Pricing:
         carried = np.rint(use.bytes[links]).astype(np.int64)
         return Modelled(float(ends.max(initial=0.0)), links, carried, self._card_ns(plan, order), algorithm)
 
-    def _card_ns(self, plan: Schedule, order: Ints) -> int:
+    def _card_ns(self, plan: Schedule, order: Ints) -> float:
         """What the bytes of the busiest network card take, whatever links there are."""
         card = self.machine.nic
         if card is None:
-            return 0
+            return 0.0
         block = 1 if card.of == "all" else self.machine.dimensions[0].size
         home = self.machine.places[order] // block
         passed = np.zeros((2, plan.ranks))
@@ -132,7 +135,7 @@ class Pricing:
             np.add.at(passed[0], part.source[leaves], part.bytes[leaves])
             np.add.at(passed[1], part.target[leaves], part.bytes[leaves])
         speed = card.bandwidth * self.machine.network_speeds()[order]
-        return int((passed / speed).max(initial=0.0))
+        return float((passed / speed).max(initial=0.0))
 
 
 def transfers_on(
@@ -210,18 +213,25 @@ def _price(pricing: Pricing, base: Pricing, asked: dict[str, Any]) -> _Price:
     machine = pricing.machine
     measured = machine.transfer_of(kind, machine.span(members), len(members), size_bytes)
     flags = [_FLAGS[flag] for flag in measured.flags]
+    card_ns = modelled.card_ns if modelled else 0.0
     if measured.time_ns is None:
         if modelled is None:
             return _Price(None, flag=f"as recorded, no schedule for {kind}")
-        return _Price(round(modelled.time_ns), modelled, modelled.algorithm, "; ".join(flags), modelled.card_ns)
-    time_ns = measured.time_ns
-    if base is not pricing and modelled is not None:
-        there = base.modelled(kind, members, size_bytes, splits or ())
-        if there is not None and there.time_ns > 0:
-            time_ns *= modelled.time_ns / there.time_ns
-            flags.append("measured before the network was changed")
-    card_ns = modelled.card_ns if modelled else 0
-    if time_ns < card_ns:
-        time_ns = float(card_ns)
-        flags.append("held to what network cards allow")
-    return _Price(round(time_ns), modelled, flag="; ".join(flags), card_ns=card_ns)
+        time_ns, algorithm = modelled.time_ns, modelled.algorithm
+    else:
+        time_ns, algorithm = measured.time_ns, None
+        if base is not pricing and modelled is not None:
+            there = base.modelled(kind, members, size_bytes, splits or ())
+            if there is not None and there.time_ns > 0:
+                time_ns *= modelled.time_ns / there.time_ns
+                flags.append("measured before the network was changed")
+        if time_ns < int(card_ns):
+            time_ns = int(card_ns)
+            flags.append("held to what network cards allow")
+    if not max(time_ns, card_ns) < LONGEST_NS:
+        raise UsageError(
+            f"one {kind} of {units.size(size_bytes)} over {len(members)} ranks takes more than 100 days",
+            slug="times-too-long",
+            hint="bandwidths are in 10^9 B/s, latencies in ns",
+        )
+    return _Price(round(time_ns), modelled, algorithm, "; ".join(flags), int(card_ns))

@@ -101,7 +101,11 @@ def run(
 def _identity(source: SimulationInput, plan: Plan) -> dict[str, Any]:
     """What simulating the workload on its own machine gives, and how far that is from what was measured."""
     if not source.measured:
-        words = "Nothing here was measured: the times follow from the durations in the files."
+        words = (
+            "Nothing here was measured: the times follow from the durations in the files."
+            if source.only is None
+            else f"Nobody measured {source.only} alone: no time can come back."
+        )
         return {"measured_ns": None, "identity_ns": None, "identity_error": None, "identity": words}
     kept = law(source.graph, plan)
     simulated = kept.window_ns + kept.honest_error_ns
@@ -175,7 +179,13 @@ def _on_device(
     if device is not None or own is not None or host_factor != 1:
         notices: tuple[Notice, ...] = ()
         try:
-            scaled = rescale(source.graph, source.session, device or own, host_factor=host_factor, recorded=recorded)
+            scaled = rescale(
+                source.graph,
+                source.session,
+                own if device is None else device,
+                host_factor=host_factor,
+                recorded=recorded,
+            )
         except UsageError as error:
             if device is not None or own is None or error.slug not in {"no-recorded-device", "bad-peak"}:
                 raise

@@ -169,9 +169,9 @@ class MachineNetwork:
         places = self._places(blocks, dimension.size, groups)
         if dimension.shared:  # a member is a block of ranks
             ranks = _rank_at(self.machine, places[..., None] * inside + np.arange(inside))
-            members = pl.select(
-                pl.format("ranks {} to {}", pl.Series(ranks.min(axis=2).ravel()), pl.Series(ranks.max(axis=2).ravel()))
-            ).to_series()
+            ends = pl.Series(ranks.min(axis=2).ravel()), pl.Series(ranks.max(axis=2).ravel())
+            words = "rank {}" if inside == 1 else "ranks {} to {}"
+            members = pl.select(pl.format(words, *ends[: words.count("{}")])).to_series()
         else:
             members = pl.select(pl.format("rank {}", pl.Series(_rank_at(self.machine, places).ravel()))).to_series()
 
@@ -179,7 +179,7 @@ class MachineNetwork:
             group = np.repeat(np.arange(groups), int(fabric.exists.sum()))
             end = np.tile(ends[fabric.exists], groups)
             member = end < dimension.size
-            switch = pl.format(f"{name} switch {{}}.{{}}", pl.Series(group), pl.Series(end - dimension.size))
+            switch = pl.format("{} switch {}.{}", pl.lit(name), pl.Series(group), pl.Series(end - dimension.size))
             rank = members.gather(np.where(member, group * dimension.size + end, 0))
             return pl.select(pl.when(pl.Series(member)).then(rank).otherwise(switch)).to_series()
 
