@@ -129,7 +129,7 @@ def _splits(table: pl.DataFrame) -> pl.Series:
         if even or any(len(split) != len(members) for split in split_lists):
             continue
         matrix = np.full((len(members), len(members)), np.mean(put_in) / len(members))
-        for rank, split, whole in zip(by, split_lists, put_in, strict=True):
+        for rank, split, whole in zip(split_ranks, split_lists, put_in, strict=True):
             matrix[members.index(rank)] = np.array(split) * whole / sum(split)
         matrices[at] = np.rint(matrix).astype(np.int64).ravel().tolist()
     return pl.Series("splits", matrices, dtype=pl.List(pl.Int64))
