@@ -25,6 +25,7 @@ from traceloom.simulate.scaling.replicas import ALL, Replica
 from traceloom.simulate.scaling.variation import QUANTILES, Variation
 
 _TOGETHER = 8_192  # times of a point that are worked on at once: what is in use stays in the caches
+_MOST_ERROR = 0.5  # of a mean: beyond that a normal distribution says nothing
 _NUMBERS = 1 << 20  # random numbers in the row
 
 
@@ -155,6 +156,8 @@ class Draws:
         ends = np.zeros((draws, self.steps.size))
         about = np.zeros((3, len(self._span)))
         work, work_pool, side = variation.work_ns.tolist(), variation.work_pool.tolist(), variation.side.tolist()
+        spreads = np.append(variation.pools.std(axis=1), 0.0)
+        error = np.minimum(spreads[variation.work_pool] / np.sqrt(variation.work_samples), _MOST_ERROR).tolist()
         delay, delay_pool, part = variation.delay_ns.tolist(), variation.delay_pool.tolist(), variation.part.tolist()
         transfers = self._transferred(random, draws, copies, of_meetings, varied=numbers is not None)
         pools = variation.pools
@@ -174,8 +177,9 @@ class Draws:
                 if own:
                     taken: Any = own
                     if numbers is not None and work_pool[node] >= 0:
+                        # The mean itself is only known as well as its samples tell, for all copies alike.
                         taken = drawn(work_pool[node])
-                        taken *= own
+                        taken *= own * np.maximum(1 + error[node] * random.standard_normal((draws, 1)), 0.0)
                     if effects is not None and side[node] >= 0 and self._step[node] < self.steps.size:
                         taken = taken * effects[self._stage[node]][side[node], self._step[node]]
                     latest = times[point - 1] + taken

@@ -30,6 +30,7 @@ class Variation:
     Attributes:
         work_ns: Mean work of each node over steps and ranks that do the same, (N,).
         work_pool: Row of `pools` with the factors on it, (N,); -1 where it never varies.
+        work_samples: Of how many works each is the mean, (N,): it is no surer than that.
         side: 0 of host work, 1 of the device's, (N,); -1 where ranks and steps do not differ as a whole.
         delay_ns: Delay of each edge, (E,).
         delay_pool: Row of `pools` with what is added to it in ns, (E,); -1.
@@ -46,6 +47,7 @@ class Variation:
 
     work_ns: Floats
     work_pool: Ints
+    work_samples: Ints
     side: Ints
     delay_ns: Floats
     delay_pool: Ints
@@ -99,6 +101,7 @@ def variation_of(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Va
     return Variation(
         work_ns=np.where(inner, works["work"].to_numpy()[of_node], 0.0),
         work_pool=np.where(inner, works["pool"].to_numpy()[of_node], -1),
+        work_samples=np.where(inner, works["samples"].to_numpy()[of_node], 1),
         side=np.where(inner, side[of_node], -1),
         delay_ns=np.where(own, delay[of_edge], 0.0),
         delay_pool=np.where(own, delay_pool[of_edge], -1),
