@@ -42,8 +42,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--collective", metavar="NAME", help="all_reduce, all_gather, reduce_scatter, ... (all_reduce)"
     )
     collective.add_argument(
-        "--algorithm", metavar="NAME", help="one-node, or the messages of ring, tree, direct (one-node)"
+        "--algorithm",
+        metavar="NAME",
+        help="one-node, or the messages of ring, direct, halving-doubling, tree, double-tree, two-level (one-node)",
     )
+    collective.add_argument("--host-ranks", type=number, metavar="N", help="ranks of a host, of two-level (8)")
     collective.add_argument("--count", type=number, metavar="N", help="how many, one after the other (1)")
     collective.add_argument(
         "--compute-us", type=types.whole, metavar="US", help="computation before each, and per reduction (0)"

@@ -118,10 +118,9 @@ class TestCollectives:
     def test_messages_go_on_only_after_what_they_carry_has_come(self, tmp_path: Path, algorithm: str) -> None:
         ranks = 8
         files = written(collectives(CollectiveOptions(ranks=ranks, algorithm=algorithm, compute_us=1)), tmp_path)
-        depth = {"ring": 1 + 7, "tree": 1 + 3, "direct": 1 + 7}[
-            algorithm
-        ]  # compute before, then one reduction per step
-        assert last_end(files) == depth
+        # Before it 1, then one for each message that is reduced; inner ranks of the two trees have two children each.
+        depth = {"ring": 7, "direct": 7, "halving-doubling": 3, "tree": 3, "double-tree": 2 + 2 + 1, "two-level": 7}
+        assert last_end(files) == 1 + depth[algorithm]
 
     def test_what_an_algorithm_cannot_do_is_refused(self) -> None:
         with pytest.raises(UsageError, match="no ring algorithm for gather"):

@@ -122,8 +122,3 @@ class Generated:
             "groups": {name: list(members) for name, members in self.groups.items()},
             "totals": dict(self.totals),
         }
-
-
-def parts(size: int, count: int) -> list[int]:
-    """`size` bytes in `count` parts that differ by one byte at most and add up to it."""
-    return [size * (k + 1) // count - size * k // count for k in range(count)]
