@@ -89,23 +89,33 @@ def collectives(options: CollectiveOptions) -> Generated:
 
 
 def _write(programs: Sequence[RankProgram], made: Schedule, options: CollectiveOptions, number: int) -> None:
-    """One collective as the messages of a schedule; it begins after each rank's last node, and ends in one node."""
-    last = [[len(program)] if len(program) else [] for program in programs]  # what holds the newest data
-    sent: list[list[int]] = [[] for _ in programs]
+    """One collective as the messages of a schedule; it begins after each rank's last node, and ends in one node.
+
+    A message waits for what holds the newest data of its sender, and for the sender's message before it, so that they
+    go in their order; messages of one round do not wait for each other.
+    """
+    newest = [[len(program)] if len(program) else [] for program in programs]
+    before = [list(nodes) for nodes in newest]  # what the next send waits for, too
+    unawaited: list[list[int]] = [[] for _ in programs]  # sends for which nothing waits yet
     for step, part in enumerate(made.rounds):
         tag = number * len(made.rounds) + step  # of its own
         messages = list(zip(*(c.tolist() for c in (part.source, part.target, part.bytes, part.reduced)), strict=True))
-        for source, target, size, _ in messages:
-            sent[source].append(programs[source].send(target, size, last[source], tag=tag))
+        sent: dict[int, list[int]] = defaultdict(list)
         taken: dict[int, list[int]] = defaultdict(list)
         reductions = Counter[int]()
+        for source, target, size, _ in messages:
+            after = [*newest[source], *before[source]]
+            sent[source].append(programs[source].send(target, size, after, tag=tag))
         for source, target, size, reduced in messages:
-            taken[target].append(programs[target].receive(source, size, last[target], tag=tag))
+            taken[target].append(programs[target].receive(source, size, newest[target], tag=tag))
             reductions[target] += reduced > 0
+        for rank, nodes in sent.items():
+            unawaited[rank] = [*(node for node in unawaited[rank] if node not in before[rank]), *nodes]
+            before[rank] = nodes if len(nodes) == 1 else []
         for rank, nodes in taken.items():
-            last[rank] = nodes
+            newest[rank] = nodes
             if reductions[rank] and options.compute_us:
                 us = options.compute_us * reductions[rank]
-                last[rank] = [programs[rank].compute("reduce", nodes, us=us)]
-    for program, newest, nodes in zip(programs, last, sent, strict=True):
-        program.compute(f"end of {options.collective} {number}", [*newest, *nodes], us=0)
+                newest[rank] = [programs[rank].compute("reduce", nodes, us=us)]
+    for program, last, nodes in zip(programs, newest, unawaited, strict=True):
+        program.compute(f"end of {options.collective} {number}", [*last, *nodes], us=0)
