@@ -15,6 +15,7 @@ import pytest
 from support.jobs import Job, ParallelRecipe, TokenImbalance, parallel_job
 from support.jobs import program as do
 from support.workload import collective, node, receive, send, write_set
+from traceloom.chakra.graph import write_ranks
 from traceloom.chakra.schema import Node
 from traceloom.errors import CheckError, InputError, UsageError
 from traceloom.link import link_session
@@ -380,3 +381,17 @@ def test_works_that_no_longer_wait_for_each_other_leave_no_order(tmp_path: Path)
     assert run(home).became_critical.is_empty()
     names = answer.became_critical.select("what", "name").rows()
     assert ("delay", "n1") in names
+
+
+def test_a_run_its_graph_and_its_files_are_one_workload(tmp_path: Path) -> None:
+    folder = parallel_job(ParallelRecipe(data=2, tensor=2, steps=1)).run().write(tmp_path / "job")
+    graph = link_session(load(folder))
+    graph.save(tmp_path / "job.graph")
+    write_ranks(graph, tmp_path / "files")
+    machine = one_switch(4, 20.0, 2_000)
+    answers = [run(workload, machine) for workload in (folder, tmp_path / "job.graph", tmp_path / "files", graph)]
+    for answer in answers[1:]:
+        assert (answer.before_ns, answer.after_ns) == (answers[0].before_ns, answers[0].after_ns)
+        assert answer.identity_error == answers[0].identity_error
+        assert answer.ranks.equals(answers[0].ranks)
+        assert answer.links.equals(answers[0].links)
