@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from support import astra_sim
-from support.workload import collective, node, send, write_set
+from support.workload import collective, node, receive, send, write_set
 from traceloom.chakra.schema import Node
 from traceloom.chakra.workload import Workload
-from traceloom.errors import CheckError, InputError, TraceloomError
+from traceloom.errors import CheckError, InputError, TraceloomError, UsageError
 from traceloom.simulate.astra_sim import AstraSimSystem, read_system, simulate
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -153,3 +153,21 @@ def test_algorithms_of_single_nodes_are_refused(tmp_path: Path) -> None:
     path.write_text('{"preferred-dataset-splits": 1, "per-node-custom-implementation": "nodes.yml"}', encoding="utf-8")
     with pytest.raises(InputError, match="algorithms of single nodes are not simulated"):
         read_system(path)
+
+
+def test_an_algorithm_in_a_group_whose_ranks_are_in_another_order(tmp_path: Path) -> None:
+    """Rank 0 is position 0, as the lower one, and position 1 is rank 0, as listed."""
+    write_set(tmp_path / "algorithm", [send(1, 1)], [receive(1, 0)])
+    meets = [collective(1, is_cpu_op=False, pg_name="1")]
+    read = astra_sim.workload(write_set(tmp_path / "set", meets, meets, [node(1)], groups={"1": [1, 0]}))
+    network = astra_sim.network("Ring", "3", "50", "500")
+    with pytest.raises(UsageError, match="rank 0 would send itself a message"):
+        simulate(read, network, astra_sim.system(), algorithms={"all_reduce": tmp_path / "algorithm" / "w"})
+
+
+def test_sizes_that_come_to_the_same_chunks_are_one_collective(tmp_path: Path) -> None:
+    """3 and 4 bytes among 4 ranks are 4."""
+    ranks = [[collective(1, size=3 + rank % 2, is_cpu_op=False)] for rank in range(4)]
+    read = astra_sim.workload(write_set(tmp_path / "set", *ranks))
+    network = astra_sim.network("Ring", "4", "50", "500")
+    assert simulate(read, network, astra_sim.system()).ranks["end_ns"].to_list() == [3070] * 4

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from traceloom.chakra.node_table import read_table
-from traceloom.errors import InputError
+from traceloom.errors import InputError, UsageError
 from traceloom.simulate.astra_sim.nodes import RECEIVE, SEND, TIMED, Compute, Message, rank_nodes
 from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues
 
@@ -111,6 +111,13 @@ class Carried:
                 continue
             message = self._nodes.messages[node]
             peer = self._group[message.peer]
+            if peer == self._rank:
+                raise UsageError(
+                    f"rank {peer} would send itself a message: its own position is that among the ranks in ascending "
+                    "order, its peers' that in the group's order",
+                    slug="bad-collective",
+                    hint="list the group's ranks in ascending order",
+                )
             if action == SEND:
                 key = (message.tag, self._rank, peer, message.size)
                 self._mailbox.send(key, self._rank, peer, message.size, ended)

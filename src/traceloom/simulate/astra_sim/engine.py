@@ -301,7 +301,7 @@ class Engine:
             self.meetings[label, turn] = meeting
         meeting.begin_ns[position], meeting.node[position] = self.clock.now, node
         meeting.counts[position] = rank.count
-        if (message.kind, message.size) != (meeting.kind, meeting.size):
+        if message.kind != meeting.kind or not (message.size == meeting.size or self._alike(message, meeting)):
             return  # each waits for what the others do not do: the run ends there, and says so
         by_count = not label and not given and not self._recorded
         if by_count and rank.count != meeting.count:
@@ -323,6 +323,15 @@ class Engine:
                 self.clock.at(self.clock.now, self._rotate, meeting)
         else:
             self._begin_chunks(rank, meeting, position)
+
+    def _alike(self, message: Message, meeting: Meeting) -> bool:
+        """Whether sizes that differ come to the same chunks; those of an algorithm have their own."""
+        if self._recorded:
+            return False
+        if message.kind in self._algorithms:
+            return True
+        chunks = self._dimensions.chunks
+        return chunks(message.kind, message.size) == chunks(message.kind, meeting.size)
 
     def group_of(self, message: Message) -> tuple[str, tuple[int, ...]]:
         """Name of a collective's group, empty for all ranks, and its ranks; the group's order counts for some ranks."""
