@@ -20,8 +20,8 @@ from traceloom.errors import OutputError, UsageError
 from traceloom.leaving import undone_on_leaving
 
 if TYPE_CHECKING:
-    from traceloom.simulate.sweep import SweepAxis, SweepPoint, SweepRow
     from traceloom.simulate.sweep_points import SweepQuestion
+    from traceloom.simulate.sweeps import SweepAxis, SweepPoint, SweepRow
 
 _FORMAT = "traceloom-sweep-points"
 
@@ -41,8 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate all points and show what they say together; returns the exit code."""
     from traceloom.report import sweep as report
-    from traceloom.simulate.sweep import SweepTable, parse_axis, points_of
     from traceloom.simulate.sweep_points import SweepQuestion
+    from traceloom.simulate.sweeps import SweepTable, parse_axis, points_of
 
     axes = [parse_axis(text) for text in args.sweep]
     points = list(points_of(axes))

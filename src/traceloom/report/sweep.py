@@ -12,7 +12,7 @@ from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.table import Row
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines
-from traceloom.simulate.sweep import SweepTable
+from traceloom.simulate.sweeps import SweepTable
 
 FORMAT = "traceloom-sweep"
 VERSION = 1

@@ -22,7 +22,7 @@ from traceloom.simulate.machine import Machine, read_machine
 from traceloom.simulate.native.inputs import SimulationInput, open_input
 from traceloom.simulate.native.running import run
 from traceloom.simulate.scale import RecordedJob, on_machine, roles_of
-from traceloom.simulate.sweep import ANSWERS, SweepPoint, SweepRow
+from traceloom.simulate.sweeps import ANSWERS, SweepPoint, SweepRow
 from traceloom.workers import Workers, cores, workers
 
 _NS_PER_HOUR = 3.6e12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from traceloom.report import sweep, sweep_page
-from traceloom.simulate.sweep import SweepTable, parse_axis, points_of
+from traceloom.simulate.sweeps import SweepTable, parse_axis, points_of
 
 
 def page(*axes: str, refused: int = -1) -> str:

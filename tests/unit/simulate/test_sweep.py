@@ -22,8 +22,8 @@ from traceloom.cli import main
 from traceloom.errors import UsageError
 from traceloom.simulate.native import run
 from traceloom.simulate.scale import scale
-from traceloom.simulate.sweep import SweepAxis, SweepTable, parse_axis, points_of
 from traceloom.simulate.sweep_points import SweepQuestion, evaluate_points
+from traceloom.simulate.sweeps import SweepAxis, SweepTable, parse_axis, points_of
 
 MACHINE = """
 format = "traceloom-machine"

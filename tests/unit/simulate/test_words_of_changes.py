@@ -236,3 +236,10 @@ def test_events_of_one_rank_are_the_nodes_of_that_rank() -> None:
     assert of_events(graph, 1, pl.Series([3, 4])).tolist() == [False, False, True, False, False]
     assert of_events(graph, None, pl.Series([3])).tolist() == [True, False, True, True, False]
     assert not of_events(graph, 0, pl.Series([], dtype=pl.Int64)).any()
+
+
+def test_the_sweep_of_changes_is_a_function_whatever_is_imported() -> None:
+    import traceloom.simulate.sweep_points
+    import traceloom.simulate.sweeps
+
+    assert callable(traceloom.simulate.sweep)
