@@ -134,23 +134,16 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
 def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[int, Message]:
     """What the nodes communicate, by their position in the order of ids."""
     at = np.flatnonzero((action[order] >= COLLECTIVE) & (action[order] <= RECEIVE))
-    sends = pl.Series(action[order[at]]) == SEND
-    rows = table.nodes[order[at]].select(
-        pl.Series("at", at),
-        pl.Series("action", action[order[at]]),
-        pl.col("comm_type").replace_strict(KINDS, default="", return_dtype=pl.String),
-        "comm_size",
-        pl.when(sends).then(pl.col("comm_dst")).otherwise(pl.col("comm_src")).alias("peer"),
-        pl.when(sends).then(pl.col("comm_src")).otherwise(pl.col("comm_dst")).alias("own"),
-        "comm_tag",
-        "pg_name",
-        "involved_dim",
-    )
+    names = ("comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "pg_name", "involved_dim")
+    rows = table.nodes.select(names)[order[at]].iter_rows()
     messages = {}
-    for node, kind, comm_type, size, peer, own, tag, group, dimensions in rows.iter_rows():
+    for node, kind, row in zip(at.tolist(), action[order[at]].tolist(), rows, strict=True):
+        comm_type, size, source, target, tag, group, dimensions = row
+        name = KINDS.get(comm_type, "") if kind == COLLECTIVE else ""
+        own, peer = (source, target) if kind == SEND else (target, source)
         if kind == COLLECTIVE:
             # Of nothing ASTRA-sim makes chunks as small as they can be, but no all_gather.
-            absent = size is None or size < 0 or (not size and comm_type == "all_gather")
+            absent = size is None or size < 0 or (not size and name == "all_gather")
         else:
             absent = size is None or size < 1
             if peer in (None, rank):
@@ -162,7 +155,7 @@ def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[in
         if absent:
             _refuse(table, order[[node]], None, "communicates no bytes")
         messages[node] = Message(
-            comm_type, size, -1 if kind == COLLECTIVE else peer, tag or 0, group, dimensions and tuple(dimensions)
+            name, size, -1 if kind == COLLECTIVE else peer, tag or 0, group, dimensions and tuple(dimensions)
         )
     return messages
 
@@ -225,6 +218,8 @@ def _edges(table: NodeTable, ids: np.ndarray, order: Ints, ranked: Ints) -> tupl
             where=table.path,
             hint="`traceloom validate --target astra-sim` lists everything",
         )
+    if not len(rows):
+        return at, ranked[rows]
     pairs = pl.DataFrame({"source": at, "target": ranked[rows]}).unique(maintain_order=True)
     return pairs["source"].to_numpy(), pairs["target"].to_numpy()
 

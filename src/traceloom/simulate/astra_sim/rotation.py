@@ -7,12 +7,13 @@ itself, as what the rank at that distance before it has sent.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from traceloom.schedules import Schedule
+from traceloom.schedules import Round, Schedule
 from traceloom.simulate.astra_sim.clock import Clock
 from traceloom.simulate.astra_sim.collectives import Phase
 from traceloom.simulate.astra_sim.network import Arrive, Fabric, Link, Links
@@ -37,6 +38,17 @@ def is_rotation(schedule: Schedule) -> bool:
             if (rows != rows[0]).any():
                 return False
     return True
+
+
+@lru_cache(maxsize=64)
+def _of_first(schedule: Schedule) -> Schedule:
+    """The messages of position 0; equal rounds stay one."""
+    made = {}
+    for part in schedule.rounds:
+        if id(part) not in made:
+            own = (part.source == 0) | (part.target == 0)
+            made[id(part)] = Round(part.source[own], part.target[own], part.bytes[own], part.reduced[own])
+    return Schedule(schedule.ranks, tuple(made[id(part)] for part in schedule.rounds))
 
 
 class _OneRank(Links):
@@ -78,7 +90,8 @@ def one_of_all(fabric: Fabric, chunks: list[list[Phase]], memory_rate: float) ->
         if not left[0]:
             left.append(clock.now)
 
-    for number, phases in enumerate(chunks):
+    for number, own in enumerate(chunks):
+        phases = [replace(phase, schedule=_of_first(phase.schedule)) for phase in own]
         stream = Stream(queues, mailbox, number, tuple(range(ranks)), phases, memory_rate=memory_rate, done=done)
         stream.proceed()
     clock.run()
