@@ -253,7 +253,7 @@ def _machine(
     )
     machine = Machine(
         tuple(dimensions),
-        name=Path(run.name).name,
+        name=f"the machine of {Path(run.name).name}",
         source=f"traceloom calibrate {__version__}: {samples.height} collectives of {names}",
         order=() if order == sorted(order) else tuple(order),
         per_host=size,

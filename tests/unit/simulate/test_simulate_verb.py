@@ -211,3 +211,11 @@ def test_damaged_files_and_wrong_groups_are_refused(tmp_path: Path, capsys: pyte
         run(home)
     assert error.value.exit_code in {3, 5}
     capsys.readouterr()
+
+
+def test_sizes_that_nothing_can_carry_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    home = write_set(tmp_path / "set", *([collective(1, size=(1 << 63) - 1)] for _ in range(2)))
+    assert main(["simulate", str(home), "--machine", "dgx-h100"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("traceloom: one all_reduce of ")
+    assert "explain times-too-long" in said

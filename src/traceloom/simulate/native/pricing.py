@@ -29,6 +29,7 @@ SHARES = schema("of_class link share bytes", {"of_class": pl.Int64, "link": pl.I
 _PIPELINED = ("tree", "double-tree")
 _CHUNK = 1 << 19  # bytes that trees and chains hand on at once
 _MOST_CHUNKS = 64
+_MOST_BYTES = 2.0**62  # of a link; files name any size
 _FLAGS = {
     "kind": "kind not measured, by schedule",
     "span": "not measured inside or between hosts, by schedule",
@@ -119,7 +120,7 @@ class Pricing:
         reduction = _REDUCED * 1e9 / memory if memory else 0.0
         ends = finish_times(plan, self.network, order, np.zeros(len(members)), reduction_ns_per_byte=reduction, use=use)
         links = np.flatnonzero(use.bytes > 0)
-        carried = np.rint(use.bytes[links]).astype(np.int64)
+        carried = np.rint(np.minimum(use.bytes[links], _MOST_BYTES)).astype(np.int64)
         return Modelled(float(ends.max(initial=0.0)), links, carried, self._card_ns(plan, order), algorithm)
 
     def _card_ns(self, plan: Schedule, order: Ints) -> float:
