@@ -67,7 +67,7 @@ def _sections(document: Row, answered: list[Row]) -> Iterator[tuple[str, str, st
         drawn = _curves(answered, key, [other for other in keys if other != key])
         if drawn:
             note = "The time over this parameter, a line for each choice of the others; a band from P10 to P90."
-            yield f"over-{number}", f"Over {text(_brief(key))}", note, drawn
+            yield f"over-{number}", f"Over {text(key)}", note, drawn
     if document["sensitivities"]:
         depends = (
             Col("parameter", "Parameter", "name"), Col("median", "Median", "number"), Col("low", "Least", "number"),
@@ -88,8 +88,10 @@ def _sections(document: Row, answered: list[Row]) -> Iterator[tuple[str, str, st
         Col("ranks", "Ranks", "count"), Col("cost", "Cost", "number"), Col("memory_bytes", "Memory", "bytes"),
         Col("flags", "To be known"), Col("reason", "Why not"),
     ]  # fmt: skip
-    columns = (Col("mark", "*", hint="no other point beats it"), *swept, *(c for c in rest if c.key not in keys))
-    body = table("points-table", columns, rows, {}, "Points")
+    empty = {name for name in ("flags", "reason") if not any(row[name] for row in rows)}
+    columns = (Col("mark", "*", hint="no other point beats it"), *swept,
+               *(c for c in rest if c.key not in {*keys, *empty}))  # fmt: skip
+    body = table("points-table", columns, rows, {}, "Points", whole="-o sweep.csv")
     yield "points", "Points", "Those that none beats come first, then the quickest.", body
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from traceloom.report import sweep, sweep_page
+from traceloom.report.views.html.table import MOST_ROWS
 from traceloom.simulate.sweeps import SweepTable, parse_axis, points_of
 
 
@@ -49,3 +50,14 @@ def test_a_point_without_an_answer_is_in_the_table_alone() -> None:
 
 def test_one_value_is_no_picture() -> None:
     assert '<section id="over-' not in page("network.0.bandwidth=10")
+
+
+def test_columns_that_say_nothing_are_left_out() -> None:
+    assert "Why not" not in page("network.0.bandwidth=10,20,40")
+    assert "Why not" in page("network.0.bandwidth=10,20,40", refused=1)
+
+
+def test_a_table_that_is_cut_says_what_writes_all_of_it() -> None:
+    made = page(f"network.0.bandwidth=1..{MOST_ROWS + 1}")
+    assert "<code>-o sweep.csv</code> has all of them" in made
+    assert "traceloom report -o" not in made

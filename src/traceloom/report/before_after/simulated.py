@@ -128,7 +128,7 @@ def _sections(document: Row, answer: Simulation, view: BeforeAfter | None) -> It
     else:
         note = f'<p class="quiet">{prose(view.said)}</p>' if view.said else ""
         yield "timeline", "Timeline", _ABOUT_TIMELINE, note + asset("timeline.html")
-    ranks = table("ranks-table", _RANKS, document["ranks"], {}, "Ranks")
+    ranks = table("ranks-table", _RANKS, document["ranks"], {}, "Ranks", whole="-o ranks.csv")
     yield "ranks", "Ranks", "Compute, exposed communication, copies, host and other add up to each rank's time.", ranks
     if document["path"]:
         parts = [{**part, "of": part_name(part)} for part in document["path"]]
@@ -138,11 +138,11 @@ def _sections(document: Row, answer: Simulation, view: BeforeAfter | None) -> It
     if answer.collectives.height:
         rows = answer.collectives.sort("transfer_ns", descending=True).to_dicts()
         columns = (*_COLLECTIVES, *((_FLAGS,) if any(row["flags"] for row in rows) else ()))
-        body = table("collectives-table", columns, rows, {}, "Collectives")
+        body = table("collectives-table", columns, rows, {}, "Collectives", whole="-o collectives.csv")
         yield "collectives", "Collectives", "Those that transfer longest come first.", body
     if answer.links.height:
         rows = answer.links.sort("busy_ns", "link", descending=[True, False]).to_dicts()
-        body = _load_map(answer) + table("links-table", _LINK_COLUMNS, rows, {}, "Links")
+        body = _load_map(answer) + table("links-table", _LINK_COLUMNS, rows, {}, "Links", whole="-o links.csv")
         yield "links", "Links", "The busiest first; the picture shows when each is used, darker is more.", body
 
 

@@ -29,6 +29,7 @@ def table(
     label: str,
     *,
     most: int = MOST_ROWS,
+    whole: str = "traceloom report -o report.json",
 ) -> str:
     """A figure with one table. Its first name comes first, so that rows are told apart on every screen.
 
@@ -39,6 +40,7 @@ def table(
         reasons: Why a column's unknown values are unknown, by key.
         label: What the table is about, for readers that do not see it.
         most: How many rows it has at most.
+        whole: What writes all of them.
     """
     kept = rows[:most]
     lead = next((column for column in columns if column.kind == "name"), None)
@@ -60,7 +62,7 @@ def table(
     if len(rows) > most:
         notes.append(
             f"The first {units.count(most)} of {units.count(len(rows))} rows; "
-            "<code>traceloom report -o report.json</code> has all of them."
+            f"<code>{escape(whole)}</code> has all of them."
         )
     if zero or unknown:
         parts = [", ".join(zero) + ": 0 in all rows"] * bool(zero) + [", ".join(unknown) + ": unknown"] * bool(unknown)
