@@ -65,7 +65,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
     if len(answered) > _ROWS:
         yield Text(f" and {len(answered) - _ROWS:,} more: -o sweep.csv has all")
     if refused:
-        yield from heading("No answer", f"{len(refused)} points", width)
+        yield from heading("No answer", units.counted(len(refused), "point"), width)
         counts: dict[str, int] = {}
         for row in refused:
             counts[row["reason"]] = counts.get(row["reason"], 0) + 1

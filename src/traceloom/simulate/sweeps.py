@@ -93,7 +93,7 @@ def _values(part: str, text: str) -> list[SweptValue]:
         raise _bad(text, f"`{part}` never ends, or has no values")
     steps = math.log(last / first) / math.log(by) if grows else (last - first) / by
     if steps >= MOST_POINTS:
-        raise _too_large(f"`{part}` has {steps:,.0f} values")
+        raise _too_large(f"`{part}` has {steps + 1:,.0f} values")
     count = math.floor(steps + 1e-9) + 1
     return [first * by**number if grows else first + by * number for number in range(count)]
 

@@ -219,3 +219,12 @@ def test_sizes_that_nothing_can_carry_are_refused(tmp_path: Path, capfd: pytest.
     said = capfd.readouterr().err
     assert said.startswith("traceloom: one all_reduce of ")
     assert "explain times-too-long" in said
+
+
+def test_traces_and_files_of_a_workload_are_not_one_workload(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = write_set(tmp_path / "set", [node(1, us=5)])
+    for words in ([job, files], [files, job]):
+        assert main(["simulate", *map(str, words)]) == 2
+        assert "a workload is one directory of .et files" in capsys.readouterr().err

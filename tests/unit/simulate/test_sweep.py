@@ -87,6 +87,7 @@ def test_ten_million_points_are_refused_at_once() -> None:
     with pytest.raises(UsageError) as refused:
         parse_axis("ranks=1..10000000")
     assert refused.value.slug == "sweep-too-large"
+    assert "10,000,000" in str(refused.value)
     with pytest.raises(UsageError) as refused:
         points_of([parse_axis(f"{name}=1..100") for name in ("a", "b", "c")])
     assert refused.value.slug == "sweep-too-large"

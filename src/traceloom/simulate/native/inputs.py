@@ -76,8 +76,8 @@ def open_input(
         paths = [Path(workload)] if isinstance(workload, (str, Path)) else [Path(path) for path in workload]
         name = " ".join(map(str, paths))
         first = paths[0] if paths else Path()
-        chakra = _is_chakra(first)
-        if chakra or first.name.endswith(graph_store.ENDING):
+        chakra = any(map(_is_chakra, paths))
+        if chakra or any(path.name.endswith(graph_store.ENDING) for path in paths):
             if len(paths) > 1:
                 raise UsageError(
                     "a workload is one directory of .et files, or one graph",
