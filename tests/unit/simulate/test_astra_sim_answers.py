@@ -54,6 +54,10 @@ CASES = [
     Case("trees, each dimension in full", TWO, "doubleBinaryTree,ring", (("all_reduce", 99_999), ("all_gather", 10)),
          (82168, 83688, 83178, 83688, 82208, 83728, 83218, 83728), system={"splits": 2, "optimization": "baseline"}),
     Case("one of two dimensions", TWO, "ring,direct", (("all_reduce", 9999),), (4541, 22859, 41541, 8541, 3859, 23541, 40859, 7859), along=[False, True]),
+    Case("what comes back while the first half is reduced", ("FullyConnected", "4", "33.3", "0"), "direct",
+         (("all_reduce", 6_000_000),), (348905, 315905, 348905, 348905), system={"local_mem_bw": 20.0, "endpoint_delay": 1}),
+    Case("the same on queues", ("FullyConnected", "5", "33.3", "0"), "direct",
+         (("all_reduce", 6_000_000),), (270346, 270346, 270346, 270346, 270346), True, system={"local_mem_bw": 20.0, "endpoint_delay": 1, "splits": 2}),
     Case("of no bytes", SWITCH4, "ring", (("reduce_scatter", 0),), (42040, 43040, 40040, 41040)),
 ]  # fmt: skip
 

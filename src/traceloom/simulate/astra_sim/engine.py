@@ -31,7 +31,7 @@ from traceloom.simulate.astra_sim.nodes import (
 )
 from traceloom.simulate.astra_sim.rotation import is_rotation, one_of_all
 from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues, Stream
-from traceloom.simulate.astra_sim.together import ends
+from traceloom.simulate.astra_sim.together import NoRecurrenceError, Transmit, ends, ends_by_message
 
 Algorithm = Callable[[int, int], Sequence[Actions]]  # ranks of the group, bytes -> what each position does
 
@@ -409,22 +409,33 @@ class Engine:
         """All chunks of a collective whose ranks have all begun, one after the other."""
         begin = np.array(meeting.begin_ns)
         first = int(begin.min())
-        group = np.array(meeting.group)
         phases = [phase for (phase,) in meeting.chunks]
         if self._link_free is not None:
-            end = begin
-            for phase in phases:
-                end = ends(phase, group, end, self._memory_rate, self._own_links)
+            end = self._chunk_after_chunk(phases, meeting.group, begin, self._own_links)
         else:
             key = (meeting.group, tuple((p.schedule, p.delay_ns) for p in phases), (begin - first).tobytes())
             took = self._took.get(key)
             if took is None:
-                took = begin - first
-                for phase in phases:
-                    took = ends(phase, group, took, self._memory_rate, self._apart)
+                took = self._chunk_after_chunk(phases, meeting.group, begin - first, self._apart)
                 self._took[key] = took
             end = took + first
         self._end_at(meeting, end)
+
+    def _chunk_after_chunk(
+        self, phases: Sequence[Phase], group: tuple[int, ...], begin: Ints, transmit: Transmit
+    ) -> Ints:
+        """When the ranks of a collective are done, which began at different times."""
+        is_direct = any(phase.window for phase in phases)
+        free = self._link_free.copy() if is_direct and self._link_free is not None else None
+        end, members = begin, np.array(group)
+        try:
+            for phase in phases:
+                end = ends(phase, members, end, self._memory_rate, transmit)
+        except NoRecurrenceError:
+            if free is not None:
+                self._link_free = free
+            end = ends_by_message(phases, group, begin, self._memory_rate, transmit)
+        return end
 
     def _end_at(self, meeting: Meeting, end_ns: Ints) -> None:
         meeting.end_ns = end_ns.tolist()

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from traceloom.array_types import Bools, Ints
 from traceloom.schedules import Round, Schedule
+from traceloom.simulate.astra_sim.clock import Clock, Event
 from traceloom.simulate.astra_sim.collectives import Phase
+from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues, Stream
 
 # (source, target, bytes, sent at) -> there at, all in the order of the messages
 Transmit = Callable[[Ints, Ints, Ints, Ints], Ints]
+
+
+class NoRecurrenceError(Exception):
+    """The order of events decides: rounds for all ranks at once cannot say it."""
+
+
+def ends_by_message(
+    phases: Sequence[Phase], group: tuple[int, ...], begin_ns: Ints, memory_rate: float, transmit: Transmit
+) -> Ints:
+    """When each rank is done with all chunks of a collective, message by message; arguments as of `ends`."""
+    clock = Clock()
+    end = begin_ns.copy()
+
+    def send(source: int, target: int, size: int, arrive: Event, what: Any) -> None:
+        (there,) = transmit(*(np.array([k]) for k in (source, target, size, clock.now))).tolist()
+        clock.at(there, arrive, what)
+
+    mailbox = Mailbox(clock, send)
+
+    def begin(position: int) -> None:
+        queues = RankQueues(group[position], clock, 1)
+        left = [len(phases)]
+
+        def done() -> None:
+            left[0] -= 1
+            if not left[0]:
+                end[position] = clock.now
+
+        for number, phase in enumerate(phases):
+            Stream(queues, mailbox, number, group, [phase], memory_rate=memory_rate, done=done).proceed()
+
+    for position, time in enumerate(begin_ns.tolist()):
+        clock.at(time, begin, position)
+    clock.run()
+    return end
 
 
 def ends(phase: Phase, members: Ints, begin_ns: Ints, memory_rate: float, transmit: Transmit) -> Ints:
@@ -24,6 +62,9 @@ def ends(phase: Phase, members: Ints, begin_ns: Ints, memory_rate: float, transm
         begin_ns: When each position begins; shape (ranks,).
         memory_rate: Bytes per second at which a rank reads or writes.
         transmit: When messages are there; called once per round.
+
+    Raises:
+        NoRecurrenceError: It must be done message by message.
     """
     schedule, delay = phase.schedule, phase.delay_ns
     ready = begin_ns + np.where(_sends_first(schedule), delay, 0)
@@ -77,6 +118,8 @@ def _all_to_all_twice(phase: Phase, members: Ints, ready: Ints, memory_rate: flo
     there = transmit(members[second.source], members[second.target], second.bytes, source_sent)
     posted = np.take_along_axis(sent, far, axis=1).ravel()
     done = np.maximum(there, posted) + phase.delay_ns + _reduction(second, memory_rate)
+    if (have == last).any() or (done < have[-1][second.target]).any():
+        raise NoRecurrenceError  # what comes first at one time matters, or what comes back early makes room to send
     end: Ints = have[-1].copy()
     np.maximum.at(end, second.target, done)
     return end
