@@ -86,7 +86,10 @@ def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[Fil
             raise UsageError(f"there is no `{path}`", slug="no-file", hint="check the path")
         members = sorted(p for p in path.iterdir() if p.name.lower().endswith(_ENDINGS)) if path.is_dir() else [path]
         if not members:
-            raise InputError("the directory holds no .et files", slug="no-traces", where=str(path))
+            hint = (
+                "of a recorded run: traceloom link RUN -o job.graph, traceloom convert job.graph DIR --target astra-sim"
+            )
+            raise InputError("the directory holds no .et files", slug="no-traces", where=str(path), hint=hint)
         for member in members:
             match = _NUMBERED.match(member.name)
             key = (member.parent, match["prefix"] if match else member.name)

@@ -82,7 +82,7 @@ def test_the_document_is_as_published(job: Path, machine: str, capsys: pytest.Ca
     assert step["after_ns"] < there["after_ns"]
 
 
-def test_the_mode_of_the_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mode_of_the_peer(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     home = write_set(
         tmp_path / "set",
         *([node(1, us=5, is_cpu_op=False), collective(2, size=1 << 20, deps=[1], is_cpu_op=False)] for _ in range(2)),
@@ -94,6 +94,8 @@ def test_the_mode_of_the_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     # simulation.md 3.2: 2 (N - 1) steps of a half at 2^30 B/s, 3 endpoint delays, one reduction
     step = int(500 + (1 << 19) / (50 * 2**30 / 1e9))
     assert [row["end_ns"] for row in exact["ranks"]] == [5_000 + 2 * step + 30 + 3 * int((1 << 19) / 1600)] * 2
+    assert main(["simulate", str(job), "--mode", "astra-sim", *map(str, files)]) == 3
+    assert "hint: of a recorded run: traceloom link RUN" in capsys.readouterr().err
     native = document(capsys, home, *files)
     assert native["after_ns"] == pytest.approx(exact["after_ns"], rel=0.05)
     for wrong in (
