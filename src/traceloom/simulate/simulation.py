@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import polars as pl
 
@@ -12,7 +12,9 @@ from traceloom.model.frames import schema
 from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.model.result import Result
-from traceloom.simulate.device import DeviceAccount
+
+if TYPE_CHECKING:
+    from traceloom.simulate.device import DeviceAccount
 
 Mode = Literal["native", "astra-sim"]
 
