@@ -11,7 +11,7 @@ from traceloom.chakra.workload import Workload, places, read_workload
 from traceloom.simulate.astra_sim import AstraSimNetwork, AstraSimSystem
 from traceloom.simulate.astra_sim.collectives import Dimensions
 from traceloom.simulate.astra_sim.engine import Algorithm, Engine
-from traceloom.simulate.astra_sim.network import Fabric
+from traceloom.simulate.astra_sim.network import AnalyticalNetwork
 from traceloom.simulate.astra_sim.nodes import Compute, RankNodes, rank_nodes
 
 
@@ -70,7 +70,7 @@ def ends(
     engine = Engine(
         ranks,
         dict(groups or {}),
-        Fabric(fabric.topologies, fabric.sizes, fabric.bandwidths, fabric.latencies),
+        AnalyticalNetwork(fabric.topologies, fabric.sizes, fabric.bandwidths, fabric.latencies),
         Dimensions(
             fabric.sizes,
             dict(config.implementations),

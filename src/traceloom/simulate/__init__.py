@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from traceloom.simulate.calibrate import calibrate as calibrate
     from traceloom.simulate.changes import Change as Change
     from traceloom.simulate.changes import parse as parse
-    from traceloom.simulate.device import DeviceAccount as DeviceAccount
+    from traceloom.simulate.device import DeviceChange as DeviceChange
     from traceloom.simulate.device import Rescaled as Rescaled
     from traceloom.simulate.device import rescale as rescale
     from traceloom.simulate.limits import most_saved_ns as most_saved_ns
@@ -42,7 +42,7 @@ lazy(
     {
         "Calibration": ".calibrate",
         "Change": ".changes",
-        "DeviceAccount": ".device",
+        "DeviceChange": ".device",
         "Machine": ".machine",
         "Rescaled": ".device",
         "Scenario": ".scenario",

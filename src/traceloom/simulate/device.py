@@ -73,7 +73,7 @@ _ELEMENT_TYPES = (
 
 
 @dataclass(frozen=True)
-class DeviceAccount(Result):
+class DeviceChange(Result):
     """What another device makes of the work of a graph.
 
     Attributes:
@@ -112,7 +112,7 @@ class Rescaled:
     graph: Graph
     low: Graph
     high: Graph
-    account: DeviceAccount
+    account: DeviceChange
 
 
 def rescale(
@@ -167,7 +167,7 @@ def rescale(
         works.append(scenario.work_ns)
         graphs.append(changed_graph(graph, scenario, scenario.times(plan)))
     before, after, low, high = (int(np.ptp(point_times(each))) if each.nodes.height else 0 for each in graphs)
-    account = DeviceAccount(
+    account = DeviceChange(
         there.name,
         tuple(dict.fromkeys(peak.name for peak in devices)),
         host_factor,

@@ -38,7 +38,7 @@ from traceloom.model.result import Result
 from traceloom.model.session import Session
 from traceloom.simulate.machine import Machine
 from traceloom.simulate.native.pricing import transfer_notices, transfers_on
-from traceloom.simulate.scaling.draws import Drawn, Draws, Transferred, can_end_a_step
+from traceloom.simulate.scaling.draws import DrawnJob, Draws, Transferred, can_end_a_step
 from traceloom.simulate.scaling.expanding import expanded
 from traceloom.simulate.scaling.replicas import ALL, PAIRS, DataAxis, Replica, data_axis, replica_of
 from traceloom.simulate.scaling.variation import variation_of
@@ -154,7 +154,7 @@ class RecordedJob:
         self._varied, self._count, self._seed = varied, draws if varied else 1, seed
         self._draws = Draws(self.replica, self.variation)
         self._transfers = seen_transfers(self._draws, self.axis, seed)
-        self._before: Drawn | None = None
+        self._before: DrawnJob | None = None
 
     def at(
         self, *, ranks: int | None = None, data_parallel: int | None = None, transfers: TransferModel | None = None
@@ -232,7 +232,7 @@ class RecordedJob:
             )
         return copies
 
-    def _run(self, copies: int, transfers: Transferred) -> Drawn:
+    def _run(self, copies: int, transfers: Transferred) -> DrawnJob:
         return self._draws.run(copies, self._count, self._seed, transfers, varied=self._varied)
 
     def _notices(self, copies: int, identity_ns: int, *, network: bool) -> tuple[Notice, ...]:
@@ -410,7 +410,7 @@ def _steps(ends_ns: Floats) -> Floats:
 
 
 def _collectives(
-    replica: Replica, after: pl.DataFrame, transfers: tuple[Transferred, Transferred], drawn: tuple[Drawn, Drawn]
+    replica: Replica, after: pl.DataFrame, transfers: tuple[Transferred, Transferred], drawn: tuple[DrawnJob, DrawnJob]
 ) -> pl.DataFrame:
     """What becomes of the kinds of meetings."""
     steps = max(replica.meetings["step"].n_unique(), 1)

@@ -14,7 +14,7 @@ from traceloom.model.notice import Notice
 from traceloom.model.result import Result
 
 if TYPE_CHECKING:
-    from traceloom.simulate.device import DeviceAccount
+    from traceloom.simulate.device import DeviceChange
 
 Mode = Literal["native", "astra-sim"]
 
@@ -98,7 +98,7 @@ class Simulation(Result):
     notices: tuple[Notice, ...] = ()
     identity: str = ""
     trusted: bool | None = None
-    device: DeviceAccount | None = None
+    device: DeviceChange | None = None
     graph: Graph | None = None
     recorded: Graph | None = None
 

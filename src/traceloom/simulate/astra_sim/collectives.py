@@ -21,7 +21,7 @@ FAST_DELAY_NS = 10  # of a group's endpoints, whatever the configuration says
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Phase:
+class CollectivePhase:
     """A part of a collective that stays within one dimension.
 
     Attributes:
@@ -91,7 +91,7 @@ class Dimensions:
 
     def phases(
         self, kind: str, chunk: int, members: int, trees: Counter[tuple[str, int]], dimensions: Sequence[bool] | None
-    ) -> list[Phase]:
+    ) -> list[CollectivePhase]:
         """The phases of one chunk.
 
         Args:
@@ -147,7 +147,7 @@ class Dimensions:
             stride *= size
         return along
 
-    def _phase(self, kind: str, name: str, chunk: int, along: tuple[int, int, int], tree: int) -> Phase:
+    def _phase(self, kind: str, name: str, chunk: int, along: tuple[int, int, int], tree: int) -> CollectivePhase:
         """One phase along (dimension, ranks, stride)."""
         dimension, ranks, stride = along
         if name == "doubleBinaryTree" and (not stride or ranks & (ranks - 1)):
@@ -160,12 +160,12 @@ class Dimensions:
         plain = name[3].lower() + name[4:] if name.startswith("one") else name
         if not plain.startswith("direct"):
             made = _schedule(kind, plain, ranks, chunk, tree=tree % 2)
-            return Phase(dimension, made, stride, self.delay_ns if stride else FAST_DELAY_NS)
+            return CollectivePhase(dimension, made, stride, self.delay_ns if stride else FAST_DELAY_NS)
         others = ranks - 1
         window = min(int(plain.removeprefix("direct") or others), others)
         made, reduced = _direct(kind, ranks, chunk, window, whole=bool(stride))
         rounds = window == others and kind != "all_reduce"
-        return Phase(
+        return CollectivePhase(
             dimension, made, stride, self.delay_ns if stride else FAST_DELAY_NS, 0 if rounds else window, reduced
         )
 
@@ -245,7 +245,7 @@ def _halving(kind: str, ranks: int, chunk: int) -> Schedule:
     )
 
 
-def members_of(phase: Phase, rank: int, group: Sequence[int]) -> Ints:
+def members_of(phase: CollectivePhase, rank: int, group: Sequence[int]) -> Ints:
     """The ranks at the positions of a phase's schedule, for one rank of the group."""
     if not phase.stride:
         return np.asarray(group, np.int64)

@@ -15,9 +15,9 @@ import numpy as np
 from traceloom.array_types import Ints
 from traceloom.errors import UsageError
 from traceloom.simulate.astra_sim.clock import Clock
-from traceloom.simulate.astra_sim.collectives import Dimensions, Phase
+from traceloom.simulate.astra_sim.collectives import CollectivePhase, Dimensions
 from traceloom.simulate.astra_sim.custom import Actions, Carried
-from traceloom.simulate.astra_sim.network import Fabric, Links
+from traceloom.simulate.astra_sim.network import AnalyticalNetwork, Links
 from traceloom.simulate.astra_sim.nodes import (
     COLLECTIVE,
     NOTHING,
@@ -63,7 +63,7 @@ class Meeting:
     group: tuple[int, ...]
     kind: str
     size: int
-    chunks: list[list[Phase]]
+    chunks: list[list[CollectivePhase]]
     count: int
     counts: list[int]
     begin_ns: list[int]
@@ -74,7 +74,7 @@ class Meeting:
 
 
 @dataclass(eq=False, slots=True)
-class Rank:
+class RunningRank:
     """One rank at work.
 
     Attributes:
@@ -130,7 +130,7 @@ class Engine:
         self,
         ranks: Sequence[RankNodes],
         groups: dict[str, tuple[int, ...]] | None,
-        fabric: Fabric,
+        fabric: AnalyticalNetwork,
         dimensions: Dimensions,
         *,
         aware: bool,
@@ -158,9 +158,9 @@ class Engine:
         self.ranks = [self._rank(nodes) for nodes in ranks]
         self._everybody = tuple(range(len(ranks)))
 
-    def _rank(self, nodes: RankNodes) -> Rank:
+    def _rank(self, nodes: RankNodes) -> RunningRank:
         never = array("q", [-1])
-        rank = Rank(
+        rank = RunningRank(
             nodes,
             RankQueues(nodes.rank, self.clock, self._width),
             list(nodes.waits),
@@ -181,7 +181,7 @@ class Engine:
             self._issue(rank)
         self.clock.run()
 
-    def _issue(self, rank: Rank) -> None:
+    def _issue(self, rank: RunningRank) -> None:
         """Begin what is ready and has its slot free, in the order of ids."""
         action, busy = rank.nodes.action, rank.busy
         chosen: list[int] = []
@@ -215,7 +215,7 @@ class Engine:
             else:
                 self._message(rank, node, receives=kind == RECEIVE)
 
-    def _follow(self, rank: Rank, node: int) -> None:
+    def _follow(self, rank: RunningRank, node: int) -> None:
         """A node that takes a time, and those that come one after the other after it, where the rank does nothing else.
 
         Nothing can come between them, and only their end is an event.
@@ -237,7 +237,7 @@ class Engine:
             rank.busy[nodes.slot[node]] = node if nodes.slot[node] != NOTHING else -1
         rank.queues.after(time - self.clock.now + duration[node], rank.end, node)
 
-    def _leave(self, rank: Rank, node: int) -> None:
+    def _leave(self, rank: RunningRank, node: int) -> None:
         """A node is over: what waited for it may begin."""
         nodes = rank.nodes
         rank.end_ns[node] = self.clock.now
@@ -253,7 +253,7 @@ class Engine:
             if not left[after]:
                 heappush(rank.ready[nodes.slot[after]], after)
 
-    def _end(self, rank: Rank, node: int) -> None:
+    def _end(self, rank: RunningRank, node: int) -> None:
         self._leave(rank, node)
         self._issue(rank)
         if not rank.under_way and not any(rank.ready):
@@ -272,7 +272,7 @@ class Engine:
             (there,) = self._own_links(*(np.array([k]) for k in (source, target, size, self.clock.now))).tolist()
             self.clock.at(there, arrive, what)
 
-    def _message(self, rank: Rank, node: int, *, receives: bool) -> None:
+    def _message(self, rank: RunningRank, node: int, *, receives: bool) -> None:
         message, own = rank.nodes.messages[node], rank.nodes.rank
         ended = partial(self._end, rank, node)
         if receives:
@@ -284,7 +284,7 @@ class Engine:
 
     # Collectives
 
-    def _collective(self, rank: Rank, node: int) -> None:
+    def _collective(self, rank: RunningRank, node: int) -> None:
         message = rank.nodes.messages[node]
         label, group = self.group_of(message)
         turn = rank.issued.get(label, 0)
@@ -340,7 +340,7 @@ class Engine:
             return "", self._everybody
         return str(message.group), members if len(members) < len(self.ranks) else self._everybody
 
-    def _carry(self, rank: Rank, meeting: Meeting, position: int, algorithm: Sequence[Actions]) -> None:
+    def _carry(self, rank: RunningRank, meeting: Meeting, position: int, algorithm: Sequence[Actions]) -> None:
         """By the messages of an algorithm that the user gave.
 
         A rank's own position is that among the group's ranks in ascending order, its peers' that in the group's order.
@@ -354,11 +354,11 @@ class Engine:
             done=lambda: self._done(rank, meeting, position),
         )
 
-    def _done(self, rank: Rank, meeting: Meeting, position: int) -> None:
+    def _done(self, rank: RunningRank, meeting: Meeting, position: int) -> None:
         meeting.end_ns[position] = self.clock.now
         self._end(rank, meeting.node[position])
 
-    def _chunks(self, message: Message, ranks: int, *, whole: bool) -> list[list[Phase]]:
+    def _chunks(self, message: Message, ranks: int, *, whole: bool) -> list[list[CollectivePhase]]:
         """The phases of each chunk of a collective; one of a group does not choose its dimensions."""
         count, chunk = self._dimensions.chunks(message.kind, message.size)
         along = message.dimensions if whole else None
@@ -368,7 +368,7 @@ class Engine:
             )
         return [self._dimensions.phases(message.kind, chunk, ranks, self._trees, along) for _ in range(count)]
 
-    def _begin_chunks(self, rank: Rank, meeting: Meeting, position: int) -> None:
+    def _begin_chunks(self, rank: RunningRank, meeting: Meeting, position: int) -> None:
         """Message by message."""
         left = [len(meeting.chunks)]
 
@@ -422,7 +422,7 @@ class Engine:
         self._end_at(meeting, end)
 
     def _chunk_after_chunk(
-        self, phases: Sequence[Phase], group: tuple[int, ...], begin: Ints, transmit: Transmit
+        self, phases: Sequence[CollectivePhase], group: tuple[int, ...], begin: Ints, transmit: Transmit
     ) -> Ints:
         """When the ranks of a collective are done, which began at different times."""
         is_direct = any(phase.window for phase in phases)

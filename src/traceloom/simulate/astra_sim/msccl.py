@@ -53,7 +53,7 @@ class _Block:
     steps: list[_Step] = field(default_factory=list)
 
 
-class _Document:
+class _AlgorithmXml:
     """What is read so far."""
 
     def __init__(self, where: str) -> None:
@@ -229,7 +229,7 @@ def read_msccl(path: str | Path) -> Msccl:
     except OSError as error:
         raise unreadable(path, error) from error
     note_input(path)
-    document = _Document(where)
+    document = _AlgorithmXml(where)
     document.read(content)
     gpus = document.gpus
     count = document.count or len(gpus)

@@ -17,7 +17,7 @@ Link = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric:
+class AnalyticalNetwork:
     """What the network file says.
 
     Attributes:
@@ -84,7 +84,7 @@ class Links:
         clock: When things happen.
     """
 
-    def __init__(self, fabric: Fabric, clock: Clock) -> None:
+    def __init__(self, fabric: AnalyticalNetwork, clock: Clock) -> None:
         self._clock, self._fabric = clock, fabric
         self._rate, self._latency = fabric.bytes_per_ns(0), fabric.latencies[0]
         self._waiting: dict[Link, deque[_Travel]] = {}

@@ -15,8 +15,8 @@ import numpy as np
 
 from traceloom.schedules import Round, Schedule
 from traceloom.simulate.astra_sim.clock import Clock
-from traceloom.simulate.astra_sim.collectives import Phase
-from traceloom.simulate.astra_sim.network import Arrive, Fabric, Link, Links
+from traceloom.simulate.astra_sim.collectives import CollectivePhase
+from traceloom.simulate.astra_sim.network import AnalyticalNetwork, Arrive, Link, Links
 from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues, Stream
 
 
@@ -63,7 +63,9 @@ class _OneRank(Links):
         ]
 
 
-def one_of_all(fabric: Fabric, chunks: list[list[Phase]], memory_rate: float) -> tuple[int, dict[Link, list[int]]]:
+def one_of_all(
+    fabric: AnalyticalNetwork, chunks: list[list[CollectivePhase]], memory_rate: float
+) -> tuple[int, dict[Link, list[int]]]:
     """How long a collective takes that all ranks begin at once, and what it does to each link.
 
     Args:

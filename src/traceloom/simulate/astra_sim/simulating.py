@@ -18,10 +18,10 @@ from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.simulate.astra_sim.collectives import Dimensions
 from traceloom.simulate.astra_sim.custom import Actions, read_algorithm
-from traceloom.simulate.astra_sim.engine import Algorithm, Engine, Meeting, Rank
+from traceloom.simulate.astra_sim.engine import Algorithm, Engine, Meeting, RunningRank
 from traceloom.simulate.astra_sim.inputs import KINDS, AstraSimNetwork, AstraSimSystem
 from traceloom.simulate.astra_sim.msccl import read_msccl
-from traceloom.simulate.astra_sim.network import Fabric
+from traceloom.simulate.astra_sim.network import AnalyticalNetwork
 from traceloom.simulate.astra_sim.nodes import COMMUNICATION, CPU, GPU, NOTHING, Compute, RankNodes, rank_nodes
 from traceloom.simulate.astra_sim.stuck import check_begun, check_ended
 from traceloom.simulate.simulation import COLLECTIVES, LINKS, NODES, RANKS, Simulation
@@ -89,7 +89,7 @@ def simulate(
     engine = Engine(
         _ranks(workload, network.ranks, compute),
         workload.groups.members,
-        Fabric(network.topologies, network.sizes, network.bandwidths, network.latencies),
+        AnalyticalNetwork(network.topologies, network.sizes, network.bandwidths, network.latencies),
         Dimensions(
             network.sizes,
             dict(system.implementations),
@@ -150,7 +150,7 @@ def recorded_ends(workload: Workload) -> list[int]:
         UsageError, InputError, CheckError: As of `simulate`.
     """
     count = len(workload.ranks)
-    no_network = Fabric(("FullyConnected",), (count,), (1.0,), (0.0,))
+    no_network = AnalyticalNetwork(("FullyConnected",), (count,), (1.0,), (0.0,))
     engine = Engine(
         _ranks(workload, count, Compute()),
         workload.groups.members,
@@ -229,7 +229,7 @@ def _answer(
     )
 
 
-def _account(rank: Rank) -> dict[str, int]:
+def _account(rank: RunningRank) -> dict[str, int]:
     """One row of `Simulation.ranks`."""
     begin, end = (np.frombuffer(times, np.int64) for times in (rank.begin_ns, rank.end_ns))
     slot = np.asarray(rank.nodes.slot)
@@ -252,7 +252,7 @@ def _account(rank: Rank) -> dict[str, int]:
     }
 
 
-def _nodes(ranks: list[Rank]) -> pl.DataFrame:
+def _nodes(ranks: list[RunningRank]) -> pl.DataFrame:
     """`Simulation.nodes`: the node is its id in its rank's file."""
     names = [rank.nodes.table.nodes.select(node=pl.col("id"), name="name")[rank.nodes.row] for rank in ranks]
     begin, end = (b"".join(times) for times in zip(*((rank.begin_ns, rank.end_ns) for rank in ranks), strict=True))

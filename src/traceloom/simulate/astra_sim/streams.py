@@ -12,7 +12,7 @@ import numpy as np
 
 from traceloom.schedules import Round, Schedule
 from traceloom.simulate.astra_sim.clock import Clock, Event
-from traceloom.simulate.astra_sim.collectives import Phase, members_of
+from traceloom.simulate.astra_sim.collectives import CollectivePhase, members_of
 
 # Of one position in one round: messages out (position, bytes) and in (position, bytes, reduced bytes), in their order.
 Step = tuple[list[tuple[int, int]], list[tuple[int, int, int]]]
@@ -169,14 +169,14 @@ class Stream:
         mailbox: Mailbox,
         tag: Any,
         group: tuple[int, ...],
-        phases: list[Phase],
+        phases: list[CollectivePhase],
         *,
         memory_rate: float,
         done: Callable[[], None],
     ) -> None:
         self._queues, self._mailbox, self._tag, self._group = queues, mailbox, tag, group
         self._phases, self._rate, self._done = deque(phases), memory_rate, done
-        self._phase: Phase | None = None
+        self._phase: CollectivePhase | None = None
         self._steps: list[Step] = []
 
     def proceed(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from traceloom.errors import CheckError, UsageError
-from traceloom.simulate.astra_sim.engine import Engine, Rank
+from traceloom.simulate.astra_sim.engine import Engine, RunningRank
 from traceloom.simulate.astra_sim.nodes import COLLECTIVE, RECEIVE, SEND, SKIP
 
 _MOST = 6
@@ -64,7 +64,7 @@ def check_ended(engine: Engine) -> None:
     )
 
 
-def _waits(engine: Engine, rank: Rank) -> tuple[str, int]:
+def _waits(engine: Engine, rank: RunningRank) -> tuple[str, int]:
     """What a rank waits in, and for which rank; -1 for none."""
     for node in _under_way(rank):
         label, action = rank.nodes.label(node), rank.nodes.action[node]
@@ -99,7 +99,7 @@ def _waits(engine: Engine, rank: Rank) -> tuple[str, int]:
     return f"{rank.nodes.label(waiting)} waits in a circle with other nodes of its file", -1
 
 
-def _under_way(rank: Rank) -> Iterator[int]:
+def _under_way(rank: RunningRank) -> Iterator[int]:
     """Nodes that have begun and not ended, those that others wait for first."""
     began = [n for n in range(len(rank.nodes)) if rank.begin_ns[n] >= 0 > rank.end_ns[n]]
     yield from sorted(began, key=lambda node: rank.nodes.action[node] != COLLECTIVE)

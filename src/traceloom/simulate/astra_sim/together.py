@@ -11,7 +11,7 @@ import numpy as np
 from traceloom.array_types import Bools, Ints
 from traceloom.schedules import Round, Schedule
 from traceloom.simulate.astra_sim.clock import Clock, Event
-from traceloom.simulate.astra_sim.collectives import Phase
+from traceloom.simulate.astra_sim.collectives import CollectivePhase
 from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues, Stream
 
 # (source, target, bytes, sent at) -> there at, all in the order of the messages
@@ -23,7 +23,7 @@ class NoRecurrenceError(Exception):
 
 
 def ends_by_message(
-    phases: Sequence[Phase], group: tuple[int, ...], begin_ns: Ints, memory_rate: float, transmit: Transmit
+    phases: Sequence[CollectivePhase], group: tuple[int, ...], begin_ns: Ints, memory_rate: float, transmit: Transmit
 ) -> Ints:
     """When each rank is done with all chunks of a collective, message by message; arguments as of `ends`."""
     clock = Clock()
@@ -53,7 +53,7 @@ def ends_by_message(
     return end
 
 
-def ends(phase: Phase, members: Ints, begin_ns: Ints, memory_rate: float, transmit: Transmit) -> Ints:
+def ends(phase: CollectivePhase, members: Ints, begin_ns: Ints, memory_rate: float, transmit: Transmit) -> Ints:
     """When each rank is done with one phase of one chunk.
 
     Args:
@@ -102,7 +102,9 @@ def _reduction(part: Round, memory_rate: float) -> Ints:
     return 3 * reading
 
 
-def _all_to_all_twice(phase: Phase, members: Ints, ready: Ints, memory_rate: float, transmit: Transmit) -> Ints:
+def _all_to_all_twice(
+    phase: CollectivePhase, members: Ints, ready: Ints, memory_rate: float, transmit: Transmit
+) -> Ints:
     """Two rounds of everybody to everybody; the second one begins once all of the first has arrived."""
     ranks = phase.schedule.ranks
     first, second = phase.schedule.rounds

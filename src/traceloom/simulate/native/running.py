@@ -17,7 +17,7 @@ from traceloom.model import units
 from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.retime import Plan, law
-from traceloom.simulate.device import DeviceAccount, rescale
+from traceloom.simulate.device import DeviceChange, rescale
 from traceloom.simulate.machine import Machine, changed, presets, read_machine
 from traceloom.simulate.native.answer import answer
 from traceloom.simulate.native.evaluation import Course, course, plan_of
@@ -165,7 +165,7 @@ class _Cases:
     """The graph on a device: as expected, and where the rules have an interval the least and the most."""
 
     graphs: tuple[Graph, ...]
-    account: DeviceAccount | None = None
+    account: DeviceChange | None = None
     notices: tuple[Notice, ...] = field(default=())
 
 

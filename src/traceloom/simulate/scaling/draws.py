@@ -30,7 +30,7 @@ _NUMBERS = 1 << 20  # random numbers in the row
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnJob:
     """What became of a scaled job in each draw.
 
     Attributes:
@@ -115,7 +115,7 @@ class Draws:
         seen = dict(zip(replica.parts["new"].to_list(), variation.seen.tolist(), strict=True))
         self._seen: dict[int, int] = {2 * node: many for node, many in seen.items()}
 
-    def run(self, copies: int, draws: int, seed: int, transfers: Transferred, *, varied: bool = True) -> Drawn:
+    def run(self, copies: int, draws: int, seed: int, transfers: Transferred, *, varied: bool = True) -> DrawnJob:
         """Draw the job with so many copies.
 
         Args:
@@ -135,7 +135,7 @@ class Draws:
         ]
         ends, *means = zip(*batches, strict=True)
         weight = np.array([len(part) for part in ends]) / draws
-        return Drawn(self.steps, np.concatenate(ends), *(np.tensordot(weight, np.array(mean), 1) for mean in means))
+        return DrawnJob(self.steps, np.concatenate(ends), *(np.tensordot(weight, np.array(mean), 1) for mean in means))
 
     def _batch(
         self,
