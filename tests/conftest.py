@@ -12,7 +12,7 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 # No test is about time, and a run of the suite says the same as the one before. To look for what nobody has found
 # yet: `pytest tests/property --hypothesis-profile search`.
-hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=30)
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("suite")
 

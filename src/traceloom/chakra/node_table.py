@@ -144,12 +144,14 @@ def _read_together(paths: list[str | Path]) -> list[NodeTable]:
         data, control, added = (
             NodeDependencies(pairs.row[low:high] - first, pairs.id[low:high]) for pairs, low, high in parts
         )
-        own = odd.filter(pl.col("row").is_between(first, end - 1)).with_columns(pl.col("row") - first)
+        own = odd
+        if odd.height:  # a query costs more than a small file
+            own = odd.filter(pl.col("row").is_between(first, end - 1)).with_columns(pl.col("row") - first)
         tables.append(
             NodeTable(
                 str(reader.path),
                 nodes.slice(first, end - first),
-                own if odd.height else odd,
+                own,
                 data,
                 control,
                 added,

@@ -216,6 +216,8 @@ def _skip_without(names: tuple[str, ...]) -> None:
 
 # Others of their kind are tried each time; these take longest.
 SELDOM = (
+    "a loop as in nanoGPT",
+    "LBFGS",
     "FSDP2 on two ranks",
     "FSDP2 on four ranks",
     "Accelerate on two ranks",

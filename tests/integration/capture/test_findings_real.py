@@ -29,7 +29,11 @@ def found(recorder: Any, command: list[str], *options: str) -> Ranked:
 # What is planted into each step, ns: time that the host spends on it for certain, be the machine busy or not.
 @pytest.mark.parametrize(
     ("fault", "slug", "planted"),
-    [("sleep", "host-pause", 10 * MS), ("loader", "data-starved", 64 * 150_000), ("recomputation", "recomputation", 0)],
+    [
+        ("sleep", "host-pause", 10 * MS),
+        ("loader", "data-starved", 64 * 150_000),
+        pytest.param("recomputation", "recomputation", 0, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_fault_of_a_run_without_a_gpu_is_found_first(recorder: Any, fault: str, slug: str, planted: int) -> None:
     for _ in range(2):  # what else runs here may interrupt operators: once, they may look like the fault

@@ -184,7 +184,10 @@ def test_running_out_of_memory_leaves_a_report(recorder: Any) -> None:
     assert any("script.py" in frame for frame in report["stack"])
 
 
-@pytest.mark.parametrize(("names", "expected"), [("class", "fwd.Net.Block.Linear.linear"), ("off", "fwd.linear")])
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [("class", "fwd.Net.Block.Linear.linear"), pytest.param("off", "fwd.linear", marks=pytest.mark.thorough)],
+)
 def test_modules_are_named_as_asked(names: str, expected: str, recorder: Any, tmp_path: Path) -> None:
     run = recorder.python(MLP.format(mode="plain"), "--memory", "--module-names", names, train=False)
     assert expected in {row["name"].rpartition(".")[0] for row in _rows(run.directory, tmp_path)}

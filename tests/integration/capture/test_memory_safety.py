@@ -152,7 +152,7 @@ def test_no_freed_block_is_written_to(recorder: Any, quarantine: Path, around: s
 def test_no_freed_block_is_written_to_in_random_nestings(
     recorder: Any, quarantine: Path, request: pytest.FixtureRequest
 ) -> None:
-    programs, recordings = (50, 20) if request.config.getoption("--thorough") else (1, 12)
+    programs, recordings = (50, 20) if request.config.getoption("--thorough") else (1, 6)
     env = {**os.environ, "PYTHONPATH": str(recorder.source), "LD_PRELOAD": str(quarantine), "OMP_NUM_THREADS": "1"}
     for seed in range(1, programs + 1):
         report, directory = recorder.tmp_path / f"report{seed}", recorder.tmp_path / str(seed)

@@ -106,7 +106,7 @@ def test_loader_workers_never_write_a_rank(recorder: Any, method: str) -> None:
     assert any(name.startswith("enumerate(DataLoader)") for name in run.names())
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.thorough), "spawn"])
 def test_ranks_started_by_torch_multiprocessing_write_theirs_and_their_launcher_does_not(
     recorder: Any, method: str
 ) -> None:

@@ -135,7 +135,7 @@ def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[in
     """What the nodes communicate, by their position in the order of ids."""
     at = np.flatnonzero((action[order] >= COLLECTIVE) & (action[order] <= RECEIVE))
     names = ("comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "pg_name", "involved_dim")
-    rows = table.nodes.select(names)[order[at]].iter_rows()
+    rows = zip(*(table.nodes[name][order[at]].to_list() for name in names), strict=True)
     messages = {}
     for node, kind, row in zip(at.tolist(), action[order[at]].tolist(), rows, strict=True):
         comm_type, size, source, target, tag, group, dimensions = row
@@ -163,7 +163,8 @@ def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[in
 def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
     nodes = table.nodes
     kind = nodes["type"].to_numpy()
-    on_cpu = nodes["is_cpu_op"].fill_null(value=False).to_numpy()
+    filled = nodes.select(pl.col("is_cpu_op").fill_null(value=False), pl.col("comm_type").fill_null(-1))
+    on_cpu, comm_type = filled["is_cpu_op"].to_numpy(), filled["comm_type"].to_numpy()
     communicates = (kind >= NodeType.COMM_SEND_NODE) & (kind <= NodeType.COMM_COLL_NODE)
     memory = (kind == NodeType.MEM_LOAD_NODE) | (kind == NodeType.MEM_STORE_NODE)
     if not compute.recorded:
@@ -171,7 +172,6 @@ def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
         _refuse(table, np.flatnonzero(memory), None, "is of remote memory, which has no configuration")
     computes = kind == NodeType.COMP_NODE
     collective = kind == NodeType.COMM_COLL_NODE
-    comm_type = nodes["comm_type"].fill_null(-1).to_numpy()
     is_done = np.logical_or.reduce([comm_type == each for each in (*KINDS, _BROADCAST)])
     _refuse(table, np.flatnonzero(kind == NodeType.METADATA_NODE), None, "is metadata")
     if not compute.recorded:
@@ -218,10 +218,8 @@ def _edges(table: NodeTable, ids: np.ndarray, order: Ints, ranked: Ints) -> tupl
             where=table.path,
             hint="`traceloom validate --target astra-sim` lists everything",
         )
-    if not len(rows):
-        return at, ranked[rows]
-    pairs = pl.DataFrame({"source": at, "target": ranked[rows]}).unique(maintain_order=True)
-    return pairs["source"].to_numpy(), pairs["target"].to_numpy()
+    pairs = np.unique(at * len(order) + ranked[rows])  # a query of Polars takes longer than all else here
+    return pairs // max(len(order), 1), pairs % max(len(order), 1)
 
 
 def _refuse(table: NodeTable, wrong: Ints, order: Ints | None, why: str) -> None:
