@@ -116,9 +116,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         report.write_json(answer, sys.stdout.buffer)
     elif outputs.printed(args):
+        from traceloom.report import simulation_terminal
         from traceloom.report.views import terminal
 
-        terminal.put(partial(report.render, report.build(answer)), sys.stdout)
+        terminal.put(partial(simulation_terminal.render, report.build(answer)), sys.stdout)
     page = "simulation.json" if args.mode == "astra-sim" else "simulation.html"
     outputs.close(args, written, outputs.repeated(args, page))
     return 0

@@ -14,8 +14,9 @@ from support.jobs import ParallelRecipe, parallel_job
 from support.workload import collective, node, write_set
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
-from traceloom.report.simulation import build, render, sentence
+from traceloom.report.simulation import build, sentence
 from traceloom.report.simulation_files import TABLES
+from traceloom.report.simulation_terminal import render
 from traceloom.simulate import run
 from traceloom.simulate.machine import Dimension, Machine
 from traceloom.testing import TraceBuilder
