@@ -1,0 +1,22 @@
+"""Run a recorded workload again on real hardware, without its code and its data.
+
+Planning reads files and needs no torch; only the modules that run a plan import it, when they do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from traceloom.lazy import lazy
+
+if TYPE_CHECKING:
+    from traceloom.replay.plan import Plan as Plan
+    from traceloom.replay.plan import RankPlan as RankPlan
+
+lazy(
+    __name__,
+    {
+        "Plan": ".plan",
+        "RankPlan": ".plan",
+    },
+)

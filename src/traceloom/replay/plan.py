@@ -1,0 +1,309 @@
+"""Plan: what a replay runs, in order, of each rank; a saved artefact (`NAME.plan`) that needs no torch.
+
+A plan is registers and calls. A *storage* here is one version of a recorded storage: from the op that makes it to its
+last use, because the recorded numbers are used again. A *tensor* is a geometry (offset, shape, strides, type) on a
+storage: two recorded tensors of one geometry are the same register. A *call* is a schema with its arguments, in which
+tensors are numbered; the many ops that call the same share it.
+
+Arguments are JSON, one value for each argument of the schema in its order: numbers, booleans, null, strings and lists
+stand for themselves, and an object for the rest:
+
+| object | is |
+|---|---|
+| `{"tensor": k}` | the k-th of the op's inputs |
+| `{"storage": k}` | the storage of the k-th of the op's inputs (`aten::set_`) |
+| `{"dtype": "float32"}`, `{"layout": "strided"}`, `{"memory_format": "channels_last"}` | an enum, as the schema says |
+| `{"device": "cuda:0"}` | a device, as it was recorded |
+| `{"float": "inf"}` | inf, -inf or nan |
+| `{"complex": [re, im]}` | a complex number |
+| `{"generator": null}` | the default generator |
+| `{"object": "text"}` | what was recorded of a thing that no file can hold |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars as pl
+
+from traceloom.errors import broken
+from traceloom.model.frame_archive import ArchiveFormat
+from traceloom.model.frames import schema
+from traceloom.model.notice import Notice
+
+ENDING = ".plan"
+RUN, VIEW, COLLECTIVE, WAIT, STAND_IN = ACTIONS = ("run", "view", "collective", "wait", "stand-in")
+CONTENTS = ("floats", "positive", "probability", "integers", "offsets", "zeros", "data")
+EVIDENCE = ("data", "range", "consumer", "guess")
+_Rows = pl.List(pl.UInt32)
+_Whole = pl.List(pl.Int64)
+
+# fmt: off
+PLAN_SCHEMAS: dict[str, pl.Schema] = {
+    # One row per instruction, in order of execution. `node` is the id in the host trace, null for `view`: a geometry
+    # that no op makes, of a tensor that lives (its only input). `inputs` are rows of `tensors` in the order of their
+    # numbers in the call; `outputs` those of the returned tensors, flattened, null where nothing uses them. The
+    # durations are those of the timed steps, empty where unknown; the gap is what the thread did before, since the end
+    # of its previous op. `reason` says why a stand-in takes the place of an op.
+    "ops": schema(
+        "rank op node name action call collective inputs outputs thread stream step scope phase durations_ns gap_ns",
+        "reason",
+        {
+            "op": pl.UInt32, "node": pl.Int64, "action": pl.Enum(ACTIONS), "call": pl.UInt32, "collective": pl.UInt32,
+            "inputs": _Rows, "outputs": _Rows, "thread": pl.Int32, "scope": pl.String, "durations_ns": _Whole,
+            "phase": pl.String,
+        },
+    ),
+    # `flags` says what of the arguments is not what ran: `cut-list`, `rounded-number`, `unknown-object`.
+    "calls": schema(
+        "rank call schema arguments flags",
+        {"call": pl.UInt32, "arguments": pl.String, "flags": pl.List(pl.String)},
+    ),
+    # Offset and strides in elements.
+    "tensors": schema(
+        "rank tensor storage offset shape strides dtype",
+        {"tensor": pl.UInt32, "storage": pl.UInt32, "shape": _Whole, "strides": _Whole},
+    ),
+    # `recorded` is the number in the host trace. An external one gets its content before the run and is kept over
+    # iterations; the others are made by `first_op` and die after `last_op`. `content` is what an external one must
+    # hold, integers from `low` to `high`, and `evidence` how that is known.
+    "storages": schema(
+        "rank storage recorded bytes device external first_op last_op content low high evidence",
+        {
+            "storage": pl.UInt32, "recorded": pl.Int64, "device": pl.String, "external": pl.Boolean,
+            "first_op": pl.UInt32, "last_op": pl.UInt32, "content": pl.Enum(CONTENTS), "low": pl.Int64,
+            "high": pl.Int64, "evidence": pl.Enum(EVIDENCE),
+        },
+    ),
+    # `peer` is the root or the peer, a rank of the job. Splits are in rows of the first dimension, empty where equal.
+    "collectives": schema(
+        "rank collective op kind group sequence peer splits_in splits_out bytes asynchronous",
+        {"collective": pl.UInt32, "op": pl.UInt32, "splits_in": _Whole, "splits_out": _Whole},
+    ),
+    # Ops that are not run at all, and why.
+    "left_out": schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
+    "groups": schema("name description backend ranks", {"ranks": pl.List(pl.Int32)}),
+}
+# fmt: on
+_OF_A_RANK = tuple(name for name, columns in PLAN_SCHEMAS.items() if "rank" in columns)
+_FORMAT = ArchiveFormat(
+    "plan",
+    version=1,
+    schemas=PLAN_SCHEMAS,
+    never_null={
+        "ops": ("rank", "op", "name", "action", "inputs", "outputs", "thread", "scope", "durations_ns"),
+        "calls": ("rank", "call", "schema", "arguments", "flags"),
+        "tensors": tuple(PLAN_SCHEMAS["tensors"]),
+        "storages": ("rank", "storage", "bytes", "device", "external", "first_op", "last_op"),
+        "collectives": ("rank", "collective", "op", "kind", "group", "splits_in", "splits_out", "asynchronous"),
+        "left_out": ("rank", "node", "name", "reason", "text"),
+        "groups": ("name", "ranks"),
+    },
+    hint="make it again with `traceloom replay INPUT --plan-only -o run.plan`",
+)
+is_plan = _FORMAT.holds
+
+
+def empty_frame(name: str) -> pl.DataFrame:
+    """A frame of a plan without rows."""
+    return pl.DataFrame(schema=PLAN_SCHEMAS[name])
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank runs; the frames as `PLAN_SCHEMAS`, all rows of this rank, `op`, `call`, `tensor`, ... row numbers.
+
+    Attributes:
+        rank: The rank of the job.
+        ops: Instructions in order of execution.
+        calls: Distinct calls.
+        tensors: Registers.
+        storages: Versions of storages.
+        collectives: What is exchanged with other ranks.
+        left_out: Ops that are not run.
+    """
+
+    rank: int
+    ops: pl.DataFrame
+    calls: pl.DataFrame = field(default_factory=lambda: empty_frame("calls"))
+    tensors: pl.DataFrame = field(default_factory=lambda: empty_frame("tensors"))
+    storages: pl.DataFrame = field(default_factory=lambda: empty_frame("storages"))
+    collectives: pl.DataFrame = field(default_factory=lambda: empty_frame("collectives"))
+    left_out: pl.DataFrame = field(default_factory=lambda: empty_frame("left_out"))
+
+    def check(self) -> None:
+        """Raise InvariantError where the plan of a rank cannot be run as it stands.
+
+        Numbers are row numbers; references point to rows; an op has a call, or is a view, a collective or a wait; a
+        tensor lies within its storage; a storage that no op makes is external; a tensor is made before it is used, and
+        nothing uses a storage outside its life.
+        """
+        for name, number in (
+            ("ops", "op"), ("calls", "call"), ("tensors", "tensor"), ("storages", "storage"),
+            ("collectives", "collective"),
+        ):  # fmt: skip
+            frame = getattr(self, name)
+            if not (frame[number] == pl.int_range(frame.height, dtype=pl.UInt32, eager=True)).all():
+                raise broken("plan", f"the numbers of `{name}` are not 0, 1, 2, ...")
+        for name, column, of in (
+            ("ops", "inputs", "tensors"), ("ops", "outputs", "tensors"), ("ops", "call", "calls"),
+            ("ops", "collective", "collectives"), ("tensors", "storage", "storages"), ("collectives", "op", "ops"),
+            ("storages", "last_op", "ops"), ("storages", "first_op", "ops"),
+        ):  # fmt: skip
+            values = getattr(self, name)[column]
+            highest = (values.explode() if isinstance(values.dtype, pl.List) else values).max()
+            if highest is not None and int(highest) >= getattr(self, of).height:
+                raise broken("plan", f"`{column}` of `{name}` has no row in `{of}`")
+        has_call = self.ops["action"].is_in([RUN, STAND_IN])
+        if (self.ops["call"].is_null() & (self.ops["action"] == RUN)).any() or (
+            self.ops["call"].is_not_null() & ~has_call
+        ).any():
+            raise broken("plan", "calls are of ops that run, and of these alone")
+        self._check_tensors()
+        self._check_order()
+
+    def _check_tensors(self) -> None:
+        last = (pl.col("shape") - 1) * pl.col("strides")
+        ends = self.tensors.select(
+            "storage",
+            pl.col("dtype").replace_strict(ITEM_BYTES, default=None, return_dtype=pl.Int64).alias("item"),
+            (pl.col("offset") + last.list.sum()).alias("last"),
+            (pl.col("shape").list.min() == 0).fill_null(value=False).alias("empty"),
+            (pl.col("offset") < 0).alias("negative"),
+        ).with_columns(self.storages["bytes"].gather(self.tensors["storage"]))
+        if ends["item"].null_count():
+            raise broken("plan", "a tensor is of no type of PyTorch's")
+        outside = ~ends["empty"] & ((ends["last"] + 1) * ends["item"] > ends["bytes"]) | ends["negative"]
+        if outside.any():
+            raise broken("plan", f"{outside.sum()} tensors do not lie within their storages")
+
+    def _check_order(self) -> None:
+        uses = self.uses()
+        about = uses.with_columns(
+            self.storages["first_op"].gather(uses["storage"]),
+            self.storages["last_op"].gather(uses["storage"]),
+            self.storages["external"].gather(uses["storage"]),
+        )
+        if ((about["op"] < about["first_op"]) | (about["op"] > about["last_op"])).any():
+            raise broken("plan", "a storage is used outside its life")
+        made = uses.filter("made").group_by("tensor").agg(pl.col("op").min().alias("first"))
+        read = about.filter(~pl.col("made") & ~pl.col("external")).join(made, on="tensor", how="left")
+        if (read["first"].is_null() | (read["first"] >= read["op"])).any():
+            raise broken("plan", "a tensor is used that nothing has made")
+
+    def uses(self) -> pl.DataFrame:
+        """One row per tensor that an op takes or gives: op, tensor, storage, made (it is an output)."""
+        parts = [
+            self.ops.select("op", pl.col(side).alias("tensor"), pl.lit(value=side == "outputs").alias("made"))
+            .explode("tensor")
+            .drop_nulls("tensor")
+            for side in ("inputs", "outputs")
+        ]
+        whole = pl.concat(parts)
+        return whole.with_columns(self.tensors["storage"].gather(whole["tensor"]))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks of a job run.
+
+    Attributes:
+        ranks: By rank, ascending.
+        groups: Process groups: columns as `PLAN_SCHEMAS["groups"]`.
+        source: What it was made of, as the user gave it.
+        torch: Version of PyTorch that ran the workload, where known.
+        threads: Threads that an op could use, where known.
+        level: `outermost` or `leaf`.
+        only: `compute` or `communication`; None for both.
+        world_size: Ranks of the job.
+        notices: What must be known about it.
+    """
+
+    ranks: dict[int, RankPlan]
+    groups: pl.DataFrame = field(default_factory=lambda: empty_frame("groups"))
+    source: str = ""
+    torch: str | None = None
+    threads: int | None = None
+    level: str = "outermost"
+    only: str | None = None
+    world_size: int = 1
+    notices: tuple[Notice, ...] = ()
+
+    def __iter__(self) -> Iterator[RankPlan]:
+        return iter(self.ranks.values())
+
+    def check(self) -> None:
+        """Raise InvariantError where one of its ranks cannot be run; see `RankPlan.check`."""
+        for rank_plan in self:
+            rank_plan.check()
+        names = set(self.groups["name"])
+        if strange := {name for plan in self for name in plan.collectives["group"]} - names:
+            raise broken("plan", f"no group is named {min(strange)!r}")
+
+    def save(self, path: str | Path, *, force: bool = False) -> int:
+        """Write the plan as one file; returns its size in bytes. See `traceloom.model.frame_archive`.
+
+        Raises:
+            OutputError: `file-exists`, `cannot-write`.
+        """
+        header = {
+            "source": self.source,
+            "torch": self.torch,
+            "threads": self.threads,
+            "level": self.level,
+            "only": self.only,
+            "world_size": self.world_size,
+            "ranks": list(self.ranks),
+            "notices": [asdict(notice) for notice in self.notices],
+        }
+        frames = {name: pl.concat([empty_frame(name), *(getattr(plan, name) for plan in self)]) for name in _OF_A_RANK}
+        return _FORMAT.save(path, header, {**frames, "groups": self.groups}, force=force)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that was saved, and check it.
+
+        Raises:
+            InputError: `unreadable`, `not-a-plan`, `plan-damaged`, `newer-format`.
+        """
+        return _FORMAT.load(path, _plan)
+
+
+def _plan(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Plan:
+    about = msgspec.convert(header, _Header)
+    ranks = {
+        rank: RankPlan(rank, **{name: frames[name].filter(pl.col("rank") == rank) for name in _OF_A_RANK})
+        for rank in sorted(about.ranks)
+    }
+    if sum(plan.ops.height for plan in ranks.values()) != frames["ops"].height:
+        raise ValueError("it has ops of ranks that its header does not name")
+    plan = Plan(
+        ranks, frames["groups"], about.source, about.torch, about.threads, about.level, about.only, about.world_size,
+        about.notices,
+    )  # fmt: skip
+    plan.check()
+    return plan
+
+
+class _Header(msgspec.Struct):
+    source: str
+    torch: str | None
+    threads: int | None
+    level: str
+    only: str | None
+    world_size: int
+    ranks: list[int]
+    notices: tuple[Notice, ...]
+
+
+# Bytes of one element of each type that PyTorch has, by its name there.
+ITEM_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1, "qint8": 1, "quint8": 1, "qint32": 4,
+}  # fmt: skip
