@@ -86,6 +86,8 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
     ),
     # Ops that are not run at all, and why.
     "left_out": schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
+    # The timed steps: how long each took, and the processor time of the process in it.
+    "steps": schema("rank step duration_ns cpu_ns"),
     "groups": schema("name description backend ranks", {"ranks": pl.List(pl.Int32)}),
 }
 # fmt: on
@@ -101,6 +103,7 @@ _FORMAT = ArchiveFormat(
         "storages": ("rank", "storage", "bytes", "device", "external", "first_op", "last_op"),
         "collectives": ("rank", "collective", "op", "kind", "group", "splits_in", "splits_out", "asynchronous"),
         "left_out": ("rank", "node", "name", "reason", "text"),
+        "steps": ("rank", "step", "duration_ns"),
         "groups": ("name", "ranks"),
     },
     hint="make it again with `traceloom replay INPUT --plan-only -o run.plan`",
@@ -125,6 +128,7 @@ class RankPlan:
         storages: Versions of storages.
         collectives: What is exchanged with other ranks.
         left_out: Ops that are not run.
+        steps: The timed steps; empty where the recording has none.
     """
 
     rank: int
@@ -134,6 +138,7 @@ class RankPlan:
     storages: pl.DataFrame = field(default_factory=lambda: empty_frame("storages"))
     collectives: pl.DataFrame = field(default_factory=lambda: empty_frame("collectives"))
     left_out: pl.DataFrame = field(default_factory=lambda: empty_frame("left_out"))
+    steps: pl.DataFrame = field(default_factory=lambda: empty_frame("steps"))
 
     def check(self) -> None:
         """Raise InvariantError where the plan of a rank cannot be run as it stands.
