@@ -1,0 +1,41 @@
+"""What tensors from outside hold."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from traceloom.replay.filling import filled  # noqa: E402
+
+
+@pytest.mark.torch
+def test_contents_are_what_their_consumers_need() -> None:
+    floats = filled(1000, torch.float32, "floats", seed=1)
+    assert float(floats.abs().min()) >= 0.1
+    assert float(floats.abs().max()) <= 1
+    assert float(floats.min()) < 0 < float(floats.max())
+    assert float(filled(1000, torch.bfloat16, "positive", seed=1).min()) > 0
+    share = filled(1000, torch.float64, "probability", seed=1)
+    assert float(share.min()) >= 0
+    assert float(share.max()) <= 1
+    rows = filled(1000, torch.int64, "integers", 3, 9, seed=1)
+    assert rows.unique().tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert filled(5, torch.int32, "offsets", 0, 8, seed=1).tolist() == [0, 2, 4, 6, 8]
+    assert not filled(5, torch.int64, "zeros", seed=1).any()
+    assert filled(4, torch.bool, "integers", 0, 1, seed=1).dtype == torch.bool
+
+
+@pytest.mark.torch
+def test_equal_seeds_give_equal_contents() -> None:
+    one, same, other = (filled(50, torch.float32, "floats", seed=seed) for seed in (7, 7, 8))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    wide = filled(50, torch.int64, "integers", -(2**62), 2**63 - 1, seed=1)
+    assert int(wide.min()) < 0 < int(wide.max())
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "complex64", "uint8", "int16", "float16"])
+def test_every_type_can_be_filled(name: str) -> None:
+    assert filled(8, getattr(torch, name), "floats", seed=1).dtype == getattr(torch, name)
