@@ -1,0 +1,208 @@
+"""From a call in a plan to PyTorch's function and the arguments that it takes: everything that can be done before.
+
+A call names an op by its recorded schema. The op of this PyTorch may have another one: arguments are matched by name,
+those that it does not need are left to their defaults, and what cannot be matched is said. Functions are PyTorch's
+builtins of one overload: of all ways to call an op from Python that cannot end in another overload, the fastest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from traceloom.replay.allowed import CHECKED_TWINS, refusal
+from traceloom.replay.schema import OperatorSchema, SchemaArgument, UnreadableSchemaError, parse_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+Path = tuple[int | str, ...]
+# A storage cannot be handed over as such; the same ops take a tensor and use its storage.
+_TWINS = CHECKED_TWINS | {
+    "aten::set_.source_Storage": "aten::set_.source_Tensor",
+    "aten::set_.source_Storage_storage_offset": "aten::set_.source_Tensor_storage_offset",
+}
+
+
+class Unbindable(Exception):  # noqa: N818  (it is no error: the op is left out, with this as the reason)
+    """An op of the plan that this PyTorch cannot be made to run.
+
+    Attributes:
+        slug: `unknown-op`, `refused-op`, `unreadable-schema`, `other-schema` or `unknown-argument`.
+        text: What is wrong.
+    """
+
+    def __init__(self, slug: str, text: str) -> None:
+        super().__init__(text)
+        self.slug = slug
+        self.text = text
+
+
+@dataclass(slots=True)
+class Bound:
+    """A call as Python makes it: `function(*arguments, **keywords)`, once the tensors stand in their places.
+
+    Attributes:
+        function: PyTorch's builtin of one overload.
+        arguments: By position; None where a tensor goes.
+        keywords: By name.
+        places: Where tensors go: a path (position or name, then positions in lists) and the number of the input.
+    """
+
+    function: Callable[..., Any]
+    arguments: list[Any] = field(default_factory=list)
+    keywords: dict[str, Any] = field(default_factory=dict)
+    places: list[tuple[Path, int]] = field(default_factory=list)
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        """Call it with the op's inputs."""
+        arguments = [_copied(value) for value in self.arguments]
+        keywords = {name: _copied(value) for name, value in self.keywords.items()}
+        for path, number in self.places:
+            holder: Any = keywords if isinstance(path[0], str) else arguments
+            for step in path[:-1]:
+                holder = holder[step]
+            holder[path[-1]] = inputs[number]
+        return self.function(*arguments, **keywords)
+
+
+def bind(
+    schema: str,
+    arguments: str,
+    device: torch.device | str = "cpu",
+    *,
+    recorded: str | None = None,
+    further: frozenset[str] = frozenset(),
+) -> Bound:
+    """Find the function of a call, and its arguments.
+
+    Args:
+        schema: The op, as recorded.
+        arguments: Values of its arguments: JSON as `traceloom.replay.plan` has it.
+        device: Where everything goes, whatever was recorded.
+        recorded: Version of PyTorch that recorded it.
+        further: Namespaces that are allowed besides.
+
+    Raises:
+        Unbindable: The op is unknown here, is not allowed, or takes what cannot be given.
+    """
+    import torch
+
+    try:
+        then = parse_schema(schema)
+    except UnreadableSchemaError as error:
+        raise Unbindable("unreadable-schema", str(error)) from None
+    if reason := refusal(then, further):
+        raise Unbindable("refused-op", reason)
+    function, now = _here(_TWINS.get(then.qualified, then.qualified))
+    if function is None or now is None:
+        version = f", and PyTorch {recorded} recorded it" if recorded else ""
+        raise Unbindable("unknown-op", f"PyTorch {torch.__version__} here has no {then.qualified}{version}: {schema}")
+    if reason := refusal(now, further):  # a trace may write another schema than the op has
+        raise Unbindable("refused-op", reason)
+    try:
+        recorded_values: list[Any] = msgspec.json.decode(arguments, type=list)
+    except msgspec.DecodeError as error:
+        raise Unbindable("unknown-argument", f"the arguments of {then.qualified} are no list: {error}") from None
+    values = dict(zip((argument.name for argument in then.arguments), recorded_values, strict=False))
+    if then.text != now.text:
+        values = _by_name_here(values, then, now, recorded)
+    bound, needed = Bound(function), 0
+    for argument in now.arguments:
+        if argument.name not in values and not argument.has_default:
+            raise _other_schema(f"{argument.name!r} has no value", now, then, recorded)
+        path = (argument.name,) if argument.keyword_only else (len(bound.arguments),)
+        tensors = len(bound.places)
+        value = argument.default
+        if argument.name in values:
+            value = _value(values[argument.name], argument, path, torch.device(device), bound.places)
+        # Each argument that need not be handed over is time saved.
+        left_out = len(bound.places) == tensors and argument.has_default and repr(value) == repr(argument.default)
+        if not argument.keyword_only:
+            bound.arguments.append(value)
+            needed = needed if left_out else len(bound.arguments)
+        elif not left_out:
+            bound.keywords[argument.name] = value
+    del bound.arguments[needed:]
+    return bound
+
+
+@lru_cache(maxsize=4096)
+def _here(qualified: str) -> tuple[Callable[..., Any] | None, OperatorSchema | None]:
+    """PyTorch's builtin of an overload, and its schema; None where this PyTorch has none."""
+    import torch
+    from torch._ops import OpOverload
+
+    namespace, _, name = qualified.partition("::")
+    name, _, overload = name.partition(".")
+    try:
+        op = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    except (AttributeError, RuntimeError):
+        return None, None
+    if not isinstance(op, OpOverload):  # another attribute of PyTorch's object, which a trace named
+        return None, None
+    return op._op, parse_schema(str(op._schema))  # noqa: SLF001  (the public call looks for modes each time: 0.2 µs)
+
+
+def _by_name_here(
+    values: dict[str, Any], then: OperatorSchema, now: OperatorSchema, recorded: str | None
+) -> dict[str, Any]:
+    """The values by the names that this PyTorch gives to the arguments: same names, or another at the same position."""
+    here, there = ({argument.name for argument in schema.arguments} for schema in (now, then))
+    out = {}
+    for at, argument in enumerate(then.arguments[: len(values)]):
+        value = values[argument.name]
+        if argument.name in here:
+            out[argument.name] = value
+        elif at < len(now.arguments) and now.arguments[at].name not in there:
+            out[now.arguments[at].name] = value
+        elif not argument.has_default or value != argument.default:
+            raise _other_schema(f"it takes no {argument.name!r}", now, then, recorded)
+    return out
+
+
+def _other_schema(what: str, now: OperatorSchema, then: OperatorSchema, recorded: str | None) -> Unbindable:
+    import torch
+
+    text = f"in PyTorch {torch.__version__} here {now.qualified} is another: {what}"
+    return Unbindable("other-schema", f"{text}; here {now.text}; in PyTorch {recorded or '(unknown)'} {then.text}")
+
+
+def _value(
+    value: Any, argument: SchemaArgument, path: Path, device: torch.device, places: list[tuple[Path, int]]
+) -> Any:
+    """A value as PyTorch takes it; tensors are noted in `places`."""
+    import torch
+
+    if isinstance(value, list):
+        return [_value(part, argument, (*path, at), device, places) for at, part in enumerate(value)]
+    if argument.name in {"pin_memory", "unsafe"}:  # of this device alone; indices are always checked
+        return None if argument.type.optional else False
+    if not isinstance(value, dict):
+        return value
+    kind, content = next(iter(value.items()), ("", None))
+    if kind in {"tensor", "storage"} and isinstance(content, int):
+        places.append((path, content))
+        return None
+    if kind == "device":
+        return device
+    if kind == "generator":
+        return None
+    if kind == "float" and content in {"inf", "-inf", "nan"}:
+        return float(content)
+    if kind == "complex" and isinstance(content, list):
+        return complex(*content)
+    if kind in {"dtype", "layout", "memory_format"}:
+        enum = getattr(torch, str(content), None)
+        if isinstance(enum, torch.dtype | torch.layout | torch.memory_format):
+            return enum
+    raise Unbindable("unknown-argument", f"{argument.name!r} cannot be given: it was recorded as {kind} {content!r}")
+
+
+def _copied(value: Any) -> Any:
+    return [_copied(part) for part in value] if isinstance(value, list) else value
