@@ -48,7 +48,7 @@ def slugs_in_code() -> dict[str, str]:
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            slugs = [s for k in node.keywords if k.arg == "slug" for s in _text(k.value)]
+            slugs = [s for k in node.keywords if (k.arg or "").endswith("slug") for s in _text(k.value)]
             if name in SPEAKERS and node.args:
                 slugs += _text(node.args[0])
             for slug in slugs:

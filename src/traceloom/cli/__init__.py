@@ -33,6 +33,7 @@ VERBS = {
     "whatif": "say what a change would save",
     "simulate": "say how long a workload takes on another machine",
     "calibrate": "fit a machine's collectives to those of recorded runs",
+    "replay": "run a recorded workload again, without its code and data",
     "memory": "show whose memory it is: by scope, module, operator, line of code",
     "diff": "compare two traces or recorded runs, and check for regressions",
     "baseline": "keep runs as a baseline, and check later runs against it",
@@ -64,28 +65,26 @@ verbs:
              traceloom simulate run --machine machine.toml
   calibrate {VERBS["calibrate"]}
              traceloom calibrate run -o machine.toml
+  replay   {VERBS["replay"]}
+             traceloom replay run
   memory   {VERBS["memory"]}
              traceloom memory run
   diff     {VERBS["diff"]}
              traceloom diff before after --fail-if 'step_time > 3%'
   baseline {VERBS["baseline"]}
              traceloom baseline compare main run --fail-if 'step_time > 3%'
-  link     {VERBS["link"]}
-             traceloom link run -o run.graph
+  link     {VERBS["link"]}: traceloom link run -o run.graph
   convert  {VERBS["convert"]}
              traceloom convert job.graph job.perfetto.json.gz
-  validate {VERBS["validate"]}
-             traceloom validate workload/ --target astra-sim
-  show     {VERBS["show"]}
-             traceloom show job.graph -o job.html
+  validate {VERBS["validate"]}: traceloom validate workload/ --target astra-sim
+  show     {VERBS["show"]}: traceloom show job.graph -o job.html
   generate {VERBS["generate"]}
              traceloom generate pipeline --ranks 4 -o pipe/
   anonymize {VERBS["anonymize"]}
              traceloom anonymize run -o shared
   explain  {VERBS["explain"]}
              traceloom explain data-starved
-  completion {VERBS["completion"]}
-             traceloom completion bash
+  completion {VERBS["completion"]}: traceloom completion bash
 
 Each verb explains itself: traceloom report --help. The version: traceloom --version.
 """

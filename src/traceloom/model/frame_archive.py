@@ -1,4 +1,4 @@
-"""Frames in one file: a zip of one Parquet file per frame and `header.json`; what a saved graph and a plan are.
+"""Frames in one file, as saved graphs and plans are: a zip of one Parquet file per frame and `header.json`.
 
 The header says format, version and rows per frame, and what there is beside the frames. Enum columns are text in the
 file, so that any reader of Parquet understands them. Nothing is ever unpacked to the disk.
@@ -11,6 +11,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -42,7 +43,9 @@ class ArchiveFormat(Struct, frozen=True):
     """What an archive of one kind holds.
 
     Attributes:
-        noun: What it is, as `graph`: `traceloom-graph` is its format, and `not-a-graph`, `graph-damaged` its errors.
+        noun: What it is, as `graph`, whose format is `traceloom-graph`.
+        another_slug: Of the error that a file is of another kind.
+        damaged_slug: Of the error that a file is cut, or not as its header says.
         version: Version that is written, and the only one that is read.
         schemas: Columns of each frame.
         never_null: Columns, by frame, in which every row has a value.
@@ -50,6 +53,8 @@ class ArchiveFormat(Struct, frozen=True):
     """
 
     noun: str
+    another_slug: str
+    damaged_slug: str
     version: int
     schemas: Mapping[str, pl.Schema]
     never_null: Mapping[str, tuple[str, ...]]
@@ -60,6 +65,22 @@ class ArchiveFormat(Struct, frozen=True):
         """The name that the header gives."""
         return f"traceloom-{self.noun}"
 
+    def pack(self, header: Mapping[str, Any], frames: Mapping[str, pl.DataFrame], handle: BinaryIO) -> None:
+        """Write an archive into an open file."""
+        whole = {
+            "format": self.format,
+            "version": self.version,
+            "traceloom": __version__,
+            **header,
+            "rows": {name: frame.height for name, frame in frames.items()},
+        }
+        with zipfile.ZipFile(handle, "w", zipfile.ZIP_STORED) as archive:
+            _add(archive, _HEADER, lambda member: member.write(json.dumps(whole, indent=1).encode()))
+            for name, frame in frames.items():
+                enums = [column for column, kind in frame.schema.items() if isinstance(kind, pl.Enum)]
+                plain = frame.with_columns(pl.col(column).cast(pl.String) for column in enums)
+                _add(archive, f"{name}.parquet", plain.write_parquet)
+
     def save(
         self, path: str | Path, header: Mapping[str, Any], frames: Mapping[str, pl.DataFrame], *, force: bool = False
     ) -> int:
@@ -68,23 +89,7 @@ class ArchiveFormat(Struct, frozen=True):
         Raises:
             OutputError: `file-exists`, `cannot-write`.
         """
-        whole = {
-            "format": self.format,
-            "version": self.version,
-            "traceloom": __version__,
-            **header,
-            "rows": {name: frame.height for name, frame in frames.items()},
-        }
-
-        def pack(handle: BinaryIO) -> None:
-            with zipfile.ZipFile(handle, "w", zipfile.ZIP_STORED) as archive:
-                _add(archive, _HEADER, lambda member: member.write(json.dumps(whole, indent=1).encode()))
-                for name, frame in frames.items():
-                    enums = [column for column, kind in frame.schema.items() if isinstance(kind, pl.Enum)]
-                    plain = frame.with_columns(pl.col(column).cast(pl.String) for column in enums)
-                    _add(archive, f"{name}.parquet", plain.write_parquet)
-
-        return files.write(Path(path), pack, force=force)
+        return files.write(Path(path), partial(self.pack, header, frames), force=force)
 
     def load(self, path: str | Path, build: Callable[[dict[str, Any], dict[str, pl.DataFrame]], T]) -> T:
         """Read what `save` wrote.
@@ -94,8 +99,7 @@ class ArchiveFormat(Struct, frozen=True):
             build: Makes the whole of the header and the frames; what it raises of damage is said as such.
 
         Raises:
-            InputError: `unreadable`; `not-a-NOUN`: another kind of file; `NOUN-damaged`: cut, or not as its header
-                says; `newer-format`: written by a later version.
+            InputError: `unreadable`; `newer-format`: written by a later version; the slugs of the format.
         """
         where = str(path)
         another = f"this is a zip archive, but not a saved {self.noun}"
@@ -107,10 +111,10 @@ class ArchiveFormat(Struct, frozen=True):
             with handle, zipfile.ZipFile(handle) as archive:
                 members = archive.namelist()
                 if _HEADER not in members:
-                    raise InputError(another, slug=f"not-a-{self.noun}", where=where)
+                    raise InputError(another, slug=self.another_slug, where=where)
                 header, _ = clean_json(json.loads(_member(archive, _HEADER, _HEADER_BYTES)))
                 if not isinstance(header, dict) or header.get("format") != self.format:
-                    raise InputError(another, slug=f"not-a-{self.noun}", where=where)
+                    raise InputError(another, slug=self.another_slug, where=where)
                 if header.get("version") != self.version:
                     raise newer_format(self.noun, header.get("version"), self.version, where)
                 expected = {_HEADER, *(f"{name}.parquet" for name in self.schemas)}
@@ -129,7 +133,7 @@ class ArchiveFormat(Struct, frozen=True):
                 raise self._damaged("its end is missing, or it was changed", where) from error
             text = f"this is not a saved {self.noun}"
             hint = f"a {self.noun} is a zip archive"
-            raise InputError(text, slug=f"not-a-{self.noun}", where=where, hint=hint) from error
+            raise InputError(text, slug=self.another_slug, where=where, hint=hint) from error
         except _DAMAGE as error:
             raise self._damaged(next(iter(str(error).splitlines()), type(error).__name__), where) from error
 
@@ -163,7 +167,7 @@ class ArchiveFormat(Struct, frozen=True):
 
     def _damaged(self, why: str, where: str) -> InputError:
         text = f"the saved {self.noun} is damaged: {why}"
-        return InputError(text, slug=f"{self.noun}-damaged", where=where, hint=self.hint)
+        return InputError(text, slug=self.damaged_slug, where=where, hint=self.hint)
 
 
 def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], Any]) -> None:

@@ -17,6 +17,8 @@ from traceloom.model.notice import Notice
 ENDING = ".graph"
 _FORMAT = ArchiveFormat(
     "graph",
+    another_slug="not-a-graph",
+    damaged_slug="graph-damaged",
     version=1,
     schemas=GRAPH_SCHEMAS,
     never_null={

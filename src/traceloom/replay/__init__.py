@@ -12,11 +12,15 @@ from traceloom.lazy import lazy
 if TYPE_CHECKING:
     from traceloom.replay.plan import Plan as Plan
     from traceloom.replay.plan import RankPlan as RankPlan
+    from traceloom.replay.planning import Choice as Choice
+    from traceloom.replay.planning import make_plan as make_plan
 
 lazy(
     __name__,
     {
+        "Choice": ".planning",
         "Plan": ".plan",
         "RankPlan": ".plan",
+        "make_plan": ".planning",
     },
 )

@@ -23,13 +23,14 @@ stand for themselves, and an object for the rest:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import polars as pl
 
+from traceloom import files
 from traceloom.errors import broken
 from traceloom.model.frame_archive import ArchiveFormat
 from traceloom.model.frames import schema
@@ -94,6 +95,8 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
 _OF_A_RANK = tuple(name for name, columns in PLAN_SCHEMAS.items() if "rank" in columns)
 _FORMAT = ArchiveFormat(
     "plan",
+    another_slug="not-a-plan",
+    damaged_slug="plan-damaged",
     version=1,
     schemas=PLAN_SCHEMAS,
     never_null={
@@ -200,6 +203,15 @@ class RankPlan:
         if (read["first"].is_null() | (read["first"] >= read["op"])).any():
             raise broken("plan", "a tensor is used that nothing has made")
 
+    def with_lives(self) -> RankPlan:
+        """The same, each storage living from the first op that uses it to the last; what nothing uses lives nowhere."""
+        lives = self.uses().group_by("storage").agg(pl.col("op").min().alias("first"), pl.col("op").max().alias("last"))
+        of = self.storages.select("storage").join(lives, on="storage", how="left", maintain_order="left")
+        settled = self.storages.with_columns(
+            of["first"].fill_null(0).alias("first_op"), of["last"].fill_null(0).alias("last_op")
+        )
+        return replace(self, storages=settled)
+
     def uses(self) -> pl.DataFrame:
         """One row per tensor that an op takes or gives: op, tensor, storage, made (it is an output)."""
         parts = [
@@ -255,6 +267,10 @@ class Plan:
         Raises:
             OutputError: `file-exists`, `cannot-write`.
         """
+        return files.write(Path(path), self.pack, force=force)
+
+    def pack(self, handle: BinaryIO) -> None:
+        """Write the plan into an open file."""
         header = {
             "source": self.source,
             "torch": self.torch,
@@ -266,7 +282,7 @@ class Plan:
             "notices": [asdict(notice) for notice in self.notices],
         }
         frames = {name: pl.concat([empty_frame(name), *(getattr(plan, name) for plan in self)]) for name in _OF_A_RANK}
-        return _FORMAT.save(path, header, {**frames, "groups": self.groups}, force=force)
+        _FORMAT.pack(header, {**frames, "groups": self.groups}, handle)
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -1,0 +1,85 @@
+"""`traceloom replay`: run a recorded workload again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, BinaryIO
+
+from traceloom.cli import options as types
+from traceloom.cli import outputs
+from traceloom.cli.progress import Progress
+from traceloom.model import units
+from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN
+
+if TYPE_CHECKING:
+    from traceloom.replay.plan import Plan
+
+DESCRIPTION = (
+    "Run a recorded workload again, without its code and its data: every op with the arguments, shapes and types that "
+    "were recorded. What it needs is a host trace, as `traceloom record` writes."
+)
+EXAMPLES = """\
+examples:
+  traceloom replay run                                 all of it, against the recorded times
+  traceloom replay run --plan-only -o run.plan         what would run; needs no PyTorch
+  traceloom replay run.plan --scope forward
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    types.add_inputs(parser, "recorded run, host traces with or without device traces, a .graph or a .plan")
+    what = parser.add_argument_group("what is run")
+    what.add_argument(
+        "--level", choices=("outermost", "leaf"), default="outermost",
+        help="ops that the program called (default), or those that call no others",
+    )  # fmt: skip
+    what.add_argument("--steps", type=types.steps, metavar="A..B", help="these steps of a host trace of several")
+    what.add_argument("--scope", metavar="NAME", help="what ran in this scope or module")
+    what.add_argument("--only", choices=("compute", "communication"), help="one side alone")
+    what.add_argument("--ranks", type=types.ranks, metavar="LIST", help="these ranks, as 0,1 or 0-3")
+    what.add_argument("--plan-only", action="store_true", help="plan, and do not run")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    outputs.add_output(parser, ".plan")
+    types.add_reading(parser.add_argument_group("more"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, run, show and write; returns the exit code."""
+    from traceloom.replay import Choice, make_plan
+
+    choice = Choice(
+        level=args.level,
+        steps=None if args.steps is None else tuple(range(args.steps[0], args.steps[1] + 1)),
+        scope=args.scope,
+        only=args.only,
+        ranks=args.ranks,
+    )
+    chosen = outputs.targets(args, {".plan": _pack})
+    with Progress(shown=not args.quiet) as progress:
+        plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
+        written = outputs.write(args, chosen, plan, progress)
+    for line in _lines(plan):
+        outputs.say(args, line)
+    outputs.close(args, written, outputs.repeated(args, "run.plan"))
+    return 0
+
+
+def _pack(plan: Plan, handle: BinaryIO) -> None:
+    plan.pack(handle)
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    """What the plan holds, a line for each rank."""
+    for rank_plan in plan:
+        counts = dict(rank_plan.ops["action"].value_counts().iter_rows())
+        outside = rank_plan.storages.filter("external")
+        yield (
+            f"rank {rank_plan.rank}: {units.counted(counts.get(RUN, 0), 'op')} of {rank_plan.calls.height:,} "
+            f"different calls, {units.counted(counts.get(COLLECTIVE, 0), 'collective')}, "
+            f"{units.counted(counts.get(STAND_IN, 0), 'stand-in')}, {rank_plan.left_out.height:,} left out; "
+            f"{units.counted(outside.height, 'tensor')} from outside ({units.size(int(outside['bytes'].sum()))})"
+        )
+    for notice in plan.notices:
+        yield f"{notice.severity}: {notice.message}"

@@ -1,0 +1,253 @@
+"""The nodes of a host trace, decoded, and which of them a replay runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from traceloom.array_types import Bools, Ints
+from traceloom.model.arrays import nearest
+from traceloom.model.host_trace import HostTrace
+from traceloom.replay.values import RecordedTensor, kinds_of, tensors_of
+
+Level = Literal["outermost", "leaf"]
+
+_STEP = r"^(?:ProfilerStep|traceloom\.step)#(\d+)"
+_BACKWARD = "autograd::engine::evaluate_function: "
+# Annotations that are no scope of the user's.
+_NO_SCOPE = (
+    r"^(?:autograd::engine::|torch::autograd::|torch(?:\.|::)distributed|traceloom\.step#|ProfilerStep#|gloo:|nccl:)"
+)
+_OWN = r"^traceloom\.(?:module|scope):"
+_PHASES = {"Optimizer.": "optimizer", "enumerate(DataLoader)": "loading", _BACKWARD: "backward"}
+
+
+class Attributes(msgspec.Struct, gc=False):
+    """What a node has beside its columns, where a replay needs it."""
+
+    input_strides: Any = None
+    output_strides: Any = None
+    tensor_range: str | None = None
+    kernel_backend: str | None = None
+    kernel_file: str | None = None
+    pg_name: str | None = None
+
+
+_NO_ATTRIBUTES = Attributes()
+_ATTRIBUTES = msgspec.json.Decoder(Attributes)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a host trace in the order of their start, decoded where a replay needs them.
+
+    Attributes:
+        host: The host trace.
+        parent: Row of the node above each; -1 where there is none; shape (nodes,).
+        inputs: Decoded values of each; shape (nodes,).
+        outputs: The same of what it returned.
+        attributes: The rest.
+    """
+
+    host: HostTrace
+    parent: Ints
+    inputs: Sequence[list[Any]]
+    outputs: Sequence[list[Any]]
+    attributes: Sequence[Attributes]
+    _shapes: dict[str, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, host: HostTrace) -> Nodes:
+        """Decode a host trace. Values that are no JSON (half a file) count as none."""
+        ops = host.ops
+        ids = ops["id"].to_numpy()
+        above = ops["parent"].fill_null(-1).to_numpy()
+        row = np.minimum(np.searchsorted(ids, above), max(ids.size - 1, 0))
+        parent = np.where((ids[row] == above) & (row < np.arange(ids.size)), row, -1) if ids.size else row
+        return cls(
+            host,
+            parent.astype(np.int64),
+            _decoded(ops["inputs"]),
+            _decoded(ops["outputs"]),
+            [_ATTRIBUTES.decode(text) if text else _NO_ATTRIBUTES for text in ops["attributes"]],
+        )
+
+    @cached_property
+    def read(self) -> list[list[RecordedTensor]]:
+        """The tensors among the inputs of each node."""
+        strides = [attributes.input_strides for attributes in self.attributes]
+        return self._tensors(self.inputs, "input", strides)
+
+    @cached_property
+    def returned(self) -> list[list[RecordedTensor]]:
+        """The tensors among the outputs of each node."""
+        strides = [attributes.output_strides for attributes in self.attributes]
+        return self._tensors(self.outputs, "output", strides)
+
+    def _tensors(self, values: Sequence[list[Any]], side: str, strides: list[Any]) -> list[list[RecordedTensor]]:
+        shapes, types = _decoded(self.host.ops[f"{side}_shapes"]), self.host.ops[f"{side}_types"]
+        return [
+            tensors_of(value, shape, stride, kinds_of(text)) if text and "Tensor(" in text else []
+            for value, shape, stride, text in zip(values, shapes, strides, types, strict=True)
+        ]
+
+    @cached_property
+    def has_schema(self) -> Bools:
+        """Which nodes are ops of the dispatcher."""
+        return np.asarray(self.host.ops["schema"].is_not_null().to_numpy())
+
+    @cached_property
+    def steps(self) -> Ints:
+        """Number of the step that each node is in; -1 before the first, where there is any mark of one."""
+        named = self.host.ops.select(pl.col("name").str.extract(_STEP).cast(pl.Int64)).to_series()
+        marks = np.flatnonzero(named.is_not_null().to_numpy())
+        numbers = named.drop_nulls().to_numpy()
+        at = np.searchsorted(marks, np.arange(named.len()), side="right") - 1
+        return np.where(at >= 0, numbers[np.maximum(at, 0)], -1) if marks.size else np.full(named.len(), -1)
+
+    @cached_property
+    def scopes(self) -> list[str]:
+        """The user's scopes around each node, outermost first; a backward op has those of its forward op."""
+        ops = self.host.ops
+        names = ops["name"].str.replace(_OWN, "").to_list()
+        labels = (
+            ~self.has_schema
+            & ~self.host.roots().to_numpy()
+            & ~(ops["name"].str.contains(_NO_SCOPE) | ops["name"].str.contains(r"Backward\d*$")).to_numpy()
+            & (ops["scope"].fill_null(-1) == 7).to_numpy()
+        )
+        sequence = ops["sequence"].fill_null(-1).to_numpy()
+        is_backward = ops["name"].str.starts_with(_BACKWARD).to_numpy()
+        forward: dict[int, int] = {}
+        paths: list[str] = []
+        for row, (parent, label) in enumerate(zip(self.parent.tolist(), labels.tolist(), strict=True)):
+            above = paths[parent] if parent >= 0 else ""
+            number = int(sequence[row])
+            if number >= 0 and self.has_schema[row]:
+                forward[number] = row
+            elif number >= 0 and parent >= 0 and is_backward[parent] and number in forward:
+                above = paths[forward[number]]
+            name = names[row]
+            if not label:
+                paths.append(above)
+            else:  # a module's name is its whole path already
+                paths.append(name if not above or name.startswith(f"{above}.") else f"{above}/{name}")
+        return paths
+
+    @cached_property
+    def phases(self) -> list[str]:
+        """forward, backward, optimizer or loading."""
+        names = self.host.ops["name"]
+        own = [next((phase for start, phase in _PHASES.items() if name.startswith(start)), None) for name in names]
+        out: list[str] = []
+        for phase, parent in zip(own, self.parent.tolist(), strict=True):
+            out.append(phase or (out[parent] if parent >= 0 else "forward"))
+        return out
+
+
+def _decoded(texts: pl.Series) -> list[list[Any]]:
+    """Lists out of columns of JSON text, all at once where every text is well-formed."""
+    try:
+        whole: list[list[Any]] = msgspec.json.decode("[" + ",".join(text or "[]" for text in texts) + "]")
+    except msgspec.DecodeError:
+        whole = [_list(text) for text in texts]
+    return [value if isinstance(value, list) else [] for value in whole] if len(whole) == texts.len() else []
+
+
+def _list(text: str | None) -> Any:
+    try:
+        return msgspec.json.decode(text or "[]")
+    except msgspec.DecodeError:
+        return []
+
+
+def choose(nodes: Nodes, level: Level = "outermost") -> Ints:
+    """The rows of the nodes that a replay runs, in the order of their start.
+
+    `outermost`: the ops of the dispatcher that no other one is around; but an op whose inner results are used outside
+    of it is opened, and what it called is run instead: else nobody would have made them. `leaf`: those without another
+    one inside. Communication is taken where it is named best.
+    """
+    takes = nodes.has_schema | communicates(nodes)
+    around = nearest(nodes.parent, takes)
+    if level == "leaf":
+        above = around[takes & (around >= 0)]
+        has_inner = np.zeros(takes.size, dtype=np.bool_)
+        has_inner[above] = True
+        exchanges = communicates(nodes)
+        has_inner[exchanges & nodes.has_schema] = False
+        inside = nearest(nodes.parent, exchanges & nodes.has_schema) >= 0
+        return np.flatnonzero(takes & ~has_inner & ~inside)
+    opened = _opened(nodes, around)
+    # outermost once the opened ones are no ops any more
+    left = takes & ~opened
+    return np.flatnonzero(left & (nearest(nodes.parent, left) < 0))
+
+
+def communicates(nodes: Nodes) -> Bools:
+    """Which nodes are collectives, sends, receives, barriers, or waits for them."""
+    names = nodes.host.ops["name"]
+    exchanges = names.str.contains(r"^(?:c10d::|_c10d_functional::|c10d_functional::|record_param_comms$)")
+    return np.asarray(exchanges.fill_null(value=False).to_numpy())
+
+
+def _opened(nodes: Nodes, around: Ints) -> Bools:
+    """Ops that made, deep inside, a storage that is read outside of them, though they do not return it."""
+    opened = np.zeros(around.size, dtype=np.bool_)
+    writer: dict[int, int] = {}
+    parent, schema = nodes.parent.tolist(), nodes.has_schema.tolist()
+    exchanges = communicates(nodes).tolist()
+    storages_in = [{tensor.storage for tensor in tensors} for tensors in nodes.read]
+    storages_out = [{tensor.storage for tensor in tensors} for tensors in nodes.returned]
+    outermost = _outermost(around)
+    for row in range(len(parent)):
+        if not schema[row] and not exchanges[row]:
+            continue
+        for storage in storages_in[row]:
+            source = writer.get(storage, -1)
+            if source < 0 or (outermost[source] == outermost[row] and around[row] < 0):
+                continue
+            above = {row}
+            at = parent[row]
+            while at >= 0:
+                above.add(at)
+                at = parent[at]
+            at = source
+            while at >= 0:
+                if (
+                    schema[at]
+                    and not exchanges[at]
+                    and storage not in storages_out[at]
+                    and storage not in storages_in[at]
+                ):
+                    if at in above:
+                        break
+                    opened[at] = True
+                at = parent[at]
+        for storage in storages_out[row] - storages_in[row]:
+            writer[storage] = row
+    return opened
+
+
+def _outermost(around: Ints) -> list[int]:
+    """The outermost op around each node, itself where there is none."""
+    out: list[int] = []
+    for row, above in enumerate(around.tolist()):
+        out.append(row if above < 0 else out[above])
+    return out
+
+
+def within(nodes: Nodes, rows: Ints, *, steps: Iterable[int] | None = None, scope: str | None = None) -> Ints:
+    """Those of the rows in some steps, and below a scope of a name."""
+    if steps is not None:
+        rows = rows[np.isin(nodes.steps[rows], list(steps))]
+    if scope is not None:
+        scopes = nodes.scopes
+        rows = rows[[scope in scopes[row].split("/") or scopes[row].startswith(f"{scope}.") for row in rows.tolist()]]
+    return rows

@@ -1,0 +1,108 @@
+"""How long each op took when it was recorded: in the timed steps, not in the slower step of the host trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import polars as pl
+
+from traceloom.array_types import Bools, Ints
+from traceloom.link.matching import Matching
+from traceloom.model import Graph, Trace
+from traceloom.model.arrays import nearest
+from traceloom.model.category import GPU_WORK
+from traceloom.model.frames import schema
+
+STEPS = schema("step duration_ns cpu_ns")
+
+
+@dataclass(frozen=True)
+class Originals:
+    """What was measured of the nodes of a host trace; by id there.
+
+    Attributes:
+        durations_ns: Durations of each node's events, in order of time.
+        gap_ns: Host time between the end of the op before it on its thread and its start, the median.
+        stream: Stream of the first GPU work below it.
+        steps: The timed steps: step, duration_ns, cpu_ns.
+    """
+
+    durations_ns: dict[int, list[int]] = field(default_factory=dict)
+    gap_ns: dict[int, int] = field(default_factory=dict)
+    stream: dict[int, int] = field(default_factory=dict)
+    steps: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=STEPS))
+
+
+def originals_of(trace: Trace, matching: Matching, chosen: Ints) -> Originals:
+    """What a device trace says of the ops of a host trace.
+
+    Args:
+        trace: The device trace.
+        matching: The host trace joined to it.
+        chosen: Ids of the nodes that are run; shape (ops,).
+    """
+    events = trace.events
+    host_op = matching.host_op
+    runs = np.isin(host_op, chosen)
+    rows = np.flatnonzero(runs)
+    start = events["start_ns"].to_numpy()[rows]
+    duration = events["duration_ns"].to_numpy()[rows]
+    table = pl.DataFrame(
+        {"node": host_op[rows], "lane": events["lane"].to_numpy()[rows], "start": start, "duration": duration}
+    ).sort("lane", "start")
+    before = (pl.col("start") + pl.col("duration")).cum_max().shift(1).over("lane")
+    by_node = (
+        table.with_columns((pl.col("start") - before).clip(lower_bound=0).alias("gap"))
+        .sort("start")
+        .group_by("node", maintain_order=True)
+        .agg(pl.col("duration"), pl.col("gap").median().cast(pl.Int64))
+    )
+    nodes = by_node["node"].to_list()
+    gaps = dict(zip(nodes, by_node["gap"].to_list(), strict=True))
+    return Originals(
+        dict(zip(nodes, by_node["duration"].to_list(), strict=True)),
+        {node: gap for node, gap in gaps.items() if gap is not None},
+        _streams(trace, host_op, runs),
+        _steps(trace),
+    )
+
+
+def _steps(trace: Trace) -> pl.DataFrame:
+    """The steps of a window that were recorded whole, with the processor time that a capture knows of them."""
+    steps = trace.steps.filter(pl.col("complete")).select(
+        "step", (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
+    )
+    listed = (trace.meta.capture or {}).get("steps")
+    spent = listed.get("cpu_ns") if isinstance(listed, dict) else None
+    cpu = pl.DataFrame(
+        {"step": range(len(spent or ())), "cpu_ns": spent or []}, schema={"step": STEPS["step"], "cpu_ns": pl.Int64}
+    )
+    return steps.join(cpu, on="step", how="left", maintain_order="left").select(STEPS.names()).cast(STEPS)
+
+
+def _streams(trace: Trace, host_op: Ints, runs: Bools) -> dict[int, int]:
+    """The stream of the first GPU work that each op launched."""
+    work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).drop_nulls(["launch", "stream"])
+    if not work.height:
+        return {}
+    parent = trace.events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
+    launch = work["launch"].to_numpy()
+    op = np.where(runs[launch], launch, nearest(parent, runs)[launch])
+    inside = op >= 0
+    first = pl.DataFrame({"node": host_op[op[inside]], "stream": work["stream"].cast(pl.Int64).to_numpy()[inside]})
+    by_node = first.group_by("node").agg(pl.col("stream").first())
+    return dict(by_node.iter_rows())
+
+
+def originals_of_graph(graph: Graph, rank: int, _chosen: Ints) -> Originals:
+    """What a saved graph says: of each op the span of its nodes, in every step that it holds."""
+    nodes = graph.nodes.filter((pl.col("rank") == rank) & pl.col("host_op").is_not_null() & pl.col("op").is_not_null())
+    spans = (
+        nodes.group_by("host_op", "op")
+        .agg(pl.col("start_ns").min(), (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"))
+        .sort("start_ns")
+        .group_by("host_op", maintain_order=True)
+        .agg(pl.col("end_ns") - pl.col("start_ns"))
+    )
+    return Originals(dict(spans.iter_rows()))

@@ -1,0 +1,474 @@
+"""From host traces, with or without device traces, to the plan of a replay."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import polars as pl
+from msgspec import Struct
+
+from traceloom.array_types import Ints
+from traceloom.errors import InputError, UsageError
+from traceloom.files import note_input
+from traceloom.link.linking import load_ranks
+from traceloom.model import graph_store
+from traceloom.model.graph import Graph
+from traceloom.model.host_trace import HOST_OPS, HostTrace
+from traceloom.model.notice import Notice
+from traceloom.model.units import counted
+from traceloom.read.host_trace import HostPeek, peek_either, read_host_trace
+from traceloom.read.inputs import find
+from traceloom.replay.allowed import refusal
+from traceloom.replay.collectives import WAIT, Exchange, exchange_of, groups_of, tensors_bytes
+from traceloom.replay.nodes import Level, Nodes, choose, communicates, within
+from traceloom.replay.originals import Originals, originals_of, originals_of_graph
+from traceloom.replay.plan import (
+    COLLECTIVE,
+    ENDING,
+    ITEM_BYTES,
+    PLAN_SCHEMAS,
+    RUN,
+    STAND_IN,
+    VIEW,
+    Plan,
+    RankPlan,
+    is_plan,
+)  # fmt: skip
+from traceloom.replay.schema import OperatorSchema, UnreadableSchemaError, parse_schema
+from traceloom.replay.storages import Storages
+from traceloom.replay.values import CUT, ROUNDED, UNKNOWN, RecordedTensor, arguments_of, kinds_of
+
+AnyPath = str | os.PathLike[str]
+Say = Callable[[str], None]
+
+
+class Choice(Struct, frozen=True):
+    """What of a workload is run.
+
+    Attributes:
+        level: `outermost`: the ops that the program called; `leaf`: those that call no others.
+        steps: Numbers of the steps; None for all.
+        scope: Name of a user's scope or module; None for all.
+        only: `compute` or `communication`; None for both.
+        ranks: The ranks; None for all.
+    """
+
+    level: Level = "outermost"
+    steps: tuple[int, ...] | None = None
+    scope: str | None = None
+    only: Literal["compute", "communication"] | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+class PlanInput(Struct, frozen=True):
+    """The host trace of one rank with what else is known of it.
+
+    Attributes:
+        rank: The rank.
+        host: Its host trace.
+        originals: Given the ids of the chosen nodes, what was measured of them.
+        capture: The rank's part of capture.json.
+    """
+
+    rank: int
+    host: HostTrace
+    originals: Callable[[Ints], Originals]
+    capture: dict[str, Any] | None = None
+
+
+def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True, progress: Say | None = None) -> Plan:
+    """Plan a replay; a plan that was saved is read.
+
+    Args:
+        paths: A capture; host traces of any ranks, with or without device traces; a `.graph`; a `.plan`.
+        choice: What of it is run.
+        cache: Look into the cache of read traces, and fill it.
+        progress: Told in words what is being done.
+
+    Raises:
+        UsageError: `no-inputs`, `several-runs`, `no-such-step`, `no-such-scope`, `no-such-rank`.
+        InputError: `no-host-trace`: nothing given says which ops ran with what; or the refusal of a file.
+    """
+    choice = choice or Choice()
+    say = progress or (lambda _: None)
+    if not paths:
+        raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
+    if len(paths) == 1 and Path(paths[0]).is_file() and (str(paths[0]).endswith(ENDING) or is_plan(Path(paths[0]))):
+        return Plan.load(os.fspath(paths[0]))
+    name, inputs, notices = _inputs(paths, cache=cache)
+    if choice.ranks is not None:
+        have = {entry.rank for entry in inputs}
+        if absent := sorted(set(choice.ranks) - have):
+            shown = ", ".join(map(str, sorted(have)[:8]))
+            raise UsageError(f"rank {absent[0]} has no host trace; there are those of {shown}", slug="no-such-rank")
+        inputs = [entry for entry in inputs if entry.rank in choice.ranks]
+    worlds = [int((entry.capture or {}).get("world_size") or 1) for entry in inputs]
+    world = max(*worlds, *(entry.rank + 1 for entry in inputs))
+    ranks: dict[int, RankPlan] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for entry in inputs:
+        say(f"planning rank {entry.rank}")
+        nodes = Nodes.of(entry.host)
+        for group in groups_of(nodes, entry.capture, world, entry.rank):
+            groups.setdefault(group["name"], group)
+        maker = _RankPlanner(entry, nodes, choice, groups)
+        ranks[entry.rank] = maker.plan()
+        notices += maker.notices()
+    if choice.steps is not None and not any(plan.ops.height for plan in ranks.values()):
+        raise UsageError(f"no op is in step {choice.steps[0]}", slug="no-such-step")
+    if choice.scope is not None and not any(plan.ops.height for plan in ranks.values()):
+        raise UsageError(f"no op is in a scope `{choice.scope}`", slug="no-such-scope")
+    about = next((entry.capture for entry in inputs if entry.capture), None) or {}
+    versions = about.get("versions")
+    members = max((len(group["ranks"]) for group in groups.values()), default=1)
+    return Plan(
+        dict(sorted(ranks.items())),
+        pl.DataFrame(list(groups.values()), schema=PLAN_SCHEMAS["groups"]),
+        source=name,
+        torch=versions.get("torch") if isinstance(versions, dict) else None,
+        threads=about.get("torch_threads"),
+        level=choice.level,
+        only=choice.only,
+        world_size=max(world, members),
+        notices=tuple(notices),
+    )
+
+
+def _inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[PlanInput], list[Notice]]:
+    """What is planned, the host trace of each rank, and what must be known."""
+    texts = tuple(os.fspath(path) for path in paths)
+    if len(texts) == 1 and Path(texts[0]).is_file() and graph_store.is_graph(Path(texts[0])):
+        graph = Graph.load(texts[0])
+        return texts[0], _of_graph(graph, texts[0]), list(graph.notices)
+    sources = find(texts)
+    peeks = [] if sources.captures else [peek_either(file) for file in sources.inputs]
+    for file in sources.inputs:
+        note_input(file.path)
+    if peeks and all(isinstance(peek, HostPeek) for peek in peeks):
+        hosts = [read_host_trace(peek.source.path) for peek in peeks]
+        ranks = [host.rank if host.rank is not None else number for number, host in enumerate(hosts)]
+        if len(set(ranks)) < len(ranks):
+            text = f"two host traces are of rank {Counter(ranks).most_common(1)[0][0]}"
+            raise InputError(text, slug="two-host-traces", hint="give one for each rank")
+        entries = [PlanInput(rank, host, _unknown) for rank, host in zip(ranks, hosts, strict=True)]
+        text = "there is no device trace: how long the ops took is not known"
+        notices = [Notice("no-device-trace", "info", text, len(hosts))]
+        return " ".join(texts), sorted(entries, key=lambda entry: entry.rank), notices
+    loaded = load_ranks(*paths, cache=cache)
+    entries = []
+    for rank in loaded.ranks:
+        matching = rank.matching
+        if matching is not None:
+            entries.append(
+                PlanInput(
+                    rank.rank,
+                    matching.host,
+                    partial(originals_of, rank.trace, matching),
+                    rank.trace.meta.capture,
+                )
+            )
+    if not entries:
+        raise InputError(
+            "there is no host trace: nothing says which ops ran with which arguments",
+            slug="no-host-trace",
+            where=loaded.name,
+            hint="record with `traceloom record`, or with torch.profiler.ExecutionTraceObserver beside the profiler",
+        )
+    return loaded.name, entries, loaded.notices
+
+
+def _unknown(_chosen: Ints) -> Originals:
+    return Originals()
+
+
+def _of_graph(graph: Graph, path: str) -> list[PlanInput]:
+    if not graph.host_ops.height:
+        raise InputError(
+            "the graph holds no ops of a host trace: nothing says which ops ran with which arguments",
+            slug="no-host-trace",
+            where=path,
+            hint="link device traces together with their host traces",
+        )
+    return [
+        PlanInput(
+            rank,
+            HostTrace(
+                path, graph.host_ops.filter(pl.col("rank") == rank).select(HOST_OPS.names()).sort("id"), rank=rank
+            ),
+            partial(originals_of_graph, graph, rank),
+        )
+        for rank in graph.host_ops["rank"].unique().sort()
+    ]
+
+
+@dataclass
+class _RankPlanner:
+    """Goes through the chosen nodes of one rank, in their order."""
+
+    entry: PlanInput
+    nodes: Nodes
+    choice: Choice
+    groups: dict[str, dict[str, Any]]
+    storages: Storages = field(default_factory=Storages)
+    ops: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in PLAN_SCHEMAS["ops"]})
+    calls: dict[tuple[str, bytes], int] = field(default_factory=dict)
+    call_flags: list[list[str]] = field(default_factory=list)
+    collectives: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
+    # collectives that nobody has waited for, by the storages that they write
+    _pending: dict[int, int] = field(default_factory=dict)
+    _waited: set[int] = field(default_factory=set)
+    _by_sequence: dict[tuple[str | None, int], int] = field(default_factory=dict)
+    _guessed_groups: int = 0
+
+    def plan(self) -> RankPlan:
+        """The plan of the rank, checked."""
+        nodes, choice = self.nodes, self.choice
+        rows = within(nodes, choose(nodes, choice.level), steps=choice.steps, scope=choice.scope)
+        exchanges = communicates(nodes)
+        ids = nodes.host.ops["id"].to_numpy()
+        self.originals = self.entry.originals(ids[rows])
+        self.names = nodes.host.ops["name"].to_list()
+        self.schemas = nodes.host.ops["schema"].to_list()
+        self.types = nodes.host.ops["input_types"].to_list()
+        self.threads = nodes.host.ops["thread"].fill_null(0).to_list()
+        self.ids = ids.tolist()
+        self.steps = nodes.steps.tolist()
+        inner = _named_within(nodes)
+        for row in rows.tolist():
+            if exchanges[row]:
+                if choice.only != "compute":
+                    self._exchange(row, inner.get(row))
+                else:
+                    self.storages.forget(nodes.returned[row])
+            elif choice.only != "communication":
+                self._op(row)
+        for collective in list(dict.fromkeys(self._pending.values())):
+            self._wait(collective)
+        return self._assembled()
+
+    def notices(self) -> list[Notice]:
+        """What of the rank must be known."""
+        out = []
+        flags = Counter(flag for flags in self.call_flags for flag in set(flags))
+        zeros, cut, objects = (counted(flags[flag], "call") for flag in (ROUNDED, CUT, UNKNOWN))
+        if flags[ROUNDED]:
+            text = f"{zeros} with an argument 0.0 that may have been smaller than 5e-7: PyTorch writes six digits"
+            out.append(Notice("rounded-numbers", "info", text, flags[ROUNDED]))
+        if flags[CUT]:
+            text = f"{cut} with a list that PyTorch cut at 4,096 entries"
+            out.append(Notice("cut-lists", "warning", text, flags[CUT]))
+        if flags[UNKNOWN]:
+            text = f"{objects} with an argument that no file can hold"
+            out.append(Notice("unknown-objects", "info", text, flags[UNKNOWN]))
+        if self._guessed_groups:
+            text = f"{counted(self._guessed_groups, 'collective')} do not say their group; taken to be of all ranks"
+            out.append(Notice("guessed-groups", "warning", text, self._guessed_groups))
+        if self.entry.host.notices:
+            out += self.entry.host.notices
+        return [notice.of_rank(self.entry.rank) for notice in out]
+
+    # -- ops --
+
+    def _op(self, row: int) -> None:
+        read, returned = self.nodes.read[row], self.nodes.returned[row]
+        text = self.schemas[row]
+        try:
+            schema = parse_schema(text)
+        except UnreadableSchemaError as error:
+            self._leave_out(row, "unreadable-schema", str(error))
+            return
+        if strange := next((t.dtype for t in (*read, *returned) if t.dtype not in ITEM_BYTES), None):
+            self._leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
+            return
+        why = refusal(schema)
+        self._wait_for(read)
+        arguments, flags = arguments_of(self.nodes.inputs[row], kinds_of(self.types[row]), schema)
+        inputs = self._read(read)
+        if schema.name == "set_" and b'{"object":"Storage"}' in arguments and returned:
+            # A storage that came from elsewhere, as from a worker that loads data: an external one.
+            inputs.append(self._read(returned)[0])
+            arguments = arguments.replace(b'{"object":"Storage"}', b'{"storage":%d}' % (len(inputs) - 1))
+            flags = [flag for flag in flags if flag != "unknown-object"]
+            outputs = [inputs[-1]]
+        else:
+            outputs = self.storages.make(returned, read)
+        self._add(
+            row, RUN if why is None else STAND_IN, inputs, outputs, call=self._call(text, arguments, flags), reason=why
+        )
+
+    def _call(self, schema: str, arguments: bytes, flags: list[str]) -> int:
+        call = self.calls.setdefault((schema, arguments), len(self.calls))
+        if call == len(self.call_flags):
+            self.call_flags.append(sorted(set(flags)))
+        return call
+
+    def _read(self, tensors: list[RecordedTensor]) -> list[int]:
+        """Registers of tensors; views that no op made are made first."""
+        out = []
+        for tensor in tensors:
+            use = self.storages.read(tensor)
+            if use.source is not None:
+                self._add(None, VIEW, [use.source], [use.tensor], name="view")
+            out.append(use.tensor)
+        return out
+
+    def _add(self, row: int | None, action: str, inputs: list[int], outputs: list[int], **about: Any) -> int:
+        ops = self.ops
+        number = len(ops["op"])
+        node = -1 if row is None else self.ids[row]
+        values = {
+            "rank": self.entry.rank, "op": number, "node": None if row is None else node, "action": action,
+            "inputs": inputs, "outputs": outputs, "call": None, "collective": None, "reason": None,
+            "durations_ns": [], "gap_ns": None,
+            "stream": None,
+        }  # fmt: skip
+        if row is not None:
+            values |= {
+                "name": self.names[row], "thread": self.threads[row], "scope": self.nodes.scopes[row],
+                "phase": self.nodes.phases[row], "step": self.steps[row] if self.steps[row] >= 0 else None,
+                "durations_ns": self.originals.durations_ns.get(node, []), "gap_ns": self.originals.gap_ns.get(node),
+                "stream": self.originals.stream.get(node),
+            }  # fmt: skip
+        elif number:
+            values |= {name: ops[name][-1] for name in ("thread", "scope", "phase", "step")}
+        else:
+            values |= {"thread": 0, "scope": "", "phase": None, "step": None}
+        values |= about
+        for name, column in ops.items():
+            column.append(values[name])
+        return number
+
+    def _leave_out(self, row: int, reason: str, text: str) -> None:
+        self.storages.forget(self.nodes.returned[row])
+        durations = self.originals.durations_ns.get(self.ids[row])
+        self.left_out.append(
+            {
+                "rank": self.entry.rank, "node": self.ids[row], "name": self.names[row], "reason": reason,
+                "text": text, "duration_ns": sorted(durations)[len(durations) // 2] if durations else None,
+            }
+        )  # fmt: skip
+
+    # -- communication --
+
+    def _exchange(self, row: int, inner: int | None) -> None:
+        schema: OperatorSchema | None = None
+        if self.schemas[row]:
+            try:
+                schema = parse_schema(self.schemas[row])
+            except UnreadableSchemaError as error:
+                self._leave_out(row, "unreadable-schema", str(error))
+                return
+        exchange = exchange_of(self.nodes, row, schema, inner)
+        if exchange.kind == WAIT:
+            # a wait says the number of what it waits for, but not the group
+            collective = next(
+                (number for (_, sequence), number in self._by_sequence.items() if sequence == exchange.sequence), None
+            )
+            if schema is not None:
+                self._wait_for(exchange.sent)
+                inputs = self._read(exchange.sent)
+                outputs = self.storages.make(self.nodes.returned[row], exchange.sent)
+                for source, output in zip(inputs, outputs, strict=False):
+                    if output != source:
+                        self._add(row, VIEW, [source], [output])
+            elif collective is not None:
+                self._wait(collective, row)
+            return
+        if exchange.kind is None:
+            if schema is not None:
+                self._leave_out(row, "unknown-collective", f"`{schema.qualified}` is no collective that is known")
+            elif self.nodes.read[row] or self.nodes.returned[row]:
+                self._leave_out(row, "unknown-collective", "its kind is not recorded")
+            return
+        self._wait_for([*exchange.sent, *exchange.received])
+        sent = self._read(exchange.sent)
+        received = [] if exchange.made else self._read(exchange.received)
+        if exchange.made:
+            received = self.storages.make(exchange.received, exchange.sent)
+        group, peer = self._group(exchange)
+        number = len(self.collectives)
+        op = self._add(row, COLLECTIVE, sent, received, collective=number)
+        self.collectives.append(
+            {
+                "rank": self.entry.rank, "collective": number, "op": op, "kind": exchange.kind, "group": group,
+                "sequence": exchange.sequence, "peer": peer, "splits_in": exchange.splits[0],
+                "splits_out": exchange.splits[1], "asynchronous": exchange.asynchronous,
+                "bytes": tensors_bytes(exchange.sent or exchange.received),
+            }
+        )  # fmt: skip
+        if exchange.sequence is not None:
+            self._by_sequence[exchange.group, exchange.sequence] = number
+        if exchange.asynchronous:
+            for tensor in (*exchange.sent, *exchange.received):
+                self._pending[tensor.storage] = number
+        else:
+            self._waited.add(number)
+
+    def _group(self, exchange: Exchange) -> tuple[str, int | None]:
+        """The group's name, and the peer as a rank of the job."""
+        name = exchange.group
+        if name not in self.groups:
+            several = len({tuple(group["ranks"]) for group in self.groups.values()}) > 1
+            self._guessed_groups += several
+            name = max(self.groups, key=lambda label: len(self.groups[label]["ranks"]))
+        members = self.groups[name]["ranks"]
+        peer = exchange.peer
+        if peer is not None and 0 <= peer < len(members):
+            peer = members[peer]
+        return name, peer
+
+    def _wait_for(self, tensors: list[RecordedTensor]) -> None:
+        """Wait for the collectives that give or take these tensors, before they are used."""
+        for tensor in tensors:
+            if tensor.storage in self._pending:
+                self._wait(self._pending[tensor.storage])
+
+    def _wait(self, collective: int, row: int | None = None) -> None:
+        self._pending = {storage: number for storage, number in self._pending.items() if number != collective}
+        if collective not in self._waited:
+            self._waited.add(collective)
+            self._add(row, WAIT, [], [], collective=collective, name="wait")
+
+    # -- the end --
+
+    def _assembled(self) -> RankPlan:
+        rank = self.entry.rank
+        ops = pl.DataFrame(self.ops, schema=PLAN_SCHEMAS["ops"], strict=False)
+        texts = list(self.calls)
+        calls = pl.DataFrame(
+            {
+                "rank": [rank] * len(texts), "call": range(len(texts)), "schema": [schema for schema, _ in texts],
+                "arguments": [arguments.decode() for _, arguments in texts], "flags": self.call_flags,
+            },
+            schema=PLAN_SCHEMAS["calls"],
+        )  # fmt: skip
+        tensors, storages = self.storages.frames(rank)
+        plan = RankPlan(
+            rank, ops, calls, tensors, storages,
+            pl.DataFrame(self.collectives, schema=PLAN_SCHEMAS["collectives"]),
+            pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
+            self.originals.steps.select(pl.lit(rank, pl.Int32).alias("rank"), pl.all()),
+        ).with_lives()  # fmt: skip
+        plan.check()
+        return plan
+
+
+def _named_within(nodes: Nodes) -> dict[int, int]:
+    """The `record_param_comms` within each op of communication."""
+    rows = (nodes.host.ops["name"] == "record_param_comms").arg_true().to_list()
+    parent = nodes.parent.tolist()
+    out: dict[int, int] = {}
+    for row in rows:
+        at = parent[row]
+        while at >= 0 and not nodes.has_schema[at]:
+            at = parent[at]
+        if at >= 0:
+            out.setdefault(at, row)
+    return out

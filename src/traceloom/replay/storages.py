@@ -1,0 +1,162 @@
+"""Which recorded tensors are one register, and which version of its storage each of them is on.
+
+The numbers of a host trace are used again when what they named has died. So a storage here is a version: it begins
+where an op returns a storage that it was not given, or where an op reads one that nothing recorded had made (an
+external one), and ends with its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from traceloom.replay.plan import ITEM_BYTES, PLAN_SCHEMAS
+from traceloom.replay.values import RecordedTensor
+
+
+class Use(NamedTuple):
+    """A register that an op reads.
+
+    Attributes:
+        tensor: The register, a row of `tensors`.
+        source: Another register on the same storage that it must be made of first, where no op made it.
+    """
+
+    tensor: int
+    source: int | None
+
+
+class Storages:
+    """Follows storages through the ops of a rank, in the order in which they are run."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, int] = {}
+        self._registers: dict[tuple[Any, ...], int] = {}
+        self._exists: set[int] = set()
+        self._latest: dict[int, int] = {}
+        self._recorded: list[int] = []
+        self._bytes: list[int] = []
+        self._device: list[str] = []
+        self._external: list[bool] = []
+        self._tensors: list[tuple[int, int, tuple[int, ...], tuple[int, ...], str]] = []
+
+    def read(self, tensor: RecordedTensor) -> Use:
+        """The register of a tensor that an op is given."""
+        end = _end_bytes(tensor)
+        version = self._live.get(_identity(tensor))
+        # What nothing recorded made may have taken the number of a storage that died: it is larger, or elsewhere.
+        if version is None or (
+            (not self._external[version] and end > self._bytes[version]) or self._device[version] != tensor.device
+        ):
+            version = self._begin(tensor, external=True)
+        self._bytes[version] = max(self._bytes[version], end)
+        register = self._register(version, tensor, by_shape=True)
+        source = None
+        if register not in self._exists:
+            source = None if self._external[version] else self._latest[version]
+            self._exists.add(register)
+        self._latest[version] = register
+        return Use(register, source)
+
+    def make(self, tensors: list[RecordedTensor], read: Iterable[RecordedTensor]) -> list[int]:
+        """The registers of the tensors that an op returns, of those that it was given.
+
+        What is on a storage that the op was given is a view of it, or was written in place; what is not begins a new
+        version.
+        """
+        numbers = {_identity(tensor) for tensor in read}
+        registers = []
+        for tensor in tensors:
+            identity = _identity(tensor)
+            version = self._live.get(identity)
+            if identity not in numbers or version is None:
+                version = self._begin(tensor, external=False)
+                numbers.add(identity)
+            self._bytes[version] = max(self._bytes[version], _end_bytes(tensor))
+            register = self._register(version, tensor, by_shape=False)
+            self._exists.add(register)
+            self._latest[version] = register
+            registers.append(register)
+        return registers
+
+    def forget(self, tensors: Iterable[RecordedTensor]) -> None:
+        """What an op that is not run returned: whoever reads it gets an external one."""
+        for tensor in tensors:
+            self._live.pop(_identity(tensor), None)
+
+    def frames(self, rank: int) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """The frames `tensors` and `storages` of the plan; lives and what external ones hold are not settled."""
+        versions, offsets, shapes, strides, dtypes = zip(*self._tensors, strict=True) if self._tensors else ((),) * 5
+        tensors = pl.DataFrame(
+            {
+                "rank": [rank] * len(versions), "tensor": range(len(versions)), "storage": versions,
+                "offset": offsets, "shape": [list(shape) for shape in shapes],
+                "strides": [list(stride) for stride in strides], "dtype": dtypes,
+            },
+            schema=PLAN_SCHEMAS["tensors"],
+        )  # fmt: skip
+        count = len(self._recorded)
+        nothing = [None] * count
+        storages = pl.DataFrame(
+            {
+                "rank": [rank] * count, "storage": range(count), "recorded": self._recorded, "bytes": self._bytes,
+                "device": self._device, "external": self._external, "first_op": [0] * count, "last_op": [0] * count,
+                "content": nothing, "low": nothing, "high": nothing, "evidence": nothing,
+            },
+            schema=PLAN_SCHEMAS["storages"],
+        )  # fmt: skip
+        return tensors, storages
+
+    def _begin(self, tensor: RecordedTensor, *, external: bool) -> int:
+        self._live[_identity(tensor)] = version = len(self._recorded)
+        self._recorded.append(tensor.storage)
+        self._bytes.append(0)
+        self._device.append(tensor.device)
+        self._external.append(external)
+        return version
+
+    def _register(self, version: int, tensor: RecordedTensor, *, by_shape: bool) -> int:
+        """The register of a geometry.
+
+        Without strides a transposed square matrix is told from itself by the number of the tensor; but autograd gives
+        what it kept another number, so who reads takes the first of that shape.
+        """
+        geometry = (version, tensor.offset, tensor.shape, tensor.dtype)
+        strides = tensor.strides
+        key = (*geometry, tensor.number) if strides is None else (*geometry, strides)
+        register = self._registers.get(key)
+        if register is None and strides is None and by_shape:
+            register = self._registers.get(geometry)
+        if register is None:
+            register = self._registers[key] = len(self._tensors)
+            self._registers.setdefault(geometry, register)
+            shape = tensor.shape
+            self._tensors.append(
+                (version, tensor.offset, shape, contiguous(shape) if strides is None else strides, tensor.dtype)
+            )
+        return register
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor whose last dimension is next to each other in memory."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def _identity(tensor: RecordedTensor) -> int:
+    """The number of its storage; of a tensor without one (sparse, symbolic) its own, which is below 0 here."""
+    return tensor.storage or -tensor.number
+
+
+def _end_bytes(tensor: RecordedTensor) -> int:
+    """Bytes that its storage has at least."""
+    if 0 in tensor.shape:
+        return 0
+    strides = contiguous(tensor.shape) if tensor.strides is None else tensor.strides
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
+    return (tensor.offset + last + 1) * ITEM_BYTES.get(tensor.dtype, tensor.item_bytes)

@@ -1,0 +1,194 @@
+"""What a host trace recorded of an op's arguments, as typed values: tensors, and JSON for the rest."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from traceloom.replay.schema import OperatorSchema, ValueType
+
+CUT_AT = 4096  # elements of a list that PyTorch writes; it says so by writing one more
+ROUNDED = "rounded-number"
+CUT = "cut-list"
+UNKNOWN = "unknown-object"
+NO_TENSOR = ""  # a tensor that is not there (nullptr)
+_WORD = re.compile(r"[A-Za-z]\w*(?:\((?:[^()]|\([^()]*\))*\))?|[\[\],]")
+
+# Names of C++ types in host traces, on any platform, as PyTorch names them in Python.
+DTYPES = {
+    "float": "float32", "double": "float64", "int": "int32", "long int": "int64", "long": "int64",
+    "long long": "int64", "__int64": "int64", "short": "int16", "short int": "int16", "signed char": "int8",
+    "char": "int8", "unsigned char": "uint8", "bool": "bool", "unsigned short": "uint16",
+    "short unsigned int": "uint16", "unsigned int": "uint32", "unsigned long": "uint64", "long unsigned int": "uint64",
+    "c10::Half": "float16", "c10::BFloat16": "bfloat16", "c10::complex<c10::Half>": "complex32",
+    "c10::complex<float>": "complex64", "c10::complex<double>": "complex128",
+    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2",
+    "c10::Float8_e4m3fnuz": "float8_e4m3fnuz", "c10::Float8_e5m2fnuz": "float8_e5m2fnuz",
+    "c10::Float8_e8m0fnu": "float8_e8m0fnu", "c10::Float4_e2m1fn_x2": "float4_e2m1fn_x2",
+    "c10::qint8": "qint8", "c10::quint8": "quint8", "c10::qint32": "qint32",
+}  # fmt: skip
+# c10::ScalarType, c10::Layout and c10::MemoryFormat by number, as they stand in c10/core.
+SCALAR_TYPES = (
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
+    "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16", "quint4x2", "quint2x4", "bits1x8", "bits2x4",
+    "bits4x2", "bits8", "bits16", "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16",
+    "uint32", "uint64", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7", "int1", "int2", "int3", "int4",
+    "int5", "int6", "int7", "float8_e8m0fnu", "float4_e2m1fn_x2",
+)  # fmt: skip
+LAYOUTS = ("strided", "sparse_coo", "_mkldnn", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
+MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+_ENUMS = {"ScalarType": ("dtype", SCALAR_TYPES), "Layout": ("layout", LAYOUTS)} | {
+    "MemoryFormat": ("memory_format", MEMORY_FORMATS)
+}
+_NOT_FINITE = frozenset({"inf", "-inf", "nan", "-nan", "Infinity", "-Infinity", "NaN"})
+
+encode = msgspec.json.Encoder().encode
+
+
+class RecordedTensor(NamedTuple):
+    """A tensor as a host trace has it.
+
+    Attributes:
+        number: Its number there; used again after it died.
+        storage: The number of its storage; 0 where there is none.
+        offset: In elements.
+        elements: Of the view.
+        item_bytes: Bytes of one element.
+        device: As `cpu` or `cuda:0`; empty in old files.
+        shape: Lengths; of another number of elements where they are symbolic.
+        strides: In elements; None where the file has none.
+        dtype: PyTorch's name of the type.
+    """
+
+    number: int
+    storage: int
+    offset: int
+    elements: int
+    item_bytes: int
+    device: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+
+
+# A tensor's type ("" for none), a list of kinds, or None for any other value.
+Kind = str | tuple[Any, ...] | None
+
+
+@lru_cache(maxsize=65536)
+def kinds_of(types: str | None) -> tuple[Kind, ...]:
+    """Which of the values are tensors: from the text of `input_types` or `output_types`.
+
+    Example:
+        >>> kinds_of('["GenericList[Tensor(float),Tensor(float)]","Int"]')
+        (('float32', 'float32'), None)
+    """
+    return tuple(_kind(str(text)) for text in (msgspec.json.decode(types) if types else ()))
+
+
+def _kind(text: str) -> Kind:
+    """The kind of one value, lists within lists included."""
+    open_lists: list[list[Kind]] = [[]]
+    for word in _WORD.findall(text):
+        if word == "[":
+            open_lists[-1].pop()  # the name of the list before it
+            open_lists.append([])
+        elif word == "]":
+            whole = tuple(open_lists.pop())
+            open_lists[-1].append(whole)
+        elif word.startswith("Tensor("):
+            of = word[7:-1]
+            open_lists[-1].append(NO_TENSOR if of.startswith("nullptr") else DTYPES.get(of, of))
+        elif word != ",":
+            open_lists[-1].append(None)
+    return open_lists[0][0] if open_lists[0] else None
+
+
+def tensors_of(values: Any, shapes: Any, strides: Any, kinds: tuple[Kind, ...]) -> list[RecordedTensor]:
+    """All tensors among recorded values, those in lists too, in order."""
+    out: list[RecordedTensor] = []
+    _collect(values, shapes, strides, kinds, out)
+    return out
+
+
+def _collect(values: Any, shapes: Any, strides: Any, kinds: tuple[Kind, ...], out: list[RecordedTensor]) -> None:
+    for at, kind in enumerate(kinds):
+        if kind is None or kind == NO_TENSOR:
+            continue
+        if isinstance(kind, tuple):
+            if any(part is not None for part in kind):
+                _collect(values[at], shapes[at], strides[at] if strides else None, kind, out)
+            continue
+        number, storage, offset, elements, item_bytes, *device = values[at]
+        shape = tuple(shapes[at])
+        if elements > 1 and not shape:
+            shape = (elements,)  # a symbolic shape is not written
+        steps = tuple(strides[at]) if strides and strides[at] is not None else None
+        if steps is not None and len(steps) != len(shape):
+            steps = None
+        out.append(
+            RecordedTensor(
+                number, storage, offset, elements, item_bytes, device[0] if device else "", shape, steps, kind
+            )
+        )
+
+
+def arguments_of(values: list[Any], kinds: tuple[Kind, ...], schema: OperatorSchema) -> tuple[bytes, list[str]]:
+    """The arguments of a call as JSON (see `traceloom.replay.plan`), and what of them is not what ran.
+
+    Tensors are numbered in the order of `tensors_of`.
+    """
+    flags: list[str] = []
+    counter = [0]
+    typed = []
+    for value, kind, argument in zip(values, kinds, schema.arguments, strict=False):
+        typed.append(_typed(value, kind, argument.type, counter, flags))
+        if kind is None and value == 0 and isinstance(value, float) and argument.default != 0:
+            # PyTorch writes six digits after the point: this may have been 1e-8, and nobody divides by nothing.
+            if argument.name in {"eps", "epsilon"}:
+                typed[-1] = argument.default if argument.has_default else 1e-8
+            flags.append(ROUNDED)
+    return encode(typed), flags
+
+
+def _typed(value: Any, kind: Kind, of: ValueType, counter: list[int], flags: list[str]) -> Any:
+    if kind == NO_TENSOR:
+        return None
+    if isinstance(kind, str):
+        counter[0] += 1
+        return {"tensor": counter[0] - 1}
+    inner = of.inner[0] if of.base == "list" else of
+    if isinstance(value, list):
+        if len(value) > CUT_AT:
+            flags.append(CUT)
+        parts = kind if isinstance(kind, tuple) else (None,) * len(value)
+        return [_typed(part, part_kind, inner, counter, flags) for part, part_kind in zip(value, parts, strict=False)]
+    return _plain(value, inner.base, flags)
+
+
+def _plain(value: Any, base: str, flags: list[str]) -> Any:
+    """A value that is neither a tensor nor a list, by the type that the schema declares."""
+    if value is None or value == "<None>":
+        return None
+    if isinstance(value, str):
+        if value.startswith("<") and value.endswith(">") and base != "str":
+            if base == "Generator":
+                return {"generator": None}
+            flags.append(UNKNOWN)
+            return {"object": value[1:-1]}
+        if base == "Device":
+            return {"device": value}
+        if value in _NOT_FINITE and base in {"float", "Scalar", "number"}:
+            return {"float": value.replace("Infinity", "inf").replace("NaN", "nan").replace("-nan", "nan")}
+        return value
+    if base in _ENUMS and isinstance(value, int):
+        name, names = _ENUMS[base]
+        return {name: names[value]} if 0 <= value < len(names) else {"object": f"{base} {value}"}
+    if base == "bool" and isinstance(value, int):
+        return bool(value)
+    if base in {"int", "SymInt"} and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
