@@ -76,7 +76,8 @@ verbs:
   link     {VERBS["link"]}: traceloom link run -o run.graph
   convert  {VERBS["convert"]}
              traceloom convert job.graph job.perfetto.json.gz
-  validate {VERBS["validate"]}: traceloom validate workload/ --target astra-sim
+  validate {VERBS["validate"]}
+             traceloom validate workload/ --target astra-sim
   show     {VERBS["show"]}: traceloom show job.graph -o job.html
   generate {VERBS["generate"]}
              traceloom generate pipeline --ranks 4 -o pipe/
