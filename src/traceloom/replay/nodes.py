@@ -14,7 +14,7 @@ import polars as pl
 from traceloom.array_types import Bools, Ints
 from traceloom.model.arrays import nearest
 from traceloom.model.host_trace import HostTrace
-from traceloom.replay.values import RecordedTensor, kinds_of, tensors_of
+from traceloom.replay.values import RecordedTensor, tensor_places, tensors_of
 
 Level = Literal["outermost", "leaf"]
 
@@ -39,8 +39,7 @@ class Attributes(msgspec.Struct, gc=False):
     pg_name: str | None = None
 
 
-_NO_ATTRIBUTES = Attributes()
-_ATTRIBUTES = msgspec.json.Decoder(Attributes)
+_ATTRIBUTES = msgspec.json.Decoder(list[Attributes])
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Nodes:
             parent.astype(np.int64),
             _decoded(ops["inputs"]),
             _decoded(ops["outputs"]),
-            [_ATTRIBUTES.decode(text) if text else _NO_ATTRIBUTES for text in ops["attributes"]],
+            _ATTRIBUTES.decode("[" + ",".join(ops["attributes"].fill_null("{}")) + "]"),
         )
 
     @cached_property
@@ -93,7 +92,7 @@ class Nodes:
     def _tensors(self, values: Sequence[list[Any]], side: str, strides: list[Any]) -> list[list[RecordedTensor]]:
         shapes, types = _decoded(self.host.ops[f"{side}_shapes"]), self.host.ops[f"{side}_types"]
         return [
-            tensors_of(value, shape, stride, kinds_of(text)) if text and "Tensor(" in text else []
+            tensors_of(value, shape, stride, places) if (places := tensor_places(text)) else []
             for value, shape, stride, text in zip(values, shapes, strides, types, strict=True)
         ]
 

@@ -22,12 +22,14 @@ stand for themselves, and an object for the rest:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+import numpy as np
 import polars as pl
 
 from traceloom import files
@@ -117,6 +119,26 @@ is_plan = _FORMAT.holds
 def empty_frame(name: str) -> pl.DataFrame:
     """A frame of a plan without rows."""
     return pl.DataFrame(schema=PLAN_SCHEMAS[name])
+
+
+def frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
+    """A frame of a plan from columns of Python values.
+
+    Lists are put together from their values at once: Polars makes a series of each list that it is given.
+    """
+    made = {}
+    for column, kind in PLAN_SCHEMAS[name].items():
+        values = columns[column]
+        if not isinstance(kind, pl.List):
+            made[column] = pl.Series(column, values, dtype=kind)
+            continue
+        lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
+        rows = pl.Series("row", np.repeat(np.arange(lengths.size), lengths))
+        flat = pl.Series("value", list(chain.from_iterable(values)), dtype=kind.inner)
+        lists = pl.DataFrame([rows, flat]).group_by("row", maintain_order=True).agg("value")
+        every = pl.DataFrame({"row": np.arange(lengths.size)}).join(lists, on="row", how="left", maintain_order="left")
+        made[column] = every["value"].fill_null([]).cast(kind).alias(column)
+    return pl.DataFrame(made)
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,9 @@ from traceloom.replay.plan import (
     VIEW,
     Plan,
     RankPlan,
+    frame,
     is_plan,
-)  # fmt: skip
+)
 from traceloom.replay.schema import OperatorSchema, UnreadableSchemaError, parse_schema
 from traceloom.replay.storages import Storages
 from traceloom.replay.values import CUT, ROUNDED, UNKNOWN, RecordedTensor, arguments_of, kinds_of
@@ -440,14 +441,14 @@ class _RankPlanner:
 
     def _assembled(self) -> RankPlan:
         rank = self.entry.rank
-        ops = pl.DataFrame(self.ops, schema=PLAN_SCHEMAS["ops"], strict=False)
+        ops = frame("ops", self.ops)
         texts = list(self.calls)
-        calls = pl.DataFrame(
+        calls = frame(
+            "calls",
             {
                 "rank": [rank] * len(texts), "call": range(len(texts)), "schema": [schema for schema, _ in texts],
                 "arguments": [arguments.decode() for _, arguments in texts], "flags": self.call_flags,
             },
-            schema=PLAN_SCHEMAS["calls"],
         )  # fmt: skip
         tensors, storages = self.storages.frames(rank)
         plan = RankPlan(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from traceloom.replay.plan import ITEM_BYTES, PLAN_SCHEMAS
+from traceloom.replay.plan import ITEM_BYTES, frame
 from traceloom.replay.values import RecordedTensor
 
 
@@ -89,23 +89,22 @@ class Storages:
     def frames(self, rank: int) -> tuple[pl.DataFrame, pl.DataFrame]:
         """The frames `tensors` and `storages` of the plan; lives and what external ones hold are not settled."""
         versions, offsets, shapes, strides, dtypes = zip(*self._tensors, strict=True) if self._tensors else ((),) * 5
-        tensors = pl.DataFrame(
+        tensors = frame(
+            "tensors",
             {
                 "rank": [rank] * len(versions), "tensor": range(len(versions)), "storage": versions,
-                "offset": offsets, "shape": [list(shape) for shape in shapes],
-                "strides": [list(stride) for stride in strides], "dtype": dtypes,
+                "offset": offsets, "shape": shapes, "strides": strides, "dtype": dtypes,
             },
-            schema=PLAN_SCHEMAS["tensors"],
         )  # fmt: skip
         count = len(self._recorded)
         nothing = [None] * count
-        storages = pl.DataFrame(
+        storages = frame(
+            "storages",
             {
                 "rank": [rank] * count, "storage": range(count), "recorded": self._recorded, "bytes": self._bytes,
                 "device": self._device, "external": self._external, "first_op": [0] * count, "last_op": [0] * count,
                 "content": nothing, "low": nothing, "high": nothing, "evidence": nothing,
             },
-            schema=PLAN_SCHEMAS["storages"],
         )  # fmt: skip
         return tensors, storages
 

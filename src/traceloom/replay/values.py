@@ -107,20 +107,32 @@ def _kind(text: str) -> Kind:
     return open_lists[0][0] if open_lists[0] else None
 
 
-def tensors_of(values: Any, shapes: Any, strides: Any, kinds: tuple[Kind, ...]) -> list[RecordedTensor]:
-    """All tensors among recorded values, those in lists too, in order."""
+@lru_cache(maxsize=65536)
+def tensor_places(types: str | None) -> tuple[tuple[int, str | tuple[Any, ...]], ...]:
+    """Where tensors stand among values: position, and the type or, of a list, the same of what it holds."""
+    return _tensor_places(kinds_of(types))
+
+
+def _tensor_places(kinds: tuple[Kind, ...]) -> tuple[tuple[int, str | tuple[Any, ...]], ...]:
+    within = [(at, _tensor_places(kind) if isinstance(kind, tuple) else kind) for at, kind in enumerate(kinds)]
+    return tuple((at, part) for at, part in within if part)
+
+
+def tensors_of(
+    values: Any, shapes: Any, strides: Any, places: tuple[tuple[int, str | tuple[Any, ...]], ...]
+) -> list[RecordedTensor]:
+    """All tensors among recorded values, those in lists too, in order.
+
+    Args:
+        values: As recorded.
+        shapes: Of each value; nested as these are.
+        strides: The same; None where the file has none.
+        places: As `tensor_places` says.
+    """
     out: list[RecordedTensor] = []
-    _collect(values, shapes, strides, kinds, out)
-    return out
-
-
-def _collect(values: Any, shapes: Any, strides: Any, kinds: tuple[Kind, ...], out: list[RecordedTensor]) -> None:
-    for at, kind in enumerate(kinds):
-        if kind is None or kind == NO_TENSOR:
-            continue
-        if isinstance(kind, tuple):
-            if any(part is not None for part in kind):
-                _collect(values[at], shapes[at], strides[at] if strides else None, kind, out)
+    for at, part in places:
+        if isinstance(part, tuple):
+            out += tensors_of(values[at], shapes[at], strides[at] if strides else None, part)
             continue
         number, storage, offset, elements, item_bytes, *device = values[at]
         shape = tuple(shapes[at])
@@ -131,9 +143,10 @@ def _collect(values: Any, shapes: Any, strides: Any, kinds: tuple[Kind, ...], ou
             steps = None
         out.append(
             RecordedTensor(
-                number, storage, offset, elements, item_bytes, device[0] if device else "", shape, steps, kind
+                number, storage, offset, elements, item_bytes, device[0] if device else "", shape, steps, part
             )
         )
+    return out
 
 
 def arguments_of(values: list[Any], kinds: tuple[Kind, ...], schema: OperatorSchema) -> tuple[bytes, list[str]]:
