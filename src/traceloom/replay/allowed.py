@@ -10,6 +10,8 @@ A schema in a trace is the stranger's word too: before an op runs, the same is l
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from traceloom.replay.schema import OperatorSchema
 
 NAMESPACES = frozenset({"aten", "prims"})
@@ -42,7 +44,14 @@ _UNSAFE = frozenset({
 CHECKED_TWINS = {"aten::_reshape_alias": "aten::as_strided", "aten::_reshape_alias_copy": "aten::as_strided_copy"}
 
 
-def refusal(schema: OperatorSchema, further: frozenset[str] = frozenset()) -> str | None:
+class Refusal(NamedTuple):
+    """Why an op is not run: `custom-op` where the user may allow its namespace, `refused-op` where nobody may."""
+
+    slug: str
+    text: str
+
+
+def refusal(schema: OperatorSchema, further: frozenset[str] = frozenset()) -> Refusal | None:
     """Why an op must not be run; None where it may.
 
     Args:
@@ -50,17 +59,21 @@ def refusal(schema: OperatorSchema, further: frozenset[str] = frozenset()) -> st
         further: Namespaces that the user allows besides `NAMESPACES`: those of modules that were imported at wish.
     """
     if schema.namespace not in NAMESPACES | further:
-        return f"ops of the namespace {schema.namespace!r} run only with --import and the module that brings them"
+        text = f"ops of the namespace {schema.namespace!r} run only with --import and the module that brings them"
+        return Refusal("custom-op", text)
     name = f"{schema.namespace}::{schema.name}"
     if name in _UNSAFE:
-        return f"{name} follows addresses or indices that it does not check"
+        return Refusal("refused-op", f"{name} follows addresses or indices that it does not check")
     types = [argument.type for argument in schema.arguments] + [value.type for value in schema.returns]
     bases = {base for kind in types for base in kind.bases}
     if schema.varargs or bases - _DATA:
-        return f"{name} takes or gives what is no plain data: {', '.join(sorted(bases - _DATA)) or 'anything'}"
+        return Refusal(
+            "refused-op",
+            f"{name} takes or gives what is no plain data: {', '.join(sorted(bases - _DATA)) or 'anything'}",
+        )
     if "Tensor" not in bases:
-        return f"{name} computes on no tensor"
+        return Refusal("refused-op", f"{name} computes on no tensor")
     for argument in schema.arguments:
         if "str" in argument.type.bases and argument.name not in CHOICES:
-            return f"{name} takes a text that is no choice: {argument.name!r}"
+            return Refusal("refused-op", f"{name} takes a text that is no choice: {argument.name!r}")
     return None

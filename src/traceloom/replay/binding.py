@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 Path = tuple[int | str, ...]
-# A storage cannot be handed over as such; the same ops take a tensor and use its storage.
+# A storage cannot be handed over as such: the same ops take a tensor and use its storage. Everything is on one device,
+# so a copy into pinned memory is a copy.
 _TWINS = CHECKED_TWINS | {
+    "aten::pin_memory": "aten::clone",
+    "aten::_pin_memory": "aten::clone",
     "aten::set_.source_Storage": "aten::set_.source_Tensor",
     "aten::set_.source_Storage_storage_offset": "aten::set_.source_Tensor_storage_offset",
 }
@@ -33,7 +36,7 @@ class Unbindable(Exception):  # noqa: N818  (it is no error: the op is left out,
     """An op of the plan that this PyTorch cannot be made to run.
 
     Attributes:
-        slug: `unknown-op`, `refused-op`, `unreadable-schema`, `other-schema` or `unknown-argument`.
+        slug: `unknown-op`, `custom-op`, `refused-op`, `unreadable-schema`, `other-schema` or `unknown-argument`.
         text: What is wrong.
     """
 
@@ -98,13 +101,13 @@ def bind(
     except UnreadableSchemaError as error:
         raise Unbindable("unreadable-schema", str(error)) from None
     if reason := refusal(then, further):
-        raise Unbindable("refused-op", reason)
+        raise Unbindable(*reason)
     function, now = _here(_TWINS.get(then.qualified, then.qualified))
     if function is None or now is None:
         version = f", and PyTorch {recorded} recorded it" if recorded else ""
         raise Unbindable("unknown-op", f"PyTorch {torch.__version__} here has no {then.qualified}{version}: {schema}")
     if reason := refusal(now, further):  # a trace may write another schema than the op has
-        raise Unbindable("refused-op", reason)
+        raise Unbindable(*reason)
     try:
         recorded_values: list[Any] = msgspec.json.decode(arguments, type=list)
     except msgspec.DecodeError as error:
@@ -112,7 +115,7 @@ def bind(
     values = dict(zip((argument.name for argument in then.arguments), recorded_values, strict=False))
     if then.text != now.text:
         values = _by_name_here(values, then, now, recorded)
-    bound, needed = Bound(function), 0
+    bound, needed, device = Bound(function), 0, torch.device(device)
     for argument in now.arguments:
         if argument.name not in values and not argument.has_default:
             raise _other_schema(f"{argument.name!r} has no value", now, then, recorded)
@@ -120,7 +123,7 @@ def bind(
         tensors = len(bound.places)
         value = argument.default
         if argument.name in values:
-            value = _value(values[argument.name], argument, path, torch.device(device), bound.places)
+            value = _value(values[argument.name], argument, path, device, bound.places)
         # Each argument that need not be handed over is time saved.
         left_out = len(bound.places) == tensors and argument.has_default and repr(value) == repr(argument.default)
         if not argument.keyword_only:
@@ -129,6 +132,8 @@ def bind(
         elif not left_out:
             bound.keywords[argument.name] = value
     del bound.arguments[needed:]
+    if not bound.places and "device" in values and device.type != "cpu":  # made of nothing: not where an input is
+        bound.keywords["device"] = device
     return bound
 
 
@@ -159,11 +164,16 @@ def _by_name_here(
         value = values[argument.name]
         if argument.name in here:
             out[argument.name] = value
-        elif at < len(now.arguments) and now.arguments[at].name not in there:
+        elif at < len(now.arguments) and _renames(argument, now.arguments[at]) and now.arguments[at].name not in there:
             out[now.arguments[at].name] = value
-        elif not argument.has_default or value != argument.default:
+        elif argument.type.base != "Device" and (not argument.has_default or value != argument.default):
             raise _other_schema(f"it takes no {argument.name!r}", now, then, recorded)
     return out
+
+
+def _renames(then: SchemaArgument, now: SchemaArgument) -> bool:
+    """Whether an argument may be another by a new name: they are of one type, but for integers that became symbols."""
+    return then.type.leaf.removeprefix("Sym").lower() == now.type.leaf.removeprefix("Sym").lower()
 
 
 def _other_schema(what: str, now: OperatorSchema, then: OperatorSchema, recorded: str | None) -> Unbindable:

@@ -42,6 +42,7 @@ ENDING = ".plan"
 RUN, VIEW, COLLECTIVE, WAIT, STAND_IN = ACTIONS = ("run", "view", "collective", "wait", "stand-in")
 CONTENTS = ("floats", "positive", "probability", "integers", "offsets", "zeros", "data")
 EVIDENCE = ("data", "range", "consumer", "guess")
+GUESSED_STRIDES = "guessed-strides"  # a notice: the host trace has none, so that tensors are taken to be contiguous
 _Rows = pl.List(pl.UInt32)
 _Whole = pl.List(pl.Int64)
 

@@ -31,6 +31,7 @@ from traceloom.replay.originals import Originals, originals_of, originals_of_gra
 from traceloom.replay.plan import (
     COLLECTIVE,
     ENDING,
+    GUESSED_STRIDES,
     ITEM_BYTES,
     PLAN_SCHEMAS,
     RUN,
@@ -271,6 +272,11 @@ class _RankPlanner:
         if self._guessed_groups:
             text = f"{counted(self._guessed_groups, 'collective')} do not say their group; taken to be of all ranks"
             out.append(Notice("guessed-groups", "warning", text, self._guessed_groups))
+        if self.storages.guessed_strides:
+            text = (
+                f"strides are not recorded: {counted(self.storages.guessed_strides, 'tensor')} taken to be contiguous"
+            )
+            out.append(Notice(GUESSED_STRIDES, "info", text, self.storages.guessed_strides))
         if self.entry.host.notices:
             out += self.entry.host.notices
         return [notice.of_rank(self.entry.rank) for notice in out]
@@ -301,7 +307,12 @@ class _RankPlanner:
         else:
             outputs = self.storages.make(returned, read)
         self._add(
-            row, RUN if why is None else STAND_IN, inputs, outputs, call=self._call(text, arguments, flags), reason=why
+            row,
+            RUN if why is None else STAND_IN,
+            inputs,
+            outputs,
+            call=self._call(text, arguments, flags),
+            reason=why and why.slug,
         )
 
     def _call(self, schema: str, arguments: bytes, flags: list[str]) -> int:

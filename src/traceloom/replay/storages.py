@@ -41,6 +41,7 @@ class Storages:
         self._device: list[str] = []
         self._external: list[bool] = []
         self._tensors: list[tuple[int, int, tuple[int, ...], tuple[int, ...], str]] = []
+        self.guessed_strides = 0
 
     def read(self, tensor: RecordedTensor) -> Use:
         """The register of a tensor that an op is given."""
@@ -132,6 +133,7 @@ class Storages:
             register = self._registers[key] = len(self._tensors)
             self._registers.setdefault(geometry, register)
             shape = tensor.shape
+            self.guessed_strides += strides is None and len(shape) > 1
             self._tensors.append(
                 (version, tensor.offset, shape, contiguous(shape) if strides is None else strides, tensor.dtype)
             )

@@ -68,6 +68,7 @@ CALLS: list[tuple[str, list[Any], list[Any], Any]] = [
     ("einsum", ["ij,jk->ik", [T[0], T[1]], None], [a(2, 3), a(3, 2)], lambda x, y: x @ y),
     ("_index_put_impl_", [T[0], [T[1]], T[2], True, True], [a(3), torch.tensor([0, 2]), a(2)], lambda x, i, v: x.index_put_((i,), v, accumulate=True)),
     ("set_.source_Storage_storage_offset", [T[0], {"storage": 1}, 1, [2], [1]], [torch.empty(0), a(4)], lambda x, y: y[1:3]),
+    ("pin_memory", [T[0], {"device": "cuda"}], [a(2)], lambda x: x),
     ("_reshape_alias", [T[0], [4], [1]], [a(2, 2)], lambda x: x.view(4)),
     ("__and__.Tensor", [T[0], T[1]], [torch.tensor([3, 5]), torch.tensor([1, 4])], lambda x, y: x & y),
 ]  # fmt: skip
@@ -154,7 +155,7 @@ def test_the_schema_of_another_version(older: str, arguments: list[Any], expecte
         ("aten::__class__(Tensor self) -> Tensor", [T[0]], "unknown-op", "__class__"),
         ("aten::add.__init__(Tensor self) -> Tensor", [T[0]], "unknown-op", "__init__"),
         ("aten::(", [], "unreadable-schema", "expected"),
-        ("fbgemm::dense(Tensor a) -> Tensor", [T[0]], "refused-op", "--import"),
+        ("fbgemm::dense(Tensor a) -> Tensor", [T[0]], "custom-op", "--import"),
         (ADD, [T[0], T[1], {"object": "Thing"}], "unknown-argument", "'alpha' cannot be given"),
         (ADD, [T[0], T[1], {"dtype": "device"}], "unknown-argument", "'alpha'"),
         # the trace says that it takes a choice; PyTorch knows better

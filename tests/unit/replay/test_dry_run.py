@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import polars as pl
+import pytest
+
+from support.plans import PlanBuilder, small_plan
+
+pytest.importorskip("torch")
+
+from traceloom.replay.dry_run import dry_run, dry_run_rank, peak_bytes
+from traceloom.replay.plan import PLAN_SCHEMAS
+
+pytestmark = pytest.mark.torch
+MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
+RELU = "aten::relu(Tensor self) -> Tensor"
+T = [{"tensor": number} for number in range(3)]
+
+
+def test_a_plan_that_is_as_recorded() -> None:
+    (result,) = dry_run(small_plan()).values()
+    assert (result.ops, result.covered, result.looked_at, result.left, result.wrong) == (2, 2, 2, (), ())
+    assert result.fits
+    assert (result.duration_ns, result.covered_ns) == (None, None)  # nothing is known of times
+    # x, w, their product and its relu all live at the end
+    assert result.peak_bytes == {"cpu": 4 * (8 * 4 + 4 * 6 + 8 * 6 + 8 * 6)}
+    assert msgspec.json.decode(msgspec.json.encode(result))["ops"] == 2
+
+
+def test_what_an_op_gives_otherwise_is_said_once_with_how_often() -> None:
+    build = PlanBuilder()
+    x, w = build.tensor(8, 4, external=True), build.tensor(4, 6, external=True)
+    for _ in range(3):
+        build.run(MM, T[:2], [x, w], [build.tensor(8, 5)])
+        build.run(MM, T[:2], [x, w], [build.tensor(8, 6, dtype="float64", item=8)])
+        columns = build.rows["tensors"][build.tensor(8, 4)]["storage"]
+        build.run(RELU, T[:1], [x], [build.view(columns, [8, 4], [1, 8])])
+    result = dry_run_rank(build.build())
+    assert [(wrong.name, wrong.recorded, wrong.here, wrong.count) for wrong in result.wrong] == [
+        ("aten::mm", "float32[8, 5] by [5, 1]", "float32[8, 6] by [6, 1]", 3),
+        ("aten::mm", "float64[8, 6] by [6, 1]", "float32[8, 6] by [6, 1]", 3),
+        ("aten::relu", "float32[8, 4] by [1, 8]", "float32[8, 4] by [4, 1]", 3),
+    ]
+    assert not result.fits
+    assert len(dry_run_rank(build.build(), strides=False).wrong) == 2  # where strides are not recorded
+    assert result.covered == result.ops == 9
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "reason", "covered"),
+    [
+        ("aten::nonzero(Tensor self) -> Tensor", T[:1], "data-dependent", 1),
+        ("aten::masked_select(Tensor self, Tensor mask) -> Tensor", [T[0], T[0]], "data-dependent", 1),
+        ("aten::item(Tensor self) -> Scalar", T[:1], "data-dependent", 1),
+        ("aten::argwhere(Tensor self) -> Tensor", T[:1], "data-dependent", 1),
+        ("aten::bincount(Tensor self, Tensor? weights=None, SymInt minlength=0) -> Tensor", [T[0], None, 0], "data-dependent", 1),
+        ("aten::geqrf(Tensor self) -> (Tensor a, Tensor tau)", T[:1], "no-meta-kernel", 1),
+        (MM, [T[0], T[0]], "fails", 1),
+        ("fbgemm::dense(Tensor self) -> Tensor", T[:1], "custom-op", 0),
+        ("aten::no_such_op(Tensor self) -> Tensor", T[:1], "unknown-op", 0),
+    ],
+)  # fmt: skip
+def test_why_an_op_was_not_looked_at(schema: str, arguments: list[Any], reason: str, covered: int) -> None:
+    build = PlanBuilder()
+    x = build.tensor(8, 4, external=True)
+    build.run(schema, arguments, [x], [None], durations_ns=[30, 10, 11])
+    result = dry_run_rank(build.build())
+    (left,) = result.left
+    assert (left.reason, left.count, left.duration_ns) == (reason, 1, 11)
+    assert (result.covered, result.looked_at) == (covered, 0)
+    assert (result.duration_ns, result.covered_ns) == (11, 11 * covered)
+
+
+def test_coverage_counts_what_the_plan_leaves_out_and_what_is_exchanged() -> None:
+    build = PlanBuilder()
+    x, y = build.tensor(4, external=True), build.tensor(4)
+    build.run(RELU, T[:1], [x], [y], durations_ns=[100])
+    build.wait(build.collective("all_reduce", [y], [y]))
+    build.add("triton_kernel", [y], [build.tensor(4)], action="stand-in", reason="triton", durations_ns=[50])
+    build.add("view", [y], [build.view(1, [2, 2], [2, 1])], action="view")
+    plan = build.build()
+    left_out = pl.DataFrame(
+        [{"rank": 0, "node": 7, "name": "lost", "reason": "no-schema", "text": "it has no schema", "duration_ns": 25}],
+        schema=PLAN_SCHEMAS["left_out"],
+    )
+    result = dry_run_rank(replace(plan, left_out=left_out))
+    assert (result.ops, result.covered, result.looked_at) == (5, 3, 1)
+    assert (result.duration_ns, result.covered_ns) == (175, 100)
+    assert [(left.name, left.reason) for left in result.left] == [("triton_kernel", "triton"), ("lost", "no-schema")]
+
+
+def test_the_peak_is_of_what_lives_together() -> None:
+    build = PlanBuilder()
+    x = build.tensor(10, external=True)
+    for _ in range(5):
+        y = build.tensor(10)
+        build.run(RELU, T[:1], [x], [y])
+        build.run(RELU, T[:1], [y], [build.tensor(10)])
+    assert peak_bytes(build.build()) == {"cpu": 3 * 40}
+
+
+def test_factories_views_and_what_an_op_does_to_its_tensor() -> None:
+    build = PlanBuilder()
+    x = build.tensor(4, 4, external=True)
+    build.run(
+        "aten::zeros(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor",
+        [[2, 3], {"dtype": "int64"}, None, None, None], [], [build.tensor(2, 3, dtype="int64", item=8)],
+    )  # fmt: skip
+    build.run("aten::t(Tensor(a) self) -> Tensor(a)", T[:1], [x], [build.view(0, [4, 4], [1, 4])])
+    build.run("aten::squeeze_(Tensor(a!) self) -> Tensor(a!)", T[:1], [x], [x])
+    build.run("aten::split.Tensor(Tensor(a -> *) self, SymInt n, int dim=0) -> Tensor(a)[]", [T[0], 3, 0], [x],
+              [build.view(0, [3, 4], [4, 1]), build.view(0, [1, 4], [9, 1], offset=12)])  # fmt: skip
+    result = dry_run_rank(build.build())
+    assert result.wrong == ()
+    assert result.left == ()
