@@ -129,7 +129,9 @@ def _recorded(nodes: Nodes, row: int | None) -> dict[str, Any]:
     sequence, group, rank = rest[at - 3 : at]
     out["name"] = rest[at]
     out["sequence"] = sequence[0] if isinstance(sequence, list) and sequence else sequence
-    out["group"] = nodes.attributes[row].pg_name or (group[0] if isinstance(group, list) and group else str(group))
+    out["group"] = str(nodes.attributes[row].pg_name or "") or (
+        group[0] if isinstance(group, list) and group else str(group)
+    )
     if rest[at].lower() in {"broadcast", "reduce", "gather", "scatter", "send", "recv"} and isinstance(rank, int):
         out["peer"] = rank
     lists = [value for value in rest[at + 1 : at + 3] if isinstance(value, list)]

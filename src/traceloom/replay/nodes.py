@@ -14,7 +14,7 @@ import polars as pl
 from traceloom.array_types import Bools, Ints
 from traceloom.model.arrays import nearest
 from traceloom.model.host_trace import HostTrace
-from traceloom.replay.values import RecordedTensor, tensor_places, tensors_of
+from traceloom.replay.values import RecordedTensor, UnreadableValuesError, tensor_places, tensors_of
 
 Level = Literal["outermost", "leaf"]
 
@@ -33,10 +33,10 @@ class Attributes(msgspec.Struct, gc=False):
 
     input_strides: Any = None
     output_strides: Any = None
-    tensor_range: str | None = None
-    kernel_backend: str | None = None
-    kernel_file: str | None = None
-    pg_name: str | None = None
+    tensor_range: Any = None
+    kernel_backend: Any = None
+    kernel_file: Any = None
+    pg_name: Any = None
 
 
 _ATTRIBUTES = msgspec.json.Decoder(list[Attributes])
@@ -52,6 +52,7 @@ class Nodes:
         inputs: Decoded values of each; shape (nodes,).
         outputs: The same of what it returned.
         attributes: The rest.
+        unreadable: Why the values of a row are not what their types say.
     """
 
     host: HostTrace
@@ -59,7 +60,7 @@ class Nodes:
     inputs: Sequence[list[Any]]
     outputs: Sequence[list[Any]]
     attributes: Sequence[Attributes]
-    _shapes: dict[str, list[Any]] = field(default_factory=dict)
+    unreadable: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, host: HostTrace) -> Nodes:
@@ -91,10 +92,15 @@ class Nodes:
 
     def _tensors(self, values: Sequence[list[Any]], side: str, strides: list[Any]) -> list[list[RecordedTensor]]:
         shapes, types = _decoded(self.host.ops[f"{side}_shapes"]), self.host.ops[f"{side}_types"]
-        return [
-            tensors_of(value, shape, stride, places) if (places := tensor_places(text)) else []
-            for value, shape, stride, text in zip(values, shapes, strides, types, strict=True)
-        ]
+        out: list[list[RecordedTensor]] = []
+        for row, (value, shape, stride, text) in enumerate(zip(values, shapes, strides, types, strict=True)):
+            places = tensor_places(text)
+            try:
+                out.append(tensors_of(value, shape, stride, places) if places else [])
+            except UnreadableValuesError as error:
+                self.unreadable[row] = str(error)
+                out.append([])
+        return out
 
     @cached_property
     def has_schema(self) -> Bools:

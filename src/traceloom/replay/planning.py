@@ -291,6 +291,9 @@ class _RankPlanner:
         except UnreadableSchemaError as error:
             self._leave_out(row, "unreadable-schema", str(error))
             return
+        if row in self.nodes.unreadable:
+            self._leave_out(row, "unreadable-values", self.nodes.unreadable[row])
+            return
         if strange := next((t.dtype for t in (*read, *returned) if t.dtype not in ITEM_BYTES), None):
             self._leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
             return

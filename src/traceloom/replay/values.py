@@ -48,6 +48,10 @@ _NOT_FINITE = frozenset({"inf", "-inf", "nan", "-nan", "Infinity", "-Infinity", 
 encode = msgspec.json.Encoder().encode
 
 
+class UnreadableValuesError(ValueError):
+    """Recorded values are not what their types say: a damaged file."""
+
+
 class RecordedTensor(NamedTuple):
     """A tensor as a host trace has it.
 
@@ -86,7 +90,11 @@ def kinds_of(types: str | None) -> tuple[Kind, ...]:
         >>> kinds_of('["GenericList[Tensor(float),Tensor(float)]","Int"]')
         (('float32', 'float32'), None)
     """
-    return tuple(_kind(str(text)) for text in (msgspec.json.decode(types) if types else ()))
+    try:
+        texts = msgspec.json.decode(types or "[]", type=list)
+    except msgspec.DecodeError:
+        return ()
+    return tuple(_kind(str(text)) for text in texts)
 
 
 def _kind(text: str) -> Kind:
@@ -128,17 +136,29 @@ def tensors_of(
         shapes: Of each value; nested as these are.
         strides: The same; None where the file has none.
         places: As `tensor_places` says.
+
+    Raises:
+        UnreadableValuesError: The values are not what their types say.
     """
+    try:
+        return _tensors(values, shapes, strides, places)
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise UnreadableValuesError(str(error)) from error
+
+
+def _tensors(
+    values: Any, shapes: Any, strides: Any, places: tuple[tuple[int, str | tuple[Any, ...]], ...]
+) -> list[RecordedTensor]:
     out: list[RecordedTensor] = []
     for at, part in places:
         if isinstance(part, tuple):
-            out += tensors_of(values[at], shapes[at], strides[at] if strides else None, part)
+            out += _tensors(values[at], shapes[at], strides[at] if isinstance(strides, list) else None, part)
             continue
         number, storage, offset, elements, item_bytes, *device = values[at]
         shape = tuple(shapes[at])
         if elements > 1 and not shape:
             shape = (elements,)  # a symbolic shape is not written
-        steps = tuple(strides[at]) if strides and strides[at] is not None else None
+        steps = tuple(strides[at]) if isinstance(strides, list) and isinstance(strides[at], list) else None
         if steps is not None and len(steps) != len(shape):
             steps = None
         out.append(

@@ -195,7 +195,7 @@ class HostTraceBuilder:
                 "types": [entry[2] for entry in entries],
             }
             if self.schema.startswith("1.1.1"):
-                out[side]["strides"] = [[1] * len(entry[1]) for entry in entries]
+                out[side]["strides"] = [_strides(entry[1]) for entry in entries]
         attributes = (
             ("rf_id", "uint64", node.record_id),
             ("fw_parent", "uint64", node.forward_parent),
@@ -298,3 +298,14 @@ def _write(  # noqa: PLR0917
     for inner in call.inside:
         _write(inner, own, device, host, clock, keys, thread, process)
     clock.now += 1
+
+
+def _strides(shape: list[Any]) -> list[Any]:
+    """Of a tensor that lies in memory without gaps; of each in a list of shapes."""
+    if any(isinstance(length, list) for length in shape):
+        return [_strides(part) for part in shape]
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return strides[::-1]

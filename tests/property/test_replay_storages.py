@@ -1,0 +1,109 @@
+"""Versions of storages in a plan against the real allocator: random programs, recorded while it uses memory again.
+
+Each program runs twice. Once it is recorded, and what it drops is freed at once, so that numbers and addresses come
+again. Once all of its tensors are kept, so that the address of a storage is a name for it: that is the truth.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from traceloom.replay import make_plan
+from traceloom.replay.plan import RUN
+
+torch = pytest.importorskip("torch")
+SIZE = 6
+OUTSIDE = 3
+# Name, and how many tensors it reads. Every tensor is square, so that geometries and sizes tell nothing.
+OPS = {
+    "mm": 2,
+    "add": 2,
+    "relu_": 1,
+    "relu": 1,
+    "t": 1,
+    "detach": 1,
+    "clone": 1,
+    "zero_": 1,
+    "empty": 0,
+    "layer_norm": 1,
+}
+
+
+class Step(NamedTuple):
+    """One op of a program: its result is the next register; some registers are dropped after it."""
+
+    name: str
+    operands: tuple[int, ...]
+    dropped: tuple[int, ...]
+
+
+def program(seed: int, length: int) -> list[Step]:
+    chance = random.Random(seed)
+    live = list(range(OUTSIDE))
+    steps = []
+    for number in range(OUTSIDE, OUTSIDE + length):
+        name, count = chance.choice(list(OPS.items()))
+        operands = tuple(chance.choice(live) for _ in range(count))
+        live.append(number)
+        dropped = tuple(register for register in live if register >= OUTSIDE and chance.random() < 0.3)
+        live = [register for register in live if register not in dropped]
+        steps.append(Step(name, operands, dropped))
+    return steps
+
+
+def call(name: str, operands: list[Any]) -> Any:
+    if name == "empty":
+        return torch.empty(SIZE, SIZE)
+    if name == "layer_norm":
+        return torch.nn.functional.layer_norm(*operands, (SIZE,))
+    return getattr(operands[0], name)(*operands[1:])
+
+
+def run(steps: list[Step], *, keep: bool) -> list[list[int]]:
+    """Run a program; the addresses of the storages that each op reads and gives."""
+    registers = {number: torch.rand(SIZE, SIZE) for number in range(OUTSIDE)}
+    storages = []
+    for number, step in enumerate(steps, OUTSIDE):
+        registers[number] = call(step.name, [registers[operand] for operand in step.operands])
+        used = [*step.operands, number]
+        if keep:
+            storages.append([registers[register].untyped_storage().data_ptr() for register in used])
+        else:
+            for register in step.dropped:
+                del registers[register]
+    return storages
+
+
+def partition(names: list[list[int]]) -> list[list[int]]:
+    """Names by the turn of their first use: equal where the same ones are equal."""
+    turns: dict[int, int] = {}
+    return [[turns.setdefault(name, len(turns)) for name in row] for row in names]
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), length=st.integers(1, 60))
+def test_two_tensors_share_a_version_where_they_shared_memory(
+    seed: int, length: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("storages") / "rank0.host.json"
+    steps = program(seed, length)
+    with torch.no_grad():
+        truth = run(steps, keep=True)
+        observer = torch.profiler.ExecutionTraceObserver().register_callback(str(path))
+        observer.start()
+        run(steps, keep=False)
+        observer.stop()
+        observer.unregister_callback()
+    plan = make_plan(path).ranks[0]
+    storage = plan.tensors["storage"]
+    ops = plan.ops.filter((plan.ops["action"] == RUN) & (plan.ops["name"] != "aten::rand"))
+    assert ops.height == len(steps)
+    # a layer norm returns mean and deviation besides
+    used = zip(ops["inputs"], ops["outputs"], strict=True)
+    versions = [[storage[row] for row in (*inputs, *outputs[:1])] for inputs, outputs in used]
+    assert partition(versions) == partition(truth)

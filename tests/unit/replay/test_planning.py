@@ -1,0 +1,328 @@
+"""Plans of host traces written by hand: which ops are run, on which versions of storages, and who waits for whom."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from traceloom.errors import InputError, UsageError
+from traceloom.replay import Choice, make_plan
+from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN, VIEW, WAIT, Plan, RankPlan
+from traceloom.testing.host_trace import HOST_SCHEMAS, HostTraceBuilder
+
+MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
+RELU = "aten::relu(Tensor self) -> Tensor"
+ADD_ = "aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)"
+VIEW_OP = "aten::view(Tensor(a) self, SymInt[] size) -> Tensor(a)"
+EMPTY = (
+    "aten::empty.memory_format(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, "
+    "bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor"
+)
+Value = tuple[Any, Any, str]
+
+
+def tensor(storage: int, *shape: int, offset: int = 0, number: int | None = None, of: str = "float") -> Value:
+    """A tensor as the observer writes it."""
+    elements = 1
+    for length in shape:
+        elements *= length
+    number = storage + 1 if number is None else number
+    return ([number, storage, offset, elements, 4, "cpu"], list(shape), f"Tensor({of})")
+
+
+def strides(*values: list[int]) -> dict[str, Any]:
+    return {"input_strides": list(values)}
+
+
+def plan_of(made: HostTraceBuilder, folder: Path, **choice: Any) -> RankPlan:
+    path = folder / "rank0.host.json"
+    path.write_text(made.text(), encoding="utf-8")
+    plan = make_plan(path, choice=Choice(**choice))
+    plan.check()
+    return plan.ranks[0]
+
+
+def versions(plan: RankPlan, op: int, side: str = "inputs") -> list[int]:
+    rows = plan.ops[side][op].to_list()
+    return [plan.tensors["storage"][row] for row in rows]
+
+
+@pytest.mark.parametrize("schema", HOST_SCHEMAS)
+def test_every_layout_gives_the_same_plan(schema: str, tmp_path: Path) -> None:
+    made = HostTraceBuilder(schema)
+    made.op("aten::mm", schema=MM, inputs=[tensor(10, 8, 4), tensor(20, 4, 6)], outputs=[tensor(30, 8, 6)])
+    made.op("aten::relu", schema=RELU, inputs=[tensor(30, 8, 6)], outputs=[tensor(40, 8, 6)])
+    if schema == "1.0.0":  # knows no schemas of ops
+        assert plan_of(made, tmp_path).ops.height == 0
+        return
+    plan = plan_of(made, tmp_path)
+    assert plan.ops["action"].to_list() == [RUN, RUN]
+    assert plan.storages["external"].to_list() == [True, True, False, False]
+    assert plan.storages["bytes"].to_list() == [128, 96, 192, 192]
+    assert versions(plan, 1) == versions(plan, 0, "outputs")
+    assert json.loads(plan.calls["arguments"][0]) == [{"tensor": 0}, {"tensor": 1}]
+
+
+def test_a_number_that_is_used_again_is_another_version(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    for _ in range(3):  # the number 30 dies each time and is given to the next
+        made.op("aten::relu", schema=RELU, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)])
+        made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
+    plan = plan_of(made, tmp_path)
+    assert [versions(plan, op, "outputs") for op in range(6)] == [[1], [2], [3], [4], [5], [6]]
+    assert [versions(plan, op) for op in range(6)] == [[0], [1], [0], [3], [0], [5]]
+    assert plan.storages["last_op"].to_list() == [4, 1, 1, 3, 3, 5, 5]
+
+
+def test_what_nothing_made_may_take_the_number_of_a_smaller_one(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op("aten::relu", schema=RELU, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)])
+    made.op("aten::relu", schema=RELU, inputs=[tensor(30, 400)], outputs=[tensor(50, 400)])
+    plan = plan_of(made, tmp_path)
+    assert versions(plan, 1) != versions(plan, 0, "outputs")
+    assert plan.storages.filter("external")["bytes"].to_list() == [16, 1600]
+
+
+def test_an_op_in_place_and_a_view_stay_on_their_version(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op("aten::relu", schema=RELU, inputs=[tensor(10, 2, 2)], outputs=[tensor(30, 2, 2)])
+    made.op("aten::view", schema=VIEW_OP, inputs=[tensor(30, 2, 2), ([4], [[]], "GenericList[Int]")],
+            outputs=[tensor(30, 4, number=99)])  # fmt: skip
+    made.op("aten::add_", schema=ADD_, inputs=[tensor(30, 4, number=99), tensor(60, 4), (1, [], "Int")],
+            outputs=[tensor(30, 4, number=99)])  # fmt: skip
+    plan = plan_of(made, tmp_path)
+    made_version = versions(plan, 0, "outputs")
+    assert versions(plan, 1) == versions(plan, 1, "outputs") == versions(plan, 2)[:1] == made_version
+    assert plan.ops["outputs"][2].to_list() == plan.ops["outputs"][1].to_list()
+
+
+def test_a_geometry_that_no_op_made_is_a_view_of_what_lives(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op("aten::relu", schema=RELU, inputs=[tensor(10, 4, 2)], outputs=[tensor(30, 4, 2)])
+    made.op("aten::relu", schema=RELU, inputs=[tensor(30, 2, offset=6, number=77)], outputs=[tensor(50, 2)])
+    plan = plan_of(made, tmp_path)
+    assert plan.ops["action"].to_list() == [RUN, VIEW, RUN]
+    assert plan.tensors.row(plan.ops["outputs"][1][0], named=True)["offset"] == 6
+    assert plan.ops["inputs"][2].to_list() == plan.ops["outputs"][1].to_list()
+
+
+def test_an_op_whose_inner_result_is_read_outside_is_opened(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    norm = made.op("aten::outer_norm", schema="aten::outer_norm(Tensor x) -> Tensor", inputs=[tensor(10, 4)],
+                   outputs=[tensor(30, 4)])  # fmt: skip
+    made.op("aten::inner_norm", parent=norm, schema="aten::inner_norm(Tensor x) -> (Tensor, Tensor)",
+            inputs=[tensor(10, 4)], outputs=[tensor(30, 4), tensor(40, 1)])  # fmt: skip
+    closed = made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
+    made.op("aten::inner", parent=closed, schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
+    made.op("aten::norm_backward", schema="aten::norm_backward(Tensor grad, Tensor rstd) -> Tensor",
+            inputs=[tensor(50, 4), tensor(40, 1)], outputs=[tensor(60, 4)])  # fmt: skip
+    plan = plan_of(made, tmp_path)
+    assert plan.ops["name"].to_list() == ["aten::inner_norm", "aten::relu", "aten::norm_backward"]
+    assert versions(plan, 2)[1] == versions(plan, 0, "outputs")[1]
+    leaf = plan_of(made, tmp_path, level="leaf")
+    assert leaf.ops["name"].to_list() == ["aten::inner_norm", "aten::inner", "aten::norm_backward"]
+
+
+def test_an_op_of_another_namespace_has_a_stand_in_that_makes_what_it_made(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op("fbgemm::lookup", schema="fbgemm::lookup(Tensor x) -> Tensor", inputs=[tensor(10, 4)],
+            outputs=[tensor(30, 4)])  # fmt: skip
+    made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
+    plan = plan_of(made, tmp_path)
+    assert plan.ops["action"].to_list() == [STAND_IN, RUN]
+    assert "fbgemm" in plan.ops["reason"][0]
+    assert versions(plan, 1) == versions(plan, 0, "outputs")
+
+
+@pytest.mark.parametrize("text", ["nonsense", "aten::mm(Tensor self", "__import__('os')"])
+def test_an_unreadable_schema_is_left_out_and_its_result_comes_from_outside(text: str, tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op("aten::odd", schema=text, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)])
+    made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
+    plan = plan_of(made, tmp_path)
+    assert plan.left_out["reason"].to_list() == ["unreadable-schema"]
+    assert plan.storages["external"].to_list() == [True, False]
+
+
+def test_arguments_are_decoded_by_the_type_that_the_schema_declares(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op(
+        "aten::empty",
+        schema=EMPTY,
+        inputs=[
+            ([2, 3], [[], []], "GenericList[Int,Int]"), (15, [], "Int"), (0, [], "Int"), ("cuda:1", [], "Device"),
+            (False, [], "Bool"), (2, [], "Int"),
+        ],
+        outputs=[tensor(30, 2, 3)],
+    )  # fmt: skip
+    made.op(
+        "aten::norm",
+        schema="aten::norm(Tensor? x, float? p, Scalar q, float eps=1e-05, Generator? generator=None) -> Tensor",
+        inputs=[
+            ([7, 0, 0, 0, 0, ""], [], "Tensor(nullptr (uninitialized))"), ("inf", [], "Double"), (3, [], "Int"),
+            (0.0, [], "Double"), ("<Generator>", [], "Generator"),
+        ],
+        outputs=[tensor(40, 1)],
+    )  # fmt: skip
+    plan = plan_of(made, tmp_path)
+    assert json.loads(plan.calls["arguments"][0]) == [
+        [2, 3], {"dtype": "bfloat16"}, {"layout": "strided"}, {"device": "cuda:1"}, False,
+        {"memory_format": "channels_last"},
+    ]  # fmt: skip
+    assert json.loads(plan.calls["arguments"][1]) == [None, {"float": "inf"}, 3, 1e-05, {"generator": None}]
+    assert plan.calls["flags"].to_list() == [[], ["rounded-number"]]
+
+
+def test_a_storage_that_came_from_elsewhere_is_external(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op(
+        "aten::set_",
+        schema="aten::set_.source_Storage_storage_offset(Tensor(a!) self, Storage source, SymInt storage_offset, "
+        "SymInt[] size, SymInt[] stride=[]) -> Tensor(a!)",
+        inputs=[
+            tensor(10, 0), ("<Storage>", [], "Storage"), (0, [], "Int"), ([4], [[]], "GenericList[Int]"),
+            ([1], [[]], "GenericList[Int]"),
+        ],
+        outputs=[tensor(20, 4, number=11)],
+    )  # fmt: skip
+    made.op("aten::relu", schema=RELU, inputs=[tensor(20, 4, number=11)], outputs=[tensor(50, 4)])
+    plan = plan_of(made, tmp_path)
+    assert json.loads(plan.calls["arguments"][0])[:2] == [{"tensor": 0}, {"storage": 1}]
+    assert versions(plan, 0)[1] == versions(plan, 0, "outputs")[0] == versions(plan, 1)[0]
+    assert plan.storages["external"].to_list() == [True, True, False]
+
+
+ALL_REDUCE = (
+    "c10d::allreduce_(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, "
+    "__torch__.torch.classes.c10d.ReduceOp reduce_op, Tensor? sparse_indices, bool async_op=True, int timeout=-1) -> "
+    "(Tensor[], __torch__.torch.classes.c10d.Work)"
+)
+
+
+def exchange(made: HostTraceBuilder, storage: int, *, asynchronous: bool = True) -> None:
+    value = tensor(storage, 4)
+    listed = ([value[0]], [value[1]], "GenericList[Tensor(float)]")
+    nothing = ("<None>", [], "None")
+    thing = ("<Object>", [], "Object")
+    made.op("c10d::allreduce_", schema=ALL_REDUCE,
+            inputs=[listed, thing, thing, nothing, (asynchronous, [], "Bool"), (-1, [], "Int")],
+            outputs=[listed, thing])  # fmt: skip
+
+
+def test_an_asynchronous_collective_is_waited_for_before_its_tensor_is_used(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    exchange(made, 10)
+    exchange(made, 20)
+    made.op("aten::relu", schema=RELU, inputs=[tensor(90, 4)], outputs=[tensor(30, 4)])
+    made.op("aten::relu", schema=RELU, inputs=[tensor(20, 4)], outputs=[tensor(50, 4)])
+    plan = plan_of(made, tmp_path)
+    assert plan.ops["action"].to_list() == [COLLECTIVE, COLLECTIVE, RUN, WAIT, RUN, WAIT]
+    assert plan.ops["collective"].to_list() == [0, 1, None, 1, None, 0]
+    assert plan.collectives["bytes"].to_list() == [16, 16]
+
+
+def test_a_blocking_collective_has_no_wait(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    exchange(made, 10, asynchronous=False)
+    plan = plan_of(made, tmp_path)
+    assert plan.ops["action"].to_list() == [COLLECTIVE]
+
+
+def test_groups_sequence_and_root_are_of_the_record_within(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.groups([{"pg_name": "7", "pg_desc": "pair", "backend_config": "", "ranks": [4, 6], "group_size": 2}])
+    value = tensor(10, 4)
+    listed = ([value[0]], [value[1]], "GenericList[Tensor(float)]")
+    thing = ("<Object>", [], "Object")
+    schema = (
+        "c10d::broadcast_(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, int root_rank, "
+        "int root_tensor, bool asyncOp, int timeout) -> (Tensor[], __torch__.torch.classes.c10d.Work)"
+    )
+    op = made.op("c10d::broadcast_", schema=schema, outputs=[listed, thing],
+                 inputs=[listed, thing, (1, [], "Int"), (0, [], "Int"), (True, [], "Bool"), (-1, [], "Int")])  # fmt: skip
+    empty = ([], [], "GenericList[]")
+    made.op("record_param_comms", parent=op, inputs=[
+        listed, (33, [], "Int"), (["7", "pair"], [[], []], "Tuple[String,String]"), (1, [], "Int"),
+        ("broadcast", [], "String"), empty, empty,
+    ])  # fmt: skip
+    made.op("record_param_comms", inputs=[
+        (33, [], "Int"), (["", ""], [[], []], "Tuple[String,String]"), (0, [], "Int"), ("wait", [], "String"),
+        empty, empty,
+    ])  # fmt: skip
+    plan = plan_of(made, tmp_path)
+    assert plan.collectives.select("kind", "group", "sequence", "peer").rows() == [("broadcast", "7", 33, 6)]
+    assert plan.ops["action"].to_list() == [COLLECTIVE, WAIT]
+
+
+def test_one_side_alone(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op("aten::relu", schema=RELU, inputs=[tensor(90, 4)], outputs=[tensor(10, 4)])
+    exchange(made, 10)
+    assert plan_of(made, tmp_path, only="compute").ops["action"].to_list() == [RUN]
+    assert plan_of(made, tmp_path, only="communication").ops["action"].to_list() == [COLLECTIVE, WAIT]
+
+
+def test_scopes_and_steps_choose_and_backward_ops_have_the_scopes_of_their_forward_ops(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    for step in (3, 4):
+        made.op(f"ProfilerStep#{step}", scope=7)
+        layer = made.op("traceloom.module:net.layer", scope=7)
+        made.op("aten::relu", parent=layer, schema=RELU, sequence=5 + step, inputs=[tensor(90, 4)],
+                outputs=[tensor(10, 4)])  # fmt: skip
+        engine = made.op("autograd::engine::evaluate_function: ReluBackward0", thread=2)
+        node = made.op("ReluBackward0", thread=2, parent=engine, sequence=5 + step, scope=1)
+        made.op("aten::mul", thread=2, parent=node, schema=MM, inputs=[tensor(10, 4), tensor(10, 4)],
+                outputs=[tensor(20, 4)])  # fmt: skip
+        optimizer = made.op("Optimizer.step#SGD.step", scope=7)
+        made.op("aten::add_", parent=optimizer, schema=ADD_, inputs=[tensor(90, 4), tensor(20, 4), (1, [], "Int")],
+                outputs=[tensor(90, 4)])  # fmt: skip
+    plan = plan_of(made, tmp_path)
+    assert plan.ops["phase"].to_list() == ["forward", "backward", "optimizer"] * 2
+    assert plan.ops["step"].to_list() == [3, 3, 3, 4, 4, 4]
+    assert plan.ops["thread"].to_list() == [1, 2, 1] * 2
+    assert plan.ops["scope"].to_list() == ["net.layer", "net.layer", "Optimizer.step#SGD.step"] * 2
+    assert plan_of(made, tmp_path, scope="net.layer").ops.height == 4
+    assert plan_of(made, tmp_path, steps=(4,)).ops["step"].to_list() == [4, 4, 4]
+    with pytest.raises(UsageError, match="step 9"):
+        plan_of(made, tmp_path, steps=(9,))
+    with pytest.raises(UsageError, match="no op is in a scope"):
+        plan_of(made, tmp_path, scope="nobody")
+
+
+def test_a_device_trace_alone_is_refused(tmp_path: Path) -> None:
+    from traceloom.testing import TraceBuilder
+
+    made = TraceBuilder()
+    made.op("aten::mm", 0, 10)
+    path = made.write(tmp_path / "rank0.json")
+    with pytest.raises(InputError) as error:
+        make_plan(path)
+    assert error.value.slug == "no-host-trace"
+
+
+def test_recorded_times_are_those_of_the_device_trace(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op("aten::relu", schema=RELU, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)], record_id=1)
+    made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)], record_id=2)
+    (tmp_path / "rank0.host.json").write_text(made.text(), encoding="utf-8")
+    from traceloom.testing import TraceBuilder
+
+    device = TraceBuilder(rank=0)
+    device.op("aten::relu", 100, 20, record_function_id=1)
+    device.op("aten::relu", 150, 30, record_function_id=2)
+    path = device.write(tmp_path / "rank0.kineto.json")
+    plan: Plan = make_plan(path, tmp_path / "rank0.host.json")
+    assert plan.ranks[0].ops["durations_ns"].to_list() == [[20_000], [30_000]]
+    assert plan.ranks[0].ops["gap_ns"].to_list() == [None, 30_000]
+
+
+def test_empty_frames_keep_their_columns(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op("forward", scope=7)
+    plan = plan_of(made, tmp_path)
+    assert plan.ops.is_empty()
+    assert plan.ops.schema["inputs"] == pl.List(pl.UInt32)
