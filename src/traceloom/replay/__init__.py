@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from traceloom.replay.plan import RankPlan as RankPlan
     from traceloom.replay.planning import Choice as Choice
     from traceloom.replay.planning import make_plan as make_plan
+    from traceloom.replay.ranks import replay as replay
+    from traceloom.replay.replayed import RankReplayed as RankReplayed
+    from traceloom.replay.replayed import Replayed as Replayed
+    from traceloom.replay.running import RunOptions as RunOptions
 
 lazy(
     __name__,
@@ -21,6 +25,10 @@ lazy(
         "Choice": ".planning",
         "Plan": ".plan",
         "RankPlan": ".plan",
+        "RankReplayed": ".replayed",
+        "Replayed": ".replayed",
+        "RunOptions": ".running",
         "make_plan": ".planning",
+        "replay": ".ranks",
     },
 )

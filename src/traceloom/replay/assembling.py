@@ -1,0 +1,336 @@
+"""From the rows of a rank's plan to the instructions of a program: registers, threads, streams, and what stands in."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import methodcaller
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from traceloom.replay.binding import Bound, Unbindable, bind
+from traceloom.replay.communication import Communication, Works
+from traceloom.replay.plan import COLLECTIVE, RUN, VIEW, WAIT, RankPlan
+from traceloom.replay.program import NOT_TIMED, Geometry, Instruction, Program, Turn, hold_until, new_tensors, picker
+from traceloom.replay.replayed import STAND_INS
+
+if TYPE_CHECKING:
+    import torch
+
+Bind = Callable[..., Bound]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a plan is run.
+
+    Attributes:
+        device: Where.
+        bind: Binds a call: its schema, its arguments and the device.
+        communication: Groups of the ranks that run; None where one process runs alone.
+        keeps_gaps: Whether the host's gaps between ops are kept.
+        keeps_threads: Whether ops run on as many threads as recorded.
+        spends_time: Whether what stands in for an op takes its recorded time.
+    """
+
+    device: torch.device
+    bind: Bind = bind
+    communication: Communication | None = None
+    keeps_gaps: bool = False
+    keeps_threads: bool = False
+    spends_time: bool = False
+
+
+def geometries(plan: RankPlan) -> list[Geometry]:
+    """The tensors of a plan."""
+    sizes = plan.storages["bytes"].gather(plan.tensors["storage"])
+    columns = plan.tensors.select("shape", "strides", "offset", "dtype").with_columns(sizes)
+    return [Geometry(tuple(shape), tuple(strides), *rest) for shape, strides, *rest in columns.iter_rows()]
+
+
+def hand_overs(lanes: Sequence[Hashable], touched: Sequence[Iterable[Hashable]]) -> list[tuple[int, int]]:
+    """Which ops must be done before which others may begin, where work runs on several threads or streams.
+
+    An op begins once every earlier op of another lane that touches one of its storages is done.
+
+    Args:
+        lanes: The thread or stream of each op; None where it is on none.
+        touched: The storages of each op.
+
+    Returns:
+        Pairs of ops, without those that follow from others between the same two lanes.
+    """
+    pairs = []
+    last: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)
+    awaited: dict[tuple[Hashable, Hashable], int] = {}
+    for op, (lane, storages) in enumerate(zip(lanes, touched, strict=True)):
+        if lane is None:
+            continue
+        for storage in storages:
+            for other, before in last[storage].items():
+                if other != lane and awaited.get((lane, other), -1) < before:
+                    awaited[lane, other] = before
+                    pairs.append((before, op))
+            last[storage][lane] = op
+    return pairs
+
+
+class _Pace:
+    """Keeps the recorded gaps: what a thread did between the end of one op and the start of the next."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._ends.clear()
+
+    def hold(self, ended: int, thread: int, gap_ns: int) -> None:
+        """An op of the thread `ended` has just ended, and one of `thread` comes."""
+        now = self._ends[ended] = time.perf_counter_ns()
+        hold_until(self._ends.get(thread, now) + gap_ns)
+
+
+@dataclass
+class _Around:
+    """What comes before an op and after it, which no row of the plan stands for."""
+
+    before: list[Instruction] = field(default_factory=list)
+    after: list[Instruction] = field(default_factory=list)
+
+
+def _beside(function: Callable[..., Any], *registers: int) -> Instruction:
+    return Instruction(NOT_TIMED, function, picker(registers), fallible=False)
+
+
+class Assembly:
+    """The program of a plan, made row by row.
+
+    Args:
+        plan: Of one rank.
+        tensors: Registers that hold something before the first op: rows of the plan's `tensors` on external storages.
+        manner: How it is run.
+    """
+
+    def __init__(self, plan: RankPlan, tensors: Mapping[int, torch.Tensor], manner: Manner) -> None:
+        self._plan = plan
+        self._manner = manner
+        self._geometries = geometries(plan)
+        self._works = len(self._geometries)
+        self._registers: list[Any] = [tensors.get(row) for row in range(self._works)]
+        self._registers += [None] * plan.collectives.height
+        self._made = set(tensors)
+        self._numbers = self._plain_numbers(tensors)
+        self._collectives = plan.collectives.to_dicts()
+        self._calls = plan.calls.select("schema", "arguments").rows()
+        self._bound: dict[int, Bound | Unbindable] = {}
+        self._stand_ins: list[tuple[Any, ...]] = []
+        self._unawaited: dict[int, None] = {}
+        self._turns: list[Turn] = []
+
+    def program(self) -> tuple[Program, pl.DataFrame]:
+        """The program, and what is not run as it is: columns as `STAND_INS`."""
+        plan = self._plan
+        uses = plan.uses()
+        kept = plan.storages["external"].gather(uses["storage"])
+        last = uses.filter(~kept).group_by("tensor").agg(pl.col("op").max())
+        dead = dict(last.group_by("op").agg("tensor").iter_rows())
+        around = self._around(uses)
+        threads = sorted(set(plan.ops["thread"])) if self._manner.keeps_threads else []
+        instructions: list[Instruction] = []
+        for row in plan.ops.iter_rows(named=True):
+            op = row["op"]
+            lane = threads.index(row["thread"]) if threads else 0
+            first = len(instructions)
+            instructions += [*around[op].before, *self._instructions(row)]
+            instructions[-1].dead += tuple(dead.get(op, ()))
+            instructions += around[op].after
+            for instruction in instructions[first:]:
+                instruction.lane = lane
+        instructions += (_beside(Works.wait, self._works + row) for row in self._unawaited)
+        stand_ins = pl.DataFrame(self._stand_ins, schema=STAND_INS, orient="row")
+        return Program(instructions, self._registers, self._geometries, self._manner.device, self._turns), stand_ins
+
+    def _instructions(self, row: Mapping[str, Any]) -> list[Instruction]:
+        """What a row of the plan's `ops` becomes; the last one is the op itself."""
+        if row["action"] == RUN:
+            return [self._run(row)]
+        if row["action"] == VIEW:
+            return [self._view(row)]
+        if row["action"] in {COLLECTIVE, WAIT}:
+            return self._exchange(row)
+        return [self._stand_in(row, row["reason"] or "stand-in", "the plan has nothing to run here")]
+
+    def _run(self, row: Mapping[str, Any]) -> Instruction:
+        if row["call"] not in self._bound:
+            try:
+                self._bound[row["call"]] = self._manner.bind(*self._calls[row["call"]], self._manner.device)
+            except Unbindable as error:
+                self._bound[row["call"]] = error
+        bound = self._bound[row["call"]]
+        if isinstance(bound, Unbindable):
+            return self._stand_in(row, bound.slug, bound.text)
+        self._made.update(output for output in row["outputs"] if output is not None)
+        return Instruction(row["op"], *self._picked(bound, row["inputs"]), outputs=tuple(row["outputs"]))
+
+    def _picked(self, bound: Bound, inputs: Sequence[int]) -> tuple[Callable[..., Any], Any]:
+        """A bound call as a function of positional arguments alone, and what picks them."""
+        registers = dict(bound.places)
+        arguments = [self._place(argument, (at,), registers, inputs) for at, argument in enumerate(bound.arguments)]
+        named = {path[0] for path in registers if isinstance(path[0], str)}
+        constants = {name: value for name, value in bound.keywords.items() if name not in named}
+        function = partial(bound.function, **constants) if constants else bound.function
+        if named:
+            names = sorted(named)
+            arguments += [self._place(bound.keywords[name], (name,), registers, inputs) for name in names]
+            function = partial(_with_names, function, names)
+        return function, picker(arguments)
+
+    def _place(self, argument: Any, path: tuple[Any, ...], registers: Mapping[Any, int], inputs: Sequence[int]) -> Any:
+        """The register of an argument, or those of the parts of a list that holds tensors."""
+        if path in registers:
+            register = inputs[registers[path]]
+            if len(path) > 1 or len(inputs) == 1 or register not in self._numbers:
+                return register
+            argument = self._numbers[register]
+        elif isinstance(argument, list) and any(other[: len(path)] == path for other in registers):
+            return [self._place(part, (*path, at), registers, inputs) for at, part in enumerate(argument)]
+        self._registers.append(argument)
+        return len(self._registers) - 1
+
+    def _plain_numbers(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+        """Registers of what was a number in the program: PyTorch makes a tensor of it that does not promote types."""
+        plan = self._plan
+        about = pl.concat(
+            [plan.tensors, plan.storages.select("device").select(pl.all().gather(plan.tensors["storage"]))],
+            how="horizontal",
+        )
+        written = plan.uses().filter("made")["tensor"]
+        plain = about.filter(
+            pl.col("dtype").is_in(["float64", "int64"]),
+            pl.col("shape").list.len() == 0,
+            pl.col("device") == "cpu",
+            ~pl.col("tensor").is_in(written.implode()),
+        )
+        return {row: tensors[row].item() for row in plain["tensor"] if row in tensors}
+
+    def _view(self, row: Mapping[str, Any]) -> Instruction:
+        import torch
+
+        (source,), (output,) = row["inputs"], row["outputs"]
+        geometry = self._geometries[output]
+        arguments = geometry.shape, geometry.strides, geometry.offset
+        self._made.add(output)
+        if self._geometries[source].dtype == geometry.dtype:
+            picked = [source]
+            for argument in arguments:
+                self._registers.append(argument)
+                picked.append(len(self._registers) - 1)
+            return Instruction(row["op"], torch.as_strided, picker(picked), outputs=(output,))
+        return Instruction(row["op"], partial(on_storage, geometry), picker([source]), outputs=(output,))
+
+    def _exchange(self, row: Mapping[str, Any]) -> list[Instruction]:
+        collective = self._collectives[row["collective"]]
+        work = self._works + row["collective"]
+        communication = self._manner.communication
+        if communication is None or communication.lacks(collective):
+            return [self._stand_in(row, "no-peers", "no other rank runs that takes part")]
+        if row["action"] == WAIT:
+            self._unawaited.pop(row["collective"], None)
+            return [Instruction(row["op"], Works.wait, picker([work]), dead=(work,), fallible=False)]
+        received = [output for output in row["outputs"] if output is not None]
+        missing = [output for output in received if output not in self._made]
+        instructions = []
+        if missing:  # a functional collective makes what it receives
+            made = partial(new_tensors, [self._geometries[output] for output in missing], self._manner.device)
+            instructions.append(replace(_beside(made), outputs=tuple(missing)))
+            self._made.update(missing)
+        call = communication.call(collective, len(row["inputs"]))
+        start = Instruction(row["op"], call, picker([*row["inputs"], *received]), outputs=(work,), fallible=False)
+        if collective["asynchronous"]:
+            self._unawaited[row["collective"]] = None
+        return [*instructions, start]
+
+    def _stand_in(self, row: Mapping[str, Any], reason: str, text: str) -> Instruction:
+        outputs = tuple(None if output in self._made else output for output in row["outputs"])
+        self._made.update(output for output in outputs if output is not None)
+        self._stand_ins.append((row["op"], row["node"], row["name"], reason, text))
+        time_ns = round(median(row["durations_ns"])) if self._manner.spends_time and row["durations_ns"] else 0
+        made = [None if output is None else self._geometries[output] for output in outputs]
+        return Instruction(
+            row["op"], partial(new_tensors, made, self._manner.device, time_ns), picker(()), outputs, fallible=False
+        )
+
+    def _around(self, uses: pl.DataFrame) -> Mapping[int, _Around]:
+        """What keeps the order of threads and streams, and their pace."""
+        around: dict[int, _Around] = defaultdict(_Around)
+        ops, manner = self._plan.ops, self._manner
+        touched: list[list[Any]] = [[] for _ in range(ops.height)]
+        for op, storage in uses.select("op", "storage").unique().sort("op", "storage").iter_rows():
+            touched[op].append(storage)
+        for op, work in ops.filter(pl.col("collective").is_not_null()).select("op", "collective").iter_rows():
+            touched[op].append(("work", work))
+        if manner.keeps_gaps:
+            pace = _Pace()
+            threads = ops["thread"].to_list()
+            for op, (thread, gap_ns) in enumerate(zip(threads, ops["gap_ns"], strict=True)):
+                if op == 0:
+                    around[op].before.append(_beside(pace.begin))
+                if gap_ns:
+                    ended = thread if manner.keeps_threads else threads[max(0, op - 1)]
+                    around[op].before.append(_beside(partial(pace.hold, ended, thread, gap_ns)))
+        if manner.keeps_threads:
+            for before, after in hand_overs(ops["thread"].to_list(), touched):
+                self._turns.append(turn := Turn())
+                around[before].after.append(_beside(turn.give))
+                around[after].before.append(_beside(turn.take))
+        if manner.device.type != "cpu":
+            self._add_streams(around, touched)
+        return around
+
+    def _add_streams(self, around: Mapping[int, _Around], touched: Sequence[Iterable[Hashable]]) -> None:
+        """Let ops be launched on as many streams as recorded, with an event where one needs what another does."""
+        import torch
+
+        streams = self._plan.ops["stream"].to_list()
+        numbers = set(streams) - {None}
+        if len(numbers) < 2:
+            return
+        module: Any = torch.get_device_module(self._manner.device)
+        by_number = {number: module.Stream(self._manner.device) for number in sorted(numbers)}
+        current: int | None = None
+        made_on: dict[int | None, int] = {}
+        recorded: set[tuple[int, int]] = set()
+        for row in self._plan.ops.select("op", "stream", "inputs", "outputs").iter_rows(named=True):
+            op, number = row["op"], row["stream"]
+            if number is None:
+                continue
+            if number != current:
+                around[op].before.append(_beside(partial(module.set_stream, by_number[number])))
+                current = number
+            for register in row["inputs"]:  # the allocator must not give its memory away while this stream uses it
+                if made_on.get(register, number) != number and (register, number) not in recorded:
+                    recorded.add((register, number))
+                    around[op].before.append(_beside(methodcaller("record_stream", by_number[number]), register))
+            made_on.update((register, number) for register in row["outputs"])
+        for before, after in hand_overs(streams, touched):
+            event = module.Event()
+            around[before].after.append(_beside(partial(event.record, by_number[streams[before]])))
+            around[after].before.append(_beside(partial(event.wait, by_number[streams[after]])))
+
+
+def on_storage(geometry: Geometry, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of this geometry on the storage of another, whatever the type of that."""
+    import torch
+
+    empty = torch.empty(0, dtype=getattr(torch, geometry.dtype), device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), geometry.offset, geometry.shape, geometry.strides)
+
+
+def _with_names(function: Callable[..., Any], names: Sequence[str], *arguments: Any) -> Any:
+    return function(*arguments[: -len(names)], **dict(zip(names, arguments[-len(names) :], strict=True)))

@@ -1,0 +1,308 @@
+"""A process for each rank: our own, or those that torchrun started; what they measured is put together.
+
+Our processes get their job as a line of JSON and leave what they measured in a file of a folder of ours; they find each
+other through a file there, too, so no port is needed. Under torchrun the results go to rank 0 over its store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from traceloom import errors, leaving
+from traceloom.errors import InputError, PartialError, TraceloomError, UsageError
+from traceloom.model import units
+from traceloom.model.notice import Notice
+from traceloom.replay.communication import BACKENDS, Communication, check_agreement
+from traceloom.replay.plan import Plan
+from traceloom.replay.replayed import RankReplayed, Replayed
+from traceloom.replay.running import RunOptions
+from traceloom.workers import Worker, shared_folder
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Say = Callable[[str], None]
+_OTHERS_FAIL_S = 3.0
+_LAST_LINES = 5
+
+
+def replay(plan: Plan, options: RunOptions | None = None, *, say: Say = lambda _: None) -> Replayed | None:
+    """Run a plan, each rank in a process of its own.
+
+    Args:
+        plan: What is run.
+        options: How.
+        say: Told what is being done.
+
+    Returns:
+        What it gave; None in processes of torchrun other than the first.
+
+    Raises:
+        UsageError: `wrong-usage`: ranks that the plan does not have; `no-such-module`.
+        InputError: `different-collectives`, `too-little-memory`, `no-device`, `no-torch`, `wrong-world-size`.
+        CheckError: `op-failed`, with `strict`.
+        PartialError: `rank-failed`: a rank ended before its time.
+    """
+    options = options or RunOptions()
+    ranks = _chosen(plan, options)
+    check_agreement(plan, ranks)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _under_torchrun(plan, options, ranks, say)
+    with shared_folder() as folder:
+        plan.save(folder / "run.plan")
+        jobs = [
+            {"folder": str(folder), "process": process, "ranks": ranks, "options": asdict(options)}
+            for process in range(len(ranks))
+        ]
+        _run_processes(jobs, ranks, folder, say)
+        answers = [msgspec.json.decode((folder / f"{process}.json").read_bytes()) for process in range(len(ranks))]
+    return _together(plan, options, ranks, answers)
+
+
+def _chosen(plan: Plan, options: RunOptions) -> list[int]:
+    """The ranks that run."""
+    ranks = list(plan.ranks) if options.ranks is None else sorted(set(options.ranks))
+    if strange := [rank for rank in ranks if rank not in plan.ranks]:
+        raise UsageError(
+            f"the plan has no rank {strange[0]}",
+            slug="wrong-usage",
+            hint=f"it has {units.counted(len(plan.ranks), 'rank')}: {', '.join(map(str, plan.ranks))}",
+        )
+    return ranks
+
+
+def _together(plan: Plan, options: RunOptions, ranks: Sequence[int], answers: Sequence[dict[str, Any]]) -> Replayed:
+    """The results of all ranks as one."""
+    of_ranks = {rank: RankReplayed.from_dict(answer["rank"]) for rank, answer in zip(ranks, answers, strict=True)}
+    missing = tuple(rank for rank in range(plan.world_size) if rank not in ranks)
+    notices = [Notice(**notice) for notice in answers[0]["notices"]]
+    if missing and any(rank_plan.collectives.height for rank_plan in plan):
+        text = f"{units.counted(len(missing), 'rank')} of {plan.world_size} did not run: " + (
+            "communication was left out" if len(ranks) == 1 else "groups are those of the ranks that ran"
+        )
+        notices.append(Notice("ranks-missing", "warning", text, count=len(missing)))
+    return Replayed(
+        plan.source, answers[0]["device"], options.pace, options.seed, answers[0]["environment"], of_ranks, missing,
+        tuple(notices),
+    )  # fmt: skip
+
+
+def _run_processes(jobs: Sequence[dict[str, Any]], ranks: Sequence[int], folder: Path, say: Say) -> None:
+    """Start a process per job and wait for all; when one fails, the others are ended."""
+    heard: queue.SimpleQueue[tuple[int, dict[str, Any] | int]] = queue.SimpleQueue()
+
+    def listen(process: int, worker: Worker) -> None:
+        for answer in worker.answers():
+            heard.put((process, answer))
+        heard.put((process, worker.ended()))
+
+    failed: dict[int, dict[str, Any] | int] = {}
+    running = set(range(len(jobs)))
+    workers: list[Worker] = []
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    with leaving.undone_on_leaving(kill):
+        try:
+            for job in jobs:
+                with leaving.put_off():
+                    workers.append(Worker("traceloom.replay.ranks", threads=1))
+                workers[-1].send(job)
+            for process, worker in enumerate(workers):
+                threading.Thread(target=listen, args=(process, worker), daemon=True).start()
+            until = None
+            while running:
+                try:
+                    process, what = heard.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+                except queue.Empty:
+                    break
+                if isinstance(what, int):
+                    running.discard(process)
+                    if what:
+                        failed.setdefault(process, what)
+                elif "error" in what:
+                    failed[process] = what
+                elif process == 0:
+                    say(what["says"])
+                if failed and until is None:  # it pulls the others down, and which was first shows in a moment
+                    until = time.monotonic() + _OTHERS_FAIL_S
+        finally:
+            kill()
+            for worker in workers:
+                worker.ended()
+    if failed:
+        raise _first_failure(failed, ranks, folder)
+
+
+def _first_failure(failed: dict[int, dict[str, Any] | int], ranks: Sequence[int], folder: Path) -> TraceloomError:
+    """The failure that the others follow from: of who ended without a word, else the first that was spoken of."""
+    others = ", and the others were ended" if len(ranks) > 1 else ""
+    for process, code in failed.items():
+        if isinstance(code, int):
+            how = f"with {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            return _rank_failed(ranks[process], f"ended {how}{others}", _last_lines(folder / f"{process}.log"))
+    spoken = {process: what for process, what in failed.items() if isinstance(what, dict)}
+    process, first = min(spoken.items(), key=lambda item: int(item[1]["time_ns"]))
+    if first["type"]:
+        kind: type[TraceloomError] = getattr(errors, first["type"])
+        return kind(**first["error"])
+    return _rank_failed(ranks[process], f"failed{others}", first["error"])
+
+
+def _rank_failed(rank: int, how: str, text: str) -> PartialError:
+    text = f": {text}" if text else ""
+    return PartialError(f"rank {rank} {how}{text}", slug="rank-failed", hint=f"replay it alone with --ranks {rank}")
+
+
+def _last_lines(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return " | ".join(lines[-_LAST_LINES:])
+
+
+def main() -> None:
+    """What a process of ours does: one rank, as the line on its standard input says."""
+    job = json.loads(sys.stdin.readline())
+    folder, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    log = os.open(folder / f"{process}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+    for stream in (1, 2):  # ops and libraries may print; it is shown should this process fail
+        os.dup2(log, stream)
+
+    def say(**what: Any) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        plan = Plan.load(folder / "run.plan")
+        options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
+        store = None
+        if len(ranks) > 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+            store = _file_store(folder / "store", len(ranks))
+        answer = _run_rank(plan, options, ranks, process, store, len(ranks), lambda text: say(says=text))
+        (folder / f"{process}.json").write_bytes(msgspec.json.encode(answer))
+    except TraceloomError as error:
+        where = ", ".join(filter(None, [error.where, f"rank {ranks[process]}" if len(ranks) > 1 else ""]))
+        say(type=type(error).__name__, error={**error.to_dict(), "where": where}, time_ns=time.time_ns())
+    except Exception as error:  # noqa: BLE001  (whatever it is, the parent must hear of it)
+        import traceback
+
+        traceback.print_exc()
+        say(type="", error=f"{type(error).__name__}: {error}", time_ns=time.time_ns())
+    finally:
+        sys.stdout.flush()
+        os._exit(0)  # without the destructors of process groups, which wait for peers that may be gone
+
+
+def _end_with_parent() -> None:
+    """Nobody reads what is measured once the standard input ends."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _file_store(path: Path, processes: int) -> dist.Store:
+    import torch.distributed as dist
+
+    return dist.FileStore(str(path), processes)
+
+
+def _under_torchrun(plan: Plan, options: RunOptions, ranks: list[int], say: Say) -> Replayed | None:
+    """One of torchrun's processes runs its rank; the first puts all together."""
+    from torch.distributed import DistNetworkError, PrefixStore, rendezvous
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != len(ranks):
+        raise InputError(
+            f"torchrun started {units.counted(world_size, 'process')} for {units.counted(len(ranks), 'rank')}",
+            slug="wrong-world-size",
+            hint=f"start {len(ranks)} of them, or name as many ranks with --ranks",
+        )
+    try:
+        timeout = timedelta(seconds=options.timeout_s)
+        store, process, _ = next(rendezvous("env://", timeout=timeout))
+    except DistNetworkError as error:
+        raise InputError(
+            f"the processes do not find each other: {error}",
+            slug="no-rendezvous",
+            hint="give torchrun another --master-port",
+        ) from error
+    try:
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        answer = _run_rank(plan, options, ranks, process, store if world_size > 1 else None, sharing, say)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, TraceloomError):
+            raise
+        raise PartialError(f"rank {ranks[process]} failed: {error}", slug="rank-failed") from error
+    results = PrefixStore("traceloom", store)
+    results.set(str(process), msgspec.json.encode(answer))
+    if process:
+        results.wait(["done"], timeout)
+        return None
+    answers = [msgspec.json.decode(results.get(str(other))) for other in range(world_size)]
+    results.set("done", b"")
+    return _together(plan, options, ranks, answers)
+
+
+def _run_rank(  # noqa: PLR0917  (each is of another kind)
+    plan: Plan, options: RunOptions, ranks: list[int], process: int, store: dist.Store | None, sharing: int, say: Say
+) -> dict[str, Any]:
+    """Run one rank in this process; what `_together` takes."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        raise InputError("a replay needs torch", slug="no-torch", hint="pip install 'traceloom[record]'") from error
+    from traceloom.replay.binding import bind
+    from traceloom.replay.running import Execution, device_of, environment, import_ops, run_passes
+
+    namespaces = import_ops(options.imports)
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    torch.set_flush_denormal(True)
+    device, notices = device_of(plan, options, process)
+    communication, begin = None, None
+
+    def agree(goes_on: bool) -> bool:
+        flag = torch.tensor([int(goes_on)])
+        if communication is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    if store is not None:
+        limit = timedelta(seconds=options.timeout_s)
+        dist.init_process_group("gloo", store=store, rank=process, world_size=len(ranks), timeout=limit)
+        backend = options.backend or BACKENDS.get(device.type, "gloo")
+        try:
+            communication = Communication.join(plan, ranks, backend, options.timeout_s)
+        except (RuntimeError, ValueError) as error:
+            raise InputError(
+                f"no groups with the backend {backend}: {error}", slug="no-backend", hint="leave --backend out"
+            ) from error
+        begin = dist.barrier
+    say("the first pass")
+    bound = partial(bind, recorded=plan.torch, further=namespaces)
+    execution = Execution(plan.ranks[ranks[process]], device, options, communication, sharing, bind=bound)
+    result = run_passes(execution, options, begin=begin, agree=agree, say=say)
+    return {
+        "rank": result.to_dict(),
+        "device": device.type,
+        "notices": [asdict(notice) for notice in notices],
+        "environment": environment(device),
+    }

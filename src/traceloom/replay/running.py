@@ -1,0 +1,444 @@
+"""Running one rank's plan in this process: memory, contents, the first pass, and passes until their median is known."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import InputError, UsageError
+from traceloom.model import units
+from traceloom.model.notice import Notice
+from traceloom.replay import binding
+from traceloom.replay.assembling import Assembly, Bind, Manner, geometries, on_storage
+from traceloom.replay.filling import filled
+from traceloom.replay.plan import Plan, RankPlan
+from traceloom.replay.replayed import FAILURES, RankReplayed
+
+if TYPE_CHECKING:
+    import torch
+
+    from traceloom.replay.communication import Communication
+
+Pace = Literal["fast", "recorded"]
+Threads = Literal["one", "recorded"]
+
+_MEDIAN_WITHIN = 0.02
+_CONFIDENCE = 0.95
+_WARM_PASSES = 2
+_MUCH = 1e6
+"""Sums of floats that changed over passes: beyond this mean magnitude they get their first content again."""
+_VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "HIP_", "LD_PRELOAD")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user wants of a run.
+
+    Attributes:
+        device: `cpu`, `cuda`, `xpu`; None: as recorded where there is one, else the CPU.
+        pace: `fast`: one op after the other; `recorded`: with the host's gaps between them.
+        iterations: How many timed passes; None: until the median is known to 2 %.
+        max_time_s: No pass begins later than this after the first.
+        timeout_s: Of a collective.
+        memory_limit: Bytes that the tensors of a rank may take; None: what is free.
+        seed: Of the contents and of ops that draw random numbers.
+        backend: Of torch.distributed; None: what serves the device.
+        ranks: Recorded ranks that run; None: all.
+        stand_ins: Whether what cannot be run takes its recorded time.
+        strict: Whether the first op that fails ends the run.
+        threads: `one` thread that calls all ops, or as `recorded`.
+        imports: Modules that bring custom ops.
+    """
+
+    device: str | None = None
+    pace: Pace = "fast"
+    iterations: int | None = None
+    max_time_s: float = 60.0
+    timeout_s: float = 300.0
+    memory_limit: int | None = None
+    seed: int = 0
+    backend: str | None = None
+    ranks: tuple[int, ...] | None = None
+    stand_ins: bool = False
+    strict: bool = False
+    threads: Threads = "one"
+    imports: tuple[str, ...] = ()
+
+
+def is_known(values: Sequence[int], within: float = _MEDIAN_WITHIN) -> bool:
+    """Whether the median of what these are samples of is known: its interval of 95 % reaches so far to either side.
+
+    The interval lies between two of the values, whatever their distribution; below six values there is none.
+    """
+    count = len(values)
+    below, left_out = 0.0, 0
+    while (below := below + math.comb(count, left_out) / 2**count) <= (1 - _CONFIDENCE) / 2:
+        left_out += 1
+    if not left_out:
+        return False
+    ordered = sorted(values)
+    return ordered[count - left_out] - ordered[left_out - 1] <= 2 * within * ordered[count // 2]
+
+
+def needed_bytes(plan: RankPlan) -> int:
+    """External storages, and the most that the others take at once."""
+    sizes = plan.storages["bytes"]
+    external = plan.storages["external"]
+    alive = np.zeros(plan.ops.height + 1, dtype=np.int64)
+    made = plan.storages.filter(~external)
+    np.add.at(alive, made["first_op"].to_numpy(), made["bytes"].to_numpy())
+    np.subtract.at(alive, made["last_op"].to_numpy() + 1, made["bytes"].to_numpy())
+    return int(sizes.filter(external).sum()) + int(alive.cumsum().max())
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that tensors of this device can still take; None where the system does not say."""
+    if device.type != "cpu":
+        import torch
+
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    free = []
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        limit, used = (
+            Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
+            for name in ("memory.max", "memory.current")
+        )
+        free += [int(limit) - int(used)] if limit.isdigit() else []
+    except (OSError, ValueError):
+        pass
+    return min(free, default=None)
+
+
+def check_memory(plan: RankPlan, device: torch.device, limit: int | None, sharing: int) -> None:
+    """See that the tensors of a plan have room, before the first of them is allocated.
+
+    Args:
+        plan: Of one rank.
+        device: Where it runs.
+        limit: What the user allows.
+        sharing: Processes that share the memory.
+
+    Raises:
+        InputError: slug `too-little-memory`.
+    """
+    needed, free = needed_bytes(plan), free_bytes(device)
+    allowed = [(limit, "--memory-limit allows")] if limit is not None else []
+    if free is not None:
+        shared = f" for each of {sharing} processes" if sharing > 1 else ""
+        allowed.append((free // sharing, f"this machine has free on {device.type}{shared}"))
+    for most, what in allowed:
+        if needed > most:
+            raise InputError(
+                f"the tensors of rank {plan.rank} take {units.size(needed)}, and {units.size(most)} is what {what}",
+                slug="too-little-memory",
+                hint="replay a part with --scope or --steps, or fewer ranks with --ranks",
+            )
+
+
+def device_of(plan: Plan, options: RunOptions, process: int) -> tuple[torch.device, tuple[Notice, ...]]:
+    """Where a process runs its plan, and what must be said about that.
+
+    Raises:
+        InputError: slug `no-device`.
+    """
+    import torch
+
+    recorded = {str(name).partition(":")[0] for rank_plan in plan for name in rank_plan.storages["device"].unique()} - {
+        "cpu",
+        "meta",
+    }
+    kind = options.device or next((name for name in sorted(recorded) if _is_there(name)), "cpu")
+    if kind != "cpu" and not _is_there(kind):
+        raise InputError(
+            f"this torch ({torch.__version__}) has no device of the kind {kind} here",
+            slug="no-device",
+            hint="leave --device out to run on what is there, or install a torch for it",
+        )
+    notices: tuple[Notice, ...] = ()
+    if recorded != {kind} - {"cpu"}:
+        was = " and ".join(sorted(recorded)) or "cpu"
+        text = f"recorded on {was}, replayed on {kind}: times of ops are those of this device, not of the recorded one"
+        notices = (Notice("other-device", "warning", text),)
+    if kind == "cpu":
+        return torch.device("cpu"), notices
+    module: Any = torch.get_device_module(kind)
+    index = int(os.environ.get("LOCAL_RANK", process)) % module.device_count()
+    module.set_device(index)
+    return torch.device(kind, index), notices
+
+
+def _is_there(kind: str) -> bool:
+    import torch
+
+    try:
+        return kind == "cpu" or bool(torch.get_device_module(kind).is_available())
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def import_ops(modules: Sequence[str]) -> frozenset[str]:
+    """Import what brings custom ops, also from the current folder; returns the namespaces that came with it.
+
+    Raises:
+        UsageError: slug `no-such-module`.
+    """
+    import torch
+
+    def namespaces() -> set[str]:
+        return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}  # noqa: SLF001
+
+    before = namespaces()
+    sys.path += [str(Path.cwd())] if modules else []
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:  # noqa: PERF203  (there are few)
+            hint = "install it, or start where it lies"
+            raise UsageError(f"--import {module}: {error}", slug="no-such-module", hint=hint) from error
+    return frozenset(namespaces() - before)
+
+
+class _Contents:
+    """The external storages of a plan, and the registers on them."""
+
+    def __init__(self, plan: RankPlan, device: torch.device, seed: int) -> None:
+        self._geometries = geometries(plan)
+        self._device, self._seed = device, seed
+        external = plan.storages.filter("external")
+        on = plan.tensors.filter(pl.col("storage").is_in(external["storage"].implode()))
+        self._dtypes = dict(on.group_by("storage", maintain_order=True).agg(pl.col("dtype").first()).iter_rows())
+        self._rows = {row["storage"]: row for row in external.to_dicts() if row["storage"] in self._dtypes}
+        self._whole = {storage: self._new(storage) for storage in self._rows}
+        self._storage_of = dict(on.select("tensor", "storage").iter_rows())
+        self.tensors = {tensor: self._on(tensor) for tensor in self._storage_of}
+        self._versions = {row: tensor._version for row, tensor in self.tensors.items()}  # noqa: SLF001
+        self._kept: dict[int, torch.Tensor] = {}
+        self._floats: list[int] = []
+        self._moved: list[int] = []
+
+    def _new(self, storage: int) -> torch.Tensor:
+        import torch
+
+        row, dtype = self._rows[storage], getattr(torch, self._dtypes[storage])
+        elements = -(-row["bytes"] // dtype.itemsize)
+        content = row["content"] if row["content"] not in {None, "data"} else "floats"
+        return filled(elements, dtype, content, row["low"], row["high"], seed=self._seed + storage).to(self._device)
+
+    def _on(self, tensor: int) -> torch.Tensor:
+        geometry, whole = self._geometries[tensor], self._whole[self._storage_of[tensor]]
+        if str(whole.dtype) == f"torch.{geometry.dtype}":
+            return whole.as_strided(geometry.shape, geometry.strides, geometry.offset)
+        return on_storage(geometry, whole)
+
+    def find_changes(self, registers: Sequence[Any]) -> None:
+        """After a pass: which storages ops write to, and which tensors they gave another geometry or storage."""
+        written = {
+            self._storage_of[row]
+            for row, version in self._versions.items()
+            if registers[row]._version != version  # noqa: SLF001
+        }
+        for storage in sorted(written):
+            if self._whole[storage].dtype.is_floating_point:
+                self._floats.append(storage)
+            else:
+                self._kept[storage] = self._new(storage)
+        self._moved = [
+            row
+            for row in self.tensors
+            if tuple(registers[row].shape) != self._geometries[row].shape
+            or registers[row].untyped_storage().data_ptr()
+            != self._whole[self._storage_of[row]].untyped_storage().data_ptr()
+        ]
+
+    def restore(self, registers: list[Any]) -> None:
+        """Before a pass: integers as they were, because they may be indices; floats that have grown beyond use."""
+        for storage, content in self._kept.items():
+            self._whole[storage].copy_(content)
+        for storage in self._floats:
+            whole = self._whole[storage]
+            if not float(whole.float().sum().abs()) < _MUCH * max(1, whole.numel()):
+                whole.copy_(self._new(storage))
+        for row in self._moved:
+            registers[row] = self._on(row)
+
+
+class Execution:
+    """A rank's plan that has been run once, and can be run again.
+
+    Args:
+        plan: Of one rank.
+        device: Where.
+        options: How.
+        communication: Groups of the ranks that run; None where this process runs alone.
+        sharing: Processes that share this machine's memory.
+        bind: Binds calls.
+
+    Raises:
+        InputError: slug `too-little-memory`.
+        CheckError: slug `op-failed`, with `strict`.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        device: torch.device,
+        options: RunOptions,
+        communication: Communication | None = None,
+        sharing: int = 1,
+        *,
+        bind: Bind = binding.bind,
+    ) -> None:
+        import torch
+
+        check_memory(plan, device, options.memory_limit, sharing)
+        torch.manual_seed(options.seed)
+        self.plan = plan
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._cpu_clock = time.thread_time_ns if torch.get_num_threads() == 1 else time.process_time_ns
+        manner = Manner(
+            device, bind, communication, options.pace == "recorded", options.threads == "recorded", options.stand_ins
+        )
+        with torch.no_grad():
+            self._contents = _Contents(plan, device, options.seed)
+            self.program, self.stand_ins = Assembly(plan, self._contents.tensors, manner).program()
+            self.program.settle(strict=options.strict)
+            self._contents.find_changes(self.program.registers)
+
+    def once(self, *, timed: bool = False, begin: Callable[[], None] | None = None) -> tuple[int, int]:
+        """One pass: wall time and processor time of the process, ns.
+
+        Args:
+            timed: With a timer around each op: `program.times` holds what it read.
+            begin: Waits for the other ranks.
+        """
+        import torch
+
+        with torch.no_grad():
+            self._contents.restore(self.program.registers)
+            run = self.program.run_once if not timed else lambda: self.program.run_timed(self._cpu_clock)
+            self._synchronize()
+            if begin:
+                begin()
+            cpu, wall = time.process_time_ns(), time.perf_counter_ns()
+            run()
+            self._synchronize()
+            return time.perf_counter_ns() - wall, time.process_time_ns() - cpu
+
+    def peak_bytes(self) -> int:
+        """Most bytes of tensors alive at once."""
+        return int(self._module.max_memory_allocated()) if self._module else self.program.peak_bytes
+
+    def _synchronize(self) -> None:
+        if self._module:
+            self._module.synchronize()
+
+
+def run_passes(
+    execution: Execution,
+    options: RunOptions,
+    *,
+    begin: Callable[[], None] | None = None,
+    agree: Callable[[bool], bool] = bool,
+    say: Callable[[str], None] = lambda _: None,
+) -> RankReplayed:
+    """Run a rank's plan until its time is known; passes with a timer around each op come in between.
+
+    Args:
+        execution: The plan, run once.
+        options: How many.
+        begin: Waits for the other ranks before a pass.
+        agree: Whether any rank goes on, given whether this one does.
+        say: Told how far it is.
+    """
+    walls: list[int] = []
+    processor: list[int] = []
+    times: list[pl.DataFrame] = []
+    gc.collect()
+    gc.disable()  # as it would fall into one pass or another
+    try:
+        for _ in range(_WARM_PASSES):
+            execution.once(begin=begin)
+        started, goes_on = time.monotonic(), True
+        while goes_on:
+            wall, cpu = execution.once(begin=begin)
+            walls.append(wall)
+            processor.append(cpu)
+            execution.once(timed=True, begin=begin)
+            times.append(execution.program.times())
+            say(f"pass {len(walls)}: {units.duration(wall)}")
+            enough = len(walls) >= options.iterations if options.iterations is not None else is_known(walls)
+            goes_on = agree(not enough and time.monotonic() - started < options.max_time_s)
+    finally:
+        gc.enable()
+    ops = (
+        pl.concat(times)
+        .group_by("op", maintain_order=True)
+        .agg(pl.col("duration_ns").alias("durations_ns"), pl.col("cpu_ns"))
+    )
+    notices = []
+    if options.iterations is None and not is_known(walls):
+        text = f"after {units.counted(len(walls), 'pass')} the median time of a pass is not known to 2 %"
+        notices.append(Notice("median-unsure", "warning", text))
+    program = execution.program
+    return RankReplayed(
+        execution.plan.rank, tuple(walls), tuple(processor), ops, execution.peak_bytes(), _resident_bytes(),
+        _counted(execution.plan, program.failures), _counted(execution.plan, program.replaced), execution.stand_ins,
+        tuple(notices),
+    )  # fmt: skip
+
+
+def _counted(plan: RankPlan, texts: dict[int, str]) -> pl.DataFrame:
+    """Ops about which there is something to say; those that do the same with the same arguments are one row."""
+    ops = plan.ops.select("op", "node", "name", "call").join(
+        pl.DataFrame({"op": list(texts), "text": list(texts.values())}, schema={"op": pl.UInt32, "text": pl.String}),
+        on="op",
+    )
+    arguments = plan.calls.select("call", "arguments")
+    return (
+        ops.join(arguments, on="call", how="left")
+        .group_by("name", "text", "arguments", maintain_order=True)
+        .agg(pl.col("op", "node").first(), pl.len().cast(pl.Int64).alias("count"))
+        .with_columns(pl.concat_str("text", pl.format(" (arguments {})", "arguments"), ignore_nulls=True))
+        .sort("op")
+        .select(*FAILURES)
+    )
+
+
+def _resident_bytes() -> int:
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(most) * (1 if sys.platform == "darwin" else 1024)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What else a time depends on."""
+    import torch
+
+    name = platform.processor() or platform.machine()
+    if device.type != "cpu":
+        name = torch.get_device_module(device).get_device_name(device)
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device_name": name,
+        "processors": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "flush_denormal": device.type == "cpu",
+        "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)},
+    }
