@@ -15,7 +15,7 @@ import polars as pl
 
 from traceloom.replay.binding import Bound, Unbindable, bind
 from traceloom.replay.communication import Communication, Works
-from traceloom.replay.plan import COLLECTIVE, RUN, VIEW, WAIT, RankPlan
+from traceloom.replay.plan import COLLECTIVE, VIEW, WAIT, RankPlan
 from traceloom.replay.program import NOT_TIMED, Geometry, Instruction, Program, Turn, hold_until, new_tensors, picker
 from traceloom.replay.replayed import STAND_INS
 
@@ -158,7 +158,7 @@ class Assembly:
 
     def _instructions(self, row: Mapping[str, Any]) -> list[Instruction]:
         """What a row of the plan's `ops` becomes; the last one is the op itself."""
-        if row["action"] == RUN:
+        if row["call"] is not None:  # of a stand-in, too: what --import names may bring it
             return [self._run(row)]
         if row["action"] == VIEW:
             return [self._view(row)]
