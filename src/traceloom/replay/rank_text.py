@@ -1,0 +1,217 @@
+"""What one rank of a plan does, as lines of a program and as Python text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from traceloom.model import units
+from traceloom.replay.expressions import CallText, UnwritableError, collective_text, dtype_text, wrapped
+from traceloom.replay.plan import COLLECTIVE, ITEM_BYTES, RUN, VIEW, WAIT, RankPlan
+from traceloom.replay.repeats import Line
+
+SEEDS = 1_000_003
+"""The content of a storage is seeded with the seed of the replay times this plus the row of the storage."""
+# Shapes of their results depend on what tensors hold, which is not what they held.
+_BY_CONTENT = frozenset({
+    "nonzero", "masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount",
+    "repeat_interleave", "argwhere",
+})  # fmt: skip
+Names = Callable[[int], str]
+Op = dict[str, Any]
+
+
+class RankText:
+    """Text of a rank's ops.
+
+    Args:
+        plan: Of the rank.
+        seed: Of the contents.
+        further: Namespaces of ops that are allowed besides PyTorch's own.
+        alone: Whether the time of communication stands in for it.
+
+    Attributes:
+        ops: Rows of the plan.
+        lines: What it does; a line's source is a row of the plan's `ops`.
+        meanings: What each kind of line does: one of its ops, with the row of its collective.
+    """
+
+    def __init__(self, plan: RankPlan, seed: int, further: frozenset[str], *, alone: bool) -> None:
+        self.plan = plan
+        self._seed = seed
+        self.ops: list[Op] = plan.ops.to_dicts()
+        self._tensors = plan.tensors.to_dicts()
+        self._storages = plan.storages.to_dicts()
+        calls = plan.calls.select("schema", "arguments").iter_rows()
+        self._calls = [_call(schema, arguments, further) for schema, arguments in calls]
+        self._numbers: dict[Hashable, int] = {}
+        self.lines: list[Line] = []
+        self.meanings: list[Op] = []
+        made = {t["tensor"] for t in self._tensors if self._storages[t["storage"]]["external"]}
+        collectives = plan.collectives.to_dicts()
+        for op in self.ops:
+            self._add_op(op, collectives, made, alone=alone)
+            made.update(output for output in op["outputs"] if output is not None)
+
+    def _add_op(self, op: Op, collectives: Sequence[Op], made: set[int], *, alone: bool) -> None:
+        """Add the lines of an op; `made` are the registers that hold something before it."""
+        given, received = op["inputs"], [output for output in op["outputs"] if output is not None]
+        if op["action"] == RUN and isinstance(self._calls[op["call"]], CallText):
+            present = tuple(output is not None for output in op["outputs"])
+            shapes = tuple(map(self._geometry, received)) if _is_by_content(op) else ()
+            self._add((op["call"], present, shapes), op, given, received)
+        elif op["action"] == VIEW:
+            self._add(("view", self._geometry(received[0])), op, given, received)
+        elif op["action"] == COLLECTIVE and not alone:
+            for register in received:
+                if register not in made:  # what a functional collective receives is made by it
+                    key = "empty", self._geometry(register)
+                    self._add(key, {**op, "action": "empty", "outputs": [register]}, (), [register])
+            row = collectives[op["collective"]]
+            key = (row["kind"], row["group"], row["peer"], *row["splits_in"], None, *row["splits_out"], len(given))
+            handles = [len(self._tensors) + op["collective"]] if row["asynchronous"] else []
+            about = {**row, **op, "outputs": handles, "given": len(given)}
+            self._add((*key, row["asynchronous"]), about, [*given, *received], handles)
+        elif op["action"] == WAIT and not alone:
+            if collectives[op["collective"]]["asynchronous"]:
+                self._add("wait", op, [len(self._tensors) + op["collective"]], ())
+        else:
+            new = [register for register in received if register not in made]
+            key = ("stand-in", op["name"], self.recorded_ns(op), *map(self._geometry, new))
+            self._add(key, {**op, "action": "stand-in", "outputs": new}, given, new)
+
+    def _add(self, key: Hashable, about: Op, reads: Iterable[int], writes: Iterable[int]) -> None:
+        what = self._numbers.setdefault(key, len(self._numbers))
+        if what == len(self.meanings):
+            self.meanings.append(about)
+        self.lines.append(Line(what, tuple(reads), tuple(writes), about["op"]))
+
+    def _geometry(self, register: int) -> tuple[Any, ...]:
+        row = self._tensors[register]
+        return row["dtype"], row["offset"], tuple(row["shape"]), tuple(row["strides"])
+
+    def _like(self, register: int) -> str:
+        """Shape, strides and type of a register, as arguments."""
+        dtype, _, shape, strides = self._geometry(register)
+        return f"{shape}, {strides}, {dtype_text(dtype)}"
+
+    def recorded_ns(self, op: Mapping[str, Any]) -> int:
+        """What an op took in the timed steps, the median; 0 where that is not known."""
+        return round(median(op["durations_ns"])) if op["durations_ns"] else 0
+
+    def gives_list(self, what: int) -> bool:
+        """Whether a kind of line gives a list, whatever its length."""
+        op = self.meanings[what]
+        call = self._calls[op["call"]] if op["action"] == RUN else None
+        return op["action"] == "stand-in" or (isinstance(call, CallText) and (call.returns_list or call.is_nested))
+
+    def expression(self, op: Op, names: Sequence[str]) -> str:
+        """What an op calls.
+
+        Args:
+            op: One of `meanings`.
+            names: Of what it reads.
+        """
+        if op["action"] == VIEW:
+            dtype, *geometry = self._geometry(op["outputs"][0])
+            return f"on_storage({', '.join([names[0], dtype_text(dtype), *map(str, geometry)])})"
+        if op["action"] == "empty":
+            dtype, _, shape, strides = self._geometry(op["outputs"][0])
+            return f"torch.empty_strided({shape}, {strides}, dtype={dtype_text(dtype)}, device=DEVICE)"
+        if op["action"] == WAIT:
+            return f"{names[0]}.wait()"
+        if op["action"] == "stand-in":
+            tensors = "".join(f"({self._like(register)}), " for register in op["outputs"])
+            return f"stand_in({self.recorded_ns(op)}, {tensors}device=DEVICE)"
+        if op["action"] == COLLECTIVE:
+            return collective_text(op, names[: op["given"]], names[op["given"] :])
+        call = self._calls[op["call"]]
+        assert isinstance(call, CallText)
+        text = call.write(names)
+        if _is_by_content(op) and len(op["outputs"]) == 1 and op["outputs"][0] is not None:
+            return f"as_recorded({text}, {self._like(op['outputs'][0])})"
+        return f"flat({text})" if call.is_nested and any(output is not None for output in op["outputs"]) else text
+
+    def external(self, registers: Iterable[int], name: Names) -> Iterator[str]:
+        """The lines that make tensors that come from outside, each storage once.
+
+        Args:
+            registers: Rows of the plan's `tensors`.
+            name: What each is called.
+        """
+        on: dict[int, str] = {}  # storage -> a tensor on it
+        for register in registers:
+            dtype, offset, shape, strides = self._geometry(register)
+            number = self._tensors[register]["storage"]
+            if number not in on:
+                storage = self._storages[number]
+                elements = -(-storage["bytes"] // ITEM_BYTES[dtype])
+                content = "floats" if storage["content"] in {None, "data"} else storage["content"]
+                bounds = "".join(f", {side}={storage[side]}" for side in ("low", "high") if storage[side] is not None)
+                seed = self._seed * SEEDS + number
+                base = f"filled({elements}, {dtype_text(dtype)}, {content!r}{bounds}, seed={seed}).to(DEVICE)"
+                if offset == 0 and _is_whole(shape, strides, elements):
+                    on[number] = name(register)
+                    yield f"{name(register)} = {base}" + (f".view({shape})" if len(shape) != 1 else "")
+                    continue
+                on[number] = "whole"
+                yield f"whole = {base}"
+            yield f"{name(register)} = on_storage({on[number]}, {dtype_text(dtype)}, {offset}, {shape}, {strides})"
+            on[number] = name(register)
+
+    def case(self, number: int, op: Op, said: str) -> str | None:
+        """An op alone as a function that makes its inputs and gives what calls it; None where no text can.
+
+        Args:
+            number: Of the function.
+            op: A row of the plan's `ops`.
+            said: About it.
+        """
+        if not isinstance(self._calls[op["call"]], CallText):
+            return None
+        names = {register: f"t{k}" for k, register in enumerate(dict.fromkeys(op["inputs"]))}
+        call = self.expression({**op, "outputs": []}, [names[register] for register in op["inputs"]])
+        lines = [*self.external(names, names.__getitem__), f"return lambda: {call}"]
+        return function(f"case_{number}", "", "Callable[[], Any]", said, lines)
+
+
+def _call(schema: str, arguments: str, further: frozenset[str]) -> CallText | UnwritableError:
+    try:
+        return CallText(schema, arguments, further)
+    except UnwritableError as error:
+        return error
+
+
+def _is_by_content(op: Mapping[str, Any]) -> bool:
+    return op["name"].partition("::")[2] in _BY_CONTENT
+
+
+def _is_whole(shape: Sequence[int], strides: Sequence[int], elements: int) -> bool:
+    """Whether a tensor is all of its storage, in its order."""
+    expected = 1
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return expected == elements
+
+
+def function(name: str, parameters: str, returns: str, said: str, lines: Iterable[str]) -> str:
+    """A function as text.
+
+    Args:
+        name: Its name.
+        parameters: As they stand in brackets.
+        returns: What it gives.
+        said: Its docstring, any text.
+        lines: What it does; each is broken where it is too long.
+    """
+    doc = ascii(said.replace("µ", "u"))[1:-1].replace('"', r"\"")
+    body = [f'"""{doc}"""', *(part for line in lines for part in wrapped(line))]
+    return "\n".join([*wrapped(f"def {name}({parameters}) -> {returns}:"), *(f"    {line}" for line in body)])
+
+
+def in_time(nanoseconds: int) -> str:
+    """Words for a time in a docstring; none where it is not known."""
+    return f"; the first took {units.duration(nanoseconds)}" if nanoseconds else ""

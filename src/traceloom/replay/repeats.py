@@ -1,0 +1,207 @@
+"""Repeats: stretches of a program that do the same to other registers, found once and called many times.
+
+Two stretches are the same where they do the same things in the same order and their registers are equal up to
+renaming. The best repeat (the one that saves most lines) becomes a block, its places become calls of it, and so on, in
+the rest and in the blocks themselves: layers within batches within steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+_LEAST = 5  # lines of a block
+_SAVES = 12  # lines that a block must save at least
+_LENGTHS, _GROUPS, _TRIED = 40, 4, 30  # candidates: lengths, stretches of each, and of all
+_ON_A_LINE = 8  # parameters of a call
+
+
+class Line(NamedTuple):
+    """One line of a program.
+
+    Attributes:
+        what: What is done: a number that the caller gives; -1 - n calls the n-th block.
+        reads: Registers that it takes.
+        writes: Registers that it makes.
+        source: Where it comes from, that of its first place in a block; not looked at.
+    """
+
+    what: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    source: int
+
+
+class Renamed(NamedTuple):
+    """A stretch with its registers numbered by their first use: `form` is equal for stretches that are the same."""
+
+    form: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    parameters: tuple[int, ...]
+    made: tuple[int, ...]
+
+
+class _Repeat(NamedTuple):
+    score: float
+    length: int
+    places: list[tuple[int, int]]  # body, line
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A program and its blocks.
+
+    Attributes:
+        bodies: Lines of the program, then those of each block: block n is `bodies[n]`. The registers of a block are its
+            own: its parameters 0, 1, ... first, in the order in which its calls read them, then what it makes, in the
+            order in which they write it.
+        parameters: How many parameters each has.
+    """
+
+    bodies: list[list[Line]]
+    parameters: list[int]
+
+    def calls(self) -> list[int]:
+        """How many times each body runs in one run of the program."""
+        counts = [0] * len(self.bodies)
+        counts[0] = 1
+        for body in self.outermost_first():
+            for line in self.bodies[body]:
+                if line.what < 0:
+                    counts[-1 - line.what] += counts[body]
+        return counts
+
+    def outermost_first(self) -> list[int]:
+        """The bodies, each before those that it calls."""
+        order: list[int] = []
+
+        def visit(body: int) -> None:
+            if body not in order:
+                for inner in sorted({-1 - line.what for line in self.bodies[body] if line.what < 0}):
+                    visit(inner)
+                order.append(body)
+
+        visit(0)
+        return order[::-1]
+
+
+def fold(lines: Sequence[Line], starts: frozenset[int] = frozenset(), most: int = 60) -> Folded:
+    """Find the blocks of a program.
+
+    Args:
+        lines: The program.
+        starts: Sources at which a block had best begin (a scope does), of stretches that are as good.
+        most: How many blocks.
+    """
+    bodies, parameters = [list(lines)], [0]
+    while len(bodies) <= most and (best := _best(bodies, starts)):
+        number = len(bodies)
+        body, at = best.places[0]
+        stretch = bodies[body][at : at + best.length]
+        renamed = rename(stretch)
+        bodies.append([Line(*form, line.source) for form, line in zip(renamed.form, stretch, strict=True)])
+        parameters.append(len(renamed.parameters))
+        for body, at in sorted(best.places, reverse=True):
+            stretch = bodies[body][at : at + best.length]
+            _, reads, writes = rename(stretch)
+            bodies[body][at : at + best.length] = [Line(-1 - number, reads, writes, stretch[0].source)]
+    return Folded(bodies, parameters)
+
+
+def rename(stretch: Sequence[Line]) -> Renamed:
+    """A stretch by registers of its own: what it reads first as 0, 1, ..., then what it makes."""
+    parameters: dict[int, int] = {}
+    made: dict[int, int] = {}
+    for line in stretch:
+        for register in line.reads:
+            if register not in made:
+                parameters.setdefault(register, len(parameters))
+        for register in line.writes:
+            if register not in parameters:
+                made.setdefault(register, len(made))
+    numbers = {**parameters, **{register: len(parameters) + number for register, number in made.items()}}
+    form = tuple(
+        (line.what, tuple(numbers[r] for r in line.reads), tuple(numbers[r] for r in line.writes)) for line in stretch
+    )
+    return Renamed(form, tuple(parameters), tuple(made))
+
+
+def _best(bodies: Sequence[Sequence[Line]], starts: frozenset[int]) -> _Repeat | None:
+    """The repeat that saves most lines."""
+    places = [(body, at) for body, lines in enumerate(bodies) for at in range(len(lines) + 1)]
+    ends = iter(range(2**62, 2**62 + len(bodies)))  # between bodies, so that no stretch goes over
+    tokens = np.array([token for lines in bodies for token in (*(line.what for line in lines), next(ends))])
+    best: _Repeat | None = None
+    for bound, length, at in sorted(_candidates(tokens), key=lambda c: (-c[0], c[1], c[2][0]))[:_TRIED]:
+        if best and best.score >= bound + 1:
+            break
+        alike: dict[Renamed, list[tuple[int, int]]] = {}
+        for body, line in (places[k] for k in at):
+            renamed = rename(bodies[body][line : line + length])
+            alike.setdefault(Renamed(renamed.form, (), ()), []).append((body, line))
+        for form, group in alike.items():
+            body, line = group[0]
+            parameters = 1 + max((r for _, reads, _ in form.form for r in reads), default=0)
+            score = _saved(length, len(group), parameters) + 0.5 * (bodies[body][line].source in starts)
+            if len(group) > 1 and score >= _SAVES and (best is None or score > best.score):
+                best = _Repeat(score, length, group)
+    return best
+
+
+def _saved(length: int, count: int, parameters: int = 0) -> float:
+    """Lines that a block of this length spares at so many places."""
+    return (count - 1) * length - count * (1 + parameters / _ON_A_LINE)
+
+
+def _candidates(tokens: Ints) -> Iterator[tuple[float, int, list[int]]]:
+    """Stretches of equal tokens: what they save at most, their length, and where they begin, none over another."""
+    n = tokens.size
+    levels = [np.append(np.unique(tokens, return_inverse=True)[1].reshape(-1), n)]
+    while (width := 1 << (len(levels) - 1)) * 2 <= n:  # classes of the stretches of 2, 4, 8, ... tokens at each place
+        last = levels[-1]
+        behind = np.minimum(np.arange(n) + width, n)
+        key = last[:-1] * (2 * n + 1) + np.where(behind < n, last[behind], n + np.arange(n))
+        classes = np.unique(key, return_inverse=True)[1].reshape(-1)
+        levels.append(np.append(classes, n))
+        if classes.max() == n - 1:
+            break
+    if len(levels) < 3:
+        return
+    order = np.argsort(levels[2][:-1], kind="stable")
+    same = levels[2][order[1:]] == levels[2][order[:-1]]
+    i, j = order[:-1][same], order[1:][same]
+    common = np.zeros(i.size, dtype=np.int64)
+    for k in range(len(levels) - 1, -1, -1):
+        a, b = np.minimum(i + common, n), np.minimum(j + common, n)
+        common += np.where((levels[k][a] == levels[k][b]) & (b < n), 1 << k, 0)
+    before = np.where(i > 0, tokens[i - 1] == tokens[j - 1], False)
+    lengths = np.minimum(common, j - i)
+    lengths = lengths[(lengths >= _LEAST) & (~before | (common >= j - i))]
+    found, count = np.unique(lengths, return_counts=True)
+    for length in found[np.argsort(-found * count, kind="stable")][:_LENGTHS].tolist():
+        yield from _groups(levels, length)
+
+
+def _groups(levels: Sequence[Ints], length: int) -> Iterator[tuple[float, int, list[int]]]:
+    """Of one length: the stretches that come most often."""
+    k = min(length.bit_length() - 1, len(levels) - 1)
+    n = levels[0].size - 1
+    begin = np.arange(n - length + 1)
+    key = levels[k][begin] * (n + 1) + levels[k][begin + length - (1 << k)]
+    if length > 2 << k:  # the highest level tells every place from every other
+        return
+    order = np.argsort(key, kind="stable")
+    heads = np.flatnonzero(np.diff(key[order], prepend=-1))
+    sizes = np.diff(np.append(heads, order.size))
+    for group in np.argsort(-sizes, kind="stable")[: _GROUPS * 16]:
+        places: list[int] = []
+        for place in order[heads[group] : heads[group] + sizes[group]].tolist():
+            if not places or place >= places[-1] + length:
+                places.append(place)
+        if len(places) > 1:
+            yield _saved(length, len(places)), length, places

@@ -1,0 +1,237 @@
+"""Scripts that stand alone: a plan as one readable Python file that needs torch alone, and its worst ops cut out."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import polars as pl
+
+from traceloom import __version__
+from traceloom.errors import UsageError, nearest
+from traceloom.model import units
+from traceloom.replay import filling, standalone
+from traceloom.replay.bodies import Functions
+from traceloom.replay.plan import RUN, Plan, RankPlan
+from traceloom.replay.rank_text import RankText
+
+_IMPORTS = """\
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+aten = torch.ops.aten
+"""
+_OPTIONS = """\
+    global DEVICE
+    parser = argparse.ArgumentParser(description="Run what was recorded, and time it.")
+    parser.add_argument("--runs", type=int, default=0, help="how many are timed (default: some)")
+    parser.add_argument("--device", default=DEVICE, help="where (default: as recorded)")
+    options = parser.parse_args()
+    DEVICE = options.device
+    if DEVICE.startswith("cuda") and not torch.cuda.is_available():
+        print("There is no CUDA device here; it runs on the processor.")
+        DEVICE = "cpu"
+    torch.manual_seed(0)
+"""
+_JOIN = """\
+    if int(os.environ.get("WORLD_SIZE", "1")) != WORLD:
+        raise SystemExit(f"run it with: torchrun --nproc-per-node {WORLD} {os.path.basename(__file__)}")
+    if DEVICE.startswith("cuda"):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE.startswith("cuda") else "gloo")
+    rank = dist.get_rank()
+    group.update({name: dist.new_group(ranks) for name, ranks in GROUPS.items()})
+"""
+_MEASURE = """\
+    w = outside()
+    with torch.no_grad():
+        for _ in range(3):
+            step(w)
+        times = timed(lambda: step(w), RUNS, DEVICE)
+        here = by_name(lambda: step(w))
+    print(f"WHAT: {summary(times, STEP_NS)}")
+"""
+_COMPARE = """\
+    print(*compared(RECORDED, here), sep="\\n")
+"""
+_MEASURE_CASES = """\
+    with torch.no_grad():
+        for case in CASES:
+            print(f"{case.__doc__}\\n    here: {summary(timed(case(), options.runs, DEVICE))}")
+"""
+_RUN = """
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def write_script(plan: Plan, *, seed: int = 0, further: frozenset[str] = frozenset()) -> str:
+    """A plan as a Python file.
+
+    Args:
+        plan: Of all ranks, which then need `torchrun`; of fewer, the first runs alone, and recorded times stand in for
+            communication.
+        seed: Of the contents.
+        further: Namespaces of ops that are allowed besides PyTorch's own.
+    """
+    world = plan.world_size if len(plan.ranks) == plan.world_size else 1
+    first = next(iter(plan))
+    alike: dict[str, tuple[Functions, list[int]]] = {}
+    for of_rank in plan if world > 1 else [first]:
+        functions = Functions(RankText(of_rank, seed, further, alone=world == 1))
+        alike.setdefault(functions.write(), (functions, []))[1].append(of_rank.rank)
+    parts = list(alike)
+    measure = _MEASURE.replace("RUNS", "options.runs or 20" if world > 1 else "options.runs")
+    measure = measure.replace("WHAT", "rank {rank}" if world > 1 else "step")
+    if len(alike) > 1:  # what ranks do differs: each takes its own
+        parts = [functions.write(f"_of_{ranks[0]}") for functions, ranks in alike.values()]
+        of_ranks = sorted((rank, ranks[0]) for _, ranks in alike.values() for rank in ranks)
+        rows = [f"    {rank}: (outside_of_{of}, step_of_{of})," for rank, of in of_ranks]
+        parts.append("\n".join(["# what each rank does", "FUNCTIONS = {", *rows, "}"]))
+        measure = "    outside, step = FUNCTIONS[rank]\n" + measure
+    main = ["def main() -> None:\n", _OPTIONS]
+    if plan.threads:
+        main.append(f"    torch.set_num_threads({plan.threads})\n")
+    if world > 1:
+        main += [_JOIN, measure, f"    if rank == {first.rank}:\n    {_COMPARE}    dist.destroy_process_group()\n"]
+    else:
+        main += [measure, _COMPARE]
+    helpers = [filling.filled, standalone.on_storage, standalone.stand_in, standalone.flat, standalone.as_recorded,
+               standalone.Works]  # fmt: skip
+    always = [standalone.timed, standalone.by_name, standalone.compared, standalone.summary]
+    parts = [*_copies(helpers, parts), *_copies(always), *parts, "".join(main).rstrip()]
+    return _file(_about(plan, world, first), [f"DEVICE = {_device(first)!r}", *_numbers(plan, world, first)], parts)
+
+
+def write_worst(plan: Plan, op: str | None, slowest: int, *, seed: int = 0) -> str:
+    """The ops that took longest as a Python file: each with its shapes, strides and types, timed on its own.
+
+    Args:
+        plan: Whose ops are looked through, those of its first rank.
+        op: As `aten::mm`; None for all.
+        slowest: How many.
+        seed: Of the contents.
+
+    Raises:
+        UsageError: slug `no-such-op`.
+    """
+    of = next(iter(plan))
+    every = of.ops.filter(pl.col("action") == RUN)
+    ops = every if op is None else every.filter(pl.col("name") == op)
+    if op is not None and not ops.height:
+        names = every["name"].unique().sort().to_list()
+        hint = nearest(op, names) + "the table of operators of `traceloom report` has their names"
+        raise UsageError(f"no op of the plan is named `{op}`", slug="no-such-op", hint=hint)
+    text = RankText(of, seed, frozenset(), alone=True)
+    cases = distinct_calls(of, ops).sort("each_ns", "op", descending=[True, False], nulls_last=True)
+    parts: list[str] = []
+    for row, calls, each in cases.select("op", "calls", "each_ns").iter_rows():
+        if len(parts) == slowest:
+            break
+        about = text.ops[row]
+        took = "" if each is None else f", recorded: {units.duration(round(each))} each"
+        said = f"{about['name']}: {units.counted(calls, 'call')}{took}"
+        if (case := text.case(len(parts) + 1, about, said)) is not None:
+            parts.append(case)
+    chosen = ", ".join(f"case_{k + 1}" for k in range(len(parts)))
+    copies = _copies([filling.filled, standalone.on_storage], parts)
+    copies += _copies([standalone.timed, standalone.summary])
+    main = f"def main() -> None:\n{_OPTIONS}{_MEASURE_CASES}".rstrip()
+    about = [f"The slowest ops of {plan.source}, each timed on its own.", *_versions(plan),
+             "", "    python FILE [--runs N] [--device cuda]"]  # fmt: skip
+    return _file(about, [f"DEVICE = {_device(of)!r}"], [*copies, *parts, f"CASES = [{chosen}]", main])
+
+
+def distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
+    """Ops by call and by shapes, strides and types of what they take.
+
+    Args:
+        plan: Of a rank.
+        ops: Rows of its ops.
+
+    Returns:
+        One row per distinct call: op (the first), calls, each_ns (the median of their recorded times; null: unknown).
+    """
+    inputs = ops.select("op", pl.col("inputs").alias("tensor")).explode("tensor")
+    looks = inputs.join(plan.tensors.select("tensor", "shape", "strides", "dtype"), on="tensor", how="left")
+    by_op = looks.group_by("op", maintain_order=True).agg(pl.struct("shape", "strides", "dtype").alias("looks"))
+    return (
+        ops.select("op", "call", pl.col("durations_ns").list.median().alias("each_ns"))
+        .join(by_op, on="op", how="left", maintain_order="left")
+        .group_by("call", "looks", maintain_order=True)
+        .agg(pl.first("op"), pl.len().alias("calls"), pl.median("each_ns"))
+        .drop("call", "looks")
+    )
+
+
+def _file(about: Sequence[str], numbers: Sequence[str], parts: Iterable[str]) -> str:
+    comment = "\n".join("# " + ascii(line)[1:-1] if line else "#" for line in about)
+    return "\n\n\n".join([f"{comment}\n\n{_IMPORTS}" + "\n".join(numbers), *parts]) + _RUN
+
+
+def _about(plan: Plan, world: int, first: RankPlan) -> list[str]:
+    which = "" if plan.world_size == 1 else f", {world} ranks" if world > 1 else f", rank {first.rank} alone"
+    return [
+        f"A workload that was recorded, as a script that needs torch alone: {plan.source}{which}.",
+        *_versions(plan),
+        "",
+        f"    {f'torchrun --nproc-per-node {world}' if world > 1 else 'python'} FILE [--runs N] [--device cuda]",
+        "",
+        "What is done is what was recorded, op by op; what the tensors hold is made up, with seeds.",
+    ]
+
+
+def _versions(plan: Plan) -> list[str]:
+    return [f"Recorded with torch {plan.torch or '(unknown)'}; written by traceloom {__version__}."]
+
+
+def _device(plan: RankPlan) -> str:
+    """The kind of device that most storages of an accelerator are on; cpu where there is none."""
+    kinds = Counter(device.partition(":")[0] for device in plan.storages["device"])
+    return next((kind for kind, _ in kinds.most_common() if kind in {"cuda", "xpu", "hip", "mps"}), "cpu")
+
+
+def _numbers(plan: Plan, world: int, first: RankPlan) -> list[str]:
+    """The numbers of the original, and the process groups."""
+    step = first.steps["duration_ns"].median()
+    each = pl.col("durations_ns").list.median()
+    recorded = (
+        first.ops.filter(each.is_not_null())
+        .group_by("name")
+        .agg(pl.len().alias("calls"), each.sum().round().cast(pl.Int64).alias("ns"))
+        .sort("ns", "name", descending=[True, False])
+    )
+    lines = [
+        f"STEP_NS: int | None = {round(step) if isinstance(step, (int, float)) else None}  # recorded, the median",
+        "# recorded: how often each op was called, and the nanoseconds that its calls took together",
+        "RECORDED = {",
+        *(f"    {name!a}: ({calls}, {total})," for name, calls, total in recorded.iter_rows()),
+        "}",
+    ]
+    if world > 1:
+        of = plan.groups.select("name", "ranks").iter_rows()
+        groups = [f"    {name!a}: {ranks or list(range(world))}," for name, ranks in of]
+        lines += [f"WORLD = {world}  # processes", "GROUPS = {", *groups, "}", "group: dict[str, Any] = {}"]
+    return lines
+
+
+def _copies(parts: Sequence[Any], within: Sequence[str] | None = None) -> list[str]:
+    """The sources of functions, without the import that a script has at its top; only of those that stand in texts."""
+    return [
+        inspect.getsource(part).replace("    import torch\n\n", "").rstrip()
+        for part in parts
+        if within is None or any(f"{part.__name__}(" in text for text in within)
+    ]
