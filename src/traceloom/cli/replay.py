@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
+from traceloom.errors import UsageError
 from traceloom.model import units
+from traceloom.plain_text import encoded
 from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN
 
 if TYPE_CHECKING:
     from traceloom.replay.plan import Plan
 
+_SLOWEST = 10
 DESCRIPTION = (
     "Run a recorded workload again, without its code and its data: every op with the arguments, shapes and types that "
     "were recorded. What it needs is a host trace, as `traceloom record` writes."
@@ -24,6 +28,8 @@ examples:
   traceloom replay run                                 all of it, against the recorded times
   traceloom replay run --plan-only -o run.plan         what would run; needs no PyTorch
   traceloom replay run.plan --scope forward
+  traceloom replay run -o replay.py                    a script that needs torch alone, to hand out
+  traceloom replay run --op aten::mm --slowest 5 -o mm.py
 """
 
 
@@ -41,7 +47,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--ranks", type=types.ranks, metavar="LIST", help="these ranks, as 0,1 or 0-3")
     what.add_argument("--plan-only", action="store_true", help="plan, and do not run")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-    outputs.add_output(parser, ".plan")
+    script = parser.add_argument_group("scripts (-o FILE.py)")
+    script.add_argument("--op", metavar="NAME", help="the calls of one op, as aten::mm, each timed on its own")
+    script.add_argument("--slowest", type=types.whole, metavar="N", help="that many calls, those that took longest")
+    outputs.add_output(parser, ".plan, or a script that needs torch alone as .py")
     types.add_reading(parser.add_argument_group("more"))
 
 
@@ -56,7 +65,11 @@ def run(args: argparse.Namespace) -> int:
         only=args.only,
         ranks=args.ranks,
     )
-    chosen = outputs.targets(args, {".plan": _pack})
+    if (args.op or args.slowest) and not any(str(name).lower().endswith(".py") for name in args.output):
+        hint = "add -o slowest.py"
+        raise UsageError("--op and --slowest cut ops out into a script", slug="wrong-usage", hint=hint)
+    writers: dict[str, Callable[[Plan, BinaryIO], object]] = {".plan": _pack, ".py": partial(_script, args)}
+    chosen = outputs.targets(args, writers)
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
         written = outputs.write(args, chosen, plan, progress)
@@ -68,6 +81,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _pack(plan: Plan, handle: BinaryIO) -> None:
     plan.pack(handle)
+
+
+def _script(args: argparse.Namespace, plan: Plan, handle: BinaryIO) -> None:
+    from traceloom.replay.script import write_script, write_worst
+
+    is_cut = args.op or args.slowest
+    handle.write(encoded(write_worst(plan, args.op, args.slowest or _SLOWEST) if is_cut else write_script(plan)))
 
 
 def _lines(plan: Plan) -> Iterator[str]:

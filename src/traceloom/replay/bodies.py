@@ -22,8 +22,8 @@ class Functions:
 
     def __init__(self, text: RankText) -> None:
         self._text = text
-        places = [(op["phase"], op["scope"]) for op in text.ops]
-        starts = frozenset(k for k in range(1, len(places)) if places[k] != places[k - 1])
+        regions = [(op["phase"], op["scope"]) for op in text.ops]
+        starts = frozenset(k for k in range(1, len(regions)) if regions[k] != regions[k - 1])
         self.folded: Folded = fold(text.lines, starts)
         self._order = self.folded.outermost_first()
         bodies = self.folded.bodies
@@ -76,8 +76,8 @@ class Functions:
             for number, body in enumerate((body for body in reversed(self._order) if body), start=1)
         }
         made = [*self._text.external(self._outside, self._outside.__getitem__), "return w"]
-        said = "What comes from outside: parameters, inputs, states."
-        outside = function(f"outside{suffix}", "", "dict[int, torch.Tensor]", said, ["w = {}", *made])
+        about = "What comes from outside: parameters, inputs, states."
+        outside = function(f"outside{suffix}", "", "dict[int, torch.Tensor]", about, ["w = {}", *made])
         blocks = [self._block(body) for body in self._names]
         body = [*self._lines(0)] or ["pass"]
         step = function(f"step{suffix}", "w: dict[int, torch.Tensor]", "None", "All that was recorded, in order.", body)
@@ -86,12 +86,12 @@ class Functions:
     def _block(self, body: int) -> str:
         took = in_time(sum(map(self._time_ns, self.folded.bodies[body])))
         parameters = ", ".join(f"p{k}: Any" for k in range(self.folded.parameters[body]))
-        said = f"Called {self.folded.calls()[body]} times{took}."
+        about = f"Called {self.folded.calls()[body]} times{took}."
         lines = [*self._lines(body)]
         if self._returned[body]:
             name = self._namer(body)
             lines.append(f"return {_grouped([name(register) for register in self._returned[body]])}")
-        return function(self._names[body], parameters, "Any", said, lines)
+        return function(self._names[body], parameters, "Any", about, lines)
 
     def _time_ns(self, line: Line) -> int:
         if line.what < 0:
@@ -113,11 +113,11 @@ class Functions:
     def _lines(self, body: int) -> Iterator[str]:
         name = self._namer(body)
         kept = {*self._returned[body], *(self._outside if body == 0 else range(self.folded.parameters[body]))}
-        place: tuple[str | None, str] = (None, "")
+        region: tuple[str | None, str] = (None, "")
         for at, line in enumerate(self.folded.bodies[body]):
             op = self._text.ops[line.source]
-            if place != (place := (op["phase"], op["scope"])) and any(place):
-                yield "# " + ": ".join(ascii(part)[1:-1] for part in place if part)
+            if region != (region := (op["phase"], op["scope"])) and any(region):
+                yield "# " + ": ".join(ascii(part)[1:-1] for part in region if part)
             dead = {r for r in (*line.reads, *line.writes) if self._last[body][r] == at and r not in kept}
             wanted = self._wanted(line)
             targets = ["_" if r is None or r in line.reads or r in dead else name(r) for r in wanted]

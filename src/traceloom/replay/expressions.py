@@ -41,7 +41,7 @@ class CallText:
         further: Namespaces that are allowed besides PyTorch's own.
 
     Raises:
-        UnwritableError: the op is refused, or one of its arguments cannot be given.
+        UnwritableError: the op is refused, or one of its arguments cannot be sent.
     """
 
     def __init__(self, schema: str, arguments: str, further: frozenset[str] = frozenset()) -> None:
@@ -139,7 +139,7 @@ def _literal(value: Any, of: ValueType, names: Sequence[str]) -> str:
         return f"float({inside!r})"
     if kind == "complex":
         return f"complex({str(complex(*map(float, inside)))!r})"
-    raise UnwritableError(f"an argument cannot be given: {ascii(inside)[:80]}")
+    raise UnwritableError(f"an argument cannot be sent: {ascii(inside)[:80]}")
 
 
 def dtype_text(name: str) -> str:
@@ -149,12 +149,12 @@ def dtype_text(name: str) -> str:
     return f"torch.{name}"
 
 
-def collective_text(row: Mapping[str, Any], given: Sequence[str], received: Sequence[str]) -> str:
+def collective_text(row: Mapping[str, Any], sent: Sequence[str], received: Sequence[str]) -> str:
     """A collective over torch.distributed; several, where it is of several tensors, as `Works`.
 
     Args:
         row: Of the plan's `collectives`.
-        given: Names of the tensors that it takes.
+        sent: Names of the tensors that it takes.
         received: Names of those that it fills.
     """
     kind, group = row["kind"], f"group=group[{row['group']!a}]"
@@ -163,27 +163,27 @@ def collective_text(row: Mapping[str, Any], given: Sequence[str], received: Sequ
     calls: list[tuple[str, Sequence[str]]]
     if kind in {"send", "recv"}:
         function = ("i" if row["asynchronous"] else "") + kind
-        calls = [(function, [tensor, peer, group]) for tensor in (given if kind == "send" else received)]
+        calls = [(function, [tensor, peer, group]) for tensor in (sent if kind == "send" else received)]
     elif kind in {"all_reduce", "broadcast", "reduce"}:
         root = [] if kind == "all_reduce" else [peer]
-        calls = [(kind, [tensor, *root, *more]) for tensor in received or given]
+        calls = [(kind, [tensor, *root, *more]) for tensor in received or sent]
     elif kind in {"gather", "scatter"}:
-        own, parts = (given, received) if kind == "gather" else (received, given)
+        own, parts = (sent, received) if kind == "gather" else (received, sent)
         of_all = f"list({parts[0]}.chunk(WORLD))" if len(parts) == 1 else _list(parts) if parts else "None"
         calls = [(kind, [own[0], of_all, peer, *more])]
-    elif kind == "all_to_all" and len(given) > 1:
-        calls = [(kind, [_list(received), _list(given), *more])]
+    elif kind == "all_to_all" and len(sent) > 1:
+        calls = [(kind, [_list(received), _list(sent), *more])]
     elif kind == "all_to_all":
         splits = [str(list(row[side]) or None) for side in ("splits_out", "splits_in")]
-        calls = [("all_to_all_single", [received[0], given[0], *splits, *more])]
-    elif kind == "all_gather" and len(given) == len(received):
-        calls = [("all_gather_into_tensor", [r, g, *more]) for g, r in zip(given, received, strict=True)]
+        calls = [("all_to_all_single", [received[0], sent[0], *splits, *more])]
+    elif kind == "all_gather" and len(sent) == len(received):
+        calls = [("all_gather_into_tensor", [r, g, *more]) for g, r in zip(sent, received, strict=True)]
     elif kind == "all_gather":
-        calls = [(kind, [_list(received), given[0], *more])]
-    elif kind == "reduce_scatter" and len(given) == len(received):
-        calls = [("reduce_scatter_tensor", [r, g, *more]) for g, r in zip(given, received, strict=True)]
+        calls = [(kind, [_list(received), sent[0], *more])]
+    elif kind == "reduce_scatter" and len(sent) == len(received):
+        calls = [("reduce_scatter_tensor", [r, g, *more]) for g, r in zip(sent, received, strict=True)]
     elif kind == "reduce_scatter":
-        calls = [(kind, [received[0], _list(given), *more])]
+        calls = [(kind, [received[0], _list(sent), *more])]
     else:
         calls = [("barrier", more)]
     texts = [f"dist.{function}({', '.join(arguments)})" for function, arguments in calls]

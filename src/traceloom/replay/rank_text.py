@@ -56,30 +56,30 @@ class RankText:
 
     def _add_op(self, op: Op, collectives: Sequence[Op], made: set[int], *, alone: bool) -> None:
         """Add the lines of an op; `made` are the registers that hold something before it."""
-        given, received = op["inputs"], [output for output in op["outputs"] if output is not None]
+        taken, received = op["inputs"], [output for output in op["outputs"] if output is not None]
         if op["action"] == RUN and isinstance(self._calls[op["call"]], CallText):
             present = tuple(output is not None for output in op["outputs"])
             shapes = tuple(map(self._geometry, received)) if _is_by_content(op) else ()
-            self._add((op["call"], present, shapes), op, given, received)
+            self._add((op["call"], present, shapes), op, taken, received)
         elif op["action"] == VIEW:
-            self._add(("view", self._geometry(received[0])), op, given, received)
+            self._add(("view", self._geometry(received[0])), op, taken, received)
         elif op["action"] == COLLECTIVE and not alone:
             for register in received:
                 if register not in made:  # what a functional collective receives is made by it
                     key = "empty", self._geometry(register)
                     self._add(key, {**op, "action": "empty", "outputs": [register]}, (), [register])
             row = collectives[op["collective"]]
-            key = (row["kind"], row["group"], row["peer"], *row["splits_in"], None, *row["splits_out"], len(given))
+            key = (row["kind"], row["group"], row["peer"], *row["splits_in"], None, *row["splits_out"], len(taken))
             handles = [len(self._tensors) + op["collective"]] if row["asynchronous"] else []
-            about = {**row, **op, "outputs": handles, "given": len(given)}
-            self._add((*key, row["asynchronous"]), about, [*given, *received], handles)
+            about = {**row, **op, "outputs": handles, "sent": len(taken)}
+            self._add((*key, row["asynchronous"]), about, [*taken, *received], handles)
         elif op["action"] == WAIT and not alone:
             if collectives[op["collective"]]["asynchronous"]:
                 self._add("wait", op, [len(self._tensors) + op["collective"]], ())
         else:
             new = [register for register in received if register not in made]
             key = ("stand-in", op["name"], self.recorded_ns(op), *map(self._geometry, new))
-            self._add(key, {**op, "action": "stand-in", "outputs": new}, given, new)
+            self._add(key, {**op, "action": "stand-in", "outputs": new}, taken, new)
 
     def _add(self, key: Hashable, about: Op, reads: Iterable[int], writes: Iterable[int]) -> None:
         what = self._numbers.setdefault(key, len(self._numbers))
@@ -125,7 +125,7 @@ class RankText:
             tensors = "".join(f"({self._like(register)}), " for register in op["outputs"])
             return f"stand_in({self.recorded_ns(op)}, {tensors}device=DEVICE)"
         if op["action"] == COLLECTIVE:
-            return collective_text(op, names[: op["given"]], names[op["given"] :])
+            return collective_text(op, names[: op["sent"]], names[op["sent"] :])
         call = self._calls[op["call"]]
         assert isinstance(call, CallText)
         text = call.write(names)
@@ -160,20 +160,20 @@ class RankText:
             yield f"{name(register)} = on_storage({on[number]}, {dtype_text(dtype)}, {offset}, {shape}, {strides})"
             on[number] = name(register)
 
-    def case(self, number: int, op: Op, said: str) -> str | None:
+    def case(self, number: int, op: Op, about: str) -> str | None:
         """An op alone as a function that makes its inputs and gives what calls it; None where no text can.
 
         Args:
             number: Of the function.
             op: A row of the plan's `ops`.
-            said: About it.
+            about: Its docstring.
         """
         if not isinstance(self._calls[op["call"]], CallText):
             return None
         names = {register: f"t{k}" for k, register in enumerate(dict.fromkeys(op["inputs"]))}
         call = self.expression({**op, "outputs": []}, [names[register] for register in op["inputs"]])
         lines = [*self.external(names, names.__getitem__), f"return lambda: {call}"]
-        return function(f"case_{number}", "", "Callable[[], Any]", said, lines)
+        return function(f"case_{number}", "", "Callable[[], Any]", about, lines)
 
 
 def _call(schema: str, arguments: str, further: frozenset[str]) -> CallText | UnwritableError:
@@ -197,17 +197,17 @@ def _is_whole(shape: Sequence[int], strides: Sequence[int], elements: int) -> bo
     return expected == elements
 
 
-def function(name: str, parameters: str, returns: str, said: str, lines: Iterable[str]) -> str:
+def function(name: str, parameters: str, returns: str, about: str, lines: Iterable[str]) -> str:
     """A function as text.
 
     Args:
         name: Its name.
         parameters: As they stand in brackets.
         returns: What it gives.
-        said: Its docstring, any text.
+        about: Its docstring, any text.
         lines: What it does; each is broken where it is too long.
     """
-    doc = ascii(said.replace("µ", "u"))[1:-1].replace('"', r"\"")
+    doc = ascii(about.replace("µ", "u"))[1:-1].replace('"', r"\"")
     body = [f'"""{doc}"""', *(part for line in lines for part in wrapped(line))]
     return "\n".join([*wrapped(f"def {name}({parameters}) -> {returns}:"), *(f"    {line}" for line in body)])
 

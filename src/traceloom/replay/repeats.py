@@ -1,4 +1,4 @@
-"""Repeats: stretches of a program that do the same to other registers, found once and called many times.
+"""Repeats: stretches of a program that do the same to other registers, distinct once and called many times.
 
 Two stretches are the same where they do the same things in the same order and their registers are equal up to
 renaming. The best repeat (the one that saves most lines) becomes a block, its places become calls of it, and so on, in
@@ -182,8 +182,8 @@ def _candidates(tokens: Ints) -> Iterator[tuple[float, int, list[int]]]:
     before = np.where(i > 0, tokens[i - 1] == tokens[j - 1], False)
     lengths = np.minimum(common, j - i)
     lengths = lengths[(lengths >= _LEAST) & (~before | (common >= j - i))]
-    found, count = np.unique(lengths, return_counts=True)
-    for length in found[np.argsort(-found * count, kind="stable")][:_LENGTHS].tolist():
+    distinct, count = np.unique(lengths, return_counts=True)
+    for length in distinct[np.argsort(-distinct * count, kind="stable")][:_LENGTHS].tolist():
         yield from _groups(levels, length)
 
 
@@ -200,8 +200,8 @@ def _groups(levels: Sequence[Ints], length: int) -> Iterator[tuple[float, int, l
     sizes = np.diff(np.append(heads, order.size))
     for group in np.argsort(-sizes, kind="stable")[: _GROUPS * 16]:
         places: list[int] = []
-        for place in order[heads[group] : heads[group] + sizes[group]].tolist():
-            if not places or place >= places[-1] + length:
-                places.append(place)
+        for start in order[heads[group] : heads[group] + sizes[group]].tolist():
+            if not places or start >= places[-1] + length:
+                places.append(start)
         if len(places) > 1:
             yield _saved(length, len(places)), length, places

@@ -102,9 +102,7 @@ def write_script(plan: Plan, *, seed: int = 0, further: frozenset[str] = frozens
         rows = [f"    {rank}: (outside_of_{of}, step_of_{of})," for rank, of in of_ranks]
         parts.append("\n".join(["# what each rank does", "FUNCTIONS = {", *rows, "}"]))
         measure = "    outside, step = FUNCTIONS[rank]\n" + measure
-    main = ["def main() -> None:\n", _OPTIONS]
-    if plan.threads:
-        main.append(f"    torch.set_num_threads({plan.threads})\n")
+    main = [_options(plan)]
     if world > 1:
         main += [_JOIN, measure, f"    if rank == {first.rank}:\n    {_COMPARE}    dist.destroy_process_group()\n"]
     else:
@@ -141,18 +139,18 @@ def write_worst(plan: Plan, op: str | None, slowest: int, *, seed: int = 0) -> s
     for row, calls, each in cases.select("op", "calls", "each_ns").iter_rows():
         if len(parts) == slowest:
             break
-        about = text.ops[row]
+        first = text.ops[row]
         took = "" if each is None else f", recorded: {units.duration(round(each))} each"
-        said = f"{about['name']}: {units.counted(calls, 'call')}{took}"
-        if (case := text.case(len(parts) + 1, about, said)) is not None:
+        about = f"{first['name']}: {units.counted(calls, 'call')}{took}"
+        if (case := text.case(len(parts) + 1, first, about)) is not None:
             parts.append(case)
     chosen = ", ".join(f"case_{k + 1}" for k in range(len(parts)))
     copies = _copies([filling.filled, standalone.on_storage], parts)
     copies += _copies([standalone.timed, standalone.summary])
-    main = f"def main() -> None:\n{_OPTIONS}{_MEASURE_CASES}".rstrip()
-    about = [f"The slowest ops of {plan.source}, each timed on its own.", *_versions(plan),
+    main = (_options(plan) + _MEASURE_CASES).rstrip()
+    head = [f"The slowest ops of {plan.source}, each timed on its own.", *_versions(plan),
              "", "    python FILE [--runs N] [--device cuda]"]  # fmt: skip
-    return _file(about, [f"DEVICE = {_device(of)!r}"], [*copies, *parts, f"CASES = [{chosen}]", main])
+    return _file(head, [f"DEVICE = {_device(of)!r}"], [*copies, *parts, f"CASES = [{chosen}]", main])
 
 
 def distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
@@ -166,15 +164,22 @@ def distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
         One row per distinct call: op (the first), calls, each_ns (the median of their recorded times; null: unknown).
     """
     inputs = ops.select("op", pl.col("inputs").alias("tensor")).explode("tensor")
-    looks = inputs.join(plan.tensors.select("tensor", "shape", "strides", "dtype"), on="tensor", how="left")
-    by_op = looks.group_by("op", maintain_order=True).agg(pl.struct("shape", "strides", "dtype").alias("looks"))
+    geometry = pl.struct("shape", "strides", "dtype").alias("geometries")
+    geometries = inputs.join(plan.tensors.select("tensor", geometry), on="tensor", how="left")
+    by_op = geometries.group_by("op", maintain_order=True).agg("geometries")
     return (
         ops.select("op", "call", pl.col("durations_ns").list.median().alias("each_ns"))
         .join(by_op, on="op", how="left", maintain_order="left")
-        .group_by("call", "looks", maintain_order=True)
+        .group_by("call", "geometries", maintain_order=True)
         .agg(pl.first("op"), pl.len().alias("calls"), pl.median("each_ns"))
-        .drop("call", "looks")
+        .drop("call", "geometries")
     )
+
+
+def _options(plan: Plan) -> str:
+    """The beginning of `main`."""
+    threads = f"    torch.set_num_threads({plan.threads})\n" if plan.threads else ""
+    return f"def main() -> None:\n{_OPTIONS}{threads}"
 
 
 def _file(about: Sequence[str], numbers: Sequence[str], parts: Iterable[str]) -> str:
