@@ -6,13 +6,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from statistics import median
 from typing import Any
 
+import polars as pl
+
 from traceloom.model import units
 from traceloom.replay.expressions import CallText, UnwritableError, collective_text, dtype_text, wrapped
 from traceloom.replay.plan import COLLECTIVE, ITEM_BYTES, RUN, VIEW, WAIT, RankPlan
 from traceloom.replay.repeats import Line
 
-SEEDS = 1_000_003
-"""The content of a storage is seeded with the seed of the replay times this plus the row of the storage."""
 # Shapes of their results depend on what tensors hold, which is not what they held.
 _BY_CONTENT = frozenset({
     "nonzero", "masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount",
@@ -43,6 +43,8 @@ class RankText:
         self.ops: list[Op] = plan.ops.to_dicts()
         self._tensors = plan.tensors.to_dicts()
         self._storages = plan.storages.to_dicts()
+        first = plan.tensors.group_by("storage", maintain_order=True).agg(pl.first("dtype"))
+        self._dtypes = dict(first.iter_rows())
         calls = plan.calls.select("schema", "arguments").iter_rows()
         self._calls = [_call(schema, arguments, further) for schema, arguments in calls]
         self._numbers: dict[Hashable, int] = {}
@@ -146,12 +148,13 @@ class RankText:
             number = self._tensors[register]["storage"]
             if number not in on:
                 storage = self._storages[number]
-                elements = -(-storage["bytes"] // ITEM_BYTES[dtype])
+                whole = self._dtypes[number]
+                elements = -(-storage["bytes"] // ITEM_BYTES[whole])
                 content = "floats" if storage["content"] in {None, "data"} else storage["content"]
                 bounds = "".join(f", {side}={storage[side]}" for side in ("low", "high") if storage[side] is not None)
-                seed = self._seed * SEEDS + number
-                base = f"filled({elements}, {dtype_text(dtype)}, {content!r}{bounds}, seed={seed}).to(DEVICE)"
-                if offset == 0 and _is_whole(shape, strides, elements):
+                seed = self._seed + number
+                base = f"filled({elements}, {dtype_text(whole)}, {content!r}{bounds}, seed={seed}).to(DEVICE)"
+                if (dtype, offset) == (whole, 0) and _is_whole(shape, strides, elements):
                     on[number] = name(register)
                     yield f"{name(register)} = {base}" + (f".view({shape})" if len(shape) != 1 else "")
                     continue

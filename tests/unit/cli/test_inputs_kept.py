@@ -93,6 +93,7 @@ WRITES_OVER_ITS_INPUT = [
     ["anonymize", "one.json", "-o", "new.json", "--key", "key.json", "--map", "key.json"],
     ["anonymize", "one.json", "-o", "one.json"],
     ["show", "job.graph", "-o", "linked.html"],
+    ["replay", "job.graph", "-o", "job.graph"],
 ]
 
 

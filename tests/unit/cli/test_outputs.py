@@ -110,7 +110,7 @@ def test_completion_knows_verbs_options_and_sections(shell: str, capsys: pytest.
 def test_bash_takes_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
-    asked = "\nCOMP_WORDS=(traceloom rep) COMP_CWORD=1; _shtab_traceloom; echo ${COMPREPLY[@]}"
+    asked = "\nCOMP_WORDS=(traceloom repo) COMP_CWORD=1; _shtab_traceloom; echo ${COMPREPLY[@]}"
     done = subprocess.run(["bash"], input=script + asked, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["report"], done.stderr
 

@@ -70,7 +70,7 @@ def run_by_hand(plan: RankPlan, seed: int = 0) -> dict[int, Any]:
         if storage["external"]:
             dtype = getattr(torch, row["dtype"])
             elements = storage["bytes"] // ITEM_BYTES[row["dtype"]]
-            whole = filled(elements, dtype, storage["content"], seed=seed * 1_000_003 + row["storage"])
+            whole = filled(elements, dtype, storage["content"], seed=seed + row["storage"])
             registers[row["tensor"]] = whole.as_strided(row["shape"], row["strides"], row["offset"])
     for op in plan.ops.to_dicts():
         schema, text = plan.calls.row(op["call"])[2:4]
