@@ -20,12 +20,14 @@ def filled(
     Args:
         elements: How many.
         dtype: Of which type.
-        content: floats (around 0), positive, probability (0 to 1), integers (low to high), offsets (ascending from low
-            to high), zeros.
+        content: floats (around 0), weights (around 0, such that a sum of `high` products keeps its size), positive,
+            probability (0 to 1), integers (low to high), offsets (ascending from low to high), zeros.
         low: Of integers and offsets; None: 0.
         high: Of integers and offsets; None: low.
         seed: Of the random numbers.
     """
+    import math
+
     import torch
 
     random = torch.Generator().manual_seed(seed)
@@ -43,8 +45,12 @@ def filled(
     if not dtype.is_floating_point:
         return torch.zeros(elements, dtype=dtype)
     uniform = torch.rand(elements, generator=random)
-    if content == "floats":  # a tenth at the least: products of what is much smaller become denormal, which is slow
+    if content in {
+        "floats",
+        "weights",
+    }:  # a tenth at the least: products of smaller ones become denormal, which is slow
         uniform = (0.1 + 0.9 * uniform) * (torch.randint(0, 2, (elements,), generator=random) * 2 - 1)
+        uniform *= math.sqrt(3 / max(high, 1)) if content == "weights" else 1
     elif content == "positive":
         uniform = 0.1 + 0.9 * uniform
     return uniform.to(dtype)

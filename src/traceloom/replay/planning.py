@@ -26,6 +26,7 @@ from traceloom.read.host_trace import HostPeek, peek_either, read_host_trace
 from traceloom.read.inputs import find
 from traceloom.replay.allowed import refusal
 from traceloom.replay.collectives import WAIT, Exchange, exchange_of, groups_of, tensors_bytes
+from traceloom.replay.contents import ranges_of, settle_contents
 from traceloom.replay.nodes import Level, Nodes, choose, communicates, within
 from traceloom.replay.originals import Originals, originals_of, originals_of_graph
 from traceloom.replay.plan import (
@@ -471,6 +472,7 @@ class _RankPlanner:
             pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
             self.originals.steps.select(pl.lit(rank, pl.Int32).alias("rank"), pl.all()),
         ).with_lives()  # fmt: skip
+        plan = settle_contents(plan, ranges_of(self.nodes.host.ops))
         plan.check()
         return plan
 

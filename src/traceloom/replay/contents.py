@@ -1,0 +1,498 @@
+"""What tensors that come from outside must hold, so that the ops that take them do what they did.
+
+An index must lie within its table, offsets must ascend, what is under a root must not be negative. Such demands are
+looked for from the last op to the first: each op makes its own of what it takes, and where it only copies what it
+takes, those on what it gives are those on what it takes. Demands are on storages, so views need no care. Where several
+ops demand something of one storage, all of it holds: the tightest bounds.
+
+What nobody demands anything of is guessed: floats around 0, weights such that products keep their size, numbers 1,
+integers 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+import polars as pl
+
+from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN, RankPlan
+from traceloom.replay.schema import OperatorSchema, UnreadableSchemaError, parse_schema
+
+Shape = list[int]
+
+
+class Demand(NamedTuple):
+    """What a storage must hold.
+
+    Attributes:
+        content: `integers`, `offsets`, `positive` or `probability`.
+        low: The least integer.
+        high: The greatest.
+    """
+
+    content: str
+    low: int = 0
+    high: int | None = None
+
+    def and_also(self, other: Demand | None) -> Demand:
+        """What meets both."""
+        if other is None or other == self:
+            return self
+        content = min(self.content, other.content, key=_STRICTEST.index)
+        low = max(demand.low + (demand.content == "positive") for demand in (self, other))
+        highs = [demand.high for demand in (self, other) if demand.high is not None]
+        return Demand(content, low, max(min(highs), 0) if highs else None)
+
+
+_STRICTEST = ("offsets", "integers", "probability", "positive")
+_POSITIVE = Demand("positive")
+_PROBABILITY = Demand("probability")
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of the plan: which inputs its arguments are, and their other values.
+
+    Attributes:
+        schema: The op.
+        base: Its name without what says that it works on lists or in place.
+        values: Of the arguments by name, as in the plan.
+        inputs: Numbers of the inputs by the name of the argument.
+        demanding: Whether it demands anything.
+    """
+
+    schema: OperatorSchema
+    base: str
+    values: dict[str, Any]
+    inputs: dict[str, list[int]]
+    demanding: bool
+
+
+@dataclass(slots=True)
+class _Use:
+    """A call by one op: with the shapes of what it takes."""
+
+    call: _Call
+    shapes: list[Shape]
+    dtypes: list[str]
+    given: list[Shape] = field(default_factory=list)
+
+    def shape(self, name: str) -> Shape:
+        """Shape of the argument; without dimensions where it has no tensor."""
+        numbers = self.call.inputs.get(name)
+        return self.shapes[numbers[0]] if numbers else []
+
+    def length(self, of: str, dim: int | str) -> int | None:
+        """Length of a dimension, or of the one that an argument names."""
+        shape = self.shape(of)
+        at = self.call.values.get(dim, 0) if isinstance(dim, str) else dim
+        return shape[at] if isinstance(at, int) and -len(shape) <= at < len(shape) else None
+
+
+# How many values an index may have, by op: the argument that holds it, and how many there are.
+_Count = Callable[[_Use], int | None]
+
+
+def _along(of: str, dim: int | str) -> _Count:
+    return lambda use: use.length(of, dim)
+
+
+def _whole(of: str, last: int = 0) -> _Count:
+    """All elements of a tensor, or those of its last dimensions."""
+    return lambda use: prod(use.shape(of)[-last:])
+
+
+def _classes(use: _Use) -> int | None:
+    return use.length("self", 1 if len(use.shape("self")) > 1 else 0)
+
+
+_LIMITS: dict[str, tuple[str, _Count]] = {
+    "embedding": ("indices", _along("weight", 0)),
+    "embedding_renorm": ("indices", _along("self", 0)),
+    "embedding_bag": ("indices", _along("weight", 0)),
+    "_embedding_bag": ("indices", _along("weight", 0)),
+    "_embedding_bag_forward_only": ("indices", _along("weight", 0)),
+    "take": ("index", _whole("self")),
+    "put": ("index", _whole("self")),
+    "take_along_dim": ("indices", _along("self", "dim")),
+    "gather_backward": ("index", _along("self", "dim")),
+    "one_hot": ("self", lambda use: use.given[0][-1] if use.given and use.given[0] else None),
+    "bincount": ("self", lambda use: use.given[0][0] if use.given and use.given[0] else None),
+    "max_unpool2d": ("indices", lambda use: prod(use.call.values["output_size"])),
+    "max_unpool3d": ("indices", lambda use: prod(use.call.values["output_size"])),
+    "max_pool2d_with_indices_backward": ("indices", _whole("self", 2)),
+    "max_pool3d_with_indices_backward": ("indices", _whole("self", 3)),
+}
+_LIMITS |= dict.fromkeys(
+    ("index_select", "index_add", "index_copy", "index_fill", "index_reduce", "gather", "scatter", "scatter_add",
+     "scatter_reduce"), ("index", _along("self", "dim")),
+)  # fmt: skip
+_LIMITS |= dict.fromkeys(
+    ("embedding_backward", "embedding_dense_backward", "embedding_sparse_backward", "_embedding_bag_backward",
+     "_embedding_bag_dense_backward", "_embedding_bag_sparse_backward"),
+    ("indices", lambda use: use.call.values.get("num_weights")),
+)  # fmt: skip
+_LIMITS |= dict.fromkeys(
+    ("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward",
+     "nll_loss2d_backward", "cross_entropy_loss", "multi_margin_loss", "multi_margin_loss_backward"),
+    ("target", _classes),
+)  # fmt: skip
+# Of any op: arguments whose name says what they are.
+_POSITIVE_NAMES = frozenset({
+    "running_var", "save_var", "save_invstd", "invstd", "rstd", "var", "exp_avg_sqs", "max_exp_avg_sqs", "state_sums",
+    "state_steps", "inv_scale", "current_scale", "scale",
+})  # fmt: skip
+_POSITIVE_OPS = frozenset({
+    "sqrt", "rsqrt", "log", "log2", "log10", "log1p", "xlogy", "lgamma", "digamma", "polygamma", "acosh", "poisson",
+})  # fmt: skip
+_PROBABILITY_OPS = {
+    "bernoulli": ("self", "p"), "binary_cross_entropy": ("self", "target"), "multinomial": ("self",),
+    "binary_cross_entropy_backward": ("self", "target"), "logit": ("self",), "binomial": ("prob",),
+}  # fmt: skip
+# Ascending positions in a longer tensor: of bags of indices, of sequences that lie one behind the other.
+_OFFSETS = {
+    "offsets": ("indices", "values"), "cum_seq_q": ("query",), "cum_seq_k": ("key",), "cu_seqlens_q": ("query",),
+    "cu_seqlens_k": ("key",),
+}  # fmt: skip
+# What they give are values of what they take in these arguments.
+_COPIES = frozenset({
+    "clone", "_to_copy", "to", "copy", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "repeat", "tile",
+    "flip", "roll", "index", "index_select", "gather", "take", "select", "slice", "sort", "topk", "constant_pad_nd",
+    "pad", "masked_fill", "masked_select", "where", "pin_memory", "_pin_memory", "lift", "lift_fresh", "index_put",
+    "_index_put_impl", "slice_scatter", "select_scatter", "scatter", "_unsafe_view", "repeat_interleave", "unique",
+    "_unique2", "contiguous", "reshape", "flatten", "_copy_from", "cuda", "cpu", "type_as", "expand", "view",
+    "masked_scatter", "_cast_Long", "_cast_Int", "flatten_dense_tensors", "unflatten_dense_tensors", "fill",
+})  # fmt: skip
+_COPIED = ("self", "src", "source", "tensors", "values", "value", "input", "other", "flat")
+_EXCHANGES = frozenset({"broadcast", "all_gather", "all_to_all", "gather", "scatter"})
+# What they give is positive if what they take is.
+_KEEP_SIGN = frozenset({
+    "add", "mul", "div", "addcmul", "addcdiv", "lerp", "sum", "mean", "max", "min", "amax", "amin", "maximum",
+    "minimum", "clamp", "clamp_min", "clamp_max", "cumsum", "prod",
+})  # fmt: skip
+# Products: what is multiplied, by what, and the dimension that is summed, all of the rest of a filter.
+_PRODUCTS = {
+    "mm": ("self", "mat2", 0), "addmm": ("mat1", "mat2", 0), "bmm": ("self", "mat2", 1),
+    "matmul": ("self", "other", -2), "baddbmm": ("batch1", "batch2", 1), "linear": ("input", "weight", 1),
+} | dict.fromkeys(
+    ("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose2d"), ("input", "weight", None),
+)  # fmt: skip
+# They change what a tensor says of itself, not what its storage holds.
+_OF_THE_TENSOR = frozenset({
+    "detach", "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "as_strided", "requires_grad", "resize", "set",
+})  # fmt: skip
+_NAMED = _POSITIVE_NAMES | _OFFSETS.keys()
+_DEMANDING = _LIMITS.keys() | _POSITIVE_OPS | _PROBABILITY_OPS.keys() | {
+    "index", "index_put", "_index_put_impl", "floor_divide", "remainder", "fmod", "pow", "repeat_interleave",
+    "_pack_padded_sequence",
+}  # fmt: skip
+_GEOMETRY_ONLY = re.compile(r"_like$|^new_|^size$|^stride$|^resize|^set_$")
+_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+
+
+def settle_contents(plan: RankPlan, ranges: Mapping[int, Mapping[int, tuple[int, int]]] | None = None) -> RankPlan:
+    """Settle what external storages hold.
+
+    A storage that an op allocates and that is read before any op has written to it becomes an external one: what wrote
+    to it was no op (`torch.tensor([1, 2])`).
+
+    Args:
+        plan: The plan of a rank.
+        ranges: Least and greatest values of integer tensors, by node and number of the tensor among its inputs, where
+            the host trace has them.
+
+    Returns:
+        The plan; columns `content`, `low`, `high` and `evidence` of its storages are filled.
+    """
+    finder = _Finder(plan)
+    unwritten = finder.unwritten()
+    if unwritten:
+        plan = _made_external(plan, unwritten)
+    finder.look()
+    recorded = finder.recorded(ranges or {})
+    first = plan.tensors.group_by("storage", maintain_order=True).first()
+    about = {storage: (dtype, shape) for storage, dtype, shape in first.select("storage", "dtype", "shape").iter_rows()}
+    external = plan.storages["external"].to_list()
+    rows = [
+        finder.settled(storage, *about.get(storage, ("uint8", [0])), recorded.get(storage)) if outside else (None,) * 4
+        for storage, outside in enumerate(external)
+    ]
+    columns = ("content", "low", "high", "evidence")
+    settled = pl.DataFrame(rows, schema={name: plan.storages.schema[name] for name in columns}, orient="row")
+    return replace(plan, storages=plan.storages.with_columns(settled.get_columns()))
+
+
+def ranges_of(host_ops: pl.DataFrame) -> dict[int, dict[int, tuple[int, int]]]:
+    """The values of integer tensors that a host trace has: columns as `HOST_OPS`; see `settle_contents`.
+
+    PyTorch writes them with ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE=1.
+    """
+    some = host_ops.filter(pl.col("attributes").str.contains(r'"tensor_range":"\{')).select("id", "attributes")
+    return {
+        node: {int(number): (low, high) for number, (low, high) in msgspec.json.decode(found).items()}
+        for node, text in some.iter_rows()
+        if (found := msgspec.json.decode(text).get("tensor_range"))
+    }
+
+
+def _made_external(plan: RankPlan, storages: set[int]) -> RankPlan:
+    """The plan with storages that come from outside; the ops that allocated them still do, and nobody uses that."""
+    outside = plan.storages["storage"].is_in(list(storages))
+    tensors = plan.tensors.filter(pl.col("storage").is_in(list(storages)))["tensor"].implode()
+    allocates = pl.col("name").str.strip_prefix("aten::").is_in(list(_EMPTY))
+    elsewhere = pl.col("outputs").list.eval(pl.when(~pl.element().is_in(tensors)).then(pl.element()))
+    return replace(
+        plan,
+        ops=plan.ops.with_columns(pl.when(allocates).then(elsewhere).otherwise("outputs").alias("outputs")),
+        storages=plan.storages.with_columns(external=plan.storages["external"] | outside),
+    )
+
+
+class _Finder:
+    """Looks at the ops of a plan for what they demand of storages."""
+
+    def __init__(self, plan: RankPlan) -> None:
+        self.plan = plan
+        self.demands: dict[int, Demand] = {}
+        self.weights: dict[int, int] = {}
+        self.storage = plan.tensors["storage"].to_list()
+        self.shapes: list[Shape] = plan.tensors["shape"].to_list()
+        self.dtypes = plan.tensors["dtype"].to_list()
+        self.calls = [_call(*row) for row in plan.calls.select("schema", "arguments").iter_rows()]
+        self.kinds = plan.collectives["kind"].to_list()
+        self.ops = plan.ops.select("action", "call", "collective", "inputs", "outputs").rows()
+
+    def look(self) -> None:
+        """Fill `demands` and `weights`."""
+        for action, call_row, collective, inputs, outputs in reversed(self.ops):
+            if action in {RUN, STAND_IN} and call_row is not None:
+                call = self.calls[call_row]
+                if call is not None:
+                    self._look_at(call, inputs, outputs)
+            elif action == COLLECTIVE and self.kinds[collective] in _EXCHANGES:
+                self._pass_on(self._demanded(outputs), inputs)
+
+    def settled(
+        self, storage: int, dtype: str, shape: Shape, recorded: tuple[int, int] | None
+    ) -> tuple[str, int | None, int | None, str]:
+        """Content, low, high and evidence of an external storage, by its first tensor."""
+        demand = self.demands.get(storage)
+        floating = dtype.startswith(("float", "bfloat", "complex"))
+        if dtype == "bool":
+            return "integers", 0, 1, "guess"
+        if recorded is not None and not floating and (demand is None or demand.content != "offsets"):
+            return "integers", *recorded, "range"
+        if demand is not None and demand.content in {"integers", "offsets"}:
+            high = demand.low if demand.high is None else demand.high
+            return demand.content, min(demand.low, high), high, "consumer"
+        if not shape:  # a number such as a factor, a step: 1 neither shrinks nor turns what it meets
+            return "integers", 1, 1, "guess"
+        if not floating:
+            return ("zeros", None, None, "guess") if demand is None else ("integers", 1, 1, "consumer")
+        if demand is not None:
+            return demand.content, None, None, "consumer"
+        if storage in self.weights and len(shape) > 1:
+            return "weights", None, self.weights[storage], "consumer"
+        return "floats", None, None, "guess"
+
+    def recorded(self, ranges: Mapping[int, Mapping[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
+        """Least and greatest recorded integer of storages, before anything writes to them."""
+        out: dict[int, tuple[int, int]] = {}
+        if not ranges:
+            return out
+        written: set[int] = set()
+        for node, (_, call_row, _, inputs, _) in zip(self.plan.ops["node"], self.ops, strict=True):
+            here = ranges.get(node, {})
+            call = None if call_row is None else self.calls[call_row]
+            mutated = set() if call is None else _mutated(call)
+            for number, tensor in enumerate(inputs):
+                storage = self.storage[tensor]
+                if number in here and number not in mutated and storage not in written:
+                    low, high = here[number]
+                    before = out.get(storage, (low, high))
+                    out[storage] = min(low, before[0]), max(high, before[1])
+            written |= {self.storage[inputs[number]] for number in mutated if number < len(inputs)}
+        return out
+
+    def unwritten(self) -> set[int]:
+        """Storages that are read before any op has written to them since they were allocated."""
+        fresh: set[int] = set()
+        out: set[int] = set()
+        for action, call_row, _, inputs, outputs in self.ops:
+            call = None if call_row is None else self.calls[call_row]
+            touched = fresh.intersection([self.storage[tensor] for tensor in inputs]) if fresh else fresh
+            if action != RUN or call is None:
+                fresh -= touched
+                fresh -= {self.storage[tensor] for tensor in outputs if tensor is not None}
+            elif touched and not _GEOMETRY_ONLY.search(call.schema.name):
+                written = {self.storage[inputs[number]] for number in _mutated(call)}
+                made = {self.storage[tensor] for tensor in outputs if tensor is not None}
+                if written or not made or not made <= touched:  # else it is a view, or changes the tensor alone
+                    out |= touched - written
+                    fresh -= touched
+            if call is not None and call.schema.name in _EMPTY:
+                fresh |= {self.storage[tensor] for tensor in outputs if tensor is not None}
+        return out
+
+    def _look_at(self, call: _Call, inputs: list[int], outputs: list[int | None]) -> None:
+        demanded = self._demanded(outputs) if self.demands else None
+        base = call.base
+        if demanded is not None:
+            if call.schema.is_view or base in _COPIES:
+                copied = [number for name in _COPIED for number in call.inputs.get(name, ())]
+                self._pass_on(demanded, [inputs[number] for number in copied])
+            elif base in _KEEP_SIGN:
+                self._through_sums(call, demanded, inputs)
+        if base in _PRODUCTS:
+            self._product(call, inputs)
+        if call.demanding:
+            use = _Use(
+                call,
+                [self.shapes[row] for row in inputs],
+                [self.dtypes[row] for row in inputs],
+                [self.shapes[row] for row in outputs if row is not None],
+            )
+            for number, demand in _demands(use):
+                self._pass_on(demand, [inputs[number]])
+
+    def _demanded(self, tensors: Iterable[int | None]) -> Demand | None:
+        """What is demanded of all these tensors together."""
+        out: Demand | None = None
+        for tensor in tensors:
+            demand = None if tensor is None else self.demands.get(self.storage[tensor])
+            if demand is not None:
+                out = demand.and_also(out)
+        return out
+
+    def _pass_on(self, demand: Demand | None, tensors: Iterable[int]) -> None:
+        if demand is not None:
+            for tensor in tensors:
+                storage = self.storage[tensor]
+                self.demands[storage] = demand.and_also(self.demands.get(storage))
+
+    def _through_sums(self, call: _Call, demanded: Demand, inputs: list[int]) -> None:
+        """What sums and products must be made of to be positive, or integers up to a limit."""
+        if demanded.content in {"positive", "probability"}:
+            factors = [inputs[number] for name in ("tensor1", "tensor2") for number in call.inputs.get(name, ())]
+            others = [
+                inputs[n]
+                for name, numbers in call.inputs.items()
+                if name not in {"tensor1", "tensor2"}
+                for n in numbers
+            ]
+            half = len(factors) // 2
+            squares = call.base == "addcmul" and factors[:half] == factors[half:]
+            if call.base == "mul" and len(others) == 2 and others[0] == others[1]:
+                others = []
+            self._pass_on(_POSITIVE, others if squares else [*others, *factors])
+        elif demanded.content == "integers" and call.base == "add" and demanded.high is not None:
+            other = call.values.get("other")
+            if isinstance(other, int):
+                shifted = Demand("integers", max(demanded.low - other, 0), max(demanded.high - other, 0))
+            else:
+                shifted = Demand("integers", demanded.low, max(demanded.high // 2, demanded.low))
+            self._pass_on(shifted, inputs)
+
+    def _product(self, call: _Call, inputs: list[int]) -> None:
+        """Note by what something is multiplied; the first product of a tensor decides."""
+        left, right, dim = _PRODUCTS[call.base]
+        for number in call.inputs.get(left, ()):
+            self.weights.pop(self.storage[inputs[number]], None)
+        for number in call.inputs.get(right, ()):
+            shape = self.shapes[inputs[number]]
+            if len(shape) > 1:
+                self.weights[self.storage[inputs[number]]] = prod(shape[1:]) if dim is None else shape[dim]
+
+
+def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
+    """What an op demands of its inputs: number of the input, and what it must hold."""
+    call = use.call
+    inputs, base = call.inputs, call.base
+    if base in _LIMITS:
+        name, count = _LIMITS[base]
+        limit = count(use)
+        for number in inputs.get(name, ()):
+            if limit and not use.dtypes[number].startswith(("float", "bfloat")):
+                yield number, Demand("integers", 0, limit - 1)
+    elif base in {"index", "index_put", "_index_put_impl"}:
+        yield from _index_demands(use)
+    elif base in _POSITIVE_OPS:
+        yield from ((number, _POSITIVE) for name in ("self", "other") for number in inputs.get(name, ()))
+    elif base in _PROBABILITY_OPS:
+        yield from ((number, _PROBABILITY) for name in _PROBABILITY_OPS[base] for number in inputs.get(name, ()))
+    elif base in {"floor_divide", "remainder", "fmod"}:
+        yield from ((number, _POSITIVE) for number in inputs.get("other", ()))
+    elif base == "pow":
+        exponent = call.values.get("exponent")
+        if isinstance(exponent, float) and not exponent.is_integer():
+            yield from ((number, _POSITIVE) for number in inputs.get("self", ()))
+    elif base in {"repeat_interleave", "_pack_padded_sequence"} and use.given and use.given[0]:
+        # lengths that add up to what came out; equal ones are in any order that may be wanted
+        for name in ("repeats", "lengths"):
+            for number in inputs.get(name, ()):
+                each = max(use.given[0][0] // max(prod(use.shapes[number]), 1), 1)
+                yield number, Demand("integers", each, each)
+    for name in _NAMED & inputs.keys():
+        for number in inputs[name]:
+            if name in _POSITIVE_NAMES:
+                yield number, _POSITIVE
+            else:
+                within = next((use.shape(of) for of in _OFFSETS[name] if of in inputs), [])
+                yield number, _offsets(use, number, prod(within[:1]))
+
+
+def _offsets(use: _Use, number: int, end: int) -> Demand:
+    """Ascending positions up to the end; the last one is the end itself where the op wants it so, or a start."""
+    count = prod(use.shapes[number])
+    has_end = use.call.values.get("include_last_offset") or "offsets" not in use.call.inputs
+    return Demand("offsets", 0, end if has_end or count == 0 else end - -(-end // count))
+
+
+def _index_demands(use: _Use) -> Iterator[tuple[int, Demand]]:
+    """Of `x[i, :, j]`: each index of integers is along one dimension, a mask along as many as it has."""
+    shape, dim = use.shape("self"), 0
+    for value in use.call.values.get("indices") or ():
+        number = value.get("tensor") if isinstance(value, dict) else None
+        if number is not None and use.dtypes[number] in {"bool", "uint8"}:
+            dim += len(use.shapes[number])
+            continue
+        if number is not None and dim < len(shape):
+            yield number, Demand("integers", 0, max(shape[dim] - 1, 0))
+        dim += 1
+
+
+_BASE = re.compile(r"^(?:_foreach_)?(.*?)_?$")
+
+
+def _call(schema: str, arguments: str) -> _Call | None:
+    try:
+        parsed = parse_schema(schema)
+        values = msgspec.json.decode(arguments)
+    except (UnreadableSchemaError, msgspec.DecodeError):
+        return None
+    named = dict(zip((argument.name for argument in parsed.arguments), values, strict=False))
+    inputs = {name: numbers for name, value in named.items() if (numbers := list(_numbers(value)))}
+    base = _BASE.sub(r"\1", parsed.name)
+    return _Call(parsed, base, named, inputs, base in _DEMANDING or bool(_NAMED & inputs.keys()))
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    """Numbers of the inputs that stand in a value."""
+    if isinstance(value, list):
+        for part in value:
+            yield from _numbers(part)
+    elif isinstance(value, dict) and isinstance(number := value.get("tensor", value.get("storage")), int):
+        yield number
+
+
+def _mutated(call: _Call) -> set[int]:
+    """Numbers of the inputs whose storages a call writes to."""
+    arguments = call.schema.arguments
+    if call.base in _OF_THE_TENSOR:
+        return set()
+    return {number for at in call.schema.mutates for number in call.inputs.get(arguments[at].name, ())}
