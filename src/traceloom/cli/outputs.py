@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from traceloom.cli import options as types
 from traceloom.cli.progress import Progress
 from traceloom.errors import OutputError, UsageError
 from traceloom.files import is_address, with_addresses
@@ -239,7 +240,10 @@ def repeated(args: argparse.Namespace, output: str) -> str:
             continue
         for word in value if isinstance(value, list) else [value]:
             option = action.option_strings[-1:]
-            words += option if word is True else [*option, str(word)]
+            text = str(word)
+            if isinstance(word, tuple):
+                text = f"{word[0]}..{word[1] + 1}" if action.type is types.steps else ",".join(map(str, word))
+            words += option if word is True else [*option, text]
     return shlex.join([*words, "-o", output])
 
 

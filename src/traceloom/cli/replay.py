@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, BinaryIO
 
 from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import outputs, replaying
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
 from traceloom.model import units
@@ -17,6 +18,7 @@ from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN
 
 if TYPE_CHECKING:
     from traceloom.replay.plan import Plan
+    from traceloom.replay.replayed import Replayed
 
 _SLOWEST = 10
 DESCRIPTION = (
@@ -27,6 +29,9 @@ EXAMPLES = """\
 examples:
   traceloom replay run                                 all of it, against the recorded times
   traceloom replay run --plan-only -o run.plan         what would run; needs no PyTorch
+  traceloom replay run.plan --pace recorded
+  traceloom replay run --ranks 0 --stand-ins           one rank; communication takes its recorded time
+  torchrun --nproc-per-node 8 -m traceloom replay run.plan
   traceloom replay run.plan --scope forward
   traceloom replay run -o replay.py                    a script that needs torch alone, to hand out
   traceloom replay run --op aten::mm --slowest 5 -o mm.py
@@ -46,6 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--only", choices=("compute", "communication"), help="one side alone")
     what.add_argument("--ranks", type=types.ranks, metavar="LIST", help="these ranks, as 0,1 or 0-3")
     what.add_argument("--plan-only", action="store_true", help="plan, and do not run")
+    replaying.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     script = parser.add_argument_group("scripts (-o FILE.py)")
     script.add_argument("--op", metavar="NAME", help="the calls of one op, as aten::mm, each timed on its own")
@@ -56,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, run, show and write; returns the exit code."""
-    from traceloom.replay import Choice, make_plan
+    from traceloom.replay import Choice, make_plan, replay
 
     choice = Choice(
         level=args.level,
@@ -73,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
         written = outputs.write(args, chosen, plan, progress)
-    for line in _lines(plan):
+        runs = not args.plan_only and outputs.printed(args)
+        replayed = replay(plan, replaying.run_options(args), say=progress.say) if runs else None
+    for line in _times(plan, replayed) if runs else _lines(plan):
         outputs.say(args, line)
     outputs.close(args, written, outputs.repeated(args, "run.plan"))
     return 0
@@ -103,3 +111,24 @@ def _lines(plan: Plan) -> Iterator[str]:
         )
     for notice in plan.notices:
         yield f"{notice.severity}: {notice.message}"
+
+
+def _times(plan: Plan, replayed: Replayed | None) -> Iterator[str]:
+    """What a replay took, a line for each rank; nothing where another process says it."""
+    if replayed is None:
+        return
+    for rank, result in replayed.ranks.items():
+        steps = plan.ranks[rank].steps
+        wall_ns, cpu_ns = median(result.iteration_ns), median(result.iteration_cpu_ns)
+        recorded = f" (recorded: {units.duration(round(median(steps['duration_ns'])))})" if steps.height else ""
+        counts = ", ".join(
+            units.counted(getattr(result, name).height, what)
+            for name, what in (("failures", "failure"), ("replaced", "other shape"), ("stand_ins", "stand-in"))
+        )
+        yield (
+            f"rank {rank}: {units.duration(round(wall_ns))}{recorded}, processor {units.duration(round(cpu_ns))}, "
+            f"{units.counted(len(result.iteration_ns), 'pass')}; {counts}; "
+            f"at most {units.size(result.peak_bytes)} of tensors"
+        )
+        yield from (f"{notice.severity}: {notice.message}" for notice in result.notices)
+    yield from (f"{notice.severity}: {notice.message}" for notice in (*plan.notices, *replayed.notices))
