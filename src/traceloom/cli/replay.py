@@ -75,11 +75,13 @@ def run(args: argparse.Namespace) -> int:
         hint = "add -o slowest.py"
         raise UsageError("--op and --slowest cut ops out into a script", slug="wrong-usage", hint=hint)
     writers: dict[str, Callable[[Plan, BinaryIO], object]] = {".plan": _pack, ".py": partial(_script, args)}
+    runs = not args.plan_only and outputs.printed(args)
+    if replaying.is_follower():
+        args.output, args.quiet = [], True
     chosen = outputs.targets(args, writers)
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
         written = outputs.write(args, chosen, plan, progress)
-        runs = not args.plan_only and outputs.printed(args)
         replayed = replay(plan, replaying.run_options(args), say=progress.say) if runs else None
     for line in _times(plan, replayed) if runs else _lines(plan):
         outputs.say(args, line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
@@ -48,6 +49,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="a Python module that brings custom ops (may be repeated)",
     )  # fmt: skip
+
+
+def is_follower() -> bool:
+    """Whether this is one of torchrun's processes other than the first, which alone prints and writes."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
