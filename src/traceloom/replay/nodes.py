@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import resources
 from typing import Any, Literal
 
 import msgspec
@@ -175,24 +176,29 @@ def _list(text: str | None) -> Any:
 def choose(nodes: Nodes, level: Level = "outermost") -> Ints:
     """The rows of the nodes that a replay runs, in the order of their start.
 
-    `outermost`: the ops of the dispatcher that no other one is around; but an op whose inner results are used outside
-    of it is opened, and what it called is run instead: else nobody would have made them. `leaf`: those without another
-    one inside. Communication is taken where it is named best.
+    `outermost`: the ops of the dispatcher that no other one is around; but an op that is nothing but calls of others
+    is opened where its inner results are used outside of it: else nobody would have made them. `leaf`: every such op
+    is opened. Communication is taken as a whole.
     """
-    takes = nodes.has_schema | communicates(nodes)
+    exchanges = communicates(nodes)
+    takes = nodes.has_schema | exchanges
     around = nearest(nodes.parent, takes)
-    if level == "leaf":
-        above = around[takes & (around >= 0)]
-        has_inner = np.zeros(takes.size, dtype=np.bool_)
-        has_inner[above] = True
-        exchanges = communicates(nodes)
-        has_inner[exchanges & nodes.has_schema] = False
-        inside = nearest(nodes.parent, exchanges & nodes.has_schema) >= 0
-        return np.flatnonzero(takes & ~has_inner & ~inside)
-    opened = _opened(nodes, around)
+    calls = np.zeros(takes.size, dtype=np.bool_)
+    calls[around[takes & (around >= 0)]] = True
+    # An op that does something itself cannot be replaced by those that it calls.
+    opened = calls & ~exchanges & nodes.host.ops["name"].is_in(composite_ops()).to_numpy()
+    if level == "outermost":
+        opened &= _opened(nodes, around)
     # outermost once the opened ones are no ops any more
     left = takes & ~opened
     return np.flatnonzero(left & (nearest(nodes.parent, left) < 0))
+
+
+@cache
+def composite_ops() -> list[str]:
+    """Ops that are nothing but calls of other ops; written by `scripts/composite_ops.py`."""
+    text = resources.files("traceloom.replay").joinpath("composite_ops.txt").read_text(encoding="utf-8")
+    return [f"aten::{name}" for name in text.split()]
 
 
 def communicates(nodes: Nodes) -> Bools:

@@ -45,7 +45,11 @@ from traceloom.replay.plan import (
 )
 from traceloom.replay.schema import OperatorSchema, UnreadableSchemaError, parse_schema
 from traceloom.replay.storages import Storages
-from traceloom.replay.values import CUT, ROUNDED, UNKNOWN, RecordedTensor, arguments_of, kinds_of
+from traceloom.replay.values import CUT, ROUNDED, UNKNOWN, RecordedTensor, arguments_of, kinds_of, slots_of
+
+# Arguments for which programs write plain numbers, and what stands for a number of each type: it changes nothing.
+_NUMBERS = frozenset({"other", "exponent"})
+_OF_NUMBERS: dict[str, float] = {"float64": 1.0, "int64": 1, "bool": True}
 
 AnyPath = str | os.PathLike[str]
 Say = Callable[[str], None]
@@ -240,6 +244,7 @@ class _RankPlanner:
         self.names = nodes.host.ops["name"].to_list()
         self.schemas = nodes.host.ops["schema"].to_list()
         self.types = nodes.host.ops["input_types"].to_list()
+        self.output_types = nodes.host.ops["output_types"].to_list()
         self.threads = nodes.host.ops["thread"].fill_null(0).to_list()
         self.ids = ids.tolist()
         self.steps = nodes.steps.tolist()
@@ -300,16 +305,20 @@ class _RankPlanner:
             return
         why = refusal(schema)
         self._wait_for(read)
-        arguments, flags = arguments_of(self.nodes.inputs[row], kinds_of(self.types[row]), schema)
+        numbers = self._numbers(row, schema)
+        read = [tensor for tensor in read if tensor.number not in numbers]
+        kinds = kinds_of(self.types[row])
+        arguments, flags = arguments_of(self.nodes.inputs[row], kinds, schema, dict(numbers.values()))
         inputs = self._read(read)
         if schema.name == "set_" and b'{"object":"Storage"}' in arguments and returned:
             # A storage that came from elsewhere, as from a worker that loads data: an external one.
             inputs.append(self._read(returned)[0])
             arguments = arguments.replace(b'{"object":"Storage"}', b'{"storage":%d}' % (len(inputs) - 1))
             flags = [flag for flag in flags if flag != "unknown-object"]
-            outputs = [inputs[-1]]
+            outputs: list[int | None] = [inputs[-1]]
         else:
-            outputs = self.storages.make(returned, read)
+            registers = iter(self.storages.make(returned, read))
+            outputs = [next(registers) if slot else None for slot in slots_of(kinds_of(self.output_types[row]))]
         self._add(
             row,
             RUN if why is None else STAND_IN,
@@ -318,6 +327,24 @@ class _RankPlanner:
             call=self._call(text, arguments, flags),
             reason=why and why.slug,
         )
+
+    def _numbers(self, row: int, schema: OperatorSchema) -> dict[int, tuple[str, float]]:
+        """Tensors that the program gave as plain numbers: by their numbers, the argument and what stands for it.
+
+        PyTorch makes a tensor of one element of the 2 in `x * 2`, and records that, without its value.
+        """
+        out: dict[int, tuple[str, float]] = {}
+        tensors = iter(self.nodes.read[row])
+        for kind, argument in zip(kinds_of(self.types[row]), schema.arguments, strict=False):
+            count = sum(slots_of((kind,)))
+            tensor = [next(tensors) for _ in range(count)]
+            if count != 1 or argument.name not in _NUMBERS:
+                continue
+            (value,) = tensor
+            plain = value.dtype in _OF_NUMBERS and value.device in {"cpu", ""} and not value.shape
+            if plain and not self.storages.has(value):
+                out[value.number] = (argument.name, _OF_NUMBERS[value.dtype])
+        return out
 
     def _call(self, schema: str, arguments: bytes, flags: list[str]) -> int:
         call = self.calls.setdefault((schema, arguments), len(self.calls))
@@ -335,7 +362,7 @@ class _RankPlanner:
             out.append(use.tensor)
         return out
 
-    def _add(self, row: int | None, action: str, inputs: list[int], outputs: list[int], **about: Any) -> int:
+    def _add(self, row: int | None, action: str, inputs: list[int], outputs: Sequence[int | None], **about: Any) -> int:
         ops = self.ops
         number = len(ops["op"])
         node = -1 if row is None else self.ids[row]

@@ -61,6 +61,11 @@ class Storages:
         self._latest[version] = register
         return Use(register, source)
 
+    def has(self, tensor: RecordedTensor) -> bool:
+        """Whether an op that was run made this very tensor."""
+        version = self._live.get(_identity(tensor))
+        return version is not None and self._registers.get(_key(version, tensor)) in self._exists
+
     def make(self, tensors: list[RecordedTensor], read: Iterable[RecordedTensor]) -> list[int]:
         """The registers of the tensors that an op returns, of those that it was given.
 
@@ -124,8 +129,7 @@ class Storages:
         what it kept another number, so who reads takes the first of that shape.
         """
         geometry = (version, tensor.offset, tensor.shape, tensor.dtype)
-        strides = tensor.strides
-        key = (*geometry, tensor.number) if strides is None else (*geometry, strides)
+        strides, key = tensor.strides, _key(version, tensor)
         register = self._registers.get(key)
         if register is None and strides is None and by_shape:
             register = self._registers.get(geometry)
@@ -147,6 +151,12 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(length, 1)
     return tuple(reversed(strides))
+
+
+def _key(version: int, tensor: RecordedTensor) -> tuple[Any, ...]:
+    """What tells a register from others; of a tensor without strides its number."""
+    last = tensor.number if tensor.strides is None else tensor.strides
+    return (version, tensor.offset, tensor.shape, tensor.dtype, last)
 
 
 def _identity(tensor: RecordedTensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ CUT_AT = 4096  # elements of a list that PyTorch writes; it says so by writing o
 ROUNDED = "rounded-number"
 CUT = "cut-list"
 UNKNOWN = "unknown-object"
+GUESSED = "guessed-number"
 NO_TENSOR = ""  # a tensor that is not there (nullptr)
 _WORD = re.compile(r"[A-Za-z]\w*(?:\((?:[^()]|\([^()]*\))*\))?|[\[\],]")
 
@@ -169,15 +171,36 @@ def _tensors(
     return out
 
 
-def arguments_of(values: list[Any], kinds: tuple[Kind, ...], schema: OperatorSchema) -> tuple[bytes, list[str]]:
+def slots_of(kinds: tuple[Kind, ...]) -> Iterator[bool]:
+    """Of returned values, lists within lists included, in order: whether each is a tensor."""
+    for kind in kinds:
+        if isinstance(kind, tuple):
+            yield from slots_of(kind)
+        else:
+            yield bool(kind)
+
+
+def arguments_of(
+    values: list[Any], kinds: tuple[Kind, ...], schema: OperatorSchema, numbers: Mapping[str, float]
+) -> tuple[bytes, list[str]]:
     """The arguments of a call as JSON (see `traceloom.replay.plan`), and what of them is not what ran.
 
-    Tensors are numbered in the order of `tensors_of`.
+    Tensors are numbered in the order of `tensors_of`, without those that are numbers.
+
+    Args:
+        values: As recorded.
+        kinds: Of each.
+        schema: The op.
+        numbers: By the names of their arguments, what stands for tensors that the program gave as plain numbers.
     """
     flags: list[str] = []
     counter = [0]
-    typed = []
+    typed: list[Any] = []
     for value, kind, argument in zip(values, kinds, schema.arguments, strict=False):
+        if argument.name in numbers:
+            typed.append(numbers[argument.name])
+            flags.append(GUESSED)
+            continue
         typed.append(_typed(value, kind, argument.type, counter, flags))
         if kind is None and value == 0 and isinstance(value, float) and argument.default != 0:
             # PyTorch writes six digits after the point: this may have been 1e-8, and nobody divides by nothing.

@@ -11,6 +11,7 @@ import pytest
 
 from traceloom.errors import InputError, UsageError
 from traceloom.replay import Choice, make_plan
+from traceloom.replay.nodes import composite_ops
 from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN, VIEW, WAIT, Plan, RankPlan
 from traceloom.testing.host_trace import HOST_SCHEMAS, HostTraceBuilder
 
@@ -112,19 +113,62 @@ def test_a_geometry_that_no_op_made_is_a_view_of_what_lives(tmp_path: Path) -> N
 
 def test_an_op_whose_inner_result_is_read_outside_is_opened(tmp_path: Path) -> None:
     made = HostTraceBuilder()
-    norm = made.op("aten::outer_norm", schema="aten::outer_norm(Tensor x) -> Tensor", inputs=[tensor(10, 4)],
+    norm = made.op("aten::layer_norm", schema="aten::layer_norm(Tensor x) -> Tensor", inputs=[tensor(10, 4)],
                    outputs=[tensor(30, 4)])  # fmt: skip
-    made.op("aten::inner_norm", parent=norm, schema="aten::inner_norm(Tensor x) -> (Tensor, Tensor)",
+    made.op("aten::native_layer_norm", parent=norm, schema="aten::native_layer_norm(Tensor x) -> (Tensor, Tensor)",
             inputs=[tensor(10, 4)], outputs=[tensor(30, 4), tensor(40, 1)])  # fmt: skip
     closed = made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
     made.op("aten::inner", parent=closed, schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
     made.op("aten::norm_backward", schema="aten::norm_backward(Tensor grad, Tensor rstd) -> Tensor",
             inputs=[tensor(50, 4), tensor(40, 1)], outputs=[tensor(60, 4)])  # fmt: skip
     plan = plan_of(made, tmp_path)
-    assert plan.ops["name"].to_list() == ["aten::inner_norm", "aten::relu", "aten::norm_backward"]
+    assert plan.ops["name"].to_list() == ["aten::native_layer_norm", "aten::relu", "aten::norm_backward"]
     assert versions(plan, 2)[1] == versions(plan, 0, "outputs")[1]
-    leaf = plan_of(made, tmp_path, level="leaf")
-    assert leaf.ops["name"].to_list() == ["aten::inner_norm", "aten::inner", "aten::norm_backward"]
+
+
+def test_leaves_are_what_composite_ops_call(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    linear = made.op("aten::linear", schema="aten::linear(Tensor x) -> Tensor", inputs=[tensor(10, 4)],
+                     outputs=[tensor(30, 4)])  # fmt: skip
+    product = made.op("aten::addmm", parent=linear, schema="aten::addmm(Tensor x) -> Tensor", inputs=[tensor(10, 4)],
+                      outputs=[tensor(30, 4)])  # fmt: skip
+    made.op("aten::copy_", parent=product, schema=RELU, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)])
+    assert plan_of(made, tmp_path).ops["name"].to_list() == ["aten::linear"]
+    assert plan_of(made, tmp_path, level="leaf").ops["name"].to_list() == ["aten::addmm"]
+
+
+def test_the_list_of_composite_ops_is_that_of_this_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    here = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    composite = set(composite_ops())
+    known = {name for name in composite if name in here}
+    assert len(known) > 300
+    for name in known:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"), name
+    assert "aten::addmm" not in composite
+
+
+def test_plain_numbers_that_became_tensors_are_numbers_again(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    made.op("aten::add_", schema=ADD_, inputs=[tensor(10, 4), tensor(20, of="double"), (1, [], "Int")],
+            outputs=[tensor(10, 4)])  # fmt: skip
+    made.op("aten::empty", schema="aten::empty() -> Tensor", outputs=[tensor(30, of="double")])
+    made.op("aten::add_", schema=ADD_, inputs=[tensor(10, 4), tensor(30, of="double"), (1, [], "Int")],
+            outputs=[tensor(10, 4)])  # fmt: skip
+    plan = plan_of(made, tmp_path)
+    arguments = [json.loads(plan.calls["arguments"][call]) for call in plan.ops["call"]]
+    assert arguments[0] == [{"tensor": 0}, 1.0, 1]
+    assert arguments[2] == [{"tensor": 0}, {"tensor": 1}, 1]
+    assert plan.calls["flags"].to_list() == [["guessed-number"], [], []]
+
+
+def test_undefined_results_keep_their_places(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    nothing = ([7, 0, 0, 0, 0, ""], [], "Tensor(nullptr (uninitialized))")
+    made.op("aten::back", schema="aten::back(Tensor x) -> (Tensor, Tensor, int)", inputs=[tensor(10, 4)],
+            outputs=[nothing, tensor(30, 4), (3, [], "Int")])  # fmt: skip
+    plan = plan_of(made, tmp_path)
+    assert [output is None for output in plan.ops["outputs"][0]] == [True, False, True]
 
 
 def test_an_op_of_another_namespace_has_a_stand_in_that_makes_what_it_made(tmp_path: Path) -> None:
