@@ -26,8 +26,6 @@ def filled(
         high: Of integers and offsets; None: low.
         seed: Of the random numbers.
     """
-    import math
-
     import torch
 
     random = torch.Generator().manual_seed(seed)
@@ -50,7 +48,7 @@ def filled(
         "weights",
     }:  # a tenth at the least: products of smaller ones become denormal, which is slow
         uniform = (0.1 + 0.9 * uniform) * (torch.randint(0, 2, (elements,), generator=random) * 2 - 1)
-        uniform *= math.sqrt(3 / max(high, 1)) if content == "weights" else 1
+        uniform *= (3 / max(high, 1)) ** 0.5 if content == "weights" else 1
     elif content == "positive":
         uniform = 0.1 + 0.9 * uniform
     return uniform.to(dtype)

@@ -19,6 +19,8 @@ def test_contents_are_what_their_consumers_need() -> None:
     share = filled(1000, torch.float64, "probability", seed=1)
     assert float(share.min()) >= 0
     assert float(share.max()) <= 1
+    weights = filled(200 * 100, torch.float32, "weights", high=200, seed=1).view(200, 100)
+    assert 0.8 < float((torch.ones(1, 200) @ weights).std()) < 1.25  # sums keep the size of what is summed
     rows = filled(1000, torch.int64, "integers", 3, 9, seed=1)
     assert rows.unique().tolist() == [3, 4, 5, 6, 7, 8, 9]
     assert filled(5, torch.int32, "offsets", 0, 8, seed=1).tolist() == [0, 2, 4, 6, 8]
