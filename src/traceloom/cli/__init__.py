@@ -34,6 +34,7 @@ VERBS = {
     "simulate": "say how long a workload takes on another machine",
     "calibrate": "fit a machine's collectives to those of recorded runs",
     "replay": "run a recorded workload again, without its code and data",
+    "measure": "measure this machine",
     "memory": "show whose memory it is: by scope, module, operator, line of code",
     "diff": "compare two traces or recorded runs, and check for regressions",
     "baseline": "keep runs as a baseline, and check later runs against it",
@@ -67,6 +68,7 @@ verbs:
              traceloom calibrate run -o machine.toml
   replay   {VERBS["replay"]}
              traceloom replay run
+  measure  {VERBS["measure"]}: traceloom measure -o machine.toml
   memory   {VERBS["memory"]}
              traceloom memory run
   diff     {VERBS["diff"]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
@@ -17,7 +17,7 @@ from traceloom.simulate.machine.document import machine_document
 
 FORMAT = "traceloom-calibration"
 VERSION = 1
-_SPANS = {"inside": "in a host", "between": "in several"}
+SPANS = {"inside": "in a host", "between": "in several"}
 
 
 def build(answer: Calibration) -> Row:
@@ -48,11 +48,18 @@ def render(document: Row, width: int) -> Iterator[Text]:
     yield Text(short(document["machine"].get("name", ""), width), "bold")
     yield Text("")
     yield from paragraph(document["sentence"], width)
+    yield from transfer_lines(document["transfers"], width)
+    for notice in document["notices"]:
+        yield Text("")
+        yield from paragraph(f"{harmless(notice['message'])}.", width)
+
+
+def transfer_lines(transfers: Sequence[Row], width: int) -> Iterator[Text]:
+    """The fits as lines on a terminal, with a heading."""
     yield from heading("Transfers", "latency + bytes on the bus / bandwidth", width)
-    transfers = document["transfers"]
     rows: list[list[str | Text]] = [
         [
-            f"{row['ranks']} {_SPANS[row['span']]}",
+            f"{row['ranks']} {SPANS[row['span']]}",
             " - ".join(dict.fromkeys(units.size(row[name]) for name in ("from_bytes", "to_bytes"))),
             f"{row['count']:,}",
             units.duration(round(row["alpha_ns"])) if row["form"] != "bandwidth" else "",
@@ -63,6 +70,3 @@ def render(document: Row, width: int) -> Iterator[Text]:
     ]
     columns = [TextColumn(name) for name in ("ranks", "size", "count", "latency", "bandwidth", "off by")]
     yield from lines(columns, rows, ("", lambda i, room: short(transfers[i]["collective"], room)), width)
-    for notice in document["notices"]:
-        yield Text("")
-        yield from paragraph(f"{harmless(notice['message'])}.", width)

@@ -10,36 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import polars as pl
 
 from traceloom import __version__
 from traceloom.analyze.across.matched import match
 from traceloom.analyze.across.rank_part import rank_part
-from traceloom.analyze.collective.bandwidth import bus_factor, link_of
+from traceloom.analyze.collective.bandwidth import bus_factor
 from traceloom.analyze.peaks import Peak, peaks
 from traceloom.errors import InputError
 from traceloom.model import Session
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import as_declared
 from traceloom.model.notice import Notice
 from traceloom.model.result import Result
-from traceloom.simulate.fitting import fits
-from traceloom.simulate.machine import Dimension, Machine, MeasuredTransfer
+from traceloom.simulate.machine import Machine
 from traceloom.simulate.machine.parts import Collective
+from traceloom.simulate.measured_transfers import CLASS, SAMPLES, fit_transfers, measured_transfers, network_of
 
-_TEXTS = dict.fromkeys(("collective", "span"), pl.String())
-SAMPLES = schema("run collective span ranks size_bytes bus_bytes transfer_ns whole", {"run": pl.Int64, **_TEXTS})
-TRANSFERS = schema(
-    "collective span ranks from_bytes to_bytes size_count count form alpha_ns bandwidth",
-    "residual_p10 residual_p50 residual_p90 whole",
-    {**_TEXTS, "form": pl.String},
-    dict.fromkeys(("alpha_ns", "bandwidth", "residual_p10", "residual_p50", "residual_p90"), pl.Float64),
-)
-_CLASS = ["collective", "span", "ranks"]
 _PAIRS = ("send", "recv", "receive", "send_recv")
 _JITTER = 1.5  # of the lower quartile of its like: what takes longer has waited for a rank that is not recorded
-_LEAST = 1e-6  # 10^9 B/s, of a run of barriers
-_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of a ring, times (ranks - 1)
 
 
 @dataclass(frozen=True)
@@ -98,17 +86,14 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
         notices.append(Notice("collectives-not-calibrated", "warning", text, left_out.height))
     samples = placed.filter(usable).with_columns(bus_bytes=pl.col("size_bytes") * pl.col("bus_factor"))
     # Of groups that are not wholly recorded only what seems to have waited for nobody; nothing where others are whole.
-    like = [*_CLASS, "size_bytes"]
+    like = [*CLASS, "size_bytes"]
     quick = pl.col("transfer_ns") <= _JITTER * pl.col("transfer_ns").quantile(0.25, "lower").over(like)
-    samples = samples.filter("whole" | (~pl.col("whole").any().over(_CLASS) & quick)).pipe(as_declared, SAMPLES)
+    samples = samples.filter("whole" | (~pl.col("whole").any().over(CLASS) & quick)).pipe(as_declared, SAMPLES)
     if not samples.height:
         message = "no collective of these runs has a known kind, size and group, and hosts that are known"
         hint = "PyTorch 2.2 or newer says sizes and groups; --ranks-per-host tells hosts that no trace names"
         raise InputError(message, slug="nothing-to-calibrate", where=" ".join(run.name for run in runs), hint=hint)
-    rows = []
-    for key, part in samples.sort(*_CLASS).group_by(_CLASS, maintain_order=True):
-        rows += _fitted(key, part)
-    transfers = pl.DataFrame(rows, schema=TRANSFERS, orient="row")
+    transfers = fit_transfers(samples)
     partial = transfers.filter(~pl.col("whole"))
     if partial.height:
         text = (
@@ -198,23 +183,6 @@ def _span(members: Sequence[int], hosts: Mapping[int, str]) -> str | None:
     return "inside" if different and all(rank in hosts for rank in members) else None
 
 
-def _fitted(key: tuple[object, ...], part: pl.DataFrame) -> list[tuple[object, ...]]:
-    """Rows of `TRANSFERS` of one kind, span and group size; their ranges of sizes leave no gap."""
-    size, bus, time = (part[name].cast(pl.Float64).to_numpy() for name in ("size_bytes", "bus_bytes", "transfer_ns"))
-    ranges = list(fits(bus, time))
-    begins = [int(size[at].min()) for at, _ in ranges]
-    rows = []
-    for number, (at, line) in enumerate(ranges):
-        until = begins[number + 1] - 1 if number + 1 < len(ranges) else int(size[at].max())
-        off = np.quantile(time[at] / line.times(bus[at]) - 1, (0.1, 0.5, 0.9)).tolist()
-        bandwidth = 1 / line.ns_per_byte if line.ns_per_byte else None  # bytes per ns are 10^9 bytes per second
-        rows.append(
-            (*key, begins[number], until, np.unique(size[at]).size, at.size, line.form, line.alpha_ns, bandwidth, *off,
-             bool(part["whole"].all()))
-        )  # fmt: skip
-    return rows
-
-
 def _machine(
     runs: Sequence[Session], hosts: Sequence[Mapping[int, str]], transfers: pl.DataFrame, samples: pl.DataFrame
 ) -> tuple[Machine, list[Notice]]:
@@ -235,48 +203,16 @@ def _machine(
         )
         notices.append(Notice("hosts-unknown", "warning", text))
     device = next((name for trace in run.traces for name in trace.devices["name"].drop_nulls()), None)
-    spans = [("inside", size), ("between", world // size)] if size < world else [("inside", world)]
-    dimensions = []
-    for span, members in spans:
-        if members == 1 < world:
-            continue
-        bandwidth, latency, assumed = _link(span, transfers, samples, device)
-        dimensions.append(Dimension("switch", members, bandwidth, latency, name=span))
-        if assumed:
-            text = f"no transfer {span} hosts tells a bandwidth: {assumed}"
-            notices.append(Notice("bandwidth-assumed", "warning", text))
+    dimensions, more = network_of(world, size, transfers, samples, device)
     names = ", ".join(Path(run.name).name for run in runs)
     order = [rank for ranks in by_host.values() for rank in ranks] if size < world else []
-    fields = [name for name in transfers.columns if name not in ("size_count", "form", "whole")]
-    rounded = transfers.select(fields).with_columns(
-        pl.col("alpha_ns").round(1), pl.col("bandwidth").round_sig_figs(6), pl.col("^residual.*$").round(4)
-    )
     machine = Machine(
-        tuple(dimensions),
+        dimensions,
         name=f"the machine of {Path(run.name).name}",
         source=f"traceloom calibrate {__version__}: {samples.height} collectives of {names}",
         order=() if order == sorted(order) else tuple(order),
         per_host=size,
         device=next((peak for trace in run.traces for peak in peaks(trace).values() if isinstance(peak, Peak)), None),
-        transfers=tuple(MeasuredTransfer(**row) for row in rounded.to_dicts()),
+        transfers=measured_transfers(transfers),
     )
-    return machine, notices
-
-
-def _link(span: str, transfers: pl.DataFrame, samples: pl.DataFrame, device: str | None) -> tuple[float, float, str]:
-    """Bandwidth (10^9 B/s) and latency (ns) of the links of a span, and what is assumed where nothing tells them.
-
-    The best bandwidth on the bus of any kind, and the least latency of a step of a ring.
-    """
-    measured = transfers.filter(pl.col("span") == span)
-    steps = pl.col("collective").replace_strict(_STEPS, default=None, return_dtype=pl.Int64) * (pl.col("ranks") - 1)
-    steps = steps.fill_null(1)
-    latency = measured.select((pl.col("alpha_ns") / steps).min()).item() or 0.0
-    best = measured["bandwidth"].max()
-    if best is not None:
-        return round(float(best), 3) or _LEAST, round(latency), ""  # type: ignore[arg-type]
-    link = link_of(device) if span == "inside" else None
-    if link is not None:
-        return link.peak_gb_per_s, round(latency), f"that of {link.name} is taken"
-    reached = samples.select((pl.col("bus_bytes") / pl.col("transfer_ns")).max()).item()
-    return max(round(reached, 3), _LEAST), round(latency), "the highest rate of any collective is taken"
+    return machine, [*notices, *more]

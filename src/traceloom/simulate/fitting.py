@@ -55,7 +55,7 @@ class _Sizes(NamedTuple):
     deviation: Floats
 
 
-def fits(size: Floats, time: Floats) -> Iterator[tuple[Ints, LinearFit]]:
+def fits(size: Floats, time: Floats, error: Floats | None = None) -> Iterator[tuple[Ints, LinearFit]]:
     """Fit as many lines as the times need, each to a range of sizes; the ranges follow each other.
 
     Robust: of each size only the middle half of its times counts, and a size far off its line counts less.
@@ -63,6 +63,7 @@ def fits(size: Floats, time: Floats) -> Iterator[tuple[Ints, LinearFit]]:
     Args:
         size: Bytes of each sample, shape (samples,); at least one.
         time: Its time, above 0, ns.
+        error: By which part of it each time may be wrong, where that is known better than the scatter of times tells.
 
     Yields:
         The samples of a range, as places in the arguments, and their line.
@@ -82,7 +83,8 @@ def fits(size: Floats, time: Floats) -> Iterator[tuple[Ints, LinearFit]]:
     scatter = (
         1.4826 * float(np.median((off * count[number] / (count[number] - 0.8))[several])) if several.any() else 0.0
     )
-    sizes = _Sizes(np.bincount(number, size) / count, usual, np.maximum(1.1 * scatter / np.sqrt(count), _FLOOR))
+    deviation = 1.1 * scatter / np.sqrt(count) if error is None else np.bincount(number, error) / count
+    sizes = _Sizes(np.bincount(number, size) / count, usual, np.maximum(deviation, _FLOOR))
     for low, high in _ranges(sizes, 0, count.size):
         yield np.flatnonzero((number >= low) & (number < high)), _line(sizes, low, high)
 

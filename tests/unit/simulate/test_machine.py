@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ from traceloom.simulate.machine import (
 )
 from traceloom.simulate.machine.document import machine_of
 from traceloom.simulate.machine.parts import Topology
+from traceloom.simulate.network import MachineNetwork
 
 PATHS = [
     "network.0.size", "network.0.shape", "network.1", "network", "nic.of.x", "ranks.order", "algorithm.0.use", "device.peaks",
@@ -65,11 +67,23 @@ def test_the_text_of_a_machine_is_that_machine(tmp_path: Path) -> None:
         assert read_machine(path) == machine
 
 
+def test_one_rank_alone_needs_no_network(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text('[device]\nname = "H100 SXM"', encoding="utf-8")
+    machine = read_machine(path)
+    assert machine.ranks == 1
+    network = MachineNetwork(machine)
+    assert (network.links.height, network.routes(np.zeros(1, np.int64), np.zeros(1, np.int64)).links.size) == (0, 0)
+    with pytest.raises(UsageError, match="no network"):
+        machine.for_ranks(2)
+
+
 @pytest.mark.parametrize(
     ("text", "message", "where"),
     [
         ("x", "the machine is no TOML", ""),
-        ("", "there is no key `network`", ""),
+        ("", "a machine needs at least one `[[network]]`", ""),
+        ('[device]\nname = "H100 SXM"\n[nic]\nbandwidth = 1', "a machine needs at least one `[[network]]`", ""),
         ("network = []", "a machine needs at least one `[[network]]`", ""),
         ("network = [1]", "expected a table, got 1", "network[0]"),
         ('format = "other"\n' + RING, "expected one of traceloom-machine, got 'other'", "format"),

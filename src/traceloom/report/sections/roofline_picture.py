@@ -9,33 +9,16 @@ from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.report.log_plane import LogPlane
 from traceloom.report.names import short
 
 Row = dict[str, Any]
 _WIDTH, _HEIGHT = 1000, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92, 24, 20, 46
+_EDGES = (_LEFT, _WIDTH - _RIGHT, _TOP, _HEIGHT - _BOTTOM)
 _MOST = 200  # points; the rest takes little time and would only cover others
 _LINE = 12  # height of a line of text
 _LARGEST = 22.0  # radius of the operator with the most time
-
-
-class _Plane:
-    """Where FLOPs per byte and FLOP/s lie on the picture; whole decades are shown."""
-
-    def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
-        self.x_low, self.x_high = _decades(x)
-        self.y_low, self.y_high = _decades(y)
-
-    def x(self, value: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (math.log10(value) - self.x_low) / (self.x_high - self.x_low)
-
-    def y(self, value: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (self.y_high - math.log10(value)) / (self.y_high - self.y_low)
-
-
-def _decades(values: Sequence[float]) -> tuple[int, int]:
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    return low, max(high, low + 1)
 
 
 def picture(operators: Sequence[Row]) -> str:
@@ -58,7 +41,7 @@ def picture(operators: Sequence[Row]) -> str:
     roofs = [(", ".join(sorted(peaks[key])), *key) for key in sorted(peaks, key=lambda key: -key[0])]
     rates = [row["flop_rate"] for row in shown] + [rate for _, rate, _ in roofs]
     ridges = [rate / memory for _, rate, memory in roofs if memory]
-    plane = _Plane([row["intensity"] for row in shown] + ridges, rates)
+    plane = LogPlane([row["intensity"] for row in shown] + ridges, rates, _EDGES)
     lines, names = _roofs(plane, roofs)
     circles = "".join(_point(plane, row, shown[0]) for row in shown)
     caption = f"{units.count(len(shown))} operators: achieved FLOP/s over FLOPs per byte of memory traffic"
@@ -94,7 +77,7 @@ def _over_ranks(operators: Sequence[Row]) -> list[Row]:
     return joined
 
 
-def _grid(plane: _Plane) -> str:
+def _grid(plane: LogPlane) -> str:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = []
     for power in range(plane.x_low, plane.x_high + 1):
@@ -117,7 +100,7 @@ def _power(power: int) -> str:
     return f"{10**power:,}".replace(",", "\u202f") if power >= 0 else f"{10.0**power:.{-power}f}"
 
 
-def _roofs(plane: _Plane, roofs: Sequence[tuple[str, float, float | None]]) -> tuple[str, str]:
+def _roofs(plane: LogPlane, roofs: Sequence[tuple[str, float, float | None]]) -> tuple[str, str]:
     """Memory limits from the left, each arithmetic from its ridge to the right; and their names."""
     lines, names = [], []
     right, low, high = 10.0**plane.x_high, 10.0**plane.x_low, 10.0**plane.y_low
@@ -144,7 +127,7 @@ def _roofs(plane: _Plane, roofs: Sequence[tuple[str, float, float | None]]) -> t
     return "".join(lines), "".join(names)
 
 
-def _point(plane: _Plane, row: Row, largest: Row) -> str:
+def _point(plane: LogPlane, row: Row, largest: Row) -> str:
     radius = max(2.5, _LARGEST * math.sqrt(row["total_ns"] / max(largest["total_ns"], 1)))
     lines = [
         short(harmless(str(row["name"])), 120),

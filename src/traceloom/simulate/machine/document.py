@@ -67,7 +67,7 @@ class _DeviceTable:
 class _Document:
     """The whole file."""
 
-    network: tuple[Dimension, ...]
+    network: tuple[Dimension, ...] = ()
     format: Literal["traceloom-machine"] = FORMAT  # type: ignore[assignment]
     version: Literal[1] = VERSION  # type: ignore[assignment]
     name: str = ""

@@ -277,7 +277,7 @@ class Machine:
     Ranks have places 0, 1, ... Dimension 0 joins neighbouring places: place = c0 + size0 * (c1 + size1 * (c2 + ...)).
 
     Attributes:
-        dimensions: Of the network, the innermost first.
+        dimensions: Of the network, the innermost first; none of one rank alone.
         name: What to call it.
         source: Where the figures are from.
         nic: Limit of each rank; None: its links alone.
@@ -303,13 +303,13 @@ class Machine:
     price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.dimensions:
-            raise bad_machine("a machine needs at least one `[[network]]`")
+        if not self.dimensions and (self.device is None or self.nic is not None):
+            raise bad_machine("a machine needs at least one `[[network]]`", "one rank alone needs a `[device]`")
         if self.ranks > MOST_RANKS:
             raise bad_machine(f"the machine has {self.ranks:,} ranks, more than {MOST_RANKS:,}")
         if sum(self.ranks // part.size * part.link_count for part in self.dimensions) > MOST_LINKS:
             raise bad_machine(f"the network has more than {MOST_LINKS:,} links", "a switch has fewest")
-        if self.dimensions[0].shared:
+        if self.dimensions and self.dimensions[0].shared:
             raise bad_machine("the innermost dimension cannot be `shared`: nothing is inside its members")
         if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
             raise bad_machine(f"expected the price to be a number of at least 0, got {self.price_per_hour}")
@@ -346,7 +346,7 @@ class Machine:
             raise self._other_size(ranks, "change a size, as with --set network.0.size=N")
 
     def _other_size(self, ranks: int, hint: str) -> UsageError:
-        sizes = " x ".join(str(dimension.size) for dimension in self.dimensions)
+        sizes = " x ".join(str(dimension.size) for dimension in self.dimensions) or "no network"
         return UsageError(
             f"the machine has {self.ranks} ranks ({sizes}), the workload has {ranks}", slug="machine-size", hint=hint
         )
@@ -435,6 +435,8 @@ class Machine:
         """
         if ranks == self.ranks:
             return self
+        if not self.dimensions:
+            raise self._other_size(ranks, "measure or describe its network")
         sizes = []
         rest = ranks
         for dimension in self.dimensions[:-1]:

@@ -12,6 +12,8 @@ from traceloom.array_types import Array, Floats, Ints
 from traceloom.simulate.machine.parts import Dimension, Machine
 from traceloom.simulate.network.fabrics import Fabric, fabric_of
 
+_NO_LINKS = pl.DataFrame(schema={"link": pl.Int64, "source": pl.String, "target": pl.String})
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Routes:
@@ -63,7 +65,7 @@ class MachineNetwork:
         self.machine = machine
         self._fabrics: list[tuple[Fabric, int, int]] = []  # with the first link and the groups of each dimension
         speeds = machine.network_speeds()
-        bandwidth, latency = [], []
+        bandwidth, latency = [np.empty(0)], [np.empty(0)]
         first = 0
         inside = 1
         for dimension in machine.dimensions:
@@ -151,7 +153,7 @@ class MachineNetwork:
                         }
                     )
                 )
-        links = pl.concat(frames)
+        links = pl.concat([_NO_LINKS, *frames])
         return links.select(
             "link",
             name=pl.format("{} → {}", "source", "target"),

@@ -1,0 +1,167 @@
+"""Measuring this machine: as many processes as ranks, or those that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import msgspec
+
+from traceloom import errors, workers
+from traceloom.errors import InputError, PartialError, TraceloomError, UsageError
+from traceloom.replay.measure.measurement import Measurement
+from traceloom.replay.measure.rank import Say, measure_here
+from traceloom.replay.measure.task import SMALLEST, Recorded, Task
+
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+"""What torch communicates with between devices; `gloo` between processors."""
+_MOST_BYTES = {"cpu": 1 << 26}
+_MOST_ON_DEVICES = 1 << 28
+_MOST_OF_PROCESSORS = 2  # ranks that are started where nothing says how many
+
+
+class Launched(NamedTuple):
+    """What a launcher such as torchrun says of its processes.
+
+    Attributes:
+        rank: Of this one.
+        ranks: Of all.
+        per_host: On this host.
+    """
+
+    rank: int
+    ranks: int
+    per_host: int
+
+
+def launched() -> Launched | None:
+    """Which of its processes this one is; None where no launcher has started it."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return None
+    ranks = int(os.environ["WORLD_SIZE"])
+    return Launched(int(os.environ["RANK"]), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+
+
+def measure(
+    *,
+    ranks: int | None = None,
+    device: str | None = None,
+    backend: str | None = None,
+    most_bytes: int | None = None,
+    factor: int = 4,
+    precision: float = 0.03,
+    timeout_s: float = 60.0,
+    say: Say = lambda _: None,
+) -> Measurement:
+    """Measure the collectives and kernels of this machine; under torchrun those of all hosts, with one answer on all.
+
+    Args:
+        ranks: Processes; None: those of the launcher, else one for each device, or two on processors.
+        device: `cpu`, `cuda` or `xpu`; None: the one there is.
+        backend: Of torch.distributed; None: the usual one of the device.
+        most_bytes: The largest message; None: 64 MiB on processors, 256 MiB on devices.
+        factor: From one size to the next.
+        precision: Each is repeated until its median is known to this part of it, or for some tenths of a second.
+        timeout_s: How long a rank waits for the others.
+        say: Is told what is being done.
+
+    Raises:
+        UsageError: slugs `no-such-backend`, `too-few-devices`, `wrong-usage`.
+        InputError: slugs `no-torch`, `no-device`, `no-rendezvous`.
+        PartialError: slug `rank-failed`.
+    """
+    if find_spec("torch") is None:
+        raise InputError("measuring needs torch", slug="no-torch", hint="pip install 'traceloom[record]'")
+    process = launched()
+    if process and ranks not in (None, process.ranks):
+        message = f"{ranks} ranks are asked for, the launcher has started {process.ranks}"
+        raise UsageError(message, slug="wrong-usage", hint="leave --ranks out")
+    if most_bytes is not None and most_bytes < SMALLEST:
+        raise UsageError(f"the largest message is below {SMALLEST:,} bytes", slug="wrong-usage", hint="as --max 64MiB")
+    device, usable = _device(device)
+    if process:
+        count, per_host = process.ranks, process.per_host
+    else:
+        count = per_host = ranks or (usable if device != "cpu" else min(_MOST_OF_PROCESSORS, workers.cores()))
+    if device != "cpu" and per_host > usable:
+        message = f"{per_host} ranks need as many devices, there are {usable}"
+        raise UsageError(message, slug="too-few-devices", hint=f"--ranks {usable}, or --device cpu")
+    task = Task(
+        count,
+        per_host,
+        device,
+        _backend(backend or BACKENDS.get(device, "gloo")),
+        most_bytes or _MOST_BYTES.get(device, _MOST_ON_DEVICES),
+        factor,
+        precision,
+        timeout_s,
+        "env://",
+        None if process or device != "cpu" else max(workers.cores() // count, 1),
+    )
+    recorded = measure_here(task, process.rank, say) if process else _by_own_processes(task, say)
+    return Measurement.of(task, recorded)
+
+
+def _device(name: str | None) -> tuple[str, int]:
+    """The device to measure, and how many of it there are."""
+    import torch
+
+    kinds = {kind: getattr(torch, kind, None) for kind in BACKENDS}
+    counts = {kind: module.device_count() for kind, module in kinds.items() if module and module.is_available()}
+    counts["cpu"] = workers.cores()
+    if name is None:
+        name = next(iter(counts))
+    if not counts.get(name):
+        message = f"this torch ({torch.__version__}) has no device of the kind {name} here"
+        raise InputError(message, slug="no-device", hint=f"it has {', '.join(counts)}")
+    return name, counts[name]
+
+
+def _backend(name: str) -> str:
+    import torch.distributed as dist
+
+    usable = [each for each in ("gloo", *BACKENDS.values(), "mpi", "ucc") if dist.is_backend_available(each)]
+    if name not in usable:
+        message = f"this torch has no backend `{name}`"
+        raise UsageError(message, slug="no-such-backend", hint=f"it has {', '.join(usable)}")
+    return name
+
+
+def _by_own_processes(task: Task, say: Say) -> Recorded:
+    """Start the ranks on this host, and return what they found; the first that fails ends all."""
+    with (
+        workers.shared_folder() as folder,
+        workers.workers("traceloom.replay.measure.rank") as started,
+        ExitStack() as use,
+    ):
+        task = replace(task, meeting=f"file://{folder}/meeting")
+        processes = [use.enter_context(started.idle()) for _ in range(task.ranks)]
+        for rank, process in enumerate(processes):
+            process.send({"task": msgspec.to_builtins(task), "rank": rank})
+        with ThreadPoolExecutor(task.ranks) as pool:
+            ends = {pool.submit(_last_answer, process, say): rank for rank, process in enumerate(processes)}
+            for end in as_completed(ends):
+                answer = end.result()
+                if "recorded" not in answer:
+                    started.stop()
+                    break
+    if "error" in answer:
+        kind: type[TraceloomError] = getattr(errors, answer["type"])
+        raise kind(**answer["error"])
+    if "recorded" not in answer:
+        message = f"rank {ends[end]} ended before all was measured"
+        raise PartialError(message, slug="rank-failed", hint="see what it has printed")
+    return msgspec.convert(answer["recorded"], Recorded)
+
+
+def _last_answer(process: workers.Worker, say: Say) -> dict[str, Any]:
+    """What a rank answers in the end; empty where it has ended without."""
+    answer: dict[str, Any] = {}
+    for answer in process.answers():
+        if "says" in answer:
+            say(answer["says"])
+    return {} if "says" in answer else answer

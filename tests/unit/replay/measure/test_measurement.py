@@ -1,0 +1,158 @@
+"""What is fitted to measured times: planted latency and bandwidth come back, and `simulate` predicts what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from traceloom.analyze.collective.bandwidth import bus_factor
+from traceloom.cli import main
+from traceloom.replay.measure import Measurement, Task
+from traceloom.replay.measure.repeating import FEWEST, MOST, enough, half_width
+from traceloom.replay.measure.task import COLLECTIVES, Recorded, Series
+from traceloom.report import measurement as report
+from traceloom.report import measurement_page
+from traceloom.simulate.machine import machine_text, read_machine
+
+PLANTED = {  # latency in ns, bus bandwidth in 10^9 B/s
+    kind: (20_000 + 7_000 * number, 3.0 + number) for number, kind in enumerate(COLLECTIVES)
+}
+
+
+def task(ranks: int = 2, per_host: int | None = None, *, most_bytes: int = 1 << 26) -> Task:
+    return Task(ranks, per_host or ranks, "cpu", "gloo", most_bytes, 4, 0.03, 60.0, "env://")
+
+
+def recorded(
+    of: Task, noise: float = 0.05, times: int = 25, one_clock: bool = True, device: str = "A processor"
+) -> Recorded:
+    """What ranks would record on a machine with the planted figures; every 20th time is disturbed by 4 ms."""
+    chance = np.random.default_rng(0)
+
+    def repeated(time_ns: float) -> list[float]:
+        disturbed = 4e6 * (chance.random(times) < 0.05)
+        return (time_ns * chance.lognormal(0, noise, times) + disturbed).tolist()
+
+    transfers = []
+    for group in of.groups():
+        count = len(group.ranks)
+        for kind in group.kinds:
+            latency, bandwidth = PLANTED[kind]
+            for size in of.sizes:
+                bus = size * bus_factor(kind, count)
+                times_ns = repeated(latency * (1 if group.span == "inside" else 3) + bus / bandwidth)
+                transfers.append(Series(kind, group.span, count, size, bus, times_ns))
+    kernels = [Series("launch", "fp32", of.ranks, 4, 0, repeated(2_000))]
+    kernels += [Series("copy", "fp32", of.ranks, size, 2 * size, repeated(500 + 2 * size / 20))
+                for size in (1 << power for power in range(20, 29))]  # fmt: skip
+    kernels += [Series("matrix_product", "bf16", of.ranks, rows, 2 * rows**3, repeated(3_000 + 2 * rows**3 / 400))
+                for rows in (128, 256, 512, 1024)]  # fmt: skip
+    return Recorded(transfers, kernels, {}, device, one_clock, {"torch": "2.99"})
+
+
+def test_planted_latency_and_bandwidth_come_back() -> None:
+    answer = Measurement.of(task(), recorded(task()))
+    assert answer.transfers["collective"].to_list() == sorted(COLLECTIVES)
+    for row in answer.transfers.iter_rows(named=True):
+        latency, bandwidth = PLANTED[row["collective"]]
+        assert row["form"] == "line"
+        assert row["alpha_ns"] == pytest.approx(latency, rel=0.05)
+        assert row["bandwidth"] == pytest.approx(bandwidth, rel=0.05)
+        assert row["residual_p10"] < 0 < row["residual_p90"]
+    assert answer.peaks["bf16"] == pytest.approx(400e9, rel=0.1)
+    assert answer.peaks["memory"] == pytest.approx(20e9, rel=0.05)
+    assert answer.machine.device is not None
+    assert answer.machine.device.memory == answer.peaks["memory"]
+
+
+def test_the_machine_predicts_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = Measurement.of(task(), recorded(task()))
+    (tmp_path / "machine.toml").write_text(machine_text(answer.machine), encoding="utf-8")
+    machine = read_machine(tmp_path / "machine.toml")
+    for row in answer.collectives.iter_rows(named=True):
+        answered = machine.transfer_of(row["collective"], row["span"], row["ranks"], row["size_bytes"])
+        assert answered.flags == ()
+        assert answered.time_ns == pytest.approx(row["fitted_ns"], rel=1e-3)
+        assert row["fitted_ns"] * (1 + row["residual"]) == pytest.approx(row["median_ns"])
+        assert abs(row["residual"]) < 0.1
+    for kind, size, own in (("all_reduce", 4 << 20, 4 << 20), ("all_gather", 16 << 20, 8 << 20)):
+        workload = tmp_path / kind  # its files tell what each rank gives
+        options = ["--collective", kind, "--ranks", "2", "--size", str(own), "-o", str(workload), "-q"]
+        assert main(["generate", "collective", *options]) == 0
+        capsys.readouterr()
+        assert main(["simulate", str(workload), "--machine", str(tmp_path / "machine.toml"), "--json"]) == 0
+        simulated = json.loads(capsys.readouterr().out)["after_ns"]
+        fit = answer.transfers.filter(collective=kind).row(0, named=True)
+        measured = answer.collectives.filter(collective=kind, size_bytes=size)["median_ns"].item()
+        assert fit["residual_p10"] <= measured / simulated - 1 <= fit["residual_p90"]
+
+
+def test_groups_lie_inside_hosts_and_between_them() -> None:
+    assert [(group.span, group.ranks, len(group.kinds)) for group in task(4, 2).groups()] == [
+        ("inside", (0, 1), 5), ("inside", (0, 1), 1), ("between", (0, 2), 5), ("between", (0, 2), 1),
+        ("between", (0, 1, 2, 3), 5),
+    ]  # fmt: skip
+    assert [group.span for group in task(3, 1).groups()] == ["between", "between"]
+    assert list(task(1).groups()) == []
+    answer = Measurement.of(task(4, 2), recorded(task(4, 2)))
+    assert [(part.name, part.size) for part in answer.machine.dimensions] == [("inside", 2), ("between", 2)]
+    assert (answer.machine.ranks, answer.machine.ranks_per_host) == (4, 2)
+    rows = answer.transfers.filter(collective="all_reduce").select("span", "ranks").rows()
+    assert sorted(rows) == [("between", 2), ("between", 4), ("inside", 2)]
+
+
+def test_one_rank_measures_kernels_and_says_why_no_network() -> None:
+    answer = Measurement.of(task(1), recorded(task(1)))
+    assert answer.machine.dimensions == ()
+    assert "one rank" in answer.absent["network"]
+    document = report.build(answer)
+    assert document["absent"] == [{"path": "network", "reason": answer.absent["network"]}]
+    text = "\n".join(line.plain for line in report.render(document, 100))
+    assert "Not measured: network" in text
+    assert "Collectives" not in text
+    assert "no network" in measurement_page.render(document)
+
+
+def test_what_disturbs_and_what_is_assumed_is_said() -> None:
+    of = task(2, 1)
+    wild = recorded(of, noise=1.5, times=FEWEST, one_clock=False)
+    assert {notice.slug for notice in Measurement.of(of, wild).notices} == {"medians-unsure", "no-common-clock"}
+
+
+def test_a_known_device_keeps_its_peaks() -> None:
+    """Kernels scale by the ratio of peaks: those of one device have to be of one kind."""
+    machine = Measurement.of(task(), recorded(task(), device="NVIDIA H100 80GB HBM3")).machine
+    assert machine.device is not None
+    assert machine.device.name == "H100 SXM"
+
+
+def test_views_show_every_measurement() -> None:
+    document = report.build(Measurement.of(task(4, 2), recorded(task(4, 2))))
+    text = "\n".join(line.plain for line in report.render(document, 120))
+    page = measurement_page.render(document)
+    for kind in COLLECTIVES:
+        assert kind in text
+        assert f"{kind}, 1.02 kB: " in page
+    assert "4 in several" in text
+    assert page.count('r="3.5"') == 2 * len(document["collectives"])
+    json.dumps(document)
+
+
+def test_a_median_is_known_by_the_times_around_it() -> None:
+    assert half_width(np.full(FEWEST, 7.0)) == 0
+    few, many = (np.random.default_rng(1).normal(100, 10, count) for count in (10, 400))
+    assert half_width(many) < half_width(few)
+    inside = sum(
+        abs(np.median(sample) - 100) <= half_width(sample) * np.median(sample) * 1.5
+        for sample in np.random.default_rng(2).normal(100, 10, (200, 40))
+    )
+    assert inside > 180
+    assert not enough(np.full(FEWEST - 1, 7.0), 0.03)
+    assert enough(np.full(FEWEST, 7.0), 0.03)
+    wild = np.tile([1.0, 100.0], MOST)
+    assert not enough(wild[: MOST // 2], 0.03)
+    assert enough(wild[:MOST], 0.03)
+    assert enough(np.tile([1e8, 9e8], FEWEST), 0.03)  # enough time was spent
