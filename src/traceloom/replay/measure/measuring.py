@@ -13,12 +13,11 @@ import msgspec
 
 from traceloom import errors, workers
 from traceloom.errors import InputError, PartialError, TraceloomError, UsageError
+from traceloom.replay.communication import BACKENDS
 from traceloom.replay.measure.measurement import Measurement
 from traceloom.replay.measure.rank import Say, measure_here
 from traceloom.replay.measure.task import SMALLEST, Recorded, Task
 
-BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
-"""What torch communicates with between devices; `gloo` between processors."""
 _MOST_BYTES = {"cpu": 1 << 26}
 _MOST_ON_DEVICES = 1 << 28
 _MOST_OF_PROCESSORS = 2  # ranks that are started where nothing says how many
@@ -70,8 +69,8 @@ def measure(
         say: Is told what is being done.
 
     Raises:
-        UsageError: slugs `no-such-backend`, `too-few-devices`, `wrong-usage`.
-        InputError: slugs `no-torch`, `no-device`, `no-rendezvous`.
+        UsageError: slugs `too-few-devices`, `wrong-usage`.
+        InputError: slugs `no-torch`, `no-backend`, `no-device`, `no-rendezvous`.
         PartialError: slug `rank-failed`.
     """
     if find_spec("torch") is None:
@@ -127,7 +126,7 @@ def _backend(name: str) -> str:
     usable = [each for each in ("gloo", *BACKENDS.values(), "mpi", "ucc") if dist.is_backend_available(each)]
     if name not in usable:
         message = f"this torch has no backend `{name}`"
-        raise UsageError(message, slug="no-such-backend", hint=f"it has {', '.join(usable)}")
+        raise InputError(message, slug="no-backend", hint=f"it has {', '.join(usable)}")
     return name
 
 

@@ -20,7 +20,7 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str
 
 def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, said = refused(capsys, "--backend", "telepathy")
-    assert (code, "no-such-backend" in said, "it has gloo" in said) == (2, True, True)
+    assert (code, "no-backend" in said, "it has gloo" in said) == (3, True, True)
     code, said = refused(capsys, "--max", "1B")
     assert (code, "below 1,024 bytes" in said) == (2, True)
     code, said = refused(capsys, "--device", "abacus")
