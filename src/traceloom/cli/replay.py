@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs, replaying
@@ -17,6 +20,7 @@ from traceloom.plain_text import encoded
 from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN
 
 if TYPE_CHECKING:
+    from traceloom.replay.dry_run import RankDryRun
     from traceloom.replay.plan import Plan
     from traceloom.replay.replayed import Replayed
 
@@ -29,6 +33,7 @@ EXAMPLES = """\
 examples:
   traceloom replay run                                 all of it, against the recorded times
   traceloom replay run --plan-only -o run.plan         what would run; needs no PyTorch
+  traceloom replay run --dry-run                       what of it runs here, in seconds
   traceloom replay run.plan --pace recorded
   traceloom replay run --ranks 0 --stand-ins           one rank; communication takes its recorded time
   torchrun --nproc-per-node 8 -m traceloom replay run.plan
@@ -51,6 +56,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--only", choices=("compute", "communication"), help="one side alone")
     what.add_argument("--ranks", type=types.ranks, metavar="LIST", help="these ranks, as 0,1 or 0-3")
     what.add_argument("--plan-only", action="store_true", help="plan, and do not run")
+    what.add_argument(
+        "--dry-run", action="store_true",
+        help="run on tensors without content: which ops run here, whether they give what was recorded, memory",
+    )  # fmt: skip
     replaying.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     script = parser.add_argument_group("scripts (-o FILE.py)")
@@ -62,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, run, show and write; returns the exit code."""
-    from traceloom.replay import Choice, make_plan, replay
+    from traceloom.replay import Choice, dry_run, make_plan, replay
 
     choice = Choice(
         level=args.level,
@@ -75,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         hint = "add -o slowest.py"
         raise UsageError("--op and --slowest cut ops out into a script", slug="wrong-usage", hint=hint)
     writers: dict[str, Callable[[Plan, BinaryIO], object]] = {".plan": _pack, ".py": partial(_script, args)}
-    runs = not args.plan_only and outputs.printed(args)
+    runs = not args.plan_only and not args.dry_run and outputs.printed(args)
     if replaying.is_follower():
         args.output, args.quiet = [], True
     chosen = outputs.targets(args, writers)
@@ -83,7 +92,12 @@ def run(args: argparse.Namespace) -> int:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
         written = outputs.write(args, chosen, plan, progress)
         replayed = replay(plan, replaying.run_options(args), say=progress.say) if runs else None
-    for line in _times(plan, replayed) if runs else _lines(plan):
+        dry = dry_run(plan, imports=args.imports) if args.dry_run else None
+    if dry is not None and args.json:
+        outputs.as_json({"ranks": [msgspec.to_builtins(of_rank) for of_rank in dry.values()]}, sys.stdout.buffer)
+    elif dry is not None:
+        outputs.say(args, *_dry_lines(dry.values()))
+    for line in _times(plan, replayed) if runs else _lines(plan) if dry is None else ():
         outputs.say(args, line)
     outputs.close(args, written, outputs.repeated(args, "run.plan"))
     return 0
@@ -113,6 +127,24 @@ def _lines(plan: Plan) -> Iterator[str]:
         )
     for notice in plan.notices:
         yield f"{notice.severity}: {notice.message}"
+
+
+def _dry_lines(ranks: Iterable[RankDryRun]) -> Iterator[str]:
+    """What a dry run found, some lines for each rank."""
+    for of_rank in ranks:
+        share = units.share(of_rank.covered_ns or 0, of_rank.duration_ns) if of_rank.duration_ns else None
+        peak = ", ".join(f"{units.size(size)} on {device}" for device, size in of_rank.peak_bytes.items() if size)
+        yield (
+            f"rank {of_rank.rank}: {units.count(of_rank.covered)} of {units.counted(of_rank.ops, 'op')} run here"
+            + (f" ({share} of their recorded time)" if share else "")
+            + f"; {units.count(of_rank.looked_at)} compared, {units.counted(len(of_rank.wrong), 'difference')}"
+            + (f"; tensors of at most {peak}" if peak else "")
+        )
+        for wrong in of_rank.wrong:
+            what = f"recorded {wrong.recorded}, here {wrong.here or 'nothing'}"
+            yield f"  {units.count(wrong.count)} × {wrong.name}, output {wrong.output}: {what}"
+        for left in of_rank.left:
+            yield f"  {units.count(left.count)} × {left.name} ({left.reason}): {left.text}"
 
 
 def _times(plan: Plan, replayed: Replayed | None) -> Iterator[str]:

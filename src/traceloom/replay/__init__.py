@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from traceloom.lazy import lazy
 
 if TYPE_CHECKING:
+    from traceloom.replay.dry_run import RankDryRun as RankDryRun
+    from traceloom.replay.dry_run import dry_run as dry_run
     from traceloom.replay.plan import Plan as Plan
     from traceloom.replay.plan import RankPlan as RankPlan
     from traceloom.replay.planning import Choice as Choice
@@ -24,10 +26,12 @@ lazy(
     {
         "Choice": ".planning",
         "Plan": ".plan",
+        "RankDryRun": ".dry_run",
         "RankPlan": ".plan",
         "RankReplayed": ".replayed",
         "Replayed": ".replayed",
         "RunOptions": ".running",
+        "dry_run": ".dry_run",
         "make_plan": ".planning",
         "replay": ".ranks",
     },

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from traceloom.errors import InputError
 from traceloom.replay.allowed import CHECKED_TWINS, refusal
 from traceloom.replay.schema import OperatorSchema, SchemaArgument, UnreadableSchemaError, parse_schema
 
@@ -44,6 +45,18 @@ class Unbindable(Exception):  # noqa: N818  (it is no error: the op is left out,
         super().__init__(text)
         self.slug = slug
         self.text = text
+
+
+def need_torch() -> None:
+    """See that PyTorch is there.
+
+    Raises:
+        InputError: slug `no-torch`.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise InputError("a replay needs torch", slug="no-torch", hint="pip install 'traceloom[record]'") from error
 
 
 @dataclass(slots=True)

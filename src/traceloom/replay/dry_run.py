@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import polars as pl
 from msgspec import Struct
 from msgspec.structs import replace
 
-from traceloom.replay.binding import Bound, Unbindable, bind
+from traceloom.replay.binding import Bound, Unbindable, bind, need_torch
 from traceloom.replay.plan import COLLECTIVE, GUESSED_STRIDES, STAND_IN, VIEW, WAIT, Plan, RankPlan
 
 if TYPE_CHECKING:
@@ -104,8 +103,24 @@ class RankDryRun(Struct, frozen=True):
         return not self.wrong and not any(left.reason == FAILS for left in self.left)
 
 
-def dry_run(plan: Plan, *, further: frozenset[str] = frozenset()) -> dict[int, RankDryRun]:
-    """Run all ranks of a plan on meta tensors; by rank. See `dry_run_rank`."""
+def dry_run(plan: Plan, *, imports: Sequence[str] = ()) -> dict[int, RankDryRun]:
+    """Run all ranks of a plan on meta tensors.
+
+    Args:
+        plan: What is run.
+        imports: Modules that bring custom ops.
+
+    Returns:
+        By rank.
+
+    Raises:
+        InputError: `no-torch`.
+        UsageError: `no-such-module`.
+    """
+    need_torch()
+    from traceloom.replay.running import import_ops
+
+    further = import_ops(imports)
     guessed = {notice.rank for notice in plan.notices if notice.slug == GUESSED_STRIDES}
     return {
         rank: dry_run_rank(rank_plan, strides=rank not in guessed, recorded=plan.torch, further=further)
@@ -166,21 +181,11 @@ def dry_run_rank(
         covered_ns=round(whole.filter("covered")["duration_ns"].sum()) if timed else None,
         left=tuple(LeftOp(*row) for row in left.iter_rows()),
         wrong=tuple(outcomes.wrong_outputs()),
-        peak_bytes=peak_bytes(plan),
+        peak_bytes={
+            str(device): plan.peak_bytes(storages)
+            for (device,), storages in plan.storages.group_by("device", maintain_order=True)
+        },
     )
-
-
-def peak_bytes(plan: RankPlan) -> dict[str, int]:
-    """Most bytes of storages that live at the same time, by device; without what ops allocate within themselves."""
-    peaks = {}
-    for (device,), storages in plan.storages.group_by("device", maintain_order=True):
-        made = storages.filter(~pl.col("external"))
-        changes = np.zeros(plan.ops.height + 1, np.int64)
-        np.add.at(changes, made["first_op"].to_numpy(), made["bytes"].to_numpy())
-        np.subtract.at(changes, made["last_op"].to_numpy() + 1, made["bytes"].to_numpy())
-        kept = int(storages.filter("external")["bytes"].sum())
-        peaks[str(device)] = kept + int(np.cumsum(changes).max(initial=0))
-    return peaks
 
 
 class _Outcomes:

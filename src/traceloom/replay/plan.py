@@ -235,6 +235,19 @@ class RankPlan:
         )
         return replace(self, storages=settled)
 
+    def peak_bytes(self, storages: pl.DataFrame | None = None) -> int:
+        """Most bytes of storages that live at the same time; without what ops allocate within themselves.
+
+        Args:
+            storages: Rows of `storages`; None: all.
+        """
+        storages = self.storages if storages is None else storages
+        made = storages.filter(~pl.col("external"))
+        changes = np.zeros(self.ops.height + 1, dtype=np.int64)
+        np.add.at(changes, made["first_op"].to_numpy(), made["bytes"].to_numpy())
+        np.subtract.at(changes, made["last_op"].to_numpy() + 1, made["bytes"].to_numpy())
+        return int(storages.filter("external")["bytes"].sum()) + int(changes.cumsum().max())
+
     def uses(self) -> pl.DataFrame:
         """One row per tensor that an op takes or gives: op, tensor, storage, made (it is an output)."""
         parts = [

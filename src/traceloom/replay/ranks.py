@@ -264,12 +264,12 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
     plan: Plan, options: RunOptions, ranks: list[int], process: int, store: dist.Store | None, sharing: int, say: Say
 ) -> dict[str, Any]:
     """Run one rank in this process; what `_together` takes."""
-    try:
-        import torch
-        import torch.distributed as dist
-    except ImportError as error:
-        raise InputError("a replay needs torch", slug="no-torch", hint="pip install 'traceloom[record]'") from error
-    from traceloom.replay.binding import bind
+    from traceloom.replay.binding import bind, need_torch
+
+    need_torch()
+    import torch
+    import torch.distributed as dist
+
     from traceloom.replay.running import Execution, device_of, environment, import_ops, run_passes
 
     namespaces = import_ops(options.imports)

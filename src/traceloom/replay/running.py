@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import polars as pl
 
 from traceloom.errors import InputError, UsageError
@@ -92,17 +91,6 @@ def is_known(values: Sequence[int], within: float = _MEDIAN_WITHIN) -> bool:
     return ordered[count - left_out] - ordered[left_out - 1] <= 2 * within * ordered[count // 2]
 
 
-def needed_bytes(plan: RankPlan) -> int:
-    """External storages, and the most that the others take at once."""
-    sizes = plan.storages["bytes"]
-    external = plan.storages["external"]
-    alive = np.zeros(plan.ops.height + 1, dtype=np.int64)
-    made = plan.storages.filter(~external)
-    np.add.at(alive, made["first_op"].to_numpy(), made["bytes"].to_numpy())
-    np.subtract.at(alive, made["last_op"].to_numpy() + 1, made["bytes"].to_numpy())
-    return int(sizes.filter(external).sum()) + int(alive.cumsum().max())
-
-
 def free_bytes(device: torch.device) -> int | None:
     """Memory that tensors of this device can still take; None where the system does not say."""
     if device.type != "cpu":
@@ -135,7 +123,7 @@ def check_memory(plan: RankPlan, device: torch.device, limit: int | None, sharin
     Raises:
         InputError: slug `too-little-memory`.
     """
-    needed, free = needed_bytes(plan), free_bytes(device)
+    needed, free = plan.peak_bytes(), free_bytes(device)
     allowed = [(limit, "--memory-limit allows")] if limit is not None else []
     if free is not None:
         shared = f" for each of {sharing} processes" if sharing > 1 else ""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ from support.plans import PlanBuilder, small_plan
 
 pytest.importorskip("torch")
 
-from traceloom.replay.dry_run import dry_run, dry_run_rank, peak_bytes
+from traceloom.cli import main
+from traceloom.replay.dry_run import dry_run, dry_run_rank
 from traceloom.replay.plan import PLAN_SCHEMAS
 
 pytestmark = pytest.mark.torch
@@ -99,7 +101,8 @@ def test_the_peak_is_of_what_lives_together() -> None:
         y = build.tensor(10)
         build.run(RELU, T[:1], [x], [y])
         build.run(RELU, T[:1], [y], [build.tensor(10)])
-    assert peak_bytes(build.build()) == {"cpu": 3 * 40}
+    assert build.build().peak_bytes() == 3 * 40
+    assert dry_run_rank(build.build()).peak_bytes == {"cpu": 3 * 40}
 
 
 def test_factories_views_and_what_an_op_does_to_its_tensor() -> None:
@@ -116,3 +119,21 @@ def test_factories_views_and_what_an_op_does_to_its_tensor() -> None:
     result = dry_run_rank(build.build())
     assert result.wrong == ()
     assert result.left == ()
+
+
+def test_the_verb_says_what_of_a_plan_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build = PlanBuilder()
+    x = build.tensor(8, 4, external=True)
+    build.run(RELU, T[:1], [x], [build.tensor(8, 5)], durations_ns=[30])
+    build.run("fbgemm::dense(Tensor self) -> Tensor", T[:1], [x], [None], durations_ns=[10])
+    path = tmp_path / "run.plan"
+    replace(small_plan(), ranks={0: build.build()}).save(path)
+    assert main(["replay", str(path), "--dry-run"]) == 0
+    first, wrong, left, *_ = capsys.readouterr().out.splitlines()
+    assert first == (
+        "rank 0: 1 of 2 ops run here (75.0 % of their recorded time); 1 compared, 1 difference; tensors of at most 288 B on cpu"
+    )
+    assert wrong == "  1 × aten::relu, output 0: recorded float32[8, 5] by [5, 1], here float32[8, 4] by [4, 1]"
+    assert left.startswith("  1 × fbgemm::dense (custom-op): ops of the namespace 'fbgemm' run only with --import")
+    assert main(["replay", str(path), "--dry-run", "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out)["ranks"][0]["covered_ns"] == 30

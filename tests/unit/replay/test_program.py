@@ -17,7 +17,6 @@ from traceloom.replay.running import (  # noqa: E402
     RunOptions,
     import_ops,
     is_known,
-    needed_bytes,
     run_passes,
 )
 
@@ -100,7 +99,7 @@ def test_registers_are_empty_after_their_last_use() -> None:
     keep(build, last, 1000)
     execution = execute(build)
     external = 2 * 4000
-    assert needed_bytes(execution.plan) == external + 2 * 4000, "two intermediates live at once, not ten"
+    assert execution.plan.peak_bytes() == external + 2 * 4000, "two intermediates live at once, not ten"
     assert execution.program.peak_bytes == external + 2 * 4000
     assert [register is None for register in execution.program.registers[1:11]] == [True] * 10
 
