@@ -80,6 +80,7 @@ bench: $(VENV)/.test ## Measure reading, analyses, recording, linking and Chakra
 	$(BIN)/python benchmarks/record.py
 	$(BIN)/python benchmarks/link.py
 	$(BIN)/python benchmarks/retime.py
+	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/chakra.py
 	$(BIN)/python benchmarks/memory.py
 
