@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, BinaryIO
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from traceloom.replay.replayed import Replayed
 
 _SLOWEST = 10
+_MOST = 1 << 20  # times a size
 DESCRIPTION = (
     "Run a recorded workload again, without its code and its data: every op with the arguments, shapes and types that "
     "were recorded. What it needs is a host trace, as `traceloom record` writes."
@@ -38,6 +40,7 @@ examples:
   traceloom replay run --ranks 0 --stand-ins           one rank; communication takes its recorded time
   torchrun --nproc-per-node 8 -m traceloom replay run.plan
   traceloom replay run.plan --scope forward
+  traceloom replay run --batch 2 --dry-run             twice the data: does it fit into memory?
   traceloom replay run -o replay.py                    a script that needs torch alone, to hand out
   traceloom replay run --op aten::mm --slowest 5 -o mm.py
 """
@@ -60,6 +63,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true",
         help="run on tensors without content: which ops run here, whether they give what was recorded, memory",
     )  # fmt: skip
+    size = parser.add_argument_group("at which size")
+    size.add_argument("--batch", type=factor, metavar="F", help="the first dimension of the data times F, as 2 or 1/2")
+    size.add_argument(
+        "--scale", type=scale, action="append", default=[], metavar="SIZE=F",
+        help="all dimensions of a size times F (may be repeated)",
+    )  # fmt: skip
+    size.add_argument("--repeat", type=repeat, metavar="SCOPE=N", help="what ran in a scope N times, as blocks.3=8")
     replaying.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     script = parser.add_argument_group("scripts (-o FILE.py)")
@@ -90,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = outputs.targets(args, writers)
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
+        plan = _resized(args, plan)
         written = outputs.write(args, chosen, plan, progress)
         replayed = replay(plan, replaying.run_options(args), say=progress.say) if runs else None
         dry = dry_run(plan, imports=args.imports) if args.dry_run else None
@@ -101,6 +112,48 @@ def run(args: argparse.Namespace) -> int:
         outputs.say(args, line)
     outputs.close(args, written, outputs.repeated(args, "run.plan"))
     return 0
+
+
+def factor(text: str) -> Fraction:
+    """`2`, `1/2` or `x2` as a factor above 0."""
+    try:
+        number = Fraction(text.removeprefix("x"))
+    except (ValueError, ZeroDivisionError):
+        number = Fraction(0)
+    if not 0 < number < _MOST:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a factor, as 2 or 1/2")
+    return number
+
+
+def scale(text: str) -> str:
+    """`192=2`: a size and a factor; as it was written."""
+    size, _, by = text.partition("=")
+    types.count(size)
+    factor(by)
+    return text
+
+
+def repeat(text: str) -> str:
+    """`blocks.3=8`: a scope and a number; as it was written."""
+    name, _, times = text.rpartition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a scope and a number, as blocks.3=8")
+    types.count(times)
+    return text
+
+
+def _resized(args: argparse.Namespace, plan: Plan) -> Plan:
+    """The plan at the sizes that were asked for."""
+    if not (args.batch or args.scale or args.repeat):
+        return plan
+    from traceloom.replay.scaling import repeated, scaled
+
+    if args.repeat:
+        scope, _, times = args.repeat.rpartition("=")
+        plan = repeated(plan, scope, int(times))
+    sizes = dict(text.split("=") for text in args.scale)
+    factors = {int(size): factor(by) for size, by in sizes.items()}
+    return scaled(plan, factors, batch=args.batch) if args.batch or factors else plan
 
 
 def _pack(plan: Plan, handle: BinaryIO) -> None:

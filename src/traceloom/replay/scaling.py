@@ -47,7 +47,7 @@ def scaled(plan: Plan, factors: Mapping[int, Fraction] | None = None, *, batch: 
         batch: The factor of the first dimension of the data: what comes from a loader, else integers from outside.
 
     Raises:
-        UsageError: `cannot-scale`: no dimension has that size, a size would be no whole number, or an op does not fit.
+        UsageError: `cannot-resize`: no dimension has that size, a size would be no whole number, or an op does not fit.
     """
     ranks = {rank: _Scaling(rank_plan, dict(factors or {}), batch).plan() for rank, rank_plan in plan.ranks.items()}
     return replace(plan, ranks=ranks)
@@ -66,7 +66,7 @@ def repeated(plan: Plan, scope: str, times: int) -> Plan:
         )
         if (rank_plan.ops["action"].is_in(["collective", "wait"]) & inside).any():
             text = f"`{scope}` holds collectives, which other ranks would have to repeat too"
-            raise UsageError(text, slug="cannot-scale", hint="repeat a scope that computes only")
+            raise UsageError(text, slug="cannot-resize", hint="repeat a scope that computes only")
         stretches = rank_plan.ops.with_columns(inside.alias("inside"), inside.rle_id().alias("stretch"))
         parts = [
             part.drop("inside", "stretch")
@@ -160,7 +160,7 @@ class _Scaling:
         if not data.height:
             raise UsageError(
                 "no tensor from outside looks like data: none comes from a loader, and none holds integers",
-                slug="cannot-scale",
+                slug="cannot-resize",
                 hint="name the size of the batch, as in --scale 32=2",
             )
         size = int(data["size"].mode().sort()[0])
@@ -173,7 +173,7 @@ class _Scaling:
             sizes = set(before.tensors["shape"].explode().drop_nulls())
             if absent := sorted(set(self.sizes) - sizes):
                 text = f"no tensor has a dimension of {absent[0]}"
-                raise UsageError(text, slug="cannot-scale", hint="take a size that `--plan-only` or the report shows")
+                raise UsageError(text, slug="cannot-resize", hint="take a size that `--plan-only` or the report shows")
         return self._assembled([self._op(row) for row in before.ops.iter_rows(named=True)])
 
     def _op(self, row: Mapping[str, Any]) -> int | None:
@@ -235,7 +235,7 @@ class _Scaling:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
         raise UsageError(
             f"{row['name']} (node {row['node']}) does not fit tensors of {shapes}: {reason}",
-            slug="cannot-scale",
+            slug="cannot-resize",
             hint="scale another size, or several together, as in --scale 192=2 --scale 576=2",
         )
 
@@ -319,7 +319,9 @@ class _Scaling:
             tried = self._run({**row, "name": "a view", "inputs": [source]}, schema, text, [tensor])
             return bind(schema, tried, "meta")([tensor])
         raise UsageError(
-            f"a view before node {row['node'] or 'the next'} cannot be scaled: it leaves gaps", slug="cannot-scale"
+            f"the view {shape} of a tensor of {list(tensor.shape)} leaves gaps: it cannot be scaled",
+            slug="cannot-resize",
+            hint="scale another size, or take the leaves with --level leaf",
         )
 
     def _recorded_outputs(self, row: Mapping[str, Any]) -> None:
@@ -374,7 +376,7 @@ def _whole(size: int, factor: Fraction) -> int:
     new = size * factor
     if new.denominator != 1 or new < 1:
         text = f"{size} x {float(factor):g} is no whole number above 0"
-        raise UsageError(text, slug="cannot-scale", hint="take another factor")
+        raise UsageError(text, slug="cannot-resize", hint="take another factor")
     return int(new)
 
 

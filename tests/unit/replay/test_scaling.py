@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plans import PlanBuilder, groups, small_plan
 
+from support.plans import PlanBuilder, groups, small_plan
 from traceloom.errors import UsageError
 from traceloom.replay import make_plan
 from traceloom.replay.dry_run import dry_run
@@ -87,7 +87,7 @@ def test_a_size_that_would_be_no_whole_number_is_refused(base: Plan) -> None:
 def test_an_op_that_does_not_fit_is_named(base: Plan) -> None:
     with pytest.raises(UsageError, match=r"aten::\w+ \(node \d+\) does not fit") as error:
         scaled(base, {36: Fraction(2)})
-    assert error.value.slug == "cannot-scale"
+    assert error.value.slug == "cannot-resize"
 
 
 def test_a_plan_without_data_has_no_batch() -> None:
