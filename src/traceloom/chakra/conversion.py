@@ -36,6 +36,8 @@ _WRITERS: dict[Form, Callable[[BinaryIO, GlobalMetadata, Iterable[Node]], None]]
     "jsonl": write_lines,
 }
 
+_ENDINGS = (".et", ".et.gz")
+
 
 @dataclass
 class ConversionInput:
@@ -240,6 +242,13 @@ def write_messages(
     path = Path(path)
     produce = _WRITERS[form or form_of(path) or "et"]
     return write_packed(path, lambda handle: produce(handle, metadata, nodes), force=force)
+
+
+def is_chakra(path: Path) -> bool:
+    """Whether it is an `.et` file or a directory of them, by name."""
+    if path.is_dir():
+        return any(member.name.lower().endswith(_ENDINGS) for member in path.iterdir())
+    return path.name.lower().endswith(_ENDINGS)
 
 
 def rank_files(directory: Path) -> list[tuple[int, Path]]:

@@ -54,7 +54,7 @@ def read_host_trace(path: str | Path, *, capture: dict[str, Any] | None = None, 
         text = "this is no host trace but JSON whose `nodes` have no names"
         raise InputError(text, slug="not-a-host-trace", where=str(path))
     rank, _, _ = find_rank({}, None, str(path), capture)
-    groups, notices = _groups(ops, str(path))
+    groups, notices = groups_in(ops, str(path))
     repeated = ops.height - ops["id"].n_unique()
     if repeated:
         text = f"{repeated:,} nodes have the id of another node; the first of each is what others refer to"
@@ -108,7 +108,7 @@ def peek_either(source: Input) -> Peek | HostPeek:
     return HostPeek(source, rank, whole(text.envelope.get("pid")))
 
 
-def _groups(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice]]:
+def groups_in(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice]]:
     """The groups of all `## process_group:init ##` nodes, the later ones completing the earlier; and what is wrong.
 
     An empty list of ranks means all ranks of the job, whose number is then the size of the group.

@@ -160,6 +160,20 @@ def groups_of(nodes: Nodes, capture: dict[str, Any] | None, world_size: int, ran
     return list(out.values())
 
 
+def called_groups(capture: dict[str, Any] | None) -> dict[tuple[str, int], list[str]]:
+    """Groups of the collectives that a capture wrote down, in their order, by kind and bytes put in."""
+    calls = (capture or {}).get("collectives")
+    out: dict[tuple[str, int], list[str]] = {}
+    if not isinstance(calls, dict):
+        return out
+    try:
+        for group, kind, size in zip(calls["group"], calls["kind"], calls["bytes_in"], strict=False):
+            out.setdefault((str(calls["kinds"][kind]), int(size)), []).append(str(calls["groups"][group]))
+    except (KeyError, IndexError, TypeError, ValueError):  # a part that was changed by hand says nothing
+        return {}
+    return out
+
+
 def tensors_bytes(tensors: list[RecordedTensor]) -> int:
     """Bytes of tensors."""
     return sum(tensor.elements * tensor.item_bytes for tensor in tensors)

@@ -6,29 +6,20 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import polars as pl
 from msgspec import Struct
 
-from traceloom.array_types import Ints
-from traceloom.errors import InputError, UsageError
-from traceloom.files import note_input
-from traceloom.link.linking import load_ranks
-from traceloom.model import graph_store
-from traceloom.model.graph import Graph
-from traceloom.model.host_trace import HOST_OPS, HostTrace
+from traceloom.errors import UsageError
 from traceloom.model.notice import Notice
 from traceloom.model.units import counted
-from traceloom.read.host_trace import HostPeek, peek_either, read_host_trace
-from traceloom.read.inputs import find
 from traceloom.replay.allowed import refusal
-from traceloom.replay.collectives import WAIT, Exchange, exchange_of, groups_of, tensors_bytes
+from traceloom.replay.collectives import WAIT, Exchange, called_groups, exchange_of, groups_of, tensors_bytes
 from traceloom.replay.contents import ranges_of, settle_contents
+from traceloom.replay.inputs import AnyPath, PlanInput, open_inputs
 from traceloom.replay.nodes import Level, Nodes, choose, communicates, within
-from traceloom.replay.originals import Originals, originals_of, originals_of_graph
 from traceloom.replay.plan import (
     COLLECTIVE,
     ENDING,
@@ -51,7 +42,6 @@ from traceloom.replay.values import CUT, ROUNDED, UNKNOWN, RecordedTensor, argum
 _NUMBERS = frozenset({"other", "exponent"})
 _OF_NUMBERS: dict[str, float] = {"float64": 1.0, "int64": 1, "bool": True}
 
-AnyPath = str | os.PathLike[str]
 Say = Callable[[str], None]
 
 
@@ -73,22 +63,6 @@ class Choice(Struct, frozen=True):
     ranks: tuple[int, ...] | None = None
 
 
-class PlanInput(Struct, frozen=True):
-    """The host trace of one rank with what else is known of it.
-
-    Attributes:
-        rank: The rank.
-        host: Its host trace.
-        originals: Given the ids of the chosen nodes, what was measured of them.
-        capture: The rank's part of capture.json.
-    """
-
-    rank: int
-    host: HostTrace
-    originals: Callable[[Ints], Originals]
-    capture: dict[str, Any] | None = None
-
-
 def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True, progress: Say | None = None) -> Plan:
     """Plan a replay; a plan that was saved is read.
 
@@ -108,7 +82,7 @@ def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True,
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
     if len(paths) == 1 and Path(paths[0]).is_file() and (str(paths[0]).endswith(ENDING) or is_plan(Path(paths[0]))):
         return Plan.load(os.fspath(paths[0]))
-    name, inputs, notices = _inputs(paths, cache=cache)
+    name, inputs, notices = open_inputs(paths, cache=cache)
     if choice.ranks is not None:
         have = {entry.rank for entry in inputs}
         if absent := sorted(set(choice.ranks) - have):
@@ -147,73 +121,6 @@ def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True,
     )
 
 
-def _inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[PlanInput], list[Notice]]:
-    """What is planned, the host trace of each rank, and what must be known."""
-    texts = tuple(os.fspath(path) for path in paths)
-    if len(texts) == 1 and Path(texts[0]).is_file() and graph_store.is_graph(Path(texts[0])):
-        graph = Graph.load(texts[0])
-        return texts[0], _of_graph(graph, texts[0]), list(graph.notices)
-    sources = find(texts)
-    peeks = [] if sources.captures else [peek_either(file) for file in sources.inputs]
-    for file in sources.inputs:
-        note_input(file.path)
-    if peeks and all(isinstance(peek, HostPeek) for peek in peeks):
-        hosts = [read_host_trace(peek.source.path) for peek in peeks]
-        ranks = [host.rank if host.rank is not None else number for number, host in enumerate(hosts)]
-        if len(set(ranks)) < len(ranks):
-            text = f"two host traces are of rank {Counter(ranks).most_common(1)[0][0]}"
-            raise InputError(text, slug="two-host-traces", hint="give one for each rank")
-        entries = [PlanInput(rank, host, _unknown) for rank, host in zip(ranks, hosts, strict=True)]
-        text = "there is no device trace: how long the ops took is not known"
-        notices = [Notice("no-device-trace", "info", text, len(hosts))]
-        return " ".join(texts), sorted(entries, key=lambda entry: entry.rank), notices
-    loaded = load_ranks(*paths, cache=cache)
-    entries = []
-    for rank in loaded.ranks:
-        matching = rank.matching
-        if matching is not None:
-            entries.append(
-                PlanInput(
-                    rank.rank,
-                    matching.host,
-                    partial(originals_of, rank.trace, matching),
-                    rank.trace.meta.capture,
-                )
-            )
-    if not entries:
-        raise InputError(
-            "there is no host trace: nothing says which ops ran with which arguments",
-            slug="no-host-trace",
-            where=loaded.name,
-            hint="record with `traceloom record`, or with torch.profiler.ExecutionTraceObserver beside the profiler",
-        )
-    return loaded.name, entries, loaded.notices
-
-
-def _unknown(_chosen: Ints) -> Originals:
-    return Originals()
-
-
-def _of_graph(graph: Graph, path: str) -> list[PlanInput]:
-    if not graph.host_ops.height:
-        raise InputError(
-            "the graph holds no ops of a host trace: nothing says which ops ran with which arguments",
-            slug="no-host-trace",
-            where=path,
-            hint="link device traces together with their host traces",
-        )
-    return [
-        PlanInput(
-            rank,
-            HostTrace(
-                path, graph.host_ops.filter(pl.col("rank") == rank).select(HOST_OPS.names()).sort("id"), rank=rank
-            ),
-            partial(originals_of_graph, graph, rank),
-        )
-        for rank in graph.host_ops["rank"].unique().sort()
-    ]
-
-
 @dataclass
 class _RankPlanner:
     """Goes through the chosen nodes of one rank, in their order."""
@@ -233,6 +140,8 @@ class _RankPlanner:
     _waited: set[int] = field(default_factory=set)
     _by_sequence: dict[tuple[str | None, int], int] = field(default_factory=dict)
     _guessed_groups: int = 0
+    _called: dict[tuple[str, int], list[str]] | None = None
+    _turns: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def plan(self) -> RankPlan:
         """The plan of the rank, checked."""
@@ -458,6 +367,8 @@ class _RankPlanner:
         """The group's name, and the peer as a rank of the job."""
         name = exchange.group
         if name not in self.groups:
+            name = self._called_group(exchange)
+        if name not in self.groups:
             several = len({tuple(group["ranks"]) for group in self.groups.values()}) > 1
             self._guessed_groups += several
             name = max(self.groups, key=lambda label: len(self.groups[label]["ranks"]))
@@ -466,6 +377,18 @@ class _RankPlanner:
         if peer is not None and 0 <= peer < len(members):
             peer = members[peer]
         return name, peer
+
+    def _called_group(self, exchange: Exchange) -> str | None:
+        """The group of the same call in the timed steps, which the capture wrote down; in turn where several fit."""
+        if self._called is None:
+            self._called = called_groups(self.entry.capture)
+        key = (exchange.kind or "", tensors_bytes(exchange.sent or exchange.received))
+        groups = self._called.get(key)
+        if not groups:
+            return None
+        turn = self._turns[key]
+        self._turns[key] += 1
+        return groups[turn % len(groups)]
 
     def _wait_for(self, tensors: list[RecordedTensor]) -> None:
         """Wait for the collectives that give or take these tensors, before they are used."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from traceloom.chakra.conversion import ConversionInput, is_chakra
 from traceloom.chakra.group_file import GROUP_FILES, read_groups
 from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
@@ -18,7 +19,6 @@ from traceloom.simulate.native.isolating import isolated
 from traceloom.simulate.native.joining import joined
 from traceloom.simulate.native.operations import operations
 
-_ENDINGS = (".et", ".et.gz")
 AnyWorkload = str | Path | Sequence[str | Path] | Graph | Session
 
 
@@ -76,7 +76,7 @@ def open_input(
         paths = [Path(workload)] if isinstance(workload, (str, Path)) else [Path(path) for path in workload]
         name = " ".join(map(str, paths))
         first = paths[0] if paths else Path()
-        chakra = any(map(_is_chakra, paths))
+        chakra = any(map(is_chakra, paths))
         if chakra or any(path.name.endswith(graph_store.ENDING) for path in paths):
             if len(paths) > 1:
                 raise UsageError(
@@ -84,8 +84,6 @@ def open_input(
                     slug="wrong-usage",
                     hint="name the directory that holds the files of all ranks",
                 )
-            from traceloom.chakra.conversion import ConversionInput
-
             with ConversionInput(first) as source:
                 graph = source.graph()
             if chakra:
@@ -125,10 +123,3 @@ def _groups(path: Path) -> Mapping[str, Sequence[int]]:
     if groups.faults:
         raise InputError(groups.faults[0], slug="not-a-group-file", where=str(path))
     return groups.members or {}
-
-
-def _is_chakra(path: Path) -> bool:
-    """Whether it is an `.et` file or a directory of them."""
-    if path.is_dir():
-        return any(member.name.lower().endswith(_ENDINGS) for member in path.iterdir())
-    return path.name.lower().endswith(_ENDINGS)
