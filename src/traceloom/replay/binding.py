@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 Path = tuple[int | str, ...]
 # A storage cannot be handed over as such: the same ops take a tensor and use its storage. Everything is on one device,
-# so a copy into pinned memory is a copy.
+# so a copy into pinned memory is a copy. Tensors of a replay are views, and views cannot be detached in place.
 _TWINS = CHECKED_TWINS | {
+    "aten::detach_": "aten::detach",
     "aten::pin_memory": "aten::clone",
     "aten::_pin_memory": "aten::clone",
     "aten::set_.source_Storage": "aten::set_.source_Tensor",

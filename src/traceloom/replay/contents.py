@@ -30,9 +30,9 @@ class Demand(NamedTuple):
     """What a storage must hold.
 
     Attributes:
-        content: `integers`, `offsets`, `positive` or `probability`.
-        low: The least integer.
-        high: The greatest.
+        content: `integers`, `offsets`, `lengths`, `positive` or `probability`.
+        low: The least integer; of lengths the greatest.
+        high: The greatest integer; of lengths what they add up to.
     """
 
     content: str
@@ -44,12 +44,14 @@ class Demand(NamedTuple):
         if other is None or other == self:
             return self
         content = min(self.content, other.content, key=_STRICTEST.index)
+        if content == "lengths":
+            return self if self.content == content else other
         low = max(demand.low + (demand.content == "positive") for demand in (self, other))
         highs = [demand.high for demand in (self, other) if demand.high is not None]
         return Demand(content, low, max(min(highs), 0) if highs else None)
 
 
-_STRICTEST = ("offsets", "integers", "probability", "positive")
+_STRICTEST = ("lengths", "offsets", "integers", "probability", "positive")
 _POSITIVE = Demand("positive")
 _PROBABILITY = Demand("probability")
 
@@ -175,6 +177,7 @@ _KEEP_SIGN = frozenset({
     "add", "mul", "div", "addcmul", "addcdiv", "lerp", "sum", "mean", "max", "min", "amax", "amin", "maximum",
     "minimum", "clamp", "clamp_min", "clamp_max", "cumsum", "prod",
 })  # fmt: skip
+_SHIFTS = {"add": 1, "sub": -1}
 # Products: what is multiplied, by what, and the dimension that is summed, all of the rest of a filter.
 _PRODUCTS = {
     "mm": ("self", "mat2", 0), "addmm": ("mat1", "mat2", 0), "bmm": ("self", "mat2", 1),
@@ -285,8 +288,10 @@ class _Finder:
         floating = dtype.startswith(("float", "bfloat", "complex"))
         if dtype == "bool":
             return "integers", 0, 1, "guess"
-        if recorded is not None and not floating and (demand is None or demand.content != "offsets"):
+        if recorded is not None and not floating and (demand is None or demand.content not in {"lengths", "offsets"}):
             return "integers", *recorded, "range"
+        if demand is not None and demand.content == "lengths":
+            return demand.content, demand.low, demand.high, "consumer"
         if demand is not None and demand.content in {"integers", "offsets"}:
             high = demand.low if demand.high is None else demand.high
             return demand.content, min(demand.low, high), high, "consumer"
@@ -340,13 +345,14 @@ class _Finder:
         return out
 
     def _look_at(self, call: _Call, inputs: list[int], outputs: list[int | None]) -> None:
-        demanded = self._demanded(outputs) if self.demands else None
+        # of several results the first has the values, those behind it are where they were
+        demanded = self._demanded(outputs if call.schema.is_view else outputs[:1]) if self.demands else None
         base = call.base
         if demanded is not None:
             if call.schema.is_view or base in _COPIES:
                 copied = [number for name in _COPIED for number in call.inputs.get(name, ())]
                 self._pass_on(demanded, [inputs[number] for number in copied])
-            elif base in _KEEP_SIGN:
+            elif base in _KEEP_SIGN or base in _SHIFTS:
                 self._through_sums(call, demanded, inputs)
         if base in _PRODUCTS:
             self._product(call, inputs)
@@ -377,7 +383,7 @@ class _Finder:
 
     def _through_sums(self, call: _Call, demanded: Demand, inputs: list[int]) -> None:
         """What sums and products must be made of to be positive, or integers up to a limit."""
-        if demanded.content in {"positive", "probability"}:
+        if demanded.content in {"positive", "probability"} and call.base in _KEEP_SIGN:
             factors = [inputs[number] for name in ("tensor1", "tensor2") for number in call.inputs.get(name, ())]
             others = [
                 inputs[n]
@@ -390,13 +396,16 @@ class _Finder:
             if call.base == "mul" and len(others) == 2 and others[0] == others[1]:
                 others = []
             self._pass_on(_POSITIVE, others if squares else [*others, *factors])
-        elif demanded.content == "integers" and call.base == "add" and demanded.high is not None:
+        elif demanded.content == "integers" and call.base in _SHIFTS and demanded.high is not None:
+            left, right = (call.inputs.get(name, ()) for name in ("self", "other"))
+            if right and self.shapes[inputs[right[0]]]:  # two tensors share what there is
+                half = Demand("integers", demanded.low, max(demanded.high // 2, demanded.low))
+                self._pass_on(half, inputs)
+                return
             other = call.values.get("other")
-            if isinstance(other, int):
-                shifted = Demand("integers", max(demanded.low - other, 0), max(demanded.high - other, 0))
-            else:
-                shifted = Demand("integers", demanded.low, max(demanded.high // 2, demanded.low))
-            self._pass_on(shifted, inputs)
+            by = _SHIFTS[call.base] * (other if isinstance(other, int) else 1)
+            shifted = Demand("integers", max(demanded.low - by, 0), max(demanded.high - by, 0))
+            self._pass_on(shifted, [inputs[number] for number in left])
 
     def _product(self, call: _Call, inputs: list[int]) -> None:
         """Note by what something is multiplied; the first product of a tensor decides."""
@@ -432,11 +441,11 @@ def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
         if isinstance(exponent, float) and not exponent.is_integer():
             yield from ((number, _POSITIVE) for number in inputs.get("self", ()))
     elif base in {"repeat_interleave", "_pack_padded_sequence"} and use.given and use.given[0]:
-        # lengths that add up to what came out; equal ones are in any order that may be wanted
         for name in ("repeats", "lengths"):
             for number in inputs.get(name, ()):
-                each = max(use.given[0][0] // max(prod(use.shapes[number]), 1), 1)
-                yield number, Demand("integers", each, each)
+                total = use.given[0][0]  # the steps of the longest sequence are the second of what packing returns
+                longest = use.given[1][0] if len(use.given) > 1 else -(-total // max(prod(use.shapes[number]), 1))
+                yield number, Demand("lengths", longest, total)
     for name in _NAMED & inputs.keys():
         for number in inputs[name]:
             if name in _POSITIVE_NAMES:

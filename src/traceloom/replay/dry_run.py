@@ -23,6 +23,8 @@ from traceloom.replay.plan import COLLECTIVE, GUESSED_STRIDES, STAND_IN, VIEW, W
 if TYPE_CHECKING:
     import torch
 
+_SMALL_BYTES = 64 << 20
+META, CPU = "meta", "cpu"
 DATA_DEPENDENT = "data-dependent"
 NO_META_KERNEL = "no-meta-kernel"
 FAILS = "fails"
@@ -188,6 +190,10 @@ def dry_run_rank(
     )
 
 
+# Why an op could not be called (slug, text), None where it could; and what it gave otherwise than recorded.
+_Compared = tuple[tuple[str, str] | None, list[WrongOutput]]
+
+
 class _Outcomes:
     """What became of each op; one call for all ops that call the same with tensors of the same geometries."""
 
@@ -201,8 +207,7 @@ class _Outcomes:
         )
         self._geometries = geometry.rows()
         self._alike = geometry.select(pl.struct(pl.all()).rank("dense")).to_series().to_list()
-        self._bound: dict[int, Bound | tuple[str, str]] = {}
-        self._meta: dict[int, torch.Tensor] = {}
+        self._bound: dict[tuple[int, str], Bound | tuple[str, str]] = {}
         self._outcome: dict[Any, tuple[str, str] | None] = {}
         self._wrong: dict[Any, list[WrongOutput]] = {}
         self._calls: Counter[Any] = Counter()
@@ -212,26 +217,48 @@ class _Outcomes:
         call = row["call"]
         if row["action"] in {COLLECTIVE, WAIT}:
             return None
-        bound = None if call is None else self._bind(call)
+        bound = None if call is None else self._bind(call, META)
         if row["action"] == STAND_IN or not isinstance(bound, Bound):
             return bound if isinstance(bound, tuple) else (row["reason"] or STAND_IN, "a stand-in takes its time")
         geometries = [None if tensor is None else self._alike[tensor] for tensor in (*row["inputs"], *row["outputs"])]
         key = call, *geometries
         self._calls[key] += 1
         if key not in self._outcome:
-            self._outcome[key] = self._call(key, bound, row)
+            self._outcome[key], self._wrong[key] = self._compared(row)
         self.looked_at += self._outcome[key] is None
         return self._outcome[key]
 
-    def _call(self, key: Any, bound: Bound, row: Mapping[str, Any]) -> tuple[str, str] | None:
+    def _compared(self, row: Mapping[str, Any]) -> _Compared:
+        """Call an op on meta tensors; where that does not give what was recorded, as the CPU would.
+
+        Fake tensors know more than meta kernels (strides of a convolution that has its channels last) at a higher
+        price. What they do not know either is called on tensors of zeros, if these are small.
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        compared = self._call(row, META)
+        if _trust(compared) > 1:
+            with FakeTensorMode(allow_fallback_kernels=False):
+                compared = min(compared, self._call(row, CPU), key=_trust)
+        tensors = [*row["inputs"], *(output for output in row["outputs"] if output is not None)]
+        if _trust(compared) > 1 and sum(self._geometries[tensor][-1] for tensor in tensors) <= _SMALL_BYTES:
+            on_zeros = self._call(row, CPU)  # which may not be what it needs: only a right answer says anything
+            compared = compared if _trust(on_zeros) else on_zeros
+        return compared
+
+    def _call(self, row: Mapping[str, Any], device: str) -> _Compared:
         import torch
 
+        bound = self._bind(row["call"], device)
+        if isinstance(bound, tuple):
+            return bound, []
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                values = list(_flat(bound([self._tensor(tensor) for tensor in row["inputs"]])))
+                values = list(_flat(bound([self._tensor(tensor, device) for tensor in row["inputs"]])))
         except Exception as error:  # noqa: BLE001  (any op may raise anything; it is said)
-            return self._why(row["call"], error)
+            return self._why(row["call"], error), []
+        wrong = []
         for number, tensor in enumerate(row["outputs"]):
             if tensor is None:
                 continue
@@ -241,9 +268,8 @@ class _Outcomes:
             if isinstance(value, torch.Tensor):
                 here = self._in_words(str(value.dtype).removeprefix("torch."), value.shape, value.stride())
             if recorded != here:
-                wrong = WrongOutput(row["op"], row["node"], row["name"], number, recorded, here, 0)
-                self._wrong.setdefault(key, []).append(wrong)
-        return None
+                wrong.append(WrongOutput(row["op"], row["node"], row["name"], number, recorded, here, 0))
+        return None, wrong
 
     def wrong_outputs(self) -> Iterator[WrongOutput]:
         """What was given otherwise than recorded, with the number of ops that do so."""
@@ -251,25 +277,22 @@ class _Outcomes:
             for wrong in several:
                 yield replace(wrong, count=self._calls[key])
 
-    def _bind(self, call: int) -> Bound | tuple[str, str]:
-        if call not in self._bound:
+    def _bind(self, call: int, device: str) -> Bound | tuple[str, str]:
+        if (call, device) not in self._bound:
             schema, arguments = self.plan.calls.select("schema", "arguments").row(call)
             try:
-                self._bound[call] = bind(schema, arguments, "meta", recorded=self._recorded, further=self._further)
+                bound = bind(schema, arguments, device, recorded=self._recorded, further=self._further)
+                self._bound[call, device] = bound
             except Unbindable as error:
-                self._bound[call] = error.slug, error.text
-        return self._bound[call]
+                self._bound[call, device] = error.slug, error.text
+        return self._bound[call, device]
 
-    def _tensor(self, row: int) -> torch.Tensor:
+    def _tensor(self, row: int, device: str) -> torch.Tensor:
         import torch
 
-        alike = self._alike[row]
-        if alike not in self._meta:
-            shape, strides, offset, name, size = self._geometries[row]
-            dtype: torch.dtype = getattr(torch, name)
-            whole = torch.empty(-(-size // dtype.itemsize), dtype=dtype, device="meta")
-            self._meta[alike] = whole.as_strided(shape, strides, offset)
-        return self._meta[alike].detach()  # an op may change the geometry of the tensor itself (`resize_`)
+        shape, strides, offset, name, size = self._geometries[row]
+        dtype: torch.dtype = getattr(torch, name)
+        return torch.zeros(-(-size // dtype.itemsize), dtype=dtype, device=device).as_strided(shape, strides, offset)
 
     def _in_words(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> str:
         """Type, shape and the strides that matter: `float32[8, 1, 4] by [4, -, 1]`."""
@@ -280,8 +303,13 @@ class _Outcomes:
         return f"{whole} by [{', '.join(shown)}]"
 
     def _why(self, call: int, error: Exception) -> tuple[str, str]:
-        """The reason for which an op could not be run on meta tensors."""
+        """The reason for which an op could not be run without contents."""
         import torch
+        from torch._subclasses.fake_tensor import (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        )
 
         text = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
         names = {self.plan.calls["schema"][call].partition("(")[0].partition("::")[2].partition(".")[0]}
@@ -289,11 +317,21 @@ class _Outcomes:
         overloads = [getattr(packet, overload) for name in names if (packet := getattr(torch.ops.aten, name, None))
                      for overload in packet.overloads()]  # fmt: skip
         tags = {tag for overload in overloads for tag in overload.tags}
-        if tags & {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} or _READS_CONTENTS.search(text):
+        if (
+            isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+            or tags & {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+            or _READS_CONTENTS.search(text)
+        ):
             return DATA_DEPENDENT, "what it gives depends on contents, which meta tensors do not have"
-        if isinstance(error, NotImplementedError):
+        if isinstance(error, NotImplementedError | UnsupportedOperatorException) or "meta" in text.lower():
             return NO_META_KERNEL, "PyTorch has no kernel of it for meta tensors"
         return FAILS, text
+
+
+def _trust(compared: _Compared) -> int:
+    """0 for an op that gives what was recorded; more, the less there is to learn from what it did."""
+    why, wrong = compared
+    return (None, DATA_DEPENDENT, "", NO_META_KERNEL, FAILS).index(("" if wrong else None) if why is None else why[0])
 
 
 def _flat(value: Any) -> Iterator[Any]:

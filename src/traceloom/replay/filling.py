@@ -21,7 +21,8 @@ def filled(
         elements: How many.
         dtype: Of which type.
         content: floats (around 0), weights (around 0, such that a sum of `high` products keeps its size), positive,
-            probability (0 to 1), integers (low to high), offsets (ascending from low to high), zeros.
+            probability (0 to 1), integers (low to high), offsets (ascending from low to high), lengths (descending
+            from `low`, their sum is `high`), zeros.
         low: Of integers and offsets; None: 0.
         high: Of integers and offsets; None: low.
         seed: Of the random numbers.
@@ -35,6 +36,11 @@ def filled(
         return torch.zeros(elements, dtype=dtype)
     if content == "offsets":
         return torch.linspace(low, high, elements, dtype=torch.float64).to(dtype)
+    if content == "lengths":
+        lengths = torch.full((elements,), (high - low) // max(elements - 1, 1))
+        lengths[: (high - low) % max(elements - 1, 1) + 1] += 1
+        lengths[:1] = low if elements > 1 else high
+        return lengths.to(dtype)
     if content == "integers":
         most = 2**63 - 1 if dtype == torch.int64 else 2**31
         return torch.randint(low, min(high, most - 1) + 1, (elements,), generator=random).to(dtype)

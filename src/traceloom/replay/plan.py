@@ -40,7 +40,7 @@ from traceloom.model.notice import Notice
 
 ENDING = ".plan"
 RUN, VIEW, COLLECTIVE, WAIT, STAND_IN = ACTIONS = ("run", "view", "collective", "wait", "stand-in")
-CONTENTS = ("floats", "weights", "positive", "probability", "integers", "offsets", "zeros", "data")
+CONTENTS = ("floats", "weights", "positive", "probability", "integers", "offsets", "lengths", "zeros", "data")
 EVIDENCE = ("data", "range", "consumer", "guess")
 GUESSED_STRIDES = "guessed-strides"  # a notice: the host trace has none, so that tensors are taken to be contiguous
 _Rows = pl.List(pl.UInt32)

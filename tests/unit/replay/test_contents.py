@@ -16,6 +16,7 @@ EMBEDDING = (
     "aten::embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool g=False, bool s=False) -> Tensor"
 )
 NLL = "aten::nll_loss_forward(Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index) -> (Tensor output, Tensor total_weight)"
+SELF_DIM_INDEX = "(Tensor self, int dim, Tensor index) -> Tensor"
 SQRT = "aten::sqrt(Tensor self) -> Tensor"
 Settled = tuple[str, int | None, int | None, str]
 
@@ -72,9 +73,6 @@ def test_demands_go_back_through_views_and_copies() -> None:
     assert build.of(packed) == ("integers", 0, 32, "consumer")
 
 
-SELF_DIM_INDEX = "(Tensor self, int dim, Tensor index) -> Tensor"
-
-
 @pytest.mark.parametrize(
     ("schema", "arguments", "shape", "high"),
     [
@@ -123,11 +121,15 @@ def test_offsets_of_bags(include_last: bool, high: int) -> None:
 def test_lengths_and_starts_of_sequences() -> None:
     build = Build()
     lengths, starts, query = build.integers(4), build.integers(5), build.floats(24, 2, 8)
+    sorted_lengths, order = build.made(4, dtype="int64"), build.made(4, dtype="int64")
+    build.run("aten::sort(Tensor self, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)",
+              [T[0], -1, True], [lengths], [sorted_lengths, order])  # fmt: skip
+    build.run("aten::index_select" + SELF_DIM_INDEX, [T[0], 1, T[1]], [build.floats(9, 4), order], [build.made(9, 4)])
     build.run("aten::_pack_padded_sequence(Tensor input, Tensor lengths, bool batch_first) -> (Tensor, Tensor)",
-              [T[0], T[1], True], [build.floats(4, 9, 2), lengths], [build.made(24, 2), None])  # fmt: skip
+              [T[0], T[1], True], [build.floats(4, 9, 2), sorted_lengths], [build.made(24, 2), build.made(9, dtype="int64")])  # fmt: skip
     build.run("aten::_flash_attention_forward(Tensor query, Tensor key, Tensor? cum_seq_q, Tensor? cum_seq_k) -> Tensor",
               [T[0], T[0], T[1], None], [query, starts], [build.made(24, 2, 8)])  # fmt: skip
-    assert build.of(lengths) == ("integers", 6, 6, "consumer")
+    assert build.of(lengths) == ("lengths", 9, 24, "consumer")
     assert build.of(starts) == ("offsets", 0, 24, "consumer")
 
 
@@ -142,6 +144,14 @@ def test_what_is_under_a_root_is_positive_through_the_maths_of_an_optimizer() ->
     build.run(SQRT, T[:1], [square], [build.made(6)])
     assert build.of(square) == ("positive", None, None, "consumer")
     assert build.of(grad) == ("floats", None, None, "guess")  # its square is positive whatever it is
+
+
+def test_repetitions_add_up_to_what_came_out() -> None:
+    build = Build()
+    repeats = build.integers(3)
+    build.run("aten::repeat_interleave.self_Tensor(Tensor self, Tensor repeats, int? dim=None) -> Tensor",
+              [T[0], T[1], 0], [build.floats(3, 6), repeats], [build.made(8, 6)])  # fmt: skip
+    assert build.of(repeats) == ("lengths", 3, 8, "consumer")
 
 
 def test_positive_by_the_name_of_an_argument_and_in_lists() -> None:
@@ -209,6 +219,15 @@ def test_an_added_number_shifts_the_bounds() -> None:
         [added],
     )
     build.lookup(added, 21)
+    one_less, last = build.made(3, dtype="int64"), build.integers(3)
+    build.run(
+        "aten::sub.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor",
+        [T[0], T[1], 1],
+        [last, build.integers()],
+        [one_less],
+    )
+    build.lookup(one_less, 12)
+    assert build.of(last) == ("integers", 1, 12, "consumer")
     assert build.of(start) == ("integers", 0, 10, "consumer")
     assert build.of(fields) == ("integers", 0, 8, "consumer")
 

@@ -59,7 +59,7 @@ def test_what_an_op_gives_otherwise_is_said_once_with_how_often() -> None:
         ("aten::item(Tensor self) -> Scalar", T[:1], "data-dependent", 1),
         ("aten::argwhere(Tensor self) -> Tensor", T[:1], "data-dependent", 1),
         ("aten::bincount(Tensor self, Tensor? weights=None, SymInt minlength=0) -> Tensor", [T[0], None, 0], "data-dependent", 1),
-        ("aten::geqrf(Tensor self) -> (Tensor a, Tensor tau)", T[:1], "no-meta-kernel", 1),
+        ("aten::cudnn_grid_sampler(Tensor self, Tensor grid) -> Tensor output", [T[0], T[0]], "no-meta-kernel", 1),
         (MM, [T[0], T[0]], "fails", 1),
         ("fbgemm::dense(Tensor self) -> Tensor", T[:1], "custom-op", 0),
         ("aten::no_such_op(Tensor self) -> Tensor", T[:1], "unknown-op", 0),
@@ -137,3 +137,21 @@ def test_the_verb_says_what_of_a_plan_runs_here(tmp_path: Path, capsys: pytest.C
     assert left.startswith("  1 × fbgemm::dense (custom-op): ops of the namespace 'fbgemm' run only with --import")
     assert main(["replay", str(path), "--dry-run", "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["ranks"][0]["covered_ns"] == 30
+
+
+def test_where_the_cpu_gives_another_answer_than_meta_kernels_it_is_right() -> None:
+    build = PlanBuilder()
+    x, _ = build.tensor(2, 3, 8, 8, external=True), build.tensor(4, 3, 3, 3, external=True)
+    last = build.view(0, [2, 3, 8, 8], [192, 1, 24, 3]), build.view(1, [4, 3, 3, 3], [27, 1, 9, 3])
+    y = build.tensor(2, 4, 6, 6)
+    channels_last = build.view(build.rows["tensors"][y]["storage"], [2, 4, 6, 6], [144, 1, 24, 4])
+    build.run("aten::conv2d(Tensor input, Tensor weight) -> Tensor", T[:2], list(last), [channels_last])
+    quantised = build.tensor(2, 3, 8, 8, dtype="quint8", item=1)
+    build.run("aten::quantize_per_tensor(Tensor self, float scale, int zero_point, ScalarType dtype) -> Tensor",
+              [T[0], 0.1, 0, {"dtype": "quint8"}], [x], [quantised])  # fmt: skip
+    lengths, packed = build.tensor(2, dtype="int64", item=8, external=True), build.tensor(9, 8, 8)
+    build.run("aten::_pack_padded_sequence(Tensor input, Tensor lengths, bool batch_first) -> (Tensor, Tensor)",
+              [T[0], T[1], True], [x, lengths], [packed, None])  # fmt: skip
+    result = dry_run_rank(build.build())
+    assert result.wrong == ()
+    assert [left.reason for left in result.left] == ["data-dependent"]

@@ -24,6 +24,8 @@ def test_contents_are_what_their_consumers_need() -> None:
     rows = filled(1000, torch.int64, "integers", 3, 9, seed=1)
     assert rows.unique().tolist() == [3, 4, 5, 6, 7, 8, 9]
     assert filled(5, torch.int32, "offsets", 0, 8, seed=1).tolist() == [0, 2, 4, 6, 8]
+    assert filled(4, torch.int64, "lengths", 12, 31, seed=1).tolist() == [12, 7, 6, 6]
+    assert filled(1, torch.int64, "lengths", 5, 5, seed=1).tolist() == [5]
     assert not filled(5, torch.int64, "zeros", seed=1).any()
     assert filled(4, torch.bool, "integers", 0, 1, seed=1).dtype == torch.bool
 
