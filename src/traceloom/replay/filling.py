@@ -29,6 +29,13 @@ def filled(
     """
     import torch
 
+    block = 1_000_003  # many are repeated, which is much faster; a prime, so that no rows of a matrix are equal
+    if elements > block and content not in {"zeros", "offsets"}:
+        whole = torch.empty(elements, dtype=dtype)
+        part = filled(block, dtype, content, low, high, seed=seed)
+        for start in range(0, elements, block):
+            whole[start : start + block] = part[: elements - start]
+        return whole
     random = torch.Generator().manual_seed(seed)
     low = low or 0
     high = low if high is None else max(low, high)

@@ -35,7 +35,7 @@ Threads = Literal["one", "recorded"]
 
 _MEDIAN_WITHIN = 0.02
 _CONFIDENCE = 0.95
-_WARM_PASSES = 2
+_WARM_PASSES, _WARM_S = 2, 1.0
 _MUCH = 1e6
 """Sums of floats that changed over passes: beyond this mean magnitude they get their first content again."""
 _VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "HIP_", "LD_PRELOAD")
@@ -227,10 +227,8 @@ class _Contents:
         return filled(elements, dtype, content, row["low"], row["high"], seed=self._seed + storage).to(self._device)
 
     def _on(self, tensor: int) -> torch.Tensor:
-        geometry, whole = self._geometries[tensor], self._whole[self._storage_of[tensor]]
-        if str(whole.dtype) == f"torch.{geometry.dtype}":
-            return whole.as_strided(geometry.shape, geometry.strides, geometry.offset)
-        return on_storage(geometry, whole)
+        # No view of the whole: some ops refuse to work in place on views.
+        return on_storage(self._geometries[tensor], self._whole[self._storage_of[tensor]])
 
     def find_changes(self, registers: Sequence[Any]) -> None:
         """After a pass: which storages ops write to, and which tensors they gave another geometry or storage."""
@@ -358,9 +356,11 @@ def run_passes(
     gc.collect()
     gc.disable()  # as it would fall into one pass or another
     try:
-        for _ in range(_WARM_PASSES):
-            execution.once(begin=begin)
         started, goes_on = time.monotonic(), True
+        for _ in range(_WARM_PASSES):
+            if agree(time.monotonic() - started < _WARM_S):
+                execution.once(begin=begin)
+        started = time.monotonic()
         while goes_on:
             wall, cpu = execution.once(begin=begin)
             walls.append(wall)

@@ -43,3 +43,11 @@ def test_equal_seeds_give_equal_contents() -> None:
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "complex64", "uint8", "int16", "float16"])
 def test_every_type_can_be_filled(name: str) -> None:
     assert filled(8, getattr(torch, name), "floats", seed=1).dtype == getattr(torch, name)
+
+
+@pytest.mark.torch
+def test_many_values_repeat_a_block() -> None:
+    many = filled(2_500_000, torch.float32, "floats", seed=3)
+    assert len(many) == 2_500_000
+    assert torch.equal(many[:1_000_003], many[1_000_003:2_000_006])
+    assert torch.equal(many[2_000_006:], many[: 2_500_000 - 2_000_006])

@@ -173,6 +173,13 @@ def test_integers_that_a_pass_changes_are_as_before_in_the_next() -> None:
     assert execution.program.registers[counter].tolist() == [6, 6]
 
 
+def test_what_comes_from_outside_is_no_view() -> None:
+    build = PlanBuilder()
+    x = build.tensor(2, external=True)
+    build.run("aten::detach_(Tensor(a!) self) -> Tensor(a!)", [{"tensor": 0}], [x], [x])
+    assert execute(build, strict=True).program.failures == {}
+
+
 def test_floats_that_grow_over_passes_are_made_anew() -> None:
     build = PlanBuilder()
     x = build.tensor(2, external=True)
