@@ -7,7 +7,7 @@ something else, the path of its rows in the document and the name (`copies.kinds
 
 from __future__ import annotations
 
-from traceloom.model.columns import devices, document, everywhere, hosts, jobs, memory, simulation
+from traceloom.model.columns import devices, document, everywhere, hosts, jobs, memory, replay, simulation
 from traceloom.model.columns.declared import UNITS as UNITS
 from traceloom.model.columns.declared import Column as Column
 
@@ -29,6 +29,7 @@ COLUMNS: dict[str, Column] = {
     **jobs.COLLECTIVE,
     **jobs.ACROSS,
     **memory.MEMORY,
+    **replay.REPLAY,
     **simulation.SIMULATION,
 }
 

@@ -71,7 +71,14 @@ def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = LIMI
 
 
 def pack_both(
-    graph: Graph, other: Graph, changed: Bools, ranks_of: pl.DataFrame, *, limit: int = LIMIT
+    graph: Graph,
+    other: Graph,
+    changed: Bools,
+    ranks_of: pl.DataFrame,
+    *,
+    limit: int = LIMIT,
+    words: tuple[str, str] = ("before", "after"),
+    paths: bool = True,
 ) -> BeforeAfter | None:
     """Pack the timelines of the same nodes at two times; None where there is nothing to draw.
 
@@ -81,9 +88,11 @@ def pack_both(
         changed: What is marked, shape (nodes,).
         ranks_of: rank, before_ns, after_ns, saved_ns of each rank.
         limit: The most pieces of time to embed.
+        words: What the two sides are called.
+        paths: Whether the critical paths are drawn.
     """
-    paths = [critical_path(graph), critical_path(other)]
-    chosen = choose(graph, ranks_of, changed, [path.nodes for path in paths])
+    critical = [critical_path(graph), critical_path(other)] if paths else []
+    chosen = choose(graph, ranks_of, changed, [path.nodes for path in critical] or [np.zeros(0, dtype=np.int64)])
     times = (graph.point_times(), other.point_times())
     zero = [int(time.min()) for time in times]
     start, end = (np.stack([time[side::2] - z for time, z in zip(times, zero, strict=True)]) for side in (0, 1))
@@ -101,11 +110,11 @@ def pack_both(
     ranks: list[Row] = []
     for rank, why in chosen.ranks.items():
         row = spans[rank]
-        durations = f"{units.duration(row['before_ns'])} before, {units.duration(row['after_ns'])} after"
+        durations = f"{units.duration(row['before_ns'])} {words[0]}, {units.duration(row['after_ns'])} {words[1]}"
         ranks.append({"rank": rank, "host": None, "steps": [], "memory": [], "curves": [],
                       "said": f"{why[0].upper()}{why[1:]}: {durations}" if why else durations})  # fmt: skip
     before, after = (
-        _stretches(path, start[side], end[side], 2 * lane + side, longest) for side, path in enumerate(paths)
+        _stretches(critical[side], start[side], end[side], 2 * lane + side, longest) if paths else [] for side in (0, 1)
     )
     both = {"step": None, "start": 0, "end": before_ns, "stretches": before, "after": after}
     header = {
@@ -113,7 +122,7 @@ def pack_both(
         "epoch_ns": str(graph.epoch_ns + zero[0]),
         "span_ns": longest,
         "ranks": ranks,
-        "lanes": _lanes(chosen, counts),
+        "lanes": _lanes(chosen, counts, words),
         "path": both if before or after else None,
         "open": True,
         **tables,
@@ -191,15 +200,15 @@ def _columns(
     return columns, {"unit_ns": unit, "facts": fact_texts, **labels}, counts
 
 
-def _lanes(chosen: LanesShown, counts: list[int]) -> list[Row]:
+def _lanes(chosen: LanesShown, counts: list[int], words: tuple[str, str]) -> list[Row]:
     indices = {rank: index for index, rank in enumerate(chosen.ranks)}
     out: list[Row] = []
     for number, row in enumerate(chosen.lanes.to_dicts()):
         for side, word in enumerate(("before", "after")):
             title = harmless(row["title"] or "")
             out.append({
-                "trace": indices[row["rank"]], "kind": row["kind"], "name": f"{title}, {word}",
-                "label": title if word == "before" else word,
+                "trace": indices[row["rank"]], "kind": row["kind"], "name": f"{title}, {words[side]}",
+                "label": words[side] if side else title,
                 "device": row["device"], "stream": row["stream"], "process": row["process"], "thread": row["thread"],
                 "count": counts[2 * number + side] if 2 * number + side < len(counts) else 0, "side": word,
             })  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +15,41 @@ from traceloom.report.table import Bar
 
 OURS = r"[^/]*\.(csv|parquet)"
 """What a directory of tables holds."""
+
+
+TABLE_ENDINGS = (".csv", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class ResultTables:
+    """Frames of a result as files that are named after them.
+
+    Attributes:
+        what: The result, in a word.
+        names: The frames, attributes of it.
+    """
+
+    what: str
+    names: tuple[str, ...]
+
+    def writer(self, path: Path, ending: str) -> Callable[[Any, BinaryIO], object]:
+        """What writes the frame that a file is named after.
+
+        Raises:
+            UsageError: slug `no-such-table`.
+        """
+        name = path.stem.replace("-", "_")
+        if name not in self.names:
+            hint = nearest(name, self.names) + f"name the file after one of {', '.join(self.names)}"
+            hint += "; or write all with -o DIR/"
+            raise UsageError(f"a {self.what} has no table `{path.stem}`", slug="no-such-table", hint=hint)
+        return lambda answer, handle: write(getattr(answer, name), ending, handle)
+
+    def fill(self, answer: object, directory: Path) -> None:
+        """Write all frames as CSV into a directory that is there."""
+        for name in self.names:
+            with (directory / f"{name}.csv").open("wb") as handle:
+                write(getattr(answer, name), ".csv", handle)
 
 
 def frames(document: dict[str, Any]) -> Iterator[tuple[str, pl.DataFrame]]:

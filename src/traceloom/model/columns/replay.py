@@ -1,0 +1,86 @@
+"""Columns of replay.json."""
+
+from __future__ import annotations
+
+from traceloom.model.columns.declared import Column
+
+_UNTIMED = "no timed step is recorded"
+_A_PART = "no timed step is recorded, or a part of one is replayed"
+_NO_CPU = "the recording does not say, or a part of a step is replayed"
+_ASYNCHRONOUS = "it is asynchronous, and ends later than its call"
+
+REPLAY: dict[str, Column] = {
+    f"replay_json.{key}": declared
+    for key, declared in {
+        "source": Column("name", "Workload", "what was replayed, as the user named it"),
+        "recorded_torch": Column("text", "Recorded with", "version of PyTorch there", "the recording does not say"),
+        "torch": Column("text", "Replayed with", "version of PyTorch here", "the replay does not say"),
+        "device": Column("text", "Device", "kind of device that it was replayed on"),
+        "pace": Column("text", "Pace", "fast: nothing between ops; recorded: with the host's gaps"),
+        "limits": Column("text", "What it cannot show", "what these times do not tell, in words"),
+        "long_count": Column("count", "Long ops", "ops that took 50 µs or more when recorded"),
+        "long_ratios": Column(
+            "number", "Ratios", "10th, 50th and 90th percentile of their ratios", "no op took as long"
+        ),
+        "whole.rank": Column("count", "Rank", "number of the rank"),
+        "whole.step_count": Column("count", "Steps", "timed steps that the recorded times are medians of"),
+        "whole.pass_count": Column("count", "Passes", "passes that the replayed times are medians of"),
+        "whole.recorded_ns": Column("time", "Recorded", "a timed step, median", _A_PART),
+        "whole.replayed_ns": Column("time", "Replayed", "a pass, median"),
+        "whole.ratio": Column("number", "Ratio", "replayed over recorded", _A_PART),
+        "whole.recorded_cpu_ns": Column("time", "CPU recorded", "processor time of the process in a step", _NO_CPU),
+        "whole.replayed_cpu_ns": Column("time", "CPU replayed", "processor time of the process in a pass"),
+        "whole.cpu_ratio": Column("number", "CPU ratio", "replayed over recorded processor time", _NO_CPU),
+        "whole.recorded_ops_ns": Column("time", "Ops recorded", "all ops that both sides timed"),
+        "whole.replayed_ops_ns": Column("time", "Ops replayed", "the same ops"),
+        "whole.ops_ratio": Column("number", "Ops ratio", "replayed over recorded time of these ops", _UNTIMED),
+        "whole.peak_bytes": Column("bytes", "Peak", "most bytes of tensors alive at once in the replay"),
+        "coverage.rank": Column("count", "Rank", "number of the rank"),
+        "coverage.outcome": Column("text", "Outcome", "run, failed, other-shape (than recorded), stand-in or left-out"),
+        "coverage.reason": Column("text", "Why", "why it did not run as it is", "it ran"),
+        "coverage.count": Column("count", "Ops", "how many ops"),
+        "coverage.recorded_ns": Column("time", "Recorded", "what they took in a timed step"),
+        "coverage.count_share": Column("share", "Of ops", "of all ops of the rank"),
+        "coverage.time_share": Column("share", "Of time", "of the recorded time of all ops of the rank", _UNTIMED),
+        "not_run.rank": Column("count", "Rank", "number of the rank"),
+        "not_run.outcome": Column("text", "Outcome", "failed, other-shape (than recorded), stand-in or left-out"),
+        "not_run.reason": Column("text", "Why", "stable name of the reason"),
+        "not_run.name": Column("name", "Op", "name of the op"),
+        "not_run.text": Column("name", "In words", "the reason in words, of the first of them"),
+        "not_run.count": Column("count", "Ops", "how many"),
+        "not_run.recorded_ns": Column("time", "Recorded", "what they took in a timed step"),
+        "ops.name": Column("name", "Op", "name of the op"),
+        "ops.shapes": Column("name", "Shapes", "shapes of the tensors that it takes"),
+        "ops.calls": Column("count", "Calls", "in a step, over all ranks"),
+        "ops.recorded_ns": Column("time", "Recorded", "all calls, each its median over the timed steps"),
+        "ops.replayed_ns": Column("time", "Replayed", "all calls, each its median over the passes"),
+        "ops.lost_ns": Column("time", "Lost", "how much longer the replay took; less than 0 is won"),
+        "ops.ratio": Column("number", "Ratio", "replayed over recorded", "it was recorded with a time of 0"),
+        "ops.p10_ratio": Column("number", "P10", "10th percentile of the ratios of the calls", "all took no time"),
+        "ops.p50_ratio": Column("number", "P50", "50th percentile of the ratios of the calls", "all took no time"),
+        "ops.p90_ratio": Column("number", "P90", "90th percentile of the ratios of the calls", "all took no time"),
+        "collectives.rank": Column("count", "Rank", "number of the rank"),
+        "collectives.kind": Column("text", "Kind", "what it does"),
+        "collectives.group": Column("text", "Group", "name of the group"),
+        "collectives.group_size": Column("count", "Ranks", "ranks of the group"),
+        "collectives.asynchronous": Column("text", "Asynchronous", "whether it goes on after its call"),
+        "collectives.size_bytes": Column(
+            "bytes", "Message", "size of the message that bandwidth is defined on", "it moves nothing"
+        ),
+        "collectives.count": Column("count", "Count", "how many"),
+        "collectives.recorded_ns": Column("time", "Recorded", "the call and the wait for it, median", _UNTIMED),
+        "collectives.replayed_ns": Column("time", "Replayed", "the call and the wait for it, median", "it did not run"),
+        "collectives.ratio": Column("number", "Ratio", "replayed over recorded", _ASYNCHRONOUS),
+        "collectives.recorded_gb_per_s": Column("number", "GB/s", "on the bus as recorded, 10^9 B/s", _ASYNCHRONOUS),
+        "collectives.replayed_gb_per_s": Column("number", "GB/s here", "on the bus here, 10^9 B/s", _ASYNCHRONOUS),
+        "contents.rank": Column("count", "Rank", "number of the rank"),
+        "contents.content": Column(
+            "text", "Content", "floats, positive, probability, integers, offsets, zeros", "nothing asks for any"
+        ),
+        "contents.evidence": Column(
+            "text", "Known by", "data, range, consumer (what an op needs), or a guess", "nothing says; it is a guess"
+        ),
+        "contents.count": Column("count", "Tensors", "storages that come from outside"),
+        "contents.bytes": Column("bytes", "Bytes", "of these storages"),
+    }.items()
+}

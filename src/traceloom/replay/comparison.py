@@ -1,0 +1,299 @@
+"""A replay against what was recorded: how much of it ran, and how its times compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+
+from traceloom.analyze.collective.bandwidth import with_sizes
+from traceloom.errors import broken
+from traceloom.model.frames import as_declared, schema
+from traceloom.model.notice import Notice
+from traceloom.model.result import Result
+from traceloom.replay.plan import COLLECTIVE, ITEM_BYTES, WAIT, Plan, RankPlan
+from traceloom.replay.replayed import RankReplayed, Replayed
+
+RUN, FAILED, OTHER_SHAPE, STAND_IN, LEFT_OUT = OUTCOMES = ("run", "failed", "other-shape", "stand-in", "left-out")
+LONG_NS = 50_000
+"""Ops that took as long as this: what is shorter is mostly the call itself."""
+_OP = {"op": pl.UInt32, "node": pl.Int64}
+_RATIO = {"ratio": pl.Float64}
+_RATIOS = {f"{name}_ratio": pl.Float64 for name in ("p10", "p50", "p90")}
+
+# fmt: off
+WHOLE = schema(
+    "rank step_count pass_count recorded_ns replayed_ns ratio recorded_cpu_ns replayed_cpu_ns cpu_ratio",
+    "recorded_ops_ns replayed_ops_ns ops_ratio peak_bytes",
+    {**_RATIO, "cpu_ratio": pl.Float64, "ops_ratio": pl.Float64},
+)
+COVERAGE = schema("rank outcome reason count recorded_ns count_share time_share",
+                  {"outcome": pl.Enum(OUTCOMES), "count_share": pl.Float64, "time_share": pl.Float64})
+NOT_RUN = schema("rank outcome reason name text count recorded_ns", {"outcome": pl.Enum(OUTCOMES), "text": pl.String})
+OPS = schema("name shapes calls recorded_ns replayed_ns lost_ns ratio p10_ratio p50_ratio p90_ratio",
+             {**_RATIO, **_RATIOS})
+EACH = schema("rank op node name shapes scope phase thread gap_ns recorded_ns replayed_ns ratio",
+              {**_OP, **_RATIO, "scope": pl.String, "phase": pl.String, "thread": pl.Int32})
+COLLECTIVES = schema("rank kind group group_size asynchronous size_bytes count recorded_ns replayed_ns ratio",
+                     "recorded_gb_per_s replayed_gb_per_s", {**_RATIO, "group_size": pl.Int32})
+CONTENTS = schema("rank content evidence count bytes", {"content": pl.String})
+# fmt: on
+TABLES = ("whole", "coverage", "not_run", "ops", "each", "collectives", "contents")
+
+
+@dataclass(frozen=True)
+class ReplayComparison(Result):
+    """What a replay did, beside what was recorded.
+
+    Times are medians, ns: recorded ones over the timed steps, replayed ones over the passes. A ratio is replayed over
+    recorded; null where one of them is not known.
+
+    Attributes:
+        environment: Of the replay: versions, threads, variables that matter.
+        source: What the plan was made of.
+        recorded_torch: Version of PyTorch that ran the workload; None: unknown.
+        torch: Version that ran the replay.
+        device: Where it ran.
+        pace: `fast`, or `recorded`.
+        whole: Of each rank: rank; step_count and pass_count (how many the medians are of); recorded_ns, replayed_ns,
+            ratio of the whole; the same of processor time; the same of the sums over ops that both sides timed;
+            peak_bytes of the replay's tensors. The recorded times of the whole are null where a part of a step was
+            replayed, or its time is not known.
+        coverage: What became of the ops: rank, outcome, reason (null: it ran), count, recorded_ns, and their shares of
+            all ops of the rank; shares add up to 1. Time shares are null where no op was timed.
+        not_run: Ops that did not run as they are: rank, outcome, reason, name, text, count, recorded_ns.
+        ops: By name and shapes of inputs, over all ranks: calls, recorded_ns and replayed_ns (sums), lost_ns (how much
+            longer the replay took), ratio of the sums, 10th, 50th and 90th percentile of the ratios of the calls.
+            Those where most was lost or won come first. Calls that were not timed on both sides are not counted.
+        each: Every op that ran and was timed on both sides, in order; gap_ns is what its thread did before it when
+            recorded.
+        collectives: By rank, kind, group and size: count, recorded_ns and replayed_ns of one (medians), bandwidths on
+            the bus (10^9 B/s), which are null for asynchronous ones: they end later than their calls.
+        contents: What tensors from outside held: rank, content, evidence (how that is known), count, bytes.
+        long_count: Ops of `each` that took `LONG_NS` at least when recorded.
+        long_ratios: 10th, 50th and 90th percentile of their ratios; None where there are none.
+        notices: What must be known about it.
+    """
+
+    source: str
+    recorded_torch: str | None
+    torch: str | None
+    device: str
+    pace: str
+    whole: pl.DataFrame
+    coverage: pl.DataFrame
+    not_run: pl.DataFrame
+    ops: pl.DataFrame
+    each: pl.DataFrame
+    collectives: pl.DataFrame
+    contents: pl.DataFrame
+    long_count: int
+    long_ratios: tuple[float, float, float] | None
+    environment: dict[str, Any] = field(default_factory=dict)
+    notices: tuple[Notice, ...] = ()
+
+    def check(self) -> None:
+        """Raise InvariantError where shares of a rank do not add up to 1, or a count is not what its parts come to."""
+        sums = self.coverage.group_by("rank").agg(pl.sum("count_share"), pl.sum("time_share"), pl.sum("count"))
+        for share in ("count_share", "time_share"):
+            wrong = sums.filter((pl.col(share) - 1).abs() > 1e-9, pl.col(share) != 0)
+            if wrong.height:
+                raise broken("account", f"the shares of coverage of rank {wrong['rank'][0]} do not add up to 1")
+        if int(self.ops["calls"].sum()) != self.each.height:
+            raise broken("account", "ops by name and shapes are not all ops")
+
+
+def compare_replay(plan: Plan, replayed: Replayed) -> ReplayComparison:
+    """Hold a replay against the recorded times of its plan.
+
+    Args:
+        plan: What was run.
+        replayed: What running it gave.
+    """
+    pairs = [(plan.ranks[rank], result) for rank, result in replayed.ranks.items()]
+    about = [_about_ops(*pair) for pair in pairs]
+    each = pl.concat([
+        frame.filter(pl.col("outcome") == RUN, pl.col("recorded_ns").is_not_null(), pl.col("replayed_ns").is_not_null())
+        for frame in about
+    ]).with_columns(_ratio("replayed_ns", "recorded_ns"))  # fmt: skip
+    long = each.filter(pl.col("recorded_ns") >= LONG_NS)["ratio"]
+    quantiles = [long.quantile(share, "linear") for share in (0.1, 0.5, 0.9)]
+    collectives = [_collectives(*pair, plan.groups) for pair in pairs]
+    comparison = ReplayComparison(
+        source=plan.source,
+        recorded_torch=plan.torch,
+        torch=replayed.environment.get("torch"),
+        device=replayed.device,
+        pace=replayed.pace,
+        whole=_together([_whole(*pair, each) for pair in pairs], WHOLE),
+        coverage=_together([_coverage(of_rank) for of_rank in about], COVERAGE),
+        not_run=_together([_not_run(of_rank) for of_rank in about], NOT_RUN),
+        ops=as_declared(_by_name(each), OPS),
+        each=as_declared(each, EACH),
+        collectives=_together(collectives, COLLECTIVES),
+        contents=_together([_contents(rank_plan) for rank_plan, _ in pairs], CONTENTS),
+        long_count=long.len(),
+        long_ratios=(quantiles[0], quantiles[1], quantiles[2]) if long.len() else None,  # type: ignore[arg-type]
+        environment=replayed.environment,
+        notices=(*plan.notices, *replayed.notices, *(n for result in replayed.ranks.values() for n in result.notices)),
+    )
+    comparison.check()
+    return comparison
+
+
+def _together(frames: list[pl.DataFrame], columns: pl.Schema) -> pl.DataFrame:
+    return pl.concat([as_declared(frame, columns) for frame in frames]) if frames else columns.to_frame()
+
+
+def _ratio(part: str, whole: str, name: str = "ratio") -> pl.Expr:
+    return pl.when(pl.col(whole) > 0).then(pl.col(part) / pl.col(whole)).alias(name)
+
+
+def _median_ns(column: str) -> pl.Expr:
+    return pl.col(column).list.median().round().cast(pl.Int64)
+
+
+def _about_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
+    """The recorded ops of a rank, those that are left out too: columns of `EACH`, outcome, reason, text."""
+    outcomes = [
+        frame.select("op", outcome=pl.lit(outcome), reason=reason, text="text")
+        for outcome, frame, reason in (
+            (FAILED, replayed.failures, pl.lit("failed")),
+            (OTHER_SHAPE, replayed.replaced, pl.lit("other-shape")),
+            (STAND_IN, replayed.stand_ins, pl.col("reason")),
+        )
+    ]
+    became = pl.concat(outcomes).unique("op", keep="first", maintain_order=True)
+    shapes = (
+        plan.ops.select("op", pl.col("inputs").alias("tensor")).explode("tensor").join(
+            plan.tensors.select("tensor", pl.col("shape").cast(pl.List(pl.String)).list.join(", ").alias("shape")),
+            on="tensor", how="inner", maintain_order="left",
+        ).group_by("op", maintain_order=True).agg(pl.format("[{}]", "shape").str.join(" ").alias("shapes"))
+    )  # fmt: skip
+    ran = (
+        plan.ops.filter(pl.col("node").is_not_null())
+        .with_columns(_median_ns("durations_ns").alias("recorded_ns"))
+        .join(shapes, on="op", how="left", maintain_order="left")
+        .join(became, on="op", how="left", maintain_order="left", suffix="_here")
+        .join(replayed.ops.select("op", _median_ns("durations_ns").alias("replayed_ns")), on="op", how="left",
+              maintain_order="left")
+        .with_columns(pl.col("outcome").fill_null(RUN), pl.col("reason_here").alias("reason"),
+                      pl.col("shapes").fill_null(""))
+    )  # fmt: skip
+    left_out = plan.left_out.rename({"duration_ns": "recorded_ns"}).with_columns(pl.lit(LEFT_OUT).alias("outcome"))
+    columns = [*(name for name in EACH if name != "ratio"), "outcome", "reason", "text"]
+    return pl.concat([ran.select(columns), left_out], how="diagonal_relaxed").select(columns)
+
+
+def _coverage(about: pl.DataFrame) -> pl.DataFrame:
+    parts = about.group_by("rank", "outcome", "reason").agg(pl.len().alias("count"), pl.sum("recorded_ns"))
+    order = pl.col("outcome").cast(pl.Enum(OUTCOMES))
+    return parts.with_columns(
+        (pl.col("count") / pl.sum("count")).alias("count_share"),
+        pl.when(pl.sum("recorded_ns") > 0).then(pl.col("recorded_ns") / pl.sum("recorded_ns")).alias("time_share"),
+    ).sort(order, -pl.col("recorded_ns"), -pl.col("count").cast(pl.Int64), "reason")
+
+
+def _not_run(about: pl.DataFrame) -> pl.DataFrame:
+    return (
+        about.filter(pl.col("outcome") != RUN)
+        .group_by("rank", "outcome", "reason", "name", maintain_order=True)
+        .agg(pl.first("text"), pl.len().alias("count"), pl.sum("recorded_ns"))
+        .sort(-pl.col("recorded_ns"), -pl.col("count").cast(pl.Int64), "name", "reason")
+    )
+
+
+def _by_name(each: pl.DataFrame) -> pl.DataFrame:
+    ratio = pl.col("ratio")
+    return (
+        each.group_by("name", "shapes")
+        .agg(
+            pl.len().alias("calls"),
+            pl.sum("recorded_ns", "replayed_ns"),
+            *(ratio.quantile(share, "linear").alias(f"p{share * 100:.0f}_ratio") for share in (0.1, 0.5, 0.9)),
+        )
+        .with_columns(
+            (pl.col("replayed_ns") - pl.col("recorded_ns")).alias("lost_ns"), _ratio("replayed_ns", "recorded_ns")
+        )
+        .sort(-pl.col("lost_ns").abs(), "name", "shapes")
+    )
+
+
+def _whole(plan: RankPlan, replayed: RankReplayed, each: pl.DataFrame) -> pl.DataFrame:
+    """One row; a plan of several steps is held against as many."""
+    steps = max(plan.ops["step"].drop_nulls().n_unique(), 1)
+    timed = each.filter(rank=plan.rank).select(pl.sum("recorded_ns", "replayed_ns"))
+    recorded = plan.steps.select((pl.col("duration_ns", "cpu_ns").median() * steps).round().cast(pl.Int64))
+    passes = pl.DataFrame({"wall": replayed.iteration_ns, "cpu": replayed.iteration_cpu_ns}, schema=_PASSES)
+    here = passes.select(pl.all().median().round().cast(pl.Int64))
+    row = {
+        "rank": plan.rank, "step_count": plan.steps.height, "pass_count": passes.height,
+        "recorded_ns": recorded["duration_ns"][0], "replayed_ns": here["wall"][0],
+        "recorded_cpu_ns": recorded["cpu_ns"][0], "replayed_cpu_ns": here["cpu"][0],
+        "recorded_ops_ns": timed["recorded_ns"][0], "replayed_ops_ns": timed["replayed_ns"][0],
+        "peak_bytes": replayed.peak_bytes,
+    }  # fmt: skip
+    kept = {name: kind for name, kind in WHOLE.items() if not name.endswith("ratio")}
+    return pl.DataFrame([row], schema=kept).with_columns(
+        _ratio("replayed_ns", "recorded_ns"),
+        _ratio("replayed_cpu_ns", "recorded_cpu_ns", "cpu_ratio"),
+        _ratio("replayed_ops_ns", "recorded_ops_ns", "ops_ratio"),
+    )
+
+
+_PASSES = {"wall": pl.Int64, "cpu": pl.Int64}
+
+
+def _collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame) -> pl.DataFrame:
+    """A collective and the waits for it are one."""
+    of_item = plan.tensors["dtype"].replace_strict(ITEM_BYTES, return_dtype=pl.Int64)
+    elements = plan.tensors["shape"].list.eval(pl.element().product()).list.first().fill_null(1)
+    sizes = plan.tensors.select("tensor", (elements * of_item).alias("size"))
+    moved = (
+        plan.uses()
+        .join(sizes, on="tensor", how="left")
+        .group_by("op")
+        .agg(
+            pl.col("size").filter(~pl.col("made")).sum().alias("in_bytes"),
+            pl.col("size").filter("made").sum().alias("out_bytes"),
+        )
+    )
+    here = replayed.ops.select("op", _median_ns("durations_ns").alias("replayed_ns"))
+    times = (
+        plan.ops.filter(pl.col("action").is_in([COLLECTIVE, WAIT]))
+        .select("op", "collective", _median_ns("durations_ns").alias("recorded_ns"))
+        .join(here, on="op", how="left")
+        .group_by("collective")
+        .agg(*(pl.when(pl.col(c).is_not_null().any()).then(pl.sum(c)) for c in ("recorded_ns", "replayed_ns")))
+    )
+    ranks = groups.select(pl.col("name").alias("group"), pl.col("ranks").list.len().cast(pl.Int32).alias("group_size"))
+    calls = with_sizes(
+        plan.collectives.join(times, on="collective", how="left", maintain_order="left")
+        .join(moved, on="op", how="left", maintain_order="left")
+        .join(ranks, on="group", how="left", maintain_order="left")
+        .filter(~pl.col("op").is_in(replayed.stand_ins["op"].implode()))
+    )
+    bandwidths = [
+        pl.when(~pl.col("asynchronous") & (pl.col(f"{side}_ns") > 0))
+        .then(pl.col("size_bytes") * pl.col("bus_factor") / pl.col(f"{side}_ns"))
+        .alias(f"{side}_gb_per_s")
+        for side in ("recorded", "replayed")
+    ]
+    return (
+        calls.group_by("rank", "kind", "group", "group_size", "asynchronous", "size_bytes", "bus_factor")
+        .agg(pl.len().alias("count"), pl.median("recorded_ns", "replayed_ns").round().cast(pl.Int64))
+        .with_columns(_ratio("replayed_ns", "recorded_ns"), *bandwidths)
+        .with_columns(pl.when(~pl.col("asynchronous")).then("ratio").alias("ratio"))
+        .sort(-pl.col("replayed_ns") * pl.col("count").cast(pl.Int64), "kind", "group", "size_bytes", nulls_last=True)
+    )
+
+
+def _contents(plan: RankPlan) -> pl.DataFrame:
+    return (
+        plan.storages.filter("external")
+        .with_columns(pl.col("content", "evidence").cast(pl.String), pl.lit(plan.rank, pl.Int32).alias("rank"))
+        .group_by("rank", "content", "evidence")
+        .agg(pl.len().alias("count"), pl.sum("bytes"))
+        .sort(-pl.col("bytes"), "content", "evidence", nulls_last=True)
+    )

@@ -1,0 +1,87 @@
+"""A replay beside what was recorded: what `traceloom replay` knows, as one JSON object; every view is drawn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import polars as pl
+
+from traceloom import __version__
+from traceloom.model import units
+from traceloom.replay.comparison import ReplayComparison
+from traceloom.report.table import Row
+from traceloom.report.views.jsonfile import encode
+
+FORMAT = "traceloom-replay"
+VERSION = 1
+
+
+def build(comparison: ReplayComparison) -> Row:
+    """The document: the answer, what it cannot tell, and its tables but that of single ops."""
+    head = {"format": FORMAT, "version": VERSION, "traceloom": __version__, "sentence": sentence(comparison)}
+    tables = {key: value for key, value in comparison.to_dict().items() if key != "each"}
+    notices = [notice.to_dict() for notice in comparison.notices]
+    return {**head, "limits": [*limits(comparison)], **tables, "notices": notices}
+
+
+def write_json(comparison: ReplayComparison, handle: BinaryIO) -> None:
+    """The document as JSON."""
+    handle.write(encode(build(comparison)))
+
+
+def slowest(comparison: ReplayComparison) -> Row:
+    """The row of `whole` of the rank whose passes took longest."""
+    return comparison.whole.sort("replayed_ns", "rank", descending=[True, False]).row(0, named=True)
+
+
+def covered(comparison: ReplayComparison) -> float:
+    """The share of the recorded time of all ranks' ops that ran as they are; of their number where none was timed."""
+    coverage = comparison.coverage
+    by = "recorded_ns" if coverage["time_share"].is_not_null().any() else "count"
+    return float(coverage.filter(outcome="run")[by].sum()) / max(float(coverage[by].sum()), 1.0)
+
+
+def sentence(comparison: ReplayComparison) -> str:
+    """The answer in words."""
+    if not comparison.whole.height:
+        return "Nothing was replayed."
+    row = slowest(comparison)
+    what = "the step" if row["recorded_ns"] is not None else "a pass"
+    subject = f"On rank {row['rank']}, {what}" if comparison.whole.height > 1 else what.capitalize()
+    answer = f"{subject} took {units.duration(row['replayed_ns'])}"
+    if row["recorded_ns"] is not None:
+        answer += f", {row['ratio']:.2f} times the recorded {units.duration(row['recorded_ns'])}"
+        if row["cpu_ratio"] is not None:
+            answer += f" (processor time: {row['cpu_ratio']:.2f} times)"
+    elif row["ops_ratio"] is not None:
+        answer += f"; its ops took {row['ops_ratio']:.2f} times as long as recorded"
+    timed = comparison.coverage["time_share"].is_not_null().any()
+    return f"{answer}. {units.share(covered(comparison), 1)} of {'the time of its ops' if timed else 'its ops'} ran."
+
+
+def limits(comparison: ReplayComparison) -> Iterator[str]:
+    """What these times do not tell, in words; one sentence each."""
+    if not comparison.whole.height:
+        return
+    row = slowest(comparison)
+    in_ops = int(comparison.coverage.filter(rank=row["rank"])["recorded_ns"].sum())
+    if comparison.pace == "fast" and row["recorded_ns"] and row["recorded_ns"] > in_ops:
+        outside = row["recorded_ns"] - in_ops
+        share = units.share(outside, row["recorded_ns"])
+        yield (
+            f"{units.duration(outside)} of the recorded step ({share}) passed between ops: Python, loading, waiting, "
+            "kernels of compiled code. The pace `fast` leaves it out; --pace recorded keeps it."
+        )
+    contents = comparison.contents
+    guessed = contents.filter(pl.col("evidence").is_null() | (pl.col("evidence") == "guess"))
+    if guessed.height:
+        tensors, size = units.counted(int(guessed["count"].sum()), "tensor"), units.size(int(guessed["bytes"].sum()))
+        yield (
+            f"What {tensors} of {units.count(int(contents['count'].sum()))} from outside held is a guess ({size}): ops "
+            "whose time depends on contents may differ."
+        )
+    if comparison.collectives["asynchronous"].any():
+        yield "Asynchronous communication goes on after its calls: how long it took is not compared."
+    if comparison.recorded_torch and comparison.torch and comparison.recorded_torch != comparison.torch:
+        yield f"It was recorded with torch {comparison.recorded_torch} and replayed with {comparison.torch}."

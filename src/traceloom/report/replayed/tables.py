@@ -1,0 +1,49 @@
+"""The tables of a replay, declared once for every view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from traceloom.report.sections.section import Columns, table
+from traceloom.report.table import Col, Row, Table
+
+_WHOLE: Columns = [
+    "?rank", "recorded_ns", "replayed_ns", "ratio", "recorded_cpu_ns", "replayed_cpu_ns", "cpu_ratio",
+    "+recorded_ops_ns", "+replayed_ops_ns", "+ops_ratio", "+peak_bytes",
+]  # fmt: skip
+_TABLES: tuple[tuple[str, str, str, Columns], ...] = (
+    ("whole", "The whole", "A recorded step against a pass of the replay; medians.", _WHOLE),
+    (
+        "coverage", "Coverage", "What became of the recorded ops; shares of a rank add up.",
+        ["?rank", "outcome", "reason", "count", "count_share", "recorded_ns", "time_share"],
+    ),
+    (
+        "not_run", "Did not run as recorded", "Most recorded time first.",
+        ["?rank", "outcome", "reason", "count", "recorded_ns", "name", "+text"],
+    ),
+    (
+        "ops", "Ops", "By name and shapes, over all ranks: where most time was lost or won comes first.",
+        ["lost_ns", "recorded_ns", "replayed_ns", "ratio", "+p10_ratio", "+p50_ratio", "+p90_ratio", "calls",
+         Col("op", "Op and shapes", "name", "shapes of the tensors that it takes")],
+    ),
+    (
+        "collectives", "Collectives", "Of one each; the call and the wait for it.",
+        ["?rank", "kind", "+group", "group_size", "size_bytes", "count", "recorded_ns", "replayed_ns", "ratio",
+         "recorded_gb_per_s", "replayed_gb_per_s", "+asynchronous"],
+    ),
+    (
+        "contents", "Contents", "What tensors from outside held, and how that is known.",
+        ["?rank", "content", "evidence", "count", "bytes"],
+    ),
+)  # fmt: skip
+
+
+def tables(document: Row) -> Iterator[Table]:
+    """The tables that have rows."""
+    for key, title, note, columns in _TABLES:
+        rows = document[key]
+        if key == "ops":
+            rows = [row | {"op": f"{row['name']} {row['shapes']}"} for row in rows]
+        if rows:
+            yield replace(table(f"replay_json.{key}", title, columns, rows, note, key=f"replay-{key}"), path="")
