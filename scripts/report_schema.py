@@ -21,6 +21,7 @@ ROOTS = {
     "report.schema.json": "",
     "memory.schema.json": "memory_json",
     "simulation.schema.json": "simulation_json",
+    "replay.schema.json": "replay_json",
 }  # file -> path of its document in the registry
 HEAD = """\
 # Columns of the report

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from functools import partial
-from statistics import median
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
@@ -21,12 +21,13 @@ from traceloom.plain_text import encoded
 from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN
 
 if TYPE_CHECKING:
+    from traceloom.replay.comparison import ReplayComparison
     from traceloom.replay.dry_run import RankDryRun
     from traceloom.replay.plan import Plan
-    from traceloom.replay.replayed import Replayed
 
 _SLOWEST = 10
 _MOST = 1 << 20  # times a size
+_DIRECTORY = "directory"
 DESCRIPTION = (
     "Run a recorded workload again, without its code and its data: every op with the arguments, shapes and types that "
     "were recorded. What it needs is a host trace, as `traceloom record` writes."
@@ -41,6 +42,7 @@ examples:
   torchrun --nproc-per-node 8 -m traceloom replay run.plan
   traceloom replay run.plan --scope forward
   traceloom replay run --batch 2 --dry-run             twice the data: does it fit into memory?
+  traceloom replay run -o replay.html -o tables/       the comparison as a page, and its tables
   traceloom replay run -o replay.py                    a script that needs torch alone, to hand out
   traceloom replay run --op aten::mm --slowest 5 -o mm.py
 """
@@ -75,14 +77,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     script = parser.add_argument_group("scripts (-o FILE.py)")
     script.add_argument("--op", metavar="NAME", help="the calls of one op, as aten::mm, each timed on its own")
     script.add_argument("--slowest", type=types.whole, metavar="N", help="that many calls, those that took longest")
-    outputs.add_output(parser, ".plan, or a script that needs torch alone as .py")
+    outputs.add_output(
+        parser,
+        ".plan; .py, a script that needs torch alone; .json or .html of the comparison; .csv or .parquet for its table "
+        "of that name (whole, coverage, not_run, ops, each, collectives, contents); DIR/ for all of them",
+    )
     types.add_reading(parser.add_argument_group("more"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan, run, show and write; returns the exit code."""
     from traceloom.replay import Choice, dry_run, make_plan, replay
+    from traceloom.replay.comparison import compare_replay
+    from traceloom.report import replayed as report
 
+    if replaying.is_follower():
+        args.output, args.quiet = [], True
+    of_plan, of_run, directories = _targets(args)
     choice = Choice(
         level=args.level,
         steps=None if args.steps is None else tuple(range(args.steps[0], args.steps[1] + 1)),
@@ -90,27 +101,34 @@ def run(args: argparse.Namespace) -> int:
         only=args.only,
         ranks=args.ranks,
     )
-    if (args.op or args.slowest) and not any(str(name).lower().endswith(".py") for name in args.output):
-        hint = "add -o slowest.py"
-        raise UsageError("--op and --slowest cut ops out into a script", slug="wrong-usage", hint=hint)
-    writers: dict[str, Callable[[Plan, BinaryIO], object]] = {".plan": _pack, ".py": partial(_script, args)}
-    runs = not args.plan_only and not args.dry_run and outputs.printed(args)
-    if replaying.is_follower():
-        args.output, args.quiet = [], True
-    chosen = outputs.targets(args, writers)
+    runs = bool(of_run or directories) or (not args.plan_only and not args.dry_run and outputs.printed(args))
+    replayed = dry = comparison = None
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
         plan = _resized(args, plan)
-        written = outputs.write(args, chosen, plan, progress)
-        replayed = replay(plan, replaying.run_options(args), say=progress.say) if runs else None
-        dry = dry_run(plan, imports=args.imports) if args.dry_run else None
+        written = outputs.write(args, of_plan, plan, progress)
+        if args.dry_run:
+            dry = dry_run(plan, imports=args.imports)
+        elif runs:
+            replayed = replay(plan, replaying.run_options(args), say=progress.say)
+        if replayed is not None:
+            comparison = compare_replay(plan, replayed)
+            written += outputs.write(args, of_run, comparison, progress)
+            written += (_write_tables(args, directory, comparison) for directory in directories)
     if dry is not None and args.json:
         outputs.as_json({"ranks": [msgspec.to_builtins(of_rank) for of_rank in dry.values()]}, sys.stdout.buffer)
     elif dry is not None:
         outputs.say(args, *_dry_lines(dry.values()))
-    for line in _times(plan, replayed) if runs else _lines(plan) if dry is None else ():
-        outputs.say(args, line)
-    outputs.close(args, written, outputs.repeated(args, "run.plan"))
+    elif comparison is not None and args.json:
+        report.write_json(comparison, sys.stdout.buffer)
+    elif comparison is not None and outputs.printed(args):
+        from traceloom.report.replayed.terminal import render
+        from traceloom.report.views import terminal
+
+        terminal.put(partial(render, report.build(comparison)), sys.stdout)
+    elif not runs:
+        outputs.say(args, *_lines(plan))
+    outputs.close(args, written, outputs.repeated(args, "replay.html" if runs else "run.plan"))
     return 0
 
 
@@ -156,6 +174,47 @@ def _resized(args: argparse.Namespace, plan: Plan) -> Plan:
     return scaled(plan, factors, batch=args.batch) if args.batch or factors else plan
 
 
+def _targets(
+    args: argparse.Namespace,
+) -> tuple[
+    list[tuple[Path, Callable[[Plan, BinaryIO], object]]],
+    list[tuple[Path, Callable[[ReplayComparison, BinaryIO], object]]],
+    list[Path],
+]:
+    """What is written of the plan, what of the comparison, and directories for tables of this.
+
+    Raises:
+        UsageError: slug `wrong-usage`, `unknown-format`, `no-such-table`.
+        OutputError: slugs `file-exists`, `cannot-write`.
+    """
+    from traceloom.report.replayed import files
+
+    of_plan: dict[str, Callable[[Plan, BinaryIO], object]] = {".plan": _pack, ".py": partial(_script, args)}
+    formats = {ending: ending for ending in (*of_plan, *files.ENDINGS)}
+    chosen = outputs.targets(args, formats, (_DIRECTORY, files.OURS))
+    of_run = [path for path, form in chosen if form not in of_plan]
+    wrong = hint = ""
+    if (args.op or args.slowest) and not any(form == ".py" for _, form in chosen):
+        wrong, hint = "--op and --slowest cut ops out into a script", "add -o slowest.py"
+    elif of_run and (args.plan_only or args.dry_run):
+        wrong, hint = f"`{of_run[0]}` is about what ran, and nothing runs", "name a .plan or a .py"
+    if wrong:
+        raise UsageError(wrong, slug="wrong-usage", hint=hint)
+    return (
+        [(path, of_plan[form]) for path, form in chosen if form in of_plan],
+        [(path, files.writer(path, form)) for path, form in chosen if form not in {*of_plan, _DIRECTORY}],
+        [path for path, form in chosen if form == _DIRECTORY],
+    )
+
+
+def _write_tables(args: argparse.Namespace, directory: Path, comparison: ReplayComparison) -> tuple[Path, int]:
+    from traceloom.files import write_directory
+    from traceloom.report.replayed import files
+
+    inside = write_directory(directory, partial(files.fill, comparison), files.OURS, force=args.force)
+    return directory, sum(file.stat().st_size for file in inside)
+
+
 def _pack(plan: Plan, handle: BinaryIO) -> None:
     plan.pack(handle)
 
@@ -163,8 +222,11 @@ def _pack(plan: Plan, handle: BinaryIO) -> None:
 def _script(args: argparse.Namespace, plan: Plan, handle: BinaryIO) -> None:
     from traceloom.replay.script import write_script, write_worst
 
-    is_cut = args.op or args.slowest
-    handle.write(encoded(write_worst(plan, args.op, args.slowest or _SLOWEST) if is_cut else write_script(plan)))
+    if args.op or args.slowest:
+        text = write_worst(plan, args.op, args.slowest or _SLOWEST, seed=args.seed)
+    else:
+        text = write_script(plan, seed=args.seed)
+    handle.write(encoded(text))
 
 
 def _lines(plan: Plan) -> Iterator[str]:
@@ -198,24 +260,3 @@ def _dry_lines(ranks: Iterable[RankDryRun]) -> Iterator[str]:
             yield f"  {units.count(wrong.count)} × {wrong.name}, output {wrong.output}: {what}"
         for left in of_rank.left:
             yield f"  {units.count(left.count)} × {left.name} ({left.reason}): {left.text}"
-
-
-def _times(plan: Plan, replayed: Replayed | None) -> Iterator[str]:
-    """What a replay took, a line for each rank; nothing where another process says it."""
-    if replayed is None:
-        return
-    for rank, result in replayed.ranks.items():
-        steps = plan.ranks[rank].steps
-        wall_ns, cpu_ns = median(result.iteration_ns), median(result.iteration_cpu_ns)
-        recorded = f" (recorded: {units.duration(round(median(steps['duration_ns'])))})" if steps.height else ""
-        counts = ", ".join(
-            units.counted(getattr(result, name).height, what)
-            for name, what in (("failures", "failure"), ("replaced", "other shape"), ("stand_ins", "stand-in"))
-        )
-        yield (
-            f"rank {rank}: {units.duration(round(wall_ns))}{recorded}, processor {units.duration(round(cpu_ns))}, "
-            f"{units.counted(len(result.iteration_ns), 'pass')}; {counts}; "
-            f"at most {units.size(result.peak_bytes)} of tensors"
-        )
-        yield from (f"{notice.severity}: {notice.message}" for notice in result.notices)
-    yield from (f"{notice.severity}: {notice.message}" for notice in (*plan.notices, *replayed.notices))

@@ -44,6 +44,7 @@ def schemas() -> Iterator[tuple[str, Document]]:
         ("report.schema.json", ""),
         ("memory.schema.json", "memory_json"),
         ("simulation.schema.json", "simulation_json"),
+        ("replay.schema.json", "replay_json"),
     ):
         yield root, json.loads((REFERENCE / name).read_text(encoding="utf-8"))
     for section in every():

@@ -1,0 +1,178 @@
+"""A replay against what was recorded: coverage, ratios, collectives, and the document, page and terminal of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import polars as pl
+import pytest
+
+from support.plans import PlanBuilder, groups
+from traceloom.errors import UsageError
+from traceloom.replay.comparison import TABLES, ReplayComparison, compare_replay
+from traceloom.replay.plan import PLAN_SCHEMAS, Plan
+from traceloom.replay.replayed import FAILURES, OPS, STAND_INS, RankReplayed, Replayed
+from traceloom.report import replayed as report
+from traceloom.report.replayed import files, page
+from traceloom.report.replayed.terminal import render
+
+SCHEMA = json.loads(
+    (Path(__file__).resolve().parents[3] / "docs" / "reference" / "replay.schema.json").read_text(encoding="utf-8")
+)
+MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
+RELU = "aten::relu(Tensor self) -> Tensor"
+T0, T1 = {"tensor": 0}, {"tensor": 1}
+MS = 1_000_000
+
+
+def planned(name: str = "made by hand", scope: str = "layer") -> Plan:
+    """Two products of 4 and 2 ms, a relu of 1 ms that fails, a custom op of 2 ms, and an all_reduce of 1 ms."""
+    build = PlanBuilder()
+    x, w = build.tensor(8, 4, external=True), build.tensor(4, 4, external=True, content="floats", evidence="consumer")
+    y, z, r = build.tensor(8, 4), build.tensor(8, 4), build.tensor(8, 4)
+    about: dict[str, Any] = {"scope": scope, "phase": "forward"}
+    build.run(MM, [T0, T1], [x, w], [y], durations_ns=[3 * MS, 4 * MS, 5 * MS], **about)
+    build.run(MM, [T0, T1], [y, w], [z], durations_ns=[2 * MS], gap_ns=MS, **about)
+    build.run(RELU, [T0], [z], [r], durations_ns=[MS], **about)
+    build.add("mine::op", [z], [r], action="stand-in", durations_ns=[2 * MS], reason="custom-op", **about)
+    build.collective("all_reduce", [r], [r], bytes=128)
+    build.rows["ops"][-1]["durations_ns"] = [MS]
+    rank = build.build()
+    out = [
+        {"rank": 0, "node": 9, "name": "aten::save", "reason": "refused-op", "text": "it writes", "duration_ns": None}
+    ]
+    steps = pl.DataFrame(
+        {
+            "rank": [0] * 3,
+            "step": [3, 4, 5],
+            "duration_ns": [19 * MS, 20 * MS, 30 * MS],
+            "cpu_ns": [None, 10 * MS, 12 * MS],
+        },
+        schema=PLAN_SCHEMAS["steps"],
+    )
+    rank = replace(rank, left_out=pl.DataFrame(out, schema=PLAN_SCHEMAS["left_out"]), steps=steps)
+    return Plan({0: rank}, groups(2), source=name, torch="2.12.0", world_size=2)
+
+
+def ran(**changes: Any) -> Replayed:
+    ops = pl.DataFrame(
+        {"op": [0, 1, 2, 3, 4], "durations_ns": [[2 * MS], [3 * MS], [MS], [0], [2 * MS, 4 * MS]], "cpu_ns": [[1]] * 5},
+        schema=OPS,
+    )
+    failures = [{"op": 2, "node": 102, "name": "aten::relu", "text": "no", "count": 1}]
+    stand_ins = [{"op": 3, "node": 103, "name": "mine::op", "reason": "custom-op", "text": "unknown here"}]
+    about: dict[str, Any] = {
+        "rank": 0, "iteration_ns": (12 * MS, 10 * MS), "iteration_cpu_ns": (11 * MS,) * 2, "ops": ops,
+        "peak_bytes": 1000, "resident_bytes": 2000, "failures": pl.DataFrame(failures, schema=FAILURES),
+        "stand_ins": pl.DataFrame(stand_ins, schema=STAND_INS),
+    }  # fmt: skip
+    return Replayed("made by hand", "cpu", "fast", 0, {"torch": "2.13.0"}, {0: RankReplayed(**{**about, **changes})})
+
+
+@pytest.fixture(scope="module")
+def comparison() -> ReplayComparison:
+    return compare_replay(planned(), ran())
+
+
+def test_the_whole_is_a_step_against_a_pass(comparison: ReplayComparison) -> None:
+    row = comparison.whole.row(0, named=True)
+    assert (row["recorded_ns"], row["replayed_ns"], row["ratio"]) == (20 * MS, 11 * MS, 0.55)
+    assert (row["recorded_cpu_ns"], row["replayed_cpu_ns"], row["cpu_ratio"]) == (11 * MS, 11 * MS, 1.0)
+    assert (row["recorded_ops_ns"], row["replayed_ops_ns"]) == (7 * MS, 8 * MS)
+    assert (row["step_count"], row["pass_count"]) == (3, 2)
+
+
+def test_coverage_is_of_ops_and_of_time(comparison: ReplayComparison) -> None:
+    rows = {row["outcome"]: row for row in comparison.coverage.to_dicts()}
+    assert {k: (r["reason"], r["count"], r["recorded_ns"]) for k, r in rows.items()} == {
+        "run": (None, 3, 7 * MS),
+        "failed": ("failed", 1, MS),
+        "stand-in": ("custom-op", 1, 2 * MS),
+        "left-out": ("refused-op", 1, 0),
+    }
+    assert rows["run"]["time_share"] == 0.7
+    assert rows["run"]["count_share"] == 0.5
+    assert [row["name"] for row in comparison.not_run.to_dicts()] == ["mine::op", "aten::relu", "aten::save"]
+
+
+def test_ops_are_ranked_by_what_was_lost_or_won(comparison: ReplayComparison) -> None:
+    rows = comparison.ops.to_dicts()
+    assert [(row["name"], row["shapes"], row["calls"], row["lost_ns"]) for row in rows] == [
+        ("c10d::all_reduce", "[8, 4]", 1, 2 * MS),
+        ("aten::mm", "[8, 4] [4, 4]", 2, -1 * MS),
+    ]
+    assert rows[1]["ratio"] == pytest.approx(5 / 6)
+    assert (rows[1]["p10_ratio"], rows[1]["p50_ratio"]) == pytest.approx((0.6, 1.0))
+    assert comparison.long_count == 3
+    assert comparison.each["gap_ns"].to_list() == [None, MS, None]
+
+
+def test_collectives_have_bandwidths_unless_they_are_asynchronous(comparison: ReplayComparison) -> None:
+    (row,) = comparison.collectives.to_dicts()
+    # 128 bytes among 2 ranks: as many on the bus
+    assert (row["size_bytes"], row["recorded_gb_per_s"]) == (128, pytest.approx(128 / MS))
+    assert row["ratio"] == 3.0
+    plan = planned()
+    later = plan.ranks[0].collectives.with_columns(pl.lit(value=True).alias("asynchronous"))
+    (row,) = compare_replay(
+        replace(plan, ranks={0: replace(plan.ranks[0], collectives=later)}), ran()
+    ).collectives.to_dicts()
+    assert row["ratio"] is row["recorded_gb_per_s"] is None
+
+
+def test_guesses_of_contents_are_counted(comparison: ReplayComparison) -> None:
+    assert {(row["evidence"], row["count"], row["bytes"]) for row in comparison.contents.to_dicts()} == {
+        ("guess", 1, 128), ("consumer", 1, 64),
+    }  # fmt: skip
+
+
+def test_the_document_is_as_its_schema_says(comparison: ReplayComparison) -> None:
+    document = report.build(comparison)
+    jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+    assert document["sentence"] == (
+        "The step took 11.0 ms, 0.55 times the recorded 20.0 ms (processor time: 1.00 times). 70.0 % of the time of its "
+        "ops ran."
+    )
+    assert [limit.partition(" ")[0] for limit in document["limits"]] == ["10.0", "What", "It"]
+
+
+def test_without_recorded_times_nothing_is_compared() -> None:
+    plan = planned()
+    bare = plan.ranks[0].ops.with_columns(pl.lit([], pl.List(pl.Int64)).alias("durations_ns"))
+    plan = replace(plan, ranks={0: replace(plan.ranks[0], ops=bare, steps=plan.ranks[0].steps.clear())})
+    comparison = compare_replay(plan, ran())
+    assert comparison.coverage["time_share"].null_count() == comparison.coverage.height
+    assert comparison.long_ratios is None
+    document = report.build(comparison)
+    jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+    assert document["sentence"] == "A pass took 11.0 ms. 50.0 % of its ops ran."
+    page.render(document, comparison)
+
+
+def test_every_view_holds_hostile_names_as_text() -> None:
+    hostile = '<script>alert(1)</script>\x1b[31m"'
+    plan = planned(hostile, hostile)
+    ops = plan.ranks[0].ops.with_columns(pl.lit(hostile).alias("name"))
+    comparison = compare_replay(replace(plan, ranks={0: replace(plan.ranks[0], ops=ops)}), ran())
+    document = report.build(comparison)
+    html = page.render(document, comparison)
+    assert "<script>alert" not in html
+    assert "\x1b" not in html
+    lines = [line.plain for line in render(document, 80)]
+    assert "\x1b" not in "".join(lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_tables_are_files(comparison: ReplayComparison, tmp_path: Path) -> None:
+    files.fill(comparison, tmp_path)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(TABLES)
+    path = tmp_path / "each.parquet"
+    with path.open("wb") as handle:
+        files.writer(path, ".parquet")(comparison, handle)
+    assert pl.read_parquet(path).equals(comparison.each)
+    with pytest.raises(UsageError, match="no table"):
+        files.writer(tmp_path / "links.csv", ".csv")
