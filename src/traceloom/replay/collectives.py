@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from traceloom.replay.nodes import Nodes
 from traceloom.replay.schema import OperatorSchema
-from traceloom.replay.values import RecordedTensor, kinds_of
+from traceloom.replay.values import RecordedTensor, count_of, kinds_of
 
 WAIT = "wait"
 # Names of ops (after their namespace, without underscores around) and of `record_param_comms`.
@@ -78,7 +78,7 @@ def exchange_of(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: in
     splits: tuple[list[int], list[int]] = ([], [])
     tensors = iter(nodes.read[row])
     for value, value_kind, argument in zip(values, kinds, schema.arguments, strict=False):
-        count = _count(value_kind)
+        count = count_of(value_kind)
         if count:
             part = [next(tensors) for _ in range(count)]
             sides[argument.name.startswith(("output", "out")) or kind == "recv"].extend(part)
@@ -102,12 +102,6 @@ def exchange_of(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: in
     )  # fmt: skip
 
 
-def _count(kind: Any) -> int:
-    if isinstance(kind, tuple):
-        return sum(_count(part) for part in kind)
-    return int(bool(kind))
-
-
 def _group_argument(values: list[Any], schema: OperatorSchema) -> str | None:
     """Functional collectives name their group."""
     named = (value for value, of in zip(values, schema.arguments, strict=False) if of.name == "group_name")
@@ -119,7 +113,7 @@ def _recorded(nodes: Nodes, row: int | None) -> dict[str, Any]:
     if row is None:
         return {}
     values, kinds = nodes.inputs[row], kinds_of(nodes.host.ops["input_types"][row])
-    rest = [value for value, kind in zip(values, kinds, strict=False) if not _count(kind)]
+    rest = [value for value, kind in zip(values, kinds, strict=False) if not count_of(kind)]
     if rest and isinstance(rest[0], list) and not any(isinstance(value, str) for value in rest[:1]) and not rest[0]:
         rest = rest[1:]  # a list of no tensors
     out: dict[str, Any] = {}

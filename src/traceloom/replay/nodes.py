@@ -149,8 +149,12 @@ class Nodes:
     @cached_property
     def phases(self) -> list[str]:
         """forward, backward, optimizer or loading."""
-        names = self.host.ops["name"]
-        own = [next((phase for start, phase in _PHASES.items() if name.startswith(start)), None) for name in names]
+        names = self.host.ops["name"].to_list()
+        phases = {
+            name: next((phase for start, phase in _PHASES.items() if name.startswith(start)), None)
+            for name in set(names)
+        }
+        own = [phases[name] for name in names]
         out: list[str] = []
         for phase, parent in zip(own, self.parent.tolist(), strict=True):
             out.append(phase or (out[parent] if parent >= 0 else "forward"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +17,7 @@ from msgspec import Struct
 from traceloom.errors import UsageError
 from traceloom.model.notice import Notice
 from traceloom.model.units import counted
-from traceloom.replay.allowed import refusal
+from traceloom.replay.allowed import Refusal, refusal
 from traceloom.replay.collectives import WAIT, Exchange, called_groups, exchange_of, groups_of, tensors_bytes
 from traceloom.replay.contents import ranges_of, settle_contents
 from traceloom.replay.inputs import AnyPath, PlanInput, open_inputs
@@ -36,7 +38,7 @@ from traceloom.replay.plan import (
 )
 from traceloom.replay.schema import OperatorSchema, UnreadableSchemaError, parse_schema
 from traceloom.replay.storages import Storages
-from traceloom.replay.values import CUT, ROUNDED, UNKNOWN, RecordedTensor, arguments_of, kinds_of, slots_of
+from traceloom.replay.values import CUT, ROUNDED, UNKNOWN, RecordedTensor, arguments_of, count_of, kinds_of, slots_of
 
 # Arguments for which programs write plain numbers, and what stands for a number of each type: it changes nothing.
 _NUMBERS = frozenset({"other", "exponent"})
@@ -121,6 +123,13 @@ def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True,
     )
 
 
+@cache
+def _about(text: str) -> tuple[OperatorSchema, Refusal | None, bool]:
+    """A schema, why its op must not be run, and whether programs write numbers for some of its tensors."""
+    schema = parse_schema(text)
+    return schema, refusal(schema), any(argument.name in _NUMBERS for argument in schema.arguments)
+
+
 @dataclass
 class _RankPlanner:
     """Goes through the chosen nodes of one rank, in their order."""
@@ -130,7 +139,7 @@ class _RankPlanner:
     choice: Choice
     groups: dict[str, dict[str, Any]]
     storages: Storages = field(default_factory=Storages)
-    ops: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in PLAN_SCHEMAS["ops"]})
+    ops: list[tuple[Any, ...]] = field(default_factory=list)
     calls: dict[tuple[str, bytes], int] = field(default_factory=dict)
     call_flags: list[list[str]] = field(default_factory=list)
     collectives: list[dict[str, Any]] = field(default_factory=list)
@@ -154,9 +163,7 @@ class _RankPlanner:
         self.schemas = nodes.host.ops["schema"].to_list()
         self.types = nodes.host.ops["input_types"].to_list()
         self.output_types = nodes.host.ops["output_types"].to_list()
-        self.threads = nodes.host.ops["thread"].fill_null(0).to_list()
         self.ids = ids.tolist()
-        self.steps = nodes.steps.tolist()
         inner = _named_within(nodes)
         for row in rows.tolist():
             if exchanges[row]:
@@ -202,7 +209,7 @@ class _RankPlanner:
         read, returned = self.nodes.read[row], self.nodes.returned[row]
         text = self.schemas[row]
         try:
-            schema = parse_schema(text)
+            schema, why, has_numbers = _about(text)
         except UnreadableSchemaError as error:
             self._leave_out(row, "unreadable-schema", str(error))
             return
@@ -212,10 +219,10 @@ class _RankPlanner:
         if strange := next((t.dtype for t in (*read, *returned) if t.dtype not in ITEM_BYTES), None):
             self._leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
             return
-        why = refusal(schema)
-        self._wait_for(read)
-        numbers = self._numbers(row, schema)
-        read = [tensor for tensor in read if tensor.number not in numbers]
+        if self._pending:
+            self._wait_for(read)
+        numbers = self._numbers(row, schema) if has_numbers else {}
+        read = [tensor for tensor in read if tensor.number not in numbers] if numbers else read
         kinds = kinds_of(self.types[row])
         arguments, flags = arguments_of(self.nodes.inputs[row], kinds, schema, dict(numbers.values()))
         inputs = self._read(read)
@@ -227,7 +234,7 @@ class _RankPlanner:
             outputs: list[int | None] = [inputs[-1]]
         else:
             registers = iter(self.storages.make(returned, read))
-            outputs = [next(registers) if slot else None for slot in slots_of(kinds_of(self.output_types[row]))]
+            outputs = [next(registers) if slot else None for slot in slots_of(self.output_types[row])]
         self._add(
             row,
             RUN if why is None else STAND_IN,
@@ -245,11 +252,12 @@ class _RankPlanner:
         out: dict[int, tuple[str, float]] = {}
         tensors = iter(self.nodes.read[row])
         for kind, argument in zip(kinds_of(self.types[row]), schema.arguments, strict=False):
-            count = sum(slots_of((kind,)))
-            tensor = [next(tensors) for _ in range(count)]
-            if count != 1 or argument.name not in _NUMBERS:
+            if isinstance(kind, tuple) or not kind:
+                deque(islice(tensors, count_of(kind)), maxlen=0)
                 continue
-            (value,) = tensor
+            value = next(tensors)
+            if argument.name not in _NUMBERS:
+                continue
             plain = value.dtype in _OF_NUMBERS and value.device in {"cpu", ""} and not value.shape
             if plain and not self.storages.has(value):
                 out[value.number] = (argument.name, _OF_NUMBERS[value.dtype])
@@ -267,35 +275,24 @@ class _RankPlanner:
         for tensor in tensors:
             use = self.storages.read(tensor)
             if use.source is not None:
-                self._add(None, VIEW, [use.source], [use.tensor], name="view")
+                self._add(None, VIEW, [use.source], [use.tensor])
             out.append(use.tensor)
         return out
 
-    def _add(self, row: int | None, action: str, inputs: list[int], outputs: Sequence[int | None], **about: Any) -> int:
-        ops = self.ops
-        number = len(ops["op"])
-        node = -1 if row is None else self.ids[row]
-        values = {
-            "rank": self.entry.rank, "op": number, "node": None if row is None else node, "action": action,
-            "inputs": inputs, "outputs": outputs, "call": None, "collective": None, "reason": None,
-            "durations_ns": [], "gap_ns": None,
-            "stream": None,
-        }  # fmt: skip
-        if row is not None:
-            values |= {
-                "name": self.names[row], "thread": self.threads[row], "scope": self.nodes.scopes[row],
-                "phase": self.nodes.phases[row], "step": self.steps[row] if self.steps[row] >= 0 else None,
-                "durations_ns": self.originals.durations_ns.get(node, []), "gap_ns": self.originals.gap_ns.get(node),
-                "stream": self.originals.stream.get(node),
-            }  # fmt: skip
-        elif number:
-            values |= {name: ops[name][-1] for name in ("thread", "scope", "phase", "step")}
-        else:
-            values |= {"thread": 0, "scope": "", "phase": None, "step": None}
-        values |= about
-        for name, column in ops.items():
-            column.append(values[name])
-        return number
+    def _add(
+        self,
+        row: int | None,
+        action: str,
+        inputs: Sequence[int] = (),
+        outputs: Sequence[int | None] = (),
+        *,
+        call: int | None = None,
+        collective: int | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Add an instruction; it is of a node where a row is named. Returns its number."""
+        self.ops.append((row, action, call, collective, inputs, outputs, reason))
+        return len(self.ops) - 1
 
     def _leave_out(self, row: int, reason: str, text: str) -> None:
         self.storages.forget(self.nodes.returned[row])
@@ -400,13 +397,43 @@ class _RankPlanner:
         self._pending = {storage: number for storage, number in self._pending.items() if number != collective}
         if collective not in self._waited:
             self._waited.add(collective)
-            self._add(row, WAIT, [], [], collective=collective, name="wait")
+            self._add(row, WAIT, collective=collective)
 
     # -- the end --
 
+    def _ops(self) -> pl.DataFrame:
+        """The instructions, with what is known of their nodes; those of none are where the one before them is."""
+        rows, actions, calls, collectives, inputs, outputs, reasons = (
+            zip(*self.ops, strict=True) if self.ops else [()] * 7
+        )
+        nodes, count = self.nodes, len(rows)
+        row = pl.Series("row", rows, dtype=pl.UInt32)
+        before = row.fill_null(strategy="forward")
+        of = nodes.host.ops.select("name", "thread").with_columns(
+            pl.Series("scope", nodes.scopes, dtype=pl.String),
+            pl.Series("phase", nodes.phases, dtype=pl.String),
+            pl.Series("step", nodes.steps).replace(-1, None),
+        )
+        named, around = of["name"].gather(row), of.select(pl.all().gather(before))
+        node = nodes.host.ops["id"].gather(row)
+        measured = self.originals
+        ids = node.to_list()
+        return frame(
+            "ops",
+            {
+                "rank": [self.entry.rank] * count, "op": range(count), "node": node, "action": actions,
+                "name": named.fill_null(pl.Series(actions, dtype=pl.String)), "call": calls, "collective": collectives,
+                "inputs": inputs, "outputs": outputs, "thread": around["thread"].fill_null(0),
+                "stream": [measured.stream.get(number) for number in ids], "step": around["step"],
+                "scope": around["scope"].fill_null(""), "phase": around["phase"],
+                "durations_ns": [measured.durations_ns.get(number, ()) for number in ids],
+                "gap_ns": [measured.gap_ns.get(number) for number in ids], "reason": reasons,
+            },
+        )  # fmt: skip
+
     def _assembled(self) -> RankPlan:
         rank = self.entry.rank
-        ops = frame("ops", self.ops)
+        ops = self._ops()
         texts = list(self.calls)
         calls = frame(
             "calls",

@@ -8,6 +8,7 @@ external one), and ends with its last use.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -166,8 +167,13 @@ def _identity(tensor: RecordedTensor) -> int:
 
 def _end_bytes(tensor: RecordedTensor) -> int:
     """Bytes that its storage has at least."""
-    if 0 in tensor.shape:
+    return _end(tensor.offset, tensor.shape, tensor.strides) * ITEM_BYTES.get(tensor.dtype, tensor.item_bytes)
+
+
+@lru_cache(maxsize=65536)
+def _end(offset: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> int:
+    """Elements before the end of a geometry."""
+    if 0 in shape:
         return 0
-    strides = contiguous(tensor.shape) if tensor.strides is None else tensor.strides
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
-    return (tensor.offset + last + 1) * ITEM_BYTES.get(tensor.dtype, tensor.item_bytes)
+    steps = contiguous(shape) if strides is None else strides
+    return offset + sum((length - 1) * step for length, step in zip(shape, steps, strict=True)) + 1

@@ -171,13 +171,23 @@ def _tensors(
     return out
 
 
-def slots_of(kinds: tuple[Kind, ...]) -> Iterator[bool]:
+@lru_cache(maxsize=65536)
+def slots_of(types: str | None) -> tuple[bool, ...]:
     """Of returned values, lists within lists included, in order: whether each is a tensor."""
+    return tuple(_slots(kinds_of(types)))
+
+
+def _slots(kinds: tuple[Kind, ...]) -> Iterator[bool]:
     for kind in kinds:
         if isinstance(kind, tuple):
-            yield from slots_of(kind)
+            yield from _slots(kind)
         else:
             yield bool(kind)
+
+
+def count_of(kind: Kind) -> int:
+    """How many tensors a value is made of."""
+    return sum(_slots((kind,)))
 
 
 def arguments_of(
