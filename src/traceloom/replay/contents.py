@@ -399,8 +399,8 @@ class _Finder:
         elif demanded.content == "integers" and call.base in _SHIFTS and demanded.high is not None:
             left, right = (call.inputs.get(name, ()) for name in ("self", "other"))
             if right and self.shapes[inputs[right[0]]]:  # two tensors share what there is
-                half = Demand("integers", demanded.low, max(demanded.high // 2, demanded.low))
-                self._pass_on(half, inputs)
+                halved = Demand("integers", demanded.low, max(demanded.high // 2, demanded.low))
+                self._pass_on(halved, inputs)
                 return
             other = call.values.get("other")
             by = _SHIFTS[call.base] * (other if isinstance(other, int) else 1)
