@@ -85,13 +85,13 @@ class Functions:
 
     def _block(self, body: int) -> str:
         took = in_time(sum(map(self._time_ns, self.folded.bodies[body])))
-        parameters = ", ".join(f"p{k}: Any" for k in range(self.folded.parameters[body]))
+        parameters = ", ".join(f"p{k}" for k in range(self.folded.parameters[body]))
         about = f"Called {self.folded.calls()[body]} times{took}."
         lines = [*self._lines(body)]
         if self._returned[body]:
             name = self._namer(body)
             lines.append(f"return {_grouped([name(register) for register in self._returned[body]])}")
-        return function(self._names[body], parameters, "Any", about, lines)
+        return function(self._names[body], parameters, "", about, lines)
 
     def _time_ns(self, line: Line) -> int:
         if line.what < 0:

@@ -55,6 +55,11 @@ class RankText:
         for op in self.ops:
             self._add_op(op, collectives, made, alone=alone)
             made.update(output for output in op["outputs"] if output is not None)
+        awaited = {register for line in self.lines for register in line.reads}
+        for line in [*self.lines]:
+            about = self.meanings[line.what]
+            if about["action"] == COLLECTIVE and line.writes and line.writes[0] not in awaited:
+                self._add("wait", {**about, "action": WAIT, "op": line.source, "outputs": []}, line.writes, ())
 
     def _add_op(self, op: Op, collectives: Sequence[Op], made: set[int], *, alone: bool) -> None:
         """Add the lines of an op; `made` are the registers that hold something before it."""
@@ -206,13 +211,18 @@ def function(name: str, parameters: str, returns: str, about: str, lines: Iterab
     Args:
         name: Its name.
         parameters: As they stand in brackets.
-        returns: What it gives.
+        returns: The type of what it gives; empty: not said.
         about: Its docstring, any text.
         lines: What it does; each is broken where it is too long.
     """
     doc = ascii(about.replace("µ", "u"))[1:-1].replace('"', r"\"")
     body = [f'"""{doc}"""', *(part for line in lines for part in wrapped(line))]
-    return "\n".join([*wrapped(f"def {name}({parameters}) -> {returns}:"), *(f"    {line}" for line in body)])
+    return "\n".join(
+        [
+            *wrapped(f"def {name}({parameters})" + (f" -> {returns}:" if returns else ":")),
+            *(f"    {line}" for line in body),
+        ]
+    )
 
 
 def in_time(nanoseconds: int) -> str:

@@ -43,6 +43,7 @@ _OPTIONS = """\
         print("There is no CUDA device here; it runs on the processor.")
         DEVICE = "cpu"
     torch.manual_seed(0)
+    torch.set_flush_denormal(True)
 """
 _JOIN = """\
     if int(os.environ.get("WORLD_SIZE", "1")) != WORLD:
@@ -92,8 +93,8 @@ def write_script(plan: Plan, *, seed: int = 0, further: frozenset[str] = frozens
     alike: dict[str, tuple[Functions, list[int]]] = {}
     for of_rank in plan if world > 1 else [first]:
         functions = Functions(RankText(of_rank, seed, further, alone=world == 1))
-        alike.setdefault(functions.write(), (functions, []))[1].append(of_rank.rank)
-    parts = list(alike)
+        alike.setdefault(_code(functions.write()), (functions, []))[1].append(of_rank.rank)
+    parts = [functions.write() for functions, _ in alike.values()]
     measure = _MEASURE.replace("RUNS", "options.runs or 20" if world > 1 else "options.runs")
     measure = measure.replace("WHAT", "rank {rank}" if world > 1 else "step")
     if len(alike) > 1:  # what ranks do differs: each takes its own
@@ -112,6 +113,11 @@ def write_script(plan: Plan, *, seed: int = 0, further: frozenset[str] = frozens
     always = [standalone.timed, standalone.by_name, standalone.compared, standalone.summary]
     parts = [*_copies(helpers, parts), *_copies(always), *parts, "".join(main).rstrip()]
     return _file(_about(plan, world, first), [f"DEVICE = {_device(first)!r}", *_numbers(plan, world, first)], parts)
+
+
+def _code(text: str) -> str:
+    """Lines without comments and docstrings, which hold scopes and times: ranks differ in these alone."""
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(("#", '"""')))
 
 
 def write_worst(plan: Plan, op: str | None, slowest: int, *, seed: int = 0) -> str:

@@ -221,6 +221,11 @@ def test_collectives_of_all_ranks_stand_in_one_file() -> None:
     assert "h0 = dist.all_reduce(w[0], group=group['0'], async_op=True)" in text
     assert "dist.all_gather_into_tensor(w[1], w[0], group=group['0'])" in text
     assert "h0.wait()" in text
+    build = PlanBuilder()
+    x = build.tensor(4, external=True)
+    build.collective("all_reduce", [x], [x], asynchronous=True)
+    both = {0: build.build(), 1: replace(ranks[1], ops=ranks[1].ops.head(1))}
+    assert write_script(replace(plan, ranks=both)).count("h0.wait()") == 1, "what nobody waits for ends with the step"
     assert "torchrun --nproc-per-node 2" in text
     alone = write_script(replace(plan, ranks={0: ranks[0]}))
     assert "dist." not in alone.replace("import torch.distributed as dist", "")
