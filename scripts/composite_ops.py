@@ -18,9 +18,10 @@ def composite_ops() -> list[str]:
     kernels: dict[str, list[bool]] = {}
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
-        if namespace == "aten" and not rest.endswith("out"):
+        base, _, overload = rest.partition(".")
+        if namespace == "aten" and not overload.endswith("out"):
             composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-            kernels.setdefault(rest.partition(".")[0], []).append(composite)
+            kernels.setdefault(base, []).append(composite)
     return sorted(name for name, composite in kernels.items() if all(composite))
 
 

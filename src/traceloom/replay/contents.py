@@ -30,7 +30,7 @@ class Demand(NamedTuple):
     """What a storage must hold.
 
     Attributes:
-        content: `integers`, `offsets`, `lengths`, `positive` or `probability`.
+        content: `integers`, `offsets`, `lengths`, `positive`, `probability` or `zeros`.
         low: The least integer; of lengths the greatest.
         high: The greatest integer; of lengths what they add up to.
     """
@@ -51,9 +51,10 @@ class Demand(NamedTuple):
         return Demand(content, low, max(min(highs), 0) if highs else None)
 
 
-_STRICTEST = ("lengths", "offsets", "integers", "probability", "positive")
+_STRICTEST = ("lengths", "offsets", "integers", "zeros", "probability", "positive")
 _POSITIVE = Demand("positive")
 _PROBABILITY = Demand("probability")
+_ZEROS = Demand("zeros")
 
 
 @dataclass(slots=True)
@@ -350,10 +351,12 @@ class _Finder:
         base = call.base
         if demanded is not None:
             if call.schema.is_view or base in _COPIES:
-                copied = [number for name in _COPIED for number in call.inputs.get(name, ())]
-                self._pass_on(demanded, [inputs[number] for number in copied])
-            elif base in _KEEP_SIGN or base in _SHIFTS:
-                self._through_sums(call, demanded, inputs)
+                for name in _COPIED:
+                    self._pass_on(demanded, self._rows(call, name, inputs))
+            elif base in _KEEP_SIGN and demanded.content in {"positive", "probability"}:
+                self._signed(call, inputs)
+            elif base in _SHIFTS and demanded.content == "integers":
+                self._shifted(call, demanded, inputs)
         if base in _PRODUCTS:
             self._product(call, inputs)
         if call.demanding:
@@ -381,41 +384,44 @@ class _Finder:
                 storage = self.storage[tensor]
                 self.demands[storage] = demand.and_also(self.demands.get(storage))
 
-    def _through_sums(self, call: _Call, demanded: Demand, inputs: list[int]) -> None:
-        """What sums and products must be made of to be positive, or integers up to a limit."""
-        if demanded.content in {"positive", "probability"} and call.base in _KEEP_SIGN:
-            factors = [inputs[number] for name in ("tensor1", "tensor2") for number in call.inputs.get(name, ())]
-            others = [
-                inputs[n]
-                for name, numbers in call.inputs.items()
-                if name not in {"tensor1", "tensor2"}
-                for n in numbers
-            ]
-            half = len(factors) // 2
-            squares = call.base == "addcmul" and factors[:half] == factors[half:]
-            if call.base == "mul" and len(others) == 2 and others[0] == others[1]:
-                others = []
-            self._pass_on(_POSITIVE, others if squares else [*others, *factors])
-        elif demanded.content == "integers" and call.base in _SHIFTS and demanded.high is not None:
-            left, right = (call.inputs.get(name, ()) for name in ("self", "other"))
-            if right and self.shapes[inputs[right[0]]]:  # two tensors share what there is
-                halved = Demand("integers", demanded.low, max(demanded.high // 2, demanded.low))
-                self._pass_on(halved, inputs)
-                return
-            other = call.values.get("other")
-            by = _SHIFTS[call.base] * (other if isinstance(other, int) else 1)
-            shifted = Demand("integers", max(demanded.low - by, 0), max(demanded.high - by, 0))
-            self._pass_on(shifted, [inputs[number] for number in left])
+    def _signed(self, call: _Call, inputs: list[int]) -> None:
+        """A sum or product that must be positive is made of what is positive; a square is so anyway."""
+        if call.base == "mul" and self._rows(call, "self", inputs) == self._rows(call, "other", inputs):
+            return
+        value = call.values.get("value")
+        if call.base == "addcmul" and isinstance(value, int | float) and value < 0:  # variance: squares less a square
+            self._pass_on(_ZEROS, self._rows(call, "tensor1", inputs))
+        factors = [self._rows(call, name, inputs) for name in ("tensor1", "tensor2")]
+        for name in call.inputs:
+            if name not in {"tensor1", "tensor2"} or factors[0] != factors[1]:
+                self._pass_on(_POSITIVE, self._rows(call, name, inputs))
+
+    def _shifted(self, call: _Call, demanded: Demand, inputs: list[int]) -> None:
+        """Of an index that something is added to or subtracted from: two tensors share what there is."""
+        if demanded.high is None:
+            return
+        other = self._rows(call, "other", inputs)
+        if other and self.shapes[other[0]]:
+            self._pass_on(Demand("integers", demanded.low, max(demanded.high // 2, demanded.low)), inputs)
+            return
+        number = call.values.get("other")
+        by = _SHIFTS[call.base] * (number if isinstance(number, int) else 1)
+        bounds = Demand("integers", max(demanded.low - by, 0), max(demanded.high - by, 0))
+        self._pass_on(bounds, self._rows(call, "self", inputs))
+
+    def _rows(self, call: _Call, name: str, inputs: list[int]) -> list[int]:
+        """The tensors of an argument."""
+        return [inputs[number] for number in call.inputs.get(name, ())]
 
     def _product(self, call: _Call, inputs: list[int]) -> None:
         """Note by what something is multiplied; the first product of a tensor decides."""
         left, right, dim = _PRODUCTS[call.base]
-        for number in call.inputs.get(left, ()):
-            self.weights.pop(self.storage[inputs[number]], None)
-        for number in call.inputs.get(right, ()):
-            shape = self.shapes[inputs[number]]
+        for tensor in self._rows(call, left, inputs):
+            self.weights.pop(self.storage[tensor], None)
+        for tensor in self._rows(call, right, inputs):
+            shape = self.shapes[tensor]
             if len(shape) > 1:
-                self.weights[self.storage[inputs[number]]] = prod(shape[1:]) if dim is None else shape[dim]
+                self.weights[self.storage[tensor]] = prod(shape[1:]) if dim is None else shape[dim]
 
 
 def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:

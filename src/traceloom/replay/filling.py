@@ -30,7 +30,7 @@ def filled(
     import torch
 
     block = 1_000_003  # many are repeated, which is much faster; a prime, so that no rows of a matrix are equal
-    if elements > block and content not in {"zeros", "offsets"}:
+    if elements > block and content not in {"zeros", "offsets", "lengths"}:
         whole = torch.empty(elements, dtype=dtype)
         part = filled(block, dtype, content, low, high, seed=seed)
         for start in range(0, elements, block):

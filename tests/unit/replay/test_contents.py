@@ -277,3 +277,14 @@ def test_what_is_read_before_any_op_wrote_to_it_comes_from_outside() -> None:
     assert plan.storages.filter("external")["storage"].to_list() == [0, 3]  # it, and the table
     assert plan.ops["outputs"].to_list()[:2] == [[None], [written]]
     assert plan.storages.row(0, named=True)["high"] == 4
+
+
+def test_a_variance_that_is_taken_from_squares_stays_positive() -> None:
+    build = Build()
+    square, mean = build.floats(6), build.floats(6)
+    variance = build.made(6)
+    build.run("aten::addcmul(Tensor self, Tensor tensor1, Tensor tensor2, *, Scalar value=1) -> Tensor",
+              [*T[:3], -1], [square, mean, mean], [variance])  # fmt: skip
+    build.run("aten::sqrt_(Tensor(a!) self) -> Tensor(a!)", T[:1], [variance], [variance])
+    assert build.of(square) == ("positive", None, None, "consumer")
+    assert build.of(mean) == ("zeros", None, None, "consumer")
