@@ -26,7 +26,7 @@ from traceloom.plain_text import encoded
 
 _STANDARD_OUTPUT = "-"
 # Arguments that name what is written. A store of baselines is read and written.
-_WRITTEN = ("output", "map")
+_WRITTEN = ("output", "map", "record")
 _READ = ("inputs", "input", "base", "new", "more_base", "more_new", "runs")
 Form = TypeVar("Form")
 Document = TypeVar("Document")

@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
         only=args.only,
         ranks=args.ranks,
     )
-    runs = bool(of_run or directories) or (not args.plan_only and not args.dry_run and outputs.printed(args))
+    is_printed = not args.plan_only and not args.dry_run and outputs.printed(args)
+    runs = bool(of_run or directories or args.record or is_printed)
     replayed = dry = comparison = None
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
@@ -196,6 +197,8 @@ def _targets(
     wrong = hint = ""
     if (args.op or args.slowest) and not any(form == ".py" for _, form in chosen):
         wrong, hint = "--op and --slowest cut ops out into a script", "add -o slowest.py"
+    elif args.record and (args.plan_only or args.dry_run):
+        wrong, hint = "--record is of what runs, and nothing runs", "leave --plan-only and --dry-run out"
     elif of_run and (args.plan_only or args.dry_run):
         wrong, hint = f"`{of_run[0]}` is about what ran, and nothing runs", "name a .plan or a .py"
     if wrong:

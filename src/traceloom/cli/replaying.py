@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
@@ -44,6 +45,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--stand-ins", action="store_true", help="what cannot be run takes its recorded time; else it takes none"
     )
+    how.add_argument(
+        "--record", metavar="DIR",
+        help="record some further passes: a capture that `traceloom diff` and `traceloom report` take",
+    )  # fmt: skip
     how.add_argument("--strict", action="store_true", help="stop at the first op that fails")
     how.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
@@ -64,4 +69,5 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         device=args.device, pace=args.pace, iterations=args.iterations, max_time_s=args.max_time,
         timeout_s=args.timeout, memory_limit=args.memory_limit, seed=args.seed, backend=args.backend, ranks=args.ranks,
         stand_ins=args.stand_ins, strict=args.strict, threads=args.threads, imports=tuple(args.imports),
+        record=None if args.record is None else str(Path(args.record).resolve()), force=args.force,
     )  # fmt: skip

@@ -270,7 +270,7 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
     import torch
     import torch.distributed as dist
 
-    from traceloom.replay.running import Execution, device_of, environment, import_ops, run_passes
+    from traceloom.replay.running import Execution, device_of, environment, import_ops, record_passes, run_passes
 
     namespaces = import_ops(options.imports)
     if plan.threads:
@@ -300,6 +300,9 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
     bound = partial(bind, recorded=plan.torch, further=namespaces)
     execution = Execution(plan.ranks[ranks[process]], device, options, communication, sharing, bind=bound)
     result = run_passes(execution, options, begin=begin, agree=agree, say=say)
+    if options.record is not None:
+        say(f"recording into {options.record}")
+        record_passes(execution, options.record, force=options.force, begin=begin)
     return {
         "rank": result.to_dict(),
         "device": device.type,

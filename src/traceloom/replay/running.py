@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Pace = Literal["fast", "recorded"]
 Threads = Literal["one", "recorded"]
 
+_RECORDED_PASSES = 6
 _MEDIAN_WITHIN = 0.02
 _CONFIDENCE = 0.95
 _WARM_PASSES, _WARM_S = 2, 1.0
@@ -59,6 +60,8 @@ class RunOptions:
         strict: Whether the first op that fails ends the run.
         threads: `one` thread that calls all ops, or as `recorded`.
         imports: Modules that bring custom ops.
+        record: Directory for a capture of some further passes; None: none is made.
+        force: Whether an earlier capture there is replaced.
     """
 
     device: str | None = None
@@ -74,6 +77,8 @@ class RunOptions:
     strict: bool = False
     threads: Threads = "one"
     imports: tuple[str, ...] = ()
+    record: str | None = None
+    force: bool = False
 
 
 def is_known(values: Sequence[int], within: float = _MEDIAN_WITHIN) -> bool:
@@ -331,6 +336,22 @@ class Execution:
     def _synchronize(self) -> None:
         if self._module:
             self._module.synchronize()
+
+
+def record_passes(
+    execution: Execution, directory: str, *, force: bool = False, begin: Callable[[], None] | None = None
+) -> None:
+    """Record some passes, each as a step, as `traceloom record` does.
+
+    Raises:
+        OutputError: `capture-exists`, `not-writable`.
+    """
+    import traceloom
+
+    with traceloom.record(directory, force=force, shapes=False, memory=True, quiet=True):
+        for _ in range(_RECORDED_PASSES):
+            execution.once(begin=begin)
+            traceloom.step()
 
 
 def run_passes(
