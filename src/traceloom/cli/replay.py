@@ -41,6 +41,7 @@ examples:
   traceloom replay run --ranks 0 --stand-ins           one rank; communication takes its recorded time
   torchrun --nproc-per-node 8 -m traceloom replay run.plan
   traceloom replay run.plan --scope forward
+  traceloom replay run --record again                  and record it: traceloom diff run again
   traceloom replay run --batch 2 --dry-run             twice the data: does it fit into memory?
   traceloom replay run -o replay.html -o tables/       the comparison as a page, and its tables
   traceloom replay run -o replay.py                    a script that needs torch alone, to hand out
@@ -91,8 +92,6 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.replay.comparison import compare_replay
     from traceloom.report import replayed as report
 
-    if replaying.is_follower():
-        args.output, args.quiet = [], True
     of_plan, of_run, directories = _targets(args)
     choice = Choice(
         level=args.level,
@@ -103,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     )
     is_printed = not args.plan_only and not args.dry_run and outputs.printed(args)
     runs = bool(of_run or directories or args.record or is_printed)
+    if replaying.is_follower():
+        of_plan, of_run, directories, args.quiet = [], [], [], True
     replayed = dry = comparison = None
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)

@@ -193,6 +193,7 @@ def main() -> None:
         plan = Plan.load(folder / "run.plan")
         options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
         store = None
+        os.environ |= {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": str(len(ranks))}
         if len(ranks) > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
             store = _file_store(folder / "store", len(ranks))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import polars as pl
 
+import traceloom
 from traceloom.errors import InputError, UsageError
 from traceloom.model import units
 from traceloom.model.notice import Notice
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
 Pace = Literal["fast", "recorded"]
 Threads = Literal["one", "recorded"]
 
-_RECORDED_PASSES = 6
 _MEDIAN_WITHIN = 0.02
 _CONFIDENCE = 0.95
 _WARM_PASSES, _WARM_S = 2, 1.0
+# Passes that are recorded, those before, and those in which the recorder takes its graph step.
+_RECORDED, _WARM_RECORDED, _AFTER_RECORDED = 5, 3, 3
 _MUCH = 1e6
 """Sums of floats that changed over passes: beyond this mean magnitude they get their first content again."""
 _VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "HIP_", "LD_PRELOAD")
@@ -255,11 +257,11 @@ class _Contents:
             != self._whole[self._storage_of[row]].untyped_storage().data_ptr()
         ]
 
-    def restore(self, registers: list[Any]) -> None:
+    def restore(self, registers: list[Any], *, floats: bool = True) -> None:
         """Before a pass: integers as they were, because they may be indices; floats that have grown beyond use."""
         for storage, content in self._kept.items():
             self._whole[storage].copy_(content)
-        for storage in self._floats:
+        for storage in self._floats if floats else ():
             whole = self._whole[storage]
             if not float(whole.float().sum().abs()) < _MUCH * max(1, whole.numel()):
                 whole.copy_(self._new(storage))
@@ -309,17 +311,20 @@ class Execution:
             self.program.settle(strict=options.strict)
             self._contents.find_changes(self.program.registers)
 
-    def once(self, *, timed: bool = False, begin: Callable[[], None] | None = None) -> tuple[int, int]:
+    def once(
+        self, *, timed: bool = False, recorded: bool = False, begin: Callable[[], None] | None = None
+    ) -> tuple[int, int]:
         """One pass: wall time and processor time of the process, ns.
 
         Args:
             timed: With a timer around each op: `program.times` holds what it read.
+            recorded: Somebody looks on: nothing runs that is not of the plan, but for what it needs to run at all.
             begin: Waits for the other ranks.
         """
         import torch
 
         with torch.no_grad():
-            self._contents.restore(self.program.registers)
+            self._contents.restore(self.program.registers, floats=not recorded)
             run = self.program.run_once if not timed else lambda: self.program.run_timed(self._cpu_clock)
             self._synchronize()
             if begin:
@@ -341,16 +346,14 @@ class Execution:
 def record_passes(
     execution: Execution, directory: str, *, force: bool = False, begin: Callable[[], None] | None = None
 ) -> None:
-    """Record some passes, each as a step, as `traceloom record` does.
+    """Record some passes, each as a step, as `traceloom record` does: one of them as the graph step.
 
     Raises:
         OutputError: `capture-exists`, `not-writable`.
     """
-    import traceloom
-
-    with traceloom.record(directory, force=force, shapes=False, memory=True, quiet=True):
-        for _ in range(_RECORDED_PASSES):
-            execution.once(begin=begin)
+    with traceloom.record(directory, steps=_RECORDED, force=force, memory=True, quiet=True):
+        for _ in range(_WARM_RECORDED + _RECORDED + _AFTER_RECORDED):
+            execution.once(recorded=True, begin=begin)
             traceloom.step()
 
 

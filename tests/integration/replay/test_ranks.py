@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from support.plans import PlanBuilder, groups
@@ -13,6 +14,7 @@ pytest.importorskip("torch")
 
 from traceloom.errors import InputError, PartialError, UsageError
 from traceloom.replay.plan import Plan
+from traceloom.replay.planning import make_plan
 from traceloom.replay.ranks import replay
 from traceloom.replay.running import RunOptions
 
@@ -218,6 +220,17 @@ def test_ranks_that_the_plan_does_not_have_are_refused() -> None:
     with pytest.raises(UsageError, match="the plan has no rank 7") as caught:
         replay(plan_of(2), RunOptions(ranks=(0, 7)))
     assert caught.value.hint == "it has 2 ranks: 0, 1"
+
+
+def test_a_replay_can_be_recorded_and_replayed_again(tmp_path: Path) -> None:
+    plan = Plan({rank: all_reduces(rank, [4, 8]) for rank in range(2)}, groups(2), world_size=2, threads=1)
+    replay(plan, RunOptions(iterations=1, record=str(tmp_path / "again")))
+    again = make_plan(tmp_path / "again")
+    assert list(again.ranks) == [0, 1]
+    names = again.ranks[0].ops.filter(pl.col("action") != "wait")["name"].to_list()
+    assert [name for name in names if name.startswith(("aten::full", "c10d::allreduce"))] == [
+        "aten::full", "c10d::allreduce_", "aten::full", "c10d::allreduce_",
+    ]  # fmt: skip
 
 
 def test_errors_of_a_rank_are_those_of_the_whole() -> None:
