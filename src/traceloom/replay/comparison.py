@@ -39,7 +39,8 @@ COLLECTIVES = schema("rank kind group group_size asynchronous size_bytes count r
                      "recorded_gb_per_s replayed_gb_per_s", {**_RATIO, "group_size": pl.Int32})
 CONTENTS = schema("rank content evidence count bytes", {"content": pl.String})
 # fmt: on
-TABLES = ("whole", "coverage", "not_run", "ops", "each", "collectives", "contents")
+HOLES = schema("rank name count recorded_ns")
+TABLES = ("whole", "coverage", "not_run", "holes", "ops", "each", "collectives", "contents")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class ReplayComparison(Result):
         coverage: What became of the ops: rank, outcome, reason (null: it ran), count, recorded_ns, and their shares of
             all ops of the rank; shares add up to 1. Time shares are null where no op was timed.
         not_run: Ops that did not run as they are: rank, outcome, reason, name, text, count, recorded_ns.
+        holes: Compiled graphs, whose kernels for the CPU no host trace has: rank, name, count and recorded_ns.
         ops: By name and shapes of inputs, over all ranks: calls, recorded_ns and replayed_ns (sums), lost_ns (how much
             longer the replay took), ratio of the sums, 10th, 50th and 90th percentile of the ratios of the calls.
             Those where most was lost or won come first. Calls that were not timed on both sides are not counted.
@@ -84,6 +86,7 @@ class ReplayComparison(Result):
     whole: pl.DataFrame
     coverage: pl.DataFrame
     not_run: pl.DataFrame
+    holes: pl.DataFrame
     ops: pl.DataFrame
     each: pl.DataFrame
     collectives: pl.DataFrame
@@ -129,6 +132,7 @@ def compare_replay(plan: Plan, replayed: Replayed) -> ReplayComparison:
         whole=_together([_whole(*pair, each) for pair in pairs], WHOLE),
         coverage=_together([_coverage(of_rank) for of_rank in about], COVERAGE),
         not_run=_together([_not_run(of_rank) for of_rank in about], NOT_RUN),
+        holes=_together([of.holes.rename({"duration_ns": "recorded_ns"}) for of, _ in pairs], HOLES),
         ops=as_declared(_by_name(each), OPS),
         each=as_declared(each, EACH),
         collectives=_together(collectives, COLLECTIVES),

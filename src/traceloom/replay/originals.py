@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.compilations import marks
 from traceloom.array_types import Bools, Ints
 from traceloom.link.matching import Matching
 from traceloom.model import Graph, Trace
@@ -15,6 +17,7 @@ from traceloom.model.category import GPU_WORK
 from traceloom.model.frames import schema
 
 STEPS = schema("step duration_ns cpu_ns")
+HOLES = schema("name count duration_ns")
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,14 @@ class Originals:
         gap_ns: Host time between the end of the op before it on its thread and its start, the median.
         stream: Stream of the first GPU work below it.
         steps: The timed steps: step, duration_ns, cpu_ns.
+        holes: Compiled graphs that spend time outside of ops: see `holes_of`.
     """
 
     durations_ns: dict[int, list[int]] = field(default_factory=dict)
     gap_ns: dict[int, int] = field(default_factory=dict)
     stream: dict[int, int] = field(default_factory=dict)
     steps: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=STEPS))
+    holes: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=HOLES))
 
 
 def originals_of(trace: Trace, matching: Matching, chosen: Ints) -> Originals:
@@ -65,6 +70,37 @@ def originals_of(trace: Trace, matching: Matching, chosen: Ints) -> Originals:
         {node: gap for node, gap in gaps.items() if gap is not None},
         _streams(trace, host_op, runs),
         _steps(trace),
+        holes_of(trace, runs),
+    )
+
+
+def holes_of(trace: Trace, runs: Bools) -> pl.DataFrame:
+    """Host time in compiled graphs that no op explains: kernels for the CPU are no ops, so no host trace has them.
+
+    Args:
+        trace: The device trace.
+        runs: Events that are ops which run; shape (events,).
+
+    Returns:
+        By name of the graph: count, and duration_ns of all of them without the ops inside, both of a mean step where
+        there are whole ones.
+    """
+    graphs = marks(trace).graph
+    if not graphs.any():
+        return pl.DataFrame(schema=HOLES)
+    tree = forest(trace)
+    in_ops = tree.topmost(runs[tree.row])
+    length = tree.end_ns - tree.start_ns
+    spent = np.append(0, np.cumsum(np.where(in_ops, length, 0)))
+    at = np.flatnonzero(graphs)
+    steps = max(int(trace.steps["complete"].sum()), 1)
+    empty = length[at] - (spent[tree.stop[at]] - spent[at])
+    return (
+        pl.DataFrame({"name": trace.events["name"].gather(tree.row[at]), "empty": empty})
+        .filter(pl.col("empty") > 0)
+        .group_by("name", maintain_order=True)
+        .agg((pl.len() / steps).ceil().alias("count"), (pl.sum("empty") / steps).round().alias("duration_ns"))
+        .cast(HOLES)
     )
 
 

@@ -92,6 +92,8 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
     "left_out": schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
     # The timed steps: how long each took, and the processor time of the process in it.
     "steps": schema("rank step duration_ns cpu_ns"),
+    # Compiled graphs, whose kernels for the CPU no host trace has: how many in a step, and their time outside of ops.
+    "holes": schema("rank name count duration_ns"),
     "groups": schema("name description backend ranks", {"ranks": pl.List(pl.Int32)}),
 }
 # fmt: on
@@ -110,6 +112,7 @@ _FORMAT = ArchiveFormat(
         "collectives": ("rank", "collective", "op", "kind", "group", "splits_in", "splits_out", "asynchronous"),
         "left_out": ("rank", "node", "name", "reason", "text"),
         "steps": ("rank", "step", "duration_ns"),
+        "holes": tuple(PLAN_SCHEMAS["holes"]),
         "groups": ("name", "ranks"),
     },
     hint="make it again with `traceloom replay INPUT --plan-only -o run.plan`",
@@ -154,7 +157,8 @@ class RankPlan:
         storages: Versions of storages.
         collectives: What is exchanged with other ranks.
         left_out: Ops that are not run.
-        steps: The timed steps; empty where the recording has none.
+        steps: The timed steps; empty where the recording has none, or a part of a step is run.
+        holes: Time of a step in compiled code that is not run.
     """
 
     rank: int
@@ -165,6 +169,7 @@ class RankPlan:
     collectives: pl.DataFrame = field(default_factory=lambda: empty_frame("collectives"))
     left_out: pl.DataFrame = field(default_factory=lambda: empty_frame("left_out"))
     steps: pl.DataFrame = field(default_factory=lambda: empty_frame("steps"))
+    holes: pl.DataFrame = field(default_factory=lambda: empty_frame("holes"))
 
     def check(self) -> None:
         """Raise InvariantError where the plan of a rank cannot be run as it stands.

@@ -22,6 +22,7 @@ from traceloom.replay.collectives import WAIT, Exchange, called_groups, exchange
 from traceloom.replay.contents import ranges_of, settle_contents
 from traceloom.replay.inputs import AnyPath, PlanInput, open_inputs
 from traceloom.replay.nodes import Level, Nodes, choose, communicates, within
+from traceloom.replay.originals import Originals
 from traceloom.replay.plan import (
     COLLECTIVE,
     ENDING,
@@ -443,11 +444,14 @@ class _RankPlanner:
             },
         )  # fmt: skip
         tensors, storages = self.storages.frames(rank)
+        of_rank = pl.lit(rank, pl.Int32).alias("rank")
+        is_whole = not (self.choice.scope or self.choice.only)
+        measured = self.originals if is_whole else Originals()
         plan = RankPlan(
             rank, ops, calls, tensors, storages,
             pl.DataFrame(self.collectives, schema=PLAN_SCHEMAS["collectives"]),
             pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
-            self.originals.steps.select(pl.lit(rank, pl.Int32).alias("rank"), pl.all()),
+            measured.steps.select(of_rank, pl.all()), measured.holes.select(of_rank, pl.all()),
         ).with_lives()  # fmt: skip
         plan = settle_contents(plan, ranges_of(self.nodes.host.ops))
         plan.check()

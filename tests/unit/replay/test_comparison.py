@@ -14,11 +14,13 @@ import pytest
 from support.plans import PlanBuilder, groups
 from traceloom.errors import UsageError
 from traceloom.replay.comparison import TABLES, ReplayComparison, compare_replay
+from traceloom.replay.originals import holes_of
 from traceloom.replay.plan import PLAN_SCHEMAS, Plan
 from traceloom.replay.replayed import FAILURES, OPS, STAND_INS, RankReplayed, Replayed
 from traceloom.report import replayed as report
 from traceloom.report.replayed import files, page
 from traceloom.report.replayed.terminal import render
+from traceloom.testing import TraceBuilder
 
 SCHEMA = json.loads(
     (Path(__file__).resolve().parents[3] / "docs" / "reference" / "replay.schema.json").read_text(encoding="utf-8")
@@ -176,3 +178,24 @@ def test_tables_are_files(comparison: ReplayComparison, tmp_path: Path) -> None:
     assert pl.read_parquet(path).equals(comparison.each)
     with pytest.raises(UsageError, match="no table"):
         files.writer(tmp_path / "links.csv", ".csv")
+
+
+def test_compiled_graphs_spend_time_that_no_op_explains() -> None:
+    trace = (
+        TraceBuilder()
+        .op("Torch-Compiled Region: 0/0", 0, 100)
+        .op("CompiledFunction", 10, 60)
+        .annotation("## Call CompiledFxGraph fabc ##", 12, 50)
+        .op("aten::mm", 20, 15)
+        .op("aten::relu", 80, 5)
+        .build()
+    )
+    runs = trace.events["name"].is_in(["aten::mm", "aten::relu"]).to_numpy()
+    assert holes_of(trace, runs).rows() == [("CompiledFunction", 1, 45_000)]
+    plan = planned()
+    holes = pl.DataFrame(
+        [{"rank": 0, "name": "CompiledFunction", "count": 1, "duration_ns": MS}], schema=PLAN_SCHEMAS["holes"]
+    )
+    comparison = compare_replay(replace(plan, ranks={0: replace(plan.ranks[0], holes=holes)}), ran())
+    assert comparison.holes["recorded_ns"].to_list() == [MS]
+    assert any("compiled kernels" in limit for limit in report.build(comparison)["limits"])

@@ -73,6 +73,9 @@ def limits(comparison: ReplayComparison) -> Iterator[str]:
             f"{units.duration(outside)} of the recorded step ({share}) passed between ops: Python, loading, waiting, "
             "kernels of compiled code. The pace `fast` leaves it out; --pace recorded keeps it."
         )
+    if hidden := int(comparison.holes["recorded_ns"].sum()):
+        took = units.duration(hidden)
+        yield f"{took} of the recorded steps ran in compiled kernels, which no host trace shows: not replayed."
     contents = comparison.contents
     guessed = contents.filter(pl.col("evidence").is_null() | (pl.col("evidence") == "guess"))
     if guessed.height:

@@ -23,6 +23,10 @@ _TABLES: tuple[tuple[str, str, str, Columns], ...] = (
         ["?rank", "outcome", "reason", "count", "recorded_ns", "name", "+text"],
     ),
     (
+        "holes", "Compiled code", "Time that no host trace shows, and no replay.",
+        ["?rank", "recorded_ns", "count", "name"],
+    ),
+    (
         "ops", "Ops", "By name and shapes, over all ranks: where most time was lost or won comes first.",
         ["lost_ns", "recorded_ns", "replayed_ns", "ratio", "+p10_ratio", "+p50_ratio", "+p90_ratio", "calls",
          Col("op", "Op and shapes", "name", "shapes of the tensors that it takes")],
