@@ -40,8 +40,6 @@ _UNSAFE = frozenset({
     "aten::quantized_gru_cell", "aten::quantized_lstm_cell", "aten::quantized_rnn_relu_cell",
     "aten::quantized_rnn_tanh_cell",
 })  # fmt: skip
-# Ops that take whatever geometry they are given; what does the same and looks at it first stands in for them.
-CHECKED_TWINS = {"aten::_reshape_alias": "aten::as_strided", "aten::_reshape_alias_copy": "aten::as_strided_copy"}
 
 
 class Refusal(NamedTuple):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from traceloom.errors import InputError
-from traceloom.replay.allowed import CHECKED_TWINS, refusal
+from traceloom.replay.allowed import refusal
 from traceloom.replay.schema import OperatorSchema, SchemaArgument, UnreadableSchemaError, parse_schema
+from traceloom.replay.twins import twin_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,15 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 Path = tuple[int | str, ...]
-# A storage cannot be handed over as such: the same ops take a tensor and use its storage. Everything is on one device,
-# so a copy into pinned memory is a copy. Tensors of a replay are views, and views cannot be detached in place.
-_TWINS = CHECKED_TWINS | {
-    "aten::detach_": "aten::detach",
-    "aten::pin_memory": "aten::clone",
-    "aten::_pin_memory": "aten::clone",
-    "aten::set_.source_Storage": "aten::set_.source_Tensor",
-    "aten::set_.source_Storage_storage_offset": "aten::set_.source_Tensor_storage_offset",
-}
 
 
 class Unbindable(Exception):  # noqa: N818  (it is no error: the op is left out, with this as the reason)
@@ -116,7 +108,9 @@ def bind(
         raise Unbindable("unreadable-schema", str(error)) from None
     if reason := refusal(then, further):
         raise Unbindable(*reason)
-    function, now = _here(_TWINS.get(then.qualified, then.qualified))
+    device = torch.device(device)
+    twin = twin_of(then.qualified, device.type)
+    function, now = _here(then.qualified if twin is None else twin.name)
     if function is None or now is None:
         version = f", and PyTorch {recorded} recorded it" if recorded else ""
         raise Unbindable("unknown-op", f"PyTorch {torch.__version__} here has no {then.qualified}{version}: {schema}")
@@ -127,9 +121,11 @@ def bind(
     except msgspec.DecodeError as error:
         raise Unbindable("unknown-argument", f"the arguments of {then.qualified} are no list: {error}") from None
     values = dict(zip((argument.name for argument in then.arguments), recorded_values, strict=False))
-    if then.text != now.text:
+    if twin is not None:
+        values = twin.values(values, [argument.name for argument in now.arguments])
+    elif then.text != now.text:
         values = _by_name_here(values, then, now, recorded)
-    bound, needed, device = Bound(function), 0, torch.device(device)
+    bound, needed = Bound(function), 0
     for argument in now.arguments:
         if argument.name not in values and not argument.has_default:
             raise _other_schema(f"{argument.name!r} has no value", now, then, recorded)
@@ -180,7 +176,7 @@ def _by_name_here(
             out[argument.name] = value
         elif at < len(now.arguments) and _renames(argument, now.arguments[at]) and now.arguments[at].name not in there:
             out[now.arguments[at].name] = value
-        elif argument.type.base != "Device" and (not argument.has_default or value != argument.default):
+        elif not argument.has_default or value != argument.default:
             raise _other_schema(f"it takes no {argument.name!r}", now, then, recorded)
     return out
 

@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from traceloom.replay.allowed import CHECKED_TWINS, refusal
+from traceloom.replay.allowed import refusal
 from traceloom.replay.plan import ITEM_BYTES
 from traceloom.replay.schema import OperatorSchema, UnreadableSchemaError, ValueType, parse_schema
+from traceloom.replay.twins import twin_of
 
 WIDTH = 110
 _PIECE = re.compile(r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,'"])+(?:, ?|$)|, ?""")
@@ -87,11 +88,12 @@ def _path(schema: OperatorSchema, further: frozenset[str]) -> str:
     """The operator in `torch.ops`."""
     if why := refusal(schema, further):
         raise UnwritableError(why)
-    namespace, _, name = CHECKED_TWINS.get(f"{schema.namespace}::{schema.name}", "").partition("::")
-    if not name:
-        namespace, name = schema.namespace, schema.name
+    # A script can hand over a storage, and says itself on which device it runs.
+    twin = None if schema.name == "set_" else twin_of(schema.qualified, "")
+    namespace, _, name = (schema.qualified if twin is None else twin.name).partition("::")
+    name, _, overload = name.partition(".")
     path = "aten" if namespace == "aten" else f"torch.ops.{_identifier(namespace)}"
-    for part in (name, schema.overload or "default"):
+    for part in (name, overload or "default"):
         word = _identifier(part)
         path = f"getattr({path}, {word!r})" if keyword.iskeyword(word) else f"{path}.{word}"
     return path
