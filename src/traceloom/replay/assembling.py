@@ -176,7 +176,8 @@ class Assembly:
         if isinstance(bound, Unbindable):
             return self._stand_in(row, bound.slug, bound.text)
         self._made.update(output for output in row["outputs"] if output is not None)
-        return Instruction(row["op"], *self._picked(bound, row["inputs"]), outputs=tuple(row["outputs"]))
+        function, pick = self._picked(bound, row["inputs"])
+        return Instruction(row["op"], function, pick, tuple(row["outputs"]), stand_in_ns=self._stand_in_ns(row))
 
     def _picked(self, bound: Bound, inputs: Sequence[int]) -> tuple[Callable[..., Any], Any]:
         """A bound call as a function of positional arguments alone, and what picks them."""
@@ -250,7 +251,8 @@ class Assembly:
             made = partial(new_tensors, [self._geometries[output] for output in missing], self._manner.device)
             instructions.append(replace(_beside(made), outputs=tuple(missing)))
             self._made.update(missing)
-        call = communication.call(collective, len(row["inputs"]))
+        dtypes = [self._geometries[tensor].dtype for tensor in (*row["inputs"], *received)]
+        call = communication.call(collective, len(row["inputs"]), dtypes)
         start = Instruction(row["op"], call, picker([*row["inputs"], *received]), outputs=(work,), fallible=False)
         if collective["asynchronous"]:
             self._unawaited[row["collective"]] = None
@@ -260,11 +262,18 @@ class Assembly:
         outputs = tuple(None if output in self._made else output for output in row["outputs"])
         self._made.update(output for output in outputs if output is not None)
         self._stand_ins.append((row["op"], row["node"], row["name"], reason, text))
-        time_ns = round(median(row["durations_ns"])) if self._manner.spends_time and row["durations_ns"] else 0
         made = [None if output is None else self._geometries[output] for output in outputs]
         return Instruction(
-            row["op"], partial(new_tensors, made, self._manner.device, time_ns), picker(()), outputs, fallible=False
+            row["op"],
+            partial(new_tensors, made, self._manner.device, self._stand_in_ns(row)),
+            picker(()),
+            outputs,
+            fallible=False,
         )
+
+    def _stand_in_ns(self, row: Mapping[str, Any]) -> int:
+        """How long takes what stands in for an op."""
+        return round(median(row["durations_ns"])) if self._manner.spends_time and row["durations_ns"] else 0
 
     def _around(self, uses: pl.DataFrame) -> Mapping[int, _Around]:
         """What keeps the order of threads and streams, and their pace."""

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 """What serves a kind of device; gloo the others."""
+_CARRIED = {
+    "bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+}  # fmt: skip
+"""What every backend takes; other types go as bytes."""
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _TO_A_PEER = ("send", "recv")
 _SAME_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
@@ -155,13 +159,13 @@ class Communication:
         """Whether the only other rank of a collective does not run."""
         return row["kind"] in _TO_A_PEER and row["peer"] not in self.ranks
 
-    def call(self, row: Mapping[str, Any], inputs: int) -> Callable[..., Works]:
+    def call(self, row: Mapping[str, Any], inputs: int, dtypes: Iterable[str]) -> Callable[..., Works]:
         """What starts a collective, and waits for it unless it was asynchronous.
 
         Args:
             row: Of the plan's `collectives`.
-            inputs: How many tensors are source; they are the first arguments of what is returned.
-                Those target are the others.
+            inputs: How many tensors are sent, the first arguments of what is returned; the others receive.
+            dtypes: Of all of them.
         """
         members = self.members[row["group"]]
         kept = [position for position, rank in enumerate(members) if rank in self.ranks]
@@ -172,13 +176,24 @@ class Communication:
             self.ranks.index(peer) if peer is not None else 0, row["splits_in"], row["splits_out"],
         )  # fmt: skip
 
+        are_carried = _CARRIED.issuperset(dtypes)
+
         def call(*tensors: torch.Tensor) -> Works:
+            if not are_carried:
+                tensors = tuple(map(as_bytes, tensors))
             works = Works(start(tensors[:inputs], tensors[inputs:]))
             if not row["asynchronous"]:
                 works.wait()
             return works
 
         return call
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, with one more dimension: those before it, of which splits are counted, stay."""
+    import torch
+
+    return tensor.unsqueeze(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

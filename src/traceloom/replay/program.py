@@ -70,6 +70,7 @@ class Instruction:
         dead: Registers that are empty afterwards.
         fallible: Whether a failure is replaced; else it ends the run.
         lane: The number of the thread that calls it.
+        stand_in_ns: How long takes what stands in for it should it fail.
     """
 
     op: int
@@ -79,6 +80,7 @@ class Instruction:
     dead: tuple[int, ...] = ()
     fallible: bool = True
     lane: int = 0
+    stand_in_ns: int = 0
 
 
 class Turn:
@@ -215,7 +217,7 @@ class Program:
                     for output in instruction.outputs
                 )
                 made = [None if output is None else self._geometries[output] for output in instruction.outputs]
-                instruction.function = partial(new_tensors, made, self._device)
+                instruction.function = partial(new_tensors, made, self._device, instruction.stand_in_ns)
                 instruction.pick = picker(())
                 result = instruction.function()
             store, spread, result = self._settle_result(instruction, result)

@@ -116,6 +116,9 @@ def all_kinds(rank: int, world: int, running: tuple[int, ...]) -> Exchange:
     if before in running:
         build.expect(arrived, before + 1.0, 4)
 
+    small = build.tensor(world, 3, dtype="float8_e4m3fn", item=1, external=True, content="zeros")
+    build.collective("all_to_all", [small], [small], bytes=3 * world, splits_in=[1] * world, splits_out=[1] * world)
+
     if rank in {0, 1}:  # a group of some, and one that nobody waits for
         inner = build.filled(own, 2)
         build.collective("all_reduce", [inner], [inner], group="pair", bytes=8, asynchronous=True)
