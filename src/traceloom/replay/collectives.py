@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from traceloom.read.metadata import whole
 from traceloom.replay.nodes import Nodes
 from traceloom.replay.schema import OperatorSchema
 from traceloom.replay.values import RecordedTensor, count_of, kinds_of
@@ -82,12 +83,12 @@ def exchange_of(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: in
         if count:
             part = [next(tensors) for _ in range(count)]
             sides[argument.name.startswith(("output", "out")) or kind == "recv"].extend(part)
-        elif argument.name in _PEERS and isinstance(value, int):
-            peer = value
+        elif argument.name in _PEERS:
+            peer = _rank(value)
         elif argument.name in {"async_op", "asyncOp"}:
             asynchronous = value is not False
         elif argument.name in {"input_split_sizes", "output_split_sizes"} and isinstance(value, list):
-            splits[argument.name == "output_split_sizes"].extend(value)
+            splits[argument.name == "output_split_sizes"].extend(_rows(value))
     sent, received = sides
     functional = schema.namespace != "c10d"
     if functional and not received:
@@ -100,6 +101,18 @@ def exchange_of(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: in
         peer if peer is not None else about.get("peer"), splits if any(splits) else about.get("splits", ([], [])),
         asynchronous and kind != "barrier",
     )  # fmt: skip
+
+
+def _rank(value: Any) -> int | None:
+    """A rank of a group, if it is one."""
+    number = whole(value)
+    return number if number is not None and 0 <= number < 2**31 else None
+
+
+def _rows(values: list[Any]) -> list[int]:
+    """Splits, if all of them are numbers of rows."""
+    rows = [whole(value) for value in values]
+    return [row for row in rows if row is not None] if None not in rows else []
 
 
 def _group_argument(values: list[Any], schema: OperatorSchema) -> str | None:
@@ -122,15 +135,15 @@ def _recorded(nodes: Nodes, row: int | None) -> dict[str, Any]:
         return out
     sequence, group, rank = rest[at - 3 : at]
     out["name"] = rest[at]
-    out["sequence"] = sequence[0] if isinstance(sequence, list) and sequence else sequence
+    out["sequence"] = whole(sequence[0] if isinstance(sequence, list) and sequence else sequence)
     out["group"] = str(nodes.attributes[row].pg_name or "") or (
         group[0] if isinstance(group, list) and group else str(group)
     )
-    if rest[at].lower() in {"broadcast", "reduce", "gather", "scatter", "send", "recv"} and isinstance(rank, int):
+    if rest[at].lower() in {"broadcast", "reduce", "gather", "scatter", "send", "recv"} and _rank(rank) is not None:
         out["peer"] = rank
     lists = [value for value in rest[at + 1 : at + 3] if isinstance(value, list)]
     if len(lists) == 2:
-        out["splits"] = (lists[0], lists[1])
+        out["splits"] = (_rows(lists[0]), _rows(lists[1]))
     return out
 
 

@@ -76,7 +76,7 @@ class Nodes:
             parent.astype(np.int64),
             _decoded(ops["inputs"]),
             _decoded(ops["outputs"]),
-            _ATTRIBUTES.decode("[" + ",".join(ops["attributes"].fill_null("{}")) + "]"),
+            _attributes(ops["attributes"].fill_null("{}")),
         )
 
     @cached_property
@@ -168,6 +168,21 @@ def _decoded(texts: pl.Series) -> list[list[Any]]:
     except msgspec.DecodeError:
         whole = [_list(text) for text in texts]
     return [value if isinstance(value, list) else [] for value in whole] if len(whole) == texts.len() else []
+
+
+def _attributes(texts: pl.Series) -> list[Attributes]:
+    """Attributes of all nodes; none where their text is no JSON."""
+    try:
+        return _ATTRIBUTES.decode("[" + ",".join(texts) + "]")
+    except (msgspec.DecodeError, UnicodeError):
+        return [_attributes_of(text) for text in texts]
+
+
+def _attributes_of(text: str) -> Attributes:
+    try:
+        return _ATTRIBUTES.decode(f"[{text}]")[0]
+    except (msgspec.DecodeError, UnicodeError):
+        return Attributes()
 
 
 def _list(text: str | None) -> Any:

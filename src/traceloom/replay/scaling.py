@@ -24,7 +24,7 @@ from traceloom.errors import UsageError
 from traceloom.replay.binding import Unbindable, bind
 from traceloom.replay.plan import ITEM_BYTES, RUN, VIEW, Plan, RankPlan, frame
 from traceloom.replay.schema import parse_schema
-from traceloom.replay.storages import contiguous
+from traceloom.replay.values import contiguous
 
 if TYPE_CHECKING:
     import torch

@@ -8,13 +8,12 @@ external one), and ends with its last use.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import polars as pl
 
 from traceloom.replay.plan import ITEM_BYTES, frame
-from traceloom.replay.values import RecordedTensor
+from traceloom.replay.values import RecordedTensor, contiguous, end_of
 
 
 class Use(NamedTuple):
@@ -145,15 +144,6 @@ class Storages:
         return register
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor whose last dimension is next to each other in memory."""
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
-
-
 def _key(version: int, tensor: RecordedTensor) -> tuple[Any, ...]:
     """What tells a register from others; of a tensor without strides its number."""
     last = tensor.number if tensor.strides is None else tensor.strides
@@ -167,13 +157,4 @@ def _identity(tensor: RecordedTensor) -> int:
 
 def _end_bytes(tensor: RecordedTensor) -> int:
     """Bytes that its storage has at least."""
-    return _end(tensor.offset, tensor.shape, tensor.strides) * ITEM_BYTES.get(tensor.dtype, tensor.item_bytes)
-
-
-@lru_cache(maxsize=65536)
-def _end(offset: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> int:
-    """Elements before the end of a geometry."""
-    if 0 in shape:
-        return 0
-    steps = contiguous(shape) if strides is None else strides
-    return offset + sum((length - 1) * step for length, step in zip(shape, steps, strict=True)) + 1
+    return end_of(tensor.offset, tensor.shape, tensor.strides) * ITEM_BYTES.get(tensor.dtype, tensor.item_bytes)

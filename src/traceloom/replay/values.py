@@ -16,6 +16,7 @@ ROUNDED = "rounded-number"
 CUT = "cut-list"
 UNKNOWN = "unknown-object"
 GUESSED = "guessed-number"
+_MOST = 1 << 50  # elements
 NO_TENSOR = ""  # a tensor that is not there (nullptr)
 _WORD = re.compile(r"[A-Za-z]\w*(?:\((?:[^()]|\([^()]*\))*\))?|[\[\],]")
 
@@ -104,9 +105,13 @@ def _kind(text: str) -> Kind:
     open_lists: list[list[Kind]] = [[]]
     for word in _WORD.findall(text):
         if word == "[":
+            if not open_lists[-1]:
+                return None
             open_lists[-1].pop()  # the name of the list before it
             open_lists.append([])
         elif word == "]":
+            if len(open_lists) == 1:
+                return None
             whole = tuple(open_lists.pop())
             open_lists[-1].append(whole)
         elif word.startswith("Tensor("):
@@ -157,18 +162,50 @@ def _tensors(
             out += _tensors(values[at], shapes[at], strides[at] if isinstance(strides, list) else None, part)
             continue
         number, storage, offset, elements, item_bytes, *device = values[at]
-        shape = tuple(shapes[at])
+        if not (number.__class__ is storage.__class__ is offset.__class__ is elements.__class__ is int):
+            raise TypeError("a tensor's numbers are no whole numbers")
+        shape = lengths(tuple(shapes[at]))
         if elements > 1 and not shape:
             shape = (elements,)  # a symbolic shape is not written
-        steps = tuple(strides[at]) if isinstance(strides, list) and isinstance(strides[at], list) else None
+        steps = lengths(tuple(strides[at])) if isinstance(strides, list) and isinstance(strides[at], list) else None
         if steps is not None and len(steps) != len(shape):
             steps = None
-        out.append(
-            RecordedTensor(
-                number, storage, offset, elements, item_bytes, device[0] if device else "", shape, steps, part
-            )
-        )
+        if not 0 <= offset < _MOST or not -_MOST < storage < _MOST or end_of(offset, shape, steps) > _MOST:
+            raise ValueError("a tensor is larger than any memory")
+        where = str(device[0]) if device else ""
+        out.append(RecordedTensor(number, storage, offset, elements, int(item_bytes), where, shape, steps, part))
     return out
+
+
+@lru_cache(maxsize=65536)
+def lengths(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Lengths, or strides, as a file has them; numbers that are none are refused.
+
+    Raises:
+        ValueError, TypeError: One of them is no whole number from 0 on.
+    """
+    whole = tuple(int(value) for value in values)
+    if whole != values or any(not 0 <= value < _MOST for value in whole):
+        raise ValueError("a length is no whole number")
+    return whole
+
+
+@lru_cache(maxsize=65536)
+def end_of(offset: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> int:
+    """Elements before the end of a geometry, from the beginning of its storage."""
+    if 0 in shape:
+        return 0
+    steps = contiguous(shape) if strides is None else strides
+    return offset + sum((length - 1) * step for length, step in zip(shape, steps, strict=True)) + 1
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor whose last dimension is next to each other in memory."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
 @lru_cache(maxsize=65536)

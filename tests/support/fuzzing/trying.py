@@ -47,15 +47,16 @@ _MEMORY = {
     "memory -o csv": ["memory", "{in}", "-o", "{out}.csv", "--all"],
     "report": ["report", "{in}"],
 }  # fmt: skip
+_REPLAY = {"replay": ["replay", "{in}", "--plan-only", "-o", "{out}.plan"]}
 _GRAPH = {name: words for name, words in _CHAKRA.items() if name.startswith(("show", "convert"))}
 VERBS: dict[str, dict[str, list[str]]] = {
     "kineto": {LOST: [], **_TRACE},
-    "host": {LOST: [], **_TRACE},
-    "et": {**_CHAKRA, "anonymize": ["anonymize", "{in}", "-o", "{out}"], "report": ["report", "{in}"]},
+    "host": {LOST: [], **_TRACE, **_REPLAY},
+    "et": {**_CHAKRA, "anonymize": ["anonymize", "{in}", "-o", "{out}"], "report": ["report", "{in}"], **_REPLAY},
     "snapshot": _MEMORY,
     "timeline": _MEMORY,
-    "capture": _TRACE,
-    "graph": {**_GRAPH, "report": ["report", "{in}"], "validate": ["validate", "{in}"]},
+    "capture": {**_TRACE, **_REPLAY},
+    "graph": {**_GRAPH, "report": ["report", "{in}"], "validate": ["validate", "{in}"], **_REPLAY},
     "directory": _TRACE,
 }
 _NO_CACHE = {"validate", "show", "convert", "anonymize"}
