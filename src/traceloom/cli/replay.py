@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is run")
     what.add_argument(
         "--level", choices=("outermost", "leaf"), default="outermost",
-        help="ops that the program called (default), or those that call no others",
+        help="ops that the program called (default), or what those call that only call others",
     )  # fmt: skip
     what.add_argument("--steps", type=types.steps, metavar="A..B", help="these steps of a host trace of several")
     what.add_argument("--scope", metavar="NAME", help="what ran in this scope or module")
