@@ -25,6 +25,7 @@ class Account:
         odd: Those whose value was not what it should be.
         texts: Distinct texts that were left out, as JSON or as they are.
         strings: Distinct texts of the output as JSON without the quotes, keys among them.
+        kept_arguments: What stays of arguments of operators that are to run again -> how often.
     """
 
     entries_in: int = 0
@@ -35,6 +36,7 @@ class Account:
     odd: Counter[str] = field(default_factory=Counter)
     texts: set[bytes] = field(default_factory=set)
     strings: set[bytes] = field(default_factory=set)
+    kept_arguments: Counter[str] = field(default_factory=Counter)
 
     def drop(self, key: str, value: bytes | None = None, *, unknown: bool = False) -> None:
         """Count a value that is left out."""
@@ -60,7 +62,7 @@ class Account:
         """Take the counts of another account."""
         self.entries_in += other.entries_in
         self.entries_out += other.entries_out
-        for name in ("dropped_entries", "dropped", "odd"):
+        for name in ("dropped_entries", "dropped", "odd", "kept_arguments"):
             getattr(self, name).update(getattr(other, name))
         for name in ("unknown", "texts", "strings"):
             getattr(self, name).update(getattr(other, name))

@@ -14,7 +14,7 @@ from traceloom.anonymize.account import Account
 from traceloom.anonymize.kineto import Rules
 from traceloom.anonymize.leaks import HiddenShapes
 from traceloom.anonymize.names import COMMUNICATION
-from traceloom.anonymize.policy import COLLAPSE, KEEP
+from traceloom.anonymize.policy import CALLS, COLLAPSE, KEEP
 from traceloom.anonymize.public import host_names, is_schema, is_type
 from traceloom.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, PLAIN, Tensors
 from traceloom.anonymize.writing import opened
@@ -133,8 +133,11 @@ class HostRewriter:
                 _decoded(row[column], list) for column in (side, f"{word}_shapes", f"{word}_types")
             )
             self._hidden.add(shapes, types)
+            called = side == "inputs" and kind == PLAIN and self._rules.policy.scalars == CALLS
             sides[side] = {
-                "values": self._tensors.values(values, kind),
+                "values": self._tensors.arguments(values, row["input_types"], schema)
+                if called
+                else self._tensors.values(values, kind),
                 "shapes": self._tensors.shapes(shapes),
                 "types": self._tensors.types(types),
             }

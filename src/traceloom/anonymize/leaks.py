@@ -12,12 +12,13 @@ from typing import Any
 
 from traceloom.anonymize.account import Account
 from traceloom.anonymize.arguments import KEYS
+from traceloom.anonymize.calls import WORDS
 from traceloom.anonymize.key import ALPHABET, LETTERS
 from traceloom.anonymize.metadata import KNOWN_KEYS
 from traceloom.anonymize.names import OPERATIONS, Pseudonyms
-from traceloom.anonymize.policy import BUCKET, KEEP, Policy
+from traceloom.anonymize.policy import DROP, FIT, KEEP, Policy
 from traceloom.anonymize.public import host_names, is_schema, is_type, sections
-from traceloom.anonymize.shapes import Shapes, bucket
+from traceloom.anonymize.shapes import Shapes
 from traceloom.model import Trace
 from traceloom.model.category import FROM_KINETO
 from traceloom.read.collectives import element_size
@@ -73,17 +74,17 @@ class HiddenShapes:
                 flops = 2 * math.prod(left) * right[-1]
                 self.products[flops] = f"{list(left)} x {list(right)}"
 
-    def given_away(self, exact: set[int], kept: Iterable[str], policy: Policy) -> Iterator[dict[str, Any]]:
+    def given_away(self, shapes: Shapes, kept: Iterable[str]) -> Iterator[dict[str, Any]]:
         """Each hidden shape that the output still tells, and by what.
 
         Args:
-            exact: Sizes that stand in the output unrounded.
+            shapes: What sizes became, and which stand in the output unrounded.
             kept: Names that stayed as they are and are not public.
-            policy: The choices.
         """
+        exact = shapes.exact
         numbers = {int(text) for string in kept for text in _LONG_NUMBER.findall(string) if len(text) < 12}
         for dims, size in sorted(self.shapes):
-            if policy.shapes == BUCKET and all(bucket(n) == n for n in dims):
+            if shapes.rounds and all(shapes.rounded(n) == n for n in dims):
                 continue  # it stands in the output, as one of many that would look the same
             count = math.prod(dims)
             by = []
@@ -119,25 +120,23 @@ def leak_report(
         for word in _WORD.findall(text.lower()):
             if word in where and word not in _SPOKEN:
                 echoes.setdefault(word, text)
-    away = [] if policy.shapes == KEEP else list(hidden.given_away(shapes.exact, names.kept, policy))
+    away = [] if policy.shapes == KEEP else list(hidden.given_away(shapes, names.kept))
     distinct = {dims for dims, _ in hidden.shapes}
-    rounded = {tuple(bucket(n) for n in dims) for dims in distinct}
+    rounded = {tuple(map(shapes.rounded, dims)) for dims in distinct}
     return {
         "strings": [{"text": text, "class": kind} for kind, texts in classes.items() for text in texts],
         "counts": {kind: len(texts) for kind, texts in classes.items()},
         "kept_by_policy": sorted(names.kept),
         "echoes": [{"word": word, "of": text[:200], "in": where[word][:200]} for word, text in sorted(echoes.items())],
+        "arguments": dict(account.kept_arguments),
         "shapes": {
             "policy": policy.shapes,
             "distinct": len(distinct),
-            "distinct_after": len(distinct)
-            if policy.shapes == KEEP
-            else len(rounded)
-            if policy.shapes == BUCKET
-            else 0,
-            "unchanged_by_rounding": sum(all(bucket(n) == n for n in dims) for dims in distinct)
-            if policy.shapes == BUCKET
+            "distinct_after": 0 if policy.shapes == DROP else len(rounded),
+            "unchanged_by_rounding": sum(all(shapes.rounded(n) == n for n in dims) for dims in distinct)
+            if shapes.rounds
             else None,
+            "kept_factors": sorted(shapes.kept_factors or ()) if policy.shapes == FIT else None,
             "given_away": away,
         },
     }
@@ -149,7 +148,13 @@ def _class(text: str, names: Pseudonyms) -> str:
         return OTHER
     if text in _KEYS:
         return FORMAT
-    if text in host_names() or text in sections()["calls"] or text in OPERATIONS or text in sections()["modules"]:
+    if (
+        text in WORDS
+        or text in host_names()
+        or text in sections()["calls"]
+        or text in OPERATIONS
+        or text in sections()["modules"]
+    ):
         return PUBLIC
     if _OURS.search(text):
         return PSEUDONYM

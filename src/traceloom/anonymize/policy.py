@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from traceloom.errors import InputError
+from traceloom.errors import InputError, UsageError
 from traceloom.files import read_small
 
 if sys.version_info >= (3, 11):
@@ -21,6 +21,7 @@ else:  # pragma: no cover - the tests run on newer ones
 
 KEEP, PSEUDONYM, BUCKET, DROP, CATEGORY, ZERO = "keep", "pseudonym", "bucket", "drop", "category", "zero"
 COLLAPSE = "collapse"
+FIT, CALLS = "fit", "calls"
 FORMAT = "traceloom-anonymize-policy"
 _MOST_BYTES = 1 << 24
 
@@ -29,8 +30,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "public_names": (KEEP, PSEUDONYM),
     "names": (PSEUDONYM, KEEP),
     "kernels": (CATEGORY, KEEP),
-    "shapes": (BUCKET, KEEP, DROP),
-    "scalars": (DROP, KEEP),
+    "shapes": (BUCKET, KEEP, DROP, FIT),
+    "scalars": (DROP, KEEP, CALLS),
     "stacks": (PSEUDONYM, DROP, KEEP),
     "groups": (PSEUDONYM, KEEP),
     "hosts": (PSEUDONYM, DROP),
@@ -72,6 +73,18 @@ class Policy:
     def with_structure(self, structure: str | None) -> Policy:
         """The same with `--structure` of the command line, where it is given."""
         return self if structure is None else replace(self, structure=structure)
+
+    def for_replay(self) -> Policy:
+        """The same with what a replay needs: arguments of operators, and sizes that fit each other.
+
+        Raises:
+            UsageError: slug `wrong-usage`: with collapsed structure nothing can be run.
+        """
+        if self.structure == COLLAPSE:
+            hint = "leave --structure collapse out, or --for replay"
+            raise UsageError("what is collapsed cannot be replayed", slug="wrong-usage", hint=hint)
+        shapes = self.shapes if self.shapes == KEEP else FIT
+        return replace(self, shapes=shapes, scalars=self.scalars if self.scalars == KEEP else CALLS)
 
     def to_dict(self) -> dict[str, Any]:
         """As it stands in the reports."""

@@ -20,7 +20,8 @@ from traceloom.anonymize.key import Key
 from traceloom.anonymize.kineto import Rules, TraceFacts, write_kineto
 from traceloom.anonymize.leaks import HiddenShapes, leak_report
 from traceloom.anonymize.names import Pseudonyms
-from traceloom.anonymize.policy import BUCKET, COLLAPSE, ZERO, Policy
+from traceloom.anonymize.policy import CALLS, COLLAPSE, FIT, ZERO, Policy
+from traceloom.anonymize.replayable import proof, settle
 from traceloom.anonymize.shapes import Shapes
 from traceloom.anonymize.sources import InputFile, InputFiles
 from traceloom.anonymize.structure import fused
@@ -83,6 +84,7 @@ class AnonymizeRun:
         self.files: list[dict[str, Any]] = []
         self.utility: list[dict[str, Any]] = []
         self.refused: list[InputError] = []
+        self.replay: dict[str, Any] | None = None
         self._seen: dict[Path, _Seen] = {}
         self._origin_us: int | None = None
         self._collapsed = policy.structure == COLLAPSE
@@ -110,6 +112,10 @@ class AnonymizeRun:
             else:
                 usable.append(source)
         self._inputs.files[:] = usable
+        unsettled = ""
+        if self.rules.policy.shapes == FIT:
+            self._say("rounding sizes so that they fit each other")
+            unsettled = settle([source for source in usable if source.kind == sources.HOST], self.rules)
         for number, source in enumerate(usable, start=1):
             self._say(f"rewriting file {number} of {len(usable)}")
             try:
@@ -125,6 +131,9 @@ class AnonymizeRun:
             captures = Captures(rules.names, rules.shapes, rules.policy, self.account, origin_ns, renamed)
             target.write_bytes(captures.rewrite(document))
             self.files.append({"input": str(folder / "capture.json"), "output": target.name, "kind": sources.CAPTURE})
+        if rules.policy.scalars == CALLS:
+            self._say("running all operators dry")
+            self.replay = proof(self._written(stage, [source for source in usable if not source.graph]), unsettled)
         # Link all ranks together, before and after, where there is more than one file to link. Collapsed host traces
         # fit no device trace any more, on purpose.
         kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
@@ -136,10 +145,15 @@ class AnonymizeRun:
         folders = [] if self._collapsed else list(self._inputs.captures)
         loose = [source for source in linked if source.path.parent not in folders and not source.graph]
         before = measure_job([*folders, *(source.path for source in loose)])
-        named = [stage.folder / self._inputs.captures[folder][1] for folder in folders]
-        after = measure_job([*named, *(stage.folder / source.name for source in loose)])
+        after = measure_job(self._written(stage, linked))
         if not isinstance(before, str):
             self._compare(None, None, before, {} if isinstance(after, str) else after, [])
+
+    def _written(self, stage: Staging, chosen: list[InputFile]) -> list[Path]:
+        """Rewritten captures, and of the other files those that are chosen."""
+        folders = {} if self._collapsed else self._inputs.captures
+        loose = [source for source in chosen if source.path.parent not in folders and not source.graph]
+        return [stage.folder / name for _, name in folders.values()] + [stage.folder / each.name for each in loose]
 
     def _measured(self, source: InputFile) -> _Seen:
         trace = read_kineto(source.path, capture=source.entry)
@@ -205,7 +219,7 @@ class AnonymizeRun:
         self, file: str | None, rank: int | None, before: Measure, after: Measure, new_notices: list[str]
     ) -> None:
         """Add to the utility report; without a file it is about the job."""
-        rounded = self.rules.policy.shapes == BUCKET
+        rounded = self.rules.shapes.rounds
         parts = [part.to_dict(collapsed=self._collapsed, rounded=rounded) for part in compare(before, after)]
         if file is None:
             parts = [part | {"part": f"{part['part']} of the job"} for part in parts]
@@ -224,6 +238,7 @@ class AnonymizeRun:
             "refused": [str(error) for error in self.refused],
             **{key: value for key, value in self.account.to_dict().items() if key.startswith("dropped")},
             "utility": self.utility,
+            **({} if self.replay is None else {"replay": self.replay}),
             "leaks": leak_report(self.account, rules.names, rules.shapes, self.hidden, rules.policy),
         }
 

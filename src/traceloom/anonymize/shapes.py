@@ -1,22 +1,25 @@
 """Shapes, and what tells them: strides, element counts, bytes, grids. Kept, rounded to powers of two, or left out.
 
-Rounding is one function of the number alone, so that equal sizes stay equal on all ranks and in all files.
+Rounding is one function of the number alone, so that equal sizes stay equal on all ranks and in all files. Where
+operators have to run again, it is one of the number's prime factors: what is a product stays the product of the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from traceloom.anonymize.policy import BUCKET, DROP, KEEP, Policy
+from traceloom.anonymize.policy import BUCKET, DROP, FIT, KEEP, Policy
 from traceloom.read.resync import MALFORMED
 
 _TOP_BITS = 5  # of running totals: within 3 %
 _MOST_KNOWN = 50_000  # lists of shapes that are remembered
 _MOST_DEPTH = 8
+_LARGEST = 1 << 48  # a larger number is no size, but the end of all slices
 Maybe = bytes | None
 
 
@@ -35,6 +38,35 @@ def bucket(number: int) -> int:
     return rounded if number > 0 else -rounded
 
 
+@lru_cache(_MOST_KNOWN)
+def prime_factors(number: int) -> tuple[int, ...]:
+    """The prime factors of a number from 1 on, ascending.
+
+    Example:
+        >>> prime_factors(768)
+        (2, 2, 2, 2, 2, 2, 2, 2, 3)
+    """
+    found, factor = [], 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1 if factor == 2 else 2
+    return (*found, number) if number > 1 else tuple(found)
+
+
+def by_factors(number: int, kept: Collection[int] = ()) -> int:
+    """The number with each prime factor rounded by `bucket`, but for those that are kept; below 2 as it is.
+
+    Example:
+        >>> by_factors(8 * 96), by_factors(8) * by_factors(96), by_factors(768, {3})
+        (1024, 1024, 768)
+    """
+    if not 2 < number < _LARGEST:
+        return number
+    return math.prod(factor if factor in kept else bucket(factor) for factor in prime_factors(number))
+
+
 def coarse(number: int) -> int:
     """A running total with its five leading bits: rounded by at most 3 %."""
     shift = max(0, abs(number).bit_length() - _TOP_BITS)
@@ -48,12 +80,30 @@ class Shapes:
 
     Attributes:
         exact: Exact sizes in bytes, elements and work items that stand in the output, for the leak report.
+        kept_factors: Prime factors that stay with the policy `fit`; all of them where None.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._mode = policy.shapes
         self._known: dict[bytes, Maybe] = {}
         self.exact: set[int] = set()
+        self.kept_factors: frozenset[int] | None = frozenset()
+
+    def keep_factors(self, factors: frozenset[int] | None) -> None:
+        """Let prime factors stay; all of them where None."""
+        self.kept_factors = factors
+        self._known.clear()
+
+    def rounded(self, number: int) -> int:
+        """A size after rounding."""
+        if self._mode == FIT:
+            return number if self.kept_factors is None else by_factors(number, self.kept_factors)
+        return bucket(number) if self._mode == BUCKET else number
+
+    @property
+    def rounds(self) -> bool:
+        """Sizes are rounded."""
+        return self._mode in {BUCKET, FIT}
 
     @property
     def kept(self) -> bool:
@@ -62,21 +112,21 @@ class Shapes:
 
     def size(self, number: int) -> int:
         """Bytes or elements of one thing: exact or rounded; the policy `drop` keeps them, and the report says so."""
-        if self._mode == BUCKET:
-            return bucket(number)
+        if self.rounds:
+            return self.rounded(number)
         if len(self.exact) < _MOST_KNOWN:
             self.exact.add(abs(number))
         return number
 
     def total(self, number: int) -> int:
         """A running total of bytes."""
-        return coarse(number) if self._mode == BUCKET else number
+        return coarse(number) if self.rounds else number
 
     def dims(self, raw: bytes) -> Maybe:
         """A nested list of dimensions as JSON; None leaves it out."""
         if self._mode == DROP:
             return None
-        return self._listed(b"d", raw, lambda value: value if self._mode == KEEP else _each(value, bucket))
+        return self._listed(b"d", raw, lambda value: _each(value, self.rounded))
 
     def counts(self, raw: bytes) -> Maybe:
         """A nested list of dimensions with the number of elements in their place."""
@@ -101,7 +151,9 @@ class Shapes:
 
         if self._mode == DROP:
             return None
-        return self._listed(b"s" + dims + b"\0", raw, restrided if self._mode == BUCKET else lambda value: value)
+        if self._mode == BUCKET:
+            return self._listed(b"s" + dims + b"\0", raw, restrided)
+        return self._listed(b"s", raw, lambda value: _each(value, self.rounded))  # products of dimensions stay such
 
     def grid(self, raw: bytes) -> Maybe:
         """A launch grid; it tells the shape as bytes do."""
@@ -109,7 +161,7 @@ class Shapes:
         def made(value: Any) -> Any:
             if not isinstance(value, list):
                 return None
-            if self._mode == BUCKET:
+            if self.rounds:
                 return _each(value, bucket)
             self.size(math.prod(n for n in value if isinstance(n, int)))
             return value

@@ -7,17 +7,21 @@ import re
 from typing import Any
 
 from traceloom.anonymize.account import Account
+from traceloom.anonymize.calls import argument
 from traceloom.anonymize.metadata import Metadata, rank_list, text_of
 from traceloom.anonymize.names import OPERATIONS, Pseudonyms
 from traceloom.anonymize.policy import DROP, KEEP, Policy
 from traceloom.anonymize.public import is_type
-from traceloom.anonymize.shapes import Shapes, bucket
+from traceloom.anonymize.shapes import Shapes
+from traceloom.replay.schema import SchemaArgument, UnreadableSchemaError, parse_schema
+from traceloom.replay.values import Kind, kinds_of
 
 _DEVICE = re.compile(r"(cpu|cuda|hip|xpu|mtia|hpu|npu|mps|meta|privateuseone)(:\d{1,3})?")
 _NOTHING = frozenset(f"<{kind}>" for kind in ("None", "Object", "Generator", "Capsule", "PyObject", "Storage", "Enum"))
 _NUMBER = re.compile(r"-?inf|nan|-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
 _MOST_DEPTH = 8
 _FIELDS = 5  # of a tensor, without its device
+_SORTS = {bool: "flags", int: "whole numbers", float: "numbers, replaced", str: "words"}
 
 PLAIN, OF_COMMUNICATION, OF_GROUPS = "plain", "communication", "groups"
 
@@ -41,6 +45,42 @@ class Tensors:
         """
         return [self._one(item, kind, 0) for item in value] if isinstance(value, list) else []
 
+    def arguments(self, values: Any, types: str | None, schema: str) -> Any:
+        """The inputs of an operator that is to run again; without a schema all but the tensors go.
+
+        Args:
+            values: As recorded.
+            types: Their types, as JSON.
+            schema: The operator's, a public one; empty where there is none.
+        """
+        try:
+            operator = parse_schema(schema)
+        except UnreadableSchemaError:
+            return self.values(values)
+        kinds = kinds_of(types)
+        if not isinstance(values, list) or len(values) != len(kinds) or len(values) > len(operator.arguments):
+            return self.values(values)
+
+        def made(value: Any, kind: Kind, of: SchemaArgument) -> Any:
+            if isinstance(kind, tuple) and isinstance(value, list):
+                kinds_inside = kind if len(kind) == len(value) else (None,) * len(value)
+                return [made(inner, inside, of) for inner, inside in zip(value, kinds_inside, strict=True)]
+            if isinstance(kind, str) or value is None or (isinstance(value, str) and not self._is_text(value)):
+                return self._one(value, PLAIN, 0)
+            kept = argument(value, of, operator, self._shapes.rounded)
+            if kept is None:
+                self._account.drop("values", text_of(value))
+            else:
+                self._account.kept_arguments[_SORTS[type(kept)]] += 1
+            return "" if kept is None and isinstance(value, str) else kept
+
+        return [made(*each) for each in zip(values, kinds, operator.arguments, strict=False)]
+
+    @staticmethod
+    def _is_text(item: str) -> bool:
+        """Whether a text is a value, and does not stand for nothing or a device."""
+        return not (item in _NOTHING or _DEVICE.fullmatch(item) or item == "")
+
     def _one(self, item: Any, kind: str, depth: int) -> Any:
         if isinstance(item, list):
             if depth >= _MOST_DEPTH:
@@ -59,7 +99,7 @@ class Tensors:
         if isinstance(item, str):
             if kind == OF_GROUPS:
                 return self._groups(item)
-            if item in _NOTHING or _DEVICE.fullmatch(item) or item == "":
+            if not self._is_text(item):
                 return item
             if kind == OF_COMMUNICATION:
                 return item if item in OPERATIONS else self._names.description(item)
@@ -76,7 +116,7 @@ class Tensors:
             return None
         if depth == 0 or self._shapes.kept:
             return item
-        return None if self._policy.shapes == DROP or not isinstance(item, int) else bucket(item)
+        return None if self._policy.shapes == DROP or not isinstance(item, int) else self._shapes.rounded(item)
 
     def _groups(self, item: str) -> str:
         """The JSON list of process groups that PyTorch writes as a text."""

@@ -14,6 +14,7 @@ from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import PartialError
 from traceloom.harmless import harmless
+from traceloom.model.units import per_cent
 
 if TYPE_CHECKING:
     from traceloom.anonymize import Anonymized
@@ -29,6 +30,7 @@ examples:
   traceloom anonymize rank*.json.gz -o shared --map names.json
   traceloom anonymize workload/ -o shared --policy policy.toml --key secret.key
   traceloom anonymize trace.json.gz -o shared.json.gz --structure collapse
+  traceloom anonymize run -o shared --for replay           then: traceloom replay shared
 """
 
 
@@ -49,6 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--map", type=Path, metavar="FILE", help="write what pseudonyms stand for; keep it to yourself")
     parser.add_argument("--structure", choices=("keep", "collapse"), help="collapse: hide how the model is built")
+    parser.add_argument(
+        "--for", dest="purpose", choices=("replay",),
+        help="replay: keep what operators need to run again (whole numbers, flags, choices, sizes that fit each other)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--force", action="store_true", help="replace what was written to OUT before")
     types.add_silence(parser)
@@ -61,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
     outputs.form_of(args, dict.fromkeys(ENDINGS, "file"), OURS, mostly_directory=True)
     policy = read_policy(args.policy).with_structure(args.structure)
+    if args.purpose == "replay":
+        policy = policy.for_replay()
     key, fresh = (random_key(), False) if args.key is None else read_key(args.key)
     with Progress(shown=not args.quiet) as progress:
         inputs = [Path(name) for name in args.inputs]
@@ -131,6 +139,17 @@ def _lines(outcome: Anonymized) -> Iterator[str]:
     if not entries:
         yield "  nothing to compare: no device trace among the inputs"
 
+    if "replay" in report:
+        yield "\nReplay: what runs again, by a dry run"
+        for rank in report["replay"]["ranks"]:
+            time = (
+                "" if not rank["duration_ns"] else f", {per_cent(rank['run_ns'] / rank['duration_ns'])} % of their time"
+            )
+            other = f"; {rank['other_shapes']:,} give other shapes" if rank["other_shapes"] else ""
+            yield f"  rank {rank['rank']}: {rank['run']:,} of {rank['operators']:,} operators{time}{other}"
+        if report["replay"]["reason"]:
+            yield f"  not tried: {harmless(report['replay']['reason'])}"
+
     leaks = report["leaks"]
     counts, shapes = leaks["counts"], leaks["shapes"]
     yield "\nLeaks: distinct texts in the output"
@@ -146,7 +165,13 @@ def _lines(outcome: Anonymized) -> Iterator[str]:
     if leaks["echoes"]:
         words = ", ".join(harmless(echo["word"]) for echo in leaks["echoes"][:_SHOWN])
         yield f"  {len(leaks['echoes']):>10,}  words of hidden texts that stand in the output too: {words}"
+    if leaks["arguments"]:
+        kept = ", ".join(f"{count:,} {name}" for name, count in sorted(leaks["arguments"].items()))
+        yield f"  arguments of operators: {kept}"
     if shapes["distinct"]:
         yield f"  shapes: {shapes['distinct']:,} distinct, {shapes['distinct_after']:,} after ({shapes['policy']})"
+        if shapes["kept_factors"]:
+            factors = ", ".join(map(str, shapes["kept_factors"]))
+            yield f"  prime factors of sizes that stay, so that all fits: {factors}"
         if shapes["policy"] != "keep":
             yield f"  {len(shapes['given_away']):>10,}  hidden shapes that bytes, operations, grids or names give away"

@@ -86,6 +86,7 @@ class RankDryRun(Struct, frozen=True):
         covered_ns: What those took that a replay runs.
         left: What was not compared, or does not run, by name and reason; most time first.
         wrong: What is not as recorded.
+        refused: Nodes of the ops that fail.
         peak_bytes: Most bytes of storages that live at the same time, by recorded device.
     """
 
@@ -97,6 +98,7 @@ class RankDryRun(Struct, frozen=True):
     covered_ns: int | None
     left: tuple[LeftOp, ...]
     wrong: tuple[WrongOutput, ...]
+    refused: tuple[int, ...]
     peak_bytes: dict[str, int]
 
     @property
@@ -183,6 +185,7 @@ def dry_run_rank(
         covered_ns=round(whole.filter("covered")["duration_ns"].sum()) if timed else None,
         left=tuple(LeftOp(*row) for row in left.iter_rows()),
         wrong=tuple(outcomes.wrong_outputs()),
+        refused=tuple(ops.filter(about["reason"] == FAILS)["node"].drop_nulls()),
         peak_bytes={
             str(device): plan.peak_bytes(storages)
             for (device,), storages in plan.storages.group_by("device", maintain_order=True)

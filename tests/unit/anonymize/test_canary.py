@@ -23,6 +23,7 @@ POLICIES = {
     "shapes kept": Policy(shapes="keep", scalars="keep"),
     "dropped": Policy(shapes="drop", hosts="drop", stacks="drop", devices="drop", versions="drop"),
     "collapsed": Policy(structure="collapse"),
+    "for replay": Policy().for_replay(),
 }
 two = pytest.mark.parametrize("policy", [POLICIES["default"], POLICIES["shapes kept"]], ids=["default", "shapes kept"])
 everywhere = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

@@ -31,7 +31,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('shapes = "round"', 'expected `shapes` to be one of "bucket", "keep", "drop", got \'round\''),
+        ('shapes = "round"', 'expected `shapes` to be one of "bucket", "keep", "drop", "fit", got \'round\''),
         ("shape = 1", "`shape` is no part of a policy"),
         ("keep_names = [1]", "expected `keep_names` to be a list of texts"),
         ('keep_names = ["("]', "is no regular expression"),

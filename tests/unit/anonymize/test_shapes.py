@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.anonymize.policy import Policy
-from traceloom.anonymize.shapes import Shapes, bucket, coarse
+from traceloom.anonymize.shapes import Shapes, bucket, by_factors, coarse
 
 
 @given(st.integers(-(2**62), 2**62))
@@ -64,3 +64,27 @@ def test_strides_of_permuted_tensors_stay_in_their_order(order: list[int], shape
 
 def test_strides_with_gaps_are_left_out() -> None:
     assert Shapes(Policy()).strides(b"[[700, 1]]", b"[[5, 77]]") == b"[[]]"
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.sets(st.sampled_from([3, 5, 7, 11])))
+def test_products_stay_products_of_the_same(sizes: list[int], kept: set[int]) -> None:
+    made = [by_factors(size, kept) for size in sizes]
+    assert math.prod(made) == by_factors(math.prod(sizes), kept)
+    shapes = Shapes(Policy().for_replay())
+    shapes.keep_factors(frozenset(kept))
+    assert json.loads(shapes.dims(json.dumps(sizes).encode()) or b"") == made
+    assert shapes.size(math.prod(sizes)) == math.prod(made)
+    steps = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
+    strides = json.loads(shapes.strides(json.dumps(steps).encode(), json.dumps(sizes).encode()) or b"")
+    assert strides == [math.prod(made[at + 1 :]) for at in range(len(sizes))]
+
+
+def test_factors_that_are_kept_stay_and_no_size_is_what_is_none() -> None:
+    assert by_factors(50257) == 32 * 2048
+    assert by_factors(50257, {29, 1733}) == 50257
+    assert by_factors(3 * 29, {3}) == 3 * 32
+    for number in (-1, 0, 1, 2, -100, 2**63 - 1):
+        assert by_factors(number) == number
+    exact = Shapes(Policy().for_replay())
+    exact.keep_factors(None)
+    assert exact.size(50257) == 50257
