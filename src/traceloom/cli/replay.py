@@ -40,7 +40,7 @@ examples:
   traceloom replay run.plan --pace recorded
   traceloom replay run --ranks 0 --stand-ins           one rank; communication takes its recorded time
   torchrun --nproc-per-node 8 -m traceloom replay run.plan
-  traceloom replay run.plan --scope forward
+  traceloom replay run --scope forward
   traceloom replay run --record again                  and record it: traceloom diff run again
   traceloom replay run --batch 2 --dry-run             twice the data: does it fit into memory?
   traceloom replay run -o replay.html -o tables/       the comparison as a page, and its tables

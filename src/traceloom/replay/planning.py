@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -76,7 +76,7 @@ def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True,
         progress: Told in words what is being done.
 
     Raises:
-        UsageError: `no-inputs`, `several-runs`, `no-such-step`, `no-such-scope`, `no-such-rank`.
+        UsageError: `no-inputs`, `several-runs`, `wrong-usage`, `no-such-step`, `no-such-scope`, `no-such-rank`.
         InputError: `no-host-trace`: nothing given says which ops ran with what; or the refusal of a file.
     """
     choice = choice or Choice()
@@ -84,7 +84,7 @@ def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True,
     if not paths:
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
     if len(paths) == 1 and Path(paths[0]).is_file() and (str(paths[0]).endswith(ENDING) or is_plan(Path(paths[0]))):
-        return Plan.load(os.fspath(paths[0]))
+        return _planned(os.fspath(paths[0]), choice)
     name, inputs, notices = open_inputs(paths, cache=cache)
     if choice.ranks is not None:
         have = {entry.rank for entry in inputs}
@@ -456,6 +456,20 @@ class _RankPlanner:
         plan = settle_contents(plan, ranges_of(self.nodes.host.ops))
         plan.check()
         return plan
+
+
+def _planned(path: str, choice: Choice) -> Plan:
+    """A plan that was saved, or some of its ranks."""
+    if choice != Choice(ranks=choice.ranks):
+        hint = "give what the plan was made of"
+        raise UsageError("a plan holds what was chosen; only ranks are chosen from it", slug="wrong-usage", hint=hint)
+    plan = Plan.load(path)
+    if choice.ranks is None:
+        return plan
+    if absent := sorted(set(choice.ranks) - set(plan.ranks)):
+        shown = ", ".join(map(str, list(plan.ranks)[:8]))
+        raise UsageError(f"the plan has no rank {absent[0]}; it has {shown}", slug="no-such-rank")
+    return replace(plan, ranks={rank: plan.ranks[rank] for rank in choice.ranks})
 
 
 def _named_within(nodes: Nodes) -> dict[int, int]:

@@ -70,3 +70,11 @@ def test_scripts_need_no_run(plan: str, tmp_path: Path) -> None:
     text = script.read_text(encoding="utf-8")
     assert text.count("def case_") == 1
     assert "aten.mm.default(t0, t1)" in text
+
+
+def test_of_a_plan_ranks_alone_are_chosen(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", plan, "--plan-only", "--ranks", "0"]) == 0
+    assert main(["replay", plan, "--plan-only", "--ranks", "3"]) == 2
+    assert "the plan has no rank 3" in capsys.readouterr().err
+    assert main(["replay", plan, "--plan-only", "--scope", "layer"]) == 2
+    assert "a plan holds what was chosen" in capsys.readouterr().err

@@ -79,7 +79,7 @@ REPLAY: dict[str, Column] = {
         "collectives.replayed_gb_per_s": Column("number", "GB/s here", "on the bus here, 10^9 B/s", _ASYNCHRONOUS),
         "contents.rank": Column("count", "Rank", "number of the rank"),
         "contents.content": Column(
-            "text", "Content", "floats, weights, positive, integers, ...: what it was filled with", "nothing asks for any"
+            "text", "Content", "what it was filled with: floats, weights, integers, ...", "nothing asks for it"
         ),
         "contents.evidence": Column(
             "text", "Known by", "data, range, consumer (what an op needs), or a guess", "nothing says; it is a guess"
