@@ -95,7 +95,8 @@ def exchange_of(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: in
         received = nodes.returned[row]
     elif kind in _IN_PLACE:
         received = sent
-    group = about.get("group") or _group_argument(values, schema)
+    named = (value for value, of in zip(values, schema.arguments, strict=False) if of.name == "group_name")
+    group = about.get("group") or next((value for value in named if isinstance(value, str)), None)
     return Exchange(
         kind, sent, received, functional and not schema.mutates, group, about.get("sequence"),
         peer if peer is not None else about.get("peer"), splits if any(splits) else about.get("splits", ([], [])),
@@ -113,12 +114,6 @@ def _rows(values: list[Any]) -> list[int]:
     """Splits, if all of them are numbers of rows."""
     rows = [whole(value) for value in values]
     return [row for row in rows if row is not None] if None not in rows else []
-
-
-def _group_argument(values: list[Any], schema: OperatorSchema) -> str | None:
-    """Functional collectives name their group."""
-    named = (value for value, of in zip(values, schema.arguments, strict=False) if of.name == "group_name")
-    return next((value for value in named if isinstance(value, str)), None)
 
 
 def _recorded(nodes: Nodes, row: int | None) -> dict[str, Any]:

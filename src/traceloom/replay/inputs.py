@@ -68,7 +68,7 @@ def open_inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[Pla
         if len(set(ranks)) < len(ranks):
             text = f"two host traces are of rank {Counter(ranks).most_common(1)[0][0]}"
             raise InputError(text, slug="two-host-traces", hint="give one for each rank")
-        entries = [PlanInput(rank, host, _unknown) for rank, host in zip(ranks, hosts, strict=True)]
+        entries = [PlanInput(rank, host, lambda _chosen: Originals()) for rank, host in zip(ranks, hosts, strict=True)]
         text = "there is no device trace: how long the ops took is not known"
         notices = [Notice("no-device-trace", "info", text, len(hosts))]
         return " ".join(texts), sorted(entries, key=lambda entry: entry.rank), notices
@@ -93,10 +93,6 @@ def open_inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[Pla
             hint="record with `traceloom record`, or with torch.profiler.ExecutionTraceObserver beside the profiler",
         )
     return loaded.name, entries, loaded.notices
-
-
-def _unknown(_chosen: Ints) -> Originals:
-    return Originals()
 
 
 def _of_graph(graph: Graph, path: str) -> list[PlanInput]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from traceloom.model.host_trace import HostTrace
 from traceloom.replay.values import RecordedTensor, UnreadableValuesError, tensor_places, tensors_of
 
 Level = Literal["outermost", "leaf"]
+T = TypeVar("T")
 
 _STEP = r"^(?:ProfilerStep|traceloom\.step)#(\d+)"
 _BACKWARD = "autograd::engine::evaluate_function: "
@@ -38,9 +40,6 @@ class Attributes(msgspec.Struct, gc=False):
     kernel_backend: Any = None
     kernel_file: Any = None
     pg_name: Any = None
-
-
-_ATTRIBUTES = msgspec.json.Decoder(list[Attributes])
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ class Nodes:
         return cls(
             host,
             parent.astype(np.int64),
-            _decoded(ops["inputs"]),
-            _decoded(ops["outputs"]),
-            _attributes(ops["attributes"].fill_null("{}")),
+            _decoded(ops["inputs"].fill_null("[]"), list[Any]),
+            _decoded(ops["outputs"].fill_null("[]"), list[Any]),
+            _decoded(ops["attributes"].fill_null("{}"), Attributes),
         )
 
     @cached_property
@@ -92,7 +91,10 @@ class Nodes:
         return self._tensors(self.outputs, "output", strides)
 
     def _tensors(self, values: Sequence[list[Any]], side: str, strides: list[Any]) -> list[list[RecordedTensor]]:
-        shapes, types = _decoded(self.host.ops[f"{side}_shapes"]), self.host.ops[f"{side}_types"]
+        shapes, types = (
+            _decoded(self.host.ops[f"{side}_shapes"].fill_null("[]"), list[Any]),
+            self.host.ops[f"{side}_types"],
+        )
         out: list[list[RecordedTensor]] = []
         for row, (value, shape, stride, text) in enumerate(zip(values, shapes, strides, types, strict=True)):
             places = tensor_places(text)
@@ -161,35 +163,18 @@ class Nodes:
         return out
 
 
-def _decoded(texts: pl.Series) -> list[list[Any]]:
-    """Lists out of columns of JSON text, all at once where every text is well-formed."""
-    try:
-        whole: list[list[Any]] = msgspec.json.decode("[" + ",".join(text or "[]" for text in texts) + "]")
-    except msgspec.DecodeError:
-        whole = [_list(text) for text in texts]
-    return [value if isinstance(value, list) else [] for value in whole] if len(whole) == texts.len() else []
-
-
-def _attributes(texts: pl.Series) -> list[Attributes]:
-    """Attributes of all nodes; none where their text is no JSON."""
-    try:
-        return _ATTRIBUTES.decode("[" + ",".join(texts) + "]")
-    except (msgspec.DecodeError, UnicodeError):
-        return [_attributes_of(text) for text in texts]
-
-
-def _attributes_of(text: str) -> Attributes:
-    try:
-        return _ATTRIBUTES.decode(f"[{text}]")[0]
-    except (msgspec.DecodeError, UnicodeError):
-        return Attributes()
-
-
-def _list(text: str | None) -> Any:
-    try:
-        return msgspec.json.decode(text or "[]")
-    except msgspec.DecodeError:
-        return []
+def _decoded(texts: pl.Series, kind: type[T]) -> list[T]:
+    """Values out of a column of JSON text, all at once where every text is well-formed; `kind()` where one is not."""
+    rows = texts.to_list()
+    with contextlib.suppress(msgspec.DecodeError, UnicodeError):
+        return msgspec.json.decode(f"[{','.join(rows)}]", type=list[kind])  # type: ignore[valid-type]
+    out = []
+    for text in rows:
+        try:
+            out.append(msgspec.json.decode(text, type=kind))
+        except (msgspec.DecodeError, UnicodeError):  # noqa: PERF203  (files that are damaged)
+            out.append(kind())
+    return out
 
 
 def choose(nodes: Nodes, level: Level = "outermost") -> Ints:
@@ -235,7 +220,9 @@ def _opened(nodes: Nodes, around: Ints) -> Bools:
     exchanges = communicates(nodes).tolist()
     storages_in = [{tensor.storage for tensor in tensors} for tensors in nodes.read]
     storages_out = [{tensor.storage for tensor in tensors} for tensors in nodes.returned]
-    outermost = _outermost(around)
+    outermost: list[int] = []
+    for row, above_row in enumerate(around.tolist()):
+        outermost.append(row if above_row < 0 else outermost[above_row])
     for row in range(len(parent)):
         if not schema[row] and not exchanges[row]:
             continue
@@ -263,14 +250,6 @@ def _opened(nodes: Nodes, around: Ints) -> Bools:
         for storage in storages_out[row] - storages_in[row]:
             writer[storage] = row
     return opened
-
-
-def _outermost(around: Ints) -> list[int]:
-    """The outermost op around each node, itself where there is none."""
-    out: list[int] = []
-    for row, above in enumerate(around.tolist()):
-        out.append(row if above < 0 else out[above])
-    return out
 
 
 def within(nodes: Nodes, rows: Ints, *, steps: Iterable[int] | None = None, scope: str | None = None) -> Ints:
