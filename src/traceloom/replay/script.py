@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # PyTorch's profiler speaks otherwise
+
 import torch
 import torch.distributed as dist
 
