@@ -41,6 +41,27 @@ class Functions:
                     outside[register] = f"w[{len(outside)}]"
             made.update(line.writes)
         self._outside = outside
+        self._same = self._find_same()
+        self._takes_w = [bool(names) for names in self._same]
+        for body in reversed(self._order):
+            self._takes_w[body] |= any(self._takes_w[-1 - line.what] for line in bodies[body] if line.what < 0)
+
+    def _find_same(self) -> list[dict[int, str]]:
+        """Of each block: parameters that are the same tensor from outside in all calls, as weights: they are not passed.
+
+        Returns:
+            Parameter -> name of the tensor.
+        """
+        same: list[dict[int, str]] = [dict(self._outside), *({} for _ in self.folded.bodies[1:])]
+        seen: set[int] = set()
+        for body in self._order:
+            for line in self.folded.bodies[body]:
+                if line.what < 0:
+                    block = -1 - line.what
+                    names = {k: same[body][r] for k, r in enumerate(line.reads) if r in same[body]}
+                    same[block] = names if block not in seen else dict(same[block].items() & names.items())
+                    seen.add(block)
+        return same
 
     def _find_returned(self) -> list[list[int]]:
         """Of each body: what of its own registers somebody needs after it."""
@@ -85,11 +106,12 @@ class Functions:
 
     def _block(self, body: int) -> str:
         took = in_time(sum(map(self._time_ns, self.folded.bodies[body])))
-        parameters = ", ".join(f"p{k}" for k in range(self.folded.parameters[body]))
+        name = self._namer(body)
+        own = [name(k) for k in range(self.folded.parameters[body]) if k not in self._same[body]]
+        parameters = ", ".join(["w"] * self._takes_w[body] + own)
         about = f"Called {self.folded.calls()[body]} times{took}."
         lines = [*self._lines(body)]
         if self._returned[body]:
-            name = self._namer(body)
             lines.append(f"return {_grouped([name(register) for register in self._returned[body]])}")
         return function(self._names[body], parameters, "", about, lines)
 
@@ -101,7 +123,11 @@ class Functions:
     def _namer(self, body: int) -> Names:
         """What the registers of a body are called: `w[0]` from outside, `p0` given, `t0` made, `h0` being awaited."""
         counts: Counter[str] = Counter()
-        names = dict(self._outside) if body == 0 else {k: f"p{k}" for k in range(self.folded.parameters[body])}
+        names = dict(self._same[body])
+        for register in range(self.folded.parameters[body]):
+            if register not in names:
+                names[register] = f"p{counts['p']}"
+                counts["p"] += 1
         for line in self.folded.bodies[body]:
             for register in line.writes:
                 if register not in names:
@@ -121,7 +147,7 @@ class Functions:
             dead = {r for r in (*line.reads, *line.writes) if self._last[body][r] == at and r not in kept}
             wanted = self._wanted(line)
             targets = ["_" if r is None or r in line.reads or r in dead else name(r) for r in wanted]
-            call = self._call(line, [name(r) for r in line.reads])
+            call = self._call(line, name)
             ended = [name(r) for r in dict.fromkeys(line.reads) if r in dead]
             if any(target != "_" for target in targets):
                 is_list = line.what >= 0 and self._text.gives_list(line.what)
@@ -140,10 +166,12 @@ class Functions:
         made = iter(line.writes)
         return [None if output is None else next(made) for output in self._text.meanings[line.what]["outputs"]]
 
-    def _call(self, line: Line, names: list[str]) -> str:
+    def _call(self, line: Line, name: Names) -> str:
         if line.what < 0:
-            return f"{self._names[-1 - line.what]}({', '.join(names)})"
-        return self._text.expression(self._text.meanings[line.what], names)
+            block = -1 - line.what
+            passed = [name(r) for k, r in enumerate(line.reads) if k not in self._same[block]]
+            return f"{self._names[block]}({', '.join(['w'] * self._takes_w[block] + passed)})"
+        return self._text.expression(self._text.meanings[line.what], [name(r) for r in line.reads])
 
 
 def _grouped(names: list[str], *, single: bool = True) -> str:

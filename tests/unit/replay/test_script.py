@@ -107,6 +107,13 @@ def test_layers_are_called_as_functions() -> None:
     assert "# forward: layers.0" in text
 
 
+def test_what_all_calls_share_is_not_passed() -> None:
+    text = write_script(plan_of(layered(layers=1, batches=5)))
+    (block,) = (f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef) and f.name.startswith("block_"))
+    assert [argument.arg for argument in block.args.args] == ["w"]
+    assert text.count("    block_1(w)\n") == 5
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize(("layers", "batches"), [(1, 1), (2, 1), (3, 2), (5, 4)])
 def test_a_script_does_what_the_plan_says(layers: int, batches: int) -> None:
