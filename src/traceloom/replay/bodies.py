@@ -47,7 +47,7 @@ class Functions:
             self._takes_w[body] |= any(self._takes_w[-1 - line.what] for line in bodies[body] if line.what < 0)
 
     def _find_same(self) -> list[dict[int, str]]:
-        """Of each block: parameters that are the same tensor from outside in all calls, as weights: they are not passed.
+        """Of each block: parameters that all calls give the same tensor from outside, as weights: these are not passed.
 
         Returns:
             Parameter -> name of the tensor.
