@@ -43,8 +43,9 @@ class Functions:
         self._outside = outside
         self._same = self._find_same()
         self._takes_w = [bool(names) for names in self._same]
-        for body in reversed(self._order):
-            self._takes_w[body] |= any(self._takes_w[-1 - line.what] for line in bodies[body] if line.what < 0)
+        for number in reversed(self._order):
+            inner = [self._takes_w[-1 - line.what] for line in bodies[number] if line.what < 0]
+            self._takes_w[number] |= any(inner)
 
     def _find_same(self) -> list[dict[int, str]]:
         """Of each block: parameters that all calls give the same tensor from outside, as weights: these are not passed.
