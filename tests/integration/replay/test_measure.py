@@ -42,6 +42,7 @@ def test_two_processes_measure_and_simulate_takes_the_machine(
     assert json.loads(capsys.readouterr().out)["after_ns"] == pytest.approx(fitted, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_hosts_of_a_launcher_are_measured_inside_and_between(tmp_path: Path) -> None:
     """Two hosts of one rank each, as a launcher would say it."""
     with socket.socket() as free:
