@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
 
 from traceloom.replay.plan import PLAN_SCHEMAS, Plan, RankPlan
+from traceloom.replay.replayed import FAILURES, OPS, STAND_INS, RankReplayed, Replayed
+
+_MS = 1_000_000
+_MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
+_RELU = "aten::relu(Tensor self) -> Tensor"
+_T0, _T1 = {"tensor": 0}, {"tensor": 1}
 
 
 class PlanBuilder:
@@ -107,3 +114,52 @@ def small_plan() -> Plan:
     build.run("aten::mm(Tensor self, Tensor mat2) -> Tensor", [{"tensor": 0}, {"tensor": 1}], [x, w], [product])
     build.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [product], [result])
     return Plan({0: build.build()}, groups(1), source="made by hand", torch="2.13.0")
+
+
+def timed_plan(name: str = "made by hand", scope: str = "layer") -> Plan:
+    """Two products of 4 and 2 ms, a relu of 1 ms that fails, a custom op of 2 ms, and an all_reduce of 1 ms."""
+    build = PlanBuilder()
+    x, w = build.tensor(8, 4, external=True), build.tensor(4, 4, external=True, content="floats", evidence="consumer")
+    y, z, r = build.tensor(8, 4), build.tensor(8, 4), build.tensor(8, 4)
+    about: dict[str, Any] = {"scope": scope, "phase": "forward"}
+    build.run(_MM, [_T0, _T1], [x, w], [y], durations_ns=[3 * _MS, 4 * _MS, 5 * _MS], **about)
+    build.run(_MM, [_T0, _T1], [y, w], [z], durations_ns=[2 * _MS], gap_ns=_MS, **about)
+    build.run(_RELU, [_T0], [z], [r], durations_ns=[_MS], **about)
+    build.add("mine::op", [z], [r], action="stand-in", durations_ns=[2 * _MS], reason="custom-op", **about)
+    build.collective("all_reduce", [r], [r], bytes=128)
+    build.rows["ops"][-1]["durations_ns"] = [_MS]
+    rank = build.build()
+    out = [
+        {"rank": 0, "node": 9, "name": "aten::save", "reason": "refused-op", "text": "it writes", "duration_ns": None}
+    ]
+    steps = pl.DataFrame(
+        {
+            "rank": [0] * 3,
+            "step": [3, 4, 5],
+            "duration_ns": [19 * _MS, 20 * _MS, 30 * _MS],
+            "cpu_ns": [None, 10 * _MS, 12 * _MS],
+        },
+        schema=PLAN_SCHEMAS["steps"],
+    )
+    rank = replace(rank, left_out=pl.DataFrame(out, schema=PLAN_SCHEMAS["left_out"]), steps=steps)
+    return Plan({0: rank}, groups(2), source=name, torch="2.12.0", world_size=2)
+
+
+def ran(**changes: Any) -> Replayed:
+    """What running `timed_plan` gave: its relu failed."""
+    ops = pl.DataFrame(
+        {
+            "op": [0, 1, 2, 3, 4],
+            "durations_ns": [[2 * _MS], [3 * _MS], [_MS], [0], [2 * _MS, 4 * _MS]],
+            "cpu_ns": [[1]] * 5,
+        },
+        schema=OPS,
+    )
+    failures = [{"op": 2, "node": 102, "name": "aten::relu", "text": "no", "count": 1}]
+    stand_ins = [{"op": 3, "node": 103, "name": "mine::op", "reason": "custom-op", "text": "unknown here"}]
+    about: dict[str, Any] = {
+        "rank": 0, "iteration_ns": (12 * _MS, 10 * _MS), "iteration_cpu_ns": (11 * _MS,) * 2, "ops": ops,
+        "peak_bytes": 1000, "resident_bytes": 2000, "failures": pl.DataFrame(failures, schema=FAILURES),
+        "stand_ins": pl.DataFrame(stand_ins, schema=STAND_INS),
+    }  # fmt: skip
+    return Replayed("made by hand", "cpu", "fast", 0, {"torch": "2.13.0"}, {0: RankReplayed(**{**about, **changes})})

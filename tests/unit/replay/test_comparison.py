@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import polars as pl
 import pytest
 
-from support.plans import PlanBuilder, groups
+from support.plans import ran
+from support.plans import timed_plan as planned
 from traceloom.errors import UsageError
 from traceloom.replay.comparison import TABLES, ReplayComparison, compare_replay
 from traceloom.replay.originals import holes_of
-from traceloom.replay.plan import PLAN_SCHEMAS, Plan
-from traceloom.replay.replayed import FAILURES, OPS, STAND_INS, RankReplayed, Replayed
+from traceloom.replay.plan import PLAN_SCHEMAS
 from traceloom.report import replayed as report
 from traceloom.report.replayed import files, page
 from traceloom.report.replayed.terminal import render
@@ -25,54 +24,7 @@ from traceloom.testing import TraceBuilder
 SCHEMA = json.loads(
     (Path(__file__).resolve().parents[3] / "docs" / "reference" / "replay.schema.json").read_text(encoding="utf-8")
 )
-MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
-RELU = "aten::relu(Tensor self) -> Tensor"
-T0, T1 = {"tensor": 0}, {"tensor": 1}
 MS = 1_000_000
-
-
-def planned(name: str = "made by hand", scope: str = "layer") -> Plan:
-    """Two products of 4 and 2 ms, a relu of 1 ms that fails, a custom op of 2 ms, and an all_reduce of 1 ms."""
-    build = PlanBuilder()
-    x, w = build.tensor(8, 4, external=True), build.tensor(4, 4, external=True, content="floats", evidence="consumer")
-    y, z, r = build.tensor(8, 4), build.tensor(8, 4), build.tensor(8, 4)
-    about: dict[str, Any] = {"scope": scope, "phase": "forward"}
-    build.run(MM, [T0, T1], [x, w], [y], durations_ns=[3 * MS, 4 * MS, 5 * MS], **about)
-    build.run(MM, [T0, T1], [y, w], [z], durations_ns=[2 * MS], gap_ns=MS, **about)
-    build.run(RELU, [T0], [z], [r], durations_ns=[MS], **about)
-    build.add("mine::op", [z], [r], action="stand-in", durations_ns=[2 * MS], reason="custom-op", **about)
-    build.collective("all_reduce", [r], [r], bytes=128)
-    build.rows["ops"][-1]["durations_ns"] = [MS]
-    rank = build.build()
-    out = [
-        {"rank": 0, "node": 9, "name": "aten::save", "reason": "refused-op", "text": "it writes", "duration_ns": None}
-    ]
-    steps = pl.DataFrame(
-        {
-            "rank": [0] * 3,
-            "step": [3, 4, 5],
-            "duration_ns": [19 * MS, 20 * MS, 30 * MS],
-            "cpu_ns": [None, 10 * MS, 12 * MS],
-        },
-        schema=PLAN_SCHEMAS["steps"],
-    )
-    rank = replace(rank, left_out=pl.DataFrame(out, schema=PLAN_SCHEMAS["left_out"]), steps=steps)
-    return Plan({0: rank}, groups(2), source=name, torch="2.12.0", world_size=2)
-
-
-def ran(**changes: Any) -> Replayed:
-    ops = pl.DataFrame(
-        {"op": [0, 1, 2, 3, 4], "durations_ns": [[2 * MS], [3 * MS], [MS], [0], [2 * MS, 4 * MS]], "cpu_ns": [[1]] * 5},
-        schema=OPS,
-    )
-    failures = [{"op": 2, "node": 102, "name": "aten::relu", "text": "no", "count": 1}]
-    stand_ins = [{"op": 3, "node": 103, "name": "mine::op", "reason": "custom-op", "text": "unknown here"}]
-    about: dict[str, Any] = {
-        "rank": 0, "iteration_ns": (12 * MS, 10 * MS), "iteration_cpu_ns": (11 * MS,) * 2, "ops": ops,
-        "peak_bytes": 1000, "resident_bytes": 2000, "failures": pl.DataFrame(failures, schema=FAILURES),
-        "stand_ins": pl.DataFrame(stand_ins, schema=STAND_INS),
-    }  # fmt: skip
-    return Replayed("made by hand", "cpu", "fast", 0, {"torch": "2.13.0"}, {0: RankReplayed(**{**about, **changes})})
 
 
 @pytest.fixture(scope="module")

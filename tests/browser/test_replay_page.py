@@ -1,0 +1,49 @@
+"""The page of a replay in a real browser: recorded over replayed, and every op as a point."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from support.plans import ran, timed_plan
+from traceloom.replay.comparison import compare_replay
+from traceloom.report import replayed as report
+from traceloom.report.replayed import page
+
+pytestmark = pytest.mark.browser
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (800, "dark")])
+def test_the_page_of_a_replay(browser: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    plan = timed_plan(EVIL)
+    ops = plan.ranks[0].ops.with_columns(pl.col("name").replace({"aten::mm": EVIL}))
+    comparison = compare_replay(replace(plan, ranks={0: replace(plan.ranks[0], ops=ops)}), ran())
+    path = tmp_path / "page.html"
+    path.write_text(page.render(report.build(comparison), comparison), encoding="utf-8")
+    context = browser.new_context(viewport={"width": width, "height": 1000}, color_scheme=scheme)
+    tab = context.new_page()
+    problems: list[str] = []
+    tab.on("console", lambda message: problems.append(message.text))
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
+    tab.goto(path.as_uri())
+    tab.wait_for_selector("html[data-ready]", state="attached")
+    assert tab.locator("#scatter circle").count() == 2
+    events = tab.evaluate(
+        "(() => { const e = document.getElementById('timeline-view').timeline.events;"
+        " return Array.from(e.start, (s, i) => [s, e.duration[i], e.laneOf(i).side]); })()"
+    )
+    # 4 ms, a gap of 1 ms, 2 ms and 1 ms of communication; replayed without gaps
+    assert sorted(tuple(event) for event in events) == sorted([
+        (0, 4_000_000, "before"), (5_000_000, 2_000_000, "before"), (7_000_000, 1_000_000, "before"),
+        (0, 2_000_000, "after"), (2_000_000, 3_000_000, "after"), (5_000_000, 3_000_000, "after"),
+    ])  # fmt: skip
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    assert problems == []
+    context.close()
