@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from traceloom.replay.binding import Bound, Unbindable, bind
-from traceloom.replay.communication import Communication, Works
+from traceloom.replay.communication import TO_A_PEER, Communication, finish
 from traceloom.replay.plan import COLLECTIVE, VIEW, WAIT, RankPlan
 from traceloom.replay.program import NOT_TIMED, Geometry, Instruction, Program, Turn, hold_until, new_tensors, picker
 from traceloom.replay.replayed import STAND_INS
@@ -132,6 +132,7 @@ class Assembly:
         self._stand_ins: list[tuple[Any, ...]] = []
         self._unawaited: dict[int, None] = {}
         self._turns: list[Turn] = []
+        self._batches = self._find_batches()
 
     def program(self) -> tuple[Program, pl.DataFrame]:
         """The program, and what is not run as it is: columns as `STAND_INS`."""
@@ -139,7 +140,10 @@ class Assembly:
         uses = plan.uses()
         kept = plan.storages["external"].gather(uses["storage"])
         last = uses.filter(~kept).group_by("tensor").agg(pl.col("op").max())
-        dead = dict(last.group_by("op").agg("tensor").iter_rows())
+        dead: dict[int, list[int]] = dict(last.group_by("op").agg("tensor").iter_rows())
+        for op, batch in self._batches.items():  # what they send is taken when the last of them starts
+            if op != batch[-1]["op"]:
+                dead.setdefault(batch[-1]["op"], []).extend(dead.pop(op, ()))
         around = self._around(uses)
         threads = sorted(set(plan.ops["thread"])) if self._manner.keeps_threads else []
         instructions: list[Instruction] = []
@@ -152,7 +156,7 @@ class Assembly:
             instructions += around[op].after
             for instruction in instructions[first:]:
                 instruction.lane = lane
-        instructions += (_beside(Works.wait, self._works + row) for row in self._unawaited)
+        instructions += (_beside(finish, self._works + row) for row in self._unawaited)
         stand_ins = pl.DataFrame(self._stand_ins, schema=STAND_INS, orient="row")
         return Program(instructions, self._registers, self._geometries, self._manner.device, self._turns), stand_ins
 
@@ -243,7 +247,7 @@ class Assembly:
             return [self._stand_in(row, "no-peers", "no other rank runs that takes part")]
         if row["action"] == WAIT:
             self._unawaited.pop(row["collective"], None)
-            return [Instruction(row["op"], Works.wait, picker([work]), dead=(work,), fallible=False)]
+            return [Instruction(row["op"], finish, picker([work]), dead=(work,), fallible=False)]
         received = [output for output in row["outputs"] if output is not None]
         missing = [output for output in received if output not in self._made]
         instructions = []
@@ -253,10 +257,38 @@ class Assembly:
             self._made.update(missing)
         dtypes = [self._geometries[tensor].dtype for tensor in (*row["inputs"], *received)]
         call = communication.call(collective, len(row["inputs"]), dtypes)
-        start = Instruction(row["op"], call, picker([*row["inputs"], *received]), outputs=(work,), fallible=False)
+        start = Instruction(row["op"], call, picker([*row["inputs"], *received]), fallible=False)
         if collective["asynchronous"]:
             self._unawaited[row["collective"]] = None
+            start.outputs = (work,)
+        if batch := self._batches.get(row["op"]):
+            start.function, start.pick, start.outputs = bool, picker(()), ()
+            if row["op"] == batch[-1]["op"]:
+                tensors = [(*part["inputs"], *part["outputs"])[0] for part in batch]
+                numbers = [part["collective"] for part in batch]
+                start.function = communication.exchange([self._collectives[number] for number in numbers])
+                start.pick, start.outputs = picker(tensors), tuple(self._works + number for number in numbers)
         return [*instructions, start]
+
+    def _find_batches(self) -> dict[int, list[dict[str, Any]]]:
+        """Sends and receives that follow each other, by op: rows of the plan's `ops`."""
+        communication = self._manner.communication
+        batches: dict[int, list[dict[str, Any]]] = {}
+        if communication is None:
+            return batches
+        batch: list[dict[str, Any]] = []
+        about: tuple[Any, ...] | None = None
+        for row in self._plan.ops.filter(pl.col("action") != VIEW).iter_rows(named=True):
+            collective = self._collectives[row["collective"]] if row["action"] == COLLECTIVE else {"kind": ""}
+            before, about = about, None
+            if collective["kind"] in TO_A_PEER and collective["asynchronous"] and not communication.lacks(collective):
+                about = collective["group"], row["thread"]
+            if about is None or about != before:
+                batch = []
+            if about is not None and len(row["inputs"]) + len(row["outputs"]) == 1:
+                batch.append(row)
+                batches[row["op"]] = batch
+        return {op: rows for op, rows in batches.items() if len(rows) > 1}
 
     def _stand_in(self, row: Mapping[str, Any], reason: str, text: str) -> Instruction:
         outputs = tuple(None if output in self._made else output for output in row["outputs"])

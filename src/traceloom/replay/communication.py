@@ -28,7 +28,7 @@ _CARRIED = {
 }  # fmt: skip
 """What every backend takes; other types go as bytes."""
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
-_TO_A_PEER = ("send", "recv")
+TO_A_PEER = ("send", "recv")
 _SAME_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 
 
@@ -46,14 +46,14 @@ def check_agreement(plan: Plan, ranks: Sequence[int]) -> None:
     for name, members in plan.groups.select("name", "ranks").iter_rows():
         of_group = issued.filter(pl.col("group") == name)
         lists = {
-            rank: of_group.filter((pl.col("rank") == rank) & ~pl.col("kind").is_in(_TO_A_PEER))
+            rank: of_group.filter((pl.col("rank") == rank) & ~pl.col("kind").is_in(TO_A_PEER))
             .select("what")
             .to_series()
             for rank in members
             if rank in ranks
         }
         _check_same(lists, f"group `{name}`", "issue different collectives")
-        between = of_group.filter(pl.col("kind").is_in(_TO_A_PEER))
+        between = of_group.filter(pl.col("kind").is_in(TO_A_PEER))
         for pair, both in between.group_by("source", "target", maintain_order=True):
             lists = {rank: both.filter(pl.col("rank") == rank)["what"] for rank in pair}
             _check_same(lists, f"group `{name}`, from {pair[0]} to {pair[1]}", "send and receive differently")
@@ -89,7 +89,7 @@ def _issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
         )
     )
     kind = pl.col("kind")
-    is_peer = kind.is_in(_TO_A_PEER)
+    is_peer = kind.is_in(TO_A_PEER)
     size = pl.coalesce(pl.when(kind == "recv").then("target").otherwise("source"), "bytes")
     return (
         plan.ops.filter(pl.col("action") == COLLECTIVE)
@@ -120,9 +120,16 @@ class Works:
         self._works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        """Until it is done; on an accelerator, let its current stream wait."""
-        for work in self._works:
+        """Until it is done; on an accelerator, let its current stream wait. Gloo would wait a second time for ever."""
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
+
+
+def finish(works: Works | None) -> None:
+    """Wait for a collective, unless that was done before."""
+    if works is not None:
+        works.wait()
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,25 @@ class Communication:
 
     def lacks(self, row: Mapping[str, Any]) -> bool:
         """Whether the only other rank of a collective does not run."""
-        return row["kind"] in _TO_A_PEER and row["peer"] not in self.ranks
+        return row["kind"] in TO_A_PEER and row["peer"] not in self.ranks
+
+    def exchange(self, rows: Sequence[Mapping[str, Any]]) -> Callable[..., list[Works]]:
+        """What starts several sends and receives of one tensor each: together, as NCCL would wait for the first.
+
+        Args:
+            rows: Of the plan's `collectives`, in one group; the tensors are the arguments of what is returned.
+        """
+        import torch.distributed as dist
+
+        group = self.groups[rows[0]["group"]]
+        ways = [(dist.isend if row["kind"] == "send" else dist.irecv, self.ranks.index(row["peer"])) for row in rows]
+
+        def exchange(*tensors: torch.Tensor) -> list[Works]:
+            carried = (tensor if str(tensor.dtype)[6:] in _CARRIED else as_bytes(tensor) for tensor in tensors)
+            parts = [dist.P2POp(way, tensor, peer, group) for (way, peer), tensor in zip(ways, carried, strict=True)]
+            return [Works(dist.batch_isend_irecv(parts))] * len(rows)
+
+        return exchange
 
     def call(self, row: Mapping[str, Any], inputs: int, dtypes: Iterable[str]) -> Callable[..., Works]:
         """What starts a collective, and waits for it unless it was asynchronous.
@@ -170,7 +195,7 @@ class Communication:
         members = self.members[row["group"]]
         kept = [position for position, rank in enumerate(members) if rank in self.ranks]
         running = [members[position] for position in kept]
-        peer = row["peer"] if row["peer"] in running or row["kind"] in _TO_A_PEER else running[0]
+        peer = row["peer"] if row["peer"] in running or row["kind"] in TO_A_PEER else running[0]
         start = _Start(
             row["kind"], self.groups[row["group"]], kept, len(members),
             self.ranks.index(peer) if peer is not None else 0, row["splits_in"], row["splits_out"],
