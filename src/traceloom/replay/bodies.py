@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from traceloom.model import units
 from traceloom.replay.plan import COLLECTIVE
-from traceloom.replay.rank_text import Names, RankText, function, in_time
-from traceloom.replay.repeats import Folded, Line, fold
+from traceloom.replay.rank_text import Names, RankText, function
+from traceloom.replay.repeats import Folded, ProgramLine, fold
 
 
 class Functions:
@@ -106,7 +107,8 @@ class Functions:
         return "\n\n\n".join([outside, *blocks, step])
 
     def _block(self, body: int) -> str:
-        took = in_time(sum(map(self._time_ns, self.folded.bodies[body])))
+        first_ns = sum(map(self._time_ns, self.folded.bodies[body]))
+        took = f"; the first took {units.duration(first_ns)}" if first_ns else ""
         name = self._namer(body)
         own = [name(k) for k in range(self.folded.parameters[body]) if k not in self._same[body]]
         parameters = ", ".join(["w"] * self._takes_w[body] + own)
@@ -116,7 +118,7 @@ class Functions:
             lines.append(f"return {_grouped([name(register) for register in self._returned[body]])}")
         return function(self._names[body], parameters, "", about, lines)
 
-    def _time_ns(self, line: Line) -> int:
+    def _time_ns(self, line: ProgramLine) -> int:
         if line.what < 0:
             return sum(map(self._time_ns, self.folded.bodies[-1 - line.what]))
         return self._text.recorded_ns(self._text.ops[line.source])
@@ -159,7 +161,7 @@ class Functions:
             if ended:
                 yield f"del {_grouped(ended)}"
 
-    def _wanted(self, line: Line) -> list[int | None]:
+    def _wanted(self, line: ProgramLine) -> list[int | None]:
         """The registers of what a line gives, one for each; None where nothing holds it."""
         if line.what < 0:
             first = self.folded.parameters[-1 - line.what]
@@ -167,7 +169,7 @@ class Functions:
         made = iter(line.writes)
         return [None if output is None else next(made) for output in self._text.meanings[line.what]["outputs"]]
 
-    def _call(self, line: Line, name: Names) -> str:
+    def _call(self, line: ProgramLine, name: Names) -> str:
         if line.what < 0:
             block = -1 - line.what
             passed = [name(r) for k, r in enumerate(line.reads) if k not in self._same[block]]

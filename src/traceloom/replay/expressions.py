@@ -152,7 +152,7 @@ def dtype_text(name: str) -> str:
 
 
 def collective_text(row: Mapping[str, Any], sent: Sequence[str], received: Sequence[str]) -> str:
-    """A collective over torch.distributed; several, where it is of several tensors, as `Works`.
+    """A collective over torch.distributed; several, where it is of several tensors, as `Awaited`.
 
     Args:
         row: Of the plan's `collectives`.
@@ -189,7 +189,7 @@ def collective_text(row: Mapping[str, Any], sent: Sequence[str], received: Seque
     else:
         calls = [("barrier", more)]
     texts = [f"dist.{function}({', '.join(arguments)})" for function, arguments in calls]
-    return texts[0] if len(texts) == 1 else f"Works({_list(texts)})"
+    return texts[0] if len(texts) == 1 else f"Awaited({_list(texts)})"
 
 
 def _list(names: Sequence[str]) -> str:

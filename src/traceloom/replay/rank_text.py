@@ -8,10 +8,9 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.model import units
 from traceloom.replay.expressions import CallText, UnwritableError, collective_text, dtype_text, wrapped
 from traceloom.replay.plan import COLLECTIVE, ITEM_BYTES, RUN, VIEW, WAIT, RankPlan
-from traceloom.replay.repeats import Line
+from traceloom.replay.repeats import ProgramLine
 
 # Shapes of their results depend on what tensors hold, which is not what they held.
 _BY_CONTENT = frozenset({
@@ -48,7 +47,7 @@ class RankText:
         calls = plan.calls.select("schema", "arguments").iter_rows()
         self._calls = [_call(schema, arguments, further) for schema, arguments in calls]
         self._numbers: dict[Hashable, int] = {}
-        self.lines: list[Line] = []
+        self.lines: list[ProgramLine] = []
         self.meanings: list[Op] = []
         made = {t["tensor"] for t in self._tensors if self._storages[t["storage"]]["external"]}
         collectives = plan.collectives.to_dicts()
@@ -92,7 +91,7 @@ class RankText:
         what = self._numbers.setdefault(key, len(self._numbers))
         if what == len(self.meanings):
             self.meanings.append(about)
-        self.lines.append(Line(what, tuple(reads), tuple(writes), about["op"]))
+        self.lines.append(ProgramLine(what, tuple(reads), tuple(writes), about["op"]))
 
     def _geometry(self, register: int) -> tuple[Any, ...]:
         row = self._tensors[register]
@@ -223,8 +222,3 @@ def function(name: str, parameters: str, returns: str, about: str, lines: Iterab
             *(f"    {line}" for line in body),
         ]
     )
-
-
-def in_time(nanoseconds: int) -> str:
-    """Words for a time in a docstring; none where it is not known."""
-    return f"; the first took {units.duration(nanoseconds)}" if nanoseconds else ""

@@ -22,7 +22,7 @@ _LENGTHS, _GROUPS, _TRIED = 40, 4, 30  # candidates: lengths, stretches of each,
 _ON_A_LINE = 8  # parameters of a call
 
 
-class Line(NamedTuple):
+class ProgramLine(NamedTuple):
     """One line of a program.
 
     Attributes:
@@ -63,7 +63,7 @@ class Folded:
         parameters: How many parameters each has.
     """
 
-    bodies: list[list[Line]]
+    bodies: list[list[ProgramLine]]
     parameters: list[int]
 
     def calls(self) -> list[int]:
@@ -90,7 +90,7 @@ class Folded:
         return order[::-1]
 
 
-def fold(lines: Sequence[Line], starts: frozenset[int] = frozenset(), most: int = 60) -> Folded:
+def fold(lines: Sequence[ProgramLine], starts: frozenset[int] = frozenset(), most: int = 60) -> Folded:
     """Find the blocks of a program.
 
     Args:
@@ -104,16 +104,16 @@ def fold(lines: Sequence[Line], starts: frozenset[int] = frozenset(), most: int 
         body, at = best.places[0]
         stretch = bodies[body][at : at + best.length]
         renamed = rename(stretch)
-        bodies.append([Line(*form, line.source) for form, line in zip(renamed.form, stretch, strict=True)])
+        bodies.append([ProgramLine(*form, line.source) for form, line in zip(renamed.form, stretch, strict=True)])
         parameters.append(len(renamed.parameters))
         for body, at in sorted(best.places, reverse=True):
             stretch = bodies[body][at : at + best.length]
             _, reads, writes = rename(stretch)
-            bodies[body][at : at + best.length] = [Line(-1 - number, reads, writes, stretch[0].source)]
+            bodies[body][at : at + best.length] = [ProgramLine(-1 - number, reads, writes, stretch[0].source)]
     return Folded(bodies, parameters)
 
 
-def rename(stretch: Sequence[Line]) -> Renamed:
+def rename(stretch: Sequence[ProgramLine]) -> Renamed:
     """A stretch by registers of its own: what it reads first as 0, 1, ..., then what it makes."""
     parameters: dict[int, int] = {}
     made: dict[int, int] = {}
@@ -131,7 +131,7 @@ def rename(stretch: Sequence[Line]) -> Renamed:
     return Renamed(form, tuple(parameters), tuple(made))
 
 
-def _best(bodies: Sequence[Sequence[Line]], starts: frozenset[int]) -> _Repeat | None:
+def _best(bodies: Sequence[Sequence[ProgramLine]], starts: frozenset[int]) -> _Repeat | None:
     """The repeat that saves most lines."""
     places = [(body, at) for body, lines in enumerate(bodies) for at in range(len(lines) + 1)]
     ends = iter(range(2**62, 2**62 + len(bodies)))  # between bodies, so that no stretch goes over

@@ -111,7 +111,7 @@ def write_script(plan: Plan, *, seed: int = 0, further: frozenset[str] = frozens
     else:
         main += [measure, _COMPARE]
     helpers = [filling.filled, standalone.on_storage, standalone.stand_in, standalone.flat, standalone.as_recorded,
-               standalone.Works]  # fmt: skip
+               standalone.Awaited]  # fmt: skip
     always = [standalone.timed, standalone.by_name, standalone.compared, standalone.summary]
     parts = [*_copies(helpers, parts), *_copies(always), *parts, "".join(main).rstrip()]
     return _file(_about(plan, world, first), [f"DEVICE = {_device(first)!r}", *_numbers(plan, world, first)], parts)

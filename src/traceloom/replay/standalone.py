@@ -54,7 +54,7 @@ def as_recorded(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[in
     return torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device).zero_()
 
 
-class Works(list[Any]):
+class Awaited(list[Any]):
     """What several collectives that are one started."""
 
     def wait(self) -> None:

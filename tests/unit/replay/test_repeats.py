@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import random
 
-from traceloom.replay.repeats import Folded, Line, fold
+from traceloom.replay.repeats import Folded, ProgramLine, fold
 
 
-def layers(layers: int, batches: int, forward: int = 12, backward: int = 15) -> list[Line]:
+def layers(layers: int, batches: int, forward: int = 12, backward: int = 15) -> list[ProgramLine]:
     """A model of equal layers, forward and backward, for some batches."""
-    lines: list[Line] = []
+    lines: list[ProgramLine] = []
     registers = iter(range(10**6))
     weights = [[next(registers) for _ in range(3)] for _ in range(layers)]
     for _ in range(batches):
         x = next(registers)
-        lines.append(Line(99, (), (x,), len(lines)))
+        lines.append(ProgramLine(99, (), (x,), len(lines)))
         saved: list[list[int]] = []
         for layer in range(layers):
             saved.append([])
             for k in range(forward):
                 y = next(registers)
-                lines.append(Line(k, (x, weights[layer][k % 3]), (y,), len(lines)))
+                lines.append(ProgramLine(k, (x, weights[layer][k % 3]), (y,), len(lines)))
                 saved[-1].append(x)
                 x = y
         for layer in reversed(range(layers)):
             for k in range(backward):
                 y = next(registers)
-                lines.append(Line(100 + k, (x, saved[layer][k % forward]), (y,), len(lines)))
+                lines.append(ProgramLine(100 + k, (x, saved[layer][k % forward]), (y,), len(lines)))
                 x = y
     return lines
 
@@ -52,11 +52,11 @@ def unfolded(folded: Folded, body: int = 0, registers: dict[int, int] | None = N
     return out
 
 
-def as_it_is(lines: list[Line]) -> Folded:
+def as_it_is(lines: list[ProgramLine]) -> Folded:
     return Folded([lines], [0])
 
 
-def outside(lines: list[Line]) -> dict[int, int]:
+def outside(lines: list[ProgramLine]) -> dict[int, int]:
     return {r: r for line in lines for r in line.reads}
 
 
@@ -68,13 +68,13 @@ def test_layers_and_batches_are_blocks() -> None:
 
 
 def test_equal_names_with_other_registers_are_no_repeat() -> None:
-    chain = [Line(k % 8, (k,), (k + 1,), k) for k in range(16)]
-    apart = [Line(k % 8, (0,), (k + 1,), k) for k in range(16)]
+    chain = [ProgramLine(k % 8, (k,), (k + 1,), k) for k in range(16)]
+    apart = [ProgramLine(k % 8, (0,), (k + 1,), k) for k in range(16)]
     assert len(fold([*chain[:8], *apart[8:]]).bodies) == 1
 
 
 def test_programs_without_repeats_stay() -> None:
-    lines = [Line(k, (k,), (k + 1,), k) for k in range(100)]
+    lines = [ProgramLine(k, (k,), (k + 1,), k) for k in range(100)]
     assert fold(lines).bodies == [lines]
     assert fold([]).bodies == [[]]
 
@@ -83,13 +83,13 @@ def test_folding_changes_nothing_of_what_is_done() -> None:
     pick = random.Random(3)
     for _ in range(20):
         stretch = [pick.randrange(6) for _ in range(pick.randrange(5, 12))]
-        lines: list[Line] = []
+        lines: list[ProgramLine] = []
         last = 0
         for _ in range(pick.randrange(2, 6)):
             for what in [*stretch, *([pick.randrange(6)] * pick.randrange(3))]:
                 reads = (last, pick.choice([last, 0]))
                 write = last if pick.random() < 0.2 else len(lines) + 1
-                lines.append(Line(what, reads, (write,), len(lines)))
+                lines.append(ProgramLine(what, reads, (write,), len(lines)))
                 last = write
         folded = fold(lines)
         assert unfolded(folded, registers=outside(lines)) == unfolded(as_it_is(lines), registers=outside(lines))
