@@ -24,7 +24,8 @@ WORDS = frozenset({
 _SIZES = frozenset({
     "size", "sizes", "shape", "storage_offset", "split_size", "split_sizes", "start", "end", "length",
     "normalized_shape", "num_weights", "output_size", "input_sizes", "self_size", "self_sizes", "repeats", "numel",
-    "steps", "vocab_size", "num_classes", "max_q", "max_k", "total_length",
+    "steps", "vocab_size", "num_classes", "max_q", "max_k", "total_length", "input_split_sizes",
+    "output_split_sizes",
 })  # fmt: skip
 # Declared as sizes are, but small numbers that go with kernels and places.
 _NO_SIZES = frozenset({

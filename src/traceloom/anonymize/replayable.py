@@ -113,15 +113,18 @@ def _planned(hosts: Sequence[InputFile], rules: Rules, folder: Path) -> Plan:
 
 
 def _misfits(plan: Plan) -> set[_Node]:
-    """Nodes that refuse their arguments, or give other shapes than recorded."""
+    """Nodes that refuse their arguments, give other shapes than recorded, or exchange other parts than they have."""
     from traceloom.replay import dry_run
 
-    return {
-        (rank, node)
-        for rank, outcome in dry_run(plan).items()
-        for node in (*outcome.refused, *(wrong.node for wrong in outcome.wrong))
-        if node is not None
-    }
+    misfits = set()
+    for rank, outcome in dry_run(plan).items():
+        misfits |= {(rank, node) for node in (*outcome.refused, *(wrong.node for wrong in outcome.wrong))}
+        ops, shapes = plan.ranks[rank].ops, plan.ranks[rank].tensors["shape"]
+        for op, splits in plan.ranks[rank].collectives.select("op", "splits_in").iter_rows():
+            node, inputs = ops.select("node", "inputs").row(op)
+            if splits and inputs and sum(splits) not in {shapes[tensor][0] for tensor in inputs if len(shapes[tensor])}:
+                misfits.add((rank, node))
+    return {(rank, node) for rank, node in misfits if node is not None}
 
 
 def _odd_factors(plan: Plan, nodes: set[_Node]) -> Iterator[tuple[_Node, set[int]]]:
@@ -132,6 +135,8 @@ def _odd_factors(plan: Plan, nodes: set[_Node]) -> Iterator[tuple[_Node, set[int
         for row in chosen.iter_rows(named=True):
             sizes = {size for tensor in (*row["inputs"], *row["outputs"]) if tensor is not None
                      for size in shapes[tensor]}  # fmt: skip
+            if row["collective"] is not None:
+                sizes.update(*rank_plan.collectives.select("splits_in", "splits_out").row(row["collective"]))
             if row["call"] is not None:
                 sizes |= set(_numbers(msgspec.json.decode(calls[row["call"]])))
             factors = {factor for size in sizes if 2 < size < 1 << 48 for factor in prime_factors(size)}

@@ -1,19 +1,13 @@
 """A process for each rank: our own, or those that torchrun started; what they measured is put together.
 
-Our processes get their job as a line of JSON and leave what they measured in a file of a folder of ours; they find each
-other through a file there, too, so no port is needed. Under torchrun the results go to rank 0 over its store.
+Our processes find each other through a file, so no port is needed. Under torchrun the results go to rank 0 over its
+store.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import queue
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -22,22 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from traceloom import errors, leaving
 from traceloom.errors import InputError, PartialError, TraceloomError, UsageError
 from traceloom.model import units
 from traceloom.model.notice import Notice
 from traceloom.replay.communication import BACKENDS, Communication, check_agreement
 from traceloom.replay.plan import Plan
+from traceloom.replay.processes import Say, run_processes, take_part
 from traceloom.replay.replayed import RankReplayed, Replayed
 from traceloom.replay.running import RunOptions
-from traceloom.workers import Worker, shared_folder
+from traceloom.workers import shared_folder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-Say = Callable[[str], None]
-_OTHERS_FAIL_S = 3.0
-_LAST_LINES = 5
 
 
 def replay(plan: Plan, options: RunOptions | None = None, *, say: Say = lambda _: None) -> Replayed | None:
@@ -64,12 +54,9 @@ def replay(plan: Plan, options: RunOptions | None = None, *, say: Say = lambda _
         return _under_torchrun(plan, options, ranks, say)
     with shared_folder() as folder:
         plan.save(folder / "run.plan")
-        jobs = [
-            {"folder": str(folder), "process": process, "ranks": ranks, "options": asdict(options)}
-            for process in range(len(ranks))
-        ]
-        _run_processes(jobs, ranks, folder, say)
-        answers = [msgspec.json.decode((folder / f"{process}.json").read_bytes()) for process in range(len(ranks))]
+        job = {"options": asdict(options)}
+        hint = "replay it alone with --ranks {rank}"
+        answers = run_processes("traceloom.replay.ranks", job, ranks, folder, say, hint=hint)
     return _together(plan, options, ranks, answers)
 
 
@@ -101,121 +88,18 @@ def _together(plan: Plan, options: RunOptions, ranks: Sequence[int], answers: Se
     )  # fmt: skip
 
 
-def _run_processes(jobs: Sequence[dict[str, Any]], ranks: Sequence[int], folder: Path, say: Say) -> None:
-    """Start a process per job and wait for all; when one fails, the others are ended."""
-    heard: queue.SimpleQueue[tuple[int, dict[str, Any] | int]] = queue.SimpleQueue()
-
-    def listen(process: int, worker: Worker) -> None:
-        for answer in worker.answers():
-            heard.put((process, answer))
-        heard.put((process, worker.ended()))
-
-    failed: dict[int, dict[str, Any] | int] = {}
-    running = set(range(len(jobs)))
-    workers: list[Worker] = []
-
-    def kill() -> None:
-        for worker in workers:
-            worker.kill()
-
-    with leaving.undone_on_leaving(kill):
-        try:
-            for job in jobs:
-                with leaving.put_off():
-                    workers.append(Worker("traceloom.replay.ranks", threads=1))
-                workers[-1].send(job)
-            for process, worker in enumerate(workers):
-                threading.Thread(target=listen, args=(process, worker), daemon=True).start()
-            until = None
-            while running:
-                try:
-                    process, what = heard.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
-                except queue.Empty:
-                    break
-                if isinstance(what, int):
-                    running.discard(process)
-                    if what:
-                        failed.setdefault(process, what)
-                elif "error" in what:
-                    failed[process] = what
-                elif process == 0:
-                    say(what["says"])
-                if failed and until is None:  # it pulls the others down, and which was first shows in a moment
-                    until = time.monotonic() + _OTHERS_FAIL_S
-        finally:
-            kill()
-            for worker in workers:
-                worker.ended()
-    if failed:
-        raise _first_failure(failed, ranks, folder)
-
-
-def _first_failure(failed: dict[int, dict[str, Any] | int], ranks: Sequence[int], folder: Path) -> TraceloomError:
-    """The failure that the others follow from: of who ended without a word, else the first that was spoken of."""
-    others = ", and the others were ended" if len(ranks) > 1 else ""
-    for process, code in failed.items():
-        if isinstance(code, int):
-            how = f"with {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            return _rank_failed(ranks[process], f"ended {how}{others}", _last_lines(folder / f"{process}.log"))
-    spoken = {process: what for process, what in failed.items() if isinstance(what, dict)}
-    process, first = min(spoken.items(), key=lambda item: int(item[1]["time_ns"]))
-    if first["type"]:
-        kind: type[TraceloomError] = getattr(errors, first["type"])
-        return kind(**first["error"])
-    return _rank_failed(ranks[process], f"failed{others}", first["error"])
-
-
-def _rank_failed(rank: int, how: str, text: str) -> PartialError:
-    text = f": {text}" if text else ""
-    return PartialError(f"rank {rank} {how}{text}", slug="rank-failed", hint=f"replay it alone with --ranks {rank}")
-
-
-def _last_lines(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return " | ".join(lines[-_LAST_LINES:])
-
-
 def main() -> None:
-    """What a process of ours does: one rank, as the line on its standard input says."""
-    job = json.loads(sys.stdin.readline())
+    """What a process of ours does: one rank."""
+    take_part(_replayed)
+
+
+def _replayed(job: dict[str, Any], say: Say) -> dict[str, Any]:
+    """The result of the rank that a job names."""
     folder, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    log = os.open(folder / f"{process}.log", os.O_WRONLY | os.O_CREAT, 0o600)
-    for stream in (1, 2):  # ops and libraries may print; it is shown should this process fail
-        os.dup2(log, stream)
-
-    def say(**what: Any) -> None:
-        answers.write(json.dumps(what) + "\n")
-        answers.flush()
-
-    try:
-        plan = Plan.load(folder / "run.plan")
-        options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
-        store = None
-        os.environ |= {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": str(len(ranks))}
-        if len(ranks) > 1:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-            store = _file_store(folder / "store", len(ranks))
-        answer = _run_rank(plan, options, ranks, process, store, len(ranks), lambda text: say(says=text))
-        (folder / f"{process}.json").write_bytes(msgspec.json.encode(answer))
-    except TraceloomError as error:
-        where = ", ".join(filter(None, [error.where, f"rank {ranks[process]}" if len(ranks) > 1 else ""]))
-        say(type=type(error).__name__, error={**error.to_dict(), "where": where}, time_ns=time.time_ns())
-    except Exception as error:  # noqa: BLE001  (whatever it is, the parent must hear of it)
-        import traceback
-
-        traceback.print_exc()
-        say(type="", error=f"{type(error).__name__}: {error}", time_ns=time.time_ns())
-    finally:
-        sys.stdout.flush()
-        os._exit(0)  # without the destructors of process groups, which wait for peers that may be gone
-
-
-def _end_with_parent() -> None:
-    """Nobody reads what is measured once the standard input ends."""
-    sys.stdin.read()
-    os._exit(1)
+    plan = Plan.load(folder / "run.plan")
+    options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
+    store = _file_store(folder / "store", len(ranks)) if len(ranks) > 1 else None
+    return _run_rank(plan, options, ranks, process, store, len(ranks), say)
 
 
 def _file_store(path: Path, processes: int) -> dist.Store:

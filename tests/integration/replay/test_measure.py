@@ -72,11 +72,11 @@ def test_a_rank_that_dies_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
         def send(self, job: dict[str, object]) -> None:
             super().send(job)
             started.append(self)
-            if job.get("rank") == 1:
+            if job.get("process") == 1:
                 self.kill()
 
-    monkeypatch.setattr("traceloom.workers.Worker", Mortal)
-    with pytest.raises(PartialError, match="rank 1 ended before all was measured"):
+    monkeypatch.setattr("traceloom.replay.processes.Worker", Mortal)
+    with pytest.raises(PartialError, match="rank 1 ended with SIGKILL"):
         measuring.measure(ranks=2, device="cpu", most_bytes=1024)
     assert all(process.ended() != 0 for process in started)
 

@@ -20,7 +20,11 @@ VIEW = "aten::view(Tensor(a) self, SymInt[] size) -> Tensor(a)"
 CHUNK = "aten::chunk(Tensor(a -> *) self, int chunks, int dim=0) -> Tensor(a)[]"
 GELU = 'aten::gelu(Tensor self, *, str approximate="none") -> Tensor'
 NORM = "aten::layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, bool cudnn_enable=True) -> Tensor"
-CAT = "aten::cat(Tensor[] tensors, int dim=0) -> Tensor"
+EXCHANGE = (
+    "c10d::alltoall_base_(Tensor output, Tensor input, __torch__.torch.classes.c10d.ProcessGroup process_group, "
+    "int[] output_split_sizes, int[] input_split_sizes, bool async_op=True, int timeout=-1) -> "
+    "__torch__.torch.classes.c10d.Work"
+)
 
 
 class Host:
@@ -116,6 +120,21 @@ def test_a_factor_stays_where_parts_have_to_add_up(tmp_path: Path) -> None:
     assert "0.012345" not in text
     assert "700" not in text
     assert '"tanh"' in text
+
+
+def test_parts_of_an_exchange_add_up(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    host = Host()
+    parts = "GenericList[Int,Int]"
+    inputs = [host.tensor(12, 31), host.tensor(12, 31), ("<Object>", "Object"), ([5, 7], parts), ([5, 7], parts),
+              (False, "Bool"), (-1, "Int")]  # fmt: skip
+    host.op(EXCHANGE, inputs, [("<Object>", "Object")])
+    report = shared(host.write(tmp_path / "rank0.host.json"), tmp_path / "out").report
+    assert 31 not in report["leaks"]["shapes"]["kept_factors"]
+    (path,) = (tmp_path / "out").iterdir()
+    (rank,) = make_plan(path, cache=False).ranks.values()
+    assert sum(rank.collectives["splits_in"][0]) == rank.tensors["shape"][0][0]
+    assert rank.tensors["shape"][0][1] == 32
 
 
 def test_without_a_dry_run_all_is_rounded_and_the_report_says_why(

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from traceloom import errors, workers
-from traceloom.errors import InputError, PartialError, TraceloomError, UsageError
+from traceloom import workers
+from traceloom.errors import InputError, UsageError
 from traceloom.replay.communication import BACKENDS
 from traceloom.replay.measure.measurement import Measurement
-from traceloom.replay.measure.rank import Say, measure_here
+from traceloom.replay.measure.rank import FAILED_HINT, measure_here
 from traceloom.replay.measure.task import SMALLEST, Recorded, Task
+from traceloom.replay.processes import Say, run_processes
 
 _MOST_BYTES = {"cpu": 1 << 26}
 _MOST_ON_DEVICES = 1 << 28
@@ -131,36 +130,9 @@ def _backend(name: str) -> str:
 
 
 def _by_own_processes(task: Task, say: Say) -> Recorded:
-    """Start the ranks on this host, and return what they found; the first that fails ends all."""
-    with (
-        workers.shared_folder() as folder,
-        workers.workers("traceloom.replay.measure.rank") as started,
-        ExitStack() as use,
-    ):
-        task = replace(task, meeting=f"file://{folder}/meeting")
-        processes = [use.enter_context(started.idle()) for _ in range(task.ranks)]
-        for rank, process in enumerate(processes):
-            process.send({"task": msgspec.to_builtins(task), "rank": rank})
-        with ThreadPoolExecutor(task.ranks) as pool:
-            ends = {pool.submit(_last_answer, process, say): rank for rank, process in enumerate(processes)}
-            for end in as_completed(ends):
-                answer = end.result()
-                if "recorded" not in answer:
-                    started.stop()
-                    break
-    if "error" in answer:
-        kind: type[TraceloomError] = getattr(errors, answer["type"])
-        raise kind(**answer["error"])
-    if "recorded" not in answer:
-        message = f"rank {ends[end]} ended before all was measured"
-        raise PartialError(message, slug="rank-failed", hint="see what it has printed")
-    return msgspec.convert(answer["recorded"], Recorded)
-
-
-def _last_answer(process: workers.Worker, say: Say) -> dict[str, Any]:
-    """What a rank answers in the end; empty where it has ended without."""
-    answer: dict[str, Any] = {}
-    for answer in process.answers():
-        if "says" in answer:
-            say(answer["says"])
-    return {} if "says" in answer else answer
+    """What ranks on this host record, which are started for it."""
+    with workers.shared_folder() as folder:
+        job = {"task": msgspec.to_builtins(replace(task, meeting=f"file://{folder}/meeting"))}
+        main = "traceloom.replay.measure.rank"
+        answers = run_processes(main, job, range(task.ranks), folder, say, hint=FAILED_HINT)
+    return msgspec.convert(answers[0]["recorded"], Recorded)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import platform
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +18,12 @@ import numpy as np
 
 from traceloom.analyze.collective.bandwidth import bus_factor
 from traceloom.array_types import Array, Floats, Ints
-from traceloom.errors import InputError, PartialError, TraceloomError
+from traceloom.errors import InputError, PartialError
 from traceloom.replay.measure.collectives import collective
 from traceloom.replay.measure.kernels import kernels
 from traceloom.replay.measure.repeating import FEWEST, enough
 from traceloom.replay.measure.task import Group, Recorded, Series, Task
+from traceloom.replay.processes import Say, take_part
 
 if TYPE_CHECKING:
     import torch
@@ -33,27 +31,19 @@ if TYPE_CHECKING:
 _BURST_NS = 2e5  # of kernels between two readings of a clock
 _MOST_CALLS = 1000
 _SLOW_NS = 1e8  # a kernel that takes longer is the last of its kind
+FAILED_HINT = "another --backend, a smaller --max or a longer --timeout may do"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-Say = Callable[[str], object]
 
 
 def main() -> None:
-    """What a worker process runs: a task comes as a line of JSON, and what was recorded goes out as one."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries of communication print what they like
+    """What a process of ours does: one rank."""
+    take_part(_recorded)
 
-    job = json.loads(sys.stdin.readline())
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # all are on this host
 
-    def say(what: str) -> None:
-        if job["rank"] == 0:
-            print(json.dumps({"says": what}), file=answers, flush=True)
-
-    try:
-        recorded = measure_here(msgspec.convert(job["task"], Task), job["rank"], say)
-        print(json.dumps({"recorded": msgspec.to_builtins(recorded)}), file=answers, flush=True)
-    except TraceloomError as error:
-        print(json.dumps({"type": type(error).__name__, "error": error.to_dict()}), file=answers, flush=True)
+def _recorded(job: dict[str, Any], say: Say) -> dict[str, Any]:
+    """What the rank that a job names has recorded."""
+    recorded = measure_here(msgspec.convert(job["task"], Task), job["process"], say)
+    return {"recorded": msgspec.to_builtins(recorded)}
 
 
 def measure_here(task: Task, rank: int, say: Say) -> Recorded:
@@ -87,8 +77,7 @@ def measure_here(task: Task, rank: int, say: Say) -> Recorded:
             one_clock = process.one_clock
         except RuntimeError as error:  # as torch says whatever fails
             message = f"rank {rank} failed: {first_line(error)}"
-            hint = "another --backend, a smaller --max or a longer --timeout may do"
-            raise PartialError(message, slug="rank-failed", hint=hint) from error
+            raise PartialError(message, slug="rank-failed", hint=FAILED_HINT) from error
     software = {"torch": str(torch.__version__), "system": platform.platform()}
     return Recorded(transfers, of_kernels, left_out, _name(device), one_clock, software)
 
