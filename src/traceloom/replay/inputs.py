@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from msgspec import Struct
 
 from traceloom.array_types import Ints
 from traceloom.chakra.conversion import ConversionInput, is_chakra
-from traceloom.errors import InputError
+from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
 from traceloom.link.linking import load_ranks
 from traceloom.model import graph_store
@@ -25,6 +27,7 @@ from traceloom.read.inputs import find
 from traceloom.replay.originals import Originals, originals_of, originals_of_graph
 
 AnyPath = str | os.PathLike[str]
+_APART = timedelta(days=1)  # ranks in other time zones
 
 
 class PlanInput(Struct, frozen=True):
@@ -68,6 +71,7 @@ def open_inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[Pla
         if len(set(ranks)) < len(ranks):
             text = f"two host traces are of rank {Counter(ranks).most_common(1)[0][0]}"
             raise InputError(text, slug="two-host-traces", hint="give one for each rank")
+        _check_one_run(hosts)
         entries = [PlanInput(rank, host, lambda _chosen: Originals()) for rank, host in zip(ranks, hosts, strict=True)]
         text = "there is no device trace: how long the ops took is not known"
         notices = [Notice("no-device-trace", "info", text, len(hosts))]
@@ -93,6 +97,36 @@ def open_inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[Pla
             hint="record with `traceloom record`, or with torch.profiler.ExecutionTraceObserver beside the profiler",
         )
     return loaded.name, entries, loaded.notices
+
+
+def _check_one_run(hosts: Sequence[HostTrace]) -> None:
+    """Host traces of one run are of one version, name the same groups and began together.
+
+    Raises:
+        UsageError: `several-runs`.
+    """
+    first, *others = hosts
+    members = dict(first.groups.select("group", "ranks").drop_nulls().iter_rows())
+    for other in others:
+        groups = other.groups.select("group", "ranks").drop_nulls().iter_rows()
+        odd = [name for name, ranks in groups if members.setdefault(name, ranks) != ranks]
+        apart = [time for host in (first, other) if (time := _time(host.recorded_at)) is not None]
+        what = (
+            f"one has the schema {first.schema}, one {other.schema}" if first.schema != other.schema
+            else f"the group {odd[0]!r} has other members" if odd
+            else f"one is of {apart[0]}, one of {apart[1]}" if len(apart) == 2 and abs(apart[0] - apart[1]) > _APART
+            else ""
+        )  # fmt: skip
+        if what:
+            text = f"{first.path} and {other.path} are of different runs: {what}"
+            raise UsageError(text, slug="several-runs", hint="give the host traces of one run")
+
+
+def _time(text: str | None) -> datetime | None:
+    """A time of day as the observer writes it."""
+    with contextlib.suppress(ValueError):
+        return datetime.fromisoformat(text or "")
+    return None
 
 
 def _of_graph(graph: Graph, path: str) -> list[PlanInput]:

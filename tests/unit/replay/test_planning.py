@@ -370,3 +370,25 @@ def test_empty_frames_keep_their_columns(tmp_path: Path) -> None:
     plan = plan_of(made, tmp_path)
     assert plan.ops.is_empty()
     assert plan.ops.schema["inputs"] == pl.List(pl.UInt32)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": HOST_SCHEMAS[3]}, "schema"),
+        ({"members": [0, 2]}, "group '0' has other members"),
+        ({"time": "2026-03-02 03:04:05"}, "2026-03-02"),
+    ],
+)
+def test_host_traces_of_different_runs_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    for rank, different in enumerate(({}, change)):
+        made = HostTraceBuilder(different.get("schema", HOST_SCHEMAS[-1]))
+        members = different.get("members", [0, 1])
+        made.groups([{"pg_name": "0", "pg_desc": "", "backend_config": "", "ranks": members, "group_size": 2}])
+        made.op("aten::relu", schema=RELU, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)])
+        text = made.text().replace("2026-01-02 03:04:05", different.get("time", "2026-01-02 03:04:09"))
+        (tmp_path / f"rank{rank}.host.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=words) as error:
+        make_plan(tmp_path / "rank0.host.json", tmp_path / "rank1.host.json")
+    assert error.value.slug == "several-runs"
+    assert list(make_plan(tmp_path / "rank0.host.json").ranks) == [0]
