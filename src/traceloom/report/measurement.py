@@ -86,6 +86,6 @@ def _timed(row: Row) -> list[str]:
     """The cells about the time of a row: its median, how well that is known, and how far off the fit it lies."""
     return [
         units.duration(round(row["median_ns"])),
-        f"{100 * row['half_width']:.1f} %",
+        f"{100 * row['half_width']:.1f} %" if row["half_width"] < 1 else "> 100 %",
         f"{100 * row['residual']:+.0f} %",
     ]

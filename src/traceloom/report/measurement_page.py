@@ -19,7 +19,7 @@ from traceloom.report.views.html.text import text
 _WIDTH, _HEIGHT = 1000, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92, 170, 14, 44
 _POINTS = 32  # of a fitted curve
-_COLOURS = ("accent", "c-communication", "c-memory", "path", "c-forward", "ink")  # one for each kind
+_COLOURS = ("accent", "c-communication", "c-memory", "path", "c-annotation", "ink")  # one for each kind
 _FITS = (
     Col("latency_ns", "Latency", "time"), Col("residual_p10", "Off by, P10", "share"),
     Col("residual_p50", "Median", "share"), Col("residual_p90", "P90", "share"), Col("count", "Times", "count"),

@@ -83,9 +83,10 @@ class Measurement(Result):
             dimensions, notices = network_of(task.ranks, task.per_host, transfers, samples, recorded.device)
         elif task.ranks == 1:
             absent["network"] = "one rank has nobody to communicate with; --ranks takes more"
-        unsure = collectives.filter(pl.col("half_width") > _UNSURE).height
+        widths = pl.concat([collectives["half_width"], kernels["half_width"]])
+        unsure = int((widths > _UNSURE).sum())
         if unsure:
-            text = f"{unsure} of {collectives.height} medians are not known to 10 %: other work ran beside"
+            text = f"{unsure} of {widths.len()} medians are not known to 10 %: other work ran beside"
             notices.append(Notice("medians-unsure", "warning", text, unsure))
         if samples.height and not recorded.one_clock:
             text = "ranks have no clock in common: times are the slowest rank's, after a barrier"
@@ -96,7 +97,9 @@ class Measurement(Result):
         machine = Machine(
             dimensions,
             name=f"{hosts} x {task.per_host} {recorded.device}",
-            source=f"traceloom measure {__version__}: {samples.height} collectives over {task.backend}",
+            source=f"traceloom measure {__version__}: {samples.height:,} collectives over {task.backend}"
+            if samples.height
+            else f"traceloom measure {__version__}: {kernels.height} kernels",
             per_host=task.per_host,
             device=known if isinstance(known, Peak) else Peak(recorded.device, flops, peaks.get("memory")),
             transfers=measured_transfers(transfers),
