@@ -16,7 +16,14 @@ import polars as pl
 from traceloom.array_types import Bools, Ints
 from traceloom.model.arrays import nearest
 from traceloom.model.host_trace import HostTrace
-from traceloom.replay.values import RecordedTensor, UnreadableValuesError, tensor_places, tensors_of
+from traceloom.replay.values import (
+    RecordedTensor,
+    TensorPlace,
+    UnreadableValuesError,
+    storages_of,
+    tensor_places,
+    tensors_of,
+)
 
 Level = Literal["outermost", "leaf"]
 T = TypeVar("T")
@@ -40,6 +47,38 @@ class Attributes(msgspec.Struct, gc=False):
     kernel_backend: Any = None
     kernel_file: Any = None
     pg_name: Any = None
+
+
+@dataclass(frozen=True)
+class TensorsOf:
+    """The tensors on one side of all nodes: by row, decoded when they are asked for.
+
+    Attributes:
+        values: As recorded, of each node.
+        shapes: The same.
+        strides: The same; None where the file has none.
+        places: Where tensors stand among the values; see `tensor_places`.
+        unreadable: Why the values of a row are not what their types say; added to.
+    """
+
+    values: Sequence[list[Any]]
+    shapes: Sequence[list[Any]]
+    strides: Sequence[Any]
+    places: Sequence[tuple[TensorPlace, ...]]
+    unreadable: dict[int, str]
+
+    def __getitem__(self, row: int) -> list[RecordedTensor]:
+        """The tensors of a node; none where its values are unreadable."""
+        places = self.places[row]
+        try:
+            return tensors_of(self.values[row], self.shapes[row], self.strides[row], places) if places else []
+        except UnreadableValuesError as error:
+            self.unreadable[row] = str(error)
+            return []
+
+    def storages(self, row: int) -> set[int]:
+        """The numbers of their storages alone."""
+        return set(storages_of(self.values[row], self.places[row])) if self.places[row] else set()
 
 
 @dataclass(frozen=True)
@@ -79,31 +118,21 @@ class Nodes:
         )
 
     @cached_property
-    def read(self) -> list[list[RecordedTensor]]:
+    def read(self) -> TensorsOf:
         """The tensors among the inputs of each node."""
         strides = [attributes.input_strides for attributes in self.attributes]
         return self._tensors(self.inputs, "input", strides)
 
     @cached_property
-    def returned(self) -> list[list[RecordedTensor]]:
+    def returned(self) -> TensorsOf:
         """The tensors among the outputs of each node."""
         strides = [attributes.output_strides for attributes in self.attributes]
         return self._tensors(self.outputs, "output", strides)
 
-    def _tensors(self, values: Sequence[list[Any]], side: str, strides: list[Any]) -> list[list[RecordedTensor]]:
-        shapes, types = (
-            _decoded(self.host.ops[f"{side}_shapes"].fill_null("[]"), list[Any]),
-            self.host.ops[f"{side}_types"],
-        )
-        out: list[list[RecordedTensor]] = []
-        for row, (value, shape, stride, text) in enumerate(zip(values, shapes, strides, types, strict=True)):
-            places = tensor_places(text)
-            try:
-                out.append(tensors_of(value, shape, stride, places) if places else [])
-            except UnreadableValuesError as error:
-                self.unreadable[row] = str(error)
-                out.append([])
-        return out
+    def _tensors(self, values: Sequence[list[Any]], side: str, strides: list[Any]) -> TensorsOf:
+        shapes = _decoded(self.host.ops[f"{side}_shapes"].fill_null("[]"), list[Any])
+        places = [tensor_places(text) for text in self.host.ops[f"{side}_types"].to_list()]
+        return TensorsOf(values, shapes, strides, places, self.unreadable)
 
     @cached_property
     def has_schema(self) -> Bools:
@@ -218,14 +247,13 @@ def _opened(nodes: Nodes, around: Ints) -> Bools:
     writer: dict[int, int] = {}
     parent, schema = nodes.parent.tolist(), nodes.has_schema.tolist()
     exchanges = communicates(nodes).tolist()
-    storages_in = [{tensor.storage for tensor in tensors} for tensors in nodes.read]
-    storages_out = [{tensor.storage for tensor in tensors} for tensors in nodes.returned]
+    storages_in, storages_out = (
+        [side.storages(row) for row in range(len(parent))] for side in (nodes.read, nodes.returned)
+    )
     outermost: list[int] = []
     for row, above_row in enumerate(around.tolist()):
         outermost.append(row if above_row < 0 else outermost[above_row])
-    for row in range(len(parent)):
-        if not schema[row] and not exchanges[row]:
-            continue
+    for row in np.flatnonzero(acts).tolist():
         for storage in storages_in[row]:
             source = writer.get(storage, -1)
             if source < 0 or (outermost[source] == outermost[row] and around[row] < 0):

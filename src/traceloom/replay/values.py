@@ -81,6 +81,8 @@ class RecordedTensor(NamedTuple):
     dtype: str
 
 
+# Where a tensor stands among values: position, and its type or, of a list, the same of what it holds.
+TensorPlace = tuple[int, "str | tuple[Any, ...]"]
 # A tensor's type ("" for none), a list of kinds, or None for any other value.
 Kind = str | tuple[Any, ...] | None
 
@@ -123,19 +125,27 @@ def _kind(text: str) -> Kind:
 
 
 @lru_cache(maxsize=65536)
-def tensor_places(types: str | None) -> tuple[tuple[int, str | tuple[Any, ...]], ...]:
+def tensor_places(types: str | None) -> tuple[TensorPlace, ...]:
     """Where tensors stand among values: position, and the type or, of a list, the same of what it holds."""
     return _tensor_places(kinds_of(types))
 
 
-def _tensor_places(kinds: tuple[Kind, ...]) -> tuple[tuple[int, str | tuple[Any, ...]], ...]:
+def _tensor_places(kinds: tuple[Kind, ...]) -> tuple[TensorPlace, ...]:
     within = [(at, _tensor_places(kind) if isinstance(kind, tuple) else kind) for at, kind in enumerate(kinds)]
     return tuple((at, part) for at, part in within if part)
 
 
-def tensors_of(
-    values: Any, shapes: Any, strides: Any, places: tuple[tuple[int, str | tuple[Any, ...]], ...]
-) -> list[RecordedTensor]:
+def storages_of(values: Any, places: tuple[TensorPlace, ...]) -> Iterator[int]:
+    """The numbers of the storages of all tensors among recorded values; what is no number is left out."""
+    for at, part in places:
+        value = values[at] if isinstance(values, list) and at < len(values) else None
+        if isinstance(part, tuple):
+            yield from storages_of(value, part)
+        elif isinstance(value, list) and len(value) > 1 and isinstance(value[1], int):
+            yield value[1]
+
+
+def tensors_of(values: Any, shapes: Any, strides: Any, places: tuple[TensorPlace, ...]) -> list[RecordedTensor]:
     """All tensors among recorded values, those in lists too, in order.
 
     Args:
@@ -153,9 +163,7 @@ def tensors_of(
         raise UnreadableValuesError(str(error)) from error
 
 
-def _tensors(
-    values: Any, shapes: Any, strides: Any, places: tuple[tuple[int, str | tuple[Any, ...]], ...]
-) -> list[RecordedTensor]:
+def _tensors(values: Any, shapes: Any, strides: Any, places: tuple[TensorPlace, ...]) -> list[RecordedTensor]:
     out: list[RecordedTensor] = []
     for at, part in places:
         if isinstance(part, tuple):
