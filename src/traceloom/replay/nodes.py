@@ -247,8 +247,9 @@ def _opened(nodes: Nodes, around: Ints) -> Bools:
     writer: dict[int, int] = {}
     parent, schema = nodes.parent.tolist(), nodes.has_schema.tolist()
     exchanges = communicates(nodes).tolist()
+    acts = (nodes.has_schema | communicates(nodes)).tolist()
     storages_in, storages_out = (
-        [side.storages(row) for row in range(len(parent))] for side in (nodes.read, nodes.returned)
+        [side.storages(row) if act else set() for row, act in enumerate(acts)] for side in (nodes.read, nodes.returned)
     )
     outermost: list[int] = []
     for row, above_row in enumerate(around.tolist()):
