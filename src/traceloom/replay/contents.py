@@ -11,6 +11,7 @@ integers 0.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ class Demand(NamedTuple):
         return Demand(content, low, max(min(highs), 0) if highs else None)
 
 
+_MOST = 2**63 - 1
 _STRICTEST = ("lengths", "offsets", "integers", "zeros", "probability", "positive")
 _POSITIVE = Demand("positive")
 _PROBABILITY = Demand("probability")
@@ -227,7 +229,11 @@ def settle_contents(plan: RankPlan, ranges: Mapping[int, Mapping[int, tuple[int,
         for storage, outside in enumerate(external)
     ]
     columns = ("content", "low", "high", "evidence")
-    settled = pl.DataFrame(rows, schema={name: plan.storages.schema[name] for name in columns}, orient="row")
+    within = [
+        (content, *(None if end is None else max(-_MOST, min(end, _MOST)) for end in (low, high)), evidence)
+        for content, low, high, evidence in rows
+    ]
+    settled = pl.DataFrame(within, schema={name: plan.storages.schema[name] for name in columns}, orient="row")
     return replace(plan, storages=plan.storages.with_columns(settled.get_columns()))
 
 
@@ -237,11 +243,12 @@ def ranges_of(host_ops: pl.DataFrame) -> dict[int, dict[int, tuple[int, int]]]:
     PyTorch writes them with ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE=1.
     """
     some = host_ops.filter(pl.col("attributes").str.contains(r'"tensor_range":"\{')).select("id", "attributes")
-    return {
-        node: {int(number): (low, high) for number, (low, high) in msgspec.json.decode(found).items()}
-        for node, text in some.iter_rows()
-        if (found := msgspec.json.decode(text).get("tensor_range"))
-    }
+    out: dict[int, dict[int, tuple[int, int]]] = {}
+    for node, text in some.iter_rows():
+        with contextlib.suppress(msgspec.DecodeError):  # damaged: the values are guessed
+            ranges = msgspec.json.decode(text, type=dict[str, Any])["tensor_range"]
+            out[node] = msgspec.json.decode(ranges, type=dict[int, tuple[int, int]])
+    return out
 
 
 def _made_external(plan: RankPlan, storages: set[int]) -> RankPlan:
