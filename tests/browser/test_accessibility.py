@@ -17,7 +17,7 @@ PAPER = {"width": 718, "height": 1000}  # A4 less margins of 10 mm, in pixels of
 MARGINS = dict.fromkeys(("top", "right", "bottom", "left"), "10mm")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.thorough)])
 def test_axe_has_nothing_against_any_view(open_page: Open, scheme: str) -> None:
     pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
     tab = open_page(hash_="", color_scheme=scheme)

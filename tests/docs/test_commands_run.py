@@ -34,7 +34,11 @@ def commands(page: Path, folder: Path) -> Iterator[list[str]]:
     log = folder / "log"
     script = f'traceloom() {{ printf "%q " "$@" >> {log}; echo >> {log}; }}\nmake() {{ :; }}\npip() {{ :; }}\n'
     subprocess.run(["bash", "-euc", script + "".join(blocks)], cwd=folder, check=True)
-    yield from (shlex.split(line) for line in log.read_text().splitlines())
+    for line in log.read_text().splitlines():
+        words = shlex.split(line)
+        if words[0] == "replay" and not {"--plan-only", "--dry-run"} & set(words):
+            words += ["--max-time", "1"]  # the last one counts: how well the times are known is of no interest here
+        yield words
 
 
 class Recordings:

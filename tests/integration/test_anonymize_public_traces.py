@@ -22,7 +22,7 @@ HOSTS = sorted((DATA / "host").glob("*.gz")) if DATA.is_dir() else []
 CHAKRA = sorted((DATA / "chakra").iterdir()) if DATA.is_dir() else []
 SMALL = 200_000  # bytes of gzip: the large ones are rewritten once, not in every way
 
-LARGE = 500_000  # these only when asked for
+LARGE = 400_000  # these only when asked for
 THOROUGH = pytest.mark.thorough
 
 # What these files hold of people, machines, models and paths.
