@@ -1,0 +1,84 @@
+"""The board: the latest of everything, which the loop answers from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess
+from traceloom.agent.metrics import METRICS, Histogram, Reading, Series
+from traceloom.agent.owners import Process
+
+
+@dataclass(slots=True)
+class CollectorState:
+    """How a collector fares. Times in nanoseconds since the epoch; 0: never."""
+
+    name: str
+    period_s: float
+    ran_ns: int = 0
+    seconds: float = 0.0
+    runs: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    trouble: str = ""  # why the last run gave nothing; "" where it did
+
+
+@dataclass(slots=True)
+class Sheet:
+    """What one collector delivered last: its series, all of them, and when."""
+
+    at_ns: int
+    values: dict[Series, float]
+    histograms: dict[Series, Histogram]
+
+
+class Board:
+    """Readings by collector, devices, processes, jobs: replaced whole by whoever knows better.
+
+    What a collector no longer delivers is gone from the board at once; what it delivered before it failed is taken off
+    by `stale`. Used from the loop's thread alone.
+    """
+
+    def __init__(self) -> None:
+        self.started_ns = time.time_ns()
+        self.sheets: dict[str, Sheet] = {}
+        self.collectors: dict[str, CollectorState] = {}
+        self.devices: dict[str, Device] = {}
+        self.device_processes: list[DeviceProcess] = []
+        self.events: list[DeviceEvent] = []  # the last ones, oldest first
+        self.processes: dict[str, Process] = {}
+
+    def put(self, collector: str, readings: Iterable[Reading | Histogram], at_ns: int) -> None:
+        """Replace what a collector delivered before.
+
+        Raises:
+            ValueError: A reading of a metric that is not declared, or with other labels than declared.
+        """
+        sheet = Sheet(at_ns, {}, {})
+        for reading in readings:
+            metric = METRICS.get(reading.metric)
+            if metric is None or len(metric.labels) != len(reading.labels):
+                raise ValueError(f"{collector} delivers `{reading.metric}` with labels that are not declared")
+            series = (reading.metric, reading.labels)
+            if isinstance(reading, Histogram):
+                sheet.histograms[series] = reading
+            else:
+                sheet.values[series] = reading.value
+        self.sheets[collector] = sheet
+
+    def stale(self, collector: str) -> None:
+        """Take off what a collector delivered: it is no longer true."""
+        self.sheets.pop(collector, None)
+
+    def values(self) -> Iterator[tuple[Series, float, int]]:
+        """Every series with its value and its time."""
+        for sheet in self.sheets.values():
+            for series, value in sheet.values.items():
+                yield series, value, sheet.at_ns
+
+    def histograms(self) -> Iterator[tuple[Histogram, int]]:
+        """Every histogram with its time."""
+        for sheet in self.sheets.values():
+            for histogram in sheet.histograms.values():
+                yield histogram, sheet.at_ns

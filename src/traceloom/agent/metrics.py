@@ -1,0 +1,178 @@
+"""Every metric of the agent, declared once: its name, unit, labels, and what others call it.
+
+Names, units and kinds follow OpenMetrics 1.0; `opentelemetry` names are those of the semantic conventions of 2026
+(`system.*`, `process.*`, `hw.*`) where they have one, else `traceloom.*`; `dcgm` are the fields of dcgm-exporter that
+boards ask for. docs/reference/agent-metrics.md is made of this.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+PREFIX = "traceloom_"
+Kind = Literal["gauge", "counter", "histogram", "info"]
+# How a value of a device becomes one of its jobs: `sum` is split by use of the device (and adds up), `mean` is a
+# property that every job on the device sees.
+Sharing = Literal["sum", "mean", ""]
+
+
+class Reading(NamedTuple):
+    """One value that was just measured.
+
+    `labels` are the values of the metric's labels, in their order; "" for one that is not known. What could not be
+    measured has no reading: it is absent, never 0.
+    """
+
+    metric: str
+    labels: tuple[str, ...]
+    value: float
+
+
+class Histogram(NamedTuple):
+    """A reading of a histogram: how many values were at most each bound, cumulated; their number and total."""
+
+    metric: str
+    labels: tuple[str, ...]
+    counts: tuple[int, ...]
+    number: int
+    total: float
+
+
+Series = tuple[str, tuple[str, ...]]
+
+
+class Alias(msgspec.Struct, frozen=True):
+    """What another exporter calls a metric, or one series of it: its value is ours times `factor`."""
+
+    name: str
+    where: tuple[tuple[str, str], ...] = ()
+    factor: float = 1.0
+    kind: Literal["gauge", "counter"] = "gauge"
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One metric: `name` is without the prefix; `unit` in the words of OpenMetrics, "" where it has none."""
+
+    name: str
+    kind: Kind
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+    opentelemetry: str = ""
+    opentelemetry_unit: str = ""
+    attributes: tuple[tuple[str, str], ...] = ()  # our label -> its name in OpenTelemetry
+    dcgm: tuple[Alias, ...] = ()
+    sharing: Sharing = ""
+    bounds: tuple[float, ...] = ()  # of a histogram
+
+    @property
+    def full_name(self) -> str:
+        """As it is published."""
+        return PREFIX + self.name
+
+
+_DEVICE = (("device", "hw.id"),)
+_DEV = "DCGM_FI_DEV_"
+_PROF = "DCGM_FI_PROF_"
+_STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+_DECLARED = (
+    # The host
+    Metric("host_info", "info", "", "The host: 1, with what it is.", ("host", "boot", "kernel", "machine", "agent")),
+    Metric("host_cpu_seconds_total", "counter", "seconds", "Time of all processors by mode.", ("mode",), "system.cpu.time", "s", (("mode", "cpu.mode"),)),
+    Metric("host_load_ratio", "gauge", "ratio", "Runnable tasks of the last minute per processor.", (), "system.cpu.load_average.1m", "{run_queue_item}"),
+    Metric("host_memory_bytes", "gauge", "bytes", "Memory by state; used, free, cached and buffers add up to all of it.", ("state",), "system.memory.usage", "By", (("state", "system.memory.state"),)),
+    Metric("host_swap_bytes", "gauge", "bytes", "Swap by state.", ("state",), "system.paging.usage", "By", (("state", "system.paging.state"),)),
+    Metric("host_pressure_seconds_total", "counter", "seconds", "Time in which some or all tasks waited for a resource (PSI).", ("resource", "share"), "traceloom.host.pressure", "s", (("resource", "traceloom.resource"), ("share", "traceloom.share"))),
+    Metric("host_disk_bytes_total", "counter", "bytes", "Bytes read from and written to a disk.", ("disk", "direction"), "system.disk.io", "By", (("disk", "system.device"), ("direction", "disk.io.direction"))),
+    Metric("host_disk_operations_total", "counter", "", "Reads and writes of a disk.", ("disk", "direction"), "system.disk.operations", "{operation}", (("disk", "system.device"), ("direction", "disk.io.direction"))),
+    Metric("host_disk_busy_seconds_total", "counter", "seconds", "Time in which a disk had work.", ("disk",), "system.disk.io_time", "s", (("disk", "system.device"),)),
+    Metric("host_filesystem_bytes", "gauge", "bytes", "Space of a mounted file system by state.", ("mount", "state"), "system.filesystem.usage", "By", (("mount", "system.filesystem.mountpoint"), ("state", "system.filesystem.state"))),
+    Metric("host_network_bytes_total", "counter", "bytes", "Bytes through a network interface.", ("interface", "direction"), "system.network.io", "By", (("interface", "network.interface.name"), ("direction", "network.io.direction"))),
+    Metric("host_network_packets_total", "counter", "", "Packets through a network interface.", ("interface", "direction"), "system.network.packet.count", "{packet}", (("interface", "network.interface.name"), ("direction", "network.io.direction"))),
+    Metric("host_network_errors_total", "counter", "", "Damaged packets of a network interface.", ("interface", "direction"), "system.network.errors", "{error}", (("interface", "network.interface.name"), ("direction", "network.io.direction"))),
+    Metric("host_network_dropped_total", "counter", "", "Packets that a network interface dropped.", ("interface", "direction"), "system.network.packet.dropped", "{packet}", (("interface", "network.interface.name"), ("direction", "network.io.direction"))),
+    Metric("rdma_bytes_total", "counter", "bytes", "Data through a port of an RDMA device.", ("device", "port", "direction"), "traceloom.rdma.io", "By", (("device", "hw.id"), ("port", "traceloom.port"), ("direction", "network.io.direction"))),
+    Metric("rdma_packets_total", "counter", "", "Packets through a port of an RDMA device.", ("device", "port", "direction"), "traceloom.rdma.packets", "{packet}", (("device", "hw.id"), ("port", "traceloom.port"), ("direction", "network.io.direction"))),
+    Metric("rdma_errors_total", "counter", "", "Errors, discards and congestion marks of a port of an RDMA device.", ("device", "port", "type"), "hw.errors", "{error}", (("device", "hw.id"), ("port", "traceloom.port"), ("type", "error.type"))),
+    Metric("rdma_port_up", "gauge", "", "1 where the link of a port of an RDMA device is active.", ("device", "port"), "hw.status", "1", (("device", "hw.id"), ("port", "traceloom.port"))),
+    Metric("oom_kills_total", "counter", "", 'Processes killed for want of memory, of the host (cgroup "") or of a cgroup.', ("cgroup",), "system.linux.memory.oom_kills", "{kill}", (("cgroup", "traceloom.cgroup"),)),
+    # Control groups of jobs
+    Metric("cgroup_cpu_seconds_total", "counter", "seconds", "Processor time of a cgroup by mode.", ("cgroup", "mode"), "container.cpu.time", "s", (("cgroup", "traceloom.cgroup"), ("mode", "cpu.mode"))),
+    Metric("cgroup_throttled_seconds_total", "counter", "seconds", "Time in which the processor quota of a cgroup was used up.", ("cgroup",), "traceloom.cgroup.throttled", "s", (("cgroup", "traceloom.cgroup"),)),
+    Metric("cgroup_memory_bytes", "gauge", "bytes", "Memory of a cgroup: used, and its limit where it has one.", ("cgroup", "state"), "container.memory.usage", "By", (("cgroup", "traceloom.cgroup"), ("state", "traceloom.state"))),
+    Metric("cgroup_pressure_seconds_total", "counter", "seconds", "Time in which tasks of a cgroup waited for a resource (PSI).", ("cgroup", "resource", "share"), "traceloom.cgroup.pressure", "s", (("cgroup", "traceloom.cgroup"), ("resource", "traceloom.resource"), ("share", "traceloom.share"))),
+    # Processes: those that use a device, run a framework, or belong to a job
+    Metric("process_info", "info", "", "A process: 1, with whose it is; join on `process`.", ("process", "pid", "job", "rank", "local_rank", "world_size", "user", "account", "namespace", "pod", "container", "framework", "command")),
+    Metric("process_cpu_seconds_total", "counter", "seconds", "Processor time of a process by mode.", ("process", "mode"), "process.cpu.time", "s", (("process", "traceloom.process"), ("mode", "cpu.mode"))),
+    Metric("process_memory_bytes", "gauge", "bytes", "Resident memory of a process.", ("process",), "process.memory.usage", "By", (("process", "traceloom.process"),)),
+    Metric("process_threads", "gauge", "", "Threads of a process.", ("process",), "process.thread.count", "{thread}", (("process", "traceloom.process"),)),
+    Metric("process_disk_bytes_total", "counter", "bytes", "Bytes that a process read from and wrote to disks.", ("process", "direction"), "process.disk.io", "By", (("process", "traceloom.process"), ("direction", "disk.io.direction"))),
+    Metric("process_gpu_memory_bytes", "gauge", "bytes", "Memory of a device that a process holds.", ("process", "device"), "traceloom.process.gpu.memory", "By", (("process", "traceloom.process"), ("device", "hw.id"))),
+    Metric("process_gpu_share_ratio", "gauge", "ratio", "Share of a device's busy time that is this process's; those of one device add up to 1.", ("process", "device"), "traceloom.process.gpu.share", "1", (("process", "traceloom.process"), ("device", "hw.id"))),
+    # Devices
+    Metric("gpu_info", "info", "", "A device: 1, with what it is; join on `device`.", ("device", "index", "vendor", "model", "pci", "driver", "parent", "partition")),
+    Metric("gpu_up", "gauge", "", "1 where the device answers, 0 where its back end has not answered in time or the device is gone.", ("device",), "hw.status", "1", _DEVICE),
+    Metric("gpu_busy_ratio", "gauge", "ratio", "Share of time in which at least one kernel ran.", ("device",), "hw.gpu.utilization", "1", _DEVICE, (Alias(_DEV + "GPU_UTIL", (), 100.0),), "mean"),
+    Metric("gpu_graphics_active_ratio", "gauge", "ratio", "Share of cycles in which the compute or graphics engine was active.", ("device",), "traceloom.gpu.graphics.active", "1", _DEVICE, (Alias(_PROF + "GR_ENGINE_ACTIVE"),), "mean"),
+    Metric("gpu_sm_active_ratio", "gauge", "ratio", "Share of cycles in which a multiprocessor had at least one warp, averaged over all.", ("device",), "traceloom.gpu.sm.active", "1", _DEVICE, (Alias(_PROF + "SM_ACTIVE"),), "mean"),
+    Metric("gpu_sm_occupancy_ratio", "gauge", "ratio", "Resident warps per multiprocessor, of the most there can be.", ("device",), "traceloom.gpu.sm.occupancy", "1", _DEVICE, (Alias(_PROF + "SM_OCCUPANCY"),), "mean"),
+    Metric("gpu_dram_active_ratio", "gauge", "ratio", "Share of cycles in which the device memory was transferring.", ("device",), "traceloom.gpu.dram.active", "1", _DEVICE, (Alias(_PROF + "DRAM_ACTIVE"),), "mean"),
+    Metric("gpu_memory_busy_ratio", "gauge", "ratio", "Share of time in which device memory was read or written (memory controller).", ("device",), "traceloom.gpu.memory.busy", "1", _DEVICE, (Alias(_DEV + "MEM_COPY_UTIL", (), 100.0),), "mean"),
+    Metric("gpu_pipe_active_ratio", "gauge", "ratio", "Share of cycles in which a pipe of the multiprocessors was active.", ("device", "pipe"), "traceloom.gpu.pipe.active", "1", (*_DEVICE, ("pipe", "traceloom.pipe")), (
+        Alias(_PROF + "PIPE_TENSOR_ACTIVE", (("pipe", "tensor"),)), Alias(_PROF + "PIPE_FP64_ACTIVE", (("pipe", "fp64"),)), Alias(_PROF + "PIPE_FP32_ACTIVE", (("pipe", "fp32"),)), Alias(_PROF + "PIPE_FP16_ACTIVE", (("pipe", "fp16"),)),
+        Alias(_PROF + "PIPE_TENSOR_IMMA_ACTIVE", (("pipe", "imma"),)), Alias(_PROF + "PIPE_TENSOR_HMMA_ACTIVE", (("pipe", "hmma"),)), Alias(_PROF + "PIPE_TENSOR_DFMA_ACTIVE", (("pipe", "dfma"),)), Alias(_PROF + "PIPE_INT_ACTIVE", (("pipe", "int"),)),
+    ), "mean"),
+    Metric("gpu_video_busy_ratio", "gauge", "ratio", "Share of time in which the video encoder or decoder worked.", ("device", "engine"), "hw.gpu.utilization", "1", (*_DEVICE, ("engine", "hw.gpu.task")), (Alias(_DEV + "ENC_UTIL", (("engine", "encoder"),), 100.0), Alias(_DEV + "DEC_UTIL", (("engine", "decoder"),), 100.0)), "mean"),
+    Metric("gpu_memory_used_bytes", "gauge", "bytes", "Device memory in use.", ("device",), "hw.gpu.memory.usage", "By", _DEVICE, (Alias(_DEV + "FB_USED", (), 2.0**-20),), "sum"),
+    Metric("gpu_memory_free_bytes", "gauge", "bytes", "Device memory that is free.", ("device",), "traceloom.gpu.memory.free", "By", _DEVICE, (Alias(_DEV + "FB_FREE", (), 2.0**-20),)),
+    Metric("gpu_memory_reserved_bytes", "gauge", "bytes", "Device memory that driver and firmware keep.", ("device",), "traceloom.gpu.memory.reserved", "By", _DEVICE, (Alias(_DEV + "FB_RESERVED", (), 2.0**-20),)),
+    Metric("gpu_memory_limit_bytes", "gauge", "bytes", "All memory of the device.", ("device",), "hw.gpu.memory.limit", "By", _DEVICE),
+    Metric("gpu_power_watts", "gauge", "watts", "Power draw.", ("device",), "hw.power", "W", _DEVICE, (Alias(_DEV + "POWER_USAGE"),), "sum"),
+    Metric("gpu_power_limit_watts", "gauge", "watts", "Power that the device may draw.", ("device",), "traceloom.gpu.power.limit", "W", _DEVICE),
+    Metric("gpu_energy_joules_total", "counter", "joules", "Energy since the driver was loaded.", ("device",), "hw.energy", "J", _DEVICE, (Alias(_DEV + "TOTAL_ENERGY_CONSUMPTION", (), 1000.0, "counter"),), "sum"),
+    Metric("gpu_temperature_celsius", "gauge", "celsius", "Temperature of a part of the device.", ("device", "part"), "hw.temperature", "Cel", (*_DEVICE, ("part", "hw.sensor_location")), (Alias(_DEV + "GPU_TEMP", (("part", "gpu"),)), Alias(_DEV + "MEMORY_TEMP", (("part", "memory"),))), "mean"),
+    Metric("gpu_clock_hertz", "gauge", "hertz", "Clock of a domain as it runs now.", ("device", "domain"), "traceloom.gpu.clock", "Hz", (*_DEVICE, ("domain", "traceloom.clock.domain")), (Alias(_DEV + "SM_CLOCK", (("domain", "sm"),), 1e-6), Alias(_DEV + "MEM_CLOCK", (("domain", "memory"),), 1e-6)), "mean"),
+    Metric("gpu_throttled_seconds_total", "counter", "seconds", "Time in which something held the clocks down.", ("device", "reason"), "traceloom.gpu.throttled", "s", (*_DEVICE, ("reason", "traceloom.reason"))),
+    Metric("gpu_throttled", "gauge", "", "1 for what holds the clocks down now.", ("device", "reason"), "traceloom.gpu.throttle", "1", (*_DEVICE, ("reason", "traceloom.reason"))),
+    Metric("gpu_link_bytes_total", "counter", "bytes", "Data over the links of a device.", ("device", "link", "direction"), "hw.gpu.io", "By", (*_DEVICE, ("link", "traceloom.link"), ("direction", "network.io.direction"))),
+    Metric("gpu_link_bytes_per_second", "gauge", "", "Rate of data over the links of a device, where its driver gives only that.", ("device", "link", "direction"), "traceloom.gpu.link.rate", "By/s", (*_DEVICE, ("link", "traceloom.link"), ("direction", "network.io.direction")), (
+        Alias(_PROF + "PCIE_TX_BYTES", (("link", "pcie"), ("direction", "transmit"))), Alias(_PROF + "PCIE_RX_BYTES", (("link", "pcie"), ("direction", "receive"))),
+        Alias(_PROF + "NVLINK_TX_BYTES", (("link", "nvlink"), ("direction", "transmit"))), Alias(_PROF + "NVLINK_RX_BYTES", (("link", "nvlink"), ("direction", "receive"))),
+    )),
+    Metric("gpu_errors_total", "counter", "", "Errors of the device by type; `xid` is NVIDIA's number where it is one.", ("device", "type", "xid"), "hw.errors", "{error}", (*_DEVICE, ("type", "error.type"), ("xid", "traceloom.xid")), (Alias(_DEV + "PCIE_REPLAY_COUNTER", (("type", "pcie-replay"),), 1.0, "counter"),)),
+    Metric("gpu_last_xid", "gauge", "", "The number of the last Xid error since the agent started.", ("device",), "traceloom.gpu.xid", "1", _DEVICE, (Alias(_DEV + "XID_ERRORS"),)),
+    Metric("gpu_remapped_rows", "gauge", "", "Rows of device memory that were remapped, by cause; `pending` and `failure` are 0 or 1.", ("device", "type"), "traceloom.gpu.remapped_rows", "{row}", (*_DEVICE, ("type", "error.type")), (
+        Alias(_DEV + "UNCORRECTABLE_REMAPPED_ROWS", (("type", "uncorrectable"),)), Alias(_DEV + "CORRECTABLE_REMAPPED_ROWS", (("type", "correctable"),)), Alias(_DEV + "ROW_REMAP_FAILURE", (("type", "failure"),)),
+    )),
+    Metric("gpu_flops", "gauge", "", "Estimated FLOP/s: pipes' activity x measured clock x FLOP per clock; `method` says how the type of the matrix units is known.", ("device", "method", "bound"), "traceloom.gpu.flops", "{flop}/s", (*_DEVICE, ("method", "traceloom.method"), ("bound", "traceloom.bound")), (), "sum"),
+    Metric("gpu_integer_ops", "gauge", "", "Estimated integer operations per second of the matrix units, which are no FLOP.", ("device",), "traceloom.gpu.integer_ops", "{operation}/s", _DEVICE, (), "sum"),
+    Metric("gpu_flop_utilization_ratio", "gauge", "ratio", "Activity of the matrix units x clock / highest clock: needs no element type.", ("device",), "traceloom.gpu.flop.utilization", "1", _DEVICE, (), "mean"),
+    # Jobs
+    Metric("job_info", "info", "", "A job on this host: 1, with whose it is; join on `job`.", ("job", "name", "scheduler", "user", "account", "partition", "namespace", "framework", "world_size")),
+    Metric("job_processes", "gauge", "", "Processes of the job on this host.", ("job",), "traceloom.job.processes", "{process}", (("job", "traceloom.job"),)),
+    Metric("job_devices", "gauge", "", "Devices that the job holds on this host; a shared one counts by its share.", ("job",), "traceloom.job.devices", "{device}", (("job", "traceloom.job"),)),
+    Metric("job_device_seconds_total", "counter", "seconds", "Device time of the job by state: busy, or idle but allocated.", ("job", "state"), "traceloom.job.device.time", "s", (("job", "traceloom.job"), ("state", "traceloom.state"))),
+    Metric("job_reference_device_seconds_total", "counter", "seconds", "Busy device time weighted by peak FLOP/s against the reference device.", ("job",), "traceloom.job.reference_device.time", "s", (("job", "traceloom.job"),)),
+    Metric("job_energy_joules_total", "counter", "joules", "Energy of the job's devices; of a shared one its share.", ("job",), "traceloom.job.energy", "J", (("job", "traceloom.job"),)),
+    Metric("job_flops", "gauge", "", "Estimated FLOP/s of the job on this host.", ("job", "method", "bound"), "traceloom.job.flops", "{flop}/s", (("job", "traceloom.job"), ("method", "traceloom.method"), ("bound", "traceloom.bound"))),
+    Metric("job_flops_error_ratio", "gauge", "ratio", "Estimate of the pipes against FLOPs per step of the job's own trace x steps per second: (estimate - counted) / counted.", ("job",), "traceloom.job.flops.error", "1", (("job", "traceloom.job"),)),
+    Metric("job_roofline_ratio", "gauge", "ratio", "Share of the roofline that the job's last trace reached.", ("job",), "traceloom.job.roofline", "1", (("job", "traceloom.job"),)),
+    Metric("job_input_bytes_total", "counter", "bytes", "Input of the job; `source` says whether it was declared or taken from copies to the device.", ("job", "source"), "traceloom.job.input", "By", (("job", "traceloom.job"), ("source", "traceloom.source"))),
+    Metric("step_seconds", "histogram", "seconds", "Time of a training or inference step.", ("job", "rank"), "traceloom.step.duration", "s", (("job", "traceloom.job"), ("rank", "traceloom.rank")), (), "", _STEP_BOUNDS),
+    Metric("dataloader_wait_seconds_total", "counter", "seconds", "Time that steps waited for the data loader.", ("job", "rank"), "traceloom.dataloader.wait", "s", (("job", "traceloom.job"), ("rank", "traceloom.rank"))),
+    # The agent itself
+    Metric("collector_seconds", "gauge", "seconds", "How long the collector took when it last ran.", ("collector",), "traceloom.collector.duration", "s", (("collector", "traceloom.collector"),)),
+    Metric("collector_failures_total", "counter", "", "Runs of a collector that failed or took too long.", ("collector", "reason"), "traceloom.collector.failures", "{failure}", (("collector", "traceloom.collector"), ("reason", "error.type"))),
+    Metric("agent_cpu_seconds_total", "counter", "seconds", "Processor time of the agent.", (), "traceloom.agent.cpu.time", "s"),
+    Metric("agent_memory_bytes", "gauge", "bytes", "Resident memory of the agent.", (), "traceloom.agent.memory", "By"),
+    Metric("agent_series", "gauge", "", "Series that the agent has now.", (), "traceloom.agent.series", "{series}"),
+    Metric("agent_history_bytes", "gauge", "bytes", "Size of the history on disk.", (), "traceloom.agent.history", "By"),
+    Metric("agent_history_lost_total", "counter", "", "Ticks of history that could not be written.", ("reason",), "traceloom.agent.history.lost", "{tick}", (("reason", "error.type"),)),
+    Metric("agent_requests_total", "counter", "", "Requests by what became of them.", ("route", "code"), "traceloom.agent.requests", "{request}", (("route", "http.route"), ("code", "http.response.status_code"))),
+    Metric("agent_export_failures_total", "counter", "", "Deliveries of metrics that failed.", ("publisher",), "traceloom.agent.export.failures", "{failure}", (("publisher", "traceloom.publisher"),)),
+)  # fmt: skip
+
+METRICS = {metric.name: metric for metric in _DECLARED}

@@ -1,0 +1,1 @@
+"""What is published: OpenMetrics, OTLP, JSON lines, Parquet; each renders the board."""

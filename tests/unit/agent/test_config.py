@@ -1,0 +1,81 @@
+"""agent.toml: every key has a default, and what is wrong is refused with its place and the nearest name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from traceloom.agent.config import Config, host_and_port, load, locations
+from traceloom.errors import InputError
+
+
+def _load(directory: Path, text: str) -> Config:
+    path = directory / "agent.toml"
+    path.write_text(text, encoding="utf-8")
+    return load(path)
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
+    assert _load(tmp_path, "") == Config()
+
+
+def test_values_are_read(tmp_path: Path) -> None:
+    config = _load(
+        tmp_path,
+        'host = "a"\ncompat = ["dcgm"]\n[collect]\nperiod = 2\nperiods = { cpu = 0.5 }\n[history]\nhours = 1.5\n',
+    )
+    assert (config.host_name, config.compat, config.collect.period, config.collect.periods) == (
+        "a",
+        ("dcgm",),
+        2.0,
+        {"cpu": 0.5},
+    )
+    assert config.history.hours == 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[collect]\nperid = 3\n", ["collect.perid", "did you mean `period`"]),
+        ("[colect]\n", ["`colect`", "did you mean `collect`"]),
+        ('[collect]\nperiod = "often"\n', ["expected `float`", "collect.period"]),
+        ('[[tcp.tokens]]\nsha256 = "a"\nnam = "b"\n', ["nam"]),
+        ("x =\n", ["not TOML"]),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(InputError) as raised:
+        _load(tmp_path, text)
+    assert raised.value.slug == "wrong-config"
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as raised:
+        load(tmp_path / "none.toml")
+    assert raised.value.slug == "unreadable"
+
+
+def test_a_user_has_places_of_the_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    own = locations(Config())
+    assert own.socket == tmp_path / "run" / "traceloom" / "agent.sock"
+    assert own.history == tmp_path / "state" / "traceloom" / "agent.db"
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert locations(Config()).socket == Path("/run/traceloom/agent.sock")
+
+
+@pytest.mark.parametrize(
+    ("text", "address"), [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:9465", ("::1", 9465)), ("host:1", ("host", 1))]
+)
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    assert host_and_port(text) == address
+
+
+@pytest.mark.parametrize("text", ["80", "a:99999", "::1:80", "a:b", ""])
+def test_no_addresses(text: str) -> None:
+    with pytest.raises(InputError, match="no address"):
+        host_and_port(text)
