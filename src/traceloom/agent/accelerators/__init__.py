@@ -1,6 +1,7 @@
 """Accelerators of all vendors behind one protocol.
 
-A back end is an entry point of the group `traceloom.accelerators`.
+A back end is an entry point of the group `traceloom.accelerators`: something that takes the `Config` and gives an
+`Accelerator`, or raises `NotHere`. It is made, asked and closed in a thread of its own (`watched.py`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,21 @@ class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a back end has to say at one time, in ns since the epoch."""
+
+    at_ns: int
+    devices: list[Device] = []
+    readings: list[Reading] = []
+    processes: list[DeviceProcess] = []
+    events: list[DeviceEvent] = []
+    capabilities: dict[str, str] = {}
+
+
+class NotHere(Exception):  # noqa: N818 - it is no error that a host has no such device
+    """There is nothing on this host for a back end to look at: why, and what would help."""
+
+
 class Accelerator(Protocol):
     """A back end. Its methods block; they are called from one thread of its own, and abandoned after 2 s."""
 
@@ -70,7 +86,7 @@ class Accelerator(Protocol):
         """What happened since the last call."""
 
     def pause(self, seconds: float) -> bool:
-        """Release hardware counters for another profiler; whether there was something to release."""
+        """Release hardware counters for another profiler, for so long at most; whether there were any."""
 
     def resume(self) -> bool:
         """Take them again."""

@@ -1,0 +1,116 @@
+"""The collector of all accelerators: every back end is sampled at the same time, none is waited for longer than 2 s."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, Sample
+from traceloom.agent.accelerators.chosen import back_ends
+from traceloom.agent.accelerators.recorded import SampleWriter
+from traceloom.agent.accelerators.watched import LIMIT_S, Watched, device_readings
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import Reading
+
+EVENTS_KEPT = 1000
+
+
+class AcceleratorCollector:
+    """Devices, who is on them, what happened to them, and their metrics.
+
+    Of two back ends that see the same device (NVML, and an exporter that is scraped), the earlier has its say first and
+    the later adds what the earlier does not have.
+    """
+
+    name = "accelerators"
+
+    def __init__(self, config: Config, watched: Sequence[Watched] | None = None) -> None:
+        self.period_s = config.collect.periods.get(self.name, config.collect.period)
+        self.timeout_s = LIMIT_S + 1.0  # the back ends are given up before the collector is
+        self.back_ends = back_ends(config) if watched is None else list(watched)
+        self.devices: dict[str, Device] = {}
+        self.device_processes: list[DeviceProcess] = []
+        self.events: deque[DeviceEvent] = deque(maxlen=EVENTS_KEPT)
+        self._named = config.accelerators.backends
+        self._writer: SampleWriter | None = None
+
+    def collect(self) -> list[Reading]:
+        """Sample all back ends."""
+        for back_end in self.back_ends:
+            back_end.begin()
+        devices: dict[str, Device] = {}
+        events: list[DeviceEvent] = []
+        processes: dict[tuple[str, int], DeviceProcess] = {}
+        values: dict[tuple[str, tuple[str, ...]], Reading] = {}
+        for back_end in self.back_ends:
+            sample = back_end.finish()
+            for device in sample.devices:
+                if device.uuid not in devices or (devices[device.uuid].stale and not device.stale):
+                    devices[device.uuid] = device
+            for process in sample.processes:
+                processes.setdefault((process.device, process.pid), process)
+            for reading in sample.readings:
+                values.setdefault((reading.metric, reading.labels), reading)
+            events += sample.events
+        events += self._changes(devices)
+        self.events += events
+        self.devices, self.device_processes = devices, list(processes.values())
+        readings = [*values.values(), *(reading for device in devices.values() for reading in device_readings(device))]
+        if self._writer is not None:
+            sample = Sample(
+                at_ns=time.time_ns(), devices=list(devices.values()), readings=list(values.values()),
+                processes=self.device_processes, events=events, capabilities=self.capabilities(),
+            )  # fmt: skip
+            self._writer.write(sample)
+        return readings
+
+    def capabilities(self) -> dict[str, str]:
+        """Metric -> "" where a back end that runs has it, else the first reason why not."""
+        reasons: dict[str, str] = {}
+        for back_end in self.back_ends:
+            for metric, reason in back_end.capabilities.items():
+                reasons[metric] = "" if not reason or not reasons.get(metric, reason) else reasons.get(metric, reason)
+        return reasons
+
+    def trouble(self) -> list[str]:
+        """Back ends that do not work, metrics that devices do not give, and what would help."""
+        # A host needs no device of every vendor: what is not there matters where it was named, or if nothing is there.
+        troubles = [
+            f"{back_end.name}: {back_end.trouble}"
+            for back_end in self.back_ends
+            if back_end.trouble and (back_end.here or back_end.name in self._named or not self.devices)
+        ]
+        troubles += [f"{metric}: {reason}" for metric, reason in sorted(self.capabilities().items()) if reason]
+        return troubles + [f"{device.uuid}: {device.stale}" for device in self.devices.values() if device.stale]
+
+    def pause(self, seconds: float) -> int:
+        """Release the hardware counters for so long; how many back ends had some."""
+        return sum(back_end.pause(seconds) for back_end in self.back_ends)
+
+    def resume(self) -> int:
+        """Take the hardware counters again."""
+        return sum(back_end.resume() for back_end in self.back_ends)
+
+    def record(self, path: str | Path) -> None:
+        """Write every sample from now on to a file that the back end `recorded` plays."""
+        self._writer = SampleWriter(path)
+
+    def close(self) -> None:
+        """Let go of the back ends and of a recording."""
+        for back_end in self.back_ends:
+            back_end.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _changes(self, now: dict[str, Device]) -> Iterator[DeviceEvent]:
+        """Events of devices that stopped or began to answer; one that vanished stays, stale, for alerts to see."""
+        for uuid, device in self.devices.items():
+            if uuid not in now and not device.parent:  # a partition may be taken away
+                now[uuid] = msgspec.structs.replace(device, stale=device.stale or "its driver no longer lists it")
+            stale = now[uuid].stale if uuid in now else "the partition was taken away"
+            if bool(device.stale) != bool(stale):
+                yield DeviceEvent(at_ns=time.time_ns(), device=uuid, kind="lost" if stale else "back", text=stale)

@@ -1,0 +1,166 @@
+"""Devices that are made up, for benchmarks, demonstrations and tests: `[accelerators] simulated = 8`."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable
+
+import msgspec
+
+from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import Reading
+
+CLOCK_HZ, HIGHEST_CLOCK_HZ, MEMORY_CLOCK_HZ = 1.755e9, 1.98e9, 2.619e9
+MEMORY_BYTES, RESERVED_BYTES = 80 << 30, 600 << 20
+IDLE_WATTS, LIMIT_WATTS = 75.0, 700.0
+CHECKPOINT_EVERY_S, CHECKPOINT_S = 120.0, 8.0  # the made job stops to write what it has learned
+PIPES = ("tensor", "hmma", "imma", "dmma", "dfma", "fp64", "fp32", "fp16", "int")
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """What one device does. Ratios are of time; a pipe that is not named is idle."""
+
+    busy: float
+    pipes: dict[str, float]
+    power_watts: float
+    clock_hz: float = CLOCK_HZ
+    memory_bytes: int = 60 << 30
+    processes: list[DeviceProcess] = []
+    stale: str = ""  # why it does not answer
+
+
+def _training(index: int, seconds: float) -> Load:
+    """A job that trains in BF16, writes a checkpoint now and then, and whose devices are not quite alike."""
+    if seconds % CHECKPOINT_EVERY_S < CHECKPOINT_S:
+        return Load(busy=0.02, pipes={}, power_watts=IDLE_WATTS + 40.0, clock_hz=HIGHEST_CLOCK_HZ)
+    busy = 0.94 + 0.05 * math.sin(seconds / 7.0 + index)
+    hmma = 0.48 * busy
+    pipes = {"tensor": hmma, "hmma": hmma, "fp32": 0.09 * busy, "fp16": 0.01 * busy, "int": 0.12 * busy}
+    return Load(busy=busy, pipes=pipes, power_watts=IDLE_WATTS + 580.0 * busy - 3.0 * index)
+
+
+class SimulatedAccelerator:
+    """So many H100. Their load is a function of time and index alone, unless one is planted.
+
+    Args:
+        config: How many, and of which host: devices of two hosts have different identities.
+        clock: Seconds.
+    """
+
+    name = "simulated"
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.time) -> None:
+        self.planted: dict[int, Load] = {}  # index -> its load from now on
+        self.happened: list[DeviceEvent] = []  # what the next call tells
+        self.paused_until = 0.0
+        self._clock = clock
+        self._count = config.accelerators.simulated
+        self._host = config.host_name
+        self._sampled: float | None = None
+        self._joules = [0.0] * self._count
+        if not self._count:
+            raise NotHere("no devices are simulated: [accelerators] simulated = 8 makes up eight")
+
+    def uuid(self, index: int) -> str:
+        """Identity of a device: the same whenever this host simulates."""
+        return f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{index}.{self._host}')}"
+
+    def load(self, index: int) -> Load:
+        """What a device does now."""
+        return self.planted.get(index) or _training(index, self._clock())
+
+    def devices(self) -> list[Device]:
+        """So many as the configuration says."""
+        return [
+            Device(
+                uuid=self.uuid(index), index=str(index), vendor="nvidia", model="NVIDIA H100 80GB HBM3",
+                pci=f"00000000:{0x10 + index:02X}:00.0", driver="simulated", memory_bytes=MEMORY_BYTES,
+                multiprocessors=132, highest_clock_hz=HIGHEST_CLOCK_HZ, architecture="hopper",
+                stale=self.load(index).stale,
+            )
+            for index in range(self._count)
+        ]  # fmt: skip
+
+    def capabilities(self) -> dict[str, str]:
+        """All that is simulated can be had."""
+        return {reading.metric: "" for reading in self._readings(0)}
+
+    def sample(self) -> list[Reading]:
+        """The metrics of a Hopper device with GPM; energy is power over the time since the last call."""
+        now = self._clock()
+        seconds = 0.0 if self._sampled is None else max(0.0, now - self._sampled)
+        self._sampled = now
+        for index in range(self._count):
+            self._joules[index] += self.load(index).power_watts * seconds
+        return [
+            reading for index in range(self._count) if not self.load(index).stale for reading in self._readings(index)
+        ]
+
+    def processes(self) -> list[DeviceProcess]:
+        """The planted ones."""
+        return [
+            msgspec.structs.replace(process, device=self.uuid(index))
+            for index, load in self.planted.items()
+            if not load.stale
+            for process in load.processes
+        ]
+
+    def events(self) -> list[DeviceEvent]:
+        """What was put into `happened`."""
+        happened, self.happened = self.happened, []
+        return happened
+
+    def pause(self, seconds: float) -> bool:
+        """No activity of pipes for so long."""
+        self.paused_until = self._clock() + seconds
+        return True
+
+    def resume(self) -> bool:
+        """Activity of pipes again."""
+        self.paused_until = 0.0
+        return True
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _readings(self, index: int) -> list[Reading]:
+        load, device = self.load(index), (self.uuid(index),)
+        heat = load.power_watts / LIMIT_WATTS
+        links = (("pcie", 6e9), ("nvlink", 180e9))
+        readings = [
+            Reading("gpu_busy_ratio", device, load.busy),
+            Reading("gpu_memory_busy_ratio", device, 0.5 * load.busy),
+            *(Reading("gpu_video_busy_ratio", (*device, engine), 0.0) for engine in ("encoder", "decoder")),
+            Reading("gpu_memory_used_bytes", device, load.memory_bytes),
+            Reading("gpu_memory_free_bytes", device, MEMORY_BYTES - RESERVED_BYTES - load.memory_bytes),
+            Reading("gpu_memory_reserved_bytes", device, RESERVED_BYTES),
+            Reading("gpu_memory_limit_bytes", device, MEMORY_BYTES),
+            Reading("gpu_power_watts", device, load.power_watts),
+            Reading("gpu_power_limit_watts", device, LIMIT_WATTS),
+            Reading("gpu_energy_joules_total", device, self._joules[index]),
+            Reading("gpu_temperature_celsius", (*device, "gpu"), 30.0 + 35.0 * heat),
+            Reading("gpu_temperature_celsius", (*device, "memory"), 34.0 + 45.0 * heat),
+            Reading("gpu_clock_hertz", (*device, "sm"), load.clock_hz),
+            Reading("gpu_clock_hertz", (*device, "memory"), MEMORY_CLOCK_HZ),
+            Reading("gpu_throttled", (*device, "power"), float(load.power_watts >= LIMIT_WATTS)),
+            Reading("gpu_errors_total", (*device, "pcie-replay", ""), 0.0),
+            *(Reading("gpu_remapped_rows", (*device, kind), 0.0) for kind in ("correctable", "uncorrectable")),
+        ]
+        if self._clock() < self.paused_until:
+            return readings
+        readings += [
+            Reading("gpu_graphics_active_ratio", device, load.busy),
+            Reading("gpu_sm_active_ratio", device, 0.9 * load.busy),
+            Reading("gpu_sm_occupancy_ratio", device, 0.3 * load.busy),
+            Reading("gpu_dram_active_ratio", device, 0.4 * load.busy),
+            *(Reading("gpu_pipe_active_ratio", (*device, pipe), load.pipes.get(pipe, 0.0)) for pipe in PIPES),
+            *(
+                Reading("gpu_link_bytes_per_second", (*device, link, direction), rate * load.busy)
+                for link, rate in links
+                for direction in ("transmit", "receive")
+            ),
+        ]
+        return readings

@@ -1,0 +1,180 @@
+"""A back end behind a thread of its own: whoever waits for it waits 2 s at most, whatever its driver does."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from traceloom.agent.accelerators import Accelerator, Device, NotHere, Sample
+from traceloom.agent.metrics import Reading
+
+LIMIT_S = 2.0
+NOT_HERE_S = 60.0  # until a host without such devices is looked at again: a driver may be loaded later
+FIRST_RETRY_S, LAST_RETRY_S = 10.0, 600.0  # doubled from one failure to the next
+MOST_STUCK = 2  # threads that may hang in a driver at the same time; nothing can end them
+
+T = TypeVar("T")
+
+
+class BackEndThread:
+    """Makes one back end, calls it, one call after the other, and closes it."""
+
+    def __init__(self, name: str, make: Callable[[], Accelerator]) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._make = make
+        self._accelerator: Accelerator | None = None
+        self._thread = threading.Thread(target=self._run, name=f"accelerator {name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[Accelerator], T]) -> Future[T]:
+        """Have a call made after those before it."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                if self._accelerator is None:
+                    self._accelerator = self._make()
+                answer.set_result(call(self._accelerator))
+            except Exception as error:  # noqa: BLE001 - a stranger's back end may raise anything
+                answer.set_exception(error)
+
+        self._calls.put(run)
+        return answer
+
+    def stop(self) -> None:
+        """End after the calls before it: a call that hangs keeps the thread until it comes back, if ever."""
+        self._calls.put(None)
+
+    def is_alive(self) -> bool:
+        """Whether it still runs or hangs."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (run := self._calls.get()) is not None:
+            run()
+        if self._accelerator is not None:
+            with suppress(Exception):
+                self._accelerator.close()
+
+
+def _sample(accelerator: Accelerator) -> Sample:
+    return Sample(
+        at_ns=time.time_ns(),
+        devices=accelerator.devices(),
+        readings=accelerator.sample(),
+        processes=accelerator.processes(),
+        events=accelerator.events(),
+        capabilities=accelerator.capabilities(),
+    )
+
+
+class Watched:
+    """A back end that never keeps its caller waiting for longer than the limit.
+
+    A back end that hangs is abandoned with its thread; one that fails is closed. In both cases its devices stay, stale,
+    without readings, and a fresh back end is made later, at growing intervals, unless too many threads already hang.
+
+    Args:
+        name: What it is called in the configuration.
+        make: Makes a fresh back end; called in the thread.
+        limit_s: How long a sample may take.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Accelerator],
+        limit_s: float = LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.trouble = ""  # why there is no sample; "" where there is
+        self.here = True  # False where the host has nothing for it
+        self.capabilities: dict[str, str] = {}
+        self._make = make
+        self._limit_s = limit_s
+        self._clock = clock
+        self._devices: list[Device] = []
+        self._thread: BackEndThread | None = None
+        self._stuck: list[BackEndThread] = []
+        self._pending: Future[Sample] | None = None
+        self._deadline = 0.0
+        self._failures = 0
+        self._next_try = 0.0
+
+    def begin(self) -> None:
+        """Start to take a sample, unless it is not yet time to try again."""
+        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+        if self._thread is None and self._clock() >= self._next_try and len(self._stuck) < MOST_STUCK:
+            self._thread = BackEndThread(self.name, self._make)
+        if self._thread is not None:
+            self._pending = self._thread.submit(_sample)
+            self._deadline = time.monotonic() + self._limit_s
+
+    def finish(self) -> Sample:
+        """The sample that was begun; without one, the devices of the last, stale."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not wait([pending], max(0.0, self._deadline - time.monotonic())).done:
+            self._give_up(f"its driver has not answered for {self._limit_s:g} s", hangs=True)
+        elif pending is not None:
+            try:
+                sample = pending.result()
+            except NotHere as error:
+                self._give_up(str(error), hangs=False)
+                self.here, self._next_try, self._devices = False, self._clock() + NOT_HERE_S, []
+            except Exception as error:  # noqa: BLE001 - a stranger's back end may raise anything
+                self._give_up(f"it failed: {type(error).__name__}: {error}", hangs=False)
+            else:
+                self.here, self.trouble, self._failures = True, "", 0
+                self._devices, self.capabilities = sample.devices, sample.capabilities
+                return sample
+        return Sample(at_ns=time.time_ns(), devices=self._devices)
+
+    def pause(self, seconds: float) -> bool:
+        """Release the hardware counters; False where the back end did not do it in time."""
+        return self._ask(lambda accelerator: accelerator.pause(seconds))
+
+    def resume(self) -> bool:
+        """Take the counters again; False where the back end did not do it in time."""
+        return self._ask(lambda accelerator: accelerator.resume())
+
+    def close(self) -> None:
+        """Let go of the back end; what hangs is left behind."""
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+
+    def _ask(self, call: Callable[[Accelerator], bool]) -> bool:
+        if self._thread is None:
+            return False
+        with suppress(Exception):
+            return self._thread.submit(call).result(self._limit_s)
+        return False
+
+    def _give_up(self, why: str, *, hangs: bool) -> None:
+        assert self._thread is not None
+        self._thread.stop()
+        if hangs:
+            self._stuck.append(self._thread)
+        self._thread = None
+        self.trouble = why
+        self._next_try = self._clock() + min(FIRST_RETRY_S * 2**self._failures, LAST_RETRY_S)
+        self._failures += 1
+        self._devices = [msgspec.structs.replace(device, stale=why) for device in self._devices]
+
+
+def device_readings(device: Device) -> list[Reading]:
+    """`gpu_up` and `gpu_info` of a device, and what it is made of."""
+    info = (
+        device.uuid, device.index, device.vendor, device.model, device.pci, device.driver, device.parent,
+        device.partition,
+    )  # fmt: skip
+    return [Reading("gpu_up", (device.uuid,), float(not device.stale)), Reading("gpu_info", info, 1.0)]
