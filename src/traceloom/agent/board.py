@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 
 from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess
@@ -70,6 +71,12 @@ class Board:
     def stale(self, collector: str) -> None:
         """Take off what a collector delivered: it is no longer true."""
         self.sheets.pop(collector, None)
+
+    def copy(self) -> Board:
+        """The board as it is now, for another thread: sheets and what else it holds are replaced, never changed."""
+        board = copy(self)
+        board.sheets = dict(self.sheets)
+        return board
 
     def values(self) -> Iterator[tuple[Series, float, int]]:
         """Every series with its value and its time."""

@@ -1,0 +1,325 @@
+"""What the agent is asked and answers over HTTP: one structure each; the OpenAPI document is made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from traceloom.agent.board import Board
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import Kind, Series
+from traceloom.errors import TraceloomError
+
+Sees = Literal["all", "own", "host"]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class RequestError(TraceloomError):
+    """A request that is not answered: `status` is that of HTTP; `retry_s`: when to come again, where that helps."""
+
+    exit_code = 3
+
+    def __init__(self, status: int, message: str, *, slug: str, hint: str = "", retry_s: int = 0) -> None:
+        super().__init__(message, slug=slug, hint=hint)
+        self.status = status
+        self.retry_s = retry_s
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a route answers with."""
+
+
+class Problem(Answer, frozen=True):
+    """Why a request is refused: a stable name, a sentence, what to do."""
+
+    slug: str
+    message: str
+    hint: str = ""
+
+
+class ProblemAnswer(Answer, frozen=True):
+    """The body of every answer that is no success."""
+
+    error: Problem
+
+
+class Health(Answer, frozen=True):
+    """Whether the agent lives: its loop answers, and something was collected of late."""
+
+    healthy: bool
+    reason: str = ""
+
+
+class CollectorAnswer(Answer, frozen=True):
+    """How a collector fares. `ran_ns`: when it last ran, null: never; `trouble`: why it gave nothing then."""
+
+    name: str
+    period_seconds: float
+    ran_ns: int | None
+    seconds: float
+    runs: int
+    failures: dict[str, int]
+    trouble: str = ""
+
+
+class StatusAnswer(Answer, frozen=True):
+    """The agent and how it fares. `you`: what the one who asks may see."""
+
+    version: str
+    host: str
+    boot_id: str
+    pid: int
+    uid: int
+    started_ns: int
+    now_ns: int
+    series: int
+    devices: int
+    stale_devices: int
+    processes: int
+    collectors: list[CollectorAnswer]
+    history: dict[str, float] = {}
+    publishers: dict[str, str] = {}  # name -> "" or its last trouble
+    you: Sees = "host"
+
+
+class Check(Answer, frozen=True):
+    """A thing that the doctor looked at. `works`: yes, no, or partly; `why` not, and what would `help`."""
+
+    area: str
+    name: str
+    works: Literal["yes", "no", "partly"]
+    why: str = ""
+    help: str = ""
+
+
+class DoctorAnswer(Answer, frozen=True):
+    """What works on this host and what does not."""
+
+    checks: list[Check]
+
+
+class ValueAnswer(Answer, frozen=True):
+    """The latest value of a series, by its labels."""
+
+    metric: str
+    labels: dict[str, str]
+    value: float
+    at_ns: int
+
+
+class DeviceAnswer(Answer, frozen=True):
+    """A device or a partition of one: what is measured of it now; of who is on it what the one who asks may see."""
+
+    uuid: str
+    index: str
+    vendor: str
+    model: str
+    pci: str
+    driver: str
+    parent: str
+    partition: str
+    architecture: str
+    memory_bytes: int | None
+    multiprocessors: int | None
+    highest_clock_hz: float | None
+    stale: str
+    processes: list[str]
+    jobs: list[str]
+    values: list[ValueAnswer]
+
+
+class DevicesAnswer(Answer, frozen=True):
+    """All devices of the host."""
+
+    devices: list[DeviceAnswer]
+
+
+class OwnerAnswer(Answer, frozen=True):
+    """Whose a process is; "" or null: not known. `sources`: where each was read."""
+
+    job: str
+    name: str
+    scheduler: str
+    rank: int | None
+    local_rank: int | None
+    world_size: int | None
+    user: str
+    account: str
+    partition: str
+    namespace: str
+    pod: str
+    container: str
+    framework: str
+    framework_version: str
+    devices: tuple[str, ...]
+    labels: dict[str, str]
+    sources: dict[str, str]
+
+
+class ProcessAnswer(Answer, frozen=True):
+    """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it is not shown."""
+
+    key: str
+    pid: int
+    parent_pid: int
+    uid: int
+    started_ns: int
+    state: str
+    command: str
+    cgroup: str
+    devices: tuple[str, ...]
+    steps_per_second: float | None
+    unreadable: str
+    owner: OwnerAnswer
+    values: list[ValueAnswer]
+
+
+class ProcessesAnswer(Answer, frozen=True):
+    """The processes that the one who asks may see; `hidden`: how many there are besides."""
+
+    processes: list[ProcessAnswer]
+    hidden: int
+
+
+class JobAnswer(Answer, frozen=True):
+    """A job: its part on this host."""
+
+    job: str
+    name: str
+    scheduler: str
+    user: str
+    account: str
+    partition: str
+    namespace: str
+    framework: str
+    world_size: int | None
+    ranks: list[int]
+    processes: list[str]
+    devices: list[str]
+    steps_per_second: float | None
+    values: list[ValueAnswer]
+
+
+class JobsAnswer(Answer, frozen=True):
+    """The jobs that the one who asks may see; `hidden`: how many there are besides."""
+
+    jobs: list[JobAnswer]
+    hidden: int
+
+
+class SeriesAnswer(Answer, frozen=True):
+    """One series of a history: times in ns since the epoch, one value for each."""
+
+    labels: dict[str, str]
+    times_ns: list[int]
+    values: list[float]
+
+
+class QueryAnswer(Answer, frozen=True):
+    """What a metric was."""
+
+    metric: str
+    kind: Kind
+    unit: str
+    since_ns: int
+    until_ns: int
+    series: list[SeriesAnswer]
+
+
+class ClockAnswer(Answer, frozen=True):
+    """The clocks of this host, read one after the other: to measure how far two hosts are apart."""
+
+    wall_ns: int
+    monotonic_ns: int
+    boot_id: str
+
+
+class PauseBody(Answer, frozen=True, forbid_unknown_fields=True):
+    """For how long another profiler needs the hardware counters."""
+
+    seconds: Seconds
+
+
+class PauseAnswer(Answer, frozen=True):
+    """Back ends that let go of their counters, and until when."""
+
+    paused: list[str]
+    until_ns: int
+
+
+class StepsBody(Answer, frozen=True, forbid_unknown_fields=True):
+    """Steps that a job finished since it last told; `steps` are their durations in seconds."""
+
+    steps: Annotated[list[Annotated[float, Meta(ge=0, le=1e6)]], Meta(max_length=100_000)] = []
+    loader_wait_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    rank: Annotated[int, Meta(ge=0)] | None = None
+    world_size: Annotated[int, Meta(ge=1)] | None = None
+    framework: Annotated[str, Meta(max_length=64)] = ""
+    torch: Annotated[str, Meta(max_length=64)] = ""
+    input_bytes: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class StepsAnswer(Answer, frozen=True):
+    """What was taken."""
+
+    steps: int
+
+
+class QueryParameters(Answer, frozen=True, forbid_unknown_fields=True):
+    """Which history. `since`, `until`: `10m` (ago), seconds since the epoch, or ISO 8601.
+
+    `by`: labels, with commas between, to sum or average over all others; `where`: `label=value`, with commas between.
+    """
+
+    metric: str
+    since: str = "10m"
+    until: str = ""
+    by: str = ""
+    where: str = ""
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A question for the history. `shows` says of a series whether the one who asks may see it."""
+
+    metric: str
+    since_ns: int
+    until_ns: int
+    by: tuple[str, ...]
+    where: dict[str, str]
+    shows: Callable[[Series], bool]
+
+
+class Answers(Protocol):
+    """What the HTTP server asks the agent. All of it is called in the agent's loop."""
+
+    board: Board
+    config: Config
+
+    def status(self) -> StatusAnswer:
+        """How the agent fares."""
+
+    async def doctor(self) -> list[Check]:
+        """What works here."""
+
+    async def query(self, question: Question) -> Sequence[SeriesAnswer]:
+        """What was.
+
+        Raises:
+            RequestError: A label that the metric does not have.
+        """
+
+    async def pause(self, seconds: float) -> list[str]:
+        """Let go of hardware counters; the back ends that did."""
+
+    def steps(self, pid: int, uid: int, body: StepsBody) -> None:
+        """Steps that a process told, known by the credentials of its socket.
+
+        Raises:
+            RequestError: There is no such process that matters, or it is another user's.
+        """
+
+    def asked(self, route: str, code: int) -> None:
+        """Count a request."""

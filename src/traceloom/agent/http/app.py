@@ -1,0 +1,144 @@
+"""The application: the routes, and before them who asks and whether they ask too often.
+
+Everything is answered from memory; only the text of /metrics is made in a thread, so that the loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as Endpoint
+
+from traceloom.agent.http.answers import Answers, Problem, ProblemAnswer, RequestError
+from traceloom.agent.http.limits import Rates
+from traceloom.agent.http.openapi import document
+from traceloom.agent.http.peers import Peer, View
+from traceloom.agent.http.routes import ROUTES, Asked, Route
+from traceloom.agent.publish.openmetrics import render
+from traceloom.errors import nearest
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+METRICS_PATH, DOCUMENT_PATH = "/metrics", "/api/v1/openapi.json"
+
+
+class Guarded:
+    """In front of the routes: who asks, and whether they ask too often."""
+
+    def __init__(self, app: ASGIApp, agent: Answers) -> None:
+        self.app, self.agent = app, agent
+        self.rates = Rates(agent.config.access.requests_per_second)
+        self.paths = {*(route.path for route in ROUTES), METRICS_PATH, DOCUMENT_PATH}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, and count it."""
+        path, code = scope["path"], 500
+
+        async def counted(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+            await send(message)
+
+        try:
+            scope["state"]["peer"] = self._peer(scope, Headers(scope=scope))
+            await self.app(scope, receive, counted)
+        except RequestError as refusal:
+            await _refusal(refusal)(scope, receive, counted)
+        finally:
+            self.agent.asked(path if path in self.paths else "other", code)
+
+    def _peer(self, scope: Scope, headers: Headers) -> Peer:
+        identify: Callable[[Headers], Peer] = scope["state"]["identify"]
+        try:
+            peer = identify(headers)
+        except RequestError:
+            address = (scope["client"] or ("",))[0]
+            self.rates.take(f"stranger {address}")
+            if scope["path"] != "/healthz":
+                raise
+            return Peer(name=f"tcp {address}", sees="host")
+        if not peer.unlimited:
+            self.rates.take(peer.name)
+        return peer
+
+
+def _refusal(refusal: RequestError) -> Response:
+    headers = {"Retry-After": str(refusal.retry_s)} if refusal.retry_s else {}
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    answer = ProblemAnswer(error=Problem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
+    return Response(msgspec.json.encode(answer), refusal.status, headers, media_type="application/json")
+
+
+def build_app(agent: Answers) -> ASGIApp:
+    """The application that answers for an agent.
+
+    A server has to put `identify` into the state of each connection: headers -> Peer.
+    """
+
+    def endpoint(route: Route) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            asked = Asked(agent, request)
+            if route.acts and not asked.peer.acts:
+                raise RequestError(
+                    403,
+                    "this is for root, the group of the agent, and tokens that may do all",
+                    slug="not-allowed",
+                    hint="`access.group`, or `may` of a token in agent.toml",
+                )
+            return Response(msgspec.json.encode(await route.answers(asked)), media_type="application/json")
+
+        return answer
+
+    async def metrics(request: Request) -> Response:
+        view = View(agent.board.copy(), request.state.peer)
+        text, kind = await asyncio.to_thread(render, view, agent.config, request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": kind})
+
+    described = msgspec.json.encode(document(ROUTES))
+
+    async def openapi(_request: Request) -> Response:
+        return Response(described, media_type="application/json")
+
+    paths = [METRICS_PATH, DOCUMENT_PATH, *(route.path for route in ROUTES)]
+
+    def no_route(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path
+        if error.status_code == 405:
+            return _refusal(RequestError(405, f"{path} does not take {request.method}", slug="wrong-method"))
+        return _refusal(
+            RequestError(
+                error.status_code,
+                f"there is no {path}",
+                slug="no-such-route",
+                hint=nearest(path, paths) + f"{DOCUMENT_PATH} lists all",
+            )
+        )
+
+    def refused(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return _refusal(error)
+
+    def failed(_request: Request, _error: Exception) -> Response:
+        return _refusal(RequestError(500, "a defect of the agent", slug="internal-error", hint="its log says more"))
+
+    app = Starlette(
+        routes=[
+            Endpoint(METRICS_PATH, metrics),
+            Endpoint(DOCUMENT_PATH, openapi),
+            *(Endpoint(route.path, endpoint(route), methods=[route.method]) for route in ROUTES),
+        ],
+        exception_handlers={HTTPException: no_route, RequestError: refused, Exception: failed},
+    )
+    return Guarded(app, agent)

@@ -1,0 +1,89 @@
+"""The OpenAPI document, made from the table of routes and the structures of bodies and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from traceloom import __version__
+from traceloom.agent.http.answers import ProblemAnswer
+
+if TYPE_CHECKING:
+    from traceloom.agent.http.routes import Route
+
+REFUSALS = {
+    400: "The request is wrong",
+    401: "A token is needed, or it is none of ours",
+    403: "Not for the one who asks",
+    404: "There is no such thing",
+    413: "The body is too large",
+    429: "Too many requests; Retry-After says when to come again",
+    503: "The agent cannot answer now",
+}
+EVERYWHERE = (401, 429)
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """The document of OpenAPI 3.1 for the routes with JSON, and `/metrics`."""
+    kinds = {kind for route in routes for kind in (route.answer, route.body) if kind} | {ProblemAnswer}
+    ordered = sorted(kinds, key=lambda kind: kind.__name__)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    of = dict(zip(ordered, schemas, strict=True))
+    paths: dict[str, Any] = {
+        "/metrics": {
+            "get": {
+                "summary": "All series as OpenMetrics 1.0, or as plain text where Accept prefers it",
+                "operationId": "metrics",
+                "responses": {
+                    "200": {
+                        "description": "The series",
+                        "content": {"application/openmetrics-text": {}, "text/plain": {}},
+                    }
+                },
+            }
+        }
+    }
+    for route in routes:
+        operation: dict[str, Any] = {
+            "summary": route.summary,
+            "operationId": "_".join(part for part in route.path.split("/") if part not in ("", "api", "v1")),
+            "description": (route.answer.__doc__ or "").strip(),
+            "responses": {
+                "200": _content(route.summary, of[route.answer]),
+                **{
+                    str(code): _content(REFUSALS[code], of[ProblemAnswer])
+                    for code in sorted({*EVERYWHERE, *route.refuses})
+                },
+            },
+        }
+        if route.body:
+            operation["requestBody"] = {"required": True, **_content("", of[route.body])}
+            del operation["requestBody"]["description"]
+        if route.parameters:
+            operation["description"] = (route.parameters.__doc__ or "").strip()
+            operation["parameters"] = [
+                {
+                    "name": field.name,
+                    "in": "query",
+                    "required": field.required,
+                    "schema": msgspec.json.schema(field.type) | ({} if field.required else {"default": field.default}),
+                }
+                for field in msgspec.structs.fields(route.parameters)
+            ]
+        paths[route.path] = {route.method.lower(): operation}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Traceloom agent",
+            "version": __version__,
+            "description": "What devices and processes of a host do, and whose they are.",
+        },
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _content(description: str, schema: Any) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

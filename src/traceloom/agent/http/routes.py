@@ -1,0 +1,316 @@
+"""The routes with JSON: a table of what there is, and what answers it, from memory."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from traceloom.agent.http import answers as forms
+from traceloom.agent.http.answers import Answer, Answers, RequestError, ValueAnswer
+from traceloom.agent.http.limits import body_of
+from traceloom.agent.http.peers import Peer, View
+from traceloom.agent.metrics import METRICS, PREFIX
+from traceloom.agent.owners import Process
+from traceloom.errors import nearest
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+_MOST_POINTS = 500_000  # of an answer: about 10 MB of JSON
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+
+
+class Asked:
+    """A request: who asks, what they may see, and the agent that knows."""
+
+    def __init__(self, agent: Answers, request: Request) -> None:
+        self.agent, self.request = agent, request
+        self.peer: Peer = request.state.peer
+        self.view = View(agent.board, self.peer)
+
+    async def body(self, kind: type[Answer]) -> Answer:
+        """The body of the request.
+
+        Raises:
+            RequestError: `too-large`, `wrong-request`.
+        """
+        most, headers = self.agent.config.access.request_bytes, self.request.headers
+        body = await body_of(self.request.stream(), headers.get("content-length", ""), most)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _wrong(str(error)) from error
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """A route: what it is for, what it takes, what it gives. Those with `acts` need a peer that may act."""
+
+    path: str
+    summary: str
+    answers: Callable[[Asked], Awaitable[Answer]]
+    answer: type[Answer]
+    method: str = "GET"
+    body: type[Answer] | None = None
+    parameters: type[Answer] | None = None
+    refuses: tuple[int, ...] = ()
+    acts: bool = False
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(400, f"the request is wrong: {message[:1].lower()}{message[1:]}", slug="wrong-request")
+
+
+async def _healthz(asked: Asked) -> forms.Health:
+    states = asked.agent.board.collectors.values()
+    now_ns, young_ns = time.time_ns(), 60 * 10**9
+    alive = [state for state in states if now_ns - state.ran_ns < 3 * state.period_s * 10**9 + young_ns]
+    if alive or now_ns - asked.agent.board.started_ns < young_ns:
+        return forms.Health(healthy=True)
+    raise RequestError(503, "no collector ran of late", slug="not-healthy", hint="`traceloom agent status` says why")
+
+
+async def _status(asked: Asked) -> forms.StatusAnswer:
+    return msgspec.structs.replace(asked.agent.status(), you=asked.peer.sees)
+
+
+async def _doctor(asked: Asked) -> forms.DoctorAnswer:
+    return forms.DoctorAnswer(checks=await asked.agent.doctor())
+
+
+def _values_by(view: View, label: str) -> dict[str, list[ValueAnswer]]:
+    """The series that a peer may see by the value of one of their labels; those that only describe are left out."""
+    out: dict[str, list[ValueAnswer]] = defaultdict(list)
+    for (name, values), value, at_ns in view.values():
+        metric = METRICS[name]
+        if metric.kind != "info" and label in metric.labels:
+            labels = {key: text for key, text in zip(metric.labels, values, strict=True) if text}
+            out[labels.get(label, "")].append(
+                ValueAnswer(metric=metric.full_name, labels=labels, value=value, at_ns=at_ns)
+            )
+    return out
+
+
+async def _devices(asked: Asked) -> forms.DevicesAnswer:
+    view, values = asked.view, _values_by(asked.view, "device")
+    return forms.DevicesAnswer(
+        devices=[
+            forms.DeviceAnswer(
+                **msgspec.structs.asdict(device),
+                values=values[uuid],
+                processes=[key for key, process in view.processes.items() if uuid in process.devices],
+                jobs=sorted({p.owner.job for p in view.processes.values() if uuid in p.devices and p.owner.job}),
+            )
+            for uuid, device in view.devices.items()
+        ]
+    )
+
+
+async def _processes(asked: Asked) -> forms.ProcessesAnswer:
+    view, values = asked.view, _values_by(asked.view, "process")
+    rows = [
+        forms.ProcessAnswer(
+            key=key,
+            pid=p.pid,
+            parent_pid=p.parent_pid,
+            uid=p.uid,
+            started_ns=p.started_ns,
+            state=p.state,
+            command=p.command,
+            cgroup=p.cgroup,
+            devices=p.devices,
+            steps_per_second=p.steps_per_second,
+            unreadable=p.unreadable,
+            owner=forms.OwnerAnswer(**msgspec.structs.asdict(p.owner)),
+            values=values[key],
+        )
+        for key, p in view.processes.items()
+    ]
+    return forms.ProcessesAnswer(processes=rows, hidden=len(asked.agent.board.processes) - len(rows))
+
+
+async def _jobs(asked: Asked) -> forms.JobsAnswer:
+    view, values = asked.view, _values_by(asked.view, "job")
+    members: dict[str, list[Process]] = defaultdict(list)
+    for process in view.processes.values():
+        if process.owner.job:
+            members[process.owner.job].append(process)
+    rows = []
+    for job, processes in sorted(members.items()):
+        owners = [process.owner for process in processes]
+        rates = [process.steps_per_second for process in processes if process.steps_per_second is not None]
+        named = {
+            field: next(filter(None, (getattr(owner, field) for owner in owners)), "")
+            for field in ("name", "scheduler", "user", "account", "partition", "namespace", "framework")
+        }
+        rows.append(
+            forms.JobAnswer(
+                job=job,
+                **named,
+                values=values[job],
+                processes=[process.key for process in processes],
+                world_size=max((owner.world_size for owner in owners if owner.world_size is not None), default=None),
+                ranks=sorted({owner.rank for owner in owners if owner.rank is not None}),
+                devices=sorted({device for process in processes for device in process.devices}),
+                steps_per_second=min(rates, default=None),
+            )
+        )
+    everybody = {p.owner.job for p in asked.agent.board.processes.values() if p.owner.job}
+    return forms.JobsAnswer(jobs=rows, hidden=len(everybody) - len(rows))
+
+
+def moment(text: str, now_ns: int) -> int:
+    """A time in ns since the epoch: `10m` ago, seconds since the epoch, or ISO 8601 (UTC where it says no zone).
+
+    Raises:
+        RequestError: `wrong-request`.
+    """
+    if match := _AGO.fullmatch(text):
+        return now_ns - int(float(match[1]) * _UNITS_S[match[2]] * 1e9)
+    try:
+        return int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        pass
+    try:
+        time_of = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        return int((time_of if time_of.tzinfo else time_of.replace(tzinfo=timezone.utc)).timestamp() * 1e9)
+    except (ValueError, OverflowError) as error:
+        raise _wrong(f"`{text}` is no time, as 10m, 1700000000 or 2026-01-31T12:00") from error
+
+
+async def _query(asked: Asked) -> forms.QueryAnswer:
+    try:
+        wanted = msgspec.convert(dict(asked.request.query_params), forms.QueryParameters)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error)) from error
+    name = wanted.metric.removeprefix(PREFIX)
+    metric = METRICS.get(name)
+    if metric is None:
+        raise RequestError(
+            404,
+            f"there is no metric `{wanted.metric}`",
+            slug="no-such-metric",
+            hint=nearest(name, METRICS) + "docs/reference/agent-metrics.md lists them",
+        )
+    now_ns = time.time_ns()
+    pairs = [pair.partition("=") for pair in wanted.where.split(",") if pair]
+    if wrong := [label for label, equals, _ in pairs if not equals]:
+        raise _wrong(f"`where` has `{wrong[0]}`, which is no label=value")
+    question = forms.Question(
+        metric=name,
+        since_ns=moment(wanted.since, now_ns),
+        until_ns=moment(wanted.until, now_ns) if wanted.until else now_ns,
+        by=tuple(filter(None, wanted.by.split(","))),
+        where={label: value for label, _, value in pairs},
+        shows=asked.view.shows,
+    )
+    series = list(await asked.agent.query(question))
+    points = sum(len(one_series.values) for one_series in series)
+    if points > _MOST_POINTS:
+        raise RequestError(
+            400,
+            f"the answer would have {points:,} values",
+            slug="too-many-values",
+            hint="take a shorter time, `by` or `where`",
+        )
+    return forms.QueryAnswer(
+        metric=metric.full_name,
+        kind=metric.kind,
+        unit=metric.unit,
+        since_ns=question.since_ns,
+        until_ns=question.until_ns,
+        series=series,
+    )
+
+
+@cache
+def boot_id() -> str:
+    """What the kernel calls this start of the host; "" where it does not say."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text(encoding="ascii").strip() if path.exists() else ""
+
+
+async def _clock(_asked: Asked) -> forms.ClockAnswer:
+    return forms.ClockAnswer(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns(), boot_id=boot_id())
+
+
+async def _pause(asked: Asked) -> forms.PauseAnswer:
+    body = await asked.body(forms.PauseBody)
+    assert isinstance(body, forms.PauseBody)
+    until_ns = time.time_ns() + int(body.seconds * 1e9)
+    return forms.PauseAnswer(paused=await asked.agent.pause(body.seconds), until_ns=until_ns)
+
+
+async def _steps(asked: Asked) -> forms.StepsAnswer:
+    if asked.peer.pid is None or asked.peer.uid is None:
+        raise RequestError(
+            403,
+            "steps are taken over the unix socket alone",
+            slug="not-allowed",
+            hint="there the kernel says which process tells them",
+        )
+    body = await asked.body(forms.StepsBody)
+    assert isinstance(body, forms.StepsBody)
+    asked.agent.steps(asked.peer.pid, asked.peer.uid, body)
+    return forms.StepsAnswer(steps=len(body.steps))
+
+
+ROUTES = (
+    Route(path="/healthz", summary="Whether the agent lives", answers=_healthz, answer=forms.Health, refuses=(503,)),
+    Route(path="/api/v1/status", summary="The agent and how it fares", answers=_status, answer=forms.StatusAnswer),
+    Route(
+        path="/api/v1/doctor",
+        summary="What works on this host, what not, and what would help",
+        answers=_doctor,
+        answer=forms.DoctorAnswer,
+    ),
+    Route(
+        path="/api/v1/devices",
+        summary="Devices, what is measured of them now, and who is on them",
+        answers=_devices,
+        answer=forms.DevicesAnswer,
+    ),
+    Route(
+        path="/api/v1/processes",
+        summary="Processes that matter, and whose they are",
+        answers=_processes,
+        answer=forms.ProcessesAnswer,
+    ),
+    Route(path="/api/v1/jobs", summary="Jobs, as far as they are on this host", answers=_jobs, answer=forms.JobsAnswer),
+    Route(
+        path="/api/v1/query",
+        summary="What a metric was",
+        answers=_query,
+        answer=forms.QueryAnswer,
+        parameters=forms.QueryParameters,
+        refuses=(400, 404),
+    ),
+    Route(path="/api/v1/clock", summary="The clocks of this host", answers=_clock, answer=forms.ClockAnswer),
+    Route(
+        path="/api/v1/counters/pause",
+        summary="Let go of hardware counters for another profiler",
+        answers=_pause,
+        answer=forms.PauseAnswer,
+        method="POST",
+        body=forms.PauseBody,
+        refuses=(400, 403, 413),
+        acts=True,
+    ),
+    Route(
+        path="/api/v1/steps",
+        summary="Tell the steps that this process finished",
+        answers=_steps,
+        answer=forms.StepsAnswer,
+        method="POST",
+        body=forms.StepsBody,
+        refuses=(400, 403, 413),
+    ),
+)

@@ -1,0 +1,120 @@
+"""The board as text for Prometheus: OpenMetrics 1.0, or the plain text format before it, as the scraper prefers.
+
+The name of the host is a label of `traceloom_host_info` alone: a scraper adds `instance` to everything.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+
+from traceloom.agent.accelerators import Device, DeviceProcess
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import METRICS, Histogram, Metric, Series
+from traceloom.agent.owners import Process
+from traceloom.agent.publish.dcgm import dcgm_families
+
+
+class Readable(Protocol):
+    """The board, or as much of it as somebody may see."""
+
+    @property
+    def devices(self) -> Mapping[str, Device]:
+        """By their uuid."""
+
+    @property
+    def device_processes(self) -> Sequence[DeviceProcess]:
+        """Who is on them."""
+
+    @property
+    def processes(self) -> Mapping[str, Process]:
+        """By their key."""
+
+    def values(self) -> Iterator[tuple[Series, float, int]]:
+        """Every series, its value and its time."""
+
+    def histograms(self) -> Iterator[tuple[Histogram, int]]:
+        """Every histogram and its time."""
+
+
+class Families:
+    """What prometheus_client calls a collector: families of metrics with their samples."""
+
+    def __init__(self, families: list[Family]) -> None:
+        self.families = families
+
+    def collect(self) -> list[Family]:
+        """All of them."""
+        return self.families
+
+
+def render(board: Readable, config: Config, accept: str = "") -> tuple[bytes, str]:
+    """The text of all series, and its media type.
+
+    Args:
+        board: What is known now.
+        config: With `dcgm` in `compat` the names of dcgm-exporter follow ours.
+        accept: The scraper's `Accept` header; without OpenMetrics in it, the plain text format.
+    """
+    collected = families(board)
+    if "dcgm" in config.compat:
+        collected += dcgm_families(board, config.host_name)
+    registry = Families(collected)
+    if prefers_openmetrics(accept):
+        return openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
+    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def prefers_openmetrics(accept: str) -> bool:
+    """Whether an `Accept` header likes OpenMetrics at least as well as any other kind of text."""
+    weights: dict[str, float] = {}
+    for choice in accept.split(","):
+        kind, *parameters = (part.strip() for part in choice.split(";"))
+        quality = next((p[2:] for p in parameters if p.startswith("q=")), "1")
+        try:
+            weights[kind] = max(weights.get(kind, 0.0), float(quality))
+        except ValueError:
+            continue
+    weight = weights.pop("application/openmetrics-text", 0.0)
+    return weight > 0 and weight >= max((weights.get(kind, 0.0) for kind in ("text/plain", "*/*")), default=0.0)
+
+
+def families(board: Readable) -> list[Family]:
+    """A family for each metric that has series, in the order in which metrics are declared."""
+    by_metric: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+    for (name, labels), value, _ in board.values():
+        by_metric[name][labels] = value  # a series stands there once, whoever delivers it
+    histograms: dict[str, list[Histogram]] = defaultdict(list)
+    for histogram, _ in board.histograms():
+        histograms[histogram.metric].append(histogram)
+    out = []
+    for name, metric in METRICS.items():
+        if name not in by_metric and name not in histograms:
+            continue
+        family = Family(metric.full_name.removesuffix("_total").removesuffix("_info"), metric.help, metric.kind)
+        family.unit = metric.unit
+        for labels, value in by_metric[name].items():
+            family.add_sample(metric.full_name, _labels(metric, labels), value)
+        for histogram in histograms[name]:
+            _add_histogram(family, metric, histogram)
+        out.append(family)
+    return out
+
+
+def _labels(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
+    return {label: value for label, value in zip(metric.labels, values, strict=True) if value}
+
+
+def _add_histogram(family: Family, metric: Metric, histogram: Histogram) -> None:
+    labels = _labels(metric, histogram.labels)
+    for bound, count in zip((*metric.bounds, float("inf")), (*histogram.counts, histogram.number), strict=True):
+        family.add_sample(
+            f"{metric.full_name}_bucket", {**labels, "le": "+Inf" if bound == float("inf") else repr(bound)}, count
+        )
+    family.add_sample(f"{metric.full_name}_count", labels, histogram.number)
+    family.add_sample(f"{metric.full_name}_sum", labels, histogram.total)

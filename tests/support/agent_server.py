@@ -1,0 +1,179 @@
+"""A small agent for tests of what is asked over HTTP and published: a board written by hand, and real listeners."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from traceloom.agent.accelerators import Device, DeviceProcess
+from traceloom.agent.board import Board, CollectorState
+from traceloom.agent.config import Config, Locations
+from traceloom.agent.http.answers import Check, Question, SeriesAnswer, StatusAnswer, StepsBody
+from traceloom.agent.http.app import build_app
+from traceloom.agent.http.server import Listeners, serve
+from traceloom.agent.metrics import METRICS, Histogram, Reading
+from traceloom.agent.owners import Owner, Process
+
+ANNA, BERT = 4001, 4002  # two users
+
+
+def process(pid: int, uid: int, job: str, rank: int, steps_per_second: float | None = None) -> Process:
+    """A training process of a job of Slurm."""
+    owner = Owner(job=job, scheduler="slurm", rank=rank, world_size=2, user=f"user{uid}", framework="pytorch")
+    return Process(
+        key=f"{pid}@100", pid=pid, start_ticks=100, started_ns=1, parent_pid=1, uid=uid, owner=owner,
+        command=f"python train.py --job {job}", cgroup=f"/{job}", devices=(f"GPU-{rank}",), steps_per_second=steps_per_second,
+    )  # fmt: skip
+
+
+def full_board() -> Board:
+    """Every metric that is declared has a series: of two devices, a partition, two jobs of two users."""
+    board = Board()
+    now = time.time_ns()
+    board.devices = {
+        "GPU-0": Device(uuid="GPU-0", index="0", vendor="nvidia", model="H100", pci="00000000:1A:00.0", driver="570.1"),
+        "GPU-1": Device(uuid="GPU-1", index="1", vendor="nvidia", model="H100", pci="00000000:1B:00.0", driver="570.1"),
+        "MIG-1": Device(
+            uuid="MIG-1", index="1:0", vendor="nvidia", model="H100", parent="GPU-1", partition="1g.10gb 7"
+        ),
+    }
+    anna, bert = process(11, ANNA, "slurm-7", 0), process(22, BERT, "slurm-8", 1, steps_per_second=2.0)
+    board.processes = {anna.key: anna, bert.key: bert}
+    board.device_processes = [DeviceProcess(device="GPU-0", pid=11), DeviceProcess(device="GPU-1", pid=22)]
+    board.collectors["all"] = CollectorState("all", 10.0, ran_ns=now, seconds=0.01, runs=1)
+    values = {
+        "device": ("GPU-0", "GPU-1"), "process": (anna.key, bert.key), "job": ("slurm-7", "slurm-8"), "cgroup": ("/slurm-7", "/slurm-8"),
+        "command": ('python "train".py\n\\', "python b.py"), "pipe": ("tensor",), "engine": ("encoder", "decoder"), "part": ("gpu", "memory"),
+        "domain": ("sm", "memory"), "link": ("pcie", "nvlink"), "direction": ("transmit", "receive"), "type": ("pcie-replay", "uncorrectable"),
+        "host": ("node1",), "method": ("declared",), "bound": ("lower", "upper"), "collector": ("cpu",), "mode": ("user", "system"),
+        "state": ("used", "free"), "rank": ("0", "1"), "xid": ("",),
+    }  # fmt: skip
+    readings: list[Reading | Histogram] = []
+    for number, metric in enumerate(METRICS.values()):
+        choices = [values.get(label, (label,)) for label in metric.labels]
+        for turn in range(max(map(len, choices), default=1)):
+            labels = tuple(choice[min(turn, len(choice) - 1)] for choice in choices)
+            if metric.kind == "histogram":
+                counts = tuple(min(3, place) for place in range(len(metric.bounds)))
+                readings.append(Histogram(metric.name, labels, counts, 5, 1.25))
+            else:
+                readings.append(Reading(metric.name, labels, 1.0 if metric.kind == "info" else (number + turn) / 8))
+    board.put("all", readings, now)
+    return board
+
+
+class SmallAgent:
+    """Answers from a board that does not change; keeps what it was told."""
+
+    def __init__(self, config: Config | None = None, board: Board | None = None) -> None:
+        self.config = config or Config()
+        self.board = board or full_board()
+        self.told: list[tuple[int, int, StepsBody]] = []
+        self.requests: list[tuple[str, int]] = []
+        self.questions: list[Question] = []
+
+    def status(self) -> StatusAnswer:
+        collectors = [
+            {"name": s.name, "period_seconds": s.period_s, "ran_ns": s.ran_ns or None, "seconds": s.seconds, "runs": s.runs, "failures": s.failures}
+            for s in self.board.collectors.values()
+        ]  # fmt: skip
+        return msgspec.convert(
+            {
+                "version": "0", "host": self.config.host_name, "boot_id": "", "pid": os.getpid(), "uid": os.getuid(), "started_ns": self.board.started_ns,
+                "now_ns": time.time_ns(), "series": 1, "devices": 3, "stale_devices": 0, "processes": 2, "collectors": collectors,
+            },
+            StatusAnswer,
+        )  # fmt: skip
+
+    async def doctor(self) -> list[Check]:
+        return [
+            Check(
+                area="devices", name="nvml", works="no", why="libnvidia-ml.so.1 is not here", help="install the driver"
+            )
+        ]
+
+    async def query(self, question: Question) -> Sequence[SeriesAnswer]:
+        self.questions.append(question)
+        names = METRICS[question.metric].labels
+        return [
+            SeriesAnswer(labels=dict(zip(names, labels, strict=True)), times_ns=[at_ns], values=[value])
+            for (name, labels), value, at_ns in self.board.values()
+            if name == question.metric and question.shows((name, labels))
+        ]
+
+    async def pause(self, seconds: float) -> list[str]:
+        return ["nvml"]
+
+    def steps(self, pid: int, uid: int, body: StepsBody) -> None:
+        self.told.append((pid, uid, body))
+
+    def asked(self, route: str, code: int) -> None:
+        self.requests.append((route, code))
+
+
+def locations_in(directory: Path) -> Locations:
+    return Locations(
+        directory / "run" / "agent.sock", directory / "agent.db", directory / "audit.jsonl", directory / "kineto"
+    )
+
+
+@contextmanager
+def listening(agent: SmallAgent, directory: Path) -> Iterator[Listeners]:
+    """Its listeners, in a loop in a thread of their own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
+
+    try:
+        listeners = run(serve(build_app(agent), agent.config, locations_in(directory)))
+        try:
+            yield listeners
+        finally:
+            run(listeners.close())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
+
+
+class Reply:
+    """What a server sent until it closed the connection."""
+
+    def __init__(self, data: bytes) -> None:
+        head, _, self.body = data.partition(b"\r\n\r\n")
+        lines = head.decode().split("\r\n")
+        self.status = int(lines[0].split()[1]) if data else 0
+        self.headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
+
+    def json(self) -> Any:
+        return msgspec.json.decode(self.body)
+
+
+def connect(target: Path | tuple[str, int]) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX if isinstance(target, Path) else socket.AF_INET)
+    connection.settimeout(30)
+    connection.connect(str(target) if isinstance(target, Path) else target)
+    return connection
+
+
+def ask(target: Path | tuple[str, int], path: str, *, method: str = "GET", body: bytes = b"", **headers: str) -> Reply:
+    """Ask once, over a connection of its own."""
+    with connect(target) as connection:
+        lines = {"Host": "localhost", "Connection": "close", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        if body:
+            lines["Content-Length"] = str(len(body))
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        connection.sendall(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+        return Reply(b"".join(iter(lambda: connection.recv(65_536), b"")))
