@@ -66,6 +66,7 @@ class Metric(msgspec.Struct, frozen=True):
     dcgm: tuple[Alias, ...] = ()
     sharing: Sharing = ""
     bounds: tuple[float, ...] = ()  # of a histogram
+    constants: tuple[tuple[str, str], ...] = ()  # attributes in OpenTelemetry that are the same for every series
 
     @property
     def full_name(self) -> str:
@@ -74,6 +75,7 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 _DEVICE = (("device", "hw.id"),)
+_OK = (("hw.state", "ok"),)
 _DEV = "DCGM_FI_DEV_"
 _PROF = "DCGM_FI_PROF_"
 _STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -97,7 +99,7 @@ _DECLARED = (
     Metric("rdma_bytes_total", "counter", "bytes", "Data through a port of an RDMA device.", ("device", "port", "direction"), "traceloom.rdma.io", "By", (("device", "hw.id"), ("port", "traceloom.port"), ("direction", "network.io.direction"))),
     Metric("rdma_packets_total", "counter", "", "Packets through a port of an RDMA device.", ("device", "port", "direction"), "traceloom.rdma.packets", "{packet}", (("device", "hw.id"), ("port", "traceloom.port"), ("direction", "network.io.direction"))),
     Metric("rdma_errors_total", "counter", "", "Errors, discards and congestion marks of a port of an RDMA device.", ("device", "port", "type"), "hw.errors", "{error}", (("device", "hw.id"), ("port", "traceloom.port"), ("type", "error.type"))),
-    Metric("rdma_port_up", "gauge", "", "1 where the link of a port of an RDMA device is active.", ("device", "port"), "hw.status", "1", (("device", "hw.id"), ("port", "traceloom.port"))),
+    Metric("rdma_port_up", "gauge", "", "1 where the link of a port of an RDMA device is active.", ("device", "port"), "hw.status", "1", (("device", "hw.id"), ("port", "traceloom.port")), constants=_OK),
     Metric("oom_kills_total", "counter", "", 'Processes killed for want of memory, of the host (cgroup "") or of a cgroup.', ("cgroup",), "system.linux.memory.oom_kills", "{kill}", (("cgroup", "traceloom.cgroup"),)),
     # Control groups of jobs
     Metric("cgroup_cpu_seconds_total", "counter", "seconds", "Processor time of a cgroup by mode.", ("cgroup", "mode"), "container.cpu.time", "s", (("cgroup", "traceloom.cgroup"), ("mode", "cpu.mode"))),
@@ -114,8 +116,8 @@ _DECLARED = (
     Metric("process_gpu_share_ratio", "gauge", "ratio", "Share of a device's busy time that is this process's; those of one device add up to 1.", ("process", "device"), "traceloom.process.gpu.share", "1", (("process", "traceloom.process"), ("device", "hw.id"))),
     # Devices
     Metric("gpu_info", "info", "", "A device: 1, with what it is; join on `device`.", ("device", "index", "vendor", "model", "pci", "driver", "parent", "partition")),
-    Metric("gpu_up", "gauge", "", "1 where the device answers, 0 where its back end has not answered in time or the device is gone.", ("device",), "hw.status", "1", _DEVICE),
-    Metric("gpu_busy_ratio", "gauge", "ratio", "Share of time in which at least one kernel ran.", ("device",), "hw.gpu.utilization", "1", _DEVICE, (Alias(_DEV + "GPU_UTIL", (), 100.0),), "mean"),
+    Metric("gpu_up", "gauge", "", "1 where the device answers, 0 where its back end has not answered in time or the device is gone.", ("device",), "hw.status", "1", _DEVICE, constants=_OK),
+    Metric("gpu_busy_ratio", "gauge", "ratio", "Share of time in which at least one kernel ran.", ("device",), "hw.gpu.utilization", "1", _DEVICE, (Alias(_DEV + "GPU_UTIL", (), 100.0),), "mean", constants=(("hw.gpu.task", "general"),)),
     Metric("gpu_graphics_active_ratio", "gauge", "ratio", "Share of cycles in which the compute or graphics engine was active.", ("device",), "traceloom.gpu.graphics.active", "1", _DEVICE, (Alias(_PROF + "GR_ENGINE_ACTIVE"),), "mean"),
     Metric("gpu_sm_active_ratio", "gauge", "ratio", "Share of cycles in which a multiprocessor had at least one warp, averaged over all.", ("device",), "traceloom.gpu.sm.active", "1", _DEVICE, (Alias(_PROF + "SM_ACTIVE"),), "mean"),
     Metric("gpu_sm_occupancy_ratio", "gauge", "ratio", "Resident warps per multiprocessor, of the most there can be.", ("device",), "traceloom.gpu.sm.occupancy", "1", _DEVICE, (Alias(_PROF + "SM_OCCUPANCY"),), "mean"),

@@ -1,0 +1,139 @@
+"""The text for Prometheus, read back by prometheus_client's own parsers."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_plain
+
+from support.agent_server import full_board
+from traceloom.agent.board import Board
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import METRICS, Reading
+from traceloom.agent.publish.openmetrics import prefers_openmetrics, render
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
+
+
+def _samples(text: bytes, parse=parse_openmetrics):
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in parse(text.decode())
+        for sample in family.samples
+    }
+
+
+def test_every_series_is_in_the_text_with_kind_unit_and_help() -> None:
+    board = full_board()
+    text, kind = render(board, Config(), OPENMETRICS)
+    assert kind.startswith("application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in parse_openmetrics(text.decode())}
+    assert len(families) == len(METRICS)
+    for metric in METRICS.values():
+        family = families[metric.full_name.removesuffix("_total").removesuffix("_info")]
+        assert (family.type, family.unit, family.documentation) == (metric.kind, metric.unit, metric.help)
+    samples = _samples(text)
+    for (name, labels), value, _ in board.values():
+        pairs = [(label, text) for label, text in zip(METRICS[name].labels, labels, strict=True) if text]
+        assert samples["traceloom_" + name, tuple(sorted(pairs))] == value
+
+
+def test_the_plain_format_has_the_same_series() -> None:
+    board = full_board()
+    plain, kind = render(board, Config(), "text/plain")
+    assert kind.startswith("text/plain; version=0.0.4")
+    assert _samples(plain, parse_plain) == _samples(render(board, Config(), OPENMETRICS)[0])
+
+
+def test_a_histogram_is_cumulative_and_ends_with_all() -> None:
+    samples = _samples(render(full_board(), Config(), OPENMETRICS)[0])
+    labels = (("job", "slurm-7"), ("rank", "0"))
+    buckets = {dict(key[1])["le"]: value for key, value in samples.items() if key[0] == "traceloom_step_seconds_bucket"}
+    assert [buckets["0.001"], buckets["0.01"], buckets["60.0"], buckets["+Inf"]] == [0, 3, 3, 5]
+    assert samples["traceloom_step_seconds_count", labels] == 5
+    assert samples["traceloom_step_seconds_sum", labels] == 1.25
+
+
+def test_values_of_labels_are_escaped() -> None:
+    text, _ = render(full_board(), Config(), OPENMETRICS)
+    commands = {dict(key[1])["command"] for key in _samples(text) if key[0] == "traceloom_process_info"}
+    assert 'python "train".py\n\\' in commands
+
+
+def test_the_host_is_a_label_of_its_own_series_alone() -> None:
+    samples = _samples(render(full_board(), Config(), OPENMETRICS)[0])
+    assert {name for name, labels in samples if "host" in dict(labels)} == {"traceloom_host_info"}
+
+
+def test_an_empty_board_is_an_empty_text() -> None:
+    assert render(Board(), Config(), OPENMETRICS)[0] == b"# EOF\n"
+
+
+def test_a_series_of_two_collectors_stands_once() -> None:
+    board = Board()
+    board.put("a", [Reading("gpu_power_watts", ("GPU-0",), 1.0)], 1)
+    board.put("b", [Reading("gpu_power_watts", ("GPU-0",), 2.0)], 2)
+    assert render(board, Config())[0].count(b"\ntraceloom_gpu_power_watts{") == 1
+
+
+@pytest.mark.parametrize(
+    ("accept", "openmetrics"),
+    [
+        (OPENMETRICS, True),
+        ("application/openmetrics-text", True),
+        ("", False),
+        ("*/*", False),
+        ("text/plain;q=0.9, application/openmetrics-text;q=0.1", False),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;q=often, text/html", False),
+    ],
+)
+def test_the_format_that_the_scraper_prefers(accept: str, openmetrics: bool) -> None:
+    assert prefers_openmetrics(accept) == openmetrics
+
+
+def test_every_alias_of_dcgm_exporter_is_published_with_its_labels_and_unit() -> None:
+    board = full_board()
+    samples = _samples(render(board, Config(host="node1", compat=("dcgm",)), OPENMETRICS)[0])
+    aliases = {alias.name for metric in METRICS.values() for alias in metric.dcgm}
+    published = {name for name, _ in samples if name.startswith("DCGM_FI_")}
+    assert published <= aliases
+    values = {name: value for (name, labels), value, _ in board.values() if "GPU-0" in labels}
+    labels = {
+        "gpu": "0", "UUID": "GPU-0", "device": "nvidia0", "pci_bus_id": "00000000:1A:00.0", "modelName": "H100",
+        "Hostname": "node1", "DCGM_FI_DRIVER_VERSION": "570.1", "hpc_job": "7",
+    }  # fmt: skip
+    key = tuple(sorted(labels.items()))
+    assert samples["DCGM_FI_DEV_GPU_UTIL", key] == 100 * values["gpu_busy_ratio"]
+    assert samples["DCGM_FI_DEV_FB_USED", key] == values["gpu_memory_used_bytes"] / 2**20
+    assert samples["DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", key] == 1000 * values["gpu_energy_joules_total"]
+    assert samples["DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", key] == values["gpu_pipe_active_ratio"]
+
+
+def test_without_the_switch_there_is_no_name_of_dcgm() -> None:
+    assert b"DCGM" not in render(full_board(), Config())[0]
+
+
+def test_a_partition_has_the_labels_of_its_device_with_profile_and_number() -> None:
+    board = full_board()
+    board.put("mig", [Reading("gpu_busy_ratio", ("MIG-1",), 0.5), Reading("gpu_busy_ratio", ("gone",), 0.5)], 1)
+    board.sheets.pop("all")
+    samples = _samples(render(board, Config(compat=("dcgm",)), OPENMETRICS)[0])
+    ((name, pairs),) = [key for key in samples if key[0].startswith("DCGM")]
+    labels = dict(pairs)
+    assert (name, labels["UUID"], labels["gpu"], labels["GPU_I_PROFILE"], labels["GPU_I_ID"]) == (
+        "DCGM_FI_DEV_GPU_UTIL", "GPU-1", "1", "1g.10gb", "7",
+    )  # fmt: skip
+
+
+def test_a_device_of_two_jobs_names_none() -> None:
+    from support.agent_server import process
+
+    board = full_board()
+    other = process(33, 1, "slurm-9", 0)
+    board.processes[other.key] = other
+    samples = _samples(render(board, Config(compat=("dcgm",)), OPENMETRICS)[0])
+    jobs = {
+        dict(labels)["UUID"]: dict(labels).get("hpc_job") for name, labels in samples if name == "DCGM_FI_DEV_GPU_UTIL"
+    }
+    assert jobs == {"GPU-0": None, "GPU-1": "8"}
