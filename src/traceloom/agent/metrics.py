@@ -127,6 +127,7 @@ _DECLARED = (
         Alias(_PROF + "PIPE_TENSOR_ACTIVE", (("pipe", "tensor"),)), Alias(_PROF + "PIPE_FP64_ACTIVE", (("pipe", "fp64"),)), Alias(_PROF + "PIPE_FP32_ACTIVE", (("pipe", "fp32"),)), Alias(_PROF + "PIPE_FP16_ACTIVE", (("pipe", "fp16"),)),
         Alias(_PROF + "PIPE_TENSOR_IMMA_ACTIVE", (("pipe", "imma"),)), Alias(_PROF + "PIPE_TENSOR_HMMA_ACTIVE", (("pipe", "hmma"),)), Alias(_PROF + "PIPE_TENSOR_DFMA_ACTIVE", (("pipe", "dfma"),)), Alias(_PROF + "PIPE_INT_ACTIVE", (("pipe", "int"),)),
     ), "mean"),
+    Metric("gpu_cycles_total", "counter", "", "Cycles of the multiprocessors since the host started in which a pipe was active; `elapsed` are all, `active` those with a warp.", ("device", "pipe"), "traceloom.gpu.cycles", "{cycle}", (*_DEVICE, ("pipe", "traceloom.pipe"))),
     Metric("gpu_video_busy_ratio", "gauge", "ratio", "Share of time in which the video encoder or decoder worked.", ("device", "engine"), "hw.gpu.utilization", "1", (*_DEVICE, ("engine", "hw.gpu.task")), (Alias(_DEV + "ENC_UTIL", (("engine", "encoder"),), 100.0), Alias(_DEV + "DEC_UTIL", (("engine", "decoder"),), 100.0)), "mean"),
     Metric("gpu_memory_used_bytes", "gauge", "bytes", "Device memory in use.", ("device",), "hw.gpu.memory.usage", "By", _DEVICE, (Alias(_DEV + "FB_USED", (), 2.0**-20),), "sum"),
     Metric("gpu_memory_free_bytes", "gauge", "bytes", "Device memory that is free.", ("device",), "traceloom.gpu.memory.free", "By", _DEVICE, (Alias(_DEV + "FB_FREE", (), 2.0**-20),)),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,7 @@ from traceloom.agent.accelerators.chosen import back_ends
 from traceloom.agent.accelerators.recorded import SampleWriter
 from traceloom.agent.accelerators.watched import LIMIT_S, Watched, device_readings
 from traceloom.agent.config import Config
+from traceloom.agent.flops import MatrixTypes, estimate
 from traceloom.agent.metrics import Reading
 
 EVENTS_KEPT = 1000
@@ -35,6 +36,8 @@ class AcceleratorCollector:
         self.devices: dict[str, Device] = {}
         self.device_processes: list[DeviceProcess] = []
         self.events: deque[DeviceEvent] = deque(maxlen=EVENTS_KEPT)
+        self.element_types: dict[str, list[MatrixTypes]] = {}  # device -> of its jobs, as the daemon last knew
+        self._missing: dict[str, str] = {}  # what could not be estimated, and why
         self._named = config.accelerators.backends
         self._writer: SampleWriter | None = None
 
@@ -59,7 +62,9 @@ class AcceleratorCollector:
         events += self._changes(devices)
         self.events += events
         self.devices, self.device_processes = devices, list(processes.values())
-        readings = [*values.values(), *(reading for device in devices.values() for reading in device_readings(device))]
+        readings = list(values.values())
+        readings += self._estimates(readings)
+        readings += [reading for device in devices.values() for reading in device_readings(device)]
         if self._writer is not None:
             sample = Sample(
                 at_ns=time.time_ns(), devices=list(devices.values()), readings=list(values.values()),
@@ -74,7 +79,7 @@ class AcceleratorCollector:
         for back_end in self.back_ends:
             for metric, reason in back_end.capabilities.items():
                 reasons[metric] = "" if not reason or not reasons.get(metric, reason) else reasons.get(metric, reason)
-        return reasons
+        return self._missing | reasons
 
     def trouble(self) -> list[str]:
         """Back ends that do not work, metrics that devices do not give, and what would help."""
@@ -84,7 +89,11 @@ class AcceleratorCollector:
             for back_end in self.back_ends
             if back_end.trouble and (back_end.here or back_end.name in self._named or not self.devices)
         ]
-        troubles += [f"{metric}: {reason}" for metric, reason in sorted(self.capabilities().items()) if reason]
+        absent: dict[str, list[str]] = {}
+        for metric, reason in sorted(self.capabilities().items()):
+            if reason:
+                absent.setdefault(reason, []).append(metric)
+        troubles += [f"{', '.join(metrics)}: {reason}" for reason, metrics in absent.items()]
         return troubles + [f"{device.uuid}: {device.stale}" for device in self.devices.values() if device.stale]
 
     def pause(self, seconds: float) -> int:
@@ -105,6 +114,26 @@ class AcceleratorCollector:
             back_end.close()
         if self._writer is not None:
             self._writer.close()
+
+    def _estimates(self, readings: Iterable[Reading]) -> list[Reading]:
+        """FLOP/s of all devices and partitions that answer; a partition runs at the clock of its device."""
+        values: defaultdict[str, dict[tuple[str, tuple[str, ...]], float]] = defaultdict(dict)
+        for reading in readings:
+            values[reading.labels[0]][reading.metric, reading.labels[1:]] = reading.value
+        parents = {device.parent for device in self.devices.values()}
+        estimates: list[Reading] = []
+        self._missing = {}
+        for uuid, device in self.devices.items():
+            if not device.stale and uuid not in parents:  # what its partitions do is not counted twice
+                clocks = {
+                    key: value for key, value in values[device.parent].items() if key == ("gpu_clock_hertz", ("sm",))
+                }
+                of_device, missing = estimate(device, clocks | values[uuid], self.element_types.get(uuid, ()))
+                estimates += of_device
+                self._missing |= missing
+        for reading in estimates:
+            self._missing.pop(reading.metric, None)
+        return estimates
 
     def _changes(self, now: dict[str, Device]) -> Iterator[DeviceEvent]:
         """Events of devices that stopped or began to answer; one that vanished stays, stale, for alerts to see."""

@@ -180,7 +180,10 @@ def test_the_doctor_hears_of_what_matters() -> None:
     absent.watched.name = "amd"
     collector = AcceleratorCollector(Config(), [works.watched, absent.watched])
     collector.collect()
-    assert collector.trouble() == ["gpu_power_watts: the driver has no such call"], "a host needs no AMD device"
+    assert collector.trouble() == [
+        "gpu_flop_utilization_ratio, gpu_flops: the clock is not known",
+        "gpu_power_watts: the driver has no such call",
+    ], "a host needs no AMD device"
     collector = AcceleratorCollector(Config(), [absent.watched])
     absent.now = 1000.0
     collector.collect()

@@ -1,0 +1,148 @@
+"""FLOP/s of a device, from what its pipes did: multiprocessors x clock x activity x FLOP per clock, summed over pipes.
+
+    F = N_SM x f_SM(measured) x sum over pipes(activity x FLOP per clock per SM)
+
+The pipe of the matrix units does not tell TF32 from BF16 or FP8, which differ by a factor of up to eight: what is known
+of the element type decides how wide the interval is. Integer operations are no FLOP and stand apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from traceloom.agent.accelerators import Device
+from traceloom.agent.device_models import flop_per_clock
+from traceloom.agent.metrics import Reading
+
+Method = Literal["declared", "trace", "ratio", "bounds"]
+Values = Mapping[tuple[str, tuple[str, ...]], float]  # (metric, labels after the device) -> value
+PIPE = "gpu_pipe_active_ratio"
+VECTOR_TYPES = ("fp64", "fp32", "fp16")
+MATRIX_TYPES = ("tf32", "bf16", "fp16", "fp8", "fp4")  # those that the 16-bit pipe (HMMA) computes
+HALF_TO_SINGLE = 1.0  # more work in the FP16 pipe than in the FP32 pipe: the matrices are in half precision too
+LEAST_ACTIVITY = 1e-3  # of the vector pipes, for their ratio to say something
+
+# What jobs and frameworks call an element type.
+SPELLINGS = {
+    "tf32": "tf32", "fp32": "tf32", "float32": "tf32", "float": "tf32",  # matrix units have no FP32
+    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
+    "fp8": "fp8", "float8": "fp8", "e4m3": "fp8", "e5m2": "fp8", "mxfp8": "fp8",
+    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
+    "fp4": "fp4", "nvfp4": "fp4", "mxfp4": "fp4", "float4_e2m1fn_x2": "fp4",
+}  # fmt: skip
+
+
+class MatrixTypes(msgspec.Struct, frozen=True):
+    """What is known of the element types in a job's matrix units: type -> share of the FLOPs there, and from where."""
+
+    shares: dict[str, float]
+    method: Literal["declared", "trace"]
+
+
+class FlopRate(NamedTuple):
+    """FLOP/s that a device did at least and at most, and how the type in its matrix units is known."""
+
+    low: float
+    high: float
+    method: Method
+
+
+def declared_types(text: str) -> MatrixTypes | None:
+    """What a job declares (`TRACELOOM_DTYPE=bf16`); None for what is no type of matrix units."""
+    kind = SPELLINGS.get(text.strip().lower().removeprefix("torch."))
+    return None if kind is None else MatrixTypes({kind: 1.0}, "declared")
+
+
+def _matrix_rates(per_clock: Mapping[str, int], values: Values, types: Iterable[MatrixTypes]) -> FlopRate | None:
+    """FLOP per clock of a multiprocessor whose 16-bit matrix pipe is always active; None for an architecture without.
+
+    A mix is by FLOPs, and a pipe spends its time by FLOPs over rate: the rate of the mix is the harmonic mean.
+    """
+    rates = {kind: per_clock[f"{kind}_matrix"] for kind in MATRIX_TYPES if f"{kind}_matrix" in per_clock}
+    if not rates:
+        return None
+    # Several jobs on one device: nobody knows whose the activity is, so that it lies between their rates.
+    of_jobs = [
+        (sum(mix.shares.values()) / sum(share / rates[kind] for kind, share in mix.shares.items()), mix.method)
+        for mix in types
+        if mix.shares and mix.shares.keys() <= rates.keys()
+    ]
+    if of_jobs:
+        methods = {method for _, method in of_jobs}
+        values_of_jobs = [rate for rate, _ in of_jobs]
+        return FlopRate(min(values_of_jobs), max(values_of_jobs), "declared" if methods == {"declared"} else "trace")
+    half, single = values.get((PIPE, ("fp16",))), values.get((PIPE, ("fp32",)))
+    if half is not None and single is not None and half + single >= LEAST_ACTIVITY and "fp16" in rates:
+        if half >= HALF_TO_SINGLE * single:
+            return FlopRate(rates["fp16"], rates["fp16"], "ratio")
+        # Vector work of TF32 jobs and, as its sums need 32 bits, of BF16 jobs is in the FP32 pipe.
+        return FlopRate(rates.get("tf32", rates["fp16"]), rates.get("bf16", rates["fp16"]), "ratio")
+    return FlopRate(min(rates.values()), max(rates.values()), "bounds")
+
+
+def estimate(device: Device, values: Values, types: Iterable[MatrixTypes] = ()) -> tuple[list[Reading], dict[str, str]]:
+    """`gpu_flops`, `gpu_integer_ops` and `gpu_flop_utilization_ratio` of a device, or why they cannot be had.
+
+    Where only the activity of all matrix units together is known (exporters on A100), all of it counts as the 16-bit
+    pipe's; a vector pipe that is not known does nothing at least, and at most what the multiprocessors were active.
+
+    Args:
+        device: With its multiprocessors and architecture.
+        values: Its readings; of a partition, with the clock of its device.
+        types: What is known of each job on it.
+    """
+    per_clock = flop_per_clock().get(device.architecture)
+    clock = values.get(("gpu_clock_hertz", ("sm",)))
+    tensor, hmma = values.get((PIPE, ("tensor",))), values.get((PIPE, ("hmma",)))
+    readings: list[Reading] = []
+    missing: dict[str, str] = {}
+    name = (device.uuid,)
+    if clock is None:
+        return [], dict.fromkeys(("gpu_flops", "gpu_flop_utilization_ratio"), "the clock is not known")
+    if tensor is not None and device.highest_clock_hz:
+        readings.append(Reading("gpu_flop_utilization_ratio", name, tensor * clock / device.highest_clock_hz))
+    else:
+        missing["gpu_flop_utilization_ratio"] = "the activity of the matrix units, or the highest clock, is not known"
+    active = tensor if hmma is None else hmma
+    rate = None if per_clock is None else _matrix_rates(per_clock, values, types)
+    if active is None:
+        missing["gpu_flops"] = "the activity of the pipes is not known"
+    elif per_clock is None or rate is None or device.multiprocessors is None:
+        missing["gpu_flops"] = f"FLOP per clock of {device.model or 'this device'} are not known"
+    else:
+        cycles = device.multiprocessors * clock
+        low = active * rate.low
+        high = active * rate.high
+        at_most = values.get(("gpu_sm_active_ratio", ()), values.get(("gpu_graphics_active_ratio", ()), 1.0))
+        # A multiprocessor issues to one vector pipe more than to another: unknown ones count with the fastest.
+        unknown = [kind for kind in VECTOR_TYPES if (PIPE, (kind,)) not in values]
+        high += at_most * max((per_clock.get(kind, 0) for kind in unknown), default=0)
+        for kind in VECTOR_TYPES:
+            vector = values.get((PIPE, (kind,)), 0.0) * per_clock.get(kind, 0)
+            low, high = low + vector, high + vector
+        for pipe in ("dmma", "dfma"):
+            double = values.get((PIPE, (pipe,)), 0.0) * per_clock.get("fp64_matrix", 0)
+            low, high = low + double, high + double
+        readings += [
+            Reading("gpu_flops", (*name, rate.method, "low"), low * cycles),
+            Reading("gpu_flops", (*name, rate.method, "high"), high * cycles),
+        ]
+        integer = values.get((PIPE, ("imma",)))
+        if integer is not None and "int8_matrix" in per_clock:
+            readings.append(Reading("gpu_integer_ops", name, integer * per_clock["int8_matrix"] * cycles))
+    return readings, missing
+
+
+def calibration(estimated: FlopRate, flops_per_step: float, steps_per_second: float) -> float | None:
+    """How far the estimate is from the FLOPs that a trace counted: 0 within the bounds, else from the nearer one.
+
+    (estimate - counted) / counted; None where no steps are done.
+    """
+    counted = flops_per_step * steps_per_second
+    if counted <= 0:
+        return None
+    nearest = min(max(counted, estimated.low), estimated.high)
+    return (nearest - counted) / counted
