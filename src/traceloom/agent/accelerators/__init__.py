@@ -28,6 +28,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     multiprocessors: int | None = None
     highest_clock_hz: float | None = None
     architecture: str = ""  # as volta, ampere, ada, hopper, blackwell, cdna3
+    owner: dict[str, str] = {}  # whose it is, where its back end says so: job, user, pod, namespace, container ...
     stale: str = ""  # why nothing is known of it now; "" where it answers
 
 

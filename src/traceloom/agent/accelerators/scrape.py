@@ -1,0 +1,300 @@
+"""Devices that another exporter already watches: dcgm-exporter, AMD's device-metrics-exporter, GKE's TPU device plugin.
+
+`[accelerators] scrape = ["http://127.0.0.1:9400/metrics"]`; where NVML has no counters of pipes (A100), these come from
+here while all else comes from NVML.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere
+from traceloom.agent.config import Config
+from traceloom.agent.device_models import device_model
+from traceloom.agent.metrics import METRICS, Reading
+
+LIMIT_S = 1.5  # of one exporter: below the limit of the back end, so that one that hangs takes none else with it
+MOST_BYTES = 16 << 20
+CHUNK = 1 << 16
+MIB = float(1 << 20)
+BLANKS = ((2**31 - 16, 2**31), (2**47, 2**47 + 16), (2**63 - 16, 2**64))  # how DCGM writes that it has no value
+
+
+class Source(NamedTuple):
+    """A series of an exporter and what it is of ours: its value is ours divided by `factor`."""
+
+    name: str
+    metric: str
+    labels: tuple[str, ...] = ()
+    factor: float = 1.0
+    where: tuple[tuple[str, str], ...] = ()
+
+
+def _dcgm() -> Iterator[Source]:
+    for metric in METRICS.values():
+        for alias in metric.dcgm:
+            labels = dict(alias.where)
+            yield Source(
+                alias.name, metric.name, tuple(labels.get(label, "") for label in metric.labels[1:]), 1 / alias.factor
+            )
+
+
+_DEV, _PROF, _PIPE = "DCGM_FI_DEV_", "DCGM_FI_PROF_", "gpu_pipe_active_ratio"
+# Names of DCGM 4.6, beside those of before (which it still answers to): some in other units.
+_DCGM_4 = (
+    Source(_PROF + "GR_ENGINE_UTIL_RATIO", "gpu_graphics_active_ratio"),
+    Source(_PROF + "SM_UTIL_RATIO", "gpu_sm_active_ratio"),
+    Source(_PROF + "SM_OCCUPANCY_RATIO", "gpu_sm_occupancy_ratio"),
+    Source(_PROF + "DRAM_UTIL_RATIO", "gpu_dram_active_ratio"),
+    Source(_PROF + "TENSOR_UTIL_RATIO", _PIPE, ("tensor",)),
+    *(
+        Source(f"{_PROF}{pipe.upper()}_UTIL_RATIO", _PIPE, (pipe,))
+        for pipe in ("fp64", "fp32", "fp16", "imma", "hmma", "dfma", "int")
+    ),
+    Source(_PROF + "SM_CYCLES_ELAPSED_TOTAL", "gpu_cycles_total", ("elapsed",)),
+    Source(_PROF + "SM_CYCLES_ACTIVE_TOTAL", "gpu_cycles_total", ("active",)),
+    Source(_PROF + "MMA_CYCLES_ACTIVE_TOTAL", "gpu_cycles_total", ("tensor",)),
+    *(
+        Source(f"{_PROF}{pipe.upper()}_CYCLES_ACTIVE_TOTAL", "gpu_cycles_total", (pipe,))
+        for pipe in ("dmma", "hmma", "imma", "dfma", "int", "fp64", "fp32", "fp16")
+    ),
+    Source(_PROF + "PCIE_TX_BYTES_TOTAL", "gpu_link_bytes_total", ("pcie", "transmit")),
+    Source(_PROF + "PCIE_RX_BYTES_TOTAL", "gpu_link_bytes_total", ("pcie", "receive")),
+    Source(_DEV + "GPU_UTIL_RATIO", "gpu_busy_ratio", (), 0.01),  # the field of before under another name: percent
+    Source(_DEV + "SM_CLOCK_HERTZ", "gpu_clock_hertz", ("sm",)),
+    Source(_DEV + "MEMORY_CLOCK_HERTZ", "gpu_clock_hertz", ("memory",)),
+    Source(_DEV + "GPU_ENERGY_JOULES_TOTAL", "gpu_energy_joules_total"),
+    Source(_DEV + "PCIE_REPLAY_TOTAL", "gpu_errors_total", ("pcie-replay", "")),
+    Source(_DEV + "XID_ERROR", "gpu_last_xid"),
+    Source(_DEV + "ROW_REMAP_UNCORRECTABLE_TOTAL", "gpu_remapped_rows", ("uncorrectable",)),
+    Source(_DEV + "ROW_REMAP_CORRECTABLE_TOTAL", "gpu_remapped_rows", ("correctable",)),
+    Source(_DEV + "ROW_REMAP_FAILED", "gpu_remapped_rows", ("failure",)),
+    Source(_DEV + "ROW_REMAP_PENDING", "gpu_remapped_rows", ("pending",)),
+    Source(_DEV + "ECC_SBE_AGG_TOTAL", "gpu_errors_total", ("ecc-corrected", "")),
+    Source(_DEV + "ECC_DBE_AGG_TOTAL", "gpu_errors_total", ("ecc-uncorrected", "")),
+)
+_AMD = (
+    Source("gpu_gfx_activity", "gpu_busy_ratio", (), 0.01),
+    Source("gpu_umc_activity", "gpu_memory_busy_ratio", (), 0.01),
+    Source("gpu_package_power", "gpu_power_watts"),
+    Source("gpu_average_package_power", "gpu_power_watts"),
+    Source("gpu_power_usage", "gpu_power_watts"),
+    Source("gpu_energy_consumed", "gpu_energy_joules_total", (), 1e-6),
+    Source("gpu_edge_temperature", "gpu_temperature_celsius", ("gpu",)),
+    Source("gpu_junction_temperature", "gpu_temperature_celsius", ("hotspot",)),
+    Source("gpu_memory_temperature", "gpu_temperature_celsius", ("memory",)),
+    Source("gpu_total_vram", "gpu_memory_limit_bytes", (), MIB),
+    Source("gpu_used_vram", "gpu_memory_used_bytes", (), MIB),
+    Source("gpu_free_vram", "gpu_memory_free_bytes", (), MIB),
+    *(
+        Source(
+            "gpu_clock", "gpu_clock_hertz", (domain,), 1e6,
+            (("clock_type", f"GPU_CLOCK_TYPE_{kind}"), ("clock_index", index)),
+        )
+        for domain, kind, index in (("sm", "SYSTEM", "0"), ("memory", "MEMORY", "8"), ("memory", "MEMORY", "0"))
+    ),
+    Source("pcie_replay_count", "gpu_errors_total", ("pcie-replay", "")),
+    Source("gpu_ecc_correct_total", "gpu_errors_total", ("ecc-corrected", "")),
+    Source("gpu_ecc_uncorrect_total", "gpu_errors_total", ("ecc-uncorrected", "")),
+)  # fmt: skip
+_TPU = tuple(
+    Source(name + suffix, metric, labels, factor)
+    for suffix in ("", "_node")  # `_node` has the chips that no container holds, too
+    for name, metric, labels, factor in (
+        ("duty_cycle", "gpu_busy_ratio", (), 0.01),
+        ("tensorcore_utilization", _PIPE, ("tensor",), 0.01),
+        ("memory_bandwidth_utilization", "gpu_dram_active_ratio", (), 0.01),
+        ("memory_used", "gpu_memory_used_bytes", (), 1.0),
+        ("memory_total", "gpu_memory_limit_bytes", (), 1.0),
+    )
+)
+# Of two for the same series the first that the exporter has is taken.
+SOURCES = (*_dcgm(), *_DCGM_4, *_AMD, *(source._replace(name="amd_" + source.name) for source in _AMD), *_TPU)
+_BY_NAME: dict[str, list[tuple[int, Source]]] = defaultdict(list)
+for _order, _source in enumerate(SOURCES):
+    _BY_NAME[_source.name].append((_order, _source))
+
+# Labels that say whose a device is, by exporter -> field of an owner.
+_OWNERS = {
+    "pod": "pod", "namespace": "namespace", "container": "container", "hpc_job": "job", "job_id": "job",
+    "job_user": "user", "job_partition": "partition",
+}  # fmt: skip
+
+
+def device_of(labels: Mapping[str, str]) -> Device | None:
+    """The device that a series is of, by the labels of its exporter; None where it is of none."""
+    owner = {field: labels[label] for label, field in _OWNERS.items() if labels.get(label)}
+    if uuid := labels.get("UUID"):
+        model = device_model(labels.get("modelName", ""))
+        instance = labels.get("GPU_I_ID", "")
+        return Device(
+            uuid=f"{uuid}/{instance}" if instance else uuid, parent=uuid if instance else "",
+            index=f"{labels.get('gpu', '')}:{instance}" if instance else labels.get("gpu", ""), vendor="nvidia",
+            model=labels.get("modelName", ""), pci=labels.get("pci_bus_id", ""),
+            driver=labels.get("DCGM_FI_DRIVER_VERSION", ""),
+            partition=f"{labels.get('GPU_I_PROFILE', '')} gi={instance}" if instance else "",
+            # How many multiprocessors a partition has is not said.
+            multiprocessors=model.multiprocessors if model and not instance else None,
+            highest_clock_hz=model.highest_clock_hz if model else None,
+            architecture=model.architecture if model else "", owner=owner,
+        )  # fmt: skip
+    if accelerator := labels.get("accelerator_id"):
+        return Device(
+            uuid=accelerator, index=accelerator.rpartition("-")[2], vendor="google", model=labels.get("model", ""),
+            owner=owner,
+        )  # fmt: skip
+    identity = labels.get("gpu_uuid") or labels.get("serial_number")
+    if identity and "gpu_id" in labels:
+        name = labels.get("card_series") or labels.get("card_model", "")
+        model = device_model(name)
+        # A card that is divided lists its partitions one by one; the first has the number of the whole.
+        partition = labels.get("gpu_partition_id", "0")
+        divided = labels.get("gpu_compute_partition_type", "spx").lower() != "spx"
+        return Device(
+            uuid=f"{identity}/{partition}" if divided else identity, index=labels["gpu_id"], vendor="amd", model=name,
+            driver=labels.get("driver_version", ""),
+            partition=f"{labels['gpu_compute_partition_type']} {partition}" if divided else "",
+            multiprocessors=model.multiprocessors if model and not divided else None,
+            highest_clock_hz=model.highest_clock_hz if model else None,
+            architecture=model.architecture if model else "", owner=owner,
+        )  # fmt: skip
+    return None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """An exporter that sends elsewhere is not followed: the configuration names where to look."""
+
+
+class ScrapedAccelerator:
+    """What exporters say; the devices of one that does not answer are stale while the others go on."""
+
+    name = "scrape"
+
+    def __init__(self, config: Config) -> None:
+        if not config.accelerators.scrape:
+            raise NotHere('no exporter is scraped: [accelerators] scrape = ["http://127.0.0.1:9400/metrics"] names one')
+        self._addresses = [_address(text) for text in config.accelerators.scrape]
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+        self._devices: dict[str, dict[str, Device]] = {address: {} for address in self._addresses}
+        self._readings: dict[str, list[Reading]] = {}
+        self._failures: dict[str, str] = {}
+
+    def devices(self) -> list[Device]:
+        """Scrape all exporters at the same time; the devices that they tell of."""
+        threads = [threading.Thread(target=self._scrape, args=(each,), daemon=True) for each in self._addresses]
+        deadline = time.monotonic() + LIMIT_S * 1.1
+        for thread in threads:
+            thread.start()
+        for thread, address in zip(threads, self._addresses, strict=True):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():  # looking up its name, which has no time-out
+                self._fail(address, "it has not answered in time")
+        return [device for address in self._addresses for device in self._devices[address].values()]
+
+    def capabilities(self) -> dict[str, str]:
+        """What the exporters have, and which do not answer."""
+        present = {reading.metric: "" for readings in self._readings.values() for reading in readings}
+        return present | {f"exporter {address}": reason for address, reason in self._failures.items()}
+
+    def sample(self) -> list[Reading]:
+        """What they said."""
+        return [reading for readings in self._readings.values() for reading in readings]
+
+    def processes(self) -> list[DeviceProcess]:
+        """Exporters tell of none."""
+        return []
+
+    def events(self) -> list[DeviceEvent]:
+        """Exporters tell of none."""
+        return []
+
+    def pause(self, seconds: float) -> bool:  # noqa: ARG002 - as every back end
+        """The counters are the exporter's."""
+        return False
+
+    def resume(self) -> bool:
+        """The counters are the exporter's."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is open between two scrapes."""
+
+    def _scrape(self, address: str) -> None:
+        try:
+            devices, readings = parsed(self._fetch(address))
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self._fail(address, str(error) or type(error).__name__)
+        else:
+            self._devices[address], self._readings[address] = devices, readings
+            self._failures.pop(address, None)
+
+    def _fail(self, address: str, why: str) -> None:
+        self._failures[address] = why
+        self._readings.pop(address, None)
+        stale = f"the exporter {address} does not answer: {why}"
+        self._devices[address] = {
+            uuid: msgspec.structs.replace(device, stale=stale) for uuid, device in self._devices[address].items()
+        }
+
+    def _fetch(self, address: str) -> str:
+        deadline = time.monotonic() + LIMIT_S
+        with self._opener.open(address, timeout=LIMIT_S) as answer:
+            parts: list[bytes] = []
+            size = 0
+            # Chunk by chunk: the time-out of a socket starts anew with every byte of a slow exporter.
+            while chunk := answer.read1(CHUNK):
+                size += len(chunk)
+                if size > MOST_BYTES:
+                    raise ValueError(f"it says more than {MOST_BYTES >> 20} MB")
+                if time.monotonic() > deadline:
+                    raise TimeoutError("it has not answered in time")
+                parts.append(chunk)
+        return b"".join(parts).decode("utf-8")
+
+
+def parsed(text: str) -> tuple[dict[str, Device], list[Reading]]:
+    """The devices and readings in the text of an exporter.
+
+    Raises:
+        ValueError: It is not the text format of Prometheus.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    devices: dict[str, Device] = {}
+    values: dict[tuple[str, str, tuple[str, ...]], tuple[int, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            # The parser gives every counter the `_total` of OpenMetrics, which these exporters do not print.
+            for order, source in _BY_NAME.get(sample.name) or _BY_NAME.get(sample.name.removesuffix("_total"), []):
+                if any(sample.labels.get(label) != wanted for label, wanted in source.where):
+                    continue
+                device = device_of(sample.labels)
+                if device is None or sample.value != sample.value or any(a <= sample.value < b for a, b in BLANKS):
+                    continue
+                if source.metric == "gpu_last_xid" and not sample.value:  # there was none
+                    continue
+                if device.uuid not in devices or (device.owner and not devices[device.uuid].owner):
+                    devices[device.uuid] = device
+                key = (source.metric, device.uuid, source.labels)
+                if key not in values or order < values[key][0]:
+                    values[key] = (order, sample.value * source.factor)
+    return devices, [Reading(metric, (uuid, *labels), value) for (metric, uuid, labels), (_, value) in values.items()]
+
+
+def _address(text: str) -> str:
+    """A whole address: of a host and port alone, its `/metrics` by HTTP."""
+    whole = text if "//" in text else f"http://{text}"
+    parts = urllib.parse.urlsplit(whole)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"`{text}` in [accelerators] scrape is no address of an exporter")
+    return urllib.parse.urlunsplit(parts._replace(path=parts.path if parts.path.strip("/") else "/metrics"))
