@@ -34,6 +34,9 @@ _NAMES = {
     "graph": r"^CompiledFunction(Backward)?$|^## Call CompiledFxGraph ",
     "wrapper": r"^(Pregraph bytecode|AOTDispatcher Runtime Wrapper Prologue)$",
 }
+COMPILED = f"{_NAMES['region']}|{_NAMES['graph']}"
+"""What runs something compiled: regions, and graphs without one."""
+
 _BACKWARD = r"^(entire_backward_compile|backward\._backward_impl)"
 
 # Phases by the names the compiler gives them; code lies in Inductor, Inductor in the back end.

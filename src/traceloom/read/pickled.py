@@ -8,7 +8,6 @@ below its size. What is made then grows with the size of the file alone. Tuples 
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 import re
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 
 from traceloom.errors import InputError, unreadable
 from traceloom.files import read_small
+from traceloom.garbage import not_collected
 
 MOST_BYTES = 1 << 30
 _LEAST_PER_OBJECT = 8  # bytes of file; whoever needs fewer makes objects out of nothing
@@ -76,15 +76,11 @@ def load(path: str | Path) -> tuple[Any, int]:
 def loads(data: bytes, where: str = "") -> tuple[Any, int]:
     """The data of a pickle; see `load`."""
     data, replaced = _checked(data, where)
-    collecting = gc.isenabled()
-    gc.disable()  # it would look through all objects again and again, and all are kept
     try:
-        return _Unpickler(io.BytesIO(data)).load(), replaced
+        with not_collected():
+            return _Unpickler(io.BytesIO(data)).load(), replaced
     except Exception as error:  # instructions that do not fit together fail in many ways
         raise _damaged("its instructions do not fit together", where) from error
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _checked(data: bytes, where: str) -> tuple[bytes, int]:

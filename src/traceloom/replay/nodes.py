@@ -19,7 +19,6 @@ from traceloom.model.host_trace import HostTrace
 from traceloom.replay.values import (
     RecordedTensor,
     TensorPlace,
-    UnreadableValuesError,
     storages_of,
     tensor_places,
     tensors_of,
@@ -72,13 +71,20 @@ class TensorsOf:
         places = self.places[row]
         try:
             return tensors_of(self.values[row], self.shapes[row], self.strides[row], places) if places else []
-        except UnreadableValuesError as error:
+        except (TypeError, ValueError, IndexError, KeyError) as error:
             self.unreadable[row] = str(error)
             return []
 
-    def storages(self, row: int) -> set[int]:
-        """The numbers of their storages alone."""
-        return set(storages_of(self.values[row], self.places[row])) if self.places[row] else set()
+    def storages(self, rows: Iterable[int]) -> tuple[Ints, Ints]:
+        """The numbers of their storages alone: the row and the number of each."""
+        at: list[int] = []
+        numbers: list[int] = []
+        for row in rows:
+            if places := self.places[row]:
+                before = len(numbers)
+                numbers += storages_of(self.values[row], places)
+                at += [row] * (len(numbers) - before)
+        return np.array(at, dtype=np.int64), np.array(numbers, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -112,9 +118,9 @@ class Nodes:
         return cls(
             host,
             parent.astype(np.int64),
-            _decoded(ops["inputs"].fill_null("[]"), list[Any]),
-            _decoded(ops["outputs"].fill_null("[]"), list[Any]),
-            _decoded(ops["attributes"].fill_null("{}"), Attributes),
+            _decoded(ops["inputs"], list[Any]),
+            _decoded(ops["outputs"], list[Any]),
+            _decoded(ops["attributes"], Attributes, "{}"),
         )
 
     @cached_property
@@ -130,7 +136,7 @@ class Nodes:
         return self._tensors(self.outputs, "output", strides)
 
     def _tensors(self, values: Sequence[list[Any]], side: str, strides: list[Any]) -> TensorsOf:
-        shapes = _decoded(self.host.ops[f"{side}_shapes"].fill_null("[]"), list[Any])
+        shapes = _decoded(self.host.ops[f"{side}_shapes"], list[Any])
         places = [tensor_places(text) for text in self.host.ops[f"{side}_types"].to_list()]
         return TensorsOf(values, shapes, strides, places, self.unreadable)
 
@@ -138,6 +144,14 @@ class Nodes:
     def has_schema(self) -> Bools:
         """Which nodes are ops of the dispatcher."""
         return np.asarray(self.host.ops["schema"].is_not_null().to_numpy())
+
+    @cached_property
+    def exchanges(self) -> Bools:
+        """Which nodes are collectives, sends, receives, barriers, or waits for them."""
+        exchanges = self.host.ops["name"].str.contains(
+            r"^(?:c10d::|_c10d_functional::|c10d_functional::|record_param_comms$)"
+        )
+        return np.asarray(exchanges.fill_null(value=False).to_numpy())
 
     @cached_property
     def steps(self) -> Ints:
@@ -160,22 +174,25 @@ class Nodes:
             & (ops["scope"].fill_null(-1) == 7).to_numpy()
         )
         sequence = ops["sequence"].fill_null(-1).to_numpy()
-        is_backward = ops["name"].str.starts_with(_BACKWARD).to_numpy()
+        in_backward = np.append(ops["name"].str.starts_with(_BACKWARD).to_numpy(), False)[self.parent]
+        # Rows at which the scopes may be others than above them; forward ops are met on the way.
+        turns = labels | (in_backward & (sequence >= 0) & ~self.has_schema)
+        above = nearest(self.parent, turns)
+        own = np.where(turns, np.arange(turns.size), above).tolist()
         forward: dict[int, int] = {}
-        paths: list[str] = []
-        for row, (parent, label) in enumerate(zip(self.parent.tolist(), labels.tolist(), strict=True)):
-            above = paths[parent] if parent >= 0 else ""
+        paths = {-1: ""}
+        for row in np.flatnonzero(turns | (self.has_schema & (sequence >= 0))).tolist():
             number = int(sequence[row])
-            if number >= 0 and self.has_schema[row]:
+            if not turns[row]:
                 forward[number] = row
-            elif number >= 0 and parent >= 0 and is_backward[parent] and number in forward:
-                above = paths[forward[number]]
-            name = names[row]
-            if not label:
-                paths.append(above)
-            else:  # a module's name is its whole path already
-                paths.append(name if not above or name.startswith(f"{above}.") else f"{above}/{name}")
-        return paths
+                continue
+            path, name = paths[int(above[row])], names[row]
+            if number >= 0 and in_backward[row] and number in forward:
+                path = paths[own[forward[number]]]
+            if labels[row]:  # a module's name is its whole path already
+                path = name if not path or name.startswith(f"{path}.") else f"{path}/{name}"
+            paths[row] = path
+        return [paths[row] for row in own]
 
     @cached_property
     def phases(self) -> list[str]:
@@ -186,15 +203,14 @@ class Nodes:
             for name in set(names)
         }
         own = [phases[name] for name in names]
-        out: list[str] = []
-        for phase, parent in zip(own, self.parent.tolist(), strict=True):
-            out.append(phase or (out[parent] if parent >= 0 else "forward"))
-        return out
+        marked = np.fromiter(map(bool, own), dtype=np.bool_, count=len(own))
+        at = np.where(marked, np.arange(marked.size), nearest(self.parent, marked))
+        return [own[row] or "" if row >= 0 else "forward" for row in at.tolist()]
 
 
-def _decoded(texts: pl.Series, kind: type[T]) -> list[T]:
+def _decoded(texts: pl.Series, kind: type[T], nothing: str = "[]") -> list[T]:
     """Values out of a column of JSON text, all at once where every text is well-formed; `kind()` where one is not."""
-    rows = texts.to_list()
+    rows = [text or nothing for text in texts.to_list()]
     with contextlib.suppress(msgspec.DecodeError, UnicodeError):
         return msgspec.json.decode(f"[{','.join(rows)}]", type=list[kind])  # type: ignore[valid-type]
     out = []
@@ -213,15 +229,14 @@ def choose(nodes: Nodes, level: Level = "outermost") -> Ints:
     is opened where its inner results are used outside of it: else nobody would have made them. `leaf`: every such op
     is opened. Communication is taken as a whole.
     """
-    exchanges = communicates(nodes)
-    takes = nodes.has_schema | exchanges
+    takes = nodes.has_schema | nodes.exchanges
     around = nearest(nodes.parent, takes)
     calls = np.zeros(takes.size, dtype=np.bool_)
     calls[around[takes & (around >= 0)]] = True
     # An op that does something itself cannot be replaced by those that it calls.
-    opened = calls & ~exchanges & nodes.host.ops["name"].is_in(composite_ops()).to_numpy()
-    if level == "outermost":
-        opened &= _opened(nodes, around)
+    opened = calls & ~nodes.exchanges & nodes.host.ops["name"].is_in(composite_ops()).to_numpy()
+    if level == "outermost" and opened.any():
+        opened = _opened(nodes, opened)
     # outermost once the opened ones are no ops any more
     left = takes & ~opened
     return np.flatnonzero(left & (nearest(nodes.parent, left) < 0))
@@ -234,50 +249,36 @@ def composite_ops() -> list[str]:
     return [f"aten::{name}" for name in text.split()]
 
 
-def communicates(nodes: Nodes) -> Bools:
-    """Which nodes are collectives, sends, receives, barriers, or waits for them."""
-    names = nodes.host.ops["name"]
-    exchanges = names.str.contains(r"^(?:c10d::|_c10d_functional::|c10d_functional::|record_param_comms$)")
-    return np.asarray(exchanges.fill_null(value=False).to_numpy())
-
-
-def _opened(nodes: Nodes, around: Ints) -> Bools:
-    """Ops that made, deep inside, a storage that is read outside of them, though they do not return it."""
-    opened = np.zeros(around.size, dtype=np.bool_)
-    writer: dict[int, int] = {}
-    parent, schema = nodes.parent.tolist(), nodes.has_schema.tolist()
-    exchanges = communicates(nodes).tolist()
-    acts = (nodes.has_schema | communicates(nodes)).tolist()
-    storages_in, storages_out = (
-        [side.storages(row) if act else set() for row, act in enumerate(acts)] for side in (nodes.read, nodes.returned)
-    )
-    outermost: list[int] = []
-    for row, above_row in enumerate(around.tolist()):
-        outermost.append(row if above_row < 0 else outermost[above_row])
-    for row in np.flatnonzero(acts).tolist():
-        for storage in storages_in[row]:
-            source = writer.get(storage, -1)
-            if source < 0 or (outermost[source] == outermost[row] and around[row] < 0):
-                continue
-            above = {row}
-            at = parent[row]
-            while at >= 0:
-                above.add(at)
-                at = parent[at]
-            at = source
-            while at >= 0:
-                if (
-                    schema[at]
-                    and not exchanges[at]
-                    and storage not in storages_out[at]
-                    and storage not in storages_in[at]
-                ):
-                    if at in above:
-                        break
-                    opened[at] = True
-                at = parent[at]
-        for storage in storages_out[row] - storages_in[row]:
-            writer[storage] = row
+def _opened(nodes: Nodes, composite: Bools) -> Bools:
+    """Composite ops that made, deep inside, a storage that is read outside of them, though they do not return it."""
+    acts = np.flatnonzero(nodes.has_schema | nodes.exchanges).tolist()
+    (read_row, read_storage), (made_row, made_storage) = nodes.read.storages(acts), nodes.returned.storages(acts)
+    count = composite.size
+    _, number = np.unique(np.concatenate([read_storage, made_storage]), return_inverse=True)
+    # an occurrence: the storage, and within those of it the row
+    read, made = number[: read_row.size] * count + read_row, number[read_row.size :] * count + made_row
+    occurs = np.unique(np.concatenate([read, made]))
+    written = np.sort(made[~np.isin(made, read)])
+    before = np.searchsorted(written, read) - 1  # the last that wrote to it before it was read
+    source = written[np.maximum(before, 0)] if written.size else read
+    is_made = (before >= 0) & (source // count == read // count)
+    outer = nearest(nodes.parent, composite)
+    at = np.where(composite[source % count], source % count, outer[source % count])[is_made]
+    storage, row = read[is_made] - read_row[is_made], read_row[is_made]
+    opened = np.zeros(count, dtype=np.bool_)
+    parent = nodes.parent.tolist()
+    while (inside := at >= 0).any():
+        storage, row, at = storage[inside], row[inside], at[inside]
+        hides = np.flatnonzero(occurs[np.searchsorted(occurs, storage + at) % occurs.size] != storage + at)
+        for pair in hides.tolist():
+            above, hider = int(row[pair]), int(at[pair])
+            while above > hider:
+                above = parent[above]
+            if above == hider:
+                at[pair] = -1
+            else:
+                opened[hider] = True
+        at = np.where(at >= 0, outer[at], -1)
     return opened
 
 

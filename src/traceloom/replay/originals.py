@@ -8,7 +8,8 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.compilations import marks
+from traceloom.analyze.compilations import COMPILED, marks
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.link.matching import Matching
 from traceloom.model import Graph, Trace
@@ -85,8 +86,7 @@ def holes_of(trace: Trace, runs: Bools) -> pl.DataFrame:
         By name of the graph: count, and duration_ns of all of them without the ops inside, both of a mean step where
         there are whole ones.
     """
-    graphs = marks(trace).graph
-    if not graphs.any():
+    if not vocabulary(trace).matching(COMPILED).any() or not (graphs := marks(trace).graph).any():
         return pl.DataFrame(schema=HOLES)
     tree = forest(trace)
     in_ops = tree.topmost(runs[tree.row])

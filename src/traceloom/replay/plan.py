@@ -139,9 +139,10 @@ def frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
         lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
         rows = pl.Series("row", np.repeat(np.arange(lengths.size), lengths))
         flat = pl.Series("value", list(chain.from_iterable(values)), dtype=kind.inner)
-        lists = pl.DataFrame([rows, flat]).group_by("row", maintain_order=True).agg("value")
-        every = pl.DataFrame({"row": np.arange(lengths.size)}).join(lists, on="row", how="left", maintain_order="left")
-        made[column] = every["value"].fill_null([]).cast(kind).alias(column)
+        lists = pl.DataFrame([rows, flat]).group_by("row", maintain_order=True).agg("value")["value"]
+        # Rows with an empty list have none here: they take the one that is put behind all.
+        at = np.where(lengths > 0, np.cumsum(lengths > 0) - 1, len(lists))
+        made[column] = lists.append(pl.Series([[]], dtype=kind)).gather(at).alias(column)
     return pl.DataFrame(made)
 
 

@@ -15,19 +15,19 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.errors import UsageError
+from traceloom.garbage import not_collected
 from traceloom.model.notice import Notice
 from traceloom.model.units import counted
 from traceloom.replay.allowed import Refusal, refusal
 from traceloom.replay.collectives import WAIT, Exchange, called_groups, exchange_of, groups_of, tensors_bytes
 from traceloom.replay.contents import ranges_of, settle_contents
 from traceloom.replay.inputs import AnyPath, PlanInput, open_inputs
-from traceloom.replay.nodes import Level, Nodes, choose, communicates, within
+from traceloom.replay.nodes import Level, Nodes, choose, within
 from traceloom.replay.originals import Originals
 from traceloom.replay.plan import (
     COLLECTIVE,
     ENDING,
     GUESSED_STRIDES,
-    ITEM_BYTES,
     PLAN_SCHEMAS,
     RUN,
     STAND_IN,
@@ -39,7 +39,17 @@ from traceloom.replay.plan import (
 )
 from traceloom.replay.schema import OperatorSchema, UnreadableSchemaError, parse_schema
 from traceloom.replay.storages import Storages
-from traceloom.replay.values import CUT, ROUNDED, UNKNOWN, RecordedTensor, arguments_of, count_of, kinds_of, slots_of
+from traceloom.replay.values import (
+    CUT,
+    ROUNDED,
+    UNKNOWN,
+    RecordedTensor,
+    arguments_of,
+    count_of,
+    kinds_of,
+    slots_of,
+    unknown_type,
+)
 
 # Arguments for which programs write plain numbers, and what stands for a number of each type: it changes nothing.
 _NUMBERS = frozenset({"other", "exponent"})
@@ -98,12 +108,9 @@ def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True,
     groups: dict[str, dict[str, Any]] = {}
     for entry in inputs:
         say(f"planning rank {entry.rank}")
-        nodes = Nodes.of(entry.host)
-        for group in groups_of(nodes, entry.capture, world, entry.rank):
-            groups.setdefault(group["name"], group)
-        maker = _RankPlanner(entry, nodes, choice, groups)
-        ranks[entry.rank] = maker.plan()
-        notices += maker.notices()
+        with not_collected():
+            ranks[entry.rank], of_rank = _plan_rank(entry, choice, groups, world)
+        notices += of_rank
     if choice.steps is not None and not any(plan.ops.height for plan in ranks.values()):
         raise UsageError(f"no op is in step {choice.steps[0]}", slug="no-such-step")
     if choice.scope is not None and not any(plan.ops.height for plan in ranks.values()):
@@ -122,6 +129,17 @@ def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True,
         world_size=max(world, members),
         notices=tuple(notices),
     )
+
+
+def _plan_rank(
+    entry: PlanInput, choice: Choice, groups: dict[str, dict[str, Any]], world: int
+) -> tuple[RankPlan, list[Notice]]:
+    """The plan of a rank and what of it must be known; its groups are added to those that other ranks have named."""
+    nodes = Nodes.of(entry.host)
+    for group in groups_of(nodes, entry.capture, world, entry.rank):
+        groups.setdefault(group["name"], group)
+    maker = _RankPlanner(entry, nodes, choice, groups)
+    return maker.plan(), maker.notices()
 
 
 @cache
@@ -157,7 +175,6 @@ class _RankPlanner:
         """The plan of the rank, checked."""
         nodes, choice = self.nodes, self.choice
         rows = within(nodes, choose(nodes, choice.level), steps=choice.steps, scope=choice.scope)
-        exchanges = communicates(nodes)
         ids = nodes.host.ops["id"].to_numpy()
         self.originals = self.entry.originals(ids[rows])
         self.names = nodes.host.ops["name"].to_list()
@@ -167,7 +184,7 @@ class _RankPlanner:
         self.ids = ids.tolist()
         inner = _named_within(nodes)
         for row in rows.tolist():
-            if exchanges[row]:
+            if nodes.exchanges[row]:
                 if choice.only != "compute":
                     self._exchange(row, inner.get(row))
                 else:
@@ -208,7 +225,7 @@ class _RankPlanner:
 
     def _op(self, row: int) -> None:
         read, returned = self.nodes.read[row], self.nodes.returned[row]
-        text = self.schemas[row]
+        text, types, output_types = self.schemas[row], self.types[row], self.output_types[row]
         try:
             schema, why, has_numbers = _about(text)
         except UnreadableSchemaError as error:
@@ -217,15 +234,14 @@ class _RankPlanner:
         if row in self.nodes.unreadable:
             self._leave_out(row, "unreadable-values", self.nodes.unreadable[row])
             return
-        if strange := next((t.dtype for t in (*read, *returned) if t.dtype not in ITEM_BYTES), None):
+        if strange := unknown_type(types) or unknown_type(output_types):
             self._leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
             return
         if self._pending:
             self._wait_for(read)
-        numbers = self._numbers(row, schema) if has_numbers else {}
+        numbers = self._numbers(row, schema) if has_numbers and not all(t.shape for t in read) else {}
         read = [tensor for tensor in read if tensor.number not in numbers] if numbers else read
-        kinds = kinds_of(self.types[row])
-        arguments, flags = arguments_of(self.nodes.inputs[row], kinds, schema, dict(numbers.values()))
+        arguments, flags = arguments_of(self.nodes.inputs[row], kinds_of(types), schema, dict(numbers.values()))
         inputs = self._read(read)
         if schema.name == "set_" and b'{"object":"Storage"}' in arguments and returned:
             # A storage that came from elsewhere, as from a worker that loads data: an external one.
@@ -235,7 +251,7 @@ class _RankPlanner:
             outputs: list[int | None] = [inputs[-1]]
         else:
             registers = iter(self.storages.make(returned, read))
-            outputs = [next(registers) if slot else None for slot in slots_of(self.output_types[row])]
+            outputs = [next(registers) if slot else None for slot in slots_of(output_types)]
         self._add(
             row,
             RUN if why is None else STAND_IN,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from traceloom.replay.plan import ITEM_BYTES, frame
-from traceloom.replay.values import RecordedTensor, contiguous, end_of
+from traceloom.replay.plan import frame
+from traceloom.replay.values import RecordedTensor, contiguous
 
 
 class Use(NamedTuple):
@@ -45,14 +45,14 @@ class Storages:
 
     def read(self, tensor: RecordedTensor) -> Use:
         """The register of a tensor that an op is given."""
-        end = _end_bytes(tensor)
-        version = self._live.get(_identity(tensor))
+        version = self._live.get(tensor.identity)
         # What nothing recorded made may have taken the number of a storage that died: it is larger, or elsewhere.
         if version is None or (
-            (not self._external[version] and end > self._bytes[version]) or self._device[version] != tensor.device
+            (not self._external[version] and tensor.end_bytes > self._bytes[version])
+            or self._device[version] != tensor.device
         ):
             version = self._begin(tensor, external=True)
-        self._bytes[version] = max(self._bytes[version], end)
+        self._bytes[version] = max(self._bytes[version], tensor.end_bytes)
         register = self._register(version, tensor, by_shape=True)
         source = None
         if register not in self._exists:
@@ -63,7 +63,7 @@ class Storages:
 
     def has(self, tensor: RecordedTensor) -> bool:
         """Whether an op that was run made this very tensor."""
-        version = self._live.get(_identity(tensor))
+        version = self._live.get(tensor.identity)
         return version is not None and self._registers.get(_key(version, tensor)) in self._exists
 
     def make(self, tensors: list[RecordedTensor], read: Iterable[RecordedTensor]) -> list[int]:
@@ -72,15 +72,15 @@ class Storages:
         What is on a storage that the op was given is a view of it, or was written in place; what is not begins a new
         version.
         """
-        numbers = {_identity(tensor) for tensor in read}
+        numbers = {tensor.identity for tensor in read}
         registers = []
         for tensor in tensors:
-            identity = _identity(tensor)
+            identity = tensor.identity
             version = self._live.get(identity)
             if identity not in numbers or version is None:
                 version = self._begin(tensor, external=False)
                 numbers.add(identity)
-            self._bytes[version] = max(self._bytes[version], _end_bytes(tensor))
+            self._bytes[version] = max(self._bytes[version], tensor.end_bytes)
             register = self._register(version, tensor, by_shape=False)
             self._exists.add(register)
             self._latest[version] = register
@@ -90,7 +90,7 @@ class Storages:
     def forget(self, tensors: Iterable[RecordedTensor]) -> None:
         """What an op that is not run returned: whoever reads it gets an external one."""
         for tensor in tensors:
-            self._live.pop(_identity(tensor), None)
+            self._live.pop(tensor.identity, None)
 
     def frames(self, rank: int) -> tuple[pl.DataFrame, pl.DataFrame]:
         """The frames `tensors` and `storages` of the plan; lives and what external ones hold are not settled."""
@@ -115,7 +115,7 @@ class Storages:
         return tensors, storages
 
     def _begin(self, tensor: RecordedTensor, *, external: bool) -> int:
-        self._live[_identity(tensor)] = version = len(self._recorded)
+        self._live[tensor.identity] = version = len(self._recorded)
         self._recorded.append(tensor.storage)
         self._bytes.append(0)
         self._device.append(tensor.device)
@@ -148,13 +148,3 @@ def _key(version: int, tensor: RecordedTensor) -> tuple[Any, ...]:
     """What tells a register from others; of a tensor without strides its number."""
     last = tensor.number if tensor.strides is None else tensor.strides
     return (version, tensor.offset, tensor.shape, tensor.dtype, last)
-
-
-def _identity(tensor: RecordedTensor) -> int:
-    """The number of its storage; of a tensor without one (sparse, symbolic) its own, which is below 0 here."""
-    return tensor.storage or -tensor.number
-
-
-def _end_bytes(tensor: RecordedTensor) -> int:
-    """Bytes that its storage has at least."""
-    return end_of(tensor.offset, tensor.shape, tensor.strides) * ITEM_BYTES.get(tensor.dtype, tensor.item_bytes)

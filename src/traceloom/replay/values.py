@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from traceloom.replay.plan import ITEM_BYTES
 from traceloom.replay.schema import OperatorSchema, ValueType
 
 CUT_AT = 4096  # elements of a list that PyTorch writes; it says so by writing one more
@@ -51,10 +52,6 @@ _NOT_FINITE = frozenset({"inf", "-inf", "nan", "-nan", "Infinity", "-Infinity", 
 encode = msgspec.json.Encoder().encode
 
 
-class UnreadableValuesError(ValueError):
-    """Recorded values are not what their types say: a damaged file."""
-
-
 class RecordedTensor(NamedTuple):
     """A tensor as a host trace has it.
 
@@ -68,6 +65,7 @@ class RecordedTensor(NamedTuple):
         shape: Lengths; of another number of elements where they are symbolic.
         strides: In elements; None where the file has none.
         dtype: PyTorch's name of the type.
+        end_bytes: Bytes that its storage has at least.
     """
 
     number: int
@@ -79,6 +77,12 @@ class RecordedTensor(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
     dtype: str
+    end_bytes: int
+
+    @property
+    def identity(self) -> int:
+        """The number of its storage; of a tensor without one (sparse, symbolic) its own, which is below 0 here."""
+        return self.storage or -self.number
 
 
 # Where a tensor stands among values: position, and its type or, of a list, the same of what it holds.
@@ -135,14 +139,18 @@ def _tensor_places(kinds: tuple[Kind, ...]) -> tuple[TensorPlace, ...]:
     return tuple((at, part) for at, part in within if part)
 
 
-def storages_of(values: Any, places: tuple[TensorPlace, ...]) -> Iterator[int]:
+def storages_of(values: Any, places: tuple[TensorPlace, ...]) -> list[int]:
     """The numbers of the storages of all tensors among recorded values; what is no number is left out."""
-    for at, part in places:
-        value = values[at] if isinstance(values, list) and at < len(values) else None
-        if isinstance(part, tuple):
-            yield from storages_of(value, part)
-        elif isinstance(value, list) and len(value) > 1 and isinstance(value[1], int):
-            yield value[1]
+    try:
+        out: list[int] = []
+        for at, part in places:
+            if isinstance(part, tuple):
+                out += storages_of(values[at], part)
+            elif (storage := values[at][1]).__class__ is int and -_MOST < storage < _MOST:
+                out.append(storage)
+    except (TypeError, IndexError, KeyError):  # values are not what their types say
+        pass
+    return out
 
 
 def tensors_of(values: Any, shapes: Any, strides: Any, places: tuple[TensorPlace, ...]) -> list[RecordedTensor]:
@@ -155,50 +163,54 @@ def tensors_of(values: Any, shapes: Any, strides: Any, places: tuple[TensorPlace
         places: As `tensor_places` says.
 
     Raises:
-        UnreadableValuesError: The values are not what their types say.
+        TypeError, ValueError, IndexError, KeyError: The values are not what their types say: a damaged file.
     """
-    try:
-        return _tensors(values, shapes, strides, places)
-    except (TypeError, ValueError, IndexError, KeyError) as error:
-        raise UnreadableValuesError(str(error)) from error
-
-
-def _tensors(values: Any, shapes: Any, strides: Any, places: tuple[TensorPlace, ...]) -> list[RecordedTensor]:
     out: list[RecordedTensor] = []
     for at, part in places:
+        steps = strides[at] if isinstance(strides, list) else None
         if isinstance(part, tuple):
-            out += _tensors(values[at], shapes[at], strides[at] if isinstance(strides, list) else None, part)
+            out += tensors_of(values[at], shapes[at], steps, part)
             continue
-        number, storage, offset, elements, item_bytes, *device = values[at]
+        value = values[at]
+        number, storage, offset, elements, item_bytes, device = value if len(value) != 5 else (*value, "")
         if not (number.__class__ is storage.__class__ is offset.__class__ is elements.__class__ is int):
             raise TypeError("a tensor's numbers are no whole numbers")
-        shape = lengths(tuple(shapes[at]))
-        if elements > 1 and not shape:
-            shape = (elements,)  # a symbolic shape is not written
-        steps = lengths(tuple(strides[at])) if isinstance(strides, list) and isinstance(strides[at], list) else None
-        if steps is not None and len(steps) != len(shape):
-            steps = None
-        if not 0 <= offset < _MOST or not -_MOST < storage < _MOST or end_of(offset, shape, steps) > _MOST:
-            raise ValueError("a tensor is larger than any memory")
-        where = str(device[0]) if device else ""
-        out.append(RecordedTensor(number, storage, offset, elements, int(item_bytes), where, shape, steps, part))
+        if not -_MOST < storage < _MOST:
+            raise ValueError("a storage has a number that is none")
+        steps = tuple(steps) if isinstance(steps, list) else None
+        geometry = _geometry(offset, elements, tuple(shapes[at]), steps, part, int(item_bytes))
+        out.append(RecordedTensor(number, storage, offset, elements, int(item_bytes), str(device), *geometry))
     return out
 
 
 @lru_cache(maxsize=65536)
-def lengths(values: tuple[int, ...]) -> tuple[int, ...]:
-    """Lengths, or strides, as a file has them; numbers that are none are refused.
+def _geometry(  # noqa: PLR0917  (a tensor as the file has it)
+    offset: int, elements: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str, item_bytes: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None, str, int]:
+    """Shape, strides and type as a file has them, checked, and the bytes of the storage up to their end.
 
     Raises:
-        ValueError, TypeError: One of them is no whole number from 0 on.
+        ValueError, TypeError: A length or stride is no whole number from 0 on, or all is larger than any memory.
     """
+    shape = _lengths(shape)
+    if elements > 1 and not shape:
+        shape = (elements,)  # a symbolic shape is not written
+    steps = None if strides is None else _lengths(strides)
+    if steps is not None and len(steps) != len(shape):
+        steps = None
+    end = end_of(offset, shape, steps)
+    if not 0 <= offset < _MOST or end > _MOST:
+        raise ValueError("a tensor is larger than any memory")
+    return shape, steps, dtype, end * ITEM_BYTES.get(dtype, item_bytes)
+
+
+def _lengths(values: tuple[int, ...]) -> tuple[int, ...]:
     whole = tuple(int(value) for value in values)
     if whole != values or any(not 0 <= value < _MOST for value in whole):
         raise ValueError("a length is no whole number")
     return whole
 
 
-@lru_cache(maxsize=65536)
 def end_of(offset: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> int:
     """Elements before the end of a geometry, from the beginning of its storage."""
     if 0 in shape:
@@ -217,22 +229,28 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
+def unknown_type(types: str | None) -> str | None:
+    """The first type of a tensor among values that PyTorch does not have."""
+    return next((kind for kind in _leaves(kinds_of(types)) if kind and kind not in ITEM_BYTES), None)
+
+
+@lru_cache(maxsize=65536)
 def slots_of(types: str | None) -> tuple[bool, ...]:
     """Of returned values, lists within lists included, in order: whether each is a tensor."""
-    return tuple(_slots(kinds_of(types)))
+    return tuple(map(bool, _leaves(kinds_of(types))))
 
 
-def _slots(kinds: tuple[Kind, ...]) -> Iterator[bool]:
+def _leaves(kinds: tuple[Kind, ...]) -> Iterator[str | None]:
     for kind in kinds:
         if isinstance(kind, tuple):
-            yield from _slots(kind)
+            yield from _leaves(kind)
         else:
-            yield bool(kind)
+            yield kind
 
 
 def count_of(kind: Kind) -> int:
     """How many tensors a value is made of."""
-    return sum(_slots((kind,)))
+    return sum(map(bool, _leaves((kind,))))
 
 
 def arguments_of(
@@ -257,7 +275,7 @@ def arguments_of(
             flags.append(GUESSED)
             continue
         typed.append(_typed(value, kind, argument.type, counter, flags))
-        if kind is None and value == 0 and isinstance(value, float) and argument.default != 0:
+        if value == 0 and kind is None and isinstance(value, float) and argument.default != 0:
             # PyTorch writes six digits after the point: this may have been 1e-8, and nobody divides by nothing.
             if argument.name in {"eps", "epsilon"}:
                 typed[-1] = argument.default if argument.has_default else 1e-8
