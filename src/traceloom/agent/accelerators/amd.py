@@ -1,0 +1,312 @@
+"""AMD devices through the files of the kernel's driver (amdgpu, KFD); amdsmi, where it is installed, adds links.
+
+The driver counts no pipes in its files: FLOP/s need AMD's exporter with a profiler, or a trace.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere
+from traceloom.agent.config import Config
+from traceloom.agent.device_models import device_model
+from traceloom.agent.metrics import Reading
+
+AMD = "0x1002"
+# PCI device -> name, for hosts whose driver does not say it.
+NAMES = {
+    "0x7408": "AMD Instinct MI250X", "0x740c": "AMD Instinct MI250X", "0x740f": "AMD Instinct MI210",
+    "0x74a1": "AMD Instinct MI300X", "0x74a5": "AMD Instinct MI325X", "0x75a3": "AMD Instinct MI355X",
+}  # fmt: skip
+TARGETS = {90010: "cdna2", 90400: "cdna3", 90401: "cdna3", 90402: "cdna3", 90500: "cdna4"}  # as gfx90a, gfx942, gfx950
+
+# File of the device -> metric, labels, factor.
+FILES: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
+    ("gpu_busy_percent", "gpu_busy_ratio", (), 0.01),
+    ("mem_busy_percent", "gpu_memory_busy_ratio", (), 0.01),
+    ("mem_info_vram_used", "gpu_memory_used_bytes", (), 1.0),
+    ("mem_info_vram_total", "gpu_memory_limit_bytes", (), 1.0),
+    ("pcie_replay_count", "gpu_errors_total", ("pcie-replay", ""), 1.0),
+)
+# Of hwmon. Of two for the same series the first that the device has is taken.
+SENSORS: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
+    ("power1_average", "gpu_power_watts", (), 1e-6),
+    ("power1_input", "gpu_power_watts", (), 1e-6),
+    ("power1_cap", "gpu_power_limit_watts", (), 1e-6),
+)
+LABELLED = (  # kind of sensor, its label there -> metric, labels, factor
+    ("temp", "edge", "gpu_temperature_celsius", ("gpu",), 1e-3),
+    ("temp", "junction", "gpu_temperature_celsius", ("hotspot",), 1e-3),
+    ("temp", "mem", "gpu_temperature_celsius", ("memory",), 1e-3),
+    ("freq", "sclk", "gpu_clock_hertz", ("sm",), 1.0),
+    ("freq", "mclk", "gpu_clock_hertz", ("memory",), 1.0),
+)
+RAS = {"ce": "ecc-corrected", "ue": "ecc-uncorrected"}
+# The binary `gpu_metrics`: its head says the revision of its content -> where the energy counter is, in 2^-16 J.
+ENERGY_AT = {1: 24, 2: 24, 3: 24, 4: 24, 5: 88}
+JOULES = 2.0**-16
+NO_PIPES = "the driver's files count no pipes: scrape AMD's device-metrics-exporter, or record a trace"
+
+
+class AmdDevice(NamedTuple):
+    """A device and where its files are."""
+
+    device: Device
+    directory: Path
+    kfd: int | None  # its number in the files of its processes
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> float | None:
+    with suppress(ValueError):
+        return float(_text(path) or "")
+    return None
+
+
+class AmdAccelerator:
+    """All devices of the driver amdgpu that compute."""
+
+    name = "amd"
+
+    def __init__(self, config: Config) -> None:
+        self._sys = Path(config.collect.sys)
+        self._entries: dict[str, AmdDevice] = {}
+        self._missing: dict[str, str] = {}
+        self._present: set[str] = set()
+        self._traffic: dict[str, tuple[float, float]] = {}  # device -> bytes/s received, sent, in some last second
+        self._traffic_thread: threading.Thread | None = None
+        self._smi = _management_library()
+        if not any(self._cards()):
+            raise NotHere(
+                f"no AMD device in {self._sys}/class/drm: load the driver amdgpu, or give the container its devices"
+            )
+
+    def devices(self) -> list[Device]:
+        """The devices whose files are there."""
+        entries: dict[str, AmdDevice] = {}
+        nodes = {key: properties for properties in self._nodes() for key in _identities(properties)}
+        for index, directory in enumerate(self._cards()):
+            entry = self._device(str(index), directory, nodes)
+            if entry.device.uuid in entries:  # two dies of a card that have one number
+                uuid = f"{entry.device.uuid}-{entry.device.pci}"
+                entry = entry._replace(device=msgspec.structs.replace(entry.device, uuid=uuid))
+            entries[entry.device.uuid] = entry
+        self._entries = entries
+        return [entry.device for entry in entries.values()]
+
+    def capabilities(self) -> dict[str, str]:
+        """What any device gives, and what none does."""
+        return self._missing | {"gpu_pipe_active_ratio": NO_PIPES} | dict.fromkeys(self._present, "")
+
+    def sample(self) -> list[Reading]:
+        """All that the files say."""
+        readings: list[Reading] = []
+        self._missing = {}
+        for uuid, entry in self._entries.items():
+            values: dict[tuple[str, tuple[str, ...]], float] = {}
+            for metric, labels, value in self._values(entry):
+                if value is not None:
+                    values.setdefault((metric, labels), value)
+                else:
+                    self._missing.setdefault(metric, "the driver has no file for it on this device")
+            readings += [Reading(metric, (uuid, *labels), value) for (metric, labels), value in values.items()]
+        self._measure_traffic()
+        self._present = {reading.metric for reading in readings}
+        return readings
+
+    def processes(self) -> list[DeviceProcess]:
+        """Who has a queue on the devices: memory, and the compute units that it occupies now of all."""
+        of_kfd = {entry.kfd: entry for entry in self._entries.values() if entry.kfd is not None}
+        processes: list[DeviceProcess] = []
+        for directory in sorted((self._sys / "class/kfd/kfd/proc").glob("[0-9]*")):
+            for file in directory.glob("vram_*"):
+                number = file.name.removeprefix("vram_")
+                entry = of_kfd.get(int(number)) if number.isdigit() else None
+                memory = _number(file)
+                if entry is None or memory is None:
+                    continue
+                occupied = _number(directory / f"stats_{number}" / "cu_occupancy")
+                units = entry.device.multiprocessors
+                processes.append(
+                    DeviceProcess(
+                        device=entry.device.uuid,
+                        pid=int(directory.name),
+                        memory_bytes=int(memory),
+                        busy_ratio=min(1.0, occupied / units) if occupied is not None and units else None,
+                    )
+                )
+        return processes
+
+    def events(self) -> list[DeviceEvent]:
+        """The files tell of none."""
+        return []
+
+    def pause(self, seconds: float) -> bool:  # noqa: ARG002 - as every back end
+        """The files use no counters that a profiler needs."""
+        return False
+
+    def resume(self) -> bool:
+        """There is nothing to take."""
+        return False
+
+    def close(self) -> None:
+        """Let go of the management library."""
+        if self._smi is not None:
+            with suppress(Exception):
+                self._smi.amdsmi_shut_down()
+
+    def _cards(self) -> Iterator[Path]:
+        for card in sorted((self._sys / "class/drm").glob("card[0-9]*"), key=lambda path: (len(path.name), path.name)):
+            if re.fullmatch(r"card\d+", card.name) and _text(card / "device/vendor") == AMD:
+                yield card / "device"
+
+    def _nodes(self) -> Iterator[dict[str, int]]:
+        for node in sorted((self._sys / "class/kfd/kfd/topology/nodes").glob("[0-9]*")):
+            words = (line.split() for line in (_text(node / "properties") or "").splitlines())
+            properties = {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
+            number = _number(node / "gpu_id")
+            if number and properties.get("simd_count"):  # processors have a node, too
+                yield properties | {"gpu_id": int(number)}
+
+    def _device(self, index: str, directory: Path, nodes: dict[str, dict[str, int]]) -> AmdDevice:
+        pci = os.path.realpath(directory).rpartition("/")[2]
+        unique = _text(directory / "unique_id") or ""
+        node = nodes.get(pci) or (nodes.get(unique) if unique else None) or {}
+        name = _text(directory / "product_name") or NAMES.get(_text(directory / "device") or "", "")
+        partition = _text(directory / "current_compute_partition") or ""
+        per_unit = node.get("simd_per_cu", 0)
+        model = device_model(name)
+        clocks = [float(mhz) for mhz in re.findall(r"(\d+)Mhz", _text(directory / "pp_dpm_sclk") or "")]
+        memory = _number(directory / "mem_info_vram_total")
+        device = Device(
+            uuid=f"GPU-{unique}" if unique else f"amd-{pci}", index=index, vendor="amd", model=name, pci=pci,
+            driver=_text(self._sys / "module/amdgpu/version") or "",
+            partition=partition if partition.upper() != "SPX" else "",
+            memory_bytes=None if memory is None else int(memory),
+            multiprocessors=node["simd_count"] // per_unit if per_unit else model.multiprocessors if model else None,
+            highest_clock_hz=max(clocks) * 1e6 if clocks else model.highest_clock_hz if model else None,
+            architecture=TARGETS.get(node.get("gfx_target_version", 0), model.architecture if model else ""),
+        )  # fmt: skip
+        return AmdDevice(device, directory, node.get("gpu_id"))
+
+    def _values(self, entry: AmdDevice) -> Iterator[tuple[str, tuple[str, ...], float | None]]:
+        """(metric, labels after the device, value or None)."""
+        directory = entry.directory
+
+        def scaled(path: Path, factor: float) -> float | None:
+            value = _number(path)
+            return None if value is None else value * factor
+
+        for name, metric, labels, factor in FILES:
+            yield metric, labels, scaled(directory / name, factor)
+        used, limit = _number(directory / "mem_info_vram_used"), _number(directory / "mem_info_vram_total")
+        yield "gpu_memory_free_bytes", (), None if used is None or limit is None else limit - used
+        for sensors in directory.glob("hwmon/hwmon*"):
+            for name, metric, labels, factor in SENSORS:
+                yield metric, labels, scaled(sensors / name, factor)
+            for label_file in sensors.glob("*_label"):
+                kind = re.sub(r"\d*_label$", "", label_file.name)
+                for wanted, label, metric, labels, factor in LABELLED:
+                    if kind == wanted and _text(label_file) == label:
+                        value = label_file.with_name(label_file.name.replace("_label", "_input"))
+                        yield metric, labels, scaled(value, factor)
+        counts = dict.fromkeys(RAS, 0)
+        blocks = list(directory.glob("ras/*_err_count"))
+        for block in blocks:
+            for kind, count in re.findall(r"(ue|ce):\s*(\d+)", _text(block) or ""):
+                counts[kind] += int(count)
+        for kind, ours in RAS.items():
+            yield "gpu_errors_total", (ours, ""), float(counts[kind]) if blocks else None
+        yield "gpu_energy_joules_total", (), _energy(directory / "gpu_metrics")
+        if entry.device.uuid in self._traffic:
+            received, sent = self._traffic[entry.device.uuid]
+            yield "gpu_link_bytes_per_second", ("pcie", "receive"), received
+            yield "gpu_link_bytes_per_second", ("pcie", "transmit"), sent
+        if self._smi is not None:
+            yield from _link_counters(self._smi, entry.device.pci)
+
+    def _measure_traffic(self) -> None:
+        """Have PCIe traffic measured for the next samples: the driver takes a second for each device."""
+        if self._traffic_thread is not None and self._traffic_thread.is_alive():
+            return
+        files = {
+            uuid: entry.directory / "pcie_bw"
+            for uuid, entry in self._entries.items()
+            if (entry.directory / "pcie_bw").exists()
+        }
+
+        def measure() -> None:
+            traffic = {}
+            for uuid, file in files.items():
+                words = (_text(file) or "").split()
+                if len(words) == 3:  # packets received and sent in a second, and the most bytes of one
+                    traffic[uuid] = (int(words[0]) * int(words[2]) * 1.0, int(words[1]) * int(words[2]) * 1.0)
+            self._traffic = traffic
+
+        if files:
+            self._traffic_thread = threading.Thread(target=measure, name="accelerator amd pcie", daemon=True)
+            self._traffic_thread.start()
+
+
+def _identities(properties: dict[str, int]) -> Iterator[str]:
+    """What a node of KFD and a device have in common: the PCI address and the unique number."""
+    location = properties.get("location_id", 0)
+    domain = properties.get("domain", 0)
+    if location:
+        yield f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
+    if properties.get("unique_id"):
+        yield f"{properties['unique_id']:016x}"
+
+
+def _energy(path: Path) -> float | None:
+    """Joules since the driver was loaded, of the binary metrics; None for a revision that is not known."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if len(content) < 4:
+        return None
+    size, form, revision = struct.unpack_from("<HBB", content)
+    at = ENERGY_AT.get(revision)
+    if form != 1 or at is None or min(size, len(content)) < at + 8:
+        return None
+    (count,) = struct.unpack_from("<Q", content, at)
+    return None if count == 2**64 - 1 else count * JOULES
+
+
+def _management_library() -> Any:
+    """Amdsmi, initialised; None where it or the library below it is not installed."""
+    try:
+        import amdsmi
+
+        amdsmi.amdsmi_init()
+    except Exception:  # noqa: BLE001 - without ROCm the package raises whatever its loader does
+        return None
+    return amdsmi
+
+
+def _link_counters(smi: Any, pci: str) -> Iterator[tuple[str, tuple[str, ...], float | None]]:
+    """Data over XGMI, in KB by link, which the files do not have."""
+    metrics: dict[str, Any] = {}
+    with suppress(Exception):
+        for handle in smi.amdsmi_get_processor_handles():
+            if smi.amdsmi_get_gpu_device_bdf(handle) == pci:
+                metrics = smi.amdsmi_get_gpu_metrics_info(handle)
+    for direction, key in (("receive", "xgmi_read_data_acc"), ("transmit", "xgmi_write_data_acc")):
+        links = [link for link in metrics.get(key, ()) if isinstance(link, int)]  # "N/A" for one that is not there
+        yield "gpu_link_bytes_total", ("xgmi", direction), float(sum(links)) * 1024 if links else None
