@@ -11,7 +11,6 @@ integers 0.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,8 @@ from typing import Any, NamedTuple
 import msgspec
 import polars as pl
 
-from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN, RankPlan
+from traceloom.array_types import Array
+from traceloom.replay.plan import COLLECTIVE, PLAN_SCHEMAS, RUN, STAND_IN, RankPlan
 from traceloom.replay.schema import OperatorSchema, UnreadableSchemaError, parse_schema
 
 Shape = list[int]
@@ -34,11 +34,13 @@ class Demand(NamedTuple):
         content: `integers`, `offsets`, `lengths`, `positive`, `probability` or `zeros`.
         low: The least integer; of lengths the greatest.
         high: The greatest integer; of lengths what they add up to.
+        besides: A further integer that is allowed: what stands for no class.
     """
 
     content: str
     low: int = 0
     high: int | None = None
+    besides: int | None = None
 
     def and_also(self, other: Demand | None) -> Demand:
         """What meets both."""
@@ -49,7 +51,28 @@ class Demand(NamedTuple):
             return self if self.content == content else other
         low = max(demand.low + (demand.content == "positive") for demand in (self, other))
         highs = [demand.high for demand in (self, other) if demand.high is not None]
-        return Demand(content, low, max(min(highs), 0) if highs else None)
+        besides = self.besides if self.besides == other.besides else None
+        return Demand(content, low, max(min(highs), 0) if highs else None, besides)
+
+    def allows(self, values: Array) -> bool:
+        """Whether recorded integers lie within its bounds."""
+        high = _MOST if self.high is None or self.content == "lengths" else self.high
+        low = 0 if self.content == "lengths" else self.low
+        return bool((((values >= low) & (values <= high)) | (values == self.besides)).all())
+
+
+class Seen(NamedTuple):
+    """What a host trace, or a file beside it, has of an integer tensor that an op is given.
+
+    Attributes:
+        low: The least.
+        high: The greatest.
+        values: All of them, rows one behind the other; None where only the bounds are known.
+    """
+
+    low: int
+    high: int
+    values: Array | None = None
 
 
 _MOST = 2**63 - 1
@@ -173,6 +196,7 @@ _COPIES = frozenset({
     "_unique2", "contiguous", "reshape", "flatten", "_copy_from", "cuda", "cpu", "type_as", "expand", "view",
     "masked_scatter", "_cast_Long", "_cast_Int", "flatten_dense_tensors", "unflatten_dense_tensors", "fill",
 })  # fmt: skip
+_SAME = frozenset({"clone", "_to_copy", "to", "contiguous", "cuda", "cpu", "pin_memory", "_pin_memory", "lift_fresh"})
 _COPIED = ("self", "src", "source", "tensors", "values", "value", "input", "other", "flat")
 _EXCHANGES = frozenset({"broadcast", "all_gather", "all_to_all", "gather", "scatter"})
 # What they give is positive if what they take is.
@@ -201,7 +225,7 @@ _GEOMETRY_ONLY = re.compile(r"_like$|^new_|^size$|^stride$|^resize|^set_$")
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
 
-def settle_contents(plan: RankPlan, ranges: Mapping[int, Mapping[int, tuple[int, int]]] | None = None) -> RankPlan:
+def settle_contents(plan: RankPlan, seen: Mapping[int, Mapping[int, Seen]] | None = None) -> tuple[RankPlan, int]:
     """Settle what external storages hold.
 
     A storage that an op allocates and that is read before any op has written to it becomes an external one: what wrote
@@ -209,46 +233,39 @@ def settle_contents(plan: RankPlan, ranges: Mapping[int, Mapping[int, tuple[int,
 
     Args:
         plan: The plan of a rank.
-        ranges: Least and greatest values of integer tensors, by node and number of the tensor among its inputs, where
-            the host trace has them.
+        seen: What integer tensors held, by node and number of the tensor among its inputs, where that is recorded.
 
     Returns:
-        The plan; columns `content`, `low`, `high` and `evidence` of its storages are filled.
+        The plan, with columns `content`, `low`, `high` and `evidence` of its storages and the frame `data` filled; and
+        how many tensors were left out of that because they held what their ops must not be given.
     """
     finder = _Finder(plan)
     unwritten = finder.unwritten()
     if unwritten:
         plan = _made_external(plan, unwritten)
+        finder.external = plan.storages["external"].to_list()
     finder.look()
-    recorded = finder.recorded(ranges or {})
+    ranges, data, refused = finder.recorded(seen or {})
+    held = {finder.storage[tensor] for tensor in data}
     first = plan.tensors.group_by("storage", maintain_order=True).first()
     about = {storage: (dtype, shape) for storage, dtype, shape in first.select("storage", "dtype", "shape").iter_rows()}
-    external = plan.storages["external"].to_list()
     rows = [
-        finder.settled(storage, *about.get(storage, ("uint8", [0])), recorded.get(storage)) if outside else (None,) * 4
-        for storage, outside in enumerate(external)
+        finder.settled(storage, *about.get(storage, ("uint8", [0])), ranges.get(storage)) if outside else (None,) * 4
+        for storage, outside in enumerate(finder.external)
     ]
+    for storage in held:
+        rows[storage] = ("data", *rows[storage][1:3], "data")
     columns = ("content", "low", "high", "evidence")
     within = [
         (content, *(None if end is None else max(-_MOST, min(end, _MOST)) for end in (low, high)), evidence)
         for content, low, high, evidence in rows
     ]
     settled = pl.DataFrame(within, schema={name: plan.storages.schema[name] for name in columns}, orient="row")
-    return replace(plan, storages=plan.storages.with_columns(settled.get_columns()))
-
-
-def ranges_of(host_ops: pl.DataFrame) -> dict[int, dict[int, tuple[int, int]]]:
-    """The values of integer tensors that a host trace has: columns as `HOST_OPS`; see `settle_contents`.
-
-    PyTorch writes them with ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE=1.
-    """
-    some = host_ops.filter(pl.col("attributes").str.contains(r'"tensor_range":"\{')).select("id", "attributes")
-    out: dict[int, dict[int, tuple[int, int]]] = {}
-    for node, text in some.iter_rows():
-        with contextlib.suppress(msgspec.DecodeError):  # damaged: the values are guessed
-            ranges = msgspec.json.decode(text, type=dict[str, Any])["tensor_range"]
-            out[node] = msgspec.json.decode(ranges, type=dict[int, tuple[int, int]])
-    return out
+    dumped = pl.DataFrame(
+        {"rank": [plan.rank] * len(data), "tensor": list(data), "values": [v.tobytes() for v in data.values()]},
+        schema=PLAN_SCHEMAS["data"],
+    )
+    return replace(plan, storages=plan.storages.with_columns(settled.get_columns()), data=dumped), refused
 
 
 def _made_external(plan: RankPlan, storages: set[int]) -> RankPlan:
@@ -275,6 +292,7 @@ class _Finder:
         self.shapes: list[Shape] = plan.tensors["shape"].to_list()
         self.dtypes = plan.tensors["dtype"].to_list()
         self.calls = [_call(*row) for row in plan.calls.select("schema", "arguments").iter_rows()]
+        self.external = plan.storages["external"].to_list()
         self.kinds = plan.collectives["kind"].to_list()
         self.ops = plan.ops.select("action", "call", "collective", "inputs", "outputs").rows()
 
@@ -297,7 +315,12 @@ class _Finder:
         if dtype == "bool":
             return "integers", 0, 1, "guess"
         if recorded is not None and not floating and (demand is None or demand.content not in {"lengths", "offsets"}):
-            return "integers", *recorded, "range"
+            low, high = recorded
+            if (
+                demand is not None and demand.content == "integers"
+            ):  # of -100..9, which says that -100 is no class, 0..9
+                low, high = max(low, demand.low), high if demand.high is None else min(high, demand.high)
+            return "integers", low, high, "range"
         if demand is not None and demand.content == "lengths":
             return demand.content, demand.low, demand.high, "consumer"
         if demand is not None and demand.content in {"integers", "offsets"}:
@@ -313,24 +336,48 @@ class _Finder:
             return "weights", None, self.weights[storage], "consumer"
         return "floats", None, None, "guess"
 
-    def recorded(self, ranges: Mapping[int, Mapping[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
-        """Least and greatest recorded integer of storages, before anything writes to them."""
-        out: dict[int, tuple[int, int]] = {}
-        if not ranges:
-            return out
+    def recorded(
+        self, seen: Mapping[int, Mapping[int, Seen]]
+    ) -> tuple[dict[int, tuple[int, int]], dict[int, Array], int]:
+        """What is recorded of external storages before anything writes to them.
+
+        Returns:
+            Least and greatest integer by storage; what registers held; and how many of these are left out.
+        """
+        ranges: dict[int, tuple[int, int]] = {}
+        data: dict[int, Array] = {}
+        refused = 0
         written: set[int] = set()
-        for node, (_, call_row, _, inputs, _) in zip(self.plan.ops["node"], self.ops, strict=True):
-            here = ranges.get(node, {})
+        copied: dict[int, int] = {}  # from another register, whose content is the same
+        for node, (_, call_row, _, inputs, outputs) in (
+            zip(self.plan.ops["node"], self.ops, strict=True) if seen else ()
+        ):
+            here = seen.get(node, {})
             call = None if call_row is None else self.calls[call_row]
             mutated = set() if call is None else _mutated(call)
             for number, tensor in enumerate(inputs):
-                storage = self.storage[tensor]
-                if number in here and number not in mutated and storage not in written:
-                    low, high = here[number]
-                    before = out.get(storage, (low, high))
-                    out[storage] = min(low, before[0]), max(high, before[1])
+                source = copied.get(tensor, tensor)
+                storage = self.storage[source]
+                if (
+                    number not in here or number in mutated or not self.external[storage]
+                    or {storage, self.storage[tensor]} & written
+                ):  # fmt: skip
+                    continue
+                low, high, values = here[number]
+                before = ranges.get(storage, (low, high))
+                demand = self.demands.get(storage)
+                if values is not None and demand is not None and not demand.allows(values):
+                    refused += 1
+                    continue
+                ranges[storage] = min(low, before[0]), max(high, before[1])
+                if values is not None:
+                    data.setdefault(source, values)
             written |= {self.storage[inputs[number]] for number in mutated if number < len(inputs)}
-        return out
+            if call is not None and call.base in _SAME and inputs and outputs and outputs[0] is not None:
+                given, made = inputs[0], outputs[0]
+                if (self.shapes[given], self.dtypes[given]) == (self.shapes[made], self.dtypes[made]):
+                    copied[made] = copied.get(given, given)
+        return ranges, data, refused
 
     def unwritten(self) -> set[int]:
         """Storages that are read before any op has written to them since they were allocated."""
@@ -440,7 +487,7 @@ def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
         limit = count(use)
         for number in inputs.get(name, ()):
             if limit and not use.dtypes[number].startswith(("float", "bfloat")):
-                yield number, Demand("integers", 0, limit - 1)
+                yield number, Demand("integers", 0, limit - 1, call.values.get("ignore_index"))
     elif base in {"index", "index_put", "_index_put_impl"}:
         yield from _index_demands(use)
     elif base in _POSITIVE_OPS:

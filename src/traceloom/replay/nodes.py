@@ -141,6 +141,19 @@ class Nodes:
         return TensorsOf(values, shapes, strides, places, self.unreadable)
 
     @cached_property
+    def ranges(self) -> dict[int, dict[int, tuple[int, int]]]:
+        """Least and greatest values of integer tensors, by id and number of the tensor among the inputs.
+
+        PyTorch writes them with ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE=1.
+        """
+        out: dict[int, dict[int, tuple[int, int]]] = {}
+        for node, attributes in zip(self.host.ops["id"].to_list(), self.attributes, strict=True):
+            if attributes.tensor_range:
+                with contextlib.suppress(msgspec.DecodeError, TypeError):  # damaged: the values are guessed
+                    out[node] = msgspec.json.decode(attributes.tensor_range, type=dict[int, tuple[int, int]])
+        return out
+
+    @cached_property
     def has_schema(self) -> Bools:
         """Which nodes are ops of the dispatcher."""
         return np.asarray(self.host.ops["schema"].is_not_null().to_numpy())

@@ -83,6 +83,9 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
             "high": pl.Int64, "evidence": pl.Enum(EVIDENCE),
         },
     ),
+    # What integer tensors on external storages held, where it was dumped: rows one behind the other, in bytes of the
+    # tensor's type, the least significant first. The rest of the storage holds integers from `low` to `high`.
+    "data": schema("rank tensor values", {"tensor": pl.UInt32, "values": pl.Binary}),
     # `peer` is the root or the peer, a rank of the job. Splits are in rows of the first dimension, empty where equal.
     "collectives": schema(
         "rank collective op kind group sequence peer splits_in splits_out bytes asynchronous",
@@ -109,6 +112,7 @@ _FORMAT = ArchiveFormat(
         "calls": ("rank", "call", "schema", "arguments", "flags"),
         "tensors": tuple(PLAN_SCHEMAS["tensors"]),
         "storages": ("rank", "storage", "bytes", "device", "external", "first_op", "last_op"),
+        "data": tuple(PLAN_SCHEMAS["data"]),
         "collectives": ("rank", "collective", "op", "kind", "group", "splits_in", "splits_out", "asynchronous"),
         "left_out": ("rank", "node", "name", "reason", "text"),
         "steps": ("rank", "step", "duration_ns"),
@@ -156,6 +160,7 @@ class RankPlan:
         calls: Distinct calls.
         tensors: Registers.
         storages: Versions of storages.
+        data: What integer tensors held, where that is recorded.
         collectives: What is exchanged with other ranks.
         left_out: Ops that are not run.
         steps: The timed steps; empty where the recording has none, or a part of a step is run.
@@ -167,6 +172,7 @@ class RankPlan:
     calls: pl.DataFrame = field(default_factory=lambda: empty_frame("calls"))
     tensors: pl.DataFrame = field(default_factory=lambda: empty_frame("tensors"))
     storages: pl.DataFrame = field(default_factory=lambda: empty_frame("storages"))
+    data: pl.DataFrame = field(default_factory=lambda: empty_frame("data"))
     collectives: pl.DataFrame = field(default_factory=lambda: empty_frame("collectives"))
     left_out: pl.DataFrame = field(default_factory=lambda: empty_frame("left_out"))
     steps: pl.DataFrame = field(default_factory=lambda: empty_frame("steps"))
@@ -189,6 +195,7 @@ class RankPlan:
         for name, column, of in (
             ("ops", "inputs", "tensors"), ("ops", "outputs", "tensors"), ("ops", "call", "calls"),
             ("ops", "collective", "collectives"), ("tensors", "storage", "storages"), ("collectives", "op", "ops"),
+            ("data", "tensor", "tensors"),
             ("storages", "last_op", "ops"), ("storages", "first_op", "ops"),
         ):  # fmt: skip
             values = getattr(self, name)[column]
@@ -217,6 +224,13 @@ class RankPlan:
         outside = ~ends["empty"] & ((ends["last"] + 1) * ends["item"] > ends["bytes"]) | ends["negative"]
         if outside.any():
             raise broken("plan", f"{outside.sum()} tensors do not lie within their storages")
+        held = self.data["tensor"]
+        elements = self.tensors["shape"].gather(held).list.eval(pl.element().product()).list.first().fill_null(1)
+        if (elements * ends["item"].gather(held) != self.data["values"].bin.size()).any() or not (
+            self.storages["external"].gather(self.tensors["storage"].gather(held)).all()
+            and self.tensors["dtype"].gather(held).str.contains(r"^u?int").all()
+        ):
+            raise broken("plan", "data are of integer tensors from outside, and as long as these")
 
     def _check_order(self) -> None:
         uses = self.uses()

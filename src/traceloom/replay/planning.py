@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -11,16 +11,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import polars as pl
 from msgspec import Struct
 
+from traceloom.array_types import Ints
 from traceloom.errors import UsageError
 from traceloom.garbage import not_collected
+from traceloom.model.arrays import nearest
 from traceloom.model.notice import Notice
 from traceloom.model.units import counted
 from traceloom.replay.allowed import Refusal, refusal
 from traceloom.replay.collectives import WAIT, Exchange, called_groups, exchange_of, groups_of, tensors_bytes
-from traceloom.replay.contents import ranges_of, settle_contents
+from traceloom.replay.contents import Seen, settle_contents
 from traceloom.replay.inputs import AnyPath, PlanInput, open_inputs
 from traceloom.replay.nodes import Level, Nodes, choose, within
 from traceloom.replay.originals import Originals
@@ -37,6 +40,7 @@ from traceloom.replay.plan import (
     frame,
     is_plan,
 )
+from traceloom.replay.resources import Resources
 from traceloom.replay.schema import OperatorSchema, UnreadableSchemaError, parse_schema
 from traceloom.replay.storages import Storages
 from traceloom.replay.values import (
@@ -47,6 +51,7 @@ from traceloom.replay.values import (
     arguments_of,
     count_of,
     kinds_of,
+    observed_numbers,
     slots_of,
     unknown_type,
 )
@@ -170,6 +175,9 @@ class _RankPlanner:
     _guessed_groups: int = 0
     _called: dict[tuple[str, int], list[str]] | None = None
     _turns: Counter[tuple[str, int]] = field(default_factory=Counter)
+    # what integer tensors held, by node and number among the op's inputs; how many dumps are not what they should be
+    _seen: dict[int, dict[int, Seen]] = field(default_factory=dict)
+    _unfit_dumps: int = 0
 
     def plan(self) -> RankPlan:
         """The plan of the rank, checked."""
@@ -182,6 +190,9 @@ class _RankPlanner:
         self.types = nodes.host.ops["input_types"].to_list()
         self.output_types = nodes.host.ops["output_types"].to_list()
         self.ids = ids.tolist()
+        self.resources = Resources(nodes.host.path)
+        self.ranges = nodes.ranges
+        self.integers = self._integers_of(rows) if self.ranges or self.resources.dumps else {}
         inner = _named_within(nodes)
         for row in rows.tolist():
             if nodes.exchanges[row]:
@@ -209,6 +220,12 @@ class _RankPlanner:
         if flags[UNKNOWN]:
             text = f"{objects} with an argument that no file can hold"
             out.append(Notice("unknown-objects", "info", text, flags[UNKNOWN]))
+        if self._unfit_dumps:
+            text = (
+                f"{counted(self._unfit_dumps, 'dumped tensor')} left out, and what they held is guessed: the file is "
+                "not of the tensor's size or memory, or holds what an op cannot take"
+            )
+            out.append(Notice("unfit-dumps", "warning", text, self._unfit_dumps))
         if self._guessed_groups:
             text = f"{counted(self._guessed_groups, 'collective')} do not say their group; taken to be of all ranks"
             out.append(Notice("guessed-groups", "warning", text, self._guessed_groups))
@@ -243,6 +260,8 @@ class _RankPlanner:
         read = [tensor for tensor in read if tensor.number not in numbers] if numbers else read
         arguments, flags = arguments_of(self.nodes.inputs[row], kinds_of(types), schema, dict(numbers.values()))
         inputs = self._read(read)
+        if row in self.integers:
+            self._look_at_integers(row, read)
         if schema.name == "set_" and b'{"object":"Storage"}' in arguments and returned:
             # A storage that came from elsewhere, as from a worker that loads data: an external one.
             inputs.append(self._read(returned)[0])
@@ -260,6 +279,36 @@ class _RankPlanner:
             call=self._call(text, arguments, flags),
             reason=why and why.slug,
         )
+
+    def _integers_of(self, rows: Ints) -> dict[int, list[int]]:
+        """By row of what is run: it and rows within it of which integers were recorded."""
+        nodes = self.nodes
+        runs = np.zeros(nodes.parent.size, dtype=np.bool_)
+        runs[rows] = True
+        noted = np.flatnonzero(np.isin(self.ids, [*self.ranges, *self.resources.dumps]))
+        at = np.where(runs[noted], noted, nearest(nodes.parent, runs)[noted])
+        out: dict[int, list[int]] = defaultdict(list)
+        for row, inner in zip(at.tolist(), noted.tolist(), strict=True):
+            out[row].append(inner)
+        return out
+
+    def _look_at_integers(self, row: int, read: list[RecordedTensor]) -> None:
+        """Note what is recorded of the integers that a node, or one within it, is given."""
+        seen = self._seen[self.ids[row]] = {}
+        taken = {tensor[1:]: at for at, tensor in enumerate(read)}  # within an op a view of the same has another number
+        for inner in self.integers[row]:
+            dumps = self.resources.dumps.get(self.ids[inner], {})
+            ranges = self.ranges.get(self.ids[inner], {})
+            numbers = observed_numbers(self.types[inner])
+            for tensor, number in zip(self.nodes.read[inner], numbers, strict=False):
+                at = taken.get(tensor[1:], -1)
+                if at >= 0 and number in ranges:
+                    seen.setdefault(at, Seen(*ranges[number]))
+                if at >= 0 and number in dumps:
+                    values = self.resources.dumped(dumps[number], tensor)
+                    self._unfit_dumps += values is None
+                    if values is not None and values.size:
+                        seen[at] = Seen(int(values.min()), int(values.max()), values)
 
     def _numbers(self, row: int, schema: OperatorSchema) -> dict[int, tuple[str, float]]:
         """Tensors that the program gave as plain numbers: by their numbers, the argument and what stands for it.
@@ -465,11 +514,12 @@ class _RankPlanner:
         measured = self.originals if is_whole else Originals()
         plan = RankPlan(
             rank, ops, calls, tensors, storages,
-            pl.DataFrame(self.collectives, schema=PLAN_SCHEMAS["collectives"]),
-            pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
-            measured.steps.select(of_rank, pl.all()), measured.holes.select(of_rank, pl.all()),
+            collectives=pl.DataFrame(self.collectives, schema=PLAN_SCHEMAS["collectives"]),
+            left_out=pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
+            steps=measured.steps.select(of_rank, pl.all()), holes=measured.holes.select(of_rank, pl.all()),
         ).with_lives()  # fmt: skip
-        plan = settle_contents(plan, ranges_of(self.nodes.host.ops))
+        plan, refused = settle_contents(plan, self._seen)
+        self._unfit_dumps += refused
         plan.check()
         return plan
 

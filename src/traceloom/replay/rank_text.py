@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from traceloom.replay.expressions import CallText, UnwritableError, collective_text, dtype_text, wrapped
@@ -17,6 +19,7 @@ _BY_CONTENT = frozenset({
     "nonzero", "masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount",
     "repeat_interleave", "argwhere",
 })  # fmt: skip
+_MOST_WRITTEN = 1 << 13  # bytes of recorded integers that a script spells out
 Names = Callable[[int], str]
 Op = dict[str, Any]
 
@@ -44,6 +47,10 @@ class RankText:
         self._storages = plan.storages.to_dicts()
         first = plan.tensors.group_by("storage", maintain_order=True).agg(pl.first("dtype"))
         self._dtypes = dict(first.iter_rows())
+        self._data: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
+        for tensor, values in plan.data.select("tensor", "values").iter_rows():
+            if len(values) <= _MOST_WRITTEN:
+                self._data[self._tensors[tensor]["storage"]].append((tensor, values))
         calls = plan.calls.select("schema", "arguments").iter_rows()
         self._calls = [_call(schema, arguments, further) for schema, arguments in calls]
         self._numbers: dict[Hashable, int] = {}
@@ -154,16 +161,21 @@ class RankText:
                 storage = self._storages[number]
                 whole = self._dtypes[number]
                 elements = -(-storage["bytes"] // ITEM_BYTES[whole])
-                content = "floats" if storage["content"] in {None, "data"} else storage["content"]
+                content = {None: "floats", "data": "integers"}.get(storage["content"], storage["content"])
                 bounds = "".join(f", {side}={storage[side]}" for side in ("low", "high") if storage[side] is not None)
                 seed = self._seed + number
                 base = f"filled({elements}, {dtype_text(whole)}, {content!r}{bounds}, seed={seed}).to(DEVICE)"
-                if (dtype, offset) == (whole, 0) and _is_whole(shape, strides, elements):
+                if number not in self._data and (dtype, offset) == (whole, 0) and _is_whole(shape, strides, elements):
                     on[number] = name(register)
                     yield f"{name(register)} = {base}" + (f".view({shape})" if len(shape) != 1 else "")
                     continue
                 on[number] = "whole"
                 yield f"whole = {base}"
+                for held, values in self._data.get(number, ()):
+                    of, *geometry = self._geometry(held)
+                    numbers = np.frombuffer(values, dtype=np.dtype(of).newbyteorder("<")).tolist()
+                    part = f"on_storage(whole, {dtype_text(of)}, {', '.join(map(str, geometry))})"
+                    yield f"{part}.copy_(torch.tensor({numbers}, dtype={dtype_text(of)}).view({geometry[1]}))"
             yield f"{name(register)} = on_storage({on[number]}, {dtype_text(dtype)}, {offset}, {shape}, {strides})"
             on[number] = name(register)
 

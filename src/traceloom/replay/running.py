@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,8 +218,11 @@ class _Contents:
         on = plan.tensors.filter(pl.col("storage").is_in(external["storage"].implode()))
         self._dtypes = dict(on.group_by("storage", maintain_order=True).agg(pl.col("dtype").first()).iter_rows())
         self._rows = {row["storage"]: row for row in external.to_dicts() if row["storage"] in self._dtypes}
-        self._whole = {storage: self._new(storage) for storage in self._rows}
         self._storage_of = dict(on.select("tensor", "storage").iter_rows())
+        self._data: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
+        for tensor, values in plan.data.select("tensor", "values").iter_rows():
+            self._data[self._storage_of[tensor]].append((tensor, values))
+        self._whole = {storage: self._new(storage) for storage in self._rows}
         self.tensors = {tensor: self._on(tensor) for tensor in self._storage_of}
         self._versions = {row: tensor._version for row, tensor in self.tensors.items()}  # noqa: SLF001
         self._kept: dict[int, torch.Tensor] = {}
@@ -230,8 +234,12 @@ class _Contents:
 
         row, dtype = self._rows[storage], getattr(torch, self._dtypes[storage])
         elements = -(-row["bytes"] // dtype.itemsize)
-        content = row["content"] if row["content"] not in {None, "data"} else "floats"
-        return filled(elements, dtype, content, row["low"], row["high"], seed=self._seed + storage).to(self._device)
+        content = {None: "floats", "data": "integers"}.get(row["content"], row["content"])
+        whole = filled(elements, dtype, content, row["low"], row["high"], seed=self._seed + storage)
+        for tensor, values in self._data[storage]:
+            held = on_storage(self._geometries[tensor], whole)
+            held.copy_(torch.frombuffer(bytearray(values), dtype=held.dtype).view(held.shape))
+        return whole.to(self._device)
 
     def _on(self, tensor: int) -> torch.Tensor:
         # No view of the whole: some ops refuse to work in place on views.

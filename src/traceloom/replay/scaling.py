@@ -346,6 +346,10 @@ class _Scaling:
                 for row in (before.ops.row(op, named=True) for op in exchanged["op"])
             ]
             exchanged = exchanged.with_columns(pl.Series("bytes", moved, dtype=pl.Int64))
+        fits = [list(tensors[tensor].shape) == self.before[tensor][2] for tensor in before.data["tensor"]]
+        data = before.data.filter(pl.Series(fits, dtype=pl.Boolean))
+        held = data["tensor"].replace_strict(range(len(self.before)), [row[0] for row in self.before])
+        lost = (pl.col("content") == "data") & ~pl.col("storage").is_in(held.implode())
         plan = replace(
             before,
             ops=before.ops.with_columns(pl.Series("call", calls, dtype=pl.UInt32)),
@@ -365,7 +369,12 @@ class _Scaling:
                     "dtype": [row[4] for row in self.before],
                 },
             ),
-            storages=before.storages.with_columns(pl.Series("bytes", storages, dtype=pl.Int64)),
+            storages=before.storages.with_columns(
+                pl.Series("bytes", storages, dtype=pl.Int64),
+                content=pl.when(lost).then(pl.lit("integers", before.storages.schema["content"])).otherwise("content"),
+                evidence=pl.when(lost).then(pl.lit("range", before.storages.schema["evidence"])).otherwise("evidence"),
+            ),
+            data=data,
             collectives=exchanged,
         )  # fmt: skip
         plan.check()

@@ -253,6 +253,12 @@ def count_of(kind: Kind) -> int:
     return sum(map(bool, _leaves((kind,))))
 
 
+def observed_numbers(types: str | None) -> list[int]:
+    """The numbers that PyTorch's observer gives to the tensors of a node: it counts those that are not there, too."""
+    tensors = (kind for kind in _leaves(kinds_of(types)) if kind is not None)
+    return [number for number, kind in enumerate(tensors) if kind]
+
+
 def arguments_of(
     values: list[Any], kinds: tuple[Kind, ...], schema: OperatorSchema, numbers: Mapping[str, float]
 ) -> tuple[bytes, list[str]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import polars as pl
+import numpy as np
 import pytest
 
 from support.plans import PlanBuilder
-from traceloom.model.host_trace import HOST_OPS
-from traceloom.replay.contents import ranges_of, settle_contents
+from traceloom.replay.contents import Seen, settle_contents
 
 T = [{"tensor": number} for number in range(8)]
 EMBEDDING = (
@@ -35,9 +34,9 @@ class Build(PlanBuilder):
         """Rows of a table at indices."""
         self.run(EMBEDDING, [T[0], T[1], -1, False, False], [self.floats(rows, 4), indices], [self.made(3, 4)])
 
-    def of(self, tensor: int, **ranges: Any) -> Settled:
-        storages = settle_contents(self.build(), **ranges).storages
-        row = storages.row(self.rows["tensors"][tensor]["storage"], named=True)
+    def of(self, tensor: int, **seen: Any) -> Settled:
+        plan, _ = settle_contents(self.build(), **seen)
+        row = plan.storages.row(self.rows["tensors"][tensor]["storage"], named=True)
         return row["content"], row["low"], row["high"], row["evidence"]
 
 
@@ -246,20 +245,9 @@ def test_recorded_ranges_come_before_what_consumers_allow() -> None:
     build.lookup(indices)  # node 100; the table is input 0
     build.run("aten::zero_(Tensor(a!) self) -> Tensor(a!)", T[:1], [counts], [counts])  # node 101
     build.run("aten::neg(Tensor self) -> Tensor", T[:1], [counts], [build.made(3, dtype="int64")])  # node 102
-    ranges = {100: {1: (3, 17)}, 101: {0: (5, 10**15)}, 102: {0: (0, 0)}}
-    assert build.of(indices, ranges=ranges) == ("integers", 3, 17, "range")
-    assert build.of(counts, ranges=ranges) == ("zeros", None, None, "guess")  # it was written first
-
-
-def test_ranges_stand_in_the_attributes_of_a_host_trace() -> None:
-    ops = pl.DataFrame(
-        {
-            "id": [4, 5, 6],
-            "attributes": ['{"tensor_range":"{\\"1\\":[0,4]}","kernel_file":""}', '{"tensor_range":""}', None],
-        },
-        schema_overrides={"id": HOST_OPS["id"]},
-    )
-    assert ranges_of(ops) == {4: {1: (0, 4)}}
+    seen = {100: {1: Seen(3, 17)}, 101: {0: Seen(5, 10**15)}, 102: {0: Seen(0, 0)}}
+    assert build.of(indices, seen=seen) == ("integers", 3, 17, "range")
+    assert build.of(counts, seen=seen) == ("zeros", None, None, "guess")  # it was written first
 
 
 def test_what_is_read_before_any_op_wrote_to_it_comes_from_outside() -> None:
@@ -272,7 +260,7 @@ def test_what_is_read_before_any_op_wrote_to_it_comes_from_outside() -> None:
     build.run("aten::copy_(Tensor(a!) self, Tensor src) -> Tensor(a!)", T[:2], [written, empty], [written])
     build.lookup(written, 5)
     build.run("aten::_to_copy(Tensor self) -> Tensor", T[:1], [written], [taken])
-    plan = settle_contents(build.build())
+    plan, _ = settle_contents(build.build())
     plan.check()
     assert plan.storages.filter("external")["storage"].to_list() == [0, 3]  # it, and the table
     assert plan.ops["outputs"].to_list()[:2] == [[None], [written]]
@@ -288,3 +276,41 @@ def test_a_variance_that_is_taken_from_squares_stays_positive() -> None:
     build.run("aten::sqrt_(Tensor(a!) self) -> Tensor(a!)", T[:1], [variance], [variance])
     assert build.of(square) == ("positive", None, None, "consumer")
     assert build.of(mean) == ("zeros", None, None, "consumer")
+
+
+def test_dumped_data_are_what_a_tensor_holds() -> None:
+    build = Build()
+    indices = build.integers(3)
+    build.lookup(indices)  # node 100
+    values = np.array([7, 49, 0])
+    assert build.of(indices, seen={100: {1: Seen(0, 49, values)}}) == ("data", 0, 49, "data")
+    plan, refused = settle_contents(build.build(), {100: {1: Seen(0, 49, values)}})
+    plan.check()
+    assert refused == 0
+    assert plan.data.rows() == [(0, indices, values.tobytes())]
+
+
+def test_data_that_an_op_must_not_be_given_are_guessed() -> None:
+    build = Build()
+    indices, classes = build.integers(3), build.integers(2)
+    build.lookup(indices)  # node 100: a table of 50 rows
+    loss = (
+        "aten::nll_loss(Tensor self, Tensor target, Tensor? weight=None, int reduction=1, SymInt ignore_index=-100) "
+        "-> Tensor"
+    )
+    build.run(loss, [T[0], T[1], None, 1, -100], [build.floats(2, 9), classes], [build.made()])  # node 101
+    seen = {100: {1: Seen(0, 50, np.array([0, 50, 1]))}, 101: {1: Seen(-100, 8, np.array([-100, 8]))}}
+    plan, refused = settle_contents(build.build(), seen)
+    assert refused == 1
+    assert build.of(indices, seen=seen) == ("integers", 0, 49, "consumer")
+    assert build.of(classes, seen=seen) == ("data", 0, 8, "data")  # what stands for no class may be among them
+    assert plan.data["tensor"].to_list() == [classes]
+    assert build.of(classes, seen={101: {1: Seen(-100, 8)}}) == ("integers", 0, 8, "range")
+
+
+def test_data_of_a_copy_are_those_of_what_was_copied() -> None:
+    build = Build()
+    indices, copied = build.integers(3), build.made(3, dtype="int64")
+    build.run("aten::_to_copy(Tensor self) -> Tensor", T[:1], [indices], [copied])
+    build.lookup(copied)  # node 101
+    assert build.of(indices, seen={101: {1: Seen(1, 3, np.array([1, 2, 3]))}}) == ("data", 1, 3, "data")
