@@ -25,6 +25,7 @@ class ByHand:
             readings=[Reading("gpu_busy_ratio", ("GPU-1",), 0.5)],
             processes=[DeviceProcess(device="GPU-1", pid=7)],
         )
+        self.reasons = {"gpu_busy_ratio": "", "gpu_power_watts": "the driver has no such call"}
         self.hold: threading.Event | None = None
         self.meet: threading.Barrier | None = None
         self.error: Exception | None = None
@@ -41,7 +42,7 @@ class ByHand:
         return self.sampled.devices
 
     def capabilities(self) -> dict[str, str]:
-        return {"gpu_busy_ratio": "", "gpu_power_watts": "the driver has no such call"}
+        return self.reasons
 
     def sample(self) -> list[Reading]:
         return self.sampled.readings

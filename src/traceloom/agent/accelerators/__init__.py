@@ -6,6 +6,7 @@ A back end is an entry point of the group `traceloom.accelerators`: something th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -75,7 +76,7 @@ class Accelerator(Protocol):
         """The devices there are now."""
 
     def capabilities(self) -> dict[str, str]:
-        """Metric -> "" where it can be had, else why not and what would help."""
+        """`capability` -> "" where it can be had, else why not and what would help."""
 
     def sample(self) -> list[Reading]:
         """Metrics of all its devices."""
@@ -94,3 +95,9 @@ class Accelerator(Protocol):
 
     def close(self) -> None:
         """Let go of the driver."""
+
+
+def capability(metric: str, labels: Iterable[str] = ()) -> str:
+    """What `capabilities` calls a metric: with its labels after the device, as `gpu_pipe_active_ratio{hmma}`."""
+    text = ",".join(label for label in labels if label)
+    return f"{metric}{{{text}}}" if text else metric

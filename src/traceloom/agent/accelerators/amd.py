@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere
+from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere, capability
 from traceloom.agent.config import Config
 from traceloom.agent.device_models import device_model
 from traceloom.agent.metrics import Reading
@@ -123,10 +123,10 @@ class AmdAccelerator:
                 if value is not None:
                     values.setdefault((metric, labels), value)
                 else:
-                    self._missing.setdefault(metric, "the driver has no file for it on this device")
+                    self._missing.setdefault(capability(metric, labels), "the driver has no file for it on this device")
             readings += [Reading(metric, (uuid, *labels), value) for (metric, labels), value in values.items()]
         self._measure_traffic()
-        self._present = {reading.metric for reading in readings}
+        self._present = {capability(reading.metric, reading.labels[1:]) for reading in readings}
         return readings
 
     def processes(self) -> list[DeviceProcess]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere
+from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere, capability
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
 
@@ -223,7 +223,7 @@ class NvmlDevice:
         support = self.attempt("gpu_pipe_active_ratio", self._nvml.nvmlGpmQueryDeviceSupport, whole)
         if support is None or not support.isSupportedDevice or (self.parent is not None and self.instance is None):
             for metric, labels, _ in GPM.values():
-                self.missing[series(metric, labels)] = NO_GPM
+                self.missing[capability(metric, labels)] = NO_GPM
             return
         if self.parent is None:
             with suppress(self._nvml.NVMLError):  # without it the counters are armed at every sample
@@ -253,7 +253,7 @@ class NvmlDevice:
         self._memory(values)
         if self.parent is None:
             for metric, labels, name, arguments, factor in SIMPLE:
-                value = self.attempt(series(metric, labels), getattr(nvml, name), handle, *arguments)
+                value = self.attempt(capability(metric, labels), getattr(nvml, name), handle, *arguments)
                 if value is not None:
                     values[metric, labels] = value * factor
             rates = self.attempt("gpu_busy_ratio", nvml.nvmlDeviceGetUtilizationRates, handle)
@@ -261,7 +261,7 @@ class NvmlDevice:
                 values["gpu_busy_ratio", ()] = rates.gpu / 100
                 values["gpu_memory_busy_ratio", ()] = rates.memory / 100
             for engine, name in (("encoder", "Encoder"), ("decoder", "Decoder")):
-                key = series("gpu_video_busy_ratio", (engine,))
+                key = capability("gpu_video_busy_ratio", (engine,))
                 use = self.attempt(key, getattr(nvml, f"nvmlDeviceGet{name}Utilization"), handle)
                 if use is not None:
                     values["gpu_video_busy_ratio", (engine,)] = use[0] / 100
@@ -274,7 +274,7 @@ class NvmlDevice:
         if self.parent is None and ("gpu_link_bytes_total", ("pcie", "transmit")) not in values and self.gpm is None:
             # Last, as the driver measures for 20 ms each.
             for direction, counter in (("transmit", 0), ("receive", 1)):
-                key = series("gpu_link_bytes_per_second", ("pcie", direction))
+                key = capability("gpu_link_bytes_per_second", ("pcie", direction))
                 rate = self.attempt(key, nvml.nvmlDeviceGetPcieThroughput, handle, counter)
                 if rate is not None:
                     values["gpu_link_bytes_per_second", ("pcie", direction)] = rate * 1024
@@ -282,7 +282,7 @@ class NvmlDevice:
             values["gpu_errors_total", (kind, xid)] = count
         if self.last_xid is not None:
             values["gpu_last_xid", ()] = self.last_xid
-        self.present = {series(metric, labels) for metric, labels in values}
+        self.present = {capability(metric, labels) for metric, labels in values}
         return values
 
     def processes(self) -> list[DeviceProcess]:
@@ -296,7 +296,7 @@ class NvmlDevice:
         if memory:
             key = "process_gpu_share_ratio"
             since = self.seen_us
-            for use in self.attempt(key, nvml.nvmlDeviceGetProcessUtilization, self.handle, since) or ():
+            for use in self.attempt(key, self._uses, since) or ():
                 if use.timeStamp > since:
                     busy[use.pid].append(use.smUtil / 100)
                     self.seen_us = max(self.seen_us, use.timeStamp)
@@ -308,6 +308,13 @@ class NvmlDevice:
             )
             for pid, used in memory.items()
         ]  # fmt: skip
+
+    def _uses(self, since_us: int) -> list[Any]:
+        """Samples of what processes used since then; none where nothing ran."""
+        try:
+            return list(self._nvml.nvmlDeviceGetProcessUtilization(self.handle, since_us))
+        except self._nvml.NVMLError_NotFound:
+            return []
 
     def _memory(self, values: dict[tuple[str, tuple[str, ...]], float]) -> None:
         nvml, handle = self._nvml, self.handle
@@ -349,7 +356,7 @@ class NvmlDevice:
         for field, (_, metric, labels, factor) in zip(fields or (), asked, strict=False):
             if field.nvmlReturn:
                 if labels[0] != "nvlink-each":
-                    self.missing.setdefault(series(metric, labels), _reason(self._nvml, field.nvmlReturn))
+                    self.missing.setdefault(capability(metric, labels), _reason(self._nvml, field.nvmlReturn))
             elif labels[0] == "nvlink-each":
                 each[labels[1]] += int(_field_value(field) * factor)
             else:
@@ -363,15 +370,9 @@ class NvmlDevice:
         for number, value in (self.attempt("gpu_pipe_active_ratio", self.gpm.values) or {}).items():
             metric, labels, factor = GPM[number]
             if isinstance(value, str):
-                self.missing[series(metric, labels)] = value
+                self.missing[capability(metric, labels)] = value
             else:
                 values.setdefault((metric, labels), value * factor)
-
-
-def series(metric: str, labels: tuple[str, ...]) -> str:
-    """A metric with its labels after the device, as `capabilities` names it."""
-    text = ",".join(label for label in labels if label)
-    return f"{metric}{{{text}}}" if text else metric
 
 
 def _field_value(field: Any) -> float:

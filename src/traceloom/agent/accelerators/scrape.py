@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere
+from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere, capability
 from traceloom.agent.config import Config
 from traceloom.agent.device_models import device_model
 from traceloom.agent.metrics import METRICS, Reading
@@ -203,7 +203,7 @@ class ScrapedAccelerator:
 
     def capabilities(self) -> dict[str, str]:
         """What the exporters have, and which do not answer."""
-        present = {reading.metric: "" for readings in self._readings.values() for reading in readings}
+        present = {capability(reading.metric, reading.labels[1:]): "" for reading in self.sample()}
         return present | {f"exporter {address}": reason for address, reason in self._failures.items()}
 
     def sample(self) -> list[Reading]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere
+from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere, capability
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
 
@@ -86,7 +86,7 @@ class SimulatedAccelerator:
 
     def capabilities(self) -> dict[str, str]:
         """All that is simulated can be had."""
-        return {reading.metric: "" for reading in self._readings(0)}
+        return {capability(reading.metric, reading.labels[1:]): "" for reading in self._readings(0)}
 
     def sample(self) -> list[Reading]:
         """The metrics of a Hopper device with GPM; energy is power over the time since the last call."""

@@ -144,11 +144,13 @@ def test_pipes_come_from_the_exporter_where_the_driver_does_not_count_them() -> 
             uuid="GPU-aaaa", index="0", vendor="nvidia", model="by NVML"
         )
         by_hand.sampled.readings[0] = by_hand.sampled.readings[0]._replace(labels=("GPU-aaaa",))
+        by_hand.reasons["gpu_pipe_active_ratio{tensor}"] = "too old"
         both = [Watched("nvml", lambda: by_hand, 30.0), Watched("scrape", lambda: ScrapedAccelerator(config), 30.0)]
         collector = AcceleratorCollector(config, both)
         readings = collector.collect()
         collector.close()
     assert collector.devices["GPU-aaaa"].model == "by NVML"
+    assert collector.capabilities()["gpu_pipe_active_ratio{tensor}"] == "", "as one of them has it"
     assert values(readings, "gpu_busy_ratio")["GPU-aaaa",] == 0.5, "as the driver says"
     assert values(readings, "gpu_pipe_active_ratio")["GPU-aaaa", "tensor"] == 0.25, "as the exporter adds"
 
