@@ -40,36 +40,49 @@ _H100 = (
     'gpu="1",UUID="GPU-bbbb",pci_bus_id="00000000:1B:00.0",device="nvidia1",modelName="NVIDIA H100 80GB HBM3",'
     'Hostname="n2",DCGM_FI_DRIVER_VERSION="580.65.06"'
 )
-DCGM_4 = f"""\
-# TYPE DCGM_FI_DEV_SM_CLOCK_HERTZ gauge
-DCGM_FI_DEV_SM_CLOCK_HERTZ{{{_H100}}} 1500000000
-# TYPE DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL counter
-DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL{{{_H100}}} 77
-# TYPE DCGM_FI_DEV_XID_ERROR gauge
-DCGM_FI_DEV_XID_ERROR{{{_H100}}} 79
-# TYPE DCGM_FI_PROF_TENSOR_UTIL_RATIO gauge
-DCGM_FI_PROF_TENSOR_UTIL_RATIO{{{_H100}}} 0.5
-# TYPE DCGM_FI_PROF_PIPE_TENSOR_ACTIVE gauge
-DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{_H100}}} 0.5
-# TYPE DCGM_FI_PROF_HMMA_UTIL_RATIO gauge
-DCGM_FI_PROF_HMMA_UTIL_RATIO{{{_H100}}} 0.4
-# TYPE DCGM_FI_PROF_IMMA_UTIL_RATIO gauge
-DCGM_FI_PROF_IMMA_UTIL_RATIO{{{_H100}}} 0.1
-# TYPE DCGM_FI_PROF_SM_UTIL_RATIO gauge
-DCGM_FI_PROF_SM_UTIL_RATIO{{{_H100}}} 0.9
-# TYPE DCGM_FI_PROF_DRAM_UTIL_RATIO gauge
-DCGM_FI_PROF_DRAM_UTIL_RATIO{{{_H100}}} 0.3
-# TYPE DCGM_FI_PROF_FP64_UTIL_RATIO gauge
-DCGM_FI_PROF_FP64_UTIL_RATIO{{{_H100}}} 0
-# TYPE DCGM_FI_PROF_FP32_UTIL_RATIO gauge
-DCGM_FI_PROF_FP32_UTIL_RATIO{{{_H100}}} 0
-# TYPE DCGM_FI_PROF_FP16_UTIL_RATIO gauge
-DCGM_FI_PROF_FP16_UTIL_RATIO{{{_H100}}} 140737488355328
-# TYPE DCGM_FI_PROF_MMA_CYCLES_ACTIVE_TOTAL counter
-DCGM_FI_PROF_MMA_CYCLES_ACTIVE_TOTAL{{{_H100}}} 1000000
-# TYPE DCGM_FI_DEV_ROW_REMAP_PENDING gauge
-DCGM_FI_DEV_ROW_REMAP_PENDING{{{_H100}}} 1
-"""
+# Name of DCGM 4.6 after the prefix: its value, and what that is of ours.
+DCGM_4_SERIES = {
+    "DEV_SM_CLOCK_HERTZ": ("1500000000", "gpu_clock_hertz", ("sm",), 1.5e9),
+    "DEV_MEMORY_CLOCK_HERTZ": ("2619000000", "gpu_clock_hertz", ("memory",), 2.619e9),
+    "DEV_GPU_ENERGY_JOULES_TOTAL": ("77", "gpu_energy_joules_total", (), 77.0),
+    "DEV_GPU_UTIL_RATIO": ("97", "gpu_busy_ratio", (), 0.97),
+    "DEV_XID_ERROR": ("79", "gpu_last_xid", (), 79.0),
+    "DEV_PCIE_REPLAY_TOTAL": ("3", "gpu_errors_total", ("pcie-replay", ""), 3.0),
+    "DEV_ECC_SBE_AGG_TOTAL": ("4", "gpu_errors_total", ("ecc-corrected", ""), 4.0),
+    "DEV_ECC_DBE_AGG_TOTAL": ("5", "gpu_errors_total", ("ecc-uncorrected", ""), 5.0),
+    "DEV_ROW_REMAP_CORRECTABLE_TOTAL": ("6", "gpu_remapped_rows", ("correctable",), 6.0),
+    "DEV_ROW_REMAP_UNCORRECTABLE_TOTAL": ("7", "gpu_remapped_rows", ("uncorrectable",), 7.0),
+    "DEV_ROW_REMAP_PENDING": ("1", "gpu_remapped_rows", ("pending",), 1.0),
+    "DEV_ROW_REMAP_FAILED": ("0", "gpu_remapped_rows", ("failure",), 0.0),
+    "PROF_GR_ENGINE_UTIL_RATIO": ("0.95", "gpu_graphics_active_ratio", (), 0.95),
+    "PROF_SM_UTIL_RATIO": ("0.9", "gpu_sm_active_ratio", (), 0.9),
+    "PROF_SM_OCCUPANCY_RATIO": ("0.35", "gpu_sm_occupancy_ratio", (), 0.35),
+    "PROF_DRAM_UTIL_RATIO": ("0.3", "gpu_dram_active_ratio", (), 0.3),
+    "PROF_TENSOR_UTIL_RATIO": ("0.5", "gpu_pipe_active_ratio", ("tensor",), 0.5),
+    "PROF_HMMA_UTIL_RATIO": ("0.4", "gpu_pipe_active_ratio", ("hmma",), 0.4),
+    "PROF_IMMA_UTIL_RATIO": ("0.1", "gpu_pipe_active_ratio", ("imma",), 0.1),
+    "PROF_DFMA_UTIL_RATIO": ("0.01", "gpu_pipe_active_ratio", ("dfma",), 0.01),
+    "PROF_FP64_UTIL_RATIO": ("0", "gpu_pipe_active_ratio", ("fp64",), 0.0),
+    "PROF_FP32_UTIL_RATIO": ("0.02", "gpu_pipe_active_ratio", ("fp32",), 0.02),
+    "PROF_INT_UTIL_RATIO": ("0.03", "gpu_pipe_active_ratio", ("int",), 0.03),
+    "PROF_SM_CYCLES_ELAPSED_TOTAL": ("1084", "gpu_cycles_total", ("elapsed",), 1084.0),
+    "PROF_SM_CYCLES_ACTIVE_TOTAL": ("1085", "gpu_cycles_total", ("active",), 1085.0),
+    "PROF_MMA_CYCLES_ACTIVE_TOTAL": ("1086", "gpu_cycles_total", ("tensor",), 1086.0),
+    "PROF_DMMA_CYCLES_ACTIVE_TOTAL": ("1087", "gpu_cycles_total", ("dmma",), 1087.0),
+    "PROF_HMMA_CYCLES_ACTIVE_TOTAL": ("1088", "gpu_cycles_total", ("hmma",), 1088.0),
+    "PROF_IMMA_CYCLES_ACTIVE_TOTAL": ("1089", "gpu_cycles_total", ("imma",), 1089.0),
+    "PROF_DFMA_CYCLES_ACTIVE_TOTAL": ("1090", "gpu_cycles_total", ("dfma",), 1090.0),
+    "PROF_PCIE_TX_BYTES_TOTAL": ("1091", "gpu_link_bytes_total", ("pcie", "transmit"), 1091.0),
+    "PROF_PCIE_RX_BYTES_TOTAL": ("1092", "gpu_link_bytes_total", ("pcie", "receive"), 1092.0),
+    "PROF_INT_CYCLES_ACTIVE_TOTAL": ("1093", "gpu_cycles_total", ("int",), 1093.0),
+    "PROF_FP64_CYCLES_ACTIVE_TOTAL": ("1094", "gpu_cycles_total", ("fp64",), 1094.0),
+    "PROF_FP32_CYCLES_ACTIVE_TOTAL": ("1095", "gpu_cycles_total", ("fp32",), 1095.0),
+    "PROF_FP16_CYCLES_ACTIVE_TOTAL": ("1096", "gpu_cycles_total", ("fp16",), 1096.0),
+}
+DCGM_4 = "".join(
+    f"# TYPE DCGM_FI_{name} {'counter' if name.endswith('_TOTAL') else 'gauge'}\nDCGM_FI_{name}{{{_H100}}} {value[0]}\n"
+    for name, value in {**DCGM_4_SERIES, "PROF_FP16_UTIL_RATIO": ("140737488355328",)}.items()  # FP16: no value
+)
 
 _MI300X = (
     'card_model="102-G30211-0C",card_series="AMD Instinct MI300X OAM",card_vendor="AMD",driver_version="6.12.12",'
@@ -102,6 +115,16 @@ gpu_clock{{clock_index="8",clock_type="GPU_CLOCK_TYPE_MEMORY",{_MI300X}}} 1300
 gpu_junction_temperature{{{_MI300X}}} 71
 # TYPE gpu_ecc_uncorrect_total gauge
 gpu_ecc_uncorrect_total{{{_MI300X}}} 4
+# TYPE gpu_ecc_correct_total gauge
+gpu_ecc_correct_total{{{_MI300X}}} 9
+# TYPE pcie_replay_count gauge
+pcie_replay_count{{{_MI300X}}} 2
+# TYPE gpu_edge_temperature gauge
+gpu_edge_temperature{{{_MI300X}}} 50
+# TYPE gpu_memory_temperature gauge
+gpu_memory_temperature{{{_MI300X}}} 60
+# TYPE gpu_free_vram gauge
+gpu_free_vram{{{_MI300X}}} 1024
 """
 
 _TPU = 'accelerator_id="1234567890123456789-4",make="cloud-tpu",model="tpu-v6e-slice",tpu_topology="2x2"'

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.devices import ByHand, values
-from support.exporters import AMD, DCGM_3, DCGM_4, TPU, serving, text
+from support.exporters import AMD, DCGM_3, DCGM_4, DCGM_4_SERIES, TPU, serving, text
 from traceloom.agent.accelerators import NotHere
 from traceloom.agent.accelerators import scrape as scrape_module
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
@@ -54,14 +54,8 @@ def test_the_names_of_dcgm_4_6() -> None:
     devices, readings = parsed(DCGM_4)
     device = devices["GPU-bbbb"]
     assert (device.pci, device.driver, device.architecture) == ("00000000:1B:00.0", "580.65.06", "hopper")
-    pipes = {labels[1]: value for labels, value in values(readings, "gpu_pipe_active_ratio").items()}
-    assert pipes == {"tensor": 0.5, "hmma": 0.4, "imma": 0.1, "fp64": 0.0, "fp32": 0.0}, "FP16 is blank"
-    expected = {
-        "gpu_clock_hertz": 1.5e9, "gpu_energy_joules_total": 77.0, "gpu_last_xid": 79.0, "gpu_sm_active_ratio": 0.9,
-        "gpu_dram_active_ratio": 0.3, "gpu_cycles_total": 1e6, "gpu_remapped_rows": 1.0,
-    }  # fmt: skip
-    for metric, value in expected.items():
-        assert list(values(readings, metric).values()) == [value], metric
+    expected = {(metric, "GPU-bbbb", *labels): value for _, metric, labels, value in DCGM_4_SERIES.values()}
+    assert {(reading.metric, *reading.labels): reading.value for reading in readings} == expected, "FP16 is blank"
 
 
 def test_the_exporter_of_amd() -> None:
@@ -87,11 +81,26 @@ def test_the_exporter_of_amd() -> None:
         ("gpu_clock_hertz", uuid, "memory"): 1.3e9,
         ("gpu_temperature_celsius", uuid, "hotspot"): 71.0,
         ("gpu_errors_total", uuid, "ecc-uncorrected", ""): 4.0,
+        ("gpu_errors_total", uuid, "ecc-corrected", ""): 9.0,
+        ("gpu_errors_total", uuid, "pcie-replay", ""): 2.0,
+        ("gpu_temperature_celsius", uuid, "gpu"): 50.0,
+        ("gpu_temperature_celsius", uuid, "memory"): 60.0,
+        ("gpu_memory_free_bytes", uuid): 1024.0 * MIB,
     }
     prefixed = "".join(
         line if line.startswith("#") else "amd_" + line for line in AMD.splitlines(keepends=True) if line[0] != "#"
     )
     assert parsed(prefixed)[1] == readings, "newer ones print a prefix"
+
+
+def test_power_is_the_first_that_the_exporter_of_amd_has() -> None:
+    lines = {name: f'{name}{{gpu_id="0",serial_number="7"}} {value}\n' for value, name in enumerate(
+        ("gpu_power_usage", "gpu_average_package_power", "gpu_package_power"), 1)}  # fmt: skip
+    told = []
+    while lines:
+        told += values(parsed("".join(lines.values()))[1], "gpu_power_watts").values()
+        lines.popitem()
+    assert told == [3.0, 2.0, 1.0]
 
 
 def test_the_exporter_of_tpus() -> None:
