@@ -16,6 +16,7 @@ from traceloom.cli import options as types
 from traceloom.cli import outputs, replaying
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
+from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.plain_text import encoded
 from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN
@@ -108,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
         plan = _resized(args, plan)
+        if args.trust and runs:
+            _name_sources(plan)
         written = outputs.write(args, of_plan, plan, progress)
         if args.dry_run:
             dry = dry_run(plan, imports=args.imports)
@@ -132,6 +135,14 @@ def run(args: argparse.Namespace) -> int:
         outputs.say(args, *_lines(plan))
     outputs.close(args, written, outputs.repeated(args, "replay.html" if runs else "run.plan"))
     return 0
+
+
+def _name_sources(plan: Plan) -> None:
+    """Say which sources are about to be executed, whatever else is said."""
+    from traceloom.replay.kernels import sources_in_words
+
+    for line in sources_in_words(plan):
+        print(harmless(f"trusted: {line}"), file=sys.stderr)
 
 
 def factor(text: str) -> Fraction:

@@ -51,6 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     how.add_argument("--strict", action="store_true", help="stop at the first op that fails")
     how.add_argument(
+        "--trust", action="store_true",
+        help="execute the sources of compiled kernels that came with the trace: code of whoever made it",
+    )  # fmt: skip
+    how.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="a Python module that brings custom ops (may be repeated)",
     )  # fmt: skip
@@ -69,5 +73,6 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         device=args.device, pace=args.pace, iterations=args.iterations, max_time_s=args.max_time,
         timeout_s=args.timeout, memory_limit=args.memory_limit, seed=args.seed, backend=args.backend, ranks=args.ranks,
         stand_ins=args.stand_ins, strict=args.strict, threads=args.threads, imports=tuple(args.imports),
+        trust=args.trust,
         record=None if args.record is None else str(Path(args.record).resolve()), force=args.force,
     )  # fmt: skip

@@ -15,6 +15,7 @@ import polars as pl
 
 from traceloom.replay.binding import Bound, Unbindable, bind
 from traceloom.replay.communication import TO_A_PEER, Communication, finish
+from traceloom.replay.kernels import KernelLoader
 from traceloom.replay.plan import COLLECTIVE, VIEW, WAIT, RankPlan
 from traceloom.replay.program import NOT_TIMED, Geometry, Instruction, Program, Turn, hold_until, new_tensors, picker
 from traceloom.replay.replayed import STAND_INS
@@ -33,6 +34,7 @@ class Manner:
         device: Where.
         bind: Binds a call: its schema, its arguments and the device.
         communication: Groups of the ranks that run; None where one process runs alone.
+        kernels: Binds compiled kernels; None where none run.
         keeps_gaps: Whether the host's gaps between ops are kept.
         keeps_threads: Whether ops run on as many threads as recorded.
         spends_time: Whether what stands in for an op takes its recorded time.
@@ -41,9 +43,14 @@ class Manner:
     device: torch.device
     bind: Bind = bind
     communication: Communication | None = None
+    kernels: KernelLoader | None = None
     keeps_gaps: bool = False
     keeps_threads: bool = False
     spends_time: bool = False
+
+    def runs(self, collective: Mapping[str, Any]) -> bool:
+        """Whether a collective of the plan finds its peers."""
+        return self.communication is not None and not self.communication.lacks(collective)
 
 
 def geometries(plan: RankPlan) -> list[Geometry]:
@@ -113,31 +120,44 @@ class Assembly:
 
     Args:
         plan: Of one rank.
-        tensors: Registers that hold something before the first op: rows of the plan's `tensors` on external storages.
         manner: How it is run.
+
+    Attributes:
+        needed: Storages of the plan that something uses which runs; the others are never allocated.
+        written_unseen: Those that kernels may write to, of which PyTorch hears nothing.
     """
 
-    def __init__(self, plan: RankPlan, tensors: Mapping[int, torch.Tensor], manner: Manner) -> None:
+    def __init__(self, plan: RankPlan, manner: Manner) -> None:
         self._plan = plan
         self._manner = manner
         self._geometries = geometries(plan)
         self._works = len(self._geometries)
-        self._registers: list[Any] = [tensors.get(row) for row in range(self._works)]
-        self._registers += [None] * plan.collectives.height
-        self._made = set(tensors)
-        self._numbers = self._plain_numbers(tensors)
+        self._registers: list[Any] = [None] * (self._works + plan.collectives.height)
+        self._made: set[int] = set()
+        self._numbers: dict[int, Any] = {}
         self._collectives = plan.collectives.to_dicts()
-        self._calls = plan.calls.select("schema", "arguments").rows()
-        self._bound: dict[int, Bound | Unbindable] = {}
+        calls = plan.calls.select("call", "schema", "arguments")
+        self._bound = [self._bind(*call) for call in calls.iter_rows()]
+        self._storage = plan.tensors["storage"].to_list()
+        self.needed, self.written_unseen = self._find_needed()
         self._stand_ins: list[tuple[Any, ...]] = []
         self._unawaited: dict[int, None] = {}
         self._turns: list[Turn] = []
         self._batches = self._find_batches()
 
-    def program(self) -> tuple[Program, pl.DataFrame]:
-        """The program, and what is not run as it is: columns as `STAND_INS`."""
+    def program(self, tensors: Mapping[int, torch.Tensor]) -> tuple[Program, pl.DataFrame]:
+        """The program, and what is not run as it is: columns as `STAND_INS`.
+
+        Args:
+            tensors: Registers that hold something before the first op: rows of the plan's `tensors` on external
+                storages.
+        """
         plan = self._plan
-        uses = plan.uses()
+        for register, tensor in tensors.items():
+            self._registers[register] = tensor
+        self._made = set(tensors)
+        self._numbers = self._plain_numbers(tensors)
+        uses = plan.uses().filter(pl.col("storage").is_in(list(self.needed)))
         kept = plan.storages["external"].gather(uses["storage"])
         last = uses.filter(~kept).group_by("tensor").agg(pl.col("op").max())
         dead: dict[int, list[int]] = dict(last.group_by("op").agg("tensor").iter_rows())
@@ -170,12 +190,34 @@ class Assembly:
             return self._exchange(row)
         return [self._stand_in(row, row["reason"] or "stand-in", "the plan has nothing to run here")]
 
+    def _bind(self, call: int, schema: str, arguments: str) -> Bound | Unbindable:
+        kernels = self._manner.kernels
+        try:
+            if kernels is not None and call in kernels.calls:
+                return kernels.bind(call, arguments)
+            return self._manner.bind(schema, arguments, self._manner.device)
+        except Unbindable as error:
+            return error
+
+    def _find_needed(self) -> tuple[set[int], set[int]]:
+        needed: set[int] = set()
+        unseen: set[int] = set()
+        kernels = set(self._plan.kernels["call"])
+        columns = self._plan.ops.select("action", "call", "collective", "inputs", "outputs")
+        for action, call, collective, inputs, outputs in columns.iter_rows():
+            if call is not None:
+                runs = isinstance(self._bound[call], Bound)
+            elif action == COLLECTIVE:
+                runs = self._manner.runs(self._collectives[collective])
+            else:
+                runs = False
+            if runs:
+                storages = {self._storage[tensor] for tensor in (*inputs, *outputs) if tensor is not None}
+                needed |= storages
+                unseen |= storages if call in kernels else set()
+        return needed, unseen
+
     def _run(self, row: Mapping[str, Any]) -> Instruction:
-        if row["call"] not in self._bound:
-            try:
-                self._bound[row["call"]] = self._manner.bind(*self._calls[row["call"]], self._manner.device)
-            except Unbindable as error:
-                self._bound[row["call"]] = error
         bound = self._bound[row["call"]]
         if isinstance(bound, Unbindable):
             return self._stand_in(row, bound.slug, bound.text)
@@ -228,6 +270,8 @@ class Assembly:
         import torch
 
         (source,), (output,) = row["inputs"], row["outputs"]
+        if self._storage[source] not in self.needed:
+            return Instruction(row["op"], bool, picker(()), fallible=False)
         geometry = self._geometries[output]
         arguments = geometry.shape, geometry.strides, geometry.offset
         self._made.add(output)
@@ -243,7 +287,7 @@ class Assembly:
         collective = self._collectives[row["collective"]]
         work = self._works + row["collective"]
         communication = self._manner.communication
-        if communication is None or communication.lacks(collective):
+        if communication is None or not self._manner.runs(collective):
             return [self._stand_in(row, "no-peers", "no other rank runs that takes part")]
         if row["action"] == WAIT:
             self._unawaited.pop(row["collective"], None)
@@ -291,7 +335,10 @@ class Assembly:
         return {op: rows for op, rows in batches.items() if len(rows) > 1}
 
     def _stand_in(self, row: Mapping[str, Any], reason: str, text: str) -> Instruction:
-        outputs = tuple(None if output in self._made else output for output in row["outputs"])
+        outputs = tuple(
+            None if output is None or output in self._made or self._storage[output] not in self.needed else output
+            for output in row["outputs"]
+        )
         self._made.update(output for output in outputs if output is not None)
         self._stand_ins.append((row["op"], row["node"], row["name"], reason, text))
         made = [None if output is None else self._geometries[output] for output in outputs]
@@ -355,6 +402,8 @@ class Assembly:
                 around[op].before.append(_beside(partial(module.set_stream, by_number[number])))
                 current = number
             for register in row["inputs"]:  # the allocator must not give its memory away while this stream uses it
+                if self._storage[register] not in self.needed:
+                    continue
                 if made_on.get(register, number) != number and (register, number) not in recorded:
                     recorded.add((register, number))
                     around[op].before.append(_beside(methodcaller("record_stream", by_number[number]), register))

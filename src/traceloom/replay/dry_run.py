@@ -18,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from traceloom.replay.binding import Bound, Unbindable, bind, need_torch
+from traceloom.replay.kernels import KERNEL_REASONS
 from traceloom.replay.plan import COLLECTIVE, GUESSED_STRIDES, STAND_IN, VIEW, WAIT, Plan, RankPlan
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ class _Outcomes:
         self.looked_at = 0
         self._strides = strides
         self._recorded, self._further = recorded, further
+        self._kernels = set(plan.kernels["call"])
         geometry = plan.tensors.select("shape", "strides", "offset", "dtype").with_columns(
             plan.storages["bytes"].gather(plan.tensors["storage"])
         )
@@ -220,9 +222,12 @@ class _Outcomes:
         call = row["call"]
         if row["action"] in {COLLECTIVE, WAIT}:
             return None
-        bound = None if call is None else self._bind(call, META)
+        bound = None if call is None or call in self._kernels else self._bind(call, META)
         if row["action"] == STAND_IN or not isinstance(bound, Bound):
-            return bound if isinstance(bound, tuple) else (row["reason"] or STAND_IN, "a stand-in takes its time")
+            reason = row["reason"] or STAND_IN
+            return (
+                bound if isinstance(bound, tuple) else (reason, KERNEL_REASONS.get(reason, "a stand-in takes its time"))
+            )
         geometries = [None if tensor is None else self._alike[tensor] for tensor in (*row["inputs"], *row["outputs"])]
         key = call, *geometries
         self._calls[key] += 1

@@ -167,6 +167,17 @@ class Nodes:
         return np.asarray(exchanges.fill_null(value=False).to_numpy())
 
     @cached_property
+    def kernels(self) -> Bools:
+        """Which nodes are kernels that a compiled graph launched."""
+        backends = [attributes.kernel_backend == "triton" for attributes in self.attributes]
+        return np.array(backends, dtype=np.bool_) & ~self.has_schema
+
+    @cached_property
+    def runs(self) -> Bools:
+        """Which nodes do something that a replay can do: ops, exchanges and kernels."""
+        return self.has_schema | self.exchanges | self.kernels
+
+    @cached_property
     def steps(self) -> Ints:
         """Number of the step that each node is in; -1 before the first, where there is any mark of one."""
         named = self.host.ops.select(pl.col("name").str.extract(_STEP).cast(pl.Int64)).to_series()
@@ -242,7 +253,7 @@ def choose(nodes: Nodes, level: Level = "outermost") -> Ints:
     is opened where its inner results are used outside of it: else nobody would have made them. `leaf`: every such op
     is opened. Communication is taken as a whole.
     """
-    takes = nodes.has_schema | nodes.exchanges
+    takes = nodes.runs
     around = nearest(nodes.parent, takes)
     calls = np.zeros(takes.size, dtype=np.bool_)
     calls[around[takes & (around >= 0)]] = True
@@ -264,7 +275,7 @@ def composite_ops() -> list[str]:
 
 def _opened(nodes: Nodes, composite: Bools) -> Bools:
     """Composite ops that made, deep inside, a storage that is read outside of them, though they do not return it."""
-    acts = np.flatnonzero(nodes.has_schema | nodes.exchanges).tolist()
+    acts = np.flatnonzero(nodes.runs).tolist()
     (read_row, read_storage), (made_row, made_storage) = nodes.read.storages(acts), nodes.returned.storages(acts)
     count = composite.size
     _, number = np.unique(np.concatenate([read_storage, made_storage]), return_inverse=True)

@@ -22,6 +22,8 @@ stand for themselves, and an object for the rest:
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -42,6 +44,8 @@ ENDING = ".plan"
 RUN, VIEW, COLLECTIVE, WAIT, STAND_IN = ACTIONS = ("run", "view", "collective", "wait", "stand-in")
 CONTENTS = ("floats", "weights", "positive", "probability", "integers", "offsets", "lengths", "zeros", "data")
 EVIDENCE = ("data", "range", "consumer", "guess")
+NO_SOURCES, NOT_TRUSTED = "no-sources", "not-trusted"  # why a stand-in takes the place of a compiled kernel
+SOURCE_NAME = re.compile(r"\w[\w-]*\.py")  # a file of a directory, never one elsewhere
 GUESSED_STRIDES = "guessed-strides"  # a notice: the host trace has none, so that tensors are taken to be contiguous
 _Rows = pl.List(pl.UInt32)
 _Whole = pl.List(pl.Int64)
@@ -66,6 +70,13 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
     "calls": schema(
         "rank call schema arguments flags",
         {"call": pl.UInt32, "arguments": pl.String, "flags": pl.List(pl.String)},
+    ),
+    # Calls of kernels that a compiled graph launched; `schema` of such a call is no schema. Their ops are stand-ins
+    # until somebody trusts the source. `sha256` and `source` are null where that was not captured; `grid` is as
+    # recorded, null since PyTorch 2.6.
+    "kernels": schema(
+        "rank call name file sha256 source grid",
+        dict.fromkeys(("file", "sha256", "source", "grid"), pl.String) | {"call": pl.UInt32},
     ),
     # Offset and strides in elements.
     "tensors": schema(
@@ -113,6 +124,7 @@ _FORMAT = ArchiveFormat(
         "tensors": tuple(PLAN_SCHEMAS["tensors"]),
         "storages": ("rank", "storage", "bytes", "device", "external", "first_op", "last_op"),
         "data": tuple(PLAN_SCHEMAS["data"]),
+        "kernels": ("rank", "call", "name"),
         "collectives": ("rank", "collective", "op", "kind", "group", "splits_in", "splits_out", "asynchronous"),
         "left_out": ("rank", "node", "name", "reason", "text"),
         "steps": ("rank", "step", "duration_ns"),
@@ -161,6 +173,7 @@ class RankPlan:
         tensors: Registers.
         storages: Versions of storages.
         data: What integer tensors held, where that is recorded.
+        kernels: Calls of compiled kernels.
         collectives: What is exchanged with other ranks.
         left_out: Ops that are not run.
         steps: The timed steps; empty where the recording has none, or a part of a step is run.
@@ -173,6 +186,7 @@ class RankPlan:
     tensors: pl.DataFrame = field(default_factory=lambda: empty_frame("tensors"))
     storages: pl.DataFrame = field(default_factory=lambda: empty_frame("storages"))
     data: pl.DataFrame = field(default_factory=lambda: empty_frame("data"))
+    kernels: pl.DataFrame = field(default_factory=lambda: empty_frame("kernels"))
     collectives: pl.DataFrame = field(default_factory=lambda: empty_frame("collectives"))
     left_out: pl.DataFrame = field(default_factory=lambda: empty_frame("left_out"))
     steps: pl.DataFrame = field(default_factory=lambda: empty_frame("steps"))
@@ -195,7 +209,7 @@ class RankPlan:
         for name, column, of in (
             ("ops", "inputs", "tensors"), ("ops", "outputs", "tensors"), ("ops", "call", "calls"),
             ("ops", "collective", "collectives"), ("tensors", "storage", "storages"), ("collectives", "op", "ops"),
-            ("data", "tensor", "tensors"),
+            ("data", "tensor", "tensors"), ("kernels", "call", "calls"),
             ("storages", "last_op", "ops"), ("storages", "first_op", "ops"),
         ):  # fmt: skip
             values = getattr(self, name)[column]
@@ -207,6 +221,9 @@ class RankPlan:
             self.ops["call"].is_not_null() & ~has_call
         ).any():
             raise broken("plan", "calls are of ops that run, and of these alone")
+        for text, sha256, file in self.kernels.select("source", "sha256", "file").drop_nulls("source").unique().rows():
+            if hashlib.sha256(text.encode()).hexdigest() != sha256 or not SOURCE_NAME.fullmatch(file or ""):
+                raise broken("plan", f"the source of a kernel, {file!r}, is not the one that was captured")
         self._check_tensors()
         self._check_order()
 

@@ -25,12 +25,15 @@ from traceloom.replay.allowed import Refusal, refusal
 from traceloom.replay.collectives import WAIT, Exchange, called_groups, exchange_of, groups_of, tensors_bytes
 from traceloom.replay.contents import Seen, settle_contents
 from traceloom.replay.inputs import AnyPath, PlanInput, open_inputs
+from traceloom.replay.kernels import Source, kernel_arguments, source_of
 from traceloom.replay.nodes import Level, Nodes, choose, within
 from traceloom.replay.originals import Originals
 from traceloom.replay.plan import (
     COLLECTIVE,
     ENDING,
     GUESSED_STRIDES,
+    NO_SOURCES,
+    NOT_TRUSTED,
     PLAN_SCHEMAS,
     RUN,
     STAND_IN,
@@ -168,6 +171,8 @@ class _RankPlanner:
     call_flags: list[list[str]] = field(default_factory=list)
     collectives: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[dict[str, Any]] = field(default_factory=list)
+    kernels: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
+    sources: dict[str, Source | None] = field(default_factory=dict)
     # collectives that nobody has waited for, by the storages that they write
     _pending: dict[int, int] = field(default_factory=dict)
     _waited: set[int] = field(default_factory=set)
@@ -201,7 +206,7 @@ class _RankPlanner:
                 else:
                     self.storages.forget(nodes.returned[row])
             elif choice.only != "communication":
-                self._op(row)
+                (self._kernel if nodes.kernels[row] else self._op)(row)
         for collective in list(dict.fromkeys(self._pending.values())):
             self._wait(collective)
         return self._assembled()
@@ -220,6 +225,14 @@ class _RankPlanner:
         if flags[UNKNOWN]:
             text = f"{objects} with an argument that no file can hold"
             out.append(Notice("unknown-objects", "info", text, flags[UNKNOWN]))
+        if self.kernels:
+            kept = sum(source is not None for source in self.sources.values())
+            text = f"{counted(len(self.kernels), 'different call')} of compiled kernels: " + (
+                f"{kept} of {counted(len(self.sources), 'source')} captured, which run on a GPU with --trust"
+                if kept
+                else "no source was captured, so that stand-ins take their places"
+            )
+            out.append(Notice("compiled-kernels", "info" if kept else "warning", text, len(self.kernels)))
         if self._unfit_dumps:
             text = (
                 f"{counted(self._unfit_dumps, 'dumped tensor')} left out, and what they held is guessed: the file is "
@@ -279,6 +292,26 @@ class _RankPlanner:
             call=self._call(text, arguments, flags),
             reason=why and why.slug,
         )
+
+    def _kernel(self, row: int) -> None:
+        read = self.nodes.read[row]
+        if row in self.nodes.unreadable:
+            self._leave_out(row, "unreadable-values", self.nodes.unreadable[row])
+            return
+        if strange := unknown_type(self.types[row]):
+            self._leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
+            return
+        self._wait_for(read)
+        arguments, grid = kernel_arguments(self.nodes.inputs[row], kinds_of(self.types[row]))
+        file = str(self.nodes.attributes[row].kernel_file or "")
+        if file not in self.sources:
+            self.sources[file] = source_of(self.resources, file)
+        source = self.sources[file]
+        name = self.names[row]
+        call = self._call(f"kernel {name} of {file}{'' if grid is None else f' on {grid}'}", arguments, [])
+        of_source = (source.sha256, source.text) if source else (None, None)
+        self.kernels[call] = (name, file or None, *of_source, grid)
+        self._add(row, STAND_IN, self._read(read), call=call, reason=NOT_TRUSTED if source else NO_SOURCES)
 
     def _integers_of(self, rows: Ints) -> dict[int, list[int]]:
         """By row of what is run: it and rows within it of which integers were recorded."""
@@ -515,6 +548,10 @@ class _RankPlanner:
         plan = RankPlan(
             rank, ops, calls, tensors, storages,
             collectives=pl.DataFrame(self.collectives, schema=PLAN_SCHEMAS["collectives"]),
+            kernels=pl.DataFrame(
+                [(rank, call, *about) for call, about in self.kernels.items()],
+                schema=PLAN_SCHEMAS["kernels"], orient="row",
+            ),
             left_out=pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
             steps=measured.steps.select(of_rank, pl.all()), holes=measured.holes.select(of_rank, pl.all()),
         ).with_lives()  # fmt: skip

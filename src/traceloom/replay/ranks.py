@@ -7,6 +7,7 @@ store.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -155,6 +156,7 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
     import torch
     import torch.distributed as dist
 
+    from traceloom.replay.kernels import KernelLoader
     from traceloom.replay.running import Execution, device_of, environment, import_ops, record_passes, run_passes
 
     namespaces = import_ops(options.imports)
@@ -183,11 +185,14 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
         begin = dist.barrier
     say("the first pass")
     bound = partial(bind, recorded=plan.torch, further=namespaces)
-    execution = Execution(plan.ranks[ranks[process]], device, options, communication, sharing, bind=bound)
-    result = run_passes(execution, options, begin=begin, agree=agree, say=say)
-    if options.record is not None:
-        say(f"recording into {options.record}")
-        record_passes(execution, options.record, force=options.force, begin=begin)
+    of_rank = plan.ranks[ranks[process]]
+    with tempfile.TemporaryDirectory(prefix="traceloom-kernels-") as folder:
+        kernels = KernelLoader(of_rank, device, Path(folder) if options.trust else None)
+        execution = Execution(of_rank, device, options, communication, sharing, bind=bound, kernels=kernels)
+        result = run_passes(execution, options, begin=begin, agree=agree, say=say)
+        if options.record is not None:
+            say(f"recording into {options.record}")
+            record_passes(execution, options.record, force=options.force, begin=begin)
     return {
         "rank": result.to_dict(),
         "device": device.type,

@@ -10,7 +10,7 @@ import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +24,7 @@ from traceloom.model.notice import Notice
 from traceloom.replay import binding
 from traceloom.replay.assembling import Assembly, Bind, Manner, geometries, on_storage
 from traceloom.replay.filling import filled
+from traceloom.replay.kernels import KernelLoader
 from traceloom.replay.plan import Plan, RankPlan
 from traceloom.replay.replayed import FAILURES, RankReplayed
 
@@ -63,6 +64,7 @@ class RunOptions:
         strict: Whether the first op that fails ends the run.
         threads: `one` thread that calls all ops, or as `recorded`.
         imports: Modules that bring custom ops.
+        trust: Whether the sources of compiled kernels, which came with the trace, are executed.
         record: Directory for a capture of some further passes; None: none is made.
         force: Whether an earlier capture there is replaced.
     """
@@ -80,6 +82,7 @@ class RunOptions:
     strict: bool = False
     threads: Threads = "one"
     imports: tuple[str, ...] = ()
+    trust: bool = False
     record: str | None = None
     force: bool = False
 
@@ -119,7 +122,9 @@ def free_bytes(device: torch.device) -> int | None:
     return min(free, default=None)
 
 
-def check_memory(plan: RankPlan, device: torch.device, limit: int | None, sharing: int) -> None:
+def check_memory(
+    plan: RankPlan, device: torch.device, limit: int | None, sharing: int, needed: Collection[int] | None = None
+) -> None:
     """See that the tensors of a plan have room, before the first of them is allocated.
 
     Args:
@@ -127,19 +132,21 @@ def check_memory(plan: RankPlan, device: torch.device, limit: int | None, sharin
         device: Where it runs.
         limit: What the user allows.
         sharing: Processes that share the memory.
+        needed: The storages that are allocated; None: all.
 
     Raises:
         InputError: slug `too-little-memory`.
     """
-    needed, free = plan.peak_bytes(), free_bytes(device)
+    storages = plan.storages if needed is None else plan.storages.filter(pl.col("storage").is_in(list(needed)))
+    peak, free = plan.peak_bytes(storages), free_bytes(device)
     allowed = [(limit, "--memory-limit allows")] if limit is not None else []
     if free is not None:
         shared = f" for each of {sharing} processes" if sharing > 1 else ""
         allowed.append((free // sharing, f"this machine has free on {device.type}{shared}"))
     for most, what in allowed:
-        if needed > most:
+        if peak > most:
             raise InputError(
-                f"the tensors of rank {plan.rank} take {units.size(needed)}, and {units.size(most)} is what {what}",
+                f"the tensors of rank {plan.rank} take {units.size(peak)}, and {units.size(most)} is what {what}",
                 slug="too-little-memory",
                 hint="replay a part with --scope or --steps, or fewer ranks with --ranks",
             )
@@ -209,19 +216,20 @@ def import_ops(modules: Sequence[str]) -> frozenset[str]:
 
 
 class _Contents:
-    """The external storages of a plan, and the registers on them."""
+    """The external storages of a plan that are needed, and the registers on them."""
 
-    def __init__(self, plan: RankPlan, device: torch.device, seed: int) -> None:
+    def __init__(self, plan: RankPlan, device: torch.device, seed: int, needed: Collection[int]) -> None:
         self._geometries = geometries(plan)
         self._device, self._seed = device, seed
-        external = plan.storages.filter("external")
+        external = plan.storages.filter("external", pl.col("storage").is_in(list(needed)))
         on = plan.tensors.filter(pl.col("storage").is_in(external["storage"].implode()))
         self._dtypes = dict(on.group_by("storage", maintain_order=True).agg(pl.col("dtype").first()).iter_rows())
         self._rows = {row["storage"]: row for row in external.to_dicts() if row["storage"] in self._dtypes}
         self._storage_of = dict(on.select("tensor", "storage").iter_rows())
         self._data: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
         for tensor, values in plan.data.select("tensor", "values").iter_rows():
-            self._data[self._storage_of[tensor]].append((tensor, values))
+            if tensor in self._storage_of:
+                self._data[self._storage_of[tensor]].append((tensor, values))
         self._whole = {storage: self._new(storage) for storage in self._rows}
         self.tensors = {tensor: self._on(tensor) for tensor in self._storage_of}
         self._versions = {row: tensor._version for row, tensor in self.tensors.items()}  # noqa: SLF001
@@ -245,13 +253,18 @@ class _Contents:
         # No view of the whole: some ops refuse to work in place on views.
         return on_storage(self._geometries[tensor], self._whole[self._storage_of[tensor]])
 
-    def find_changes(self, registers: Sequence[Any]) -> None:
-        """After a pass: which storages ops write to, and which tensors they gave another geometry or storage."""
+    def find_changes(self, registers: Sequence[Any], unseen: Collection[int] = ()) -> None:
+        """After a pass: which storages ops write to, and which tensors they gave another geometry or storage.
+
+        Args:
+            registers: As the pass began.
+            unseen: Storages that may have been written to without PyTorch's knowledge.
+        """
         written = {
             self._storage_of[row]
             for row, version in self._versions.items()
             if registers[row]._version != version  # noqa: SLF001
-        }
+        } | (self._whole.keys() & unseen)
         for storage in sorted(written):
             if self._whole[storage].dtype.is_floating_point:
                 self._floats.append(storage)
@@ -287,6 +300,7 @@ class Execution:
         communication: Groups of the ranks that run; None where this process runs alone.
         sharing: Processes that share this machine's memory.
         bind: Binds calls.
+        kernels: Binds compiled kernels; None: stand-ins take their places.
 
     Raises:
         InputError: slug `too-little-memory`.
@@ -302,22 +316,25 @@ class Execution:
         sharing: int = 1,
         *,
         bind: Bind = binding.bind,
+        kernels: KernelLoader | None = None,
     ) -> None:
         import torch
 
-        check_memory(plan, device, options.memory_limit, sharing)
+        manner = Manner(
+            device, bind, communication, kernels or KernelLoader(plan, device), options.pace == "recorded",
+            options.threads == "recorded", options.stand_ins,
+        )  # fmt: skip
+        assembly = Assembly(plan, manner)
+        check_memory(plan, device, options.memory_limit, sharing, assembly.needed)
         torch.manual_seed(options.seed)
         self.plan = plan
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._cpu_clock = time.thread_time_ns if torch.get_num_threads() == 1 else time.process_time_ns
-        manner = Manner(
-            device, bind, communication, options.pace == "recorded", options.threads == "recorded", options.stand_ins
-        )
         with torch.no_grad():
-            self._contents = _Contents(plan, device, options.seed)
-            self.program, self.stand_ins = Assembly(plan, self._contents.tensors, manner).program()
+            self._contents = _Contents(plan, device, options.seed, assembly.needed)
+            self.program, self.stand_ins = assembly.program(self._contents.tensors)
             self.program.settle(strict=options.strict)
-            self._contents.find_changes(self.program.registers)
+            self._contents.find_changes(self.program.registers, assembly.written_unseen)
 
     def once(
         self, *, timed: bool = False, recorded: bool = False, begin: Callable[[], None] | None = None

@@ -22,7 +22,7 @@ import polars as pl
 
 from traceloom.errors import UsageError
 from traceloom.replay.binding import Unbindable, bind
-from traceloom.replay.plan import ITEM_BYTES, RUN, VIEW, Plan, RankPlan, frame
+from traceloom.replay.plan import ITEM_BYTES, RUN, VIEW, Plan, RankPlan, empty_frame, frame
 from traceloom.replay.schema import parse_schema
 from traceloom.replay.values import contiguous
 
@@ -375,6 +375,7 @@ class _Scaling:
                 evidence=pl.when(lost).then(pl.lit("range", before.storages.schema["evidence"])).otherwise("evidence"),
             ),
             data=data,
+            kernels=empty_frame("kernels"),  # a kernel of other sizes is another one: stand-ins
             collectives=exchanged,
         )  # fmt: skip
         plan.check()
