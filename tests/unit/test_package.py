@@ -26,6 +26,7 @@ TOP = {
     "array_types",
     "errors",
     "files",
+    "garbage",
     "harmless",
     "lazy",
     "leaving",
