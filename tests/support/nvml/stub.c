@@ -198,7 +198,15 @@ nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUti
 }
 
 /* Partitions */
-nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned *mode, unsigned *pending) { *pending = 0; return number(device, "mig", mode); }
+nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned *mode, unsigned *pending) {
+    char key[32]; /* from memory, as the identity */
+    const char *value;
+    snprintf(key, sizeof key, "%s.mig", name_of(device));
+    value = find(key);
+    *pending = 0;
+    *mode = value ? atoi(value) : 0;
+    return value ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
+}
 nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned *count) { (void)device; *count = 7; return NVML_SUCCESS; }
 nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned slot, nvmlDevice_t *mig) {
     char key[40];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.devices import values
@@ -11,6 +12,7 @@ from traceloom.agent.accelerators import DeviceProcess, NotHere
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.accelerators.recorded import OVER, RecordedAccelerator, SampleWriter, samples
 from traceloom.agent.accelerators.simulated import Load, SimulatedAccelerator
+from traceloom.agent.accelerators.watched import Watched
 from traceloom.agent.board import Board
 from traceloom.agent.config import Accelerators, Config
 from traceloom.errors import InputError
@@ -76,6 +78,25 @@ def test_a_planted_load_is_what_is_read() -> None:
     assert back_end.devices()[3].stale == "fallen off the bus"
     assert (uuid,) not in values(back_end.sample(), "gpu_busy_ratio")
     assert back_end.processes() == []
+
+
+def test_an_estimate_that_one_device_has_is_not_missed_in_another() -> None:
+    watched = Watched("simulated", lambda: back_end, 30.0)
+    back_end = SimulatedAccelerator(EIGHT)
+    collector = AcceleratorCollector(EIGHT, [watched])
+    collector.collect()
+    assert not any("gpu_flops" in line for line in collector.trouble())
+    back_end.pause(1e9)
+    collector.collect()
+    assert "gpu_flops: the activity of the pipes is not known" in "\n".join(collector.trouble())
+    back_end.resume()
+    unknown = back_end.devices()
+    unknown[3] = msgspec.structs.replace(unknown[3], architecture="")
+    back_end.devices = lambda: unknown  # type: ignore[method-assign]
+    readings = collector.collect()
+    assert len(values(readings, "gpu_flops")) == 7 * 2
+    assert not any("gpu_flops" in line for line in collector.trouble())
+    collector.close()
 
 
 def test_pipes_rest_while_paused() -> None:

@@ -260,6 +260,14 @@ def test_a_device_that_falls_off_the_bus_is_stale_while_the_others_go_on(library
     assert back["events"] == [["GPU-1", "lost", None], ["GPU-1", "back", None]]
 
 
+def test_the_partitions_of_a_lost_device_are_lost_and_come_back_with_it(library: Path, tmp_path: Path) -> None:
+    script = "count 1\n" + H100 + PARTITIONS
+    _, lost, back = steps(library, tmp_path, {"script": script}, {"script": script + "g0.lost 1\n"}, {"script": script})
+    assert [lost["values"]["gpu_up", uuid] for uuid in (GPU, "MIG-x", "MIG-y")] == [0.0] * 3
+    assert [back["values"]["gpu_up", uuid] for uuid in (GPU, "MIG-x", "MIG-y")] == [1.0] * 3
+    assert back["values"]["gpu_sm_active_ratio", "MIG-x"] == 1.0
+
+
 def test_a_device_that_was_lost_before_the_agent_started_is_told_of(library: Path, tmp_path: Path) -> None:
     (answer,) = steps(library, tmp_path, {"script": "count 2\n" + H100 + with_device(1) + "g1.lost 1\n"})
     assert list(answer["devices"]) == [GPU]

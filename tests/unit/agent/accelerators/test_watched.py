@@ -10,7 +10,7 @@ from support.devices import ByHand, values
 from traceloom.agent.accelerators import NotHere, Sample
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.accelerators.watched import MOST_STUCK, NOT_HERE_S, Watched
-from traceloom.agent.config import Config
+from traceloom.agent.config import Accelerators, Config
 
 
 class Made:
@@ -110,6 +110,21 @@ def test_a_failing_back_end_is_closed_and_made_afresh() -> None:
     assert not made.sample().devices[0].stale
 
 
+def test_after_a_recovery_all_is_forgotten() -> None:
+    made = Made()
+    made.error = ValueError("broken")
+    for second in (0, 10, 30):
+        made.now = float(second)
+        made.sample()
+    made.error, made.now = None, 70.0
+    assert not made.sample().devices[0].stale
+    assert made.watched.trouble == ""
+    made.all[0].error = OSError("again")
+    made.sample()
+    made.now = 80.0
+    assert not made.sample().devices[0].stale, "the first interval again"
+
+
 def test_a_host_without_such_devices_is_looked_at_again_later() -> None:
     made = Made()
     made.error = NotHere("no driver; install it")
@@ -174,6 +189,18 @@ def test_the_earlier_back_end_has_its_say_first_and_the_later_adds() -> None:
     assert len(collector.device_processes) == 1
 
 
+def test_a_device_that_any_back_end_sees_is_not_stale() -> None:
+    first, second = Made(), Made()
+    collector = AcceleratorCollector(Config(), [first.watched, second.watched])
+    collector.collect()
+    first.all[0].error = OSError("gone")
+    readings = collector.collect()
+    assert values(readings, "gpu_up") == {("GPU-1",): 1.0}
+    second.all[0].error = OSError("gone, too")
+    assert values(collector.collect(), "gpu_up") == {("GPU-1",): 0.0}
+    assert not any("clock" in line for line in collector.trouble()), "no estimate is missed of what does not answer"
+
+
 def test_the_doctor_hears_of_what_matters() -> None:
     works, absent = Made(), Made()
     absent.error = NotHere("no AMD device")
@@ -188,6 +215,11 @@ def test_the_doctor_hears_of_what_matters() -> None:
     absent.now = 1000.0
     collector.collect()
     assert collector.trouble() == ["amd: no AMD device"], "but something"
+    named = Config(accelerators=Accelerators(backends=("nvml", "amd")))
+    collector = AcceleratorCollector(named, [works.watched, absent.watched])
+    absent.now = 2000.0
+    collector.collect()
+    assert "amd: no AMD device" in collector.trouble(), "and what its configuration names"
 
 
 @pytest.mark.parametrize("reasons", [("", "no"), ("no", ""), ("", "")])
