@@ -79,7 +79,8 @@ def timed_plan(source: str) -> tuple[float, float]:
 
 def host_nodes(source: str) -> int:
     files = sorted(Path(source).glob("*.host.json*")) if Path(source).is_dir() else [Path(source)]
-    return sum(len(json.loads(gzip.decompress(file.read_bytes()))["nodes"]) for file in files)
+    texts = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes() for file in files)
+    return sum(len(json.loads(text)["nodes"]) for text in texts)
 
 
 def small_ops(count: int) -> RankPlan:
@@ -215,10 +216,19 @@ def fidelity(rounds: int) -> Iterator[tuple[str, bool]]:
 
 def peer(directory: Path, source: str) -> None:
     """How long the peer takes to prepare the host trace of a rank."""
-    (host_trace, *_) = sorted(Path(source).glob("*.host.json*"))
+    if not torch.cuda.is_available():
+        print("et_replay: not timed, because it needs CUDA and there is no CUDA device here")
+        return
+    if not (directory / "et_replay").is_dir():
+        print(f"et_replay: not timed, because {directory} is no checkout of it: it has no directory et_replay")
+        return
+    host_trace = Path(source)
+    if host_trace.is_dir():
+        (host_trace, *_) = sorted(host_trace.glob("*.host.json*"))
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "rank-0.json"
-        trace.write_bytes(gzip.decompress(host_trace.read_bytes()))
+        data = host_trace.read_bytes()
+        trace.write_bytes(gzip.decompress(data) if host_trace.suffix == ".gz" else data)
         command = [sys.executable, "-m", "et_replay.tools.et_replay", "--input", str(trace), "--warmup-iter", "0"]
         started = time.perf_counter()
         done = subprocess.run([*command, "--iter", "1"], cwd=directory, capture_output=True, text=True, check=False)
@@ -240,7 +250,9 @@ def main() -> int:
         reached.append(("nodes per second of the input", planning(arguments.input) >= LIMIT_NODES_PER_S))
     reached.append(("cost per op", cost_per_op(arguments.rounds) <= LIMIT_OP_NS))
     reached += fidelity(arguments.rounds)
-    if arguments.et_replay and arguments.input:
+    if arguments.et_replay and not arguments.input:
+        print("et_replay: not timed, because it takes a host trace: name one as INPUT")
+    elif arguments.et_replay:
         peer(arguments.et_replay, arguments.input)
     missed = [what for what, is_reached in reached if not is_reached]
     print(f"missed: {', '.join(missed)}" if missed else "all limits kept")

@@ -246,6 +246,8 @@ def _script(args: argparse.Namespace, plan: Plan, handle: BinaryIO) -> None:
 
 def _lines(plan: Plan) -> Iterator[str]:
     """What the plan holds, a line for each rank."""
+    from traceloom.report.notices import with_ranks
+
     for rank_plan in plan:
         counts = dict(rank_plan.ops["action"].value_counts().iter_rows())
         outside = rank_plan.storages.filter("external")
@@ -255,8 +257,8 @@ def _lines(plan: Plan) -> Iterator[str]:
             f"{units.counted(counts.get(STAND_IN, 0), 'stand-in')}, {rank_plan.left_out.height:,} left out; "
             f"{units.counted(outside.height, 'tensor')} from outside ({units.size(int(outside['bytes'].sum()))})"
         )
-    for notice in plan.notices:
-        yield f"{notice.severity}: {notice.message}"
+    for notice, sentence in with_ranks([notice.to_dict() for notice in plan.notices]):
+        yield f"{notice['severity']}: {sentence}"
 
 
 def _dry_lines(ranks: Iterable[RankDryRun]) -> Iterator[str]:

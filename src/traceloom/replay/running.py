@@ -429,7 +429,7 @@ def run_passes(
     notices = []
     if options.iterations is None and not is_known(walls):
         text = f"after {units.counted(len(walls), 'pass')} the median time of a pass is not known to 2 %"
-        notices.append(Notice("median-unsure", "warning", text))
+        notices.append(Notice("median-unsure", "warning", text, rank=execution.plan.rank))
     program = execution.program
     return RankReplayed(
         execution.plan.rank, tuple(walls), tuple(processor), ops, execution.peak_bytes(), _resident_bytes(),

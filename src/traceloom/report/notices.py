@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 
@@ -31,3 +33,27 @@ def said_once(notices: list[dict[str, Any]], ranks: int) -> list[Said]:
         more = f" (and {len(alike) - 1} more like this)" if len(alike) > 1 else ""
         merged.append(Said(severity, slug, f"{who}{first['message']}{where}{more}", weakens))
     return merged
+
+
+def with_ranks(notices: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Notices that several ranks share, once: the first of each kind, and its sentence with all of their ranks."""
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for notice in notices:
+        of_run = notice["message"] if notice["rank"] is None else ""
+        kinds.setdefault((notice["slug"], of_run), []).append(notice)
+    for alike in kinds.values():
+        first, message = alike[0], alike[0]["message"]
+        ranks = sorted({notice["rank"] for notice in alike if notice["rank"] is not None})
+        if len(ranks) < 2:
+            yield first, message
+        elif all(notice["message"] == message for notice in alike):
+            yield first, f"{message} (ranks {_spans(ranks)})"
+        else:
+            others = [rank for rank in ranks if rank != first["rank"]]
+            yield first, f"{message} (rank {first['rank']}; the like on {_spans(others)})"
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """`0-3, 8`."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -14,6 +14,7 @@ from traceloom.model.graph import Graph
 from traceloom.replay.comparison import LONG_NS, ReplayComparison
 from traceloom.report.before_after.payload import BeforeAfter, pack_both
 from traceloom.report.comparison.page import standing
+from traceloom.report.notices import with_ranks
 from traceloom.report.replayed import covered, slowest
 from traceloom.report.replayed.scatter import scatter
 from traceloom.report.replayed.tables import tables
@@ -106,7 +107,7 @@ def _numbers(comparison: ReplayComparison) -> Iterator[tuple[str, str, str]]:
 
 
 def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
-    notes = dict.fromkeys([*document["limits"], *(notice["message"] for notice in document["notices"])])
+    notes = dict.fromkeys([*document["limits"], *(sentence for _, sentence in with_ranks(document["notices"]))])
     listed = "".join(f"<li>{prose(note)}</li>" for note in notes) or "<li>Nothing is known of.</li>"
     yield "limits", "What it cannot show", "What these times do not tell.", f"<ul>{listed}</ul>"
     if picture := scatter(document["ops"]):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from traceloom.report.names import short
+from traceloom.report.notices import with_ranks
 from traceloom.report.options import ReportOptions
 from traceloom.report.replayed.tables import tables
 from traceloom.report.table import Row
@@ -22,9 +23,9 @@ def render(document: Row, width: int) -> Iterator[Text]:
     yield Text(short(document["source"], width), "bold")
     yield Text("")
     yield from paragraph(document["sentence"], width, "bold")
-    for notice in document["notices"]:
+    for notice, sentence in with_ranks(document["notices"]):
         if notice["severity"] != "info":
-            yield from paragraph(f"{notice['severity']}: {notice['message']} [{notice['slug']}]", width)
+            yield from paragraph(f"{notice['severity']}: {sentence} [{notice['slug']}]", width)
     for each in tables(document):
         if each.key != _LEFT_TO_FILES:
             yield from table_lines(each, ReportOptions(top=_ROWS), width)
