@@ -130,11 +130,11 @@ gpu_free_vram{{{_MI300X}}} 1024
 _TPU = 'accelerator_id="1234567890123456789-4",make="cloud-tpu",model="tpu-v6e-slice",tpu_topology="2x2"'
 _OTHER_TPU = _TPU.replace("-4", "-0")
 TPU = f"""\
-# TYPE duty_cycle gauge
-duty_cycle{{{_TPU},container="vllm-worker",namespace="ml",pod="serve-0"}} 42
 # TYPE duty_cycle_node gauge
 duty_cycle_node{{{_TPU}}} 42
 duty_cycle_node{{{_OTHER_TPU}}} 0
+# TYPE duty_cycle gauge
+duty_cycle{{{_TPU},container="vllm-worker",namespace="ml",pod="serve-0"}} 42
 # TYPE tensorcore_utilization_node gauge
 tensorcore_utilization_node{{{_TPU}}} 25
 # TYPE memory_bandwidth_utilization_node gauge

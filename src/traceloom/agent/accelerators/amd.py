@@ -172,7 +172,7 @@ class AmdAccelerator:
 
     def _cards(self) -> Iterator[Path]:
         for card in sorted((self._sys / "class/drm").glob("card[0-9]*"), key=lambda path: (len(path.name), path.name)):
-            if re.fullmatch(r"card\d+", card.name) and _text(card / "device/vendor") == AMD:
+            if _text(card / "device/vendor") == AMD:  # which connectors of a card do not have
                 yield card / "device"
 
     def _nodes(self) -> Iterator[dict[str, int]]:

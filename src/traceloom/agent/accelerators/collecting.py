@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -37,6 +37,8 @@ class AcceleratorCollector:
         self.device_processes: list[DeviceProcess] = []
         self.events: deque[DeviceEvent] = deque(maxlen=EVENTS_KEPT)
         self.element_types: dict[str, list[MatrixTypes]] = {}  # device -> of its jobs, as the daemon last knew
+        self._xids: Counter[tuple[str, str]] = Counter()  # (device, number) -> how often since the agent began
+        self._last_xids: dict[str, int] = {}
         self._missing: dict[str, str] = {}  # what could not be estimated, and why
         self._named = config.accelerators.backends
         self._writer: SampleWriter | None = None
@@ -61,7 +63,17 @@ class AcceleratorCollector:
             events += sample.events
         events += self._changes(devices)
         self.events += events
+        for event in events:
+            if event.kind == "xid":
+                self._xids[event.device, "" if event.code is None else str(event.code)] += 1
+                if event.code is not None:
+                    self._last_xids[event.device] = event.code
         self.devices, self.device_processes = devices, list(processes.values())
+        # Counted here, so that the error that took a device or its driver down is told while it is down.
+        counted = [Reading("gpu_errors_total", (uuid, "xid", xid), count) for (uuid, xid), count in self._xids.items()]
+        counted += [Reading("gpu_last_xid", (uuid,), xid) for uuid, xid in self._last_xids.items()]
+        for reading in counted:
+            values.setdefault((reading.metric, reading.labels), reading)
         readings = list(values.values())
         readings += self._estimates(readings)
         readings += [reading for device in devices.values() for reading in device_readings(device)]

@@ -54,7 +54,6 @@ class NvmlAccelerator:
         self._devices: dict[str, NvmlDevice] = {}
         self._handles: dict[int | None, str] = {}  # handle -> device that it stands for, for events
         self._lost_before: dict[int, str] = {}  # index -> why it has no identity
-        self._happened: list[DeviceEvent] = []
         self._events: Any = None
         self._paused_until = 0.0
         try:
@@ -99,7 +98,6 @@ class NvmlAccelerator:
         """All metrics of all devices that answer."""
         if self._paused_until and time.monotonic() >= self._paused_until:
             self.resume()
-        self._drain()
         for _ in self._answering(NvmlDevice.take_gpm, time.monotonic()):
             pass
         if any(entry.gpm is not None and len(entry.gpm) == 1 for entry in self._devices.values()):
@@ -125,8 +123,28 @@ class NvmlAccelerator:
 
     def events(self) -> list[DeviceEvent]:
         """What happened since the last call."""
-        self._drain()
-        happened, self._happened = self._happened, []
+        nvml = self._nvml
+        happened: list[DeviceEvent] = []
+        for _ in range(MOST_EVENTS if self._events is not None else 0):
+            try:
+                event = nvml.nvmlEventSetWait_v2(self._events, 0)
+            except nvml.NVMLError:  # none is waiting, or the device is lost, which its own calls tell
+                break
+            uuid = self._handles.get(_address(event.device), "")
+            if event.gpuInstanceId != NO_INSTANCE:
+                uuid = next(
+                    (
+                        other
+                        for other, entry in self._devices.items()
+                        if entry.device.parent == uuid and entry.instance == event.gpuInstanceId
+                    ),
+                    uuid,
+                )
+            is_xid = event.eventType == nvml.nvmlEventTypeXidCriticalError
+            code = int(event.eventData) if is_xid and event.eventData != UNKNOWN_XID else None
+            kind = "xid" if is_xid else "ecc"
+            text = ("" if code is not None else "the driver does not know its number") if is_xid else "double-bit error"
+            happened.append(DeviceEvent(at_ns=time.time_ns(), device=uuid, kind=kind, code=code, text=text))
         return happened
 
     def pause(self, seconds: float) -> bool:
@@ -137,7 +155,8 @@ class NvmlAccelerator:
     def resume(self) -> bool:
         """Count pipes again."""
         self._paused_until = 0.0
-        return any(entry.gpm is not None for entry, _ in self._answering(NvmlDevice.arm))
+        armed = list(self._answering(NvmlDevice.arm))  # all of them, not up to the first that counts
+        return any(entry.gpm is not None for entry, _ in armed)
 
     def close(self) -> None:
         """Let go of counters, events and the library."""
@@ -174,6 +193,7 @@ class NvmlAccelerator:
             entry = self._devices.get(uuid)
             if entry is None or entry.device.stale:
                 entry = self._add(handle, uuid, index)
+            self._lost_before.pop(index, None)
             return [entry, *self._partitions(entry)]
         except nvml.NVMLError as error:
             if error.value != nvml.NVML_ERROR_GPU_IS_LOST:
@@ -189,7 +209,6 @@ class NvmlAccelerator:
 
     def _add(self, handle: Any, uuid: str, index: int) -> NvmlDevice:
         nvml = self._nvml
-
         attempt = partial(optional, nvml)
         pci = attempt(nvml.nvmlDeviceGetPciInfo, handle)
         capability = attempt(nvml.nvmlDeviceGetCudaComputeCapability, handle)
@@ -213,7 +232,7 @@ class NvmlAccelerator:
             types = attempt(nvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
             wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
             attempt(nvml.nvmlDeviceRegisterEvents, handle, types & wanted, self._events)
-        return NvmlDevice(nvml, handle, device)
+        return NvmlDevice(nvml, handle, device, None, armed=not self._paused_until)
 
     def _partitions(self, entry: NvmlDevice) -> Iterator[NvmlDevice]:
         nvml = self._nvml
@@ -239,33 +258,7 @@ class NvmlAccelerator:
                 multiprocessors=attributes.multiprocessorCount if attributes else None,
                 memory_bytes=attributes.memorySizeMB * MIB if attributes else None,
             )  # fmt: skip
-            yield NvmlDevice(nvml, handle, device, entry)
-
-    def _drain(self) -> None:
-        nvml = self._nvml
-        for _ in range(MOST_EVENTS if self._events is not None else 0):
-            try:
-                event = nvml.nvmlEventSetWait_v2(self._events, 0)
-            except nvml.NVMLError:  # none is waiting, or the device is lost, which its own calls tell
-                return
-            uuid = self._handles.get(_address(event.device), "")
-            if event.gpuInstanceId != NO_INSTANCE:
-                uuid = next(
-                    (
-                        other
-                        for other, entry in self._devices.items()
-                        if entry.device.parent == uuid and entry.instance == event.gpuInstanceId
-                    ),
-                    uuid,
-                )
-            is_xid = event.eventType == nvml.nvmlEventTypeXidCriticalError
-            code = int(event.eventData) if is_xid and event.eventData != UNKNOWN_XID else None
-            kind = "xid" if is_xid else "ecc"
-            text = ("" if code is not None else "the driver does not know its number") if is_xid else "double-bit error"
-            self._happened.append(DeviceEvent(at_ns=time.time_ns(), device=uuid, kind=kind, code=code, text=text))
-            if is_xid and uuid in self._devices:
-                self._devices[uuid].errors["xid", "" if code is None else str(code)] += 1
-                self._devices[uuid].last_xid = code if code is not None else UNKNOWN_XID
+            yield NvmlDevice(nvml, handle, device, entry, armed=not self._paused_until)
 
 
 def _address(handle: Any) -> int | None:

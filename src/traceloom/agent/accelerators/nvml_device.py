@@ -60,21 +60,20 @@ Values = dict[Series, float]  # (metric, labels after the device) -> value
 class NvmlDevice:
     """One device or MIG partition that NVML lists."""
 
-    def __init__(self, nvml: Any, handle: Any, device: Device, parent: NvmlDevice | None = None) -> None:
+    def __init__(self, nvml: Any, handle: Any, device: Device, parent: NvmlDevice | None, *, armed: bool) -> None:
         self.device = device
         self.handle = handle
         self.parent = parent
         self.instance: int | None = None
         self.missing: dict[str, str] = {}  # metric, with its labels, -> why it is absent
         self.present: set[str] = set()
-        self.errors: Counter[tuple[str, str]] = Counter()  # events by type and Xid
-        self.last_xid: int | None = None
         self.seen_us = 0  # when use by processes was asked for last, in the driver's time
         self._nvml = nvml
         self.gpm: GpmRing | None = None
         if parent is not None:
             self.instance = self.attempt("gpu_info", nvml.nvmlDeviceGetGpuInstanceId, handle)
-        self.arm()
+        if armed:
+            self.arm()
 
     def attempt(self, key: str, call: Callable[..., T], *arguments: Any) -> T | None:
         """What a call gives; None where it cannot be had, and then `missing` has the reason.
@@ -92,6 +91,8 @@ class NvmlDevice:
 
     def arm(self) -> None:
         """Begin to count pipes, where the device can."""
+        if self.gpm is not None:
+            return
         whole = self.handle if self.parent is None else self.parent.handle
         support = self.attempt("gpu_pipe_active_ratio", self._nvml.nvmlGpmQueryDeviceSupport, whole)
         if support is None or not support.isSupportedDevice or (self.parent is not None and self.instance is None):
@@ -151,10 +152,6 @@ class NvmlDevice:
                 rate = self.attempt(key, nvml.nvmlDeviceGetPcieThroughput, handle, counter)
                 if rate is not None:
                     values["gpu_link_bytes_per_second", ("pcie", direction)] = rate * 1024
-        for (kind, xid), count in self.errors.items():
-            values["gpu_errors_total", (kind, xid)] = count
-        if self.last_xid is not None:
-            values["gpu_last_xid", ()] = self.last_xid
         self.present = {capability(metric, labels) for metric, labels in values}
         return values
 

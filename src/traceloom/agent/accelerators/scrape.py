@@ -191,7 +191,10 @@ class ScrapedAccelerator:
 
     def devices(self) -> list[Device]:
         """Scrape all exporters at the same time; the devices that they tell of."""
-        threads = [threading.Thread(target=self._scrape, args=(each,), daemon=True) for each in self._addresses]
+        threads = [
+            threading.Thread(target=self._scrape, args=(each,), name=f"scrape {each}", daemon=True)
+            for each in self._addresses
+        ]
         deadline = time.monotonic() + LIMIT_S * 1.1
         for thread in threads:
             thread.start()

@@ -269,9 +269,12 @@ def test_the_partitions_of_a_lost_device_are_lost_and_come_back_with_it(library:
 
 
 def test_a_device_that_was_lost_before_the_agent_started_is_told_of(library: Path, tmp_path: Path) -> None:
-    (answer,) = steps(library, tmp_path, {"script": "count 2\n" + H100 + with_device(1) + "g1.lost 1\n"})
+    script = "count 2\n" + H100 + with_device(1)
+    answer, back = steps(library, tmp_path, {"script": script + "g1.lost 1\n"}, {"script": script})
     assert list(answer["devices"]) == [GPU]
     assert "device 1: GPU is lost: restart the host, or reset the device" in answer["trouble"]
+    assert list(back["devices"]) == [GPU, "GPU-1"]
+    assert not any("lost" in line for line in back["trouble"])
 
 
 def test_a_driver_that_hangs_is_given_up_and_tried_again(library: Path, tmp_path: Path) -> None:
@@ -320,15 +323,32 @@ def test_xid_errors_are_events_and_counted(library: Path, tmp_path: Path) -> Non
         assert answer["values"]["gpu_errors_total", "MIG-y", "xid", "13"] == 1
         assert answer["values"]["gpu_errors_total", GPU, "xid", ""] == 1, "one whose number the driver does not know"
     assert second["values"]["gpu_last_xid", "MIG-y"] == 13
+    assert second["values"]["gpu_last_xid", GPU] == 79
+
+
+def test_the_error_that_took_a_device_down_is_told_while_it_is_down(library: Path, tmp_path: Path) -> None:
+    script = "count 1\n" + H100
+    _, lost, back = steps(
+        library,
+        tmp_path,
+        {"script": script},
+        {"script": script + f"g0.lost 1\nevent.0 0 8 79 {0xFFFFFFFF}\n"},
+        {"script": script},
+    )
+    for answer in (lost, back):
+        assert answer["values"]["gpu_errors_total", GPU, "xid", "79"] == 1
+        assert answer["values"]["gpu_last_xid", GPU] == 79
+    assert sorted(lost["events"]) == [[GPU, "lost", None], [GPU, "xid", 79]]
 
 
 def test_pausing_releases_the_counters_of_the_pipes(library: Path, tmp_path: Path) -> None:
-    first, paused, during, resumed, after, _, over = steps(
+    first, paused, during, more, resumed, after, _, over = steps(
         library,
         tmp_path,
         {"script": "count 1\n" + H100},
         {"do": "pause", "seconds": 60.0},
         {},
+        {"script": "count 2\n" + H100 + with_device(1)},
         {"do": "resume"},
         {},
         {"do": "pause", "seconds": 0.0},
@@ -338,7 +358,9 @@ def test_pausing_releases_the_counters_of_the_pipes(library: Path, tmp_path: Pat
     assert (paused["done"], paused["streaming"][0]) == (1, "0")
     assert ("gpu_sm_active_ratio", GPU) not in during["values"]
     assert during["values"]["gpu_busy_ratio", GPU] == 0.97, "what needs no counters goes on"
-    assert (resumed["done"], resumed["streaming"][0]) == (1, "1")
+    assert "GPU-1" in more["devices"]
+    assert more["streaming"][1] == "", "nor are those of a device that comes meanwhile taken"
+    assert (resumed["done"], resumed["streaming"]) == (1, ["1", "1"])
     assert after["values"]["gpu_sm_active_ratio", GPU] == 0.9
     assert over["values"]["gpu_sm_active_ratio", GPU] == 0.9, "taken again when the time is over"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -239,6 +240,10 @@ def test_a_slow_exporter_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             back_end = ScrapedAccelerator(_config(exporter.address))
             assert back_end.devices() == []
             assert f"exporter {exporter.address}" in back_end.capabilities()
+            for thread in threading.enumerate():
+                if thread.name == f"scrape {exporter.address}":
+                    thread.join(30)
+                    assert not thread.is_alive(), "it waits no longer than that"
         exporter.answer = text(TPU)
         assert len(back_end.devices()) == 2, "and asked again the next time"
 
