@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.replay.plan import PLAN_SCHEMAS, Plan, RankPlan
+from traceloom.replay.plan import PLAN_SCHEMAS, RankPlan, ReplayPlan
 from traceloom.replay.replayed import FAILURES, OPS, STAND_INS, RankReplayed, Replayed
 
 _MS = 1_000_000
@@ -106,17 +106,17 @@ def groups(world: int, **others: list[int]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=PLAN_SCHEMAS["groups"])
 
 
-def small_plan() -> Plan:
+def small_plan() -> ReplayPlan:
     """y = relu(x @ w), where x and w come from outside."""
     build = PlanBuilder()
     x, w = build.tensor(8, 4, external=True), build.tensor(4, 6, external=True)
     product, result = build.tensor(8, 6), build.tensor(8, 6)
     build.run("aten::mm(Tensor self, Tensor mat2) -> Tensor", [{"tensor": 0}, {"tensor": 1}], [x, w], [product])
     build.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [product], [result])
-    return Plan({0: build.build()}, groups(1), source="made by hand", torch="2.13.0")
+    return ReplayPlan({0: build.build()}, groups(1), source="made by hand", torch="2.13.0")
 
 
-def timed_plan(name: str = "made by hand", scope: str = "layer") -> Plan:
+def timed_plan(name: str = "made by hand", scope: str = "layer") -> ReplayPlan:
     """Two products of 4 and 2 ms, a relu of 1 ms that fails, a custom op of 2 ms, and an all_reduce of 1 ms."""
     build = PlanBuilder()
     x, w = build.tensor(8, 4, external=True), build.tensor(4, 4, external=True, content="floats", evidence="consumer")
@@ -142,7 +142,7 @@ def timed_plan(name: str = "made by hand", scope: str = "layer") -> Plan:
         schema=PLAN_SCHEMAS["steps"],
     )
     rank = replace(rank, left_out=pl.DataFrame(out, schema=PLAN_SCHEMAS["left_out"]), steps=steps)
-    return Plan({0: rank}, groups(2), source=name, torch="2.12.0", world_size=2)
+    return ReplayPlan({0: rank}, groups(2), source=name, torch="2.12.0", world_size=2)
 
 
 def ran(**changes: Any) -> Replayed:

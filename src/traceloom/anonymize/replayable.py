@@ -24,7 +24,7 @@ from traceloom.anonymize.sources import InputFile
 from traceloom.errors import TraceloomError
 
 if TYPE_CHECKING:
-    from traceloom.replay import Plan
+    from traceloom.replay import ReplayPlan
     from traceloom.replay.dry_run import RankDryRun
 
 _Node = tuple[int, int]  # rank and number of a node
@@ -99,7 +99,7 @@ def _shares(rank: RankDryRun) -> dict[str, Any]:
     }
 
 
-def _planned(hosts: Sequence[InputFile], rules: Rules, folder: Path) -> Plan:
+def _planned(hosts: Sequence[InputFile], rules: Rules, folder: Path) -> ReplayPlan:
     """The plan of the host traces as the rules rewrite them now."""
     from traceloom.replay import make_plan
 
@@ -112,7 +112,7 @@ def _planned(hosts: Sequence[InputFile], rules: Rules, folder: Path) -> Plan:
     return make_plan(*targets, cache=False)
 
 
-def _misfits(plan: Plan) -> set[_Node]:
+def _misfits(plan: ReplayPlan) -> set[_Node]:
     """Nodes that refuse their arguments, give other shapes than recorded, or exchange other parts than they have."""
     from traceloom.replay import dry_run
 
@@ -127,7 +127,7 @@ def _misfits(plan: Plan) -> set[_Node]:
     return {(rank, node) for rank, node in misfits if node is not None}
 
 
-def _odd_factors(plan: Plan, nodes: set[_Node]) -> Iterator[tuple[_Node, set[int]]]:
+def _odd_factors(plan: ReplayPlan, nodes: set[_Node]) -> Iterator[tuple[_Node, set[int]]]:
     """The odd prime factors of all sizes of nodes; powers of two are never rounded."""
     for rank, rank_plan in plan.ranks.items():
         shapes, calls = rank_plan.tensors["shape"], rank_plan.calls["arguments"]

@@ -34,7 +34,7 @@ examples:
 """
 
 
-class Entry(NamedTuple):
+class Explanation(NamedTuple):
     """What the documentation says about one slug.
 
     Attributes:
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
         return re.sub(r"[`*]|\]\([^)]*\)|\[", "", re.split(r"(?<=[.:;]) ", paragraph)[0])
 
 
-def entries() -> list[Entry]:
+def entries() -> list[Explanation]:
     """All that can be explained: findings first, in alphabetical order, then as the pages have it."""
     package = Path(__file__).resolve().parents[1]
     home = next(home for home in (package / "docs", package.parents[1] / "docs") if home.is_dir())
@@ -66,13 +66,15 @@ def entries() -> list[Entry]:
         slug, colon, title = heading.removeprefix("# ").partition(": ")
         if colon:
             url = f"{DOCUMENTATION}/findings/{slug}/"
-            out.append(Entry(slug, "finding", f"{title[:1].upper()}{title[1:]}.\n{_with_addresses(text, url)}", url))
+            out.append(
+                Explanation(slug, "finding", f"{title[:1].upper()}{title[1:]}.\n{_with_addresses(text, url)}", url)
+            )
     for page, kind in _PAGES.items():
         url = f"{DOCUMENTATION}/{page.removesuffix('.md')}/"
         parts = re.split(r"^### `?([^`\n]+)`?\n", (home / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
         for slug, text in zip(parts[1::2], parts[2::2], strict=True):
             own = re.split(r"^## ", text, flags=re.MULTILINE)[0]
-            out.append(Entry(slug, kind, _with_addresses(own, url), f"{url}#{slug}"))
+            out.append(Explanation(slug, kind, _with_addresses(own, url), f"{url}#{slug}"))
     return out
 
 
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _explained(chosen: list[Entry], width: int, *, quiet: bool) -> Iterator[Text]:
+def _explained(chosen: list[Explanation], width: int, *, quiet: bool) -> Iterator[Text]:
     from rich.console import Console
     from rich.markdown import Markdown
     from rich.text import Text
@@ -127,7 +129,7 @@ def _explained(chosen: list[Entry], width: int, *, quiet: bool) -> Iterator[Text
         yield Text("" if quiet else f"\n{entry.url}", "dim")
 
 
-def _listed(every: list[Entry], width: int) -> Iterator[Text]:
+def _listed(every: list[Explanation], width: int) -> Iterator[Text]:
     from rich.text import Text
 
     widest = max(len(entry.slug) for entry in every)

@@ -24,7 +24,7 @@ from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN
 if TYPE_CHECKING:
     from traceloom.replay.comparison import ReplayComparison
     from traceloom.replay.dry_run import RankDryRun
-    from traceloom.replay.plan import Plan
+    from traceloom.replay.plan import ReplayPlan
 
 _SLOWEST = 10
 _MOST = 1 << 20  # times a size
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _name_sources(plan: Plan) -> None:
+def _name_sources(plan: ReplayPlan) -> None:
     """Say which sources are about to be executed, whatever else is said."""
     from traceloom.replay.kernels import sources_in_words
 
@@ -173,7 +173,7 @@ def repeat(text: str) -> str:
     return text
 
 
-def _resized(args: argparse.Namespace, plan: Plan) -> Plan:
+def _resized(args: argparse.Namespace, plan: ReplayPlan) -> ReplayPlan:
     """The plan at the sizes that were asked for."""
     if not (args.batch or args.scale or args.repeat):
         return plan
@@ -190,7 +190,7 @@ def _resized(args: argparse.Namespace, plan: Plan) -> Plan:
 def _targets(
     args: argparse.Namespace,
 ) -> tuple[
-    list[tuple[Path, Callable[[Plan, BinaryIO], object]]],
+    list[tuple[Path, Callable[[ReplayPlan, BinaryIO], object]]],
     list[tuple[Path, Callable[[ReplayComparison, BinaryIO], object]]],
     list[Path],
 ]:
@@ -202,7 +202,7 @@ def _targets(
     """
     from traceloom.report.replayed import files
 
-    of_plan: dict[str, Callable[[Plan, BinaryIO], object]] = {".plan": _pack, ".py": partial(_script, args)}
+    of_plan: dict[str, Callable[[ReplayPlan, BinaryIO], object]] = {".plan": _pack, ".py": partial(_script, args)}
     formats = {ending: ending for ending in (*of_plan, *files.ENDINGS)}
     chosen = outputs.targets(args, formats, (_DIRECTORY, files.OURS))
     of_run = [path for path, form in chosen if form not in of_plan]
@@ -230,11 +230,11 @@ def _write_tables(args: argparse.Namespace, directory: Path, comparison: ReplayC
     return directory, sum(file.stat().st_size for file in inside)
 
 
-def _pack(plan: Plan, handle: BinaryIO) -> None:
+def _pack(plan: ReplayPlan, handle: BinaryIO) -> None:
     plan.pack(handle)
 
 
-def _script(args: argparse.Namespace, plan: Plan, handle: BinaryIO) -> None:
+def _script(args: argparse.Namespace, plan: ReplayPlan, handle: BinaryIO) -> None:
     from traceloom.replay.script import write_script, write_worst
 
     if args.op or args.slowest:
@@ -244,7 +244,7 @@ def _script(args: argparse.Namespace, plan: Plan, handle: BinaryIO) -> None:
     handle.write(encoded(text))
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _lines(plan: ReplayPlan) -> Iterator[str]:
     """What the plan holds, a line for each rank."""
     from traceloom.report.notices import with_ranks
 

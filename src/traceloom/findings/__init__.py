@@ -20,10 +20,10 @@ from traceloom.findings import (
 )
 from traceloom.findings.context import Context
 from traceloom.findings.ranking import Ranked, rank
-from traceloom.findings.rule import Rule
+from traceloom.findings.rule import FindingRule
 from traceloom.model import Session
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[FindingRule, ...] = (
     *data.RULES,
     *interruptions.RULES,
     *repeated.RULES,

@@ -9,7 +9,7 @@ import polars as pl
 
 from traceloom.findings.context import Context
 from traceloom.findings.links import slow_links
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.finding import Abstention
@@ -133,7 +133,7 @@ def evened(context: Context) -> Change | None:
 
 
 RULES = (
-    Rule("exposed-communication", "exposed communication", exposed),
-    Rule("small-collectives", "many small collectives", small_messages),
-    Rule("uneven-exchange", "all-to-alls whose parts are uneven", uneven_exchange),
+    FindingRule("exposed-communication", "exposed communication", exposed),
+    FindingRule("small-collectives", "many small collectives", small_messages),
+    FindingRule("uneven-exchange", "all-to-alls whose parts are uneven", uneven_exchange),
 )

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.findings.context import Context
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
 from traceloom.model import graph_schema as gs
@@ -118,7 +118,7 @@ def exposed(context: Context) -> Iterator[Said]:
 
 
 RULES = (
-    Rule("needless-copies", "data goes to the host and comes back", back_and_forth),
-    Rule("device-copies", "copies from the device to itself", on_the_device),
-    Rule("exposed-copies", "copies not overlapped by compute", exposed),
+    FindingRule("needless-copies", "data goes to the host and comes back", back_and_forth),
+    FindingRule("device-copies", "copies from the device to itself", on_the_device),
+    FindingRule("exposed-copies", "copies not overlapped by compute", exposed),
 )

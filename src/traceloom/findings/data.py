@@ -9,7 +9,7 @@ import polars as pl
 
 from traceloom import analyze
 from traceloom.findings.context import Context
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
@@ -55,4 +55,4 @@ def data_starved(context: Context) -> Iterator[Said]:
     )
 
 
-RULES = (Rule("data-starved", "the step waits for its data", data_starved),)
+RULES = (FindingRule("data-starved", "the step waits for its data", data_starved),)

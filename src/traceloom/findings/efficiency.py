@@ -14,7 +14,7 @@ from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.matrix_units import matrix_units
 from traceloom.analyze.roofline import modelled
 from traceloom.findings.context import Bools, Context
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
 from traceloom.model import category as cat
@@ -244,8 +244,8 @@ def _slow(trace: Trace) -> pl.DataFrame:
 
 
 RULES = (
-    Rule("unaligned-matmul", "matrix products of odd sizes", odd_sizes),
-    Rule("matrix-units-unused", "matrix products without tensor cores", no_matrix_units),
-    Rule("low-roofline", "operators far below the device's roofline", low_roofline),
-    Rule("slow-kernels", "kernels slower than the same kernels elsewhere", slow_kernels),
+    FindingRule("unaligned-matmul", "matrix products of odd sizes", odd_sizes),
+    FindingRule("matrix-units-unused", "matrix products without tensor cores", no_matrix_units),
+    FindingRule("low-roofline", "operators far below the device's roofline", low_roofline),
+    FindingRule("slow-kernels", "kernels slower than the same kernels elsewhere", slow_kernels),
 )

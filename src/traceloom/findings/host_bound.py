@@ -12,7 +12,7 @@ from traceloom import analyze
 from traceloom.analyze.intervals import overlaps, union
 from traceloom.findings.context import Bools, Context
 from traceloom.findings.pauses import IDLE, SAMPLED, between_operators, long_ns, waits_for_requests
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
 from traceloom.model import category as cat
@@ -232,7 +232,7 @@ def small_kernels(context: Context) -> Iterator[Said]:
 
 
 RULES = (
-    Rule("launch-bound", "launches come too late for the GPU", launch_bound),
-    Rule("python-bound", "Python between operators decides the step", python_bound),
-    Rule("small-kernels", "many small kernels that could be one", small_kernels),
+    FindingRule("launch-bound", "launches come too late for the GPU", launch_bound),
+    FindingRule("python-bound", "Python between operators decides the step", python_bound),
+    FindingRule("small-kernels", "many small kernels that could be one", small_kernels),
 )

@@ -12,7 +12,7 @@ from traceloom.analyze.data_loading import loader_calls
 from traceloom.findings.context import Bools, Context
 from traceloom.findings.host_bound import looped
 from traceloom.findings.pauses import between_operators
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
 from traceloom.model import category as cat
@@ -182,6 +182,6 @@ def _stretches(trace: Trace) -> pl.DataFrame:
 
 
 RULES = (
-    Rule("host-copies", "copies of tensors on the host", extra_copies),
-    Rule("tiny-operators", "many tiny operators on the host", tiny_operators),
+    FindingRule("host-copies", "copies of tensors on the host", extra_copies),
+    FindingRule("tiny-operators", "many tiny operators on the host", tiny_operators),
 )

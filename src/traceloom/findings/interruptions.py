@@ -12,7 +12,7 @@ from traceloom import analyze
 from traceloom.analyze.across.slow_steps import SlowSteps
 from traceloom.analyze.host_wait import COLLECTIONS
 from traceloom.findings.context import Context
-from traceloom.findings.rule import Candidate, Remark, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Remark, Said
 from traceloom.findings.wording import brief
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
@@ -196,10 +196,10 @@ def slow_steps(context: Context) -> Iterator[Said]:
 
 
 RULES = (
-    Rule("garbage-collection", "Python collects garbage in the step", collections),
-    Rule("compiling", "compilation in the step", compiling),
-    Rule("autotuning", "kernels are tried out in the step", autotuning),
-    Rule("graph-breaks", "compiled regions fall apart", graph_breaks),
-    Rule("profiler-overhead", "recording distorts what it shows", recording),
-    Rule("slow-steps", "steps beyond the spread of the others", slow_steps),
+    FindingRule("garbage-collection", "Python collects garbage in the step", collections),
+    FindingRule("compiling", "compilation in the step", compiling),
+    FindingRule("autotuning", "kernels are tried out in the step", autotuning),
+    FindingRule("graph-breaks", "compiled regions fall apart", graph_breaks),
+    FindingRule("profiler-overhead", "recording distorts what it shows", recording),
+    FindingRule("slow-steps", "steps beyond the spread of the others", slow_steps),
 )

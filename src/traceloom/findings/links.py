@@ -11,7 +11,7 @@ import polars as pl
 
 from traceloom.analyze.collective.bandwidth import link_of, with_sizes
 from traceloom.findings.context import Context
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.finding import Abstention
@@ -146,4 +146,4 @@ def slow_link(context: Context) -> Iterator[Said]:
         )
 
 
-RULES = (Rule("slow-link", "a link slower than it should be", slow_link),)
+RULES = (FindingRule("slow-link", "a link slower than it should be", slow_link),)

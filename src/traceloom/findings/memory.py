@@ -8,7 +8,7 @@ import polars as pl
 
 from traceloom.analyze.allocations.answers import Allocations
 from traceloom.findings.context import Context
-from traceloom.findings.rule import MemoryCandidate, Rule, Said
+from traceloom.findings.rule import FindingRule, MemoryCandidate, Said
 from traceloom.model import Trace, units
 from traceloom.model.finding import Abstention, Evidence
 
@@ -91,7 +91,7 @@ def nearly_full(context: Context) -> Iterator[Said]:
 
 
 RULES = (
-    Rule("memory-growth", "memory grows with every step", growth),
-    Rule("memory-fragmentation", "reserved memory that is not used", fragmentation),
-    Rule("memory-nearly-full", "a device that is nearly full", nearly_full),
+    FindingRule("memory-growth", "memory grows with every step", growth),
+    FindingRule("memory-fragmentation", "reserved memory that is not used", fragmentation),
+    FindingRule("memory-nearly-full", "a device that is nearly full", nearly_full),
 )

@@ -13,7 +13,7 @@ import polars as pl
 from traceloom.analyze.host_wait import COLLECTIONS
 from traceloom.analyze.phases import BACKWARD, COMMUNICATION, SPAN_PHASES, WORD_PHASES
 from traceloom.findings.context import NAMELESS, Bools, Context
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
@@ -126,4 +126,4 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
     )  # fmt: skip
 
 
-RULES = (Rule("host-pause", "the host does something else for long", pauses),)
+RULES = (FindingRule("host-pause", "the host does something else for long", pauses),)

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.findings.context import Context
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
@@ -112,4 +112,4 @@ def _better(context: Context, rows: pl.DataFrame) -> tuple[float, float, str]:
     return bubble, min(left, bubble), "two chunks per stage, which halve the time until all are busy"
 
 
-RULES = (Rule("pipeline-bubbles", "stages of a pipeline wait for each other", bubbles),)
+RULES = (FindingRule("pipeline-bubbles", "stages of a pipeline wait for each other", bubbles),)

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from traceloom.errors import DOCUMENTATION
 from traceloom.findings.context import Context
 from traceloom.findings.frames import with_frames
-from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule
+from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Remark
 from traceloom.model.finding import Abstention, Alternative, Finding
 from traceloom.model.graph_arrays import point_times
 from traceloom.retime import Plan
@@ -57,7 +57,7 @@ class Ranked:
     limit: str = ""
 
 
-def rank(context: Context, rules: Sequence[Rule], *, steps: int = MOST_STEPS) -> Ranked:
+def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MOST_STEPS) -> Ranked:
     """Ask all rules, and put their candidates in order.
 
     Greedy: the fix that saves the most is taken, the others are evaluated again on top of it, and so on. What is left
@@ -69,7 +69,7 @@ def rank(context: Context, rules: Sequence[Rule], *, steps: int = MOST_STEPS) ->
         rules: Who is asked.
         steps: Steps to evaluate at most; 1 for the usual one alone.
     """
-    time: list[tuple[Rule, Candidate]] = []
+    time: list[tuple[FindingRule, Candidate]] = []
     memory: list[Finding] = []
     abstained: list[Abstention] = []
     remarks: list[Finding] = []
@@ -127,7 +127,7 @@ def rank(context: Context, rules: Sequence[Rule], *, steps: int = MOST_STEPS) ->
 
 
 def _greedy(
-    context: Context, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int
+    context: Context, usual: dict[Key, Candidate], rules: Sequence[FindingRule], most: int
 ) -> tuple[list[tuple[Finding, Candidate, Context]], str]:
     """Fix what saves most in the middle one of the steps, then what saves most on top of that, and so on.
 
@@ -337,7 +337,7 @@ class Steady:
         return lengths[1:] if lengths.size == 2 or lengths.size > MOST_STEPS else lengths
 
 
-def _keyed(candidates: Iterable[tuple[Rule, Candidate]]) -> dict[Key, Candidate]:
+def _keyed(candidates: Iterable[tuple[FindingRule, Candidate]]) -> dict[Key, Candidate]:
     """Candidates by rule and what they change, figures left out."""
     by_key: dict[Key, Candidate] = {}
     for rule, candidate in candidates:

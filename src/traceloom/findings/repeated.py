@@ -12,7 +12,7 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.host import of_passes
 from traceloom.analyze.recompute import recomputed
 from traceloom.findings.context import Bools, Context
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.model import Trace, units
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
@@ -172,7 +172,7 @@ def _norms(trace: Trace) -> pl.DataFrame:
 
 
 RULES = (
-    Rule("recomputation", "activation checkpointing repeats work", recomputation),
-    Rule("unfused-optimizer", "an optimizer that steps tensor by tensor", unfused_optimizer),
-    Rule("unfused-normalisation", "normalisations made of single operators", unfused_norm),
+    FindingRule("recomputation", "activation checkpointing repeats work", recomputation),
+    FindingRule("unfused-optimizer", "an optimizer that steps tensor by tensor", unfused_optimizer),
+    FindingRule("unfused-normalisation", "normalisations made of single operators", unfused_norm),
 )

@@ -86,7 +86,7 @@ Said = Candidate | MemoryCandidate | Remark | Abstention
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FindingRule:
     """One rule; its page is docs/findings/SLUG.md.
 
     Attributes:

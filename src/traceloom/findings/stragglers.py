@@ -14,7 +14,7 @@ from traceloom.analyze.host_wait import HOST_CAUSES
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.findings.communication import evened
 from traceloom.findings.context import Bools, Context
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
@@ -216,7 +216,7 @@ def shards(context: Context) -> Iterator[Said]:
 
 
 RULES = (
-    Rule("straggler", "a rank or host makes the others wait", straggler),
-    Rule("compute-imbalance", "ranks compute for different lengths of time", imbalance),
-    Rule("shard-imbalance", "embedding tables are spread unevenly", shards),
+    FindingRule("straggler", "a rank or host makes the others wait", straggler),
+    FindingRule("compute-imbalance", "ranks compute for different lengths of time", imbalance),
+    FindingRule("shard-imbalance", "embedding tables are spread unevenly", shards),
 )

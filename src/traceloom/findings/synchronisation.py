@@ -12,7 +12,7 @@ import polars as pl
 
 from traceloom import analyze
 from traceloom.findings.context import Bools, Context
-from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief, place
 from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
@@ -114,4 +114,4 @@ def _of(slug: str, context: Context) -> Iterator[Said]:
         )
 
 
-RULES = tuple(Rule(slug, title, partial(_of, slug)) for slug, title in _TITLES.items())
+RULES = tuple(FindingRule(slug, title, partial(_of, slug)) for slug, title in _TITLES.items())

@@ -12,8 +12,8 @@ from traceloom.lazy import lazy
 if TYPE_CHECKING:
     from traceloom.replay.dry_run import RankDryRun as RankDryRun
     from traceloom.replay.dry_run import dry_run as dry_run
-    from traceloom.replay.plan import Plan as Plan
     from traceloom.replay.plan import RankPlan as RankPlan
+    from traceloom.replay.plan import ReplayPlan as ReplayPlan
     from traceloom.replay.planning import Choice as Choice
     from traceloom.replay.planning import make_plan as make_plan
     from traceloom.replay.ranks import replay as replay
@@ -25,7 +25,7 @@ lazy(
     __name__,
     {
         "Choice": ".planning",
-        "Plan": ".plan",
+        "ReplayPlan": ".plan",
         "RankDryRun": ".dry_run",
         "RankPlan": ".plan",
         "RankReplayed": ".replayed",

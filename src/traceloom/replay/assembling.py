@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from traceloom.replay.binding import Bound, Unbindable, bind
-from traceloom.replay.communication import TO_A_PEER, Communication, finish
+from traceloom.replay.communication import TO_A_PEER, RunningGroups, finish
 from traceloom.replay.kernels import KernelLoader
 from traceloom.replay.plan import COLLECTIVE, VIEW, WAIT, RankPlan
 from traceloom.replay.program import NOT_TIMED, Geometry, Instruction, Program, Turn, hold_until, new_tensors, picker
@@ -42,7 +42,7 @@ class Manner:
 
     device: torch.device
     bind: Bind = bind
-    communication: Communication | None = None
+    communication: RunningGroups | None = None
     kernels: KernelLoader | None = None
     keeps_gaps: bool = False
     keeps_threads: bool = False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from traceloom.errors import InputError
-from traceloom.replay.plan import COLLECTIVE, ITEM_BYTES, Plan, RankPlan
+from traceloom.replay.plan import COLLECTIVE, ITEM_BYTES, RankPlan, ReplayPlan
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ TO_A_PEER = ("send", "recv")
 _SAME_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 
 
-def check_agreement(plan: Plan, ranks: Sequence[int]) -> None:
+def check_agreement(plan: ReplayPlan, ranks: Sequence[int]) -> None:
     """See that the ranks of each group issue the same collectives in the same order, before anything can hang.
 
     Args:
@@ -133,7 +133,7 @@ def finish(works: Works | None) -> None:
 
 
 @dataclass(frozen=True)
-class Communication:
+class RunningGroups:
     """The groups of a plan among the ranks that run.
 
     Attributes:
@@ -147,7 +147,7 @@ class Communication:
     members: Mapping[str, tuple[int, ...]]
 
     @staticmethod
-    def join(plan: Plan, ranks: Sequence[int], backend: str, timeout_s: float) -> Communication:
+    def join(plan: ReplayPlan, ranks: Sequence[int], backend: str, timeout_s: float) -> RunningGroups:
         """Make the groups of a plan; every process calls it, once torch.distributed is there."""
         import torch.distributed as dist
 
@@ -160,7 +160,7 @@ class Communication:
             )
             if dist.get_rank() in processes:
                 groups[name] = group
-        return Communication(tuple(ranks), groups, members)
+        return RunningGroups(tuple(ranks), groups, members)
 
     def lacks(self, row: Mapping[str, Any]) -> bool:
         """Whether the only other rank of a collective does not run."""

@@ -12,7 +12,7 @@ from traceloom.errors import broken
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.notice import Notice
 from traceloom.model.result import Result
-from traceloom.replay.plan import COLLECTIVE, ITEM_BYTES, WAIT, Plan, RankPlan
+from traceloom.replay.plan import COLLECTIVE, ITEM_BYTES, WAIT, RankPlan, ReplayPlan
 from traceloom.replay.replayed import RankReplayed, Replayed
 
 RUN, FAILED, OTHER_SHAPE, STAND_IN, LEFT_OUT = OUTCOMES = ("run", "failed", "other-shape", "stand-in", "left-out")
@@ -107,7 +107,7 @@ class ReplayComparison(Result):
             raise broken("account", "ops by name and shapes are not all ops")
 
 
-def compare_replay(plan: Plan, replayed: Replayed) -> ReplayComparison:
+def compare_replay(plan: ReplayPlan, replayed: Replayed) -> ReplayComparison:
     """Hold a replay against the recorded times of its plan.
 
     Args:

@@ -61,7 +61,7 @@ class Demand(NamedTuple):
         return bool((((values >= low) & (values <= high)) | (values == self.besides)).all())
 
 
-class Seen(NamedTuple):
+class RecordedIntegers(NamedTuple):
     """What a host trace, or a file beside it, has of an integer tensor that an op is given.
 
     Attributes:
@@ -83,7 +83,7 @@ _ZEROS = Demand("zeros")
 
 
 @dataclass(slots=True)
-class _Call:
+class _NamedCall:
     """A call of the plan: which inputs its arguments are, and their other values.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Call:
 class _Use:
     """A call by one op: with the shapes of what it takes."""
 
-    call: _Call
+    call: _NamedCall
     shapes: list[Shape]
     dtypes: list[str]
     given: list[Shape] = field(default_factory=list)
@@ -225,7 +225,9 @@ _GEOMETRY_ONLY = re.compile(r"_like$|^new_|^size$|^stride$|^resize|^set_$")
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
 
-def settle_contents(plan: RankPlan, seen: Mapping[int, Mapping[int, Seen]] | None = None) -> tuple[RankPlan, int]:
+def settle_contents(
+    plan: RankPlan, seen: Mapping[int, Mapping[int, RecordedIntegers]] | None = None
+) -> tuple[RankPlan, int]:
     """Settle what external storages hold.
 
     A storage that an op allocates and that is read before any op has written to it becomes an external one: what wrote
@@ -337,7 +339,7 @@ class _Finder:
         return "floats", None, None, "guess"
 
     def recorded(
-        self, seen: Mapping[int, Mapping[int, Seen]]
+        self, seen: Mapping[int, Mapping[int, RecordedIntegers]]
     ) -> tuple[dict[int, tuple[int, int]], dict[int, Array], int]:
         """What is recorded of external storages before anything writes to them.
 
@@ -399,7 +401,7 @@ class _Finder:
                 fresh |= {self.storage[tensor] for tensor in outputs if tensor is not None}
         return out
 
-    def _look_at(self, call: _Call, inputs: list[int], outputs: list[int | None]) -> None:
+    def _look_at(self, call: _NamedCall, inputs: list[int], outputs: list[int | None]) -> None:
         # of several results the first has the values, those behind it are where they were
         demanded = self._demanded(outputs if call.schema.is_view else outputs[:1]) if self.demands else None
         base = call.base
@@ -438,7 +440,7 @@ class _Finder:
                 storage = self.storage[tensor]
                 self.demands[storage] = demand.and_also(self.demands.get(storage))
 
-    def _signed(self, call: _Call, inputs: list[int]) -> None:
+    def _signed(self, call: _NamedCall, inputs: list[int]) -> None:
         """A sum or product that must be positive is made of what is positive; a square is so anyway."""
         if call.base == "mul" and self._rows(call, "self", inputs) == self._rows(call, "other", inputs):
             return
@@ -450,7 +452,7 @@ class _Finder:
             if name not in {"tensor1", "tensor2"} or factors[0] != factors[1]:
                 self._pass_on(_POSITIVE, self._rows(call, name, inputs))
 
-    def _shifted(self, call: _Call, demanded: Demand, inputs: list[int]) -> None:
+    def _shifted(self, call: _NamedCall, demanded: Demand, inputs: list[int]) -> None:
         """Of an index that something is added to or subtracted from: two tensors share what there is."""
         if demanded.high is None:
             return
@@ -463,11 +465,11 @@ class _Finder:
         bounds = Demand("integers", max(demanded.low - by, 0), max(demanded.high - by, 0))
         self._pass_on(bounds, self._rows(call, "self", inputs))
 
-    def _rows(self, call: _Call, name: str, inputs: list[int]) -> list[int]:
+    def _rows(self, call: _NamedCall, name: str, inputs: list[int]) -> list[int]:
         """The tensors of an argument."""
         return [inputs[number] for number in call.inputs.get(name, ())]
 
-    def _product(self, call: _Call, inputs: list[int]) -> None:
+    def _product(self, call: _NamedCall, inputs: list[int]) -> None:
         """Note by what something is multiplied; the first product of a tensor decides."""
         left, right, dim = _PRODUCTS[call.base]
         for tensor in self._rows(call, left, inputs):
@@ -538,7 +540,7 @@ def _index_demands(use: _Use) -> Iterator[tuple[int, Demand]]:
 _BASE = re.compile(r"^(?:_foreach_)?(.*?)_?$")
 
 
-def _call(schema: str, arguments: str) -> _Call | None:
+def _call(schema: str, arguments: str) -> _NamedCall | None:
     try:
         parsed = parse_schema(schema)
         values = msgspec.json.decode(arguments)
@@ -547,7 +549,7 @@ def _call(schema: str, arguments: str) -> _Call | None:
     named = dict(zip((argument.name for argument in parsed.arguments), values, strict=False))
     inputs = {name: numbers for name, value in named.items() if (numbers := list(_numbers(value)))}
     base = _BASE.sub(r"\1", parsed.name)
-    return _Call(parsed, base, named, inputs, base in _DEMANDING or bool(_NAMED & inputs.keys()))
+    return _NamedCall(parsed, base, named, inputs, base in _DEMANDING or bool(_NAMED & inputs.keys()))
 
 
 def _numbers(value: Any) -> Iterator[int]:
@@ -559,7 +561,7 @@ def _numbers(value: Any) -> Iterator[int]:
         yield number
 
 
-def _mutated(call: _Call) -> set[int]:
+def _mutated(call: _NamedCall) -> set[int]:
     """Numbers of the inputs whose storages a call writes to."""
     arguments = call.schema.arguments
     if call.base in _OF_THE_TENSOR:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from traceloom.replay.binding import Bound, Unbindable, bind, need_torch
 from traceloom.replay.kernels import KERNEL_REASONS
-from traceloom.replay.plan import COLLECTIVE, GUESSED_STRIDES, STAND_IN, VIEW, WAIT, Plan, RankPlan
+from traceloom.replay.plan import COLLECTIVE, GUESSED_STRIDES, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class RankDryRun(Struct, frozen=True):
         return not self.wrong and not any(left.reason == FAILS for left in self.left)
 
 
-def dry_run(plan: Plan, *, imports: Sequence[str] = ()) -> dict[int, RankDryRun]:
+def dry_run(plan: ReplayPlan, *, imports: Sequence[str] = ()) -> dict[int, RankDryRun]:
     """Run all ranks of a plan on meta tensors.
 
     Args:

@@ -22,7 +22,7 @@ import msgspec
 from traceloom.model.units import counted
 from traceloom.replay.allowed import Refusal
 from traceloom.replay.binding import Bound, Unbindable
-from traceloom.replay.plan import NO_SOURCES, NOT_TRUSTED, SOURCE_NAME, Plan, RankPlan
+from traceloom.replay.plan import NO_SOURCES, NOT_TRUSTED, SOURCE_NAME, RankPlan, ReplayPlan
 from traceloom.replay.resources import Resources
 from traceloom.replay.values import Kind
 
@@ -39,7 +39,7 @@ _GRID = re.compile(r"(\w*)\(((?:\d{1,10},? ?){1,3})\)")
 _GRIDS = frozenset({"grid", "split_scan_grid"})
 
 
-class Source(msgspec.Struct, frozen=True):
+class KernelSource(msgspec.Struct, frozen=True):
     """A captured module that holds a kernel.
 
     Attributes:
@@ -53,11 +53,11 @@ class Source(msgspec.Struct, frozen=True):
     sha256: str
 
 
-def source_of(resources: Resources, file: str) -> Source | None:
+def source_of(resources: Resources, file: str) -> KernelSource | None:
     """A source that lies beside a host trace; None where there is none, or it is no text, or longer than any."""
     data = resources.read(file, _MOST_BYTES) if SOURCE_NAME.fullmatch(file) else None
     try:
-        return None if data is None else Source(file, data.decode(), hashlib.sha256(data).hexdigest())
+        return None if data is None else KernelSource(file, data.decode(), hashlib.sha256(data).hexdigest())
     except UnicodeDecodeError:
         return None
 
@@ -80,7 +80,7 @@ def kernel_arguments(values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[byte
     return msgspec.json.encode(typed), grid
 
 
-def sources_in_words(plan: Plan) -> list[str]:
+def sources_in_words(plan: ReplayPlan) -> list[str]:
     """The sources that a trusted run executes: a line for each, with its hash and how often it is called."""
     calls: Counter[tuple[str, str]] = Counter()
     for of_rank in plan:

@@ -298,7 +298,7 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayPlan:
     """What the ranks of a job run.
 
     Attributes:
@@ -358,7 +358,7 @@ class Plan:
         _FORMAT.pack(header, {**frames, "groups": self.groups}, handle)
 
     @staticmethod
-    def load(path: str | Path) -> Plan:
+    def load(path: str | Path) -> ReplayPlan:
         """Read a plan that was saved, and check it.
 
         Raises:
@@ -367,7 +367,7 @@ class Plan:
         return _FORMAT.load(path, _plan)
 
 
-def _plan(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Plan:
+def _plan(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> ReplayPlan:
     about = msgspec.convert(header, _Header)
     ranks = {
         rank: RankPlan(rank, **{name: frames[name].filter(pl.col("rank") == rank) for name in _OF_A_RANK})
@@ -375,7 +375,7 @@ def _plan(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Plan:
     }
     if sum(plan.ops.height for plan in ranks.values()) != frames["ops"].height:
         raise ValueError("it has ops of ranks that its header does not name")
-    plan = Plan(
+    plan = ReplayPlan(
         ranks, frames["groups"], about.source, about.torch, about.threads, about.level, about.only, about.world_size,
         about.notices,
     )  # fmt: skip

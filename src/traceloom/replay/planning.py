@@ -23,9 +23,9 @@ from traceloom.model.notice import Notice
 from traceloom.model.units import counted
 from traceloom.replay.allowed import Refusal, refusal
 from traceloom.replay.collectives import WAIT, Exchange, called_groups, exchange_of, groups_of, tensors_bytes
-from traceloom.replay.contents import Seen, settle_contents
+from traceloom.replay.contents import RecordedIntegers, settle_contents
 from traceloom.replay.inputs import AnyPath, PlanInput, open_inputs
-from traceloom.replay.kernels import Source, kernel_arguments, source_of
+from traceloom.replay.kernels import KernelSource, kernel_arguments, source_of
 from traceloom.replay.nodes import Level, Nodes, choose, within
 from traceloom.replay.originals import Originals
 from traceloom.replay.plan import (
@@ -38,8 +38,8 @@ from traceloom.replay.plan import (
     RUN,
     STAND_IN,
     VIEW,
-    Plan,
     RankPlan,
+    ReplayPlan,
     frame,
     is_plan,
 )
@@ -84,7 +84,9 @@ class Choice(Struct, frozen=True):
     ranks: tuple[int, ...] | None = None
 
 
-def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True, progress: Say | None = None) -> Plan:
+def make_plan(
+    *paths: AnyPath, choice: Choice | None = None, cache: bool = True, progress: Say | None = None
+) -> ReplayPlan:
     """Plan a replay; a plan that was saved is read.
 
     Args:
@@ -126,7 +128,7 @@ def make_plan(*paths: AnyPath, choice: Choice | None = None, cache: bool = True,
     about = next((entry.capture for entry in inputs if entry.capture), None) or {}
     versions = about.get("versions")
     members = max((len(group["ranks"]) for group in groups.values()), default=1)
-    return Plan(
+    return ReplayPlan(
         dict(sorted(ranks.items())),
         pl.DataFrame(list(groups.values()), schema=PLAN_SCHEMAS["groups"]),
         source=name,
@@ -172,7 +174,7 @@ class _RankPlanner:
     collectives: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[dict[str, Any]] = field(default_factory=list)
     kernels: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
-    sources: dict[str, Source | None] = field(default_factory=dict)
+    sources: dict[str, KernelSource | None] = field(default_factory=dict)
     # collectives that nobody has waited for, by the storages that they write
     _pending: dict[int, int] = field(default_factory=dict)
     _waited: set[int] = field(default_factory=set)
@@ -181,7 +183,7 @@ class _RankPlanner:
     _called: dict[tuple[str, int], list[str]] | None = None
     _turns: Counter[tuple[str, int]] = field(default_factory=Counter)
     # what integer tensors held, by node and number among the op's inputs; how many dumps are not what they should be
-    _seen: dict[int, dict[int, Seen]] = field(default_factory=dict)
+    _seen: dict[int, dict[int, RecordedIntegers]] = field(default_factory=dict)
     _unfit_dumps: int = 0
 
     def plan(self) -> RankPlan:
@@ -336,12 +338,12 @@ class _RankPlanner:
             for tensor, number in zip(self.nodes.read[inner], numbers, strict=False):
                 at = taken.get(tensor[1:], -1)
                 if at >= 0 and number in ranges:
-                    seen.setdefault(at, Seen(*ranges[number]))
+                    seen.setdefault(at, RecordedIntegers(*ranges[number]))
                 if at >= 0 and number in dumps:
                     values = self.resources.dumped(dumps[number], tensor)
                     self._unfit_dumps += values is None
                     if values is not None and values.size:
-                        seen[at] = Seen(int(values.min()), int(values.max()), values)
+                        seen[at] = RecordedIntegers(int(values.min()), int(values.max()), values)
 
     def _numbers(self, row: int, schema: OperatorSchema) -> dict[int, tuple[str, float]]:
         """Tensors that the program gave as plain numbers: by their numbers, the argument and what stands for it.
@@ -561,12 +563,12 @@ class _RankPlanner:
         return plan
 
 
-def _planned(path: str, choice: Choice) -> Plan:
+def _planned(path: str, choice: Choice) -> ReplayPlan:
     """A plan that was saved, or some of its ranks."""
     if choice != Choice(ranks=choice.ranks):
         hint = "give what the plan was made of"
         raise UsageError("a plan holds what was chosen; only ranks are chosen from it", slug="wrong-usage", hint=hint)
-    plan = Plan.load(path)
+    plan = ReplayPlan.load(path)
     if choice.ranks is None:
         return plan
     if absent := sorted(set(choice.ranks) - set(plan.ranks)):

@@ -20,8 +20,8 @@ import msgspec
 from traceloom.errors import InputError, PartialError, TraceloomError, UsageError
 from traceloom.model import units
 from traceloom.model.notice import Notice
-from traceloom.replay.communication import BACKENDS, Communication, check_agreement
-from traceloom.replay.plan import Plan
+from traceloom.replay.communication import BACKENDS, RunningGroups, check_agreement
+from traceloom.replay.plan import ReplayPlan
 from traceloom.replay.processes import Say, run_processes, take_part
 from traceloom.replay.replayed import RankReplayed, Replayed
 from traceloom.replay.running import RunOptions
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-def replay(plan: Plan, options: RunOptions | None = None, *, say: Say = lambda _: None) -> Replayed | None:
+def replay(plan: ReplayPlan, options: RunOptions | None = None, *, say: Say = lambda _: None) -> Replayed | None:
     """Run a plan, each rank in a process of its own.
 
     Args:
@@ -61,7 +61,7 @@ def replay(plan: Plan, options: RunOptions | None = None, *, say: Say = lambda _
     return _together(plan, options, ranks, answers)
 
 
-def _chosen(plan: Plan, options: RunOptions) -> list[int]:
+def _chosen(plan: ReplayPlan, options: RunOptions) -> list[int]:
     """The ranks that run."""
     ranks = list(plan.ranks) if options.ranks is None else sorted(set(options.ranks))
     if strange := [rank for rank in ranks if rank not in plan.ranks]:
@@ -73,7 +73,9 @@ def _chosen(plan: Plan, options: RunOptions) -> list[int]:
     return ranks
 
 
-def _together(plan: Plan, options: RunOptions, ranks: Sequence[int], answers: Sequence[dict[str, Any]]) -> Replayed:
+def _together(
+    plan: ReplayPlan, options: RunOptions, ranks: Sequence[int], answers: Sequence[dict[str, Any]]
+) -> Replayed:
     """The results of all ranks as one."""
     of_ranks = {rank: RankReplayed.from_dict(answer["rank"]) for rank, answer in zip(ranks, answers, strict=True)}
     missing = tuple(rank for rank in range(plan.world_size) if rank not in ranks)
@@ -97,7 +99,7 @@ def main() -> None:
 def _replayed(job: dict[str, Any], say: Say) -> dict[str, Any]:
     """The result of the rank that a job names."""
     folder, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
-    plan = Plan.load(folder / "run.plan")
+    plan = ReplayPlan.load(folder / "run.plan")
     options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
     store = _file_store(folder / "store", len(ranks)) if len(ranks) > 1 else None
     return _run_rank(plan, options, ranks, process, store, len(ranks), say)
@@ -109,7 +111,7 @@ def _file_store(path: Path, processes: int) -> dist.Store:
     return dist.FileStore(str(path), processes)
 
 
-def _under_torchrun(plan: Plan, options: RunOptions, ranks: list[int], say: Say) -> Replayed | None:
+def _under_torchrun(plan: ReplayPlan, options: RunOptions, ranks: list[int], say: Say) -> Replayed | None:
     """One of torchrun's processes runs its rank; the first puts all together."""
     from torch.distributed import DistNetworkError, PrefixStore, rendezvous
 
@@ -147,7 +149,13 @@ def _under_torchrun(plan: Plan, options: RunOptions, ranks: list[int], say: Say)
 
 
 def _run_rank(  # noqa: PLR0917  (each is of another kind)
-    plan: Plan, options: RunOptions, ranks: list[int], process: int, store: dist.Store | None, sharing: int, say: Say
+    plan: ReplayPlan,
+    options: RunOptions,
+    ranks: list[int],
+    process: int,
+    store: dist.Store | None,
+    sharing: int,
+    say: Say,
 ) -> dict[str, Any]:
     """Run one rank in this process; what `_together` takes."""
     from traceloom.replay.binding import bind, need_torch
@@ -177,7 +185,7 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
         dist.init_process_group("gloo", store=store, rank=process, world_size=len(ranks), timeout=limit)
         backend = options.backend or BACKENDS.get(device.type, "gloo")
         try:
-            communication = Communication.join(plan, ranks, backend, options.timeout_s)
+            communication = RunningGroups.join(plan, ranks, backend, options.timeout_s)
         except (RuntimeError, ValueError) as error:
             raise InputError(
                 f"no groups with the backend {backend}: {error}", slug="no-backend", hint="leave --backend out"

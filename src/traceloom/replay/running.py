@@ -25,13 +25,13 @@ from traceloom.replay import binding
 from traceloom.replay.assembling import Assembly, Bind, Manner, geometries, on_storage
 from traceloom.replay.filling import filled
 from traceloom.replay.kernels import KernelLoader
-from traceloom.replay.plan import Plan, RankPlan
+from traceloom.replay.plan import RankPlan, ReplayPlan
 from traceloom.replay.replayed import FAILURES, RankReplayed
 
 if TYPE_CHECKING:
     import torch
 
-    from traceloom.replay.communication import Communication
+    from traceloom.replay.communication import RunningGroups
 
 Pace = Literal["fast", "recorded"]
 Threads = Literal["one", "recorded"]
@@ -152,7 +152,7 @@ def check_memory(
             )
 
 
-def device_of(plan: Plan, options: RunOptions, process: int) -> tuple[torch.device, tuple[Notice, ...]]:
+def device_of(plan: ReplayPlan, options: RunOptions, process: int) -> tuple[torch.device, tuple[Notice, ...]]:
     """Where a process runs its plan, and what must be said about that.
 
     Raises:
@@ -312,7 +312,7 @@ class Execution:
         plan: RankPlan,
         device: torch.device,
         options: RunOptions,
-        communication: Communication | None = None,
+        communication: RunningGroups | None = None,
         sharing: int = 1,
         *,
         bind: Bind = binding.bind,

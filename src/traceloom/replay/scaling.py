@@ -22,7 +22,7 @@ import polars as pl
 
 from traceloom.errors import UsageError
 from traceloom.replay.binding import Unbindable, bind
-from traceloom.replay.plan import ITEM_BYTES, RUN, VIEW, Plan, RankPlan, empty_frame, frame
+from traceloom.replay.plan import ITEM_BYTES, RUN, VIEW, RankPlan, ReplayPlan, empty_frame, frame
 from traceloom.replay.schema import parse_schema
 from traceloom.replay.values import contiguous
 
@@ -38,7 +38,9 @@ _SIZE_NAMES = re.compile(
 _WHOLE = frozenset({"int", "Scalar", "number"})
 
 
-def scaled(plan: Plan, factors: Mapping[int, Fraction] | None = None, *, batch: Fraction | None = None) -> Plan:
+def scaled(
+    plan: ReplayPlan, factors: Mapping[int, Fraction] | None = None, *, batch: Fraction | None = None
+) -> ReplayPlan:
     """The plan with other sizes.
 
     Args:
@@ -53,7 +55,7 @@ def scaled(plan: Plan, factors: Mapping[int, Fraction] | None = None, *, batch: 
     return replace(plan, ranks=ranks)
 
 
-def repeated(plan: Plan, scope: str, times: int) -> Plan:
+def repeated(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
     """The plan with every stretch of ops in a scope run several times, one after the other.
 
     Raises:

@@ -14,7 +14,7 @@ from traceloom.errors import UsageError, nearest
 from traceloom.model import units
 from traceloom.replay import filling, standalone
 from traceloom.replay.bodies import Functions
-from traceloom.replay.plan import RUN, Plan, RankPlan
+from traceloom.replay.plan import RUN, RankPlan, ReplayPlan
 from traceloom.replay.rank_text import RankText
 
 _IMPORTS = """\
@@ -81,7 +81,7 @@ if __name__ == "__main__":
 """
 
 
-def write_script(plan: Plan, *, seed: int = 0, further: frozenset[str] = frozenset()) -> str:
+def write_script(plan: ReplayPlan, *, seed: int = 0, further: frozenset[str] = frozenset()) -> str:
     """A plan as a Python file.
 
     Args:
@@ -122,7 +122,7 @@ def _code(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(("#", '"""')))
 
 
-def write_worst(plan: Plan, op: str | None, slowest: int, *, seed: int = 0) -> str:
+def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0) -> str:
     """The ops that took longest as a Python file: each with its shapes, strides and types, timed on its own.
 
     Args:
@@ -184,7 +184,7 @@ def distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _options(plan: Plan) -> str:
+def _options(plan: ReplayPlan) -> str:
     """The beginning of `main`."""
     threads = f"    torch.set_num_threads({plan.threads})\n" if plan.threads else ""
     return f"def main() -> None:\n{_OPTIONS}{threads}"
@@ -195,7 +195,7 @@ def _file(about: Sequence[str], numbers: Sequence[str], parts: Iterable[str]) ->
     return "\n\n\n".join([f"{comment}\n\n{_IMPORTS}" + "\n".join(numbers), *parts]) + _RUN
 
 
-def _about(plan: Plan, world: int, first: RankPlan) -> list[str]:
+def _about(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
     which = "" if plan.world_size == 1 else f", {world} ranks" if world > 1 else f", rank {first.rank} alone"
     return [
         f"A workload that was recorded, as a script that needs torch alone: {plan.source}{which}.",
@@ -207,7 +207,7 @@ def _about(plan: Plan, world: int, first: RankPlan) -> list[str]:
     ]
 
 
-def _versions(plan: Plan) -> list[str]:
+def _versions(plan: ReplayPlan) -> list[str]:
     return [f"Recorded with torch {plan.torch or '(unknown)'}; written by traceloom {__version__}."]
 
 
@@ -217,7 +217,7 @@ def _device(plan: RankPlan) -> str:
     return next((kind for kind, _ in kinds.most_common() if kind in {"cuda", "xpu", "hip", "mps"}), "cpu")
 
 
-def _numbers(plan: Plan, world: int, first: RankPlan) -> list[str]:
+def _numbers(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
     """The numbers of the original, and the process groups."""
     step = first.steps["duration_ns"].median()
     each = pl.col("durations_ns").list.median()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Part(NamedTuple):
+class TimeKind(NamedTuple):
     """One kind of time: its key in the document, how bars and columns call it, its colour group."""
 
     key: str
@@ -17,41 +17,41 @@ class Part(NamedTuple):
 
 
 DEVICE = (
-    Part("compute_ns", "compute", "Compute", "compute", "kernels that are not communication"),
-    Part(
+    TimeKind("compute_ns", "compute", "Compute", "compute", "kernels that are not communication"),
+    TimeKind(
         "exposed_communication_ns",
         "exposed communication",
         "Comm.",
         "communication",
         "communication not overlapped by compute",
     ),
-    Part(
+    TimeKind(
         "exposed_memory_ns",
         "exposed copies and fills",
         "Memory",
         "memory",
         "copies and fills not overlapped by other work",
     ),
-    Part("idle_ns", "idle", "Idle", "idle", "no stream of the device runs anything"),
+    TimeKind("idle_ns", "idle", "Idle", "idle", "no stream of the device runs anything"),
 )
 """Of a device's window, which they add up to."""
 
 PHASES = (
-    Part("loading", "loading", "Loading", "loading"),
-    Part("forward", "forward", "Forward", "forward"),
-    Part("backward", "backward", "Backward", "backward"),
-    Part("optimizer", "optimizer", "Optimizer", "optimizer"),
-    Part("communication", "communication", "Comm.", "communication"),
-    Part("other", "other", "Other", "other"),
+    TimeKind("loading", "loading", "Loading", "loading"),
+    TimeKind("forward", "forward", "Forward", "forward"),
+    TimeKind("backward", "backward", "Backward", "backward"),
+    TimeKind("optimizer", "optimizer", "Optimizer", "optimizer"),
+    TimeKind("communication", "communication", "Comm.", "communication"),
+    TimeKind("other", "other", "Other", "other"),
 )
 """Of a host thread's window, by the outermost region."""
 
 ACTIVITIES = (
-    Part("op", "operators", "Operators", "op"),
-    Part("launch", "launch calls", "Launch calls", "launch"),
-    Part("blocking_call", "blocking calls", "Blocking calls", "blocking"),
-    Part("python", "Python", "Python", "python"),
-    Part("unobserved", "unobserved", "Unobserved", "idle"),
+    TimeKind("op", "operators", "Operators", "op"),
+    TimeKind("launch", "launch calls", "Launch calls", "launch"),
+    TimeKind("blocking_call", "blocking calls", "Blocking calls", "blocking"),
+    TimeKind("python", "Python", "Python", "python"),
+    TimeKind("unobserved", "unobserved", "Unobserved", "idle"),
 )
 """Of a host thread's window, by the innermost event."""
 
@@ -83,6 +83,6 @@ def of_answer(answer: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     return sorted(parts, key=lambda part: (order(part[1]), -part[2]))
 
 
-def named(parts: tuple[Part, ...], times: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+def named(parts: tuple[TimeKind, ...], times: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     """The parts of one stretch for a `Bar`: (label, colour group, nanoseconds)."""
     return [(part.label, part.group, times.get(part.key) or 0) for part in parts]

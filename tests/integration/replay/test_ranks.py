@@ -13,7 +13,7 @@ from support.plans import PlanBuilder, groups
 pytest.importorskip("torch")
 
 from traceloom.errors import InputError, PartialError, UsageError
-from traceloom.replay.plan import Plan
+from traceloom.replay.plan import ReplayPlan
 from traceloom.replay.planning import make_plan
 from traceloom.replay.ranks import replay
 from traceloom.replay.running import RunOptions
@@ -126,10 +126,10 @@ def all_kinds(rank: int, world: int, running: tuple[int, ...]) -> Exchange:
     return build
 
 
-def plan_of(world: int, running: tuple[int, ...] | None = None) -> Plan:
+def plan_of(world: int, running: tuple[int, ...] | None = None) -> ReplayPlan:
     running = running or tuple(range(world))
     plans = {rank: all_kinds(rank, world, running).build() for rank in running}
-    plan = Plan(plans, groups(world, pair=[0, 1]), world_size=world, threads=1)
+    plan = ReplayPlan(plans, groups(world, pair=[0, 1]), world_size=world, threads=1)
     plan.check()
     return plan
 
@@ -170,7 +170,7 @@ def all_reduces(rank: int, sizes: list[int], **first: Any) -> Any:
 
 
 def test_ranks_that_issue_different_collectives_are_refused_before_anything_runs() -> None:
-    plan = Plan({0: all_reduces(0, [4, 8]), 1: all_reduces(1, [4, 6])}, groups(2), world_size=2)
+    plan = ReplayPlan({0: all_reduces(0, [4, 8]), 1: all_reduces(1, [4, 6])}, groups(2), world_size=2)
     with pytest.raises(InputError) as caught:
         replay(plan, ONCE)
     assert caught.value.slug == "different-collectives"
@@ -178,7 +178,7 @@ def test_ranks_that_issue_different_collectives_are_refused_before_anything_runs
         "ranks 0 and 1 issue different collectives: number 2 is all_reduce (32 bytes) on rank 0, "
         "all_reduce (24 bytes) on rank 1"
     )
-    shorter = Plan({0: all_reduces(0, [4, 8]), 1: all_reduces(1, [4])}, groups(2), world_size=2)
+    shorter = ReplayPlan({0: all_reduces(0, [4, 8]), 1: all_reduces(1, [4])}, groups(2), world_size=2)
     with pytest.raises(InputError, match=r"number 2 is all_reduce .* on rank 0, nothing on rank 1"):
         replay(shorter, ONCE)
 
@@ -200,7 +200,7 @@ def test_a_rank_that_dies_ends_all_with_its_name_and_its_last_lines(tmp_path: Pa
         build.collective("all_reduce", [tensor], [tensor], bytes=16)
         plans[rank] = build.build()
     with pytest.raises(PartialError) as caught:
-        replay(Plan(plans, groups(2), world_size=2), RunOptions(iterations=1, imports=("replay_dying",)))
+        replay(ReplayPlan(plans, groups(2), world_size=2), RunOptions(iterations=1, imports=("replay_dying",)))
     assert caught.value.slug == "rank-failed"
     assert caught.value.message == "rank 1 ended with SIGKILL, and the others were ended: the last word"
 
@@ -216,7 +216,7 @@ def test_a_collective_that_nobody_joins_ends_after_the_timeout() -> None:
         plans[rank] = build.build()
     options = RunOptions(iterations=1, stand_ins=True, timeout_s=1.5)
     with pytest.raises(PartialError, match=r"rank 1 failed, and the others were ended: .*[Tt]imed out"):
-        replay(Plan(plans, groups(2), world_size=2), options)
+        replay(ReplayPlan(plans, groups(2), world_size=2), options)
 
 
 def test_ranks_that_the_plan_does_not_have_are_refused() -> None:
@@ -226,7 +226,7 @@ def test_ranks_that_the_plan_does_not_have_are_refused() -> None:
 
 
 def test_a_replay_can_be_recorded_and_replayed_again(tmp_path: Path) -> None:
-    plan = Plan({rank: all_reduces(rank, [4, 8]) for rank in range(2)}, groups(2), world_size=2, threads=1)
+    plan = ReplayPlan({rank: all_reduces(rank, [4, 8]) for rank in range(2)}, groups(2), world_size=2, threads=1)
     replay(plan, RunOptions(iterations=1, record=str(tmp_path / "again")))
     again = make_plan(tmp_path / "again")
     assert list(again.ranks) == [0, 1]

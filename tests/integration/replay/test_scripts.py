@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.plans import PlanBuilder, groups
-from traceloom.replay.plan import Plan
+from traceloom.replay.plan import ReplayPlan
 from traceloom.replay.script import write_script
 
 
@@ -39,7 +39,7 @@ def test_collectives_of_a_script_run(tmp_path: Path) -> None:
         build.wait(number)
         ranks[rank] = build.build()
     path = tmp_path / "replay.py"
-    path.write_text(write_script(Plan(ranks, groups(2, both=[0, 1]), world_size=2)), encoding="utf-8")
+    path.write_text(write_script(ReplayPlan(ranks, groups(2, both=[0, 1]), world_size=2)), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     done = subprocess.run([*command, "--runs", "2"], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

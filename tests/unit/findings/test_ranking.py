@@ -11,7 +11,7 @@ import pytest
 from support.jobs import Recipe, training_job
 from traceloom.findings import RULES, Context, rank
 from traceloom.findings.ranking import HIGH, LEAST, MEDIUM
-from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule, Said
+from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Remark, Said
 from traceloom.model import Session
 from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Abstention
@@ -33,11 +33,11 @@ def context(name: str) -> Context:
     return Context.of(Session(traces, "made"))
 
 
-def rule(slug: str, *said: Said) -> Rule:
+def rule(slug: str, *said: Said) -> FindingRule:
     def look(_: Context) -> Iterator[Said]:
         yield from said
 
-    return Rule(slug, slug, look)
+    return FindingRule(slug, slug, look)
 
 
 def candidate(text: str, **more: object) -> Candidate:
@@ -92,7 +92,7 @@ def test_the_bound_of_the_step_that_the_title_is_about_holds_for_what_several_st
     def look(asked: Context) -> Iterator[Said]:
         yield candidate("kernels * 0.1", at_most_ns=bound if asked.step_count == 1 else None)
 
-    (finding,) = rank(here, [Rule("bounded", "bounded", look)]).time
+    (finding,) = rank(here, [FindingRule("bounded", "bounded", look)]).time
     assert finding.step_count > 1
     assert finding.saving_ns == finding.alone_ns == bound
     assert finding.saving_high_ns is not None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support.plans import PlanBuilder
-from traceloom.replay.contents import Seen, settle_contents
+from traceloom.replay.contents import RecordedIntegers, settle_contents
 
 T = [{"tensor": number} for number in range(8)]
 EMBEDDING = (
@@ -245,7 +245,7 @@ def test_recorded_ranges_come_before_what_consumers_allow() -> None:
     build.lookup(indices)  # node 100; the table is input 0
     build.run("aten::zero_(Tensor(a!) self) -> Tensor(a!)", T[:1], [counts], [counts])  # node 101
     build.run("aten::neg(Tensor self) -> Tensor", T[:1], [counts], [build.made(3, dtype="int64")])  # node 102
-    seen = {100: {1: Seen(3, 17)}, 101: {0: Seen(5, 10**15)}, 102: {0: Seen(0, 0)}}
+    seen = {100: {1: RecordedIntegers(3, 17)}, 101: {0: RecordedIntegers(5, 10**15)}, 102: {0: RecordedIntegers(0, 0)}}
     assert build.of(indices, seen=seen) == ("integers", 3, 17, "range")
     assert build.of(counts, seen=seen) == ("zeros", None, None, "guess")  # it was written first
 
@@ -283,8 +283,8 @@ def test_dumped_data_are_what_a_tensor_holds() -> None:
     indices = build.integers(3)
     build.lookup(indices)  # node 100
     values = np.array([7, 49, 0])
-    assert build.of(indices, seen={100: {1: Seen(0, 49, values)}}) == ("data", 0, 49, "data")
-    plan, refused = settle_contents(build.build(), {100: {1: Seen(0, 49, values)}})
+    assert build.of(indices, seen={100: {1: RecordedIntegers(0, 49, values)}}) == ("data", 0, 49, "data")
+    plan, refused = settle_contents(build.build(), {100: {1: RecordedIntegers(0, 49, values)}})
     plan.check()
     assert refused == 0
     assert plan.data.rows() == [(0, indices, values.tobytes())]
@@ -299,13 +299,16 @@ def test_data_that_an_op_must_not_be_given_are_guessed() -> None:
         "-> Tensor"
     )
     build.run(loss, [T[0], T[1], None, 1, -100], [build.floats(2, 9), classes], [build.made()])  # node 101
-    seen = {100: {1: Seen(0, 50, np.array([0, 50, 1]))}, 101: {1: Seen(-100, 8, np.array([-100, 8]))}}
+    seen = {
+        100: {1: RecordedIntegers(0, 50, np.array([0, 50, 1]))},
+        101: {1: RecordedIntegers(-100, 8, np.array([-100, 8]))},
+    }
     plan, refused = settle_contents(build.build(), seen)
     assert refused == 1
     assert build.of(indices, seen=seen) == ("integers", 0, 49, "consumer")
     assert build.of(classes, seen=seen) == ("data", 0, 8, "data")  # what stands for no class may be among them
     assert plan.data["tensor"].to_list() == [classes]
-    assert build.of(classes, seen={101: {1: Seen(-100, 8)}}) == ("integers", 0, 8, "range")
+    assert build.of(classes, seen={101: {1: RecordedIntegers(-100, 8)}}) == ("integers", 0, 8, "range")
 
 
 def test_data_of_a_copy_are_those_of_what_was_copied() -> None:
@@ -313,4 +316,4 @@ def test_data_of_a_copy_are_those_of_what_was_copied() -> None:
     indices, copied = build.integers(3), build.made(3, dtype="int64")
     build.run("aten::_to_copy(Tensor self) -> Tensor", T[:1], [indices], [copied])
     build.lookup(copied)  # node 101
-    assert build.of(indices, seen={101: {1: Seen(1, 3, np.array([1, 2, 3]))}}) == ("data", 1, 3, "data")
+    assert build.of(indices, seen={101: {1: RecordedIntegers(1, 3, np.array([1, 2, 3]))}}) == ("data", 1, 3, "data")

@@ -18,7 +18,7 @@ from traceloom.cli import main
 from traceloom.errors import InputError
 from traceloom.replay import Choice, dry_run, make_plan
 from traceloom.replay.kernels import KernelLoader, lacks_hardware
-from traceloom.replay.plan import STAND_IN, Plan, RankPlan
+from traceloom.replay.plan import STAND_IN, RankPlan, ReplayPlan
 from traceloom.replay.scaling import scaled
 from traceloom.testing.host_trace import HostTraceBuilder
 
@@ -51,7 +51,7 @@ def tensor(storage: int, *shape: int) -> tuple[Any, list[int], str]:
 def recorded(
     folder: Path, *, source: str | None = SOURCE, file: str = FILE, grid: str | None = None,
     name: str = "triton_poi_fused_mul_0",
-) -> Plan:  # fmt: skip
+) -> ReplayPlan:  # fmt: skip
     """A kernel of four elements between an op that nobody needs and one that reads what it wrote."""
     made = HostTraceBuilder("1.1.0-chakra.0.0.4" if grid else "1.1.1-chakra.0.0.4")
     made.op("aten::relu", schema=RELU, inputs=[tensor(10, 4)], outputs=[tensor(20, 4)])
@@ -95,7 +95,7 @@ def test_a_plan_holds_sources_and_runs_none(tmp_path: Path) -> None:
     assert of_rank.calls["arguments"][1] == '[{"tensor":0},{"tensor":1},4]'
     assert [notice.severity for notice in plan.notices if notice.slug == "compiled-kernels"] == ["info"]
     plan.save(tmp_path / "run.plan")
-    assert Plan.load(tmp_path / "run.plan").ranks[0].kernels.equals(of_rank.kernels)
+    assert ReplayPlan.load(tmp_path / "run.plan").ranks[0].kernels.equals(of_rank.kernels)
     (left,) = dry_run(plan)[0].left
     assert (left.name, left.reason) == ("triton_poi_fused_mul_0", "not-trusted")
     compile(write_script(plan), "replay.py", "exec")
@@ -179,7 +179,7 @@ def test_a_plan_with_another_source_is_refused(changed: dict[str, str], tmp_path
     kernels = plan.ranks[0].kernels.with_columns(pl.lit(value).alias(name) for name, value in changed.items())
     replace(plan, ranks={0: replace(plan.ranks[0], kernels=kernels)}).save(tmp_path / "run.plan")
     with pytest.raises(InputError, match="the source of a kernel") as refused:
-        Plan.load(tmp_path / "run.plan")
+        ReplayPlan.load(tmp_path / "run.plan")
     assert refused.value.slug == "plan-damaged"
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from support.plans import small_plan
 from traceloom.errors import InputError, InvariantError
-from traceloom.replay.plan import PLAN_SCHEMAS, Plan, is_plan
+from traceloom.replay.plan import PLAN_SCHEMAS, ReplayPlan, is_plan
 
 
 def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     plan = small_plan()
     plan.check()
     plan.save(tmp_path / "run.plan")
-    again = Plan.load(tmp_path / "run.plan")
+    again = ReplayPlan.load(tmp_path / "run.plan")
     assert is_plan(tmp_path / "run.plan")
     assert (again.source, again.level, list(again.ranks)) == (plan.source, plan.level, list(plan.ranks))
     for name in PLAN_SCHEMAS:
@@ -30,7 +30,7 @@ def test_a_cut_plan_is_refused_with_what_to_do(tmp_path: Path) -> None:
     whole = (tmp_path / "run.plan").read_bytes()
     (tmp_path / "cut.plan").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="damaged") as error:
-        Plan.load(tmp_path / "cut.plan")
+        ReplayPlan.load(tmp_path / "cut.plan")
     assert error.value.slug == "plan-damaged"
     assert "--plan-only" in str(error.value.hint)
 

@@ -12,7 +12,7 @@ import pytest
 from traceloom.errors import InputError, UsageError
 from traceloom.replay import Choice, make_plan
 from traceloom.replay.nodes import composite_ops
-from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN, VIEW, WAIT, Plan, RankPlan
+from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
 from traceloom.testing.host_trace import HOST_SCHEMAS, HostTraceBuilder
 
 MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
@@ -359,7 +359,7 @@ def test_recorded_times_are_those_of_the_device_trace(tmp_path: Path) -> None:
     device.op("aten::relu", 100, 20, record_function_id=1)
     device.op("aten::relu", 150, 30, record_function_id=2)
     path = device.write(tmp_path / "rank0.kineto.json")
-    plan: Plan = make_plan(path, tmp_path / "rank0.host.json")
+    plan: ReplayPlan = make_plan(path, tmp_path / "rank0.host.json")
     assert plan.ranks[0].ops["durations_ns"].to_list() == [[20_000], [30_000]]
     assert plan.ranks[0].ops["gap_ns"].to_list() == [None, 30_000]
 

@@ -13,14 +13,14 @@ from support.plans import PlanBuilder, groups, small_plan
 from traceloom.errors import UsageError
 from traceloom.replay import make_plan
 from traceloom.replay.dry_run import dry_run
-from traceloom.replay.plan import Plan, RankPlan
+from traceloom.replay.plan import RankPlan, ReplayPlan
 from traceloom.replay.scaling import repeated, scaled
 
 torch = pytest.importorskip("torch")
 VOCABULARY, HEADS = 50, 3
 
 
-def recorded(folder: Path, *, batch: int = 5, length: int = 7, width: int = 12) -> Plan:
+def recorded(folder: Path, *, batch: int = 5, length: int = 7, width: int = 12) -> ReplayPlan:
     """The plan of one training step of a small transformer with these sizes."""
     torch.manual_seed(0)
     embedding = torch.nn.Embedding(VOCABULARY, width)
@@ -51,7 +51,7 @@ def calls(plan: RankPlan) -> Counter[Any]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def base(tmp_path_factory: pytest.TempPathFactory) -> ReplayPlan:
     return recorded(tmp_path_factory.mktemp("base"))
 
 
@@ -65,7 +65,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     ],
 )
 def test_a_scaled_plan_is_the_plan_of_the_scaled_program(
-    sizes: dict[str, int], how: dict[str, Any], base: Plan, tmp_path: Path
+    sizes: dict[str, int], how: dict[str, Any], base: ReplayPlan, tmp_path: Path
 ) -> None:
     changed = scaled(base, **how)
     changed.check()
@@ -74,17 +74,17 @@ def test_a_scaled_plan_is_the_plan_of_the_scaled_program(
     assert answer.fits
 
 
-def test_a_size_that_no_tensor_has_is_refused(base: Plan) -> None:
+def test_a_size_that_no_tensor_has_is_refused(base: ReplayPlan) -> None:
     with pytest.raises(UsageError, match="no tensor has a dimension of 777"):
         scaled(base, {777: Fraction(2)})
 
 
-def test_a_size_that_would_be_no_whole_number_is_refused(base: Plan) -> None:
+def test_a_size_that_would_be_no_whole_number_is_refused(base: ReplayPlan) -> None:
     with pytest.raises(UsageError, match="no whole number"):
         scaled(base, {7: Fraction(1, 3)})
 
 
-def test_an_op_that_does_not_fit_is_named(base: Plan) -> None:
+def test_an_op_that_does_not_fit_is_named(base: ReplayPlan) -> None:
     with pytest.raises(UsageError, match=r"aten::\w+ \(node \d+\) does not fit") as error:
         scaled(base, {36: Fraction(2)})
     assert error.value.slug == "cannot-resize"
@@ -103,15 +103,15 @@ def test_a_bucket_grows_with_the_gradients_in_it() -> None:
     for part in (first, second):
         build.run("aten::relu_(Tensor(a!) self) -> Tensor(a!)", [{"tensor": 0}], [part], [part])
     build.collective("all_reduce", [bucket], [bucket], bytes=80)
-    plan = scaled(Plan({0: build.build()}, groups(1)), {6: Fraction(2)}).ranks[0]
+    plan = scaled(ReplayPlan({0: build.build()}, groups(1)), {6: Fraction(2)}).ranks[0]
     assert plan.tensors["shape"].to_list() == [[32], [2, 12], [8]]
     assert plan.tensors["offset"].to_list() == [0, 0, 24]
     assert plan.collectives["bytes"].to_list() == [128]
 
 
-def test_a_scope_is_repeated(base: Plan) -> None:
+def test_a_scope_is_repeated(base: ReplayPlan) -> None:
     rank = base.ranks[0]
-    scoped = Plan({0: small_plan().ranks[0]}, groups(1))
+    scoped = ReplayPlan({0: small_plan().ranks[0]}, groups(1))
     ops = scoped.ranks[0].ops.with_columns(scope=scoped.ranks[0].ops["name"])
     scoped.ranks[0] = RankPlan(**{**vars(scoped.ranks[0]), "ops": ops})
     thrice = repeated(scoped, "aten::relu", 3).ranks[0]

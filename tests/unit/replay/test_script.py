@@ -16,7 +16,7 @@ import pytest
 from support.plans import PlanBuilder, groups, small_plan
 from traceloom.errors import UsageError
 from traceloom.replay.filling import filled
-from traceloom.replay.plan import ITEM_BYTES, Plan, RankPlan
+from traceloom.replay.plan import ITEM_BYTES, RankPlan, ReplayPlan
 from traceloom.replay.script import write_script, write_worst
 
 MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
@@ -55,8 +55,8 @@ def layered(layers: int = 3, batches: int = 2) -> RankPlan:
     return build.build()
 
 
-def plan_of(rank: RankPlan) -> Plan:
-    return Plan({0: rank}, groups(1), source="made by hand", torch="2.13.0")
+def plan_of(rank: RankPlan) -> ReplayPlan:
+    return ReplayPlan({0: rank}, groups(1), source="made by hand", torch="2.13.0")
 
 
 def run_by_hand(plan: RankPlan, seed: int = 0) -> dict[int, Any]:
@@ -160,7 +160,7 @@ def test_hostile_names_stand_only_in_texts(where: str) -> None:
             x = build.tensor(4, external=True)
             build.wait(build.collective("all_reduce", [x], [x], group=HOSTILE, asynchronous=True))
             both[number] = build.build()
-        plan = Plan(both, groups(2, **{HOSTILE: [0, 1]}), world_size=2)
+        plan = ReplayPlan(both, groups(2, **{HOSTILE: [0, 1]}), world_size=2)
     else:
         ops = rank.ops.with_columns(pl.lit(HOSTILE).alias(where))
         plan = plan_of(replace(rank, ops=ops))
@@ -222,7 +222,7 @@ def test_collectives_of_all_ranks_stand_in_one_file() -> None:
         build.collective("all_gather", [x], [parts])
         build.wait(number)
         ranks[rank] = build.build()
-    plan = Plan(ranks, groups(2), world_size=2, source="two")
+    plan = ReplayPlan(ranks, groups(2), world_size=2, source="two")
     text = write_script(plan)
     assert text.count("def step(") == 1
     assert "h0 = dist.all_reduce(w[0], group=group['0'], async_op=True)" in text
@@ -246,7 +246,7 @@ def test_ranks_that_differ_have_functions_of_their_own() -> None:
         build.collective("send" if rank == 0 else "recv", [x] if rank == 0 else [], [] if rank == 0 else [x],
                          peer=1 - rank)  # fmt: skip
         ranks[rank] = build.build()
-    text = write_script(Plan(ranks, groups(2), world_size=2))
+    text = write_script(ReplayPlan(ranks, groups(2), world_size=2))
     assert "    0: (outside_of_0, step_of_0)," in text
     assert "dist.send(w[0], 1, group=group['0'])" in text
     assert "dist.recv(w[0], 0, group=group['0'])" in text

@@ -22,7 +22,7 @@ _MOST_ON_DEVICES = 1 << 28
 _MOST_OF_PROCESSORS = 2  # ranks that are started where nothing says how many
 
 
-class Launched(NamedTuple):
+class LaunchedProcess(NamedTuple):
     """What a launcher such as torchrun says of its processes.
 
     Attributes:
@@ -36,12 +36,12 @@ class Launched(NamedTuple):
     per_host: int
 
 
-def launched() -> Launched | None:
+def launched() -> LaunchedProcess | None:
     """Which of its processes this one is; None where no launcher has started it."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None
     ranks = int(os.environ["WORLD_SIZE"])
-    return Launched(int(os.environ["RANK"]), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    return LaunchedProcess(int(os.environ["RANK"]), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 def measure(

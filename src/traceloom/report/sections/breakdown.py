@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from traceloom.model import units
 from traceloom.report.accounts import gpu_accounts, gpu_window, host_window, main_account
 from traceloom.report.names import rank_name
-from traceloom.report.parts import ACTIVITIES, DEVICE, PHASES, Part, named
+from traceloom.report.parts import ACTIVITIES, DEVICE, PHASES, TimeKind, named
 from traceloom.report.sections.section import CoreSection
 from traceloom.report.table import Bar, Col, Row, Table
 
@@ -81,17 +81,17 @@ class BreakdownSection(CoreSection):
         return _DEFINITIONS["device"] + _DEFINITIONS["host"] if gpu_accounts(document) else _DEFINITIONS["host"]
 
 
-def shares(parts: tuple[Part, ...], times: Row, whole: int) -> Row:
+def shares(parts: tuple[TimeKind, ...], times: Row, whole: int) -> Row:
     """The parts as fractions of a window, by colour group; null where it has no length."""
     return {part.group: (times.get(part.key) or 0) / whole if whole else None for part in parts}
 
 
-def share_columns(parts: tuple[Part, ...], *, narrow: bool = True) -> list[Col]:
+def share_columns(parts: tuple[TimeKind, ...], *, narrow: bool = True) -> list[Col]:
     """The columns of these shares."""
     return [Col(part.group, part.title, "share", part.hint, narrow, part.group) for part in parts]
 
 
-def _main_threads(document: Row, accounts: list[tuple[str, list[Row]]], parts: tuple[Part, ...], key: str) -> Table:
+def _main_threads(document: Row, accounts: list[tuple[str, list[Row]]], parts: tuple[TimeKind, ...], key: str) -> Table:
     """The main thread of every rank by phase or by activity; kinds of which there is nothing have no column."""
     rows = []
     for name, account in accounts:

@@ -47,7 +47,7 @@ class Store:
 
     def __init__(self, where: str = DEFAULT) -> None:
         self.where = where
-        self._place: Place = _Remote(where) if "://" in where else _Folder(Path(where))
+        self._place: Place = _RemoteStore(where) if "://" in where else _Folder(Path(where))
 
     def names(self) -> list[str]:
         """Names of the baselines, sorted."""
@@ -130,7 +130,7 @@ class _Folder:
         return str(path)
 
 
-class _Remote:
+class _RemoteStore:
     """Any file system of fsspec. What goes wrong there may be any exception of a library that we do not know."""
 
     def __init__(self, url: str) -> None:
