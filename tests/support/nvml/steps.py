@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from traceloom.agent.flops import MatrixTypes
 def main() -> None:
     now = 0.0
     config = Config()
-    watched = Watched("nvml", lambda: NvmlAccelerator(config), 30.0, clock=lambda: now)
+    watched = Watched("nvml", lambda: NvmlAccelerator(config, lambda: time.monotonic() + now), 30.0, clock=lambda: now)
     collector = AcceleratorCollector(config, [watched])
     script = Path(os.environ["NVML_SCRIPT"])
     answers: list[dict[str, Any]] = []

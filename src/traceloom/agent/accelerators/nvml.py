@@ -38,6 +38,10 @@ T = TypeVar("T")
 class NvmlAccelerator:
     """All devices of NVIDIA's driver.
 
+    Args:
+        config: Nothing of it is used, as all devices are looked at.
+        clock: Seconds that only grow.
+
     Raises:
         NotHere: There is no driver, no device, or nvidia-ml-py is not installed.
         NVMLError: The driver refuses; the back end is made again later, as after a reload of the driver.
@@ -45,12 +49,13 @@ class NvmlAccelerator:
 
     name = "nvml"
 
-    def __init__(self, config: Config) -> None:  # noqa: ARG002 - as every back end
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:  # noqa: ARG002
         try:
             import pynvml
         except ImportError as error:
             raise NotHere("nvidia-ml-py is not installed: pip install 'traceloom[agent]'") from error
         self._nvml = pynvml
+        self._clock = clock
         self._devices: dict[str, NvmlDevice] = {}
         self._handles: dict[int | None, str] = {}  # handle -> device that it stands for, for events
         self._lost_before: dict[int, str] = {}  # index -> why it has no identity
@@ -96,18 +101,18 @@ class NvmlAccelerator:
 
     def sample(self) -> list[Reading]:
         """All metrics of all devices that answer."""
-        if self._paused_until and time.monotonic() >= self._paused_until:
+        if self._paused_until and self._clock() >= self._paused_until:
             self.resume()
-        for _ in self._answering(NvmlDevice.take_gpm, time.monotonic()):
+        for _ in self._answering(NvmlDevice.take_gpm, self._clock()):
             pass
         if any(entry.gpm is not None and len(entry.gpm) == 1 for entry in self._devices.values()):
             # Ratios need two samples: after a start or a pause the second follows at once.
             time.sleep(GPM_APART_S * 1.1)
-            for _ in self._answering(NvmlDevice.take_gpm, time.monotonic()):
+            for _ in self._answering(NvmlDevice.take_gpm, self._clock()):
                 pass
         return [
             Reading(metric, (entry.device.uuid, *labels), float(value))
-            for entry, values in self._answering(NvmlDevice.sample)
+            for entry, values in self._answering(NvmlDevice.sample, self._clock())
             for (metric, labels), value in values.items()
         ]
 
@@ -149,7 +154,7 @@ class NvmlAccelerator:
 
     def pause(self, seconds: float) -> bool:
         """Stop counting pipes, so that a profiler that needs the counters gets them."""
-        self._paused_until = time.monotonic() + seconds
+        self._paused_until = self._clock() + seconds
         return sum(entry.disarm() for entry in self._devices.values()) > 0
 
     def resume(self) -> bool:

@@ -16,13 +16,18 @@ ALL_LINKS = 0xFFFFFFFF
 NVLINKS = 18
 
 # Metric, its labels after the device, the call, its arguments after the handle, and what its unit is of ours.
-SIMPLE: tuple[tuple[str, tuple[str, ...], str, tuple[int, ...], float], ...] = (
+Simple = tuple[tuple[str, tuple[str, ...], str, tuple[int, ...], float], ...]
+SIMPLE: Simple = (
     ("gpu_power_watts", (), "nvmlDeviceGetPowerUsage", (), 1e-3),
-    ("gpu_power_limit_watts", (), "nvmlDeviceGetEnforcedPowerLimit", (), 1e-3),
     ("gpu_energy_joules_total", (), "nvmlDeviceGetTotalEnergyConsumption", (), 1e-3),
     ("gpu_temperature_celsius", ("gpu",), "nvmlDeviceGetTemperature", (0,), 1.0),
     ("gpu_clock_hertz", ("sm",), "nvmlDeviceGetClockInfo", (1,), 1e6),
     ("gpu_clock_hertz", ("memory",), "nvmlDeviceGetClockInfo", (2,), 1e6),
+)
+# What changes slowly, or takes a driver long: not at every sample of a fast series.
+SELDOM_S = 5.0
+SELDOM: Simple = (
+    ("gpu_power_limit_watts", (), "nvmlDeviceGetEnforcedPowerLimit", (), 1e-3),
     ("gpu_errors_total", ("pcie-replay", ""), "nvmlDeviceGetPcieReplayCounter", (), 1.0),
     ("gpu_errors_total", ("ecc-corrected", ""), "nvmlDeviceGetTotalEccErrors", (0, 1), 1.0),
     ("gpu_errors_total", ("ecc-uncorrected", ""), "nvmlDeviceGetTotalEccErrors", (1, 1), 1.0),
@@ -69,6 +74,8 @@ class NvmlDevice:
         self.present: set[str] = set()
         self.seen_us = 0  # when use by processes was asked for last, in the driver's time
         self._nvml = nvml
+        self._seldom: Values = {}
+        self._seldom_at = 0.0
         self.gpm: GpmRing | None = None
         if parent is not None:
             self.instance = self.attempt("gpu_info", nvml.nvmlDeviceGetGpuInstanceId, handle)
@@ -120,39 +127,51 @@ class NvmlDevice:
         if self.gpm is not None:
             self.attempt("gpu_pipe_active_ratio", self.gpm.take, now)
 
-    def sample(self) -> Values:
-        """(metric, labels after the device) -> value."""
-        nvml, handle = self._nvml, self.handle
+    def sample(self, now: float) -> Values:
+        """(metric, labels after the device) -> value; `now` in seconds that only grow."""
         values: Values = {}
         self._memory(values)
         if self.parent is None:
-            for metric, labels, name, arguments, factor in SIMPLE:
-                value = self.attempt(capability(metric, labels), getattr(nvml, name), handle, *arguments)
-                if value is not None:
-                    values[metric, labels] = value * factor
-            rates = self.attempt("gpu_busy_ratio", nvml.nvmlDeviceGetUtilizationRates, handle)
+            self._call(SIMPLE, values)
+            rates = self.attempt("gpu_busy_ratio", self._nvml.nvmlDeviceGetUtilizationRates, self.handle)
             if rates is not None:
                 values["gpu_busy_ratio", ()] = rates.gpu / 100
                 values["gpu_memory_busy_ratio", ()] = rates.memory / 100
-            for engine, name in (("encoder", "Encoder"), ("decoder", "Decoder")):
-                key = capability("gpu_video_busy_ratio", (engine,))
-                use = self.attempt(key, getattr(nvml, f"nvmlDeviceGet{name}Utilization"), handle)
-                if use is not None:
-                    values["gpu_video_busy_ratio", (engine,)] = use[0] / 100
-            rows = self.attempt("gpu_remapped_rows", nvml.nvmlDeviceGetRemappedRows, handle)
-            for kind, number in zip(REMAPPED, rows or (), strict=False):
-                values["gpu_remapped_rows", (kind,)] = number
             self._throttles(values)
-            self._fields(values)
+            if now >= self._seldom_at:
+                self._seldom_at = now + SELDOM_S
+                self._seldom = self._seldom_values()
+            values |= self._seldom
         self._pipes(values)
-        if self.parent is None and ("gpu_link_bytes_total", ("pcie", "transmit")) not in values and self.gpm is None:
-            # Last, as the driver measures for 20 ms each.
+        self.present = {capability(metric, labels) for metric, labels in values}
+        return values
+
+    def _call(self, calls: Simple, values: Values) -> None:
+        for metric, labels, name, arguments, factor in calls:
+            value = self.attempt(capability(metric, labels), getattr(self._nvml, name), self.handle, *arguments)
+            if value is not None:
+                values[metric, labels] = value * factor
+
+    def _seldom_values(self) -> Values:
+        nvml, handle = self._nvml, self.handle
+        values: Values = {}
+        self._call(SELDOM, values)
+        for engine, name in (("encoder", "Encoder"), ("decoder", "Decoder")):
+            key = capability("gpu_video_busy_ratio", (engine,))
+            use = self.attempt(key, getattr(nvml, f"nvmlDeviceGet{name}Utilization"), handle)
+            if use is not None:
+                values["gpu_video_busy_ratio", (engine,)] = use[0] / 100
+        rows = self.attempt("gpu_remapped_rows", nvml.nvmlDeviceGetRemappedRows, handle)
+        for kind, number in zip(REMAPPED, rows or (), strict=False):
+            values["gpu_remapped_rows", (kind,)] = number
+        self._fields(values)
+        if ("gpu_link_bytes_total", ("pcie", "transmit")) not in values and self.gpm is None:
+            # Only where nothing else tells: the driver measures for 20 ms each.
             for direction, counter in (("transmit", 0), ("receive", 1)):
                 key = capability("gpu_link_bytes_per_second", ("pcie", direction))
                 rate = self.attempt(key, nvml.nvmlDeviceGetPcieThroughput, handle, counter)
                 if rate is not None:
                     values["gpu_link_bytes_per_second", ("pcie", direction)] = rate * 1024
-        self.present = {capability(metric, labels) for metric, labels in values}
         return values
 
     def processes(self) -> list[DeviceProcess]:

@@ -146,6 +146,15 @@ def test_cumulative_cycles_are_counters_where_the_driver_has_them(library: Path,
     assert answer["values"]["gpu_throttled_seconds_total", GPU, "thermal"] == 9.0, "as older drivers call it"
 
 
+def test_what_changes_slowly_is_asked_for_seldom(library: Path, tmp_path: Path) -> None:
+    script = "count 1\n" + H100
+    changed = script.replace("ecc.corrected 5", "ecc.corrected 6").replace("power 650250", "power 100000")
+    _, soon, later = steps(library, tmp_path, {"script": script}, {"script": changed, "later": 1.0}, {"later": 5.0})
+    for answer, errors in ((soon, 5), (later, 6)):
+        assert answer["values"]["gpu_power_watts", GPU] == 100.0
+        assert answer["values"]["gpu_errors_total", GPU, "ecc-corrected", ""] == errors
+
+
 def test_links_of_newer_devices_are_added_up(library: Path, tmp_path: Path) -> None:
     script = "\n".join(line for line in H100.splitlines() if ".field.13" not in line)
     script += "\n" + "".join(f"g0.field.202.{link} 100\ng0.field.204.{link} 7\n" for link in range(18))
