@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -52,10 +52,13 @@ class AcceleratorCollector:
         processes: dict[tuple[str, int], DeviceProcess] = {}
         values: dict[tuple[str, tuple[str, ...]], Reading] = {}
         for back_end in self.back_ends:
-            sample = back_end.finish()
+            sample = _renamed(back_end.finish(), devices)
             for device in sample.devices:
-                if device.uuid not in devices or (devices[device.uuid].stale and not device.stale):
+                earlier = devices.get(device.uuid)
+                if earlier is None or (earlier.stale and not device.stale):
                     devices[device.uuid] = device
+                elif device.owner and not earlier.owner:
+                    devices[device.uuid] = msgspec.structs.replace(earlier, owner=device.owner)
             for process in sample.processes:
                 processes.setdefault((process.device, process.pid), process)
             for reading in sample.readings:
@@ -155,3 +158,34 @@ class AcceleratorCollector:
             stale = now[uuid].stale if uuid in now else "the partition was taken away"
             if bool(device.stale) != bool(stale):
                 yield DeviceEvent(at_ns=time.time_ns(), device=uuid, kind="lost" if stale else "back", text=stale)
+
+
+def _renamed(sample: Sample, earlier: Mapping[str, Device]) -> Sample:
+    """A sample whose partitions have the identities that an earlier back end knows them by.
+
+    Exporters name a partition by its device and number, as `3g.40gb gi=2`, and not by its uuid.
+    """
+    instances: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for device in earlier.values():
+        if device.parent:
+            instances[(device.parent, *device.partition.split()[:2])].append(device.uuid)
+    uuids: dict[str, str] = {}
+    for device in sample.devices:
+        same = instances.get((device.parent, *device.partition.split()[:2]), ()) if device.parent else ()
+        if len(same) == 1:  # else its number is shared by several compute instances
+            uuids[device.uuid] = same[0]
+    if not uuids:
+        return sample
+    return Sample(
+        at_ns=sample.at_ns,
+        devices=[msgspec.structs.replace(each, uuid=uuids.get(each.uuid, each.uuid)) for each in sample.devices],
+        readings=[
+            reading._replace(labels=(uuids.get(reading.labels[0], reading.labels[0]), *reading.labels[1:]))
+            for reading in sample.readings
+        ],
+        processes=[
+            msgspec.structs.replace(each, device=uuids.get(each.device, each.device)) for each in sample.processes
+        ],
+        events=[msgspec.structs.replace(each, device=uuids.get(each.device, each.device)) for each in sample.events],
+        capabilities=sample.capabilities,
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.nvml import H100, compiled, steps, with_device
+from traceloom.agent.device_models import device_model
 
 MIB = 1 << 20
 GPU = "GPU-aaaa"
@@ -98,6 +99,36 @@ def test_every_metric_has_the_value_that_the_driver_gives(library: Path, tmp_pat
     }
     assert measured == pytest.approx(expected, rel=1e-12), "and nothing else: no Xid, no reason that is not supported"
     assert answer["capabilities"]["gpu_cycles_total{tensor}"] == "this device, or its driver, does not have it"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "cores", "multiprocessors", "architecture"),
+    [
+        ("Tesla V100-SXM2-32GB", "7.0", 5120, 80, "volta"),
+        ("Tesla T4", "7.5", 2560, 40, "turing"),
+        ("NVIDIA A100-SXM4-80GB", "8.0", 6912, 108, "ampere"),
+        ("NVIDIA A10", "8.6", 9216, 72, "ampere-86"),
+        ("NVIDIA L40S", "8.9", 18176, 142, "ada"),
+        ("NVIDIA GeForce RTX 4090", "8.9", 16384, 128, "ada-geforce"),
+        ("NVIDIA B200", "10.0", 18944, 148, "blackwell"),
+        ("something new", "12.9", 1000, None, ""),
+    ],
+)
+def test_multiprocessors_are_counted_by_architecture(
+    library: Path,
+    tmp_path: Path,
+    name: str,
+    capability: str,
+    cores: int,
+    multiprocessors: int | None,
+    architecture: str,
+) -> None:
+    script = f"count 1\ng0.uuid G\ng0.name {name}\ng0.capability {capability}\ng0.cores {cores}\n"
+    (answer,) = steps(library, tmp_path, {"script": script})
+    device = answer["devices"]["G"]
+    assert (device["multiprocessors"], device["architecture"]) == (multiprocessors, architecture)
+    model = device_model(name)
+    assert model is None or (model.multiprocessors, model.architecture) == (multiprocessors, architecture)
 
 
 def test_known_activity_gives_known_flops(library: Path, tmp_path: Path) -> None:

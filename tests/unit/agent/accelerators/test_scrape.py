@@ -6,11 +6,12 @@ import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.devices import ByHand, values
 from support.exporters import AMD, DCGM_3, DCGM_4, DCGM_4_SERIES, TPU, serving, text
-from traceloom.agent.accelerators import NotHere
+from traceloom.agent.accelerators import Device, NotHere
 from traceloom.agent.accelerators import scrape as scrape_module
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.accelerators.scrape import ScrapedAccelerator, parsed
@@ -18,7 +19,7 @@ from traceloom.agent.accelerators.watched import Watched
 from traceloom.agent.board import Board
 from traceloom.agent.config import Accelerators, Config
 from traceloom.agent.flops import MatrixTypes
-from traceloom.agent.metrics import METRICS
+from traceloom.agent.metrics import METRICS, Reading
 
 MIB = 1 << 20
 
@@ -163,6 +164,36 @@ def test_pipes_come_from_the_exporter_where_the_driver_does_not_count_them() -> 
     assert collector.capabilities()["gpu_pipe_active_ratio{tensor}"] == "", "as one of them has it"
     assert values(readings, "gpu_busy_ratio")["GPU-aaaa",] == 0.5, "as the driver says"
     assert values(readings, "gpu_pipe_active_ratio")["GPU-aaaa", "tensor"] == 0.25, "as the exporter adds"
+
+
+@pytest.mark.parametrize("computes", [1, 2])
+def test_partitions_of_an_exporter_are_those_of_the_driver(computes: int) -> None:
+    """Driver: uuid, multiprocessors, clock of the whole. Exporter: device and number, pipes. Together: FLOP/s."""
+    partition = 'UUID="GPU-a",gpu="0",modelName="NVIDIA A100-SXM4-80GB",GPU_I_PROFILE="3g.40gb",GPU_I_ID="2"'
+    exported = f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{partition},pod="p"}} 0.5\n'
+    by_hand = ByHand()
+    whole = Device(uuid="GPU-a", index="0", vendor="nvidia", model="A", architecture="ampere")
+    by_hand.sampled.devices[:] = [whole] + [
+        msgspec.structs.replace(
+            whole, uuid=f"MIG-{n}", parent="GPU-a", partition=f"3g.40gb gi=2 ci={n}", multiprocessors=42
+        )
+        for n in range(computes)
+    ]
+    by_hand.sampled.readings[:] = [Reading("gpu_clock_hertz", ("GPU-a", "sm"), 1e9)]
+    by_hand.sampled.processes.clear()
+    with serving(text(exported)) as exporter:
+        config = _config(exporter.address)
+        both = [Watched("nvml", lambda: by_hand, 30.0), Watched("scrape", lambda: ScrapedAccelerator(config), 30.0)]
+        collector = AcceleratorCollector(config, both)
+        collector.element_types = {"MIG-0": [MatrixTypes({"bf16": 1.0}, "declared")]}
+        readings = collector.collect()
+        collector.close()
+    if computes == 2:
+        assert list(collector.devices) == ["GPU-a", "MIG-0", "MIG-1", "GPU-a/2"], "of two, nobody knows which it is"
+        return
+    assert list(collector.devices) == ["GPU-a", "MIG-0"]
+    assert collector.devices["MIG-0"].owner == {"pod": "p"}
+    assert values(readings, "gpu_flops")["MIG-0", "declared", "low"] == 42 * 1e9 * 0.5 * 2048
 
 
 def test_an_exporter_that_stops_leaves_stale_devices_while_others_go_on() -> None:
