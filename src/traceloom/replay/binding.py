@@ -174,16 +174,15 @@ def _by_name_here(
         value = values[argument.name]
         if argument.name in here:
             out[argument.name] = value
-        elif at < len(now.arguments) and _renames(argument, now.arguments[at]) and now.arguments[at].name not in there:
-            out[now.arguments[at].name] = value
+            continue
+        other = now.arguments[at] if at < len(now.arguments) else None
+        # It may be another by a new name: of one type, but for integers that became symbols.
+        types = {each.type.leaf.removeprefix("Sym").lower() for each in (argument, other) if each is not None}
+        if other is not None and len(types) == 1 and other.name not in there:
+            out[other.name] = value
         elif not argument.has_default or value != argument.default:
             raise _other_schema(f"it takes no {argument.name!r}", now, then, recorded)
     return out
-
-
-def _renames(then: SchemaArgument, now: SchemaArgument) -> bool:
-    """Whether an argument may be another by a new name: they are of one type, but for integers that became symbols."""
-    return then.type.leaf.removeprefix("Sym").lower() == now.type.leaf.removeprefix("Sym").lower()
 
 
 def _other_schema(what: str, now: OperatorSchema, then: OperatorSchema, recorded: str | None) -> Unbindable:

@@ -135,10 +135,6 @@ def _whole(of: str, last: int = 0) -> _Count:
     return lambda use: prod(use.shape(of)[-last:])
 
 
-def _classes(use: _Use) -> int | None:
-    return use.length("self", 1 if len(use.shape("self")) > 1 else 0)
-
-
 _LIMITS: dict[str, tuple[str, _Count]] = {
     "embedding": ("indices", _along("weight", 0)),
     "embedding_renorm": ("indices", _along("self", 0)),
@@ -168,7 +164,7 @@ _LIMITS |= dict.fromkeys(
 _LIMITS |= dict.fromkeys(
     ("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward",
      "nll_loss2d_backward", "cross_entropy_loss", "multi_margin_loss", "multi_margin_loss_backward"),
-    ("target", _classes),
+    ("target", lambda use: use.length("self", 1 if len(use.shape("self")) > 1 else 0)),
 )  # fmt: skip
 # Of any op: arguments whose name says what they are.
 _POSITIVE_NAMES = frozenset({

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from traceloom.replay.binding import Bound, Unbindable, bind, need_torch
 from traceloom.replay.kernels import KERNEL_REASONS
 from traceloom.replay.plan import COLLECTIVE, GUESSED_STRIDES, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
+from traceloom.replay.standalone import flat
 
 if TYPE_CHECKING:
     import torch
@@ -263,7 +264,7 @@ class _Outcomes:
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                values = list(_flat(bound([self._tensor(tensor, device) for tensor in row["inputs"]])))
+                values = list(flat(bound([self._tensor(tensor, device) for tensor in row["inputs"]])))
         except Exception as error:  # noqa: BLE001  (any op may raise anything; it is said)
             return self._why(row["call"], error), []
         wrong = []
@@ -340,12 +341,3 @@ def _trust(compared: _Compared) -> int:
     """0 for an op that gives what was recorded; more, the less there is to learn from what it did."""
     why, wrong = compared
     return (None, DATA_DEPENDENT, "", NO_META_KERNEL, FAILS).index(("" if wrong else None) if why is None else why[0])
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """What an op returned, lists within lists included, in order."""
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from _flat(part)
-    else:
-        yield value

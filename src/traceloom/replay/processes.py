@@ -106,7 +106,9 @@ def _first_failure(
     if silent:
         process, code = next(iter(silent.items()))
         how = f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        text = _last_lines(folder / f"{process}.log")
+        log = folder / f"{process}.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        text = " | ".join(lines[-_LAST_LINES:])
     else:
         process, first = min(spoken.items(), key=lambda item: int(item[1]["time_ns"]))
         if first["type"]:
@@ -118,11 +120,6 @@ def _first_failure(
     return PartialError(message, slug="rank-failed", hint=hint.format(rank=rank))
 
 
-def _last_lines(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return " | ".join(lines[-_LAST_LINES:])
-
-
 def take_part(run: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
     """What a process does that `run_processes` started; it ends here.
 
@@ -131,7 +128,12 @@ def take_part(run: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
     """
     job = json.loads(sys.stdin.readline())
     folder, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def end_with_parent() -> None:  # nobody reads what is measured once the standard input ends
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     log = os.open(folder / f"{process}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     for stream in (1, 2):  # ops and libraries may print
@@ -156,9 +158,3 @@ def take_part(run: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
     finally:
         sys.stdout.flush()
         os._exit(0)  # without the destructors of process groups, which wait for peers that may be gone
-
-
-def _end_with_parent() -> None:
-    """Nobody reads what is measured once the standard input ends."""
-    sys.stdin.read()
-    os._exit(1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from traceloom.errors import CheckError
+from traceloom.replay.standalone import flat
 
 if TYPE_CHECKING:
     import torch
@@ -237,7 +238,7 @@ class Program:
         """Where what an op returns goes from now on: the register of all, those of its parts; and the result itself."""
         is_one = not isinstance(result, (list, tuple))
         scratch = self._scratch + instruction.lane
-        parts = list(_leaves(result))
+        parts = list(flat(result))
         wanted = tuple((register, part) for part, register in enumerate(instruction.outputs) if register is not None)
         wrong = {
             part: self._geometries[register]
@@ -324,20 +325,12 @@ class Program:
         )
 
 
-def _leaves(result: Any) -> Iterator[Any]:
-    if isinstance(result, (list, tuple)):
-        for part in result:
-            yield from _leaves(part)
-    else:
-        yield result
-
-
 def _geometry_text(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {[*value.shape]}" if hasattr(value, "dtype") else repr(value)
 
 
 def _flattened(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return list(_leaves(function(*arguments)))
+    return list(flat(function(*arguments)))
 
 
 def _substituted(

@@ -101,14 +101,12 @@ def _replayed(job: dict[str, Any], say: Say) -> dict[str, Any]:
     folder, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
     plan = ReplayPlan.load(folder / "run.plan")
     options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
-    store = _file_store(folder / "store", len(ranks)) if len(ranks) > 1 else None
+    store = None
+    if len(ranks) > 1:
+        import torch.distributed as dist
+
+        store = dist.FileStore(str(folder / "store"), len(ranks))
     return _run_rank(plan, options, ranks, process, store, len(ranks), say)
-
-
-def _file_store(path: Path, processes: int) -> dist.Store:
-    import torch.distributed as dist
-
-    return dist.FileStore(str(path), processes)
 
 
 def _under_torchrun(plan: ReplayPlan, options: RunOptions, ranks: list[int], say: Say) -> Replayed | None:

@@ -20,6 +20,7 @@ from traceloom.replay.plan import ITEM_BYTES
 from traceloom.replay.values import RecordedTensor, contiguous, end_of
 
 _MOST_DUMPED = 1 << 28  # bytes of all that is taken of a directory
+_NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
 _DUMP = re.compile(r"nid_(\d{1,18})_tid_(\d{1,9})\.dat")
 
 
@@ -89,12 +90,10 @@ class Resources:
         if self.directory is None or self.sizes.get(name, most + 1) > most:
             return None
         try:
-            with open(self.directory / name, "rb", opener=_not_through_links) as handle:
+            with open(
+                self.directory / name, "rb", opener=lambda path, flags: os.open(path, flags | _NO_LINKS)
+            ) as handle:
                 data = handle.read(most + 1)
         except OSError:
             return None
         return data if len(data) <= most else None
-
-
-def _not_through_links(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))

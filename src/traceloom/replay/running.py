@@ -399,6 +399,8 @@ def run_passes(
         agree: Whether any rank goes on, given whether this one does.
         say: Told how far it is.
     """
+    import resource
+
     walls: list[int] = []
     processor: list[int] = []
     times: list[pl.DataFrame] = []
@@ -431,8 +433,9 @@ def run_passes(
         text = f"after {units.counted(len(walls), 'pass')} the median time of a pass is not known to 2 %"
         notices.append(Notice("median-unsure", "warning", text, rank=execution.plan.rank))
     program = execution.program
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return RankReplayed(
-        execution.plan.rank, tuple(walls), tuple(processor), ops, execution.peak_bytes(), _resident_bytes(),
+        execution.plan.rank, tuple(walls), tuple(processor), ops, execution.peak_bytes(), resident,
         _counted(execution.plan, program.failures), _counted(execution.plan, program.replaced), execution.stand_ins,
         tuple(notices),
     )  # fmt: skip
@@ -453,13 +456,6 @@ def _counted(plan: RankPlan, texts: dict[int, str]) -> pl.DataFrame:
         .sort("op")
         .select(*FAILURES)
     )
-
-
-def _resident_bytes() -> int:
-    import resource
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(most) * (1 if sys.platform == "darwin" else 1024)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from traceloom.errors import UsageError
 from traceloom.replay.binding import Unbindable, bind
 from traceloom.replay.plan import ITEM_BYTES, RUN, VIEW, RankPlan, ReplayPlan, empty_frame, frame
 from traceloom.replay.schema import parse_schema
+from traceloom.replay.standalone import flat
 from traceloom.replay.values import contiguous
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class _Scaling:
             try:
                 with torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    values = list(_flat(bind(schema, tried, "meta")([tensor.detach() for tensor in inputs])))
+                    values = list(flat(bind(schema, tried, "meta")([tensor.detach() for tensor in inputs])))
             except Unbindable:
                 self._recorded_outputs(row)
                 return arguments
@@ -417,11 +418,3 @@ def _with(values: list[Any], changes: Mapping[tuple[int, ...], int | None]) -> s
             holder = holder[step]
         holder[path[-1]] = number
     return msgspec.json.encode(out).decode()
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from _flat(part)
-    else:
-        yield value

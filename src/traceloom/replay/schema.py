@@ -215,7 +215,9 @@ class _Scanner:
                 # JIT's own operators may leave the name out.
                 name = self.word() if self.next not in {",", ")", "="} else f"_{len(arguments)}"
                 has_default = self.passes("=")
-                default = _filled(kind, self.default(kind)) if has_default else None
+                default = self.default(kind) if has_default else None
+                if kind.base == "list" and default is not None and not isinstance(default, list):
+                    default = [default] * (kind.size or 1)  # of a list of fixed length (`int[2]=1`)
                 arguments.append(SchemaArgument(name, kind, keyword_only, has_default, default))
             if self.next != ")":
                 self.need(",")
@@ -312,9 +314,3 @@ class _Scanner:
         except (SyntaxError, ValueError):
             raise UnreadableSchemaError(f"expected a default value, got {token!r} in {self.text!r}") from None
         return float(value) if kind.leaf == "float" and type(value) is int else value
-
-
-def _filled(kind: ValueType, default: Any) -> Any:
-    """The default of a list of fixed length (`int[2]=1`) as a list."""
-    single = kind.base == "list" and default is not None and not isinstance(default, list)
-    return [default] * (kind.size or 1) if single else default

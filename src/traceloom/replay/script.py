@@ -17,6 +17,7 @@ from traceloom.replay.bodies import Functions
 from traceloom.replay.plan import RUN, RankPlan, ReplayPlan
 from traceloom.replay.rank_text import RankText
 
+_SAYS_ONLY = ("#", '"""')  # scopes and times stand in comments and docstrings: ranks differ in these alone
 _IMPORTS = """\
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def write_script(plan: ReplayPlan, *, seed: int = 0, further: frozenset[str] = f
     alike: dict[str, tuple[Functions, list[int]]] = {}
     for of_rank in plan if world > 1 else [first]:
         functions = Functions(RankText(of_rank, seed, further, alone=world == 1))
-        alike.setdefault(_code(functions.write()), (functions, []))[1].append(of_rank.rank)
+        code = "\n".join(line for line in functions.write().splitlines() if not line.lstrip().startswith(_SAYS_ONLY))
+        alike.setdefault(code, (functions, []))[1].append(of_rank.rank)
     parts = [functions.write() for functions, _ in alike.values()]
     measure = _MEASURE.replace("RUNS", "options.runs or 20" if world > 1 else "options.runs")
     measure = measure.replace("WHAT", "rank {rank}" if world > 1 else "step")
@@ -115,11 +117,6 @@ def write_script(plan: ReplayPlan, *, seed: int = 0, further: frozenset[str] = f
     always = [standalone.timed, standalone.by_name, standalone.compared, standalone.summary]
     parts = [*_copies(helpers, parts), *_copies(always), *parts, "".join(main).rstrip()]
     return _file(_about(plan, world, first), [f"DEVICE = {_device(first)!r}", *_numbers(plan, world, first)], parts)
-
-
-def _code(text: str) -> str:
-    """Lines without comments and docstrings, which hold scopes and times: ranks differ in these alone."""
-    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(("#", '"""')))
 
 
 def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0) -> str:
