@@ -249,38 +249,38 @@ class _Start:
             start = dist.broadcast if self.kind == "broadcast" else dist.reduce
             yield from (start(tensor, self.peer, **group) for tensor in target or source)
         elif self.kind == "gather":
-            parts = self._parts(target) if dist.get_rank() == self.peer else None
+            parts = self.parts(target) if dist.get_rank() == self.peer else None
             yield dist.gather(source[0], parts, self.peer, **group)
         elif self.kind == "scatter":
-            parts = self._parts(source) if dist.get_rank() == self.peer else None
+            parts = self.parts(source) if dist.get_rank() == self.peer else None
             yield dist.scatter(target[0], parts, self.peer, **group)
         elif self.kind == "all_to_all":
-            yield self._all_to_all(source, target)
+            yield self.all_to_all(source, target)
         elif len(source) == len(target):
             for sent, filled in zip(source, target, strict=True):
                 if self.kind == "all_gather":
-                    yield dist.all_gather_into_tensor(self._cut(filled, sent), sent.view(-1), **group)
+                    yield dist.all_gather_into_tensor(self.cut(filled, sent), sent.view(-1), **group)
                 else:
-                    yield dist.reduce_scatter_tensor(filled.view(-1), self._cut(sent, filled), **group)
+                    yield dist.reduce_scatter_tensor(filled.view(-1), self.cut(sent, filled), **group)
         elif self.kind == "all_gather":
-            yield dist.all_gather(self._parts(target), source[0], **group)
+            yield dist.all_gather(self.parts(target), source[0], **group)
         else:
-            yield dist.reduce_scatter(target[0], self._parts(source), **group)
+            yield dist.reduce_scatter(target[0], self.parts(source), **group)
 
-    def _cut(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    def cut(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """The parts of a buffer of the ranks that run; flat, because gloo wants shapes that NCCL does not."""
         return whole.view(-1)[: part.numel() * len(self.kept)]
 
-    def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of the ranks that run: of a list, or of one buffer."""
         parts = tensors if len(tensors) == self.size else tensors[0].view(-1).chunk(self.size)
         return [parts[position] for position in self.kept]
 
-    def _all_to_all(self, source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> dist.Work | None:
+    def all_to_all(self, source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> dist.Work | None:
         import torch.distributed as dist
 
         if len(source) == self.size and len(source) > 1:
-            return dist.all_to_all(self._parts(target), self._parts(source), group=self.group, async_op=True)
+            return dist.all_to_all(self.parts(target), self.parts(source), group=self.group, async_op=True)
         buffers, splits = [], []
         for tensor, rows in ((target[0], self.splits_out), (source[0], self.splits_in)):
             here = [rows[position] for position in self.kept] if rows else []

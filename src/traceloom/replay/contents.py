@@ -300,9 +300,9 @@ class _Finder:
             if action in {RUN, STAND_IN} and call_row is not None:
                 call = self.calls[call_row]
                 if call is not None:
-                    self._look_at(call, inputs, outputs)
+                    self.look_at(call, inputs, outputs)
             elif action == COLLECTIVE and self.kinds[collective] in _EXCHANGES:
-                self._pass_on(self._demanded(outputs), inputs)
+                self.pass_on(self.demanded_of(outputs), inputs)
 
     def settled(
         self, storage: int, dtype: str, shape: Shape, recorded: tuple[int, int] | None
@@ -397,20 +397,20 @@ class _Finder:
                 fresh |= {self.storage[tensor] for tensor in outputs if tensor is not None}
         return out
 
-    def _look_at(self, call: _NamedCall, inputs: list[int], outputs: list[int | None]) -> None:
+    def look_at(self, call: _NamedCall, inputs: list[int], outputs: list[int | None]) -> None:
         # of several results the first has the values, those behind it are where they were
-        demanded = self._demanded(outputs if call.schema.is_view else outputs[:1]) if self.demands else None
+        demanded = self.demanded_of(outputs if call.schema.is_view else outputs[:1]) if self.demands else None
         base = call.base
         if demanded is not None:
             if call.schema.is_view or base in _COPIES:
                 for name in _COPIED:
-                    self._pass_on(demanded, self._rows(call, name, inputs))
+                    self.pass_on(demanded, self.rows_of(call, name, inputs))
             elif base in _KEEP_SIGN and demanded.content in {"positive", "probability"}:
-                self._signed(call, inputs)
+                self.signed(call, inputs)
             elif base in _SHIFTS and demanded.content == "integers":
-                self._shifted(call, demanded, inputs)
+                self.shifted(call, demanded, inputs)
         if base in _PRODUCTS:
-            self._product(call, inputs)
+            self.note_product(call, inputs)
         if call.demanding:
             use = _Use(
                 call,
@@ -419,9 +419,9 @@ class _Finder:
                 [self.shapes[row] for row in outputs if row is not None],
             )
             for number, demand in _demands(use):
-                self._pass_on(demand, [inputs[number]])
+                self.pass_on(demand, [inputs[number]])
 
-    def _demanded(self, tensors: Iterable[int | None]) -> Demand | None:
+    def demanded_of(self, tensors: Iterable[int | None]) -> Demand | None:
         """What is demanded of all these tensors together."""
         out: Demand | None = None
         for tensor in tensors:
@@ -430,47 +430,47 @@ class _Finder:
                 out = demand.and_also(out)
         return out
 
-    def _pass_on(self, demand: Demand | None, tensors: Iterable[int]) -> None:
+    def pass_on(self, demand: Demand | None, tensors: Iterable[int]) -> None:
         if demand is not None:
             for tensor in tensors:
                 storage = self.storage[tensor]
                 self.demands[storage] = demand.and_also(self.demands.get(storage))
 
-    def _signed(self, call: _NamedCall, inputs: list[int]) -> None:
+    def signed(self, call: _NamedCall, inputs: list[int]) -> None:
         """A sum or product that must be positive is made of what is positive; a square is so anyway."""
-        if call.base == "mul" and self._rows(call, "self", inputs) == self._rows(call, "other", inputs):
+        if call.base == "mul" and self.rows_of(call, "self", inputs) == self.rows_of(call, "other", inputs):
             return
         value = call.values.get("value")
         if call.base == "addcmul" and isinstance(value, int | float) and value < 0:  # variance: squares less a square
-            self._pass_on(_ZEROS, self._rows(call, "tensor1", inputs))
-        factors = [self._rows(call, name, inputs) for name in ("tensor1", "tensor2")]
+            self.pass_on(_ZEROS, self.rows_of(call, "tensor1", inputs))
+        factors = [self.rows_of(call, name, inputs) for name in ("tensor1", "tensor2")]
         for name in call.inputs:
             if name not in {"tensor1", "tensor2"} or factors[0] != factors[1]:
-                self._pass_on(_POSITIVE, self._rows(call, name, inputs))
+                self.pass_on(_POSITIVE, self.rows_of(call, name, inputs))
 
-    def _shifted(self, call: _NamedCall, demanded: Demand, inputs: list[int]) -> None:
+    def shifted(self, call: _NamedCall, demanded: Demand, inputs: list[int]) -> None:
         """Of an index that something is added to or subtracted from: two tensors share what there is."""
         if demanded.high is None:
             return
-        other = self._rows(call, "other", inputs)
+        other = self.rows_of(call, "other", inputs)
         if other and self.shapes[other[0]]:
-            self._pass_on(Demand("integers", demanded.low, max(demanded.high // 2, demanded.low)), inputs)
+            self.pass_on(Demand("integers", demanded.low, max(demanded.high // 2, demanded.low)), inputs)
             return
         number = call.values.get("other")
         by = _SHIFTS[call.base] * (number if isinstance(number, int) else 1)
         bounds = Demand("integers", max(demanded.low - by, 0), max(demanded.high - by, 0))
-        self._pass_on(bounds, self._rows(call, "self", inputs))
+        self.pass_on(bounds, self.rows_of(call, "self", inputs))
 
-    def _rows(self, call: _NamedCall, name: str, inputs: list[int]) -> list[int]:
+    def rows_of(self, call: _NamedCall, name: str, inputs: list[int]) -> list[int]:
         """The tensors of an argument."""
         return [inputs[number] for number in call.inputs.get(name, ())]
 
-    def _product(self, call: _NamedCall, inputs: list[int]) -> None:
+    def note_product(self, call: _NamedCall, inputs: list[int]) -> None:
         """Note by what something is multiplied; the first product of a tensor decides."""
         left, right, dim = _PRODUCTS[call.base]
-        for tensor in self._rows(call, left, inputs):
+        for tensor in self.rows_of(call, left, inputs):
             self.weights.pop(self.storage[tensor], None)
-        for tensor in self._rows(call, right, inputs):
+        for tensor in self.rows_of(call, right, inputs):
             shape = self.shapes[tensor]
             if len(shape) > 1:
                 self.weights[self.storage[tensor]] = prod(shape[1:]) if dim is None else shape[dim]

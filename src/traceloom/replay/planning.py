@@ -199,19 +199,19 @@ class _RankPlanner:
         self.ids = ids.tolist()
         self.resources = Resources(nodes.host.path)
         self.ranges = nodes.ranges
-        self.integers = self._integers_of(rows) if self.ranges or self.resources.dumps else {}
+        self.integers = self.integers_of(rows) if self.ranges or self.resources.dumps else {}
         inner = _named_within(nodes)
         for row in rows.tolist():
             if nodes.exchanges[row]:
                 if choice.only != "compute":
-                    self._exchange(row, inner.get(row))
+                    self.add_exchange(row, inner.get(row))
                 else:
                     self.storages.forget(nodes.returned[row])
             elif choice.only != "communication":
-                (self._kernel if nodes.kernels[row] else self._op)(row)
+                (self.add_kernel if nodes.kernels[row] else self.add_op)(row)
         for collective in list(dict.fromkeys(self._pending.values())):
-            self._wait(collective)
-        return self._assembled()
+            self.wait(collective)
+        return self.assembled()
 
     def notices(self) -> list[Notice]:
         """What of the rank must be known."""
@@ -255,67 +255,67 @@ class _RankPlanner:
 
     # -- ops --
 
-    def _op(self, row: int) -> None:
+    def add_op(self, row: int) -> None:
         read, returned = self.nodes.read[row], self.nodes.returned[row]
         text, types, output_types = self.schemas[row], self.types[row], self.output_types[row]
         try:
             schema, why, has_numbers = _about(text)
         except UnreadableSchemaError as error:
-            self._leave_out(row, "unreadable-schema", str(error))
+            self.leave_out(row, "unreadable-schema", str(error))
             return
         if row in self.nodes.unreadable:
-            self._leave_out(row, "unreadable-values", self.nodes.unreadable[row])
+            self.leave_out(row, "unreadable-values", self.nodes.unreadable[row])
             return
         if strange := unknown_type(types) or unknown_type(output_types):
-            self._leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
+            self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
             return
         if self._pending:
-            self._wait_for(read)
-        numbers = self._numbers(row, schema) if has_numbers and not all(t.shape for t in read) else {}
+            self.wait_for(read)
+        numbers = self.plain_numbers(row, schema) if has_numbers and not all(t.shape for t in read) else {}
         read = [tensor for tensor in read if tensor.number not in numbers] if numbers else read
         arguments, flags = arguments_of(self.nodes.inputs[row], kinds_of(types), schema, dict(numbers.values()))
-        inputs = self._read(read)
+        inputs = self.registers_of(read)
         if row in self.integers:
-            self._look_at_integers(row, read)
+            self.look_at_integers(row, read)
         if schema.name == "set_" and b'{"object":"Storage"}' in arguments and returned:
             # A storage that came from elsewhere, as from a worker that loads data: an external one.
-            inputs.append(self._read(returned)[0])
+            inputs.append(self.registers_of(returned)[0])
             arguments = arguments.replace(b'{"object":"Storage"}', b'{"storage":%d}' % (len(inputs) - 1))
             flags = [flag for flag in flags if flag != "unknown-object"]
             outputs: list[int | None] = [inputs[-1]]
         else:
             registers = iter(self.storages.make(returned, read))
             outputs = [next(registers) if slot else None for slot in slots_of(output_types)]
-        self._add(
+        self.add(
             row,
             RUN if why is None else STAND_IN,
             inputs,
             outputs,
-            call=self._call(text, arguments, flags),
+            call=self.call_of(text, arguments, flags),
             reason=why and why.slug,
         )
 
-    def _kernel(self, row: int) -> None:
+    def add_kernel(self, row: int) -> None:
         read = self.nodes.read[row]
         if row in self.nodes.unreadable:
-            self._leave_out(row, "unreadable-values", self.nodes.unreadable[row])
+            self.leave_out(row, "unreadable-values", self.nodes.unreadable[row])
             return
         if strange := unknown_type(self.types[row]):
-            self._leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
+            self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
             return
-        self._wait_for(read)
+        self.wait_for(read)
         arguments, grid = kernel_arguments(self.nodes.inputs[row], kinds_of(self.types[row]))
         file = str(self.nodes.attributes[row].kernel_file or "")
         if file not in self.sources:
             self.sources[file] = source_of(self.resources, file)
         source = self.sources[file]
         name = self.names[row]
-        call = self._call(f"kernel {name} of {file}{'' if grid is None else f' on {grid}'}", arguments, [])
+        call = self.call_of(f"kernel {name} of {file}{'' if grid is None else f' on {grid}'}", arguments, [])
         of_source = (source.sha256, source.text) if source else (None, None)
         self.kernels[call] = (name, file or None, *of_source, grid)
-        self._add(row, STAND_IN, self._read(read), call=call, reason=NOT_TRUSTED if source else NO_SOURCES)
+        self.add(row, STAND_IN, self.registers_of(read), call=call, reason=NOT_TRUSTED if source else NO_SOURCES)
 
-    def _integers_of(self, rows: Ints) -> dict[int, list[int]]:
+    def integers_of(self, rows: Ints) -> dict[int, list[int]]:
         """By row of what is run: it and rows within it of which integers were recorded."""
         nodes = self.nodes
         runs = np.zeros(nodes.parent.size, dtype=np.bool_)
@@ -327,7 +327,7 @@ class _RankPlanner:
             out[row].append(inner)
         return out
 
-    def _look_at_integers(self, row: int, read: list[RecordedTensor]) -> None:
+    def look_at_integers(self, row: int, read: list[RecordedTensor]) -> None:
         """Note what is recorded of the integers that a node, or one within it, is given."""
         seen = self._seen[self.ids[row]] = {}
         taken = {tensor[1:]: at for at, tensor in enumerate(read)}  # within an op a view of the same has another number
@@ -345,7 +345,7 @@ class _RankPlanner:
                     if values is not None and values.size:
                         seen[at] = RecordedIntegers(int(values.min()), int(values.max()), values)
 
-    def _numbers(self, row: int, schema: OperatorSchema) -> dict[int, tuple[str, float]]:
+    def plain_numbers(self, row: int, schema: OperatorSchema) -> dict[int, tuple[str, float]]:
         """Tensors that the program gave as plain numbers: by their numbers, the argument and what stands for it.
 
         PyTorch makes a tensor of one element of the 2 in `x * 2`, and records that, without its value.
@@ -364,23 +364,23 @@ class _RankPlanner:
                 out[value.number] = (argument.name, _OF_NUMBERS[value.dtype])
         return out
 
-    def _call(self, schema: str, arguments: bytes, flags: list[str]) -> int:
+    def call_of(self, schema: str, arguments: bytes, flags: list[str]) -> int:
         call = self.calls.setdefault((schema, arguments), len(self.calls))
         if call == len(self.call_flags):
             self.call_flags.append(sorted(set(flags)))
         return call
 
-    def _read(self, tensors: list[RecordedTensor]) -> list[int]:
+    def registers_of(self, tensors: list[RecordedTensor]) -> list[int]:
         """Registers of tensors; views that no op made are made first."""
         out = []
         for tensor in tensors:
             use = self.storages.read(tensor)
             if use.source is not None:
-                self._add(None, VIEW, [use.source], [use.tensor])
+                self.add(None, VIEW, [use.source], [use.tensor])
             out.append(use.tensor)
         return out
 
-    def _add(
+    def add(
         self,
         row: int | None,
         action: str,
@@ -395,7 +395,7 @@ class _RankPlanner:
         self.ops.append((row, action, call, collective, inputs, outputs, reason))
         return len(self.ops) - 1
 
-    def _leave_out(self, row: int, reason: str, text: str) -> None:
+    def leave_out(self, row: int, reason: str, text: str) -> None:
         self.storages.forget(self.nodes.returned[row])
         durations = self.originals.durations_ns.get(self.ids[row])
         self.left_out.append(
@@ -407,13 +407,13 @@ class _RankPlanner:
 
     # -- communication --
 
-    def _exchange(self, row: int, inner: int | None) -> None:
+    def add_exchange(self, row: int, inner: int | None) -> None:
         schema: OperatorSchema | None = None
         if self.schemas[row]:
             try:
                 schema = parse_schema(self.schemas[row])
             except UnreadableSchemaError as error:
-                self._leave_out(row, "unreadable-schema", str(error))
+                self.leave_out(row, "unreadable-schema", str(error))
                 return
         exchange = exchange_of(self.nodes, row, schema, inner)
         if exchange.kind == WAIT:
@@ -422,29 +422,29 @@ class _RankPlanner:
                 (number for (_, sequence), number in self._by_sequence.items() if sequence == exchange.sequence), None
             )
             if schema is not None:
-                self._wait_for(exchange.sent)
-                inputs = self._read(exchange.sent)
+                self.wait_for(exchange.sent)
+                inputs = self.registers_of(exchange.sent)
                 outputs = self.storages.make(self.nodes.returned[row], exchange.sent)
                 for source, output in zip(inputs, outputs, strict=False):
                     if output != source:
-                        self._add(row, VIEW, [source], [output])
+                        self.add(row, VIEW, [source], [output])
             elif collective is not None:
-                self._wait(collective, row)
+                self.wait(collective, row)
             return
         if exchange.kind is None:
             if schema is not None:
-                self._leave_out(row, "unknown-collective", f"`{schema.qualified}` is no collective that is known")
+                self.leave_out(row, "unknown-collective", f"`{schema.qualified}` is no collective that is known")
             elif self.nodes.read[row] or self.nodes.returned[row]:
-                self._leave_out(row, "unknown-collective", "its kind is not recorded")
+                self.leave_out(row, "unknown-collective", "its kind is not recorded")
             return
-        self._wait_for([*exchange.sent, *exchange.received])
-        sent = self._read(exchange.sent)
-        received = [] if exchange.made else self._read(exchange.received)
+        self.wait_for([*exchange.sent, *exchange.received])
+        sent = self.registers_of(exchange.sent)
+        received = [] if exchange.made else self.registers_of(exchange.received)
         if exchange.made:
             received = self.storages.make(exchange.received, exchange.sent)
-        group, peer = self._group(exchange)
+        group, peer = self.group_of(exchange)
         number = len(self.collectives)
-        op = self._add(row, COLLECTIVE, sent, received, collective=number)
+        op = self.add(row, COLLECTIVE, sent, received, collective=number)
         self.collectives.append(
             {
                 "rank": self.entry.rank, "collective": number, "op": op, "kind": exchange.kind, "group": group,
@@ -461,11 +461,11 @@ class _RankPlanner:
         else:
             self._waited.add(number)
 
-    def _group(self, exchange: Exchange) -> tuple[str, int | None]:
+    def group_of(self, exchange: Exchange) -> tuple[str, int | None]:
         """The group's name, and the peer as a rank of the job."""
         name = exchange.group
         if name not in self.groups:
-            name = self._called_group(exchange)
+            name = self.called_group(exchange)
         if name not in self.groups:
             several = len({tuple(group["ranks"]) for group in self.groups.values()}) > 1
             self._guessed_groups += several
@@ -476,7 +476,7 @@ class _RankPlanner:
             peer = members[peer]
         return name, peer
 
-    def _called_group(self, exchange: Exchange) -> str | None:
+    def called_group(self, exchange: Exchange) -> str | None:
         """The group of the same call in the timed steps, which the capture wrote down; in turn where several fit."""
         if self._called is None:
             self._called = called_groups(self.entry.capture)
@@ -488,21 +488,21 @@ class _RankPlanner:
         self._turns[key] += 1
         return groups[turn % len(groups)]
 
-    def _wait_for(self, tensors: list[RecordedTensor]) -> None:
+    def wait_for(self, tensors: list[RecordedTensor]) -> None:
         """Wait for the collectives that give or take these tensors, before they are used."""
         for tensor in tensors:
             if tensor.storage in self._pending:
-                self._wait(self._pending[tensor.storage])
+                self.wait(self._pending[tensor.storage])
 
-    def _wait(self, collective: int, row: int | None = None) -> None:
+    def wait(self, collective: int, row: int | None = None) -> None:
         self._pending = {storage: number for storage, number in self._pending.items() if number != collective}
         if collective not in self._waited:
             self._waited.add(collective)
-            self._add(row, WAIT, collective=collective)
+            self.add(row, WAIT, collective=collective)
 
     # -- the end --
 
-    def _ops(self) -> pl.DataFrame:
+    def ops_frame(self) -> pl.DataFrame:
         """The instructions, with what is known of their nodes; those of none are where the one before them is."""
         rows, actions, calls, collectives, inputs, outputs, reasons = (
             zip(*self.ops, strict=True) if self.ops else [()] * 7
@@ -532,9 +532,9 @@ class _RankPlanner:
             },
         )  # fmt: skip
 
-    def _assembled(self) -> RankPlan:
+    def assembled(self) -> RankPlan:
         rank = self.entry.rank
-        ops = self._ops()
+        ops = self.ops_frame()
         texts = list(self.calls)
         calls = frame(
             "calls",

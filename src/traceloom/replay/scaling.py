@@ -94,16 +94,16 @@ class _Scaling:
         self.sizes = {size: _whole(size, factor) for size, factor in factors.items()}
         self.data: set[int] = set()
         if batch is not None:
-            size, self.data = self._batch()
+            size, self.data = self.find_batch()
             self.sizes[size] = _whole(size, batch)
         self.everywhere = batch is None
         self.before = plan.tensors.select("storage", "offset", "shape", "strides", "dtype").rows()
         self.tensors: dict[int, torch.Tensor] = {}
         self.calls: dict[tuple[str, str], int] = {}
         self.call_rows: list[tuple[str, str, list[str]]] = []
-        self._laid = self._layouts()
+        self._laid = self.layouts()
 
-    def _layouts(self) -> dict[int, tuple[int, int | None]]:
+    def layouts(self) -> dict[int, tuple[int, int | None]]:
         """Where parts of a buffer move when those before them grow: by register, the offset; of the whole its length.
 
         Gradients lie one behind the other in the buckets that ranks exchange; a bucket is one flat tensor, too.
@@ -132,7 +132,7 @@ class _Scaling:
                 offset += int(start[0]) - before
                 moved[int(start[0])] = offset
                 before = int(start[0]) + prod(self.before[first][2])
-                offset += prod(self._sizes_of(first))
+                offset += prod(self.sizes_of(first))
             for tensor, start, elements in registers.select("tensor", "offset", "elements").iter_rows():
                 if elements < whole:
                     out[tensor] = (moved[start], None)
@@ -140,7 +140,7 @@ class _Scaling:
                     out[tensor] = (start, offset + whole - before)
         return out
 
-    def _sizes_of(self, number: int) -> tuple[int, ...]:
+    def sizes_of(self, number: int) -> tuple[int, ...]:
         """The new shape of a tensor from outside."""
         storage, _, shape, *_ = self.before[number]
         if self.everywhere:
@@ -150,7 +150,7 @@ class _Scaling:
             self.sizes.get(length, length) if changes and not at else length for at, length in enumerate(shape)
         )
 
-    def _batch(self) -> tuple[int, set[int]]:
+    def find_batch(self) -> tuple[int, set[int]]:
         """The size of the batch, and the storages that have it: data from outside."""
         plan = self.plan_before
         first = plan.tensors.with_columns(
@@ -177,32 +177,32 @@ class _Scaling:
             if absent := sorted(set(self.sizes) - sizes):
                 text = f"no tensor has a dimension of {absent[0]}"
                 raise UsageError(text, slug="cannot-resize", hint="take a size that `--plan-only` or the report shows")
-        return self._assembled([self._op(row) for row in before.ops.iter_rows(named=True)])
+        return self.assembled([self.scaled_op(row) for row in before.ops.iter_rows(named=True)])
 
-    def _op(self, row: Mapping[str, Any]) -> int | None:
-        inputs = [self._tensor(tensor) for tensor in row["inputs"]]
+    def scaled_op(self, row: Mapping[str, Any]) -> int | None:
+        inputs = [self.tensor(tensor) for tensor in row["inputs"]]
         if row["action"] == VIEW:
             (made,) = row["outputs"]
-            self.tensors[made] = self._view(row["inputs"][0], made, inputs[0], row)
+            self.tensors[made] = self.view(row["inputs"][0], made, inputs[0], row)
             return None
         if row["call"] is None:
             for tensor in row["outputs"]:
                 if tensor is not None and tensor not in self.tensors:
-                    self.tensors[tensor] = self._like(tensor)
+                    self.tensors[tensor] = self.like(tensor)
             return None
         schema, arguments, flags = self.plan_before.calls.select("schema", "arguments", "flags").row(row["call"])
         if row["action"] != RUN:
             for tensor in row["outputs"]:
                 if tensor is not None:
-                    self.tensors[tensor] = self._like(tensor)
+                    self.tensors[tensor] = self.like(tensor)
         else:
-            arguments = self._run(row, schema, arguments, inputs)
+            arguments = self.run(row, schema, arguments, inputs)
         number = self.calls.setdefault((schema, arguments), len(self.calls))
         if number == len(self.call_rows):
             self.call_rows.append((schema, arguments, flags))
         return number
 
-    def _run(self, row: Mapping[str, Any], schema: str, arguments: str, inputs: list[torch.Tensor]) -> str:
+    def run(self, row: Mapping[str, Any], schema: str, arguments: str, inputs: list[torch.Tensor]) -> str:
         """Run an op on meta tensors of the new sizes; its arguments as they fit."""
         import torch
 
@@ -212,19 +212,19 @@ class _Scaling:
             for tensor, number in zip(inputs, row["inputs"], strict=True)
         )
         reason = ""
-        for tried in self._ways(schema, arguments, changed=changed):
+        for tried in self.ways(schema, arguments, changed=changed):
             try:
                 with torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     values = list(flat(bind(schema, tried, "meta")([tensor.detach() for tensor in inputs])))
             except Unbindable:
-                self._recorded_outputs(row)
+                self.take_recorded_outputs(row)
                 return arguments
             except Exception as error:  # noqa: BLE001  (any op may raise anything)
                 reason = reason or str(error).split("\n")[0]
                 continue
             if all(
-                shape is None or (isinstance(value, torch.Tensor) and self._fits(shape, tuple(value.shape)))
+                shape is None or (isinstance(value, torch.Tensor) and self.fits(shape, tuple(value.shape)))
                 for shape, value in zip(recorded, values, strict=False)
             ):
                 for tensor, value in zip(row["outputs"], values, strict=False):
@@ -233,7 +233,7 @@ class _Scaling:
                 return tried
             reason = reason or "its result would have another number of dimensions"
         if not changed:  # no kernel for meta tensors, or a result that depends on contents
-            self._recorded_outputs(row)
+            self.take_recorded_outputs(row)
             return arguments
         shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
         raise UsageError(
@@ -242,14 +242,14 @@ class _Scaling:
             hint="scale another size, or several together, as in --scale 192=2 --scale 576=2",
         )
 
-    def _fits(self, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    def fits(self, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
         """Whether each length is as it was, or changed by what was asked for."""
         ratios = {Fraction(new, old) for old, new in self.sizes.items()}
         return len(before) == len(after) and all(
             old == new or (old > 0 and Fraction(new, old) in ratios) for old, new in zip(before, after, strict=True)
         )
 
-    def _ways(self, schema: str, arguments: str, *, changed: bool) -> Iterator[str]:
+    def ways(self, schema: str, arguments: str, *, changed: bool) -> Iterator[str]:
         """The arguments with sizes changed: first those equal to a symbol, then any others, the fewest first."""
         values = msgspec.json.decode(arguments)
         declared = parse_schema(schema).arguments
@@ -258,7 +258,7 @@ class _Scaling:
             for at, argument in enumerate(declared[: len(values)])
             if "SymInt" in argument.type.bases or (_SIZE_NAMES.match(argument.name) and argument.type.bases & _WHOLE)
             for path, value in _numbers(values[at], (at,))
-            if self._new(value) is not None
+            if self.new_size(value) is not None
         ]
         likely = {path for path, value in places if value in self.sizes}
         if not changed and not self.everywhere:
@@ -266,7 +266,7 @@ class _Scaling:
         # The first of several sizes is the more likely one: it is added first, and taken back last.
         others = [path for path, _ in places if path not in likely]
         others += [path for path, _ in reversed(places) if path in likely]
-        new = {path: self._new(value) for path, value in places}
+        new = {path: self.new_size(value) for path, value in places}
         tries = 0
         for count in range(len(others) + 1):
             for flipped in combinations(others, count):
@@ -276,25 +276,25 @@ class _Scaling:
                 chosen = likely ^ set(flipped)
                 yield _with(values, {path: new[path] for path in chosen}) if chosen else arguments
 
-    def _new(self, value: int) -> int | None:
+    def new_size(self, value: int) -> int | None:
         """A size as it becomes if it changes; None where it is no multiple of what does."""
         for old, new in self.sizes.items():
             if value and value % old == 0:
                 return value // old * new
         return None
 
-    def _tensor(self, number: int) -> torch.Tensor:
+    def tensor(self, number: int) -> torch.Tensor:
         """A register; from outside where no op has made it."""
         if number not in self.tensors:
-            self.tensors[number] = self._like(number)
+            self.tensors[number] = self.like(number)
         return self.tensors[number]
 
-    def _like(self, number: int) -> torch.Tensor:
+    def like(self, number: int) -> torch.Tensor:
         """A tensor from outside, or of a stand-in: the sizes that change are those of a symbol."""
         import torch
 
         _, offset, shape, strides, dtype = self.before[number]
-        new = self._sizes_of(number)
+        new = self.sizes_of(number)
         offset, length = self._laid.get(number, (offset, None))
         if length is not None:
             new = (length,)
@@ -306,7 +306,7 @@ class _Scaling:
         whole = torch.empty(_elements(offset, new, strides), dtype=here, device="meta")
         return whole.as_strided(new, strides, offset)
 
-    def _view(self, source: int, made: int, tensor: torch.Tensor, row: Mapping[str, Any]) -> torch.Tensor:
+    def view(self, source: int, made: int, tensor: torch.Tensor, row: Mapping[str, Any]) -> torch.Tensor:
         """Another geometry of a tensor that lives."""
         _, offset, shape, strides, dtype = self.before[made]
         before = self.before[source]
@@ -319,7 +319,7 @@ class _Scaling:
         if tuple(strides) == contiguous(tuple(shape)) and tensor.is_contiguous() and before[4] == dtype:
             text = msgspec.json.encode([{"tensor": 0}, shape]).decode()
             schema = "aten::view(Tensor(a) self, SymInt[] size) -> Tensor(a)"
-            tried = self._run({**row, "name": "a view", "inputs": [source]}, schema, text, [tensor])
+            tried = self.run({**row, "name": "a view", "inputs": [source]}, schema, text, [tensor])
             return bind(schema, tried, "meta")([tensor])
         raise UsageError(
             f"the view {shape} of a tensor of {list(tensor.shape)} leaves gaps: it cannot be scaled",
@@ -327,15 +327,15 @@ class _Scaling:
             hint="scale another size, or take the leaves with --level leaf",
         )
 
-    def _recorded_outputs(self, row: Mapping[str, Any]) -> None:
+    def take_recorded_outputs(self, row: Mapping[str, Any]) -> None:
         for tensor in row["outputs"]:
             if tensor is not None:
-                self.tensors[tensor] = self._like(tensor)
+                self.tensors[tensor] = self.like(tensor)
 
-    def _assembled(self, calls: list[int | None]) -> RankPlan:
+    def assembled(self, calls: list[int | None]) -> RankPlan:
         before = self.plan_before
         rank = before.rank
-        tensors = [self._tensor(number) for number in range(len(self.before))]
+        tensors = [self.tensor(number) for number in range(len(self.before))]
         storages = [0] * before.storages.height
         for (storage, *_, dtype), tensor in zip(self.before, tensors, strict=True):
             elements = _elements(tensor.storage_offset(), tensor.shape, tensor.stride())

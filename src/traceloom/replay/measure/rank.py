@@ -143,7 +143,7 @@ class _Process:
         """Whether all ranks read the same clock: those of one host do, but no event of a device is on it."""
         boot = _BOOT.read_text(encoding="ascii") if _BOOT.exists() else platform.node()
         own = np.frombuffer(boot.strip().encode()[:40].ljust(40), dtype=np.int64)
-        return self.device.type == "cpu" and bool((self._gathered(own) == own).all())
+        return self.device.type == "cpu" and bool((self.gathered(own) == own).all())
 
     def transfers(self, group: Group, left_out: dict[str, str], say: Say) -> Iterator[Series]:
         """The collectives of a group, of all sizes; the reason of a kind that fails goes to `left_out`."""
@@ -161,15 +161,15 @@ class _Process:
                         call()
                     except (RuntimeError, ValueError) as error:
                         reason = first_line(error)
-                states = self._gathered(np.array([bool(reason), size]))
+                states = self.gathered(np.array([bool(reason), size]))
                 if states[:, 0].any():
                     left_out[f"{kind} of {count} ranks"] = reason or f"it failed on rank {states[:, 0].argmax()}"
                     break
-                times = self._repeated(partial(self._burst, call, joined), group.ranks, one_clock=self.one_clock)
+                times = self.repeated(partial(self.burst, call, joined), group.ranks, one_clock=self.one_clock)
                 size = int(states[:, 1].max())
                 yield Series(kind, group.span, count, size, size * bus_factor(kind, count), times.tolist())
 
-    def _burst(self, call: Callable[[], object] | None, group: Any) -> Ints:
+    def burst(self, call: Callable[[], object] | None, group: Any) -> Ints:
         """When collectives began and ended on this rank, all ranks being ready; shape (calls, 2), ns."""
         import torch
         import torch.distributed as dist
@@ -205,18 +205,18 @@ class _Process:
             if kind == ended:
                 continue
             say(f"{kernel.name.replace('_', ' ')} {kernel.element_type}")
-            self._per_call(kernel.call, 1)
-            calls = int(np.clip(_BURST_NS / self._per_call(kernel.call, 1), 1, _MOST_CALLS))
-            times = self._repeated(partial(self._bursts, kernel.call, calls), ranks, one_clock=False)
+            self.per_call(kernel.call, 1)
+            calls = int(np.clip(_BURST_NS / self.per_call(kernel.call, 1), 1, _MOST_CALLS))
+            times = self.repeated(partial(self.bursts, kernel.call, calls), ranks, one_clock=False)
             yield Series(*kind, self.task.ranks, kernel.size, kernel.amount, times.tolist())
             if np.median(times) > _SLOW_NS:
                 ended = kind
 
-    def _bursts(self, call: Callable[[], object], calls: int) -> Floats:
+    def bursts(self, call: Callable[[], object], calls: int) -> Floats:
         """Time of a call in several bursts of so many, as if each began at 0; shape (bursts, 2), ns."""
-        return np.array([(0.0, self._per_call(call, calls)) for _ in range(FEWEST)])
+        return np.array([(0.0, self.per_call(call, calls)) for _ in range(FEWEST)])
 
-    def _per_call(self, call: Callable[[], object], calls: int) -> float:
+    def per_call(self, call: Callable[[], object], calls: int) -> float:
         """What one of so many calls takes, ns."""
         import torch
 
@@ -234,17 +234,17 @@ class _Process:
         module.synchronize()
         return max(float(first.elapsed_time(last)) * 1e6, 1.0) / calls
 
-    def _repeated(self, burst: Callable[[], Ints | Floats], members: Sequence[int], *, one_clock: bool) -> Floats:
+    def repeated(self, burst: Callable[[], Ints | Floats], members: Sequence[int], *, one_clock: bool) -> Floats:
         """Times until their median is known: on one clock from the last beginning to the last end, else the longest."""
         times = np.empty(0)
         burst()
         while not enough(times, self.task.precision):
-            begin, end = np.moveaxis(self._gathered(burst())[list(members)], 2, 0)  # (members, calls) each
+            begin, end = np.moveaxis(self.gathered(burst())[list(members)], 2, 0)  # (members, calls) each
             taken = end.max(axis=0) - begin.max(axis=0) if one_clock else (end - begin).max(axis=0)
             times = np.concatenate([times, np.maximum(taken, 1)])
         return times
 
-    def _gathered(self, own: Array) -> Array:
+    def gathered(self, own: Array) -> Array:
         """An array of every rank, all of the same shape; shape (ranks, ...)."""
         if self.control is None:
             return own[None]
