@@ -86,7 +86,7 @@ def element_types(jobs: Sequence[JobNow]) -> dict[str, list[MatrixTypes]]:
     }
 
 
-class Measured(NamedTuple):
+class TickValues(NamedTuple):
     """What one tick is added up from: series -> value, and how long it was, in whole milliseconds and as it was."""
 
     devices: Mapping[str, Device]
@@ -127,7 +127,7 @@ class Topline:
         self._seconds += interval_s
         ms = round(self._seconds * 1000) - self._ms  # of all intervals, so that rounding does not add up
         self._ms += ms
-        measured = Measured(board.devices, {series: value for series, value, _ in board.values()}, ms, interval_s)
+        measured = TickValues(board.devices, {series: value for series, value, _ in board.values()}, ms, interval_s)
         parts = self._parts(board, shares, jobs)
         ticks: dict[str, JobTotals] = {job.job: JobTotals() for job in jobs}
         for device, of_device in parts.items():
@@ -174,7 +174,7 @@ class Topline:
         return parts
 
     def _account(
-        self, measured: Measured, uuid: str, parts: Mapping[str, float], ticks: Mapping[str, JobTotals]
+        self, measured: TickValues, uuid: str, parts: Mapping[str, float], ticks: Mapping[str, JobTotals]
     ) -> None:
         """Give a device's time and energy of this tick to its jobs."""
         device, values, ms = measured.devices.get(uuid), measured.values, measured.ms
@@ -237,10 +237,9 @@ class Topline:
             ("job_sm_active_ratio", "gpu_sm_active_ratio"),
             ("job_flop_utilization_ratio", "gpu_flop_utilization_ratio"),
         ):
-            active = [values.get((of_device, (device,))) for device in parts]
-            told = [value for value in active if value is not None]
-            if told and len(told) == len(active):
-                out.append(Reading(metric, name, sum(told) / len(told)))
+            ratios = [values[of_device, (device,)] for device in parts if (of_device, (device,)) in values]
+            if ratios and len(ratios) == len(parts):
+                out.append(Reading(metric, name, sum(ratios) / len(ratios)))
         power = [(values.get(("gpu_power_watts", (device,))), part) for device, part in parts.items()]
         if power and all(watts is not None for watts, _ in power):
             out.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
 from traceloom.agent.accelerators import Accelerator
@@ -40,12 +39,12 @@ def back_ends(config: Config) -> list[Watched]:
                 f"there is no back end `{name}`", slug="wrong-config", where="accelerators.backends",
                 hint=nearest(name, points) + f"installed are {', '.join(points)}",
             )  # fmt: skip
-    return [Watched(name, _maker(points[name], config)) for name in names]
+    watched = []
+    for name in names:
 
+        def make(point: EntryPoint = points[name]) -> Accelerator:
+            accelerator: Accelerator = point.load()(config)
+            return accelerator
 
-def _maker(point: EntryPoint, config: Config) -> Callable[[], Accelerator]:
-    def make() -> Accelerator:
-        accelerator: Accelerator = point.load()(config)
-        return accelerator
-
-    return make
+        watched.append(Watched(name, make))
+    return watched

@@ -227,7 +227,7 @@ class NvmlAccelerator:
             architecture += "-geforce"
         device = Device(
             uuid=uuid, index=str(index), vendor="nvidia", model=model,
-            pci=_text(pci.busId) if pci else "", driver=self._driver,
+            pci=pci.busId if pci else "", driver=self._driver,
             memory_bytes=memory.total if memory else None,
             multiprocessors=cores // cores_per_sm if cores and cores_per_sm else None,
             highest_clock_hz=clock * 1e6 if clock else None, architecture=architecture,
@@ -268,7 +268,3 @@ class NvmlAccelerator:
 
 def _address(handle: Any) -> int | None:
     return ctypes.cast(handle, ctypes.c_void_p).value
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

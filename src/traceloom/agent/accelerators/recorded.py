@@ -18,7 +18,7 @@ VERSION = 1
 OVER = "the recording is over"
 
 
-class Recording(msgspec.Struct, frozen=True):
+class RecordingHead(msgspec.Struct, frozen=True):
     """The first line of a file of samples."""
 
     format: str
@@ -31,7 +31,7 @@ class SampleWriter:
     def __init__(self, path: str | Path) -> None:
         self._file = Path(path).open("wb")  # noqa: SIM115 - open for as long as the agent records
         self._encoder = msgspec.json.Encoder()
-        self._file.write(self._encoder.encode(Recording(FORMAT, VERSION)) + b"\n")
+        self._file.write(self._encoder.encode(RecordingHead(FORMAT, VERSION)) + b"\n")
 
     def write(self, sample: Sample) -> None:
         """Append a sample, whole before the next begins."""
@@ -55,7 +55,7 @@ def samples(path: str | Path) -> Generator[Sample, None, None]:
         raise unreadable(path, error, "recording") from error
     with file:
         try:
-            head = msgspec.json.decode(file.readline(), type=Recording)
+            head = msgspec.json.decode(file.readline(), type=RecordingHead)
         except msgspec.DecodeError as error:
             raise InputError("this is no recording of devices", slug="wrong-recording", where=str(path)) from error
         if (head.format, head.version) != (FORMAT, VERSION):

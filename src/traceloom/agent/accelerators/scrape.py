@@ -12,7 +12,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +29,7 @@ MIB = float(1 << 20)
 BLANKS = ((2**31 - 16, 2**31), (2**47, 2**47 + 16), (2**63 - 16, 2**64))  # how DCGM writes that it has no value
 
 
-class Source(NamedTuple):
+class ExporterSeries(NamedTuple):
     """A series of an exporter and what it is of ours: its value is ours divided by `factor`."""
 
     name: str
@@ -39,75 +39,76 @@ class Source(NamedTuple):
     where: tuple[tuple[str, str], ...] = ()
 
 
-def _dcgm() -> Iterator[Source]:
-    for metric in METRICS.values():
-        for alias in metric.dcgm:
-            labels = dict(alias.where)
-            yield Source(
-                alias.name, metric.name, tuple(labels.get(label, "") for label in metric.labels[1:]), 1 / alias.factor
-            )
-
-
+_DCGM = tuple(
+    ExporterSeries(
+        alias.name,
+        metric.name,
+        tuple(dict(alias.where).get(label, "") for label in metric.labels[1:]),
+        1 / alias.factor,
+    )
+    for metric in METRICS.values()
+    for alias in metric.dcgm
+)
 _DEV, _PROF, _PIPE = "DCGM_FI_DEV_", "DCGM_FI_PROF_", "gpu_pipe_active_ratio"
 # Names of DCGM 4.6, beside those of before (which it still answers to): some in other units.
 _DCGM_4 = (
-    Source(_PROF + "GR_ENGINE_UTIL_RATIO", "gpu_graphics_active_ratio"),
-    Source(_PROF + "SM_UTIL_RATIO", "gpu_sm_active_ratio"),
-    Source(_PROF + "SM_OCCUPANCY_RATIO", "gpu_sm_occupancy_ratio"),
-    Source(_PROF + "DRAM_UTIL_RATIO", "gpu_dram_active_ratio"),
-    Source(_PROF + "TENSOR_UTIL_RATIO", _PIPE, ("tensor",)),
+    ExporterSeries(_PROF + "GR_ENGINE_UTIL_RATIO", "gpu_graphics_active_ratio"),
+    ExporterSeries(_PROF + "SM_UTIL_RATIO", "gpu_sm_active_ratio"),
+    ExporterSeries(_PROF + "SM_OCCUPANCY_RATIO", "gpu_sm_occupancy_ratio"),
+    ExporterSeries(_PROF + "DRAM_UTIL_RATIO", "gpu_dram_active_ratio"),
+    ExporterSeries(_PROF + "TENSOR_UTIL_RATIO", _PIPE, ("tensor",)),
     *(
-        Source(f"{_PROF}{pipe.upper()}_UTIL_RATIO", _PIPE, (pipe,))
+        ExporterSeries(f"{_PROF}{pipe.upper()}_UTIL_RATIO", _PIPE, (pipe,))
         for pipe in ("fp64", "fp32", "fp16", "imma", "hmma", "dfma", "int")
     ),
-    Source(_PROF + "SM_CYCLES_ELAPSED_TOTAL", "gpu_cycles_total", ("elapsed",)),
-    Source(_PROF + "SM_CYCLES_ACTIVE_TOTAL", "gpu_cycles_total", ("active",)),
-    Source(_PROF + "MMA_CYCLES_ACTIVE_TOTAL", "gpu_cycles_total", ("tensor",)),
+    ExporterSeries(_PROF + "SM_CYCLES_ELAPSED_TOTAL", "gpu_cycles_total", ("elapsed",)),
+    ExporterSeries(_PROF + "SM_CYCLES_ACTIVE_TOTAL", "gpu_cycles_total", ("active",)),
+    ExporterSeries(_PROF + "MMA_CYCLES_ACTIVE_TOTAL", "gpu_cycles_total", ("tensor",)),
     *(
-        Source(f"{_PROF}{pipe.upper()}_CYCLES_ACTIVE_TOTAL", "gpu_cycles_total", (pipe,))
+        ExporterSeries(f"{_PROF}{pipe.upper()}_CYCLES_ACTIVE_TOTAL", "gpu_cycles_total", (pipe,))
         for pipe in ("dmma", "hmma", "imma", "dfma", "int", "fp64", "fp32", "fp16")
     ),
-    Source(_PROF + "PCIE_TX_BYTES_TOTAL", "gpu_link_bytes_total", ("pcie", "transmit")),
-    Source(_PROF + "PCIE_RX_BYTES_TOTAL", "gpu_link_bytes_total", ("pcie", "receive")),
-    Source(_DEV + "GPU_UTIL_RATIO", "gpu_busy_ratio", (), 0.01),  # the field of before under another name: percent
-    Source(_DEV + "SM_CLOCK_HERTZ", "gpu_clock_hertz", ("sm",)),
-    Source(_DEV + "MEMORY_CLOCK_HERTZ", "gpu_clock_hertz", ("memory",)),
-    Source(_DEV + "GPU_ENERGY_JOULES_TOTAL", "gpu_energy_joules_total"),
-    Source(_DEV + "PCIE_REPLAY_TOTAL", "gpu_errors_total", ("pcie-replay", "")),
-    Source(_DEV + "XID_ERROR", "gpu_last_xid"),
-    Source(_DEV + "ROW_REMAP_UNCORRECTABLE_TOTAL", "gpu_remapped_rows", ("uncorrectable",)),
-    Source(_DEV + "ROW_REMAP_CORRECTABLE_TOTAL", "gpu_remapped_rows", ("correctable",)),
-    Source(_DEV + "ROW_REMAP_FAILED", "gpu_remapped_rows", ("failure",)),
-    Source(_DEV + "ROW_REMAP_PENDING", "gpu_remapped_rows", ("pending",)),
-    Source(_DEV + "ECC_SBE_AGG_TOTAL", "gpu_errors_total", ("ecc-corrected", "")),
-    Source(_DEV + "ECC_DBE_AGG_TOTAL", "gpu_errors_total", ("ecc-uncorrected", "")),
+    ExporterSeries(_PROF + "PCIE_TX_BYTES_TOTAL", "gpu_link_bytes_total", ("pcie", "transmit")),
+    ExporterSeries(_PROF + "PCIE_RX_BYTES_TOTAL", "gpu_link_bytes_total", ("pcie", "receive")),
+    ExporterSeries(_DEV + "GPU_UTIL_RATIO", "gpu_busy_ratio", (), 0.01),  # as before: percent
+    ExporterSeries(_DEV + "SM_CLOCK_HERTZ", "gpu_clock_hertz", ("sm",)),
+    ExporterSeries(_DEV + "MEMORY_CLOCK_HERTZ", "gpu_clock_hertz", ("memory",)),
+    ExporterSeries(_DEV + "GPU_ENERGY_JOULES_TOTAL", "gpu_energy_joules_total"),
+    ExporterSeries(_DEV + "PCIE_REPLAY_TOTAL", "gpu_errors_total", ("pcie-replay", "")),
+    ExporterSeries(_DEV + "XID_ERROR", "gpu_last_xid"),
+    ExporterSeries(_DEV + "ROW_REMAP_UNCORRECTABLE_TOTAL", "gpu_remapped_rows", ("uncorrectable",)),
+    ExporterSeries(_DEV + "ROW_REMAP_CORRECTABLE_TOTAL", "gpu_remapped_rows", ("correctable",)),
+    ExporterSeries(_DEV + "ROW_REMAP_FAILED", "gpu_remapped_rows", ("failure",)),
+    ExporterSeries(_DEV + "ROW_REMAP_PENDING", "gpu_remapped_rows", ("pending",)),
+    ExporterSeries(_DEV + "ECC_SBE_AGG_TOTAL", "gpu_errors_total", ("ecc-corrected", "")),
+    ExporterSeries(_DEV + "ECC_DBE_AGG_TOTAL", "gpu_errors_total", ("ecc-uncorrected", "")),
 )
 _AMD = (
-    Source("gpu_gfx_activity", "gpu_busy_ratio", (), 0.01),
-    Source("gpu_umc_activity", "gpu_memory_busy_ratio", (), 0.01),
-    Source("gpu_package_power", "gpu_power_watts"),
-    Source("gpu_average_package_power", "gpu_power_watts"),
-    Source("gpu_power_usage", "gpu_power_watts"),
-    Source("gpu_energy_consumed", "gpu_energy_joules_total", (), 1e-6),
-    Source("gpu_edge_temperature", "gpu_temperature_celsius", ("gpu",)),
-    Source("gpu_junction_temperature", "gpu_temperature_celsius", ("hotspot",)),
-    Source("gpu_memory_temperature", "gpu_temperature_celsius", ("memory",)),
-    Source("gpu_total_vram", "gpu_memory_limit_bytes", (), MIB),
-    Source("gpu_used_vram", "gpu_memory_used_bytes", (), MIB),
-    Source("gpu_free_vram", "gpu_memory_free_bytes", (), MIB),
+    ExporterSeries("gpu_gfx_activity", "gpu_busy_ratio", (), 0.01),
+    ExporterSeries("gpu_umc_activity", "gpu_memory_busy_ratio", (), 0.01),
+    ExporterSeries("gpu_package_power", "gpu_power_watts"),
+    ExporterSeries("gpu_average_package_power", "gpu_power_watts"),
+    ExporterSeries("gpu_power_usage", "gpu_power_watts"),
+    ExporterSeries("gpu_energy_consumed", "gpu_energy_joules_total", (), 1e-6),
+    ExporterSeries("gpu_edge_temperature", "gpu_temperature_celsius", ("gpu",)),
+    ExporterSeries("gpu_junction_temperature", "gpu_temperature_celsius", ("hotspot",)),
+    ExporterSeries("gpu_memory_temperature", "gpu_temperature_celsius", ("memory",)),
+    ExporterSeries("gpu_total_vram", "gpu_memory_limit_bytes", (), MIB),
+    ExporterSeries("gpu_used_vram", "gpu_memory_used_bytes", (), MIB),
+    ExporterSeries("gpu_free_vram", "gpu_memory_free_bytes", (), MIB),
     *(
-        Source(
+        ExporterSeries(
             "gpu_clock", "gpu_clock_hertz", (domain,), 1e6,
             (("clock_type", f"GPU_CLOCK_TYPE_{kind}"), ("clock_index", index)),
         )
         for domain, kind, index in (("sm", "SYSTEM", "0"), ("memory", "MEMORY", "8"), ("memory", "MEMORY", "0"))
     ),
-    Source("pcie_replay_count", "gpu_errors_total", ("pcie-replay", "")),
-    Source("gpu_ecc_correct_total", "gpu_errors_total", ("ecc-corrected", "")),
-    Source("gpu_ecc_uncorrect_total", "gpu_errors_total", ("ecc-uncorrected", "")),
+    ExporterSeries("pcie_replay_count", "gpu_errors_total", ("pcie-replay", "")),
+    ExporterSeries("gpu_ecc_correct_total", "gpu_errors_total", ("ecc-corrected", "")),
+    ExporterSeries("gpu_ecc_uncorrect_total", "gpu_errors_total", ("ecc-uncorrected", "")),
 )  # fmt: skip
 _TPU = tuple(
-    Source(name + suffix, metric, labels, factor)
+    ExporterSeries(name + suffix, metric, labels, factor)
     for suffix in ("", "_node")  # `_node` has the chips that no container holds, too
     for name, metric, labels, factor in (
         ("duty_cycle", "gpu_busy_ratio", (), 0.01),
@@ -118,8 +119,8 @@ _TPU = tuple(
     )
 )
 # Of two for the same series the first that the exporter has is taken.
-SOURCES = (*_dcgm(), *_DCGM_4, *_AMD, *(source._replace(name="amd_" + source.name) for source in _AMD), *_TPU)
-_BY_NAME: dict[str, list[tuple[int, Source]]] = defaultdict(list)
+SOURCES = (*_DCGM, *_DCGM_4, *_AMD, *(source._replace(name="amd_" + source.name) for source in _AMD), *_TPU)
+_BY_NAME: dict[str, list[tuple[int, ExporterSeries]]] = defaultdict(list)
 for _order, _source in enumerate(SOURCES):
     _BY_NAME[_source.name].append((_order, _source))
 

@@ -186,6 +186,12 @@ def test_what_changes_slowly_is_asked_for_seldom(library: Path, tmp_path: Path) 
         assert answer["values"]["gpu_errors_total", GPU, "ecc-corrected", ""] == errors
 
 
+def test_the_rate_of_the_counters_goes_before_the_drivers_own_measurement(library: Path, tmp_path: Path) -> None:
+    script = H100.replace("g0.field.197.0 1000000\n", "") + "g0.pcie-rate.tx 7\ng0.pcie-rate.rx 8\n"
+    (answer,) = steps(library, tmp_path, {"script": "count 1\n" + script})
+    assert answer["values"]["gpu_link_bytes_per_second", GPU, "pcie", "transmit"] == 100 * MIB
+
+
 def test_links_of_newer_devices_are_added_up(library: Path, tmp_path: Path) -> None:
     script = "\n".join(line for line in H100.splitlines() if ".field.13" not in line)
     script += "\n" + "".join(f"g0.field.202.{link} 100\ng0.field.204.{link} 7\n" for link in range(18))
@@ -388,7 +394,7 @@ def test_pausing_releases_the_counters_of_the_pipes(library: Path, tmp_path: Pat
         {"script": "count 1\n" + H100},
         {"do": "pause", "seconds": 60.0},
         {},
-        {"script": "count 2\n" + H100 + with_device(1)},
+        {"script": "count 2\n" + H100 + with_device(1) + PARTITIONS},
         {"do": "resume"},
         {},
         {"do": "pause", "seconds": 0.0},
@@ -400,6 +406,8 @@ def test_pausing_releases_the_counters_of_the_pipes(library: Path, tmp_path: Pat
     assert during["values"]["gpu_busy_ratio", GPU] == 0.97, "what needs no counters goes on"
     assert "GPU-1" in more["devices"]
     assert more["streaming"][1] == "", "nor are those of a device that comes meanwhile taken"
+    assert ("gpu_sm_active_ratio", "MIG-x") not in more["values"]
+    assert after["values"]["gpu_sm_active_ratio", "MIG-x"] == 1.0
     assert (resumed["done"], resumed["streaming"]) == (1, ["1", "1"])
     assert after["values"]["gpu_sm_active_ratio", GPU] == 0.9
     assert over["values"]["gpu_sm_active_ratio", GPU] == 0.9, "taken again when the time is over"
