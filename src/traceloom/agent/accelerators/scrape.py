@@ -7,12 +7,13 @@ here while all else comes from NVML.
 from __future__ import annotations
 
 import http.client
+import math
 import threading
 import time
 import urllib.parse
 import urllib.request
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ from traceloom.agent.device_models import device_model
 from traceloom.agent.metrics import METRICS, Reading
 
 LIMIT_S = 1.5  # of one exporter: below the limit of the back end, so that one that hangs takes none else with it
+LEAST_APART_S = 1.0  # an exporter measures no faster, whoever asks ten times a second while a trace runs
 MOST_BYTES = 16 << 20
 CHUNK = 1 << 16
 MIB = float(1 << 20)
@@ -177,11 +179,16 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class ScrapedAccelerator:
-    """What exporters say; the devices of one that does not answer are stale while the others go on."""
+    """What exporters say; the devices of one that does not answer are stale while the others go on.
+
+    Args:
+        config: Their addresses.
+        clock: Seconds that only grow.
+    """
 
     name = "scrape"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         if not config.accelerators.scrape:
             raise NotHere('no exporter is scraped: [accelerators] scrape = ["http://127.0.0.1:9400/metrics"] names one')
         self._addresses = [_address(text) for text in config.accelerators.scrape]
@@ -189,9 +196,17 @@ class ScrapedAccelerator:
         self._devices: dict[str, dict[str, Device]] = {address: {} for address in self._addresses}
         self._readings: dict[str, list[Reading]] = {}
         self._failures: dict[str, str] = {}
+        self._clock = clock
+        self._again_at = -math.inf
 
     def devices(self) -> list[Device]:
-        """Scrape all exporters at the same time; the devices that they tell of."""
+        """Scrape all exporters at the same time, unless that was just done; the devices that they tell of."""
+        if self._clock() >= self._again_at:
+            self._again_at = self._clock() + LEAST_APART_S
+            self._scrape_all()
+        return [device for address in self._addresses for device in self._devices[address].values()]
+
+    def _scrape_all(self) -> None:
         threads = [
             threading.Thread(target=self._scrape, args=(each,), name=f"scrape {each}", daemon=True)
             for each in self._addresses
@@ -203,7 +218,6 @@ class ScrapedAccelerator:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():  # looking up its name, which has no time-out
                 self._fail(address, "it has not answered in time")
-        return [device for address in self._addresses for device in self._devices[address].values()]
 
     def capabilities(self) -> dict[str, str]:
         """What the exporters have, and which do not answer."""
@@ -212,7 +226,7 @@ class ScrapedAccelerator:
 
     def sample(self) -> list[Reading]:
         """What they said."""
-        return [reading for readings in self._readings.values() for reading in readings]
+        return [reading for readings in list(self._readings.values()) for reading in readings]
 
     def processes(self) -> list[DeviceProcess]:
         """Exporters tell of none."""

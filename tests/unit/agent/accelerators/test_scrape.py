@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from http.server import BaseHTTPRequestHandler
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,17 @@ MIB = 1 << 20
 
 def _config(*addresses: str) -> Config:
     return Config(accelerators=Accelerators(scrape=addresses, backends=("scrape",)))
+
+
+def test_exporters_are_not_asked_ten_times_a_second() -> None:
+    now = 0.0
+    with serving(text(TPU)) as exporter:
+        back_end = ScrapedAccelerator(_config(exporter.address), lambda: now)
+        for tenth in range(25):
+            now = tenth / 10
+            assert len(back_end.devices()) == 2
+            assert back_end.sample()
+    assert len(exporter.paths) == 3
 
 
 def test_dcgm_exporter_3() -> None:
@@ -199,7 +211,7 @@ def test_partitions_of_an_exporter_are_those_of_the_driver(computes: int) -> Non
 def test_an_exporter_that_stops_leaves_stale_devices_while_others_go_on() -> None:
     with serving(text(DCGM_4)) as stays:
         with serving(text(TPU)) as stops:
-            back_end = ScrapedAccelerator(_config(stays.address, stops.address))
+            back_end = ScrapedAccelerator(_config(stays.address, stops.address), count(step=10).__next__)
             assert [device.stale for device in back_end.devices()] == ["", "", ""]
         stale = {device.uuid: device.stale for device in back_end.devices()}
         assert stale["GPU-bbbb"] == ""
@@ -268,7 +280,7 @@ def test_a_slow_exporter_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
         for answer in (drips, hangs):
             exporter.answer = answer
-            back_end = ScrapedAccelerator(_config(exporter.address))
+            back_end = ScrapedAccelerator(_config(exporter.address), count(step=10).__next__)
             assert back_end.devices() == []
             assert f"exporter {exporter.address}" in back_end.capabilities()
             for thread in threading.enumerate():
