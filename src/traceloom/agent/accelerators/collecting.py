@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,7 @@ class AcceleratorCollector:
         self._missing: dict[str, str] = {}  # what could not be estimated, and why
         self._named = config.accelerators.backends
         self._writer: SampleWriter | None = None
+        self._unwritten = ""  # why a recording ended before it was to
 
     def collect(self) -> list[Reading]:
         """Sample all back ends."""
@@ -85,7 +87,12 @@ class AcceleratorCollector:
                 at_ns=time.time_ns(), devices=list(devices.values()), readings=list(values.values()),
                 processes=self.device_processes, events=events, capabilities=self.capabilities(),
             )  # fmt: skip
-            self._writer.write(sample)
+            try:
+                self._writer.write(sample)
+            except OSError as error:  # a full disk ends the recording, not the measuring
+                with suppress(OSError):
+                    self._writer.close()
+                self._writer, self._unwritten = None, f"the recording of devices ended: {error}"
         return readings
 
     def capabilities(self) -> dict[str, str]:
@@ -104,6 +111,7 @@ class AcceleratorCollector:
             for back_end in self.back_ends
             if back_end.trouble and (back_end.here or back_end.name in self._named or not self.devices)
         ]
+        troubles += [self._unwritten] if self._unwritten else []
         absent: dict[str, list[str]] = {}
         for metric, reason in sorted(self.capabilities().items()):
             if reason:

@@ -179,6 +179,15 @@ def test_a_running_agent_is_recorded_and_played(tmp_path: Path) -> None:
     player.close()
 
 
+def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:
+    collector = AcceleratorCollector(EIGHT)
+    collector.record("/dev/full")
+    for _ in range(2):
+        assert values(collector.collect(), "gpu_busy_ratio")
+    assert any("the recording of devices ended: " in line for line in collector.trouble())
+    collector.close()
+
+
 def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     _record(path, (10.0, 20.0))
