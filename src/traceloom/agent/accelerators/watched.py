@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from traceloom.agent.accelerators import Accelerator, Device, NotHere, Sample
-from traceloom.agent.metrics import Reading
+from traceloom.agent.metrics import METRICS, Reading
 
 LIMIT_S = 2.0
 NOT_HERE_S = 60.0  # until a host without such devices is looked at again: a driver may be loaded later
@@ -65,7 +65,12 @@ class BackEndThread:
 
 
 def _sample(accelerator: Accelerator) -> Sample:
-    return Sample(
+    """All that a back end says now.
+
+    Raises:
+        ValueError: It says what nobody declared: it alone fails then, not the board of all.
+    """
+    sample = Sample(
         at_ns=time.time_ns(),
         devices=accelerator.devices(),
         readings=accelerator.sample(),
@@ -73,6 +78,11 @@ def _sample(accelerator: Accelerator) -> Sample:
         events=accelerator.events(),
         capabilities=accelerator.capabilities(),
     )
+    for reading in sample.readings:
+        metric = METRICS.get(reading.metric)
+        if metric is None or len(metric.labels) != len(reading.labels):
+            raise ValueError(f"`{reading.metric}` with {len(reading.labels)} labels is no metric of the agent")
+    return sample
 
 
 class Watched:
@@ -153,18 +163,19 @@ class Watched:
             self._thread = None
 
     def _ask(self, call: Callable[[Accelerator], bool]) -> bool:
-        if self._thread is None:
+        thread = self._thread  # which another thread may give up meanwhile
+        if thread is None:
             return False
         with suppress(Exception):
-            return self._thread.submit(call).result(self._limit_s)
+            return thread.submit(call).result(self._limit_s)
         return False
 
     def _give_up(self, why: str, *, hangs: bool) -> None:
-        assert self._thread is not None
-        self._thread.stop()
-        if hangs:
-            self._stuck.append(self._thread)
-        self._thread = None
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop()
+        if thread is not None and hangs:
+            self._stuck.append(thread)
         self.trouble = why
         self._next_try = self._clock() + min(FIRST_RETRY_S * 2**self._failures, LAST_RETRY_S)
         self._failures += 1

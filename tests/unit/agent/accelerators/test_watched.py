@@ -10,7 +10,9 @@ from support.devices import ByHand, values
 from traceloom.agent.accelerators import NotHere, Sample
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.accelerators.watched import MOST_STUCK, NOT_HERE_S, Watched
+from traceloom.agent.board import Board
 from traceloom.agent.config import Accelerators, Config
+from traceloom.agent.metrics import Reading
 
 
 class Made:
@@ -108,6 +110,29 @@ def test_a_failing_back_end_is_closed_and_made_afresh() -> None:
     assert made.all[0].closed.wait(30)
     made.now = 11.0
     assert not made.sample().devices[0].stale
+
+
+@pytest.mark.parametrize("reading", [Reading("gpu_magic", ("GPU-1",), 1.0), Reading("gpu_busy_ratio", (), 1.0)])
+def test_a_back_end_that_says_what_nobody_declared_fails_alone(reading: Reading) -> None:
+    bad, good = Made(), Made()
+    bad.sample()
+    bad.all[0].sampled.readings.append(reading)
+    collector = AcceleratorCollector(Config(), [bad.watched, good.watched])
+    Board().put("accelerators", collector.collect(), 1)
+    assert bad.watched.trouble.endswith("is no metric of the agent")
+    assert collector.devices["GPU-1"].stale == ""
+
+
+def test_it_may_be_closed_while_a_sample_is_taken() -> None:
+    made = Made()
+    made.sample()
+    hold = made.all[0].hold = threading.Event()
+    made.watched.begin()
+    made.watched.close()
+    made.watched._deadline = 0.0
+    assert made.watched.finish().devices[0].stale
+    hold.set()
+    assert made.all[0].closed.wait(30)
 
 
 def test_after_a_recovery_all_is_forgotten() -> None:
