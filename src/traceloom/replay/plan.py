@@ -27,6 +27,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -204,7 +205,7 @@ class RankPlan:
             ("collectives", "collective"),
         ):  # fmt: skip
             frame = getattr(self, name)
-            if not (frame[number] == pl.int_range(frame.height, dtype=pl.UInt32, eager=True)).all():
+            if not np.array_equal(frame[number].to_numpy(), np.arange(frame.height)):
                 raise broken("plan", f"the numbers of `{name}` are not 0, 1, 2, ...")
         for name, column, of in (
             ("ops", "inputs", "tensors"), ("ops", "outputs", "tensors"), ("ops", "call", "calls"),
@@ -221,8 +222,9 @@ class RankPlan:
             self.ops["call"].is_not_null() & ~has_call
         ).any():
             raise broken("plan", "calls are of ops that run, and of these alone")
-        for text, sha256, file in self.kernels.select("source", "sha256", "file").drop_nulls("source").unique().rows():
-            if hashlib.sha256(text.encode()).hexdigest() != sha256 or not SOURCE_NAME.fullmatch(file or ""):
+        for text, sha256, file in {*self.kernels.select("source", "sha256", "file").rows()}:
+            named = SOURCE_NAME.fullmatch(file or "") is not None
+            if text is not None and not (named and hashlib.sha256(text.encode()).hexdigest() == sha256):
                 raise broken("plan", f"the source of a kernel, {file!r}, is not the one that was captured")
         self._check_tensors()
         self._check_order()
@@ -241,36 +243,33 @@ class RankPlan:
         outside = ~ends["empty"] & ((ends["last"] + 1) * ends["item"] > ends["bytes"]) | ends["negative"]
         if outside.any():
             raise broken("plan", f"{outside.sum()} tensors do not lie within their storages")
-        held = self.data["tensor"]
-        elements = self.tensors["shape"].gather(held).list.eval(pl.element().product()).list.first().fill_null(1)
-        if (elements * ends["item"].gather(held) != self.data["values"].bin.size()).any() or not (
-            self.storages["external"].gather(self.tensors["storage"].gather(held)).all()
-            and self.tensors["dtype"].gather(held).str.contains(r"^u?int").all()
-        ):
-            raise broken("plan", "data are of integer tensors from outside, and as long as these")
+        for tensor, values in self.data.select("tensor", "values").iter_rows():
+            storage, shape, dtype = self.tensors.select("storage", "shape", "dtype").row(tensor)
+            fits = len(values) == prod(shape) * ITEM_BYTES[dtype] and self.storages["external"][storage]
+            if not fits or not dtype.startswith(("int", "uint")):
+                raise broken("plan", "data are of integer tensors from outside, and as long as these")
 
     def _check_order(self) -> None:
-        uses = self.uses()
-        about = uses.with_columns(
-            self.storages["first_op"].gather(uses["storage"]),
-            self.storages["last_op"].gather(uses["storage"]),
-            self.storages["external"].gather(uses["storage"]),
-        )
-        if ((about["op"] < about["first_op"]) | (about["op"] > about["last_op"])).any():
+        op, tensor, made, storage = (column.to_numpy() for column in self.uses())
+        first, last, external = (self.storages[name].to_numpy() for name in ("first_op", "last_op", "external"))
+        if ((op < first[storage]) | (op > last[storage])).any():
             raise broken("plan", "a storage is used outside its life")
-        made = uses.filter("made").group_by("tensor").agg(pl.col("op").min().alias("first"))
-        read = about.filter(~pl.col("made") & ~pl.col("external")).join(made, on="tensor", how="left")
-        if (read["first"].is_null() | (read["first"] >= read["op"])).any():
+        begins = np.full(self.tensors.height, self.ops.height, dtype=op.dtype)
+        np.minimum.at(begins, tensor[made], op[made])
+        read = ~made & ~external[storage]
+        if (begins[tensor[read]] >= op[read]).any():
             raise broken("plan", "a tensor is used that nothing has made")
 
     def with_lives(self) -> RankPlan:
         """The same, each storage living from the first op that uses it to the last; what nothing uses lives nowhere."""
-        lives = self.uses().group_by("storage").agg(pl.col("op").min().alias("first"), pl.col("op").max().alias("last"))
-        of = self.storages.select("storage").join(lives, on="storage", how="left", maintain_order="left")
-        settled = self.storages.with_columns(
-            of["first"].fill_null(0).alias("first_op"), of["last"].fill_null(0).alias("last_op")
-        )
-        return replace(self, storages=settled)
+        op, _, _, storage = (column.to_numpy() for column in self.uses())
+        count, end = self.storages.height, self.ops.height
+        first, last = np.full(count, end, dtype=op.dtype), np.zeros(count, dtype=op.dtype)
+        np.minimum.at(first, storage, op)
+        np.maximum.at(last, storage, op)
+        first[first == end] = 0
+        lives = pl.DataFrame({"first_op": first, "last_op": last})
+        return replace(self, storages=self.storages.with_columns(lives.get_columns()))
 
     def peak_bytes(self, storages: pl.DataFrame | None = None) -> int:
         """Most bytes of storages that live at the same time; without what ops allocate within themselves.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 
 from support.plans import PlanBuilder
+from traceloom.errors import InvariantError
 from traceloom.replay.contents import RecordedIntegers, settle_contents
 
 T = [{"tensor": number} for number in range(8)]
@@ -317,3 +320,14 @@ def test_data_of_a_copy_are_those_of_what_was_copied() -> None:
     build.run("aten::_to_copy(Tensor self) -> Tensor", T[:1], [indices], [copied])
     build.lookup(copied)  # node 101
     assert build.of(indices, seen={101: {1: RecordedIntegers(1, 3, np.array([1, 2, 3]))}}) == ("data", 1, 3, "data")
+
+
+@pytest.mark.parametrize("row", [(0, 0, bytes(8)), (0, 1, bytes(23)), (0, 2, bytes(12))])
+def test_data_are_of_integers_from_outside_alone(row: tuple[int, int, bytes]) -> None:
+    build = Build()
+    indices = build.integers(3)
+    build.lookup(indices)  # rows of tensors: the indices 0, the table 1, what is found 2
+    plan, _ = settle_contents(build.build())
+    data = pl.DataFrame([row], schema=plan.data.schema, orient="row")
+    with pytest.raises(InvariantError, match="data are of integer tensors"):
+        replace(plan, data=data).check()
