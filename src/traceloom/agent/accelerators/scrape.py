@@ -297,7 +297,7 @@ def parsed(text: str) -> tuple[dict[str, Device], list[Reading]]:
                 if any(sample.labels.get(label) != wanted for label, wanted in source.where):
                     continue
                 device = device_of(sample.labels)
-                if device is None or sample.value != sample.value or any(a <= sample.value < b for a, b in BLANKS):
+                if device is None or not math.isfinite(sample.value) or any(a <= sample.value < b for a, b in BLANKS):
                     continue
                 if source.metric == "gpu_last_xid" and not sample.value:  # there was none
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -73,7 +74,7 @@ def _sample(accelerator: Accelerator) -> Sample:
     sample = Sample(
         at_ns=time.time_ns(),
         devices=accelerator.devices(),
-        readings=accelerator.sample(),
+        readings=[reading for reading in accelerator.sample() if math.isfinite(reading.value)],  # else it is not known
         processes=accelerator.processes(),
         events=accelerator.events(),
         capabilities=accelerator.capabilities(),

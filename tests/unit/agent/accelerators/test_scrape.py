@@ -107,6 +107,11 @@ def test_the_exporter_of_amd() -> None:
     assert parsed(prefixed)[1] == readings, "newer ones print a prefix"
 
 
+def test_what_is_no_number_is_absent() -> None:
+    for value in ("NaN", "+Inf"):
+        assert parsed(f'DCGM_FI_DEV_POWER_USAGE{{UUID="G",gpu="0"}} {value}\n')[1] == []
+
+
 def test_power_is_the_first_that_the_exporter_of_amd_has() -> None:
     lines = {name: f'{name}{{gpu_id="0",serial_number="7"}} {value}\n' for value, name in enumerate(
         ("gpu_power_usage", "gpu_average_package_power", "gpu_package_power"), 1)}  # fmt: skip

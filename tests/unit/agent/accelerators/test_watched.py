@@ -123,6 +123,14 @@ def test_a_back_end_that_says_what_nobody_declared_fails_alone(reading: Reading)
     assert collector.devices["GPU-1"].stale == ""
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_is_absent(value: float) -> None:
+    made = Made()
+    made.sample()
+    made.all[0].sampled.readings.append(Reading("gpu_power_watts", ("GPU-1",), value))
+    assert [reading.metric for reading in made.sample().readings] == ["gpu_busy_ratio"]
+
+
 def test_it_may_be_closed_while_a_sample_is_taken() -> None:
     made = Made()
     made.sample()
