@@ -202,7 +202,10 @@ def _targets(
     """
     from traceloom.report.replayed import files
 
-    of_plan: dict[str, Callable[[ReplayPlan, BinaryIO], object]] = {".plan": _pack, ".py": partial(_script, args)}
+    of_plan: dict[str, Callable[[ReplayPlan, BinaryIO], object]] = {
+        ".plan": lambda plan, handle: plan.pack(handle),
+        ".py": partial(_script, args),
+    }
     formats = {ending: ending for ending in (*of_plan, *files.ENDINGS)}
     chosen = outputs.targets(args, formats, (_DIRECTORY, files.OURS))
     of_run = [path for path, form in chosen if form not in of_plan]
@@ -228,10 +231,6 @@ def _write_tables(args: argparse.Namespace, directory: Path, comparison: ReplayC
 
     inside = write_directory(directory, partial(files.fill, comparison), files.OURS, force=args.force)
     return directory, sum(file.stat().st_size for file in inside)
-
-
-def _pack(plan: ReplayPlan, handle: BinaryIO) -> None:
-    plan.pack(handle)
 
 
 def _script(args: argparse.Namespace, plan: ReplayPlan, handle: BinaryIO) -> None:

@@ -247,7 +247,11 @@ class Program:
             and (part >= len(parts) or not self._geometries[register].is_of(parts[part]))
         }
         if wrong:
-            gave = ", ".join(_geometry_text(parts[part]) for part in wrong if part < len(parts))
+            tensors = [parts[part] for part in wrong if part < len(parts)]
+            gave = ", ".join(
+                f"{str(part.dtype).removeprefix('torch.')} {[*part.shape]}" if hasattr(part, "dtype") else repr(part)
+                for part in tensors
+            )
             recorded = ", ".join(f"{geometry.dtype} {[*geometry.shape]}" for geometry in wrong.values())
             self.replaced[instruction.op] = f"gave {gave or 'nothing'}, recorded {recorded}"
             instruction.function = partial(_substituted, instruction.function, wrong, self._device)
@@ -323,10 +327,6 @@ class Program:
             .filter(pl.col("op") != NOT_TIMED)
             .with_columns(pl.col("op").cast(pl.UInt32))
         )
-
-
-def _geometry_text(value: Any) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')} {[*value.shape]}" if hasattr(value, "dtype") else repr(value)
 
 
 def _flattened(function: Callable[..., Any], *arguments: Any) -> list[Any]:

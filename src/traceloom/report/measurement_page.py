@@ -142,7 +142,8 @@ def _picture(points: Sequence[Row], fits: Sequence[Row], what: str, value: Calla
     for power in range(plane.x_low, plane.x_high + 1):
         x = f"{plane.x(10.0**power):.1f}"
         parts.append(f'<line {grid} x1="{x}" x2="{x}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text x="{x}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle" {ink}>{_tick(10**power)}</text>')
+        size = units.size(10**power).replace(".00", "").replace(".0", "")  # a power of ten needs no decimals
+        parts.append(f'<text x="{x}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle" {ink}>{size}</text>')
     for power in range(plane.y_low, plane.y_high + 1):
         y = f"{plane.y(10.0**power):.1f}"
         parts.append(f'<line {grid} x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
@@ -178,8 +179,3 @@ def _picture(points: Sequence[Row], fits: Sequence[Row], what: str, value: Calla
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" font-family="system-ui, sans-serif" '
         f'font-size="12" aria-label="{caption}">{"".join(parts)}</svg></figure>'
     )
-
-
-def _tick(size: int) -> str:
-    """A power of ten in bytes, without decimals."""
-    return units.size(size).replace(".00", "").replace(".0", "")

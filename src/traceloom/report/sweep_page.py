@@ -53,10 +53,6 @@ def _words(row: Row, keys: Sequence[str]) -> str:
     return ", ".join(f"{key} {_plain(row[key])}" for key in keys)
 
 
-def _brief(key: str) -> str:
-    return key.removeprefix("network.")
-
-
 def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -131,7 +127,11 @@ def _curves(rows: Sequence[Row], key: str, others: Sequence[str]) -> str:
         points = sorted(unordered, key=lambda row: row[key])
         colour = f"var(--{_COLOURS[number]})"
         label = escape(
-            harmless(", ".join(f"{_brief(other)} {_plain(v)}" for other, v in zip(others, choice, strict=True)))
+            harmless(
+                ", ".join(
+                    f"{other.removeprefix('network.')} {_plain(v)}" for other, v in zip(others, choice, strict=True)
+                )
+            )
         )
         band = [row for row in points if row["p10_ns"] is not None and row["p90_ns"] is not None]
         if len(band) > 1:

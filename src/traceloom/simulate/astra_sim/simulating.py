@@ -223,7 +223,10 @@ def _answer(
         after_ns=end,
         ranks=pl.DataFrame([_account(rank) for rank in engine.ranks]).pipe(_declared, RANKS),
         nodes=_nodes(engine.ranks),
-        collectives=_collectives(engine),
+        collectives=pl.DataFrame(
+            [_collective(number, meeting) for number, meeting in enumerate(engine.meetings.values())],
+            infer_schema_length=None,
+        ).pipe(_declared, COLLECTIVES),
         links=_links(engine, network),
         notices=(notice, *system.notices),
     )
@@ -268,12 +271,6 @@ def _nodes(ranks: list[RunningRank]) -> pl.DataFrame:
         )
         .pipe(_declared, NODES)
     )
-
-
-def _collectives(engine: Engine) -> pl.DataFrame:
-    """`Simulation.collectives`."""
-    rows = [_collective(number, meeting) for number, meeting in enumerate(engine.meetings.values())]
-    return pl.DataFrame(rows, infer_schema_length=None).pipe(_declared, COLLECTIVES)
 
 
 def _collective(number: int, meeting: Meeting) -> dict[str, object]:

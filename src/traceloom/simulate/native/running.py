@@ -92,7 +92,11 @@ def run(
         interval=interval,
         machine=" with ".join(names) or ("" if host_factor == 1 else "a host of another speed"),
         step=step,
-        notices=(*source.graph.notices, *cases.notices, *_flagged(after)),
+        notices=(
+            *source.graph.notices,
+            *cases.notices,
+            *(transfer_notices(after.transfers.flags) if after.transfers else ()),
+        ),
         device=cases.account,
         **checked,
     )
@@ -215,8 +219,3 @@ def _on_network(source: SimulationInput, graph: Graph, target: _Target | None, p
     if target is not None:
         transfers = transfers_on(target.machine, of.table, transfers_ns(graph, of), target.measured_on)
     return course(graph, of, transfers, plan=plan if plan.graph is graph else None, serial=source.serial)
-
-
-def _flagged(after: Course) -> tuple[Notice, ...]:
-    """What must be known of the transfers: how many of them each flag is about."""
-    return transfer_notices(after.transfers.flags) if after.transfers else ()
