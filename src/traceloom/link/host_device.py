@@ -19,8 +19,8 @@ from traceloom.model.frames import as_declared
 from traceloom.model.host_trace import HostTrace
 from traceloom.model.notice import Notice
 from traceloom.read.alignment import (
-    Line,
     SimilarStretches,
+    ThreadOps,
     align,
     device_lines,
     hashes,
@@ -251,8 +251,8 @@ class _ThreadInLane(Struct, frozen=True):
         slack: How far off that may be; 0: exactly there, one after the other.
     """
 
-    line: Line
-    lane: Line
+    line: ThreadOps
+    lane: ThreadOps
     start: Ints
     slack: int
 
@@ -269,7 +269,7 @@ class _Fit(Struct):
     ops: int = 0
 
     @classmethod
-    def of(cls, threads: list[Line], lanes: list[Line]) -> _Fit:
+    def of(cls, threads: list[ThreadOps], lanes: list[ThreadOps]) -> _Fit:
         """Choose a lane for every thread, so that as many ops as possible fit in the same iterations.
 
         The thread with most ops comes first. The ids of the host trace count ops of all threads in the order in which
@@ -338,7 +338,7 @@ class _Fit(Struct):
         return np.concatenate([nothing, *host_rows]), np.concatenate([nothing, *event_rows])
 
 
-def _places(thread: Line, lanes: list[Line]) -> dict[int, SimilarStretches]:
+def _places(thread: ThreadOps, lanes: list[ThreadOps]) -> dict[int, SimilarStretches]:
     """Lane -> where the thread's ops stand in it: exactly with the ops around them, exactly, or nearly."""
     for nested in (True, False):
         exact = {
@@ -355,10 +355,12 @@ def _places(thread: Line, lanes: list[Line]) -> dict[int, SimilarStretches]:
     return {at: candidate for at, candidate in near.items() if most and candidate.votes.max(initial=0) >= 0.8 * most}
 
 
-def _in_iteration(first: _ThreadInLane, thread: Line, lane: Line, places: SimilarStretches) -> tuple[Bools, Ints]:
+def _in_iteration(
+    first: _ThreadInLane, thread: ThreadOps, lane: ThreadOps, places: SimilarStretches
+) -> tuple[Bools, Ints]:
     """For each iteration of the first thread: whether the other has a place in it, and which."""
 
-    def times(lane: Line, at: Ints) -> Ints:
+    def times(lane: ThreadOps, at: Ints) -> Ints:
         return lane.order[np.clip(at, 0, lane.size - 1)]
 
     before = int(np.searchsorted(first.line.order, thread.order[0])) - 1

@@ -300,7 +300,7 @@ def _filled(first: Hashes, second: Hashes, in_first: Ints, in_second: Ints, *, o
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ThreadOps:
     """The ops of one thread in the order in which they began.
 
     Attributes:
@@ -337,7 +337,7 @@ def is_op(trace: Trace) -> Bools:
     return events["category"].is_in([cat.OP, cat.ANNOTATION]).to_numpy() & on_host.astype(np.bool_)
 
 
-def host_lines(host: HostTrace, codes: Ints, chosen: Bools) -> list[Line]:
+def host_lines(host: HostTrace, codes: Ints, chosen: Bools) -> list[ThreadOps]:
     """The chosen rows of the host trace by thread, the thread with most ops first."""
     ids = host.ops["id"].to_numpy()
     parent_id = host.ops["parent"].fill_null(-1).to_numpy()
@@ -349,12 +349,12 @@ def host_lines(host: HostTrace, codes: Ints, chosen: Bools) -> list[Line]:
     return _lines(thread, ids, codes, around, chosen)
 
 
-def device_lines(trace: Trace, codes: Ints, chosen: Bools) -> list[Line]:
+def device_lines(trace: Trace, codes: Ints, chosen: Bools) -> list[ThreadOps]:
     """The chosen events by lane, the lane with most of them first."""
     return [line for _, line in device_lines_by_step(trace, codes, chosen, np.zeros(chosen.size, dtype=np.int64))]
 
 
-def device_lines_by_step(trace: Trace, codes: Ints, chosen: Bools, step: Ints) -> list[tuple[int, Line]]:
+def device_lines_by_step(trace: Trace, codes: Ints, chosen: Bools, step: Ints) -> list[tuple[int, ThreadOps]]:
     """The chosen events by step (a number >= 0 for each event) and lane, the longest first.
 
     Events that begin in the same microsecond are in no certain order in the trace; their external ids count up with
@@ -370,7 +370,7 @@ def device_lines_by_step(trace: Trace, codes: Ints, chosen: Bools, step: Ints) -
 
 def _lines(  # noqa: PLR0917
     key: Ints, order: Ints, codes: Ints, around: Ints, chosen: Bools, tie: Ints | None = None
-) -> list[Line]:
+) -> list[ThreadOps]:
     rows = np.flatnonzero(chosen)
     rows = rows[np.lexsort((tie[rows] if tie is not None else rows, order[rows], key[rows]))]
     if not rows.size:
@@ -381,5 +381,5 @@ def _lines(  # noqa: PLR0917
         outer = around[row]
         name = mixed(codes[row])
         nested = name + mixed(np.where(outer >= 0, codes[outer] + 1, 0), 2)
-        lines.append(Line(int(key[row[0]]), row, order[row], hashes(name), hashes(nested)))
+        lines.append(ThreadOps(int(key[row[0]]), row, order[row], hashes(name), hashes(nested)))
     return sorted(lines, key=lambda line: -line.size)

@@ -29,7 +29,7 @@ class UnreadableSchemaError(ValueError):
     """A text is no operator schema: what was expected, and what stands there."""
 
 
-class Alias(NamedTuple):
+class MemoryAlias(NamedTuple):
     """Which memory a value may share with others.
 
     Attributes:
@@ -60,7 +60,7 @@ class ValueType:
     inner: tuple[ValueType, ...] = ()
     size: int | None = None
     optional: bool = False
-    alias: Alias | None = None
+    alias: MemoryAlias | None = None
 
     @property
     def leaf(self) -> str:
@@ -76,7 +76,7 @@ class ValueType:
         return frozenset(own).union(*(part.bases for part in self.inner))
 
     @property
-    def aliases(self) -> tuple[Alias, ...]:
+    def aliases(self) -> tuple[MemoryAlias, ...]:
         """Its own alias and those of what it holds."""
         own = () if self.alias is None else (self.alias,)
         return own + tuple(alias for part in self.inner for alias in part.aliases)
@@ -276,7 +276,7 @@ class _Scanner:
                 self.need(",")
         return tuple(inner)
 
-    def alias(self) -> Alias:
+    def alias(self) -> MemoryAlias:
         """`(a)`, `(a!)`, `(a|b -> *)`, ..."""
         self.need("(")
         sets = [self.alias_set()]
@@ -289,7 +289,7 @@ class _Scanner:
             while self.passes("|"):
                 after.append(self.alias_set())
         self.need(")")
-        return Alias(frozenset(sets), frozenset(after), write)
+        return MemoryAlias(frozenset(sets), frozenset(after), write)
 
     def alias_set(self) -> str:
         return "*" if self.passes("*") else self.word()

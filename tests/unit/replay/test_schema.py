@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.replay.schema import Alias, SchemaArgument, UnreadableSchemaError, ValueType, parse_schema
+from traceloom.replay.schema import MemoryAlias, SchemaArgument, UnreadableSchemaError, ValueType, parse_schema
 
 
 def test_a_schema_has_names_arguments_and_what_it_writes() -> None:
     add = parse_schema("aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)")
     assert (add.namespace, add.name, add.overload, add.qualified) == ("aten", "add_", "Tensor", "aten::add_.Tensor")
-    written = Alias(frozenset("a"), frozenset("a"), write=True)
+    written = MemoryAlias(frozenset("a"), frozenset("a"), write=True)
     assert add.arguments == (
         SchemaArgument("self", ValueType("Tensor", alias=written), keyword_only=False, has_default=False, default=None),
         SchemaArgument("other", ValueType("Tensor"), keyword_only=False, has_default=False, default=None),

@@ -10,7 +10,7 @@ import polars as pl
 
 from traceloom.analyze.allocations.blocks import EXISTED
 from traceloom.analyze.allocations.named import Named
-from traceloom.analyze.allocations.owners import Owners
+from traceloom.analyze.allocations.owners import BlockOwners
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.memory import SHARED
 from traceloom.analyze.phases import LOADING, OPTIMIZER, meaning
@@ -40,7 +40,7 @@ class Categories:
     evidence: Ints
 
 
-def categories(trace: Trace, named: Named, whose: Owners) -> Categories:
+def categories(trace: Trace, named: Named, whose: BlockOwners) -> Categories:
     """Tell what each block is for, from the part of the step that made it and the part that freed it.
 
     What a census knows by its owner is known; else:

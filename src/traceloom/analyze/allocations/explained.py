@@ -12,7 +12,7 @@ import polars as pl
 from traceloom.analyze.allocations.blocks import EXISTED, Blocks
 from traceloom.analyze.allocations.categories import Categories, categories
 from traceloom.analyze.allocations.named import Named, named
-from traceloom.analyze.allocations.owners import Owners, owners
+from traceloom.analyze.allocations.owners import BlockOwners, owners
 from traceloom.analyze.allocations.partitions import Partition, partition, stack_partition
 from traceloom.analyze.allocations.table import Stacks
 from traceloom.array_types import Ints
@@ -47,7 +47,7 @@ class Explained:
     trace: Trace
     named: Named
     kinds: Categories
-    whose: Owners
+    whose: BlockOwners
     stacks: pl.Series | None = None
     lines: pl.Series | None = None
     _divided: dict[tuple[str, int | None], Partition] = field(default_factory=dict, repr=False, compare=False)

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.allocations.named import Named
-from traceloom.analyze.allocations.owners import Owners
+from traceloom.analyze.allocations.owners import BlockOwners
 from traceloom.array_types import Bools, Ints
 from traceloom.model.frames import schema
 
@@ -18,13 +18,13 @@ OWNED = {
 TREE = schema("node parent depth name path bytes self_bytes block_count fraction")
 
 
-def scope_tree(named: Named, chosen: Bools, unseen_bytes: int, whose: Owners) -> pl.DataFrame:
+def scope_tree(named: Named, chosen: Bools, unseen_bytes: int, whose: BlockOwners) -> pl.DataFrame:
     """The chosen blocks by scope, then op, as a tree; parents stand before children, the largest child first.
 
     Args:
         named: Blocks with names.
         chosen: Which of them.
-        whose: Owners: blocks from before that a census knows stand under their owner's name.
+        whose: BlockOwners: blocks from before that a census knows stand under their owner's name.
         unseen_bytes: What the allocator's total holds beyond all blocks: memory from before the recording.
 
     Returns:

@@ -14,7 +14,7 @@ from traceloom.model import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Owners:
+class BlockOwners:
     """What the censuses say.
 
     Attributes:
@@ -31,7 +31,7 @@ class Owners:
     gone: Ints
 
 
-def owners(trace: Trace, blocks: Blocks) -> Owners:
+def owners(trace: Trace, blocks: Blocks) -> BlockOwners:
     """Find the owners: a block from before is known by the first census, one alive at the end by the last, by address.
 
     The last one also shows what became of blocks from before.
@@ -40,7 +40,7 @@ def owners(trace: Trace, blocks: Blocks) -> Owners:
     table = pl.concat([first, last]) if last.height else first
     of, none = blocks.owner.copy(), np.zeros(0, dtype=np.int64)
     if not last.height:
-        return Owners(table.select(list(CENSUS)), of, none, none)
+        return BlockOwners(table.select(list(CENSUS)), of, none, none)
     alive = np.flatnonzero(blocks.ended >= trace.allocations.height)
     kinds = pl.Series([pool.device_type.removesuffix("-shared") for pool in blocks.pools], dtype=pl.String)
     alive_blocks = pl.DataFrame(
@@ -57,4 +57,4 @@ def owners(trace: Trace, blocks: Blocks) -> Owners:
     counted = alive[blocks.owner[alive] >= 0]
     whole = listed.height == last.height  # small ones may be added up in a row without an address
     gone = counted[(of[counted] < first.height) & (blocks.address[counted] != 0)] if whole else none
-    return Owners(table.select(list(CENSUS)), of, unseen["row"].cast(pl.Int64).to_numpy(), gone)
+    return BlockOwners(table.select(list(CENSUS)), of, unseen["row"].cast(pl.Int64).to_numpy(), gone)

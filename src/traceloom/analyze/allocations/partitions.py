@@ -10,7 +10,7 @@ import polars as pl
 
 from traceloom.analyze.allocations.categories import CATEGORIES, Categories
 from traceloom.analyze.allocations.named import Named
-from traceloom.analyze.allocations.owners import Owners
+from traceloom.analyze.allocations.owners import BlockOwners
 from traceloom.analyze.allocations.table import Stacks
 from traceloom.analyze.ancestry import forest
 from traceloom.array_types import Ints
@@ -31,7 +31,7 @@ Partition = tuple[list[str], Ints]
 
 
 def partition(
-    by: str, trace: Trace, named: Named, kinds: Categories, whose: Owners, *, depth: int | None = None
+    by: str, trace: Trace, named: Named, kinds: Categories, whose: BlockOwners, *, depth: int | None = None
 ) -> Partition:
     """Divide the blocks.
 

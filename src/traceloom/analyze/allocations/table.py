@@ -10,7 +10,7 @@ import polars as pl
 from traceloom.analyze.allocations.blocks import ALIVE, EXISTED
 from traceloom.analyze.allocations.categories import CATEGORIES, EVIDENCE, Categories
 from traceloom.analyze.allocations.named import Named
-from traceloom.analyze.allocations.owners import Owners
+from traceloom.analyze.allocations.owners import BlockOwners
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Ints
@@ -28,7 +28,7 @@ LONG = schema(
 _FRAME = " < "
 
 
-def names(named: Named, whose: Owners, rows: np.ndarray, *, sites: bool = False) -> pl.Series:
+def names(named: Named, whose: BlockOwners, rows: np.ndarray, *, sites: bool = False) -> pl.Series:
     """Names of some blocks; those from before the recording are called by their owner, where a census knows it."""
     plain = named.names(rows, sites=sites)
     early = named.blocks.made[rows] < 0
@@ -45,7 +45,7 @@ def slices(
     trace: Trace,
     named: Named,
     kinds: Categories,
-    whose: Owners,
+    whose: BlockOwners,
     stacks: Callable[[Ints], pl.Series] | None = None,
     *,
     whole: bool,

@@ -60,7 +60,7 @@ def apportioned(totals: Ints, count: int) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class MatchedDevice:
     """The device account, matched and rounded.
 
     Attributes:
@@ -74,7 +74,7 @@ class Device:
     waiting: pl.DataFrame
 
 
-def device(base: Side, new: Side) -> Device:
+def device(base: Side, new: Side) -> MatchedDevice:
     """Match GPU work place by place, and round all of it at once so that it adds up to the step."""
     # Both sides' GPU work: first what has the same name and order at a place, then what is left in its order
     sides = {
@@ -114,10 +114,10 @@ def device(base: Side, new: Side) -> Device:
         rounded = apportioned(totals, side.device_steps)
         kernels = kernels.with_columns(pl.Series(f"{name}_ns", rounded[: kernels.height]))
         waiting = waiting.with_columns(pl.Series(f"{name}_ns", rounded[kernels.height :]))
-    return Device(kernels.drop("base_total", "new_total"), waiting.select("cause", "base_ns", "new_ns"))
+    return MatchedDevice(kernels.drop("base_total", "new_total"), waiting.select("cause", "base_ns", "new_ns"))
 
 
-def breakdown(device: Device) -> pl.DataFrame:
+def breakdown(device: MatchedDevice) -> pl.DataFrame:
     """Busy time by kind and idle time by cause; adds up to the step on both sides."""
     words = {
         "compute": "kernels that compute",
@@ -184,7 +184,7 @@ def grouped(union: Union, words: Words, base: Ints, new: Ints) -> PlaceGroups:
     )
 
 
-def kernels(device: Device, places: PlaceGroups, words: Words, base: Side, new: Side) -> pl.DataFrame:
+def kernels(device: MatchedDevice, places: PlaceGroups, words: Words, base: Side, new: Side) -> pl.DataFrame:
     """GPU work by path and by the names it has on both sides; the largest differences first."""
     text = pl.Series(list(words.names), dtype=pl.String)
     rows = device.kernels.with_columns(pl.Series("group", places.group[device.kernels["place"].to_numpy()]))
@@ -236,7 +236,7 @@ def _status(
     )  # fmt: skip
 
 
-def by_place(device: Device, size: int, base: Side, new: Side) -> pl.DataFrame:
+def by_place(device: MatchedDevice, size: int, base: Side, new: Side) -> pl.DataFrame:
     """How often each place of the union is reached, and what it costs itself; the last row is what no operator did.
 
     What a place launched is compared whenever it ran: a host that runs ahead has the device do it after its step.

@@ -30,7 +30,7 @@ class PageSection:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PageView:
     """Sections that are about the same thing: one is open at a time."""
 
     title: str
@@ -56,7 +56,7 @@ class View:
         return shown + nothing
 
 
-def views(sections: Iterable[PageSection]) -> list[View]:
+def views(sections: Iterable[PageSection]) -> list[PageView]:
     """The views that have sections; the sections that no view names come before the last view.
 
     Args:
@@ -70,11 +70,11 @@ def views(sections: Iterable[PageSection]) -> list[View]:
         members = [by_key[key] for key in keys if key in by_key]
         if members:
             empty = [section for section in members if missing(section.body)]
-            out.append(View(title, [section for section in members if section not in empty], empty))
+            out.append(PageView(title, [section for section in members if section not in empty], empty))
     return out
 
 
-def links(pages: Iterable[View]) -> str:
+def links(pages: Iterable[PageView]) -> str:
     """The side bar: the views; below the open one its sections."""
     out = []
     for view in pages:
@@ -87,7 +87,7 @@ def links(pages: Iterable[View]) -> str:
     return "".join(out)
 
 
-def templates(pages: Iterable[View]) -> str:
+def templates(pages: Iterable[PageView]) -> str:
     """The views that are made when they are first opened."""
     return "\n".join(
         f'<template data-view="{view.key}"><h1 class="view-title">{view.title}</h1>{view.body}</template>'
@@ -95,7 +95,7 @@ def templates(pages: Iterable[View]) -> str:
     )
 
 
-def in_short(pages: Iterable[View]) -> str:
+def in_short(pages: Iterable[PageView]) -> str:
     """The main figure of every section of these views, with the way to it."""
     out = []
     for view in pages:
