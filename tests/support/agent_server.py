@@ -77,6 +77,7 @@ class SmallAgent:
     def __init__(self, config: Config | None = None, board: Board | None = None) -> None:
         self.config = config or Config()
         self.board = board or full_board()
+        self.acted: list[tuple[str, int | None, str, bool]] = []
         self.told: list[tuple[int, int, StepsBody]] = []
         self.requests: list[tuple[str, int]] = []
         self.questions: list[Question] = []
@@ -115,6 +116,9 @@ class SmallAgent:
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         self.told.append((pid, uid, body))
+
+    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool) -> None:
+        self.acted.append((who, pid, route, allowed))
 
     def asked(self, route: str, code: int) -> None:
         self.requests.append((route, code))

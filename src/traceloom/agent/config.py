@@ -20,6 +20,9 @@ else:
     import tomli as tomllib
 
 
+SYSTEM_SOCKET = Path("/run/traceloom/agent.sock")
+
+
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the file."""
 
@@ -204,6 +207,13 @@ def locations(config: Config) -> Locations:
         Path(config.paths.audit or log / "audit.jsonl"),
         run / "kineto",
     )
+
+
+def usual_path() -> Path:
+    """Where `agent.toml` is looked for when none is named."""
+    if os.geteuid() == 0:
+        return Path("/etc/traceloom/agent.toml")
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "traceloom", "agent.toml")
 
 
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:]+)\]|(?P<name>[^:\[\]]+)):(?P<port>\d{1,5})")

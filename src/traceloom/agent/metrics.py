@@ -84,7 +84,7 @@ _DECLARED = (
     # The host
     Metric("host_info", "info", "", "The host: 1, with what it is.", ("host", "boot", "kernel", "machine", "agent")),
     Metric("host_cpu_seconds_total", "counter", "seconds", "Time of all processors by mode.", ("mode",), "system.cpu.time", "s", (("mode", "cpu.mode"),)),
-    Metric("host_load_ratio", "gauge", "ratio", "Runnable tasks of the last minute per processor.", (), "system.cpu.load_average.1m", "{run_queue_item}"),
+    Metric("host_load_ratio", "gauge", "ratio", "Runnable tasks of the last minute per processor.", (), "traceloom.host.load", "1"),
     Metric("host_memory_bytes", "gauge", "bytes", "Memory by state; used, free, cached and buffers add up to all of it.", ("state",), "system.memory.usage", "By", (("state", "system.memory.state"),)),
     Metric("host_swap_bytes", "gauge", "bytes", "Swap by state.", ("state",), "system.paging.usage", "By", (("state", "system.paging.state"),)),
     Metric("host_pressure_seconds_total", "counter", "seconds", "Time in which some or all tasks waited for a resource (PSI).", ("resource", "share"), "traceloom.host.pressure", "s", (("resource", "traceloom.resource"), ("share", "traceloom.share"))),
@@ -100,7 +100,7 @@ _DECLARED = (
     Metric("rdma_packets_total", "counter", "", "Packets through a port of an RDMA device.", ("device", "port", "direction"), "traceloom.rdma.packets", "{packet}", (("device", "hw.id"), ("port", "traceloom.port"), ("direction", "network.io.direction"))),
     Metric("rdma_errors_total", "counter", "", "Errors, discards and congestion marks of a port of an RDMA device.", ("device", "port", "type"), "hw.errors", "{error}", (("device", "hw.id"), ("port", "traceloom.port"), ("type", "error.type"))),
     Metric("rdma_port_up", "gauge", "", "1 where the link of a port of an RDMA device is active.", ("device", "port"), "hw.status", "1", (("device", "hw.id"), ("port", "traceloom.port")), constants=_OK),
-    Metric("oom_kills_total", "counter", "", 'Processes killed for want of memory, of the host (cgroup "") or of a cgroup.', ("cgroup",), "system.linux.memory.oom_kills", "{kill}", (("cgroup", "traceloom.cgroup"),)),
+    Metric("oom_kills_total", "counter", "", 'Processes killed for want of memory, of the host (cgroup "") or of a cgroup.', ("cgroup",), "traceloom.oom_kills", "{kill}", (("cgroup", "traceloom.cgroup"),)),
     # Control groups of jobs
     Metric("cgroup_cpu_seconds_total", "counter", "seconds", "Processor time of a cgroup by mode.", ("cgroup", "mode"), "container.cpu.time", "s", (("cgroup", "traceloom.cgroup"), ("mode", "cpu.mode"))),
     Metric("cgroup_throttled_seconds_total", "counter", "seconds", "Time in which the processor quota of a cgroup was used up.", ("cgroup",), "traceloom.cgroup.throttled", "s", (("cgroup", "traceloom.cgroup"),)),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
+from traceloom.agent.config import Config
 from traceloom.agent.metrics import Histogram, Reading
 
 
@@ -24,3 +27,48 @@ class Collector(Protocol):
 
     def trouble(self) -> list[str]:
         """What of it does not work here: sentences for the doctor, each with what would help."""
+
+
+class HostCollector:
+    """A collector that reads the kernel's files: where they are, and how often it runs.
+
+    `view` is the directory of the process whose mounts and network are meant: our own, or the host's first process
+    where the host's /proc is mounted elsewhere than at /proc (in a container).
+    """
+
+    name: str
+
+    def __init__(self, config: Config) -> None:
+        self.period_s = config.collect.periods.get(self.name, config.collect.period)
+        self.timeout_s = config.collect.timeout
+        self.proc = Path(config.collect.proc)
+        self.sys = Path(config.collect.sys)
+        self.view = self.proc / ("self" if config.collect.proc == "/proc" else "1")
+
+
+def read(path: str | os.PathLike[str], most: int = 1 << 20) -> bytes:
+    """The first `most` bytes of a file of the kernel, which gives less than was asked for per call.
+
+    Raises:
+        OSError: It is not there, is not ours to read, or its process ended.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = []
+        while most > 0 and (part := os.read(descriptor, min(most, 1 << 18))):
+            parts.append(part)
+            most -= len(part)
+    finally:
+        os.close(descriptor)
+    return b"".join(parts)
+
+
+def host_collectors(config: Config) -> list[Collector]:
+    """All that look at the host itself; that of processes is made where owners are known."""
+    from traceloom.agent.collect.cpu import Cpu
+    from traceloom.agent.collect.disks import Disks
+    from traceloom.agent.collect.memory import Memory
+    from traceloom.agent.collect.network import Network, Rdma
+    from traceloom.agent.collect.pressure import Pressure
+
+    return [Cpu(config), Memory(config), Pressure(config), Disks(config), Network(config), Rdma(config)]

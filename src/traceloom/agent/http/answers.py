@@ -125,6 +125,7 @@ class DeviceAnswer(Answer, frozen=True):
     memory_bytes: int | None
     multiprocessors: int | None
     highest_clock_hz: float | None
+    owner: dict[str, str]  # as its exporter says; for those who see all
     stale: str
     processes: list[str]
     jobs: list[str]
@@ -279,6 +280,7 @@ class QueryParameters(Answer, frozen=True, forbid_unknown_fields=True):
     until: str = ""
     by: str = ""
     where: str = ""
+    raw: bool = False
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,6 +292,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     by: tuple[str, ...]
     where: dict[str, str]
     shows: Callable[[Series], bool]
+    raw: bool = False
 
 
 class Answers(Protocol):
@@ -320,6 +323,9 @@ class Answers(Protocol):
         Raises:
             RequestError: There is no such process that matters, or it is another user's.
         """
+
+    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool) -> None:
+        """Somebody asks for something that changes something: for the audit log."""
 
     def asked(self, route: str, code: int) -> None:
         """Count a request."""

@@ -89,6 +89,8 @@ def build_app(agent: Answers) -> ASGIApp:
     def endpoint(route: Route) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             asked = Asked(agent, request)
+            if route.acts:
+                agent.acts(asked.peer.name, asked.peer.pid, route.path, allowed=asked.peer.acts)
             if route.acts and not asked.peer.acts:
                 raise RequestError(
                     403,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from traceloom.agent import query
 from traceloom.agent.http import answers as forms
 from traceloom.agent.http.answers import Answer, Answers, RequestError, ValueAnswer
 from traceloom.agent.http.limits import body_of
@@ -104,7 +105,7 @@ async def _devices(asked: Asked) -> forms.DevicesAnswer:
     return forms.DevicesAnswer(
         devices=[
             forms.DeviceAnswer(
-                **msgspec.structs.asdict(device),
+                **msgspec.structs.asdict(device) | ({} if asked.peer.sees == "all" else {"owner": {}}),
                 values=values[uuid],
                 processes=[key for key, process in view.processes.items() if uuid in process.devices],
                 jobs=sorted({p.owner.job for p in view.processes.values() if uuid in p.devices and p.owner.job}),
@@ -188,7 +189,7 @@ def moment(text: str, now_ns: int) -> int:
 
 async def _query(asked: Asked) -> forms.QueryAnswer:
     try:
-        wanted = msgspec.convert(dict(asked.request.query_params), forms.QueryParameters)
+        wanted = msgspec.convert(dict(asked.request.query_params), forms.QueryParameters, strict=False)
     except msgspec.ValidationError as error:
         raise _wrong(str(error)) from error
     name = wanted.metric.removeprefix(PREFIX)
@@ -211,6 +212,7 @@ async def _query(asked: Asked) -> forms.QueryAnswer:
         by=tuple(filter(None, wanted.by.split(","))),
         where={label: value for label, _, value in pairs},
         shows=asked.view.shows,
+        raw=wanted.raw,
     )
     series = list(await asked.agent.query(question))
     points = sum(len(one_series.values) for one_series in series)
@@ -224,7 +226,7 @@ async def _query(asked: Asked) -> forms.QueryAnswer:
     return forms.QueryAnswer(
         metric=metric.full_name,
         kind=metric.kind,
-        unit=metric.unit,
+        unit=query.unit(name, raw=wanted.raw),
         since_ns=question.since_ns,
         until_ns=question.until_ns,
         series=series,

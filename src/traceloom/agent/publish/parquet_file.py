@@ -28,7 +28,7 @@ def write_hour(spool: Path, target: Path) -> None:
     try:
         frame = pl.read_ndjson(data, schema=schema)
     except pl.exceptions.ComputeError:
-        frame = pl.read_ndjson(b"\n".join(filter(_is_whole, data.split(b"\n"))), schema=schema)
+        frame = pl.read_ndjson(b"\n".join([line for line in data.split(b"\n") if _is_whole(line)]), schema=schema)
     frame = frame.unnest("labels").with_columns(pl.col("time").str.to_datetime("%+", time_unit="ms", time_zone="UTC"))
     half = target.with_name(f".{target.name}.half")
     frame.sort("metric", "time").select("time", "host", "metric", *labels, "value").write_parquet(half)

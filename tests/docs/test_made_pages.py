@@ -1,4 +1,4 @@
-"""The page about the command line says what the parsers say."""
+"""Pages that are made of the code say what the code says."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_page_about_the_command_line_is_up_to_date() -> None:
-    script = ROOT / "scripts" / "command_line_page.py"
+@pytest.mark.parametrize("name", ["agent_http_page", "agent_metrics_page", "command_line_page"])
+def test_the_page_is_up_to_date(name: str) -> None:
+    script = ROOT / "scripts" / f"{name}.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")

@@ -1,0 +1,58 @@
+"""Who changed something, or was refused: one line of JSON each, only ever appended.
+
+A full or read-only disk never stops the agent: what could not be written is counted, and said by the doctor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+MOST_BYTES = 64 << 20  # then the file is put aside under the time of its end, never cut
+
+
+class AuditLog:
+    """Appends to the file; blocks, so it is called in a thread.
+
+    Args:
+        path: The file; its directory is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0
+        self.trouble = ""  # why the last line could not be written; "" where it was
+
+    def write(self, who: str, what: str, result: str, **details: object) -> None:
+        """Add a line.
+
+        Args:
+            who: As `uid 1000` or `token prometheus`.
+            what: What was asked for.
+            result: `done`, or the slug of the refusal.
+            details: What else is worth knowing, as pid or target.
+        """
+        entry = {"at_ns": time.time_ns(), "who": who, "what": what, "result": result, **details}
+        line = msgspec.json.encode(entry, enc_hook=str) + b"\n"  # JSON escapes what could end a line
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # One write to a file opened for appending: lines of several threads never mix.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self.path, flags, 0o640)
+            try:
+                size = os.fstat(descriptor).st_size
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+            self.trouble = ""
+        except OSError as error:
+            self.lost += 1
+            self.trouble = f"{self.path}: {(error.strerror or str(error)).lower()}"
+            return
+        if size > MOST_BYTES:
+            with contextlib.suppress(OSError):  # tried again with the next line
+                self.path.rename(self.path.with_name(f"{self.path.name}.{time.time_ns()}"))

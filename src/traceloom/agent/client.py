@@ -1,0 +1,87 @@
+"""Asking the agent of this host, over its unix socket."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from traceloom.errors import InputError
+
+
+class Client:
+    """Asks an agent; one connection per question.
+
+    Args:
+        path: Its socket.
+        timeout_s: How long an answer may take.
+    """
+
+    def __init__(self, path: Path, timeout_s: float = 10.0) -> None:
+        self.path = path
+        self.timeout_s = timeout_s
+
+    def get(self, route: str, **parameters: str) -> Any:
+        """What is at a route, as `status`.
+
+        Raises:
+            InputError: `no-agent`: nobody listens; the agent's own slug where it says no;
+                `agent-unclear`: what comes is no answer of an agent.
+        """
+        return self._ask("GET", route, parameters, None)
+
+    def post(self, route: str, body: Mapping[str, Any]) -> Any:
+        """Tell it something; errors as of `get`."""
+        return self._ask("POST", route, {}, json.dumps(body).encode())
+
+    def _ask(self, method: str, route: str, parameters: Mapping[str, str], body: bytes | None) -> Any:
+        connection = _UnixConnection(self.path, self.timeout_s)
+        query = f"?{urlencode(parameters)}" if parameters else ""
+        try:
+            headers = {"Content-Type": "application/json"} if body else {}
+            connection.request(method, f"/api/v1/{route}{query}", body, headers)
+            response = connection.getresponse()
+            text = response.read()
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise InputError(
+                "no agent runs here", slug="no-agent", where=str(self.path),
+                hint="start one with `traceloom agent run`, or name its socket with --socket",
+            ) from error  # fmt: skip
+        except PermissionError as error:
+            raise InputError("the agent's socket is not yours to use", slug="no-agent", where=str(self.path)) from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise InputError(f"the agent does not answer: {reason}", slug="no-agent", where=str(self.path)) from error
+        finally:
+            connection.close()
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            raise InputError(
+                "what listens there answers as no agent does", slug="agent-unclear", where=str(self.path)
+            ) from error
+        if response.status >= 400:
+            problem = answer.get("error") if isinstance(answer, dict) else None
+            if not isinstance(problem, dict) or "slug" not in problem:
+                raise InputError(
+                    f"the agent refuses with {response.status} and gives no reason that is understood here",
+                    slug="agent-unclear", where=str(self.path),
+                )  # fmt: skip
+            message, hint = str(problem.get("message", "the agent refuses")), str(problem.get("hint", ""))
+            raise InputError(message, slug=str(problem["slug"]), hint=hint)
+        return answer
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))

@@ -1,0 +1,315 @@
+"""The agent itself: puts its parts together, and answers for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from traceloom import __version__
+from traceloom.agent import doctor as checks
+from traceloom.agent import query
+from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.audit import AuditLog
+from traceloom.agent.board import Board
+from traceloom.agent.collect import Collector, host_collectors
+from traceloom.agent.config import Config, Locations, host_and_port
+from traceloom.agent.dyno_rpc import DynoRpc
+from traceloom.agent.guard import Guard
+from traceloom.agent.history import History, Points, joined
+from traceloom.agent.http.answers import (
+    Check,
+    CollectorAnswer,
+    Question,
+    RequestError,
+    SeriesAnswer,
+    StatusAnswer,
+    StepsBody,
+)
+from traceloom.agent.http.app import build_app
+from traceloom.agent.http.server import serve
+from traceloom.agent.metrics import Histogram, Reading
+from traceloom.agent.processes import OwnedProcesses, jobs_now
+from traceloom.agent.publish import Publisher, publishers
+from traceloom.agent.scheduler import Scheduler
+from traceloom.agent.steps import Steps
+from traceloom.agent.topline import Topline, element_types
+from traceloom.errors import TraceloomError
+
+LOG = logging.getLogger("traceloom.agent")
+_FORGET_S = 600.0
+_MOST_REPORTING = 4096  # processes that are looked at because they report steps
+
+
+class Agent:
+    """The agent of a host, or of a user. It lives in one asyncio loop; everything of it is called there.
+
+    Args:
+        config: What it is told.
+        locations: Where its files are.
+
+    Raises:
+        InputError: The history is of a later version.
+    """
+
+    def __init__(self, config: Config, locations: Locations) -> None:
+        self.config = config
+        self.locations = locations
+        self.board = Board()
+        self.history = History(locations.history, config.history)
+        self.audit = AuditLog(locations.audit)
+        self.accelerators = AcceleratorCollector(config)
+        self.processes = OwnedProcesses(config, self.accelerators)
+        collectors: list[Collector] = [*host_collectors(config), self.accelerators, self.processes]
+        chosen = [collector for collector in collectors if collector.name not in config.collect.off]
+        self.scheduler = Scheduler(self.board, chosen, self._delivered)
+        self.topline = Topline(config.accelerators.reference)
+        self.step_counts = Steps()
+        self.publishers: list[Publisher] = publishers(config)
+        self.boot_id = _boot_id(config)
+        self._requests: Counter[tuple[str, str]] = Counter()
+        self._writing = ThreadPoolExecutor(1, "history")
+        self._reading = ThreadPoolExecutor(2, "query")
+        self._stop = asyncio.Event()
+        self._ticked_ns = time.time_ns()
+
+    async def run(self, ready: Callable[[], Awaitable[None] | None] = lambda: None) -> None:
+        """Run until `stop` or a signal; `ready` is called when everything listens.
+
+        Raises:
+            TraceloomError: An address or a socket cannot be had, or the configuration is not safe.
+        """
+        loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
+        async with contextlib.AsyncExitStack() as stack:
+            guard = Guard()
+            stack.callback(guard.close)
+            server = await serve(build_app(self), self.config, self.locations)
+            stack.push_async_callback(server.close)
+            guard.watch(self.locations.socket)
+            if self.config.dynolog.address:
+                rpc = DynoRpc(self, *host_and_port(self.config.dynolog.address))
+                await rpc.start()
+                stack.push_async_callback(rpc.close)
+            for publisher in self.publishers:
+                publisher.start()
+                publishing = asyncio.create_task(self._publish(publisher), name=f"publish {publisher.name}")
+                stack.callback(publisher.close)
+                stack.callback(publishing.cancel)
+            stack.callback(self.accelerators.close)
+            stack.callback(self.history.close)
+            stack.callback(self._writing.shutdown)
+            self.scheduler.start()
+            stack.push_async_callback(self.scheduler.stop)
+            LOG.info("listens at %s", self.locations.socket)
+            waiting = ready()
+            if waiting is not None:
+                await waiting
+            await self._tick_until_stopped(guard)
+
+    def stop(self) -> None:
+        """End in order."""
+        self._stop.set()
+
+    # What the HTTP interface and the RPC ask.
+
+    def status(self) -> StatusAnswer:
+        """How the agent fares."""
+        collectors = [
+            CollectorAnswer(
+                name=state.name, period_seconds=state.period_s, ran_ns=state.ran_ns or None, seconds=state.seconds,
+                runs=state.runs, failures=dict(state.failures), trouble=state.trouble,
+            )
+            for state in self.board.collectors.values()
+        ]  # fmt: skip
+        return StatusAnswer(
+            version=__version__, host=self.config.host_name, boot_id=self.boot_id, pid=os.getpid(), uid=os.geteuid(),
+            started_ns=self.board.started_ns, now_ns=time.time_ns(),
+            series=sum(len(sheet.values) + len(sheet.histograms) for sheet in self.board.sheets.values()),
+            devices=len(self.board.devices),
+            stale_devices=len([uuid for uuid, device in self.board.devices.items() if device.stale]),
+            processes=len(self.board.processes), collectors=collectors,
+            history={"bytes": float(self.history.bytes()), "lost_ticks": float(sum(self.history.lost.values()))},
+            publishers={publisher.name: publisher.trouble for publisher in self.publishers},
+        )  # fmt: skip
+
+    async def doctor(self) -> list[Check]:
+        """What works here and what does not."""
+        return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.of_agent(self))
+
+    async def query(self, question: Question) -> Sequence[SeriesAnswer]:
+        """What was.
+
+        Raises:
+            RequestError: The metric has no such label.
+        """
+        metric = query.plain_name(question.metric)
+        histories: dict[str, list[Points]] = {}
+        for name in {metric, *query.ATTRIBUTION}:
+            points = self.history.recent(name, question.since_ns, question.until_ns)
+            histories[name] = [series for series in points if question.shows((name, series.labels))]
+        loop = asyncio.get_running_loop()
+        if question.since_ns < self.history.recent_from_ns():
+            for name in query.needed(metric, (*question.by, *question.where)):
+                older = await loop.run_in_executor(
+                    self._reading, self.history.query, name, question.since_ns, question.until_ns
+                )
+                older = [series for series in older if question.shows((name, series.labels))]
+                histories[name] = joined(older, histories[name])
+        try:
+            curves = query.answer(
+                metric, lambda name: histories[name], by=question.by, where=question.where, raw=question.raw
+            )
+        except TraceloomError as error:
+            raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+        return [SeriesAnswer(labels=of, times_ns=times_ns, values=values) for of, times_ns, values in curves]
+
+    async def pause(self, seconds: float) -> list[str]:
+        """Let go of the hardware counters for so long; the back ends that did."""
+        loop = asyncio.get_running_loop()
+        paused = await loop.run_in_executor(None, self.accelerators.pause, seconds)
+        return [back_end.name for back_end in self.accelerators.back_ends] if paused else []
+
+    async def resume(self) -> bool:
+        """Take the hardware counters again; whether any had been let go."""
+        return bool(await asyncio.get_running_loop().run_in_executor(None, self.accelerators.resume))
+
+    def steps(self, pid: int, uid: int, body: StepsBody) -> None:
+        """Steps that a process reports."""
+        process = next((row for row in self.board.processes.values() if row.pid == pid), None)
+        if process is None:  # it has begun since processes were looked at; its next report counts
+            if len(self.processes.reporting) < _MOST_REPORTING:
+                self.processes.reporting = self.processes.reporting | {pid}
+            return
+        if process.uid != uid:
+            raise RequestError(403, "this process is another user's", slug="not-allowed")
+        owner = process.owner
+        rank = owner.rank if owner.rank is not None else body.rank
+        self.step_counts.report(process.key, owner.job, rank, body.steps, body.loader_wait_seconds)
+
+    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool) -> None:
+        """Note in the audit log who changes something, or was refused."""
+        result = "done" if allowed else "not-allowed"
+        self._writing.submit(self.audit.write, who, route, result, pid=pid)
+
+    def asked(self, route: str, code: int) -> None:
+        """Count a request."""
+        self._requests[route, str(code)] += 1
+
+    # Inside.
+
+    def _delivered(self, collector: Collector) -> None:
+        if collector is self.accelerators:
+            self.board.devices = self.accelerators.devices
+            self.board.device_processes = self.accelerators.device_processes
+            self.board.events = list(self.accelerators.events)
+        elif collector is self.processes:
+            self.step_counts.forget(set(self.processes.owned))
+            self.board.processes = {
+                key: msgspec.structs.replace(process, steps_per_second=self.step_counts.per_second(key))
+                for key, process in self.processes.owned.items()
+            }
+
+    async def _tick_until_stopped(self, guard: Guard) -> None:
+        loop = asyncio.get_running_loop()
+        interval = self.config.history.interval
+        next_tick = time.monotonic() + interval
+        next_forget = time.monotonic() + _FORGET_S
+        busy: asyncio.Future[None] | None = None
+        while not self._stop.is_set():
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), 1.0)
+            self.history.keep(self.board, time.time_ns())
+            now = time.monotonic()
+            if now < next_tick and not self._stop.is_set():
+                continue
+            next_tick = max(next_tick + interval, now)
+            self._sum_up()
+            if not guard.check():
+                LOG.warning("the guard had ended; another one watches the socket")
+            at_ns, values = time.time_ns(), [(series, value) for series, value, _ in self.board.values()]
+            if busy is None or busy.done():
+                busy = loop.run_in_executor(self._writing, self.history.write, at_ns, values)
+            else:
+                self.history.lost["slow-disk"] = self.history.lost.get("slow-disk", 0) + 1
+            if now >= next_forget:
+                next_forget = now + _FORGET_S
+                loop.run_in_executor(self._writing, self.history.forget, time.time_ns())
+        if busy is not None:
+            await asyncio.wait_for(asyncio.shield(busy), 5.0)
+
+    async def _publish(self, publisher: Publisher) -> None:
+        """Hand on a copy of the board at the publisher's pace; a slow one falls behind alone."""
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, f"publish-{publisher.name}")
+        try:
+            while True:
+                await asyncio.sleep(publisher.period_s)
+                await loop.run_in_executor(thread, publisher.put, self.board.copy())
+        finally:
+            thread.shutdown(wait=False)
+
+    def _sum_up(self) -> None:
+        """What follows from the board as a whole: jobs, steps, the agent itself."""
+        now_ns = time.time_ns()
+        interval_s, self._ticked_ns = (now_ns - self._ticked_ns) / 1e9, now_ns
+        lost = self.history.lost
+        self.board.put("steps", self.step_counts.readings(), now_ns)
+        jobs = jobs_now(self.board.processes.values(), self.step_counts)
+        self.accelerators.element_types = element_types(jobs)
+        self.board.put("jobs", self.topline.readings(self.board, interval_s, self.processes.shares, jobs), now_ns)
+        used, system = resource.getrusage(resource.RUSAGE_SELF), os.uname()
+        readings: list[Reading | Histogram] = [
+            Reading(
+                "host_info",
+                (self.config.host_name, self.boot_id, system.release, system.machine, __version__),
+                1.0,
+            ),
+            Reading("agent_cpu_seconds_total", (), used.ru_utime + used.ru_stime),
+            Reading("agent_memory_bytes", (), float(_resident_bytes())),
+            Reading("agent_series", (), float(sum(len(sheet.values) for sheet in self.board.sheets.values()))),
+            *self.scheduler.readings(),
+            *(Reading("agent_history_lost_total", (reason,), float(ticks)) for reason, ticks in lost.items()),
+            *(Reading("agent_requests_total", labels, float(number)) for labels, number in self._requests.items()),
+            *(
+                Reading("agent_export_failures_total", (publisher.name,), float(publisher.failures))
+                for publisher in self.publishers
+            ),
+        ]  # fmt: skip
+        if self.history.path is not None:
+            readings.append(Reading("agent_history_bytes", (), float(self.history.bytes())))
+        self.board.put("agent", readings, now_ns)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def _boot_id(config: Config) -> str:
+    with contextlib.suppress(OSError):
+        return Path(config.collect.proc, "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def notify_ready() -> None:
+    """Say to systemd that the agent is ready, where systemd has asked to be told."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
+        datagrams.connect("\0" + address[1:] if address.startswith("@") else address)
+        datagrams.send(b"READY=1")

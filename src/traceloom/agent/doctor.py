@@ -1,0 +1,163 @@
+"""What works on this host, what does not, why, and what would help. Nothing is changed by looking."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from traceloom.agent.collect import Collector
+from traceloom.agent.config import Config, Locations
+from traceloom.agent.http.answers import Check
+from traceloom.agent.owners import Process
+from traceloom.agent.processes import OwnedProcesses
+
+_EXTRAS = (
+    ("otlp", "opentelemetry.sdk", "metrics by OTLP"),
+    ("kubernetes", "grpc", "pods of devices, from the kubelet"),
+)
+
+
+def examine(
+    config: Config,
+    locations: Locations,
+    collectors: Sequence[Collector],
+    owned: OwnedProcesses,
+    trouble: dict[str, str],
+) -> list[Check]:
+    """Look at everything; blocks for as long as a file of the kernel may.
+
+    Args:
+        config: The agent's.
+        locations: Where its files are to be.
+        collectors: All of them.
+        owned: The processes that run now, and whose they are.
+        trouble: Collector -> why its last run gave nothing; "" where it did.
+    """
+    result = [_rights(config)]
+    for collector in collectors:
+        sentences = list(dict.fromkeys(collector.trouble()))
+        broken = trouble.get(collector.name, "")
+        if collector.name in config.collect.off:
+            result.append(
+                Check(area="collect", name=collector.name, works="no", why="it is switched off", help="collect.off")
+            )
+        elif broken or sentences:
+            if broken:
+                result.append(Check(area="collect", name=collector.name, works="no", why=broken))
+            result += [
+                Check(area="collect", name=collector.name, works="partly", why=sentence) for sentence in sentences
+            ]
+        else:
+            result.append(Check(area="collect", name=collector.name, works="yes"))
+    owner_troubles = owned.finder.troubles()
+    result += [Check(area="owners", name="owners", works="partly", why=sentence) for sentence in owner_troubles]
+    if not owner_troubles:
+        result.append(Check(area="owners", name="owners", works="yes"))
+    result += _files(locations)
+    result += _extras(config)
+    result += _jobs(owned.owned.values(), locations)
+    result.append(_stacks())
+    return result
+
+
+def _rights(config: Config) -> Check:
+    if os.geteuid() == 0:
+        return Check(area="rights", name="user", works="yes", why="root: sees the processes of all users")
+    return Check(
+        area="rights", name="user", works="partly", why="sees the environment of your own processes alone",
+        help="run it as root for the whole host" if config.collect.proc == "/proc" else "",
+    )  # fmt: skip
+
+
+def _files(locations: Locations) -> Iterator[Check]:
+    for name, path in (("socket", locations.socket), ("history", locations.history), ("audit", locations.audit)):
+        directory = path.parent
+        while not directory.exists() and directory != directory.parent:
+            directory = directory.parent
+        works = os.access(directory, os.W_OK | os.X_OK)
+        yield Check(
+            area="files", name=name, works="yes" if works else "no",
+            why=str(path) if works else f"{directory} cannot be written",
+            help="" if works else f"`paths.{name}` of agent.toml names another one",
+        )  # fmt: skip
+
+
+def _extras(config: Config) -> Iterator[Check]:
+    for extra, module, gives in _EXTRAS:
+        try:
+            installed = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # of its parent
+            installed = False
+        wanted = extra == "otlp" and bool(config.otlp.endpoint)
+        if installed or wanted or (extra == "kubernetes" and Path(config.owners.kubelet).exists()):
+            yield Check(
+                area="extras", name=extra, works="yes" if installed else "no",
+                why=gives if installed else f"without it no {gives}",
+                help="" if installed else f"pip install 'traceloom[{extra}]'",
+            )  # fmt: skip
+
+
+def _jobs(processes: Iterable[Process], locations: Locations) -> Iterator[Check]:
+    """Processes whose environment would cost them seconds, or hides them."""
+    for process in processes:
+        directory = process.declared.get("KINETO_IPC_SOCKET_DIR", "")
+        if (
+            "KINETO_USE_DAEMON" in process.declared
+            and not Path(directory or "/nonexistent", "dynolog").exists()
+            and not directory
+        ):
+            yield Check(
+                area="jobs", name=f"process {process.pid}", works="partly",
+                why="KINETO_USE_DAEMON is set and no daemon listens: the process ends some 8 s later than it could",
+                help=f"set KINETO_IPC_SOCKET_DIR too, below {locations.kineto}, as `traceloom agent env` prints, "
+                "or unset it (0 counts as set)",
+            )  # fmt: skip
+
+
+def _stacks() -> Check:
+    """Whether py-spy is there and may look into processes."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    restricted = os.geteuid() != 0 and scope.exists() and scope.read_text(encoding="ascii").strip() not in {"", "0"}
+    if shutil.which("py-spy") is None and importlib.util.find_spec("py_spy") is None:
+        return Check(
+            area="stacks", name="py-spy", works="no", why="it is not installed", help="pip install 'traceloom[agent]'"
+        )
+    if restricted:
+        return Check(
+            area="stacks", name="py-spy", works="partly",
+            why="the kernel lets a process be looked into by its parent or root alone",
+            help="run the agent as root, or set kernel.yama.ptrace_scope to 0",
+        )  # fmt: skip
+    return Check(area="stacks", name="py-spy", works="yes")
+
+
+def by_hand(config: Config, locations: Locations) -> list[Check]:
+    """The same with no agent running: collectors are made, run once and closed."""
+    from traceloom.agent.accelerators.collecting import AcceleratorCollector
+    from traceloom.agent.collect import host_collectors
+
+    accelerators = AcceleratorCollector(config)
+    owned = OwnedProcesses(config, accelerators)
+    collectors: list[Collector] = [*host_collectors(config), accelerators, owned]
+    trouble = {}
+    try:
+        for collector in collectors:
+            try:
+                collector.collect()
+            except OSError as error:  # noqa: PERF203  (each is a check of its own)
+                trouble[collector.name] = str(error)
+        return examine(config, locations, collectors, owned, trouble)
+    finally:
+        accelerators.close()
+
+
+def of_agent(agent: Any) -> list[Check]:
+    """Of an agent that runs."""
+    trouble = {state.name: state.trouble for state in agent.board.collectors.values()}
+    return examine(
+        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble,
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""A process that removes the agent's sockets when the agent is gone, however it went.
+
+A socket file that nobody listens to delays the end of every job that knows it by seconds. The guard waits for the end
+of a pipe whose other end the agent holds; nothing else ends it. It needs the standard library alone and runs as
+`python -I -S guard.py`, in a session of its own, so that what ends the agent's group does not end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+
+class Guard:
+    """The agent's side: knows the guard's process, and starts another one where it has ended.
+
+    Raises:
+        OSError: No process can be started.
+    """
+
+    def __init__(self) -> None:
+        self._watched: dict[str, tuple[int, ...] | None] = {}
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the guard's process."""
+        return self._process.pid
+
+    def watch(self, path: Path) -> None:
+        """Remove this socket, as it is now, at the end. One that takes its name later is not removed."""
+        self._watched[str(path)] = identity(str(path))
+        self._send(str(path))
+
+    def check(self) -> bool:
+        """Whether the guard was alive; a dead one is replaced."""
+        if self._process.poll() is None:
+            return True
+        self._close_pipe()
+        self._process = self._start()
+        for path in self._watched:
+            self._send(path)
+        return False
+
+    def close(self) -> None:
+        """The agent has ended in order: let the guard remove what is left, and wait for it."""
+        self._close_pipe()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, encoding="utf-8",
+            start_new_session=True, cwd="/",
+        )  # fmt: skip
+
+    def _send(self, path: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended; `check` tells the next one everything
+            self._process.stdin.write(json.dumps([path, self._watched[path]]) + "\n")
+            self._process.stdin.flush()
+
+    def _close_pipe(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # what it did not read any more
+            self._process.stdin.close()
+
+
+def identity(path: str) -> tuple[int, ...] | None:
+    """What tells a file from another one that takes its name."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_ctime_ns  # numbers of files are given again at once
+
+
+def main(lines: IO[str]) -> None:
+    """Read what is to be watched until the agent is gone, then remove it."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    watched: dict[str, tuple[int, ...] | None] = {}
+    for line in lines:
+        # The last line of an agent that was killed may be cut.
+        with contextlib.suppress(ValueError):
+            path, before = json.loads(line)
+            watched[path] = before and tuple(before)
+    for path, before in watched.items():
+        if before is not None and identity(path) == before:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # noqa: PTH108  (pathlib costs the guard 2 MB)
+
+
+if __name__ == "__main__":
+    main(sys.stdin)

@@ -1,0 +1,320 @@
+"""What was: at the pace of the collectors for ten minutes in memory, at ten seconds for a day on disk (SQLite).
+
+A row on disk is one metric at one instant: the numbers of all its series as 64-bit floats, NaN for none, and the id of
+a layout, which says whose they are. Layouts repeat from tick to tick, so a series costs 8 bytes a tick. Rows lie in
+order of time; an hour of one metric is one scan of a range. Clocks that jump back leave rows among older ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import sqlite3
+import threading
+import time
+import zlib
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from traceloom.agent.board import Board
+from traceloom.agent.config import History as Settings
+from traceloom.agent.metrics import METRICS, Series
+from traceloom.errors import InputError, newer_format
+
+VERSION = 1
+_LAYOUTS_IN_MEMORY = 512
+_RETRY_S = 60.0  # after a disk that could not be written
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS metrics (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS layouts (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, labels BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS ticks (
+    at_ns INTEGER NOT NULL, metric INTEGER NOT NULL, layout INTEGER NOT NULL, numbers BLOB NOT NULL,
+    PRIMARY KEY (at_ns, metric)
+) WITHOUT ROWID;
+"""
+
+Labels = tuple[str, ...]
+
+
+class Points(NamedTuple):
+    """A series over time, in order of time: instants in ns since the epoch, and values."""
+
+    labels: Labels
+    times_ns: array[int]
+    values: array[float]
+
+
+class _Recent(NamedTuple):
+    at_ns: int
+    series: tuple[Series, ...]
+    values: array[float]
+
+
+class History:
+    """Keeps the board's values.
+
+    `keep` and `recent` belong to the loop; `write` and `query` block and belong to threads.
+
+    Args:
+        path: The file; None keeps in memory alone.
+        settings: How much is kept.
+
+    Raises:
+        InputError: `newer-format`: the file is of a later version.
+    """
+
+    def __init__(self, path: Path | None, settings: Settings) -> None:
+        self.path = path
+        self.settings = settings
+        self.lost: dict[str, int] = {}  # reason -> ticks that could not be written
+        self.trouble = ""  # why the disk holds nothing now
+        self._recent: deque[_Recent] = deque()
+        self._seen: dict[str, _Recent] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
+        self._again = 0.0
+        self._metrics: dict[str, int] = {}
+        self._layouts: OrderedDict[tuple[Labels, ...], int] = OrderedDict()
+        if path is not None:
+            self._open()
+
+    def keep(self, board: Board, now_ns: int) -> None:
+        """Take into memory what is new on the board."""
+        for name, sheet in board.sheets.items():
+            before = self._seen.get(name)
+            if before is not None and before.at_ns == sheet.at_ns:
+                continue
+            series = tuple(sheet.values)
+            if before is not None and before.series == series:
+                series = before.series  # one tuple for as long as they stay the same
+            self._seen[name] = _Recent(sheet.at_ns, series, array("d", sheet.values.values()))
+            self._recent.append(self._seen[name])
+        oldest = now_ns - self.settings.recent_seconds * 10**9
+        # A clock that jumped ahead and back leaves instants that never become old; the number is bounded too.
+        most = self.settings.recent_seconds * max(len(self._seen), 1)
+        while self._recent and (self._recent[0].at_ns < oldest or len(self._recent) > most):
+            self._recent.popleft()
+
+    def recent(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
+        """The series of a metric in memory, of instants from `since_ns` until `until_ns`."""
+        series: dict[Labels, tuple[array[int], array[float]]] = {}
+        columns: dict[int, list[tuple[int, Labels]]] = {}  # of each tuple of series, which of them are this metric's
+        for tick in self._recent:
+            if since_ns <= tick.at_ns <= until_ns:
+                if id(tick.series) not in columns:
+                    columns[id(tick.series)] = [
+                        (column, labels) for column, (name, labels) in enumerate(tick.series) if name == metric
+                    ]
+                for column, labels in columns[id(tick.series)]:
+                    times, values = series.setdefault(labels, (array("q"), array("d")))
+                    times.append(tick.at_ns)
+                    values.append(tick.values[column])
+        return [in_order(labels, times, values) for labels, (times, values) in series.items()]
+
+    def recent_from_ns(self) -> int:
+        """The oldest instant in memory; now where there is none."""
+        return min((tick.at_ns for tick in self._recent), default=time.time_ns())
+
+    def write(self, at_ns: int, values: Iterable[tuple[Series, float]]) -> None:
+        """Put one tick on disk. What cannot be written is counted in `lost`; the file is tried again later."""
+        with self._lock:
+            if self.path is None or self._closed:
+                return
+            if self._database is None:
+                if time.monotonic() < self._again:
+                    self._lose(self.trouble)
+                    return
+                self._open()
+                if self._database is None:
+                    self._lose(self.trouble)
+                    return
+            by_metric: dict[str, tuple[list[Labels], list[float]]] = {}
+            for (metric, labels), value in values:
+                rows, numbers = by_metric.setdefault(metric, ([], []))
+                rows.append(labels)
+                numbers.append(value)
+            try:
+                with self._database as database:
+                    database.executemany(
+                        "INSERT OR REPLACE INTO ticks VALUES (?, ?, ?, ?)",
+                        [
+                            (at_ns, self._metric(metric), self._layout(tuple(rows)), array("d", numbers).tobytes())
+                            for metric, (rows, numbers) in by_metric.items()
+                        ],
+                    )
+                self.trouble = ""
+            except sqlite3.Error as error:
+                self._fail(error)
+                self._lose(self.trouble)
+
+    def query(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
+        """The series of a metric on disk, of instants from `since_ns` until `until_ns`, both included."""
+        if self.path is None or not self.path.exists():
+            return []
+        series: dict[Labels, tuple[array[int], array[float]]] = {}
+        layouts: dict[int, list[tuple[array[int], array[float]]]] = {}
+        with contextlib.closing(sqlite3.connect(self.path.absolute().as_uri() + "?mode=ro", uri=True)) as database:
+            rows = database.execute(
+                "SELECT at_ns, layout, numbers FROM ticks WHERE at_ns BETWEEN ? AND ?"
+                " AND metric = (SELECT id FROM metrics WHERE name = ?)",
+                (since_ns, until_ns, metric),
+            )
+            for at_ns, layout, numbers in rows:
+                if layout not in layouts:
+                    text = database.execute("SELECT labels FROM layouts WHERE id = ?", (layout,)).fetchone()[0]
+                    layouts[layout] = [
+                        series.setdefault(labels, (array("q"), array("d")))
+                        for labels in msgspec.msgpack.decode(zlib.decompress(text), type=list[Labels])
+                    ]
+                for (times, values), number in zip(layouts[layout], array("d", numbers), strict=True):
+                    if not math.isnan(number):
+                        times.append(at_ns)
+                        values.append(number)
+        return [in_order(labels, times, values) for labels, (times, values) in series.items() if times]
+
+    def forget(self, now_ns: int) -> None:
+        """Drop from disk what is older than it is kept; and the oldest tenth where the file is too large."""
+        with self._lock:
+            if self._database is None:
+                return
+            oldest = now_ns - int(self.settings.hours * 3600e9)
+            try:
+                with self._database as database:
+                    if self.bytes() > self.settings.most_mb * 1e6:
+                        first, last = database.execute("SELECT min(at_ns), max(at_ns) FROM ticks").fetchone()
+                        oldest = max(oldest, first + (last - first) // 10) if first is not None else oldest
+                    gone = database.execute("DELETE FROM ticks WHERE at_ns < ?", (oldest,)).rowcount
+                    if gone:
+                        database.execute("DELETE FROM layouts WHERE id NOT IN (SELECT DISTINCT layout FROM ticks)")
+                        self._layouts.clear()
+                self._database.execute("PRAGMA incremental_vacuum")
+            except sqlite3.Error as error:
+                self._fail(error)
+
+    def bytes(self) -> int:
+        """The size on disk, with the log of changes beside it."""
+        if self.path is None:
+            return 0
+        total = 0
+        for name in (self.path, Path(f"{self.path}-wal")):
+            with contextlib.suppress(FileNotFoundError):
+                total += name.stat().st_size
+        return total
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+            self._closed = True
+
+    def _open(self) -> None:
+        """Open or make the file; one that is damaged is put aside, never deleted."""
+        assert self.path is not None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._database = self._prepared()
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):
+                    raise
+                aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
+                self.path.rename(aside)
+                for end in ("-wal", "-shm"):
+                    Path(f"{self.path}{end}").unlink(missing_ok=True)
+                self._database = self._prepared()
+                self.lost["damaged-file"] = self.lost.get("damaged-file", 0) + 1
+        except (sqlite3.Error, OSError) as error:
+            self._fail(error)
+
+    def _prepared(self) -> sqlite3.Connection:
+        assert self.path is not None
+        database = sqlite3.connect(self.path, check_same_thread=False, timeout=1.0)
+        try:
+            version = database.execute("PRAGMA user_version").fetchone()[0]
+            if version > VERSION:
+                raise newer_format("history", version, VERSION, self.path)
+            if not version:
+                database.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            database.execute("PRAGMA cache_size = -1024")
+            database.execute("PRAGMA wal_autocheckpoint = 250")
+            database.executescript(_SCHEMA)
+            database.execute(f"PRAGMA user_version = {VERSION}")
+            self._metrics = {name: number for number, name in database.execute("SELECT id, name FROM metrics")}
+        except (sqlite3.Error, InputError):
+            database.close()
+            raise
+        self._layouts.clear()
+        return database
+
+    def _fail(self, error: Exception) -> None:
+        self.trouble = str(error)
+        self._again = time.monotonic() + _RETRY_S
+        self._layouts.clear()  # what a transaction that failed has put there is not there
+        self._metrics.clear()
+        if self._database is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._database.close()
+            self._database = None
+
+    def _lose(self, reason: str) -> None:
+        self.lost[reason] = self.lost.get(reason, 0) + 1
+
+    def _metric(self, name: str) -> int:
+        assert self._database is not None
+        if name not in self._metrics:
+            self._database.execute("INSERT OR IGNORE INTO metrics (name) VALUES (?)", (name,))
+            self._metrics[name] = self._database.execute("SELECT id FROM metrics WHERE name = ?", (name,)).fetchone()[0]
+        return self._metrics[name]
+
+    def _layout(self, rows: tuple[Labels, ...]) -> int:
+        assert self._database is not None
+        if rows in self._layouts:
+            self._layouts.move_to_end(rows)
+            return self._layouts[rows]
+        text = zlib.compress(msgspec.msgpack.encode(rows), 6)
+        digest = hashlib.sha256(text).digest()
+        self._database.execute("INSERT OR IGNORE INTO layouts (digest, labels) VALUES (?, ?)", (digest, text))
+        number: int = self._database.execute("SELECT id FROM layouts WHERE digest = ?", (digest,)).fetchone()[0]
+        self._layouts[rows] = number
+        if len(self._layouts) > _LAYOUTS_IN_MEMORY:
+            self._layouts.popitem(last=False)
+        return number
+
+
+def in_order(labels: Labels, times: array[int], values: array[float]) -> Points:
+    """A series in order of time, whatever clocks did."""
+    if any(later < earlier for earlier, later in pairwise(times)):
+        pairs = sorted(zip(times, values, strict=True))
+        times, values = array("q", (at for at, _ in pairs)), array("d", (value for _, value in pairs))
+    return Points(labels, times, values)
+
+
+def joined(older: list[Points], newer: list[Points]) -> list[Points]:
+    """Series of the disk up to where those in memory begin, and then these."""
+    rest = {points.labels: points for points in newer}
+    result = []
+    for points in older:
+        after = rest.pop(points.labels, None)
+        if after is None:
+            result.append(points)
+            continue
+        end = next((index for index, at in enumerate(points.times_ns) if at >= after.times_ns[0]), len(points.times_ns))
+        result.append(Points(points.labels, points.times_ns[:end] + after.times_ns, points.values[:end] + after.values))
+    return result + list(rest.values())
+
+
+def label_columns(metric: str) -> Mapping[str, int]:
+    """Label of a metric -> where it stands in the labels of its series."""
+    return {label: column for column, label in enumerate(METRICS[metric].labels)}

@@ -1,0 +1,159 @@
+"""Processes with whose they are, who is on which device, and the jobs that they make up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from traceloom.agent.accelerators import DeviceProcess
+from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.collect.processes import Processes, ProcessFacts
+from traceloom.agent.config import Config
+from traceloom.agent.flops import declared_types
+from traceloom.agent.metrics import METRICS, Reading
+from traceloom.agent.owners import Owner, Process
+from traceloom.agent.owners.environment import LISTED, PREFIXES
+from traceloom.agent.owners.finding import OwnerFinder
+from traceloom.agent.owners.masking import masked
+from traceloom.agent.owners.sharing import Share, shares
+from traceloom.agent.steps import Steps
+from traceloom.agent.topline import JobNow
+
+_TYPE, _INPUT_BYTES = "TRACELOOM_DTYPE", "TRACELOOM_INPUT_BYTES_PER_STEP"  # what a job declares of itself
+_COMMAND_SHOWN = 200  # letters in the metric; all of it stands in the answer of /api/v1/processes
+
+
+class OwnedProcesses:
+    """A collector: `owned` has the processes that matter, `shares` whose part of a device is how large.
+
+    Args:
+        config: The agent's.
+        accelerators: Knows who is on the devices; its last run counts.
+    """
+
+    name = "processes"
+
+    def __init__(self, config: Config, accelerators: AcceleratorCollector) -> None:
+        self.looked_at = Processes(config, LISTED, PREFIXES)
+        self.period_s = self.looked_at.period_s
+        self.timeout_s = self.looked_at.timeout_s
+        self.finder = OwnerFinder(config)
+        self.owned: dict[str, Process] = {}
+        self.shares: dict[tuple[str, str], Share] = {}
+        self.reporting: set[int] = set()  # pids of processes that report steps: they matter
+        self._accelerators = accelerators
+
+    def collect(self) -> list[Reading]:
+        """Look at all processes, and find the owners of those that matter."""
+        on_devices = self._accelerators.device_processes
+        self.looked_at.device_pids = frozenset((*(process.pid for process in on_devices), *self.reporting))
+        readings = self.looked_at.collect()
+        facts = self.looked_at.processes
+        self.reporting = self.reporting & {process.pid for process in facts.values()}  # the loop adds to it meanwhile
+        keys = {process.pid: key for key, process in facts.items()}
+        used: dict[str, list[str]] = {}
+        for process in on_devices:
+            if process.pid in keys:
+                used.setdefault(keys[process.pid], []).append(process.device)
+        owners = self.finder.owners(facts, list(self._accelerators.devices.values()), used)
+        self.shares = shares(on_devices, keys)
+        self.owned = {key: _process(process, owners[key], used.get(key, ())) for key, process in facts.items()}
+        readings += (_info(process) for process in self.owned.values())
+        readings += _on_devices(on_devices, keys)
+        readings += (
+            Reading("process_gpu_share_ratio", (process, device), share.part)
+            for (device, process), share in self.shares.items()
+        )
+        readings += _jobs(self.owned.values())
+        return readings
+
+    def trouble(self) -> list[str]:
+        """What cannot be seen of processes."""
+        return self.looked_at.trouble()
+
+
+def _process(facts: ProcessFacts, owner: Owner, devices: Iterable[str]) -> Process:
+    return Process(
+        key=facts.key, pid=facts.pid, start_ticks=facts.start_ticks, started_ns=facts.started_ns,
+        parent_pid=facts.parent_pid, uid=facts.uid, command=masked(facts.command), cgroup=facts.cgroup,
+        declared=facts.environment, owner=owner, state=facts.state, unreadable=facts.unreadable,
+        devices=tuple(dict.fromkeys(devices)),
+    )  # fmt: skip
+
+
+def _info(process: Process) -> Reading:
+    owner = process.owner
+    values = {
+        "process": process.key, "pid": str(process.pid), "job": owner.job, "rank": _text(owner.rank),
+        "local_rank": _text(owner.local_rank), "world_size": _text(owner.world_size), "user": owner.user,
+        "account": owner.account, "namespace": owner.namespace, "pod": owner.pod, "container": owner.container,
+        "framework": owner.framework, "command": process.command[:_COMMAND_SHOWN],
+    }  # fmt: skip
+    return Reading("process_info", tuple(values[label] for label in METRICS["process_info"].labels), 1.0)
+
+
+def _on_devices(processes: Iterable[DeviceProcess], keys: dict[int, str]) -> Iterator[Reading]:
+    held: dict[tuple[str, str], int] = {}
+    for process in processes:  # one process may be listed several times, once per context
+        if process.memory_bytes is not None:
+            key = (keys.get(process.pid, f"{process.pid}@"), process.device)
+            held[key] = held.get(key, 0) + process.memory_bytes
+    for labels, size in held.items():
+        yield Reading("process_gpu_memory_bytes", labels, size)
+
+
+def _jobs(processes: Iterable[Process]) -> Iterator[Reading]:
+    members: dict[str, list[Process]] = {}
+    for process in processes:
+        if process.owner.job:
+            members.setdefault(process.owner.job, []).append(process)
+    for job, some in members.items():
+        # Of a launcher and its ranks the ranks know most.
+        owner = max((process.owner for process in some), key=lambda owner: len(owner.sources))
+        values = {
+            "job": job, "name": owner.name, "scheduler": owner.scheduler, "user": owner.user, "account": owner.account,
+            "partition": owner.partition, "namespace": owner.namespace, "framework": owner.framework,
+            "world_size": _text(owner.world_size),
+        }  # fmt: skip
+        yield Reading("job_info", tuple(values[label] for label in METRICS["job_info"].labels), 1.0)
+        yield Reading("job_processes", (job,), len(some))
+
+
+def jobs_now(processes: Iterable[Process], steps: Steps) -> list[JobNow]:
+    """The jobs that these processes make up; processes of no job are those of the job ""."""
+    members: dict[str, list[Process]] = {}
+    for process in processes:
+        members.setdefault(process.owner.job, []).append(process)
+    jobs = []
+    for job, some in members.items():
+        taken = [number for process in some if (number := steps.take(process.key)) is not None]
+        rates = [rate for process in some if (rate := steps.per_second(process.key)) is not None]
+        inputs = [size for process in some if (size := _number(process.declared.get(_INPUT_BYTES, ""))) is not None]
+        types = {process.declared[_TYPE] for process in some if _TYPE in process.declared}
+        jobs.append(
+            JobNow(
+                job=job,
+                processes=tuple(process.key for process in some),
+                devices=tuple(
+                    dict.fromkeys(uuid for process in some for uuid in (*process.devices, *process.owner.devices))
+                ),
+                steps=sum(taken) if taken else None,
+                steps_per_second=sum(rates) if rates else None,
+                input_bytes_per_step=inputs[0] if inputs else None,
+                declared_types=declared_types(types.pop()) if len(types) == 1 else None,
+            )
+        )
+    return jobs
+
+
+def _number(text: str) -> float | None:
+    """A finite number from 0 on, as a job declares it; None for anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 <= number < math.inf else None
+
+
+def _text(number: int | None) -> str:
+    return "" if number is None else str(number)

@@ -1,0 +1,92 @@
+"""Steps of jobs, as their processes report them: how long they took, how long they waited for data."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from traceloom.agent.metrics import METRICS, Histogram, Reading
+
+_BOUNDS = METRICS["step_seconds"].bounds
+_RATE_OVER_S = 60.0
+_KEPT_S = 600.0  # after the last report of a (job, rank)
+
+
+@dataclass(slots=True)
+class _Counter:
+    """Of one rank of a job, since the agent began. `buckets` are not cumulated; the last is above every bound."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
+    seconds: float = 0.0
+    waited: float | None = None
+    reported: float = 0.0  # on the monotonic clock
+
+
+class Steps:
+    """Counts steps by job and rank, and their rate by process."""
+
+    def __init__(self) -> None:
+        self._counters: dict[tuple[str, str], _Counter] = {}
+        self._rates: dict[str, deque[tuple[float, int]]] = {}
+        self._untaken: dict[str, int] = {}  # process -> steps since `take`
+
+    def report(
+        self,
+        process: str,
+        job: str,
+        rank: int | None,
+        seconds: Sequence[float],
+        loader_wait_seconds: float | None = None,
+    ) -> None:
+        """Take steps that ended since the last report; durations that are no time (NaN, negative) are left out."""
+        now = time.monotonic()
+        counter = self._counters.setdefault((job, "" if rank is None else str(rank)), _Counter())
+        counter.reported = now
+        durations = [duration for duration in seconds if 0 <= duration < math.inf]
+        for duration in durations:
+            counter.buckets[bisect_left(_BOUNDS, duration)] += 1
+            counter.seconds += duration
+        if loader_wait_seconds is not None and 0 <= loader_wait_seconds < math.inf:
+            counter.waited = (counter.waited or 0.0) + loader_wait_seconds
+        self._untaken[process] = self._untaken.get(process, 0) + len(durations)
+        times = self._rates.setdefault(process, deque())
+        times.append((now, len(durations)))
+        while times[0][0] < now - _RATE_OVER_S and len(times) > 1:
+            times.popleft()
+
+    def per_second(self, process: str) -> float | None:
+        """Steps per second of a process over the last minute; None where it has not reported twice."""
+        times = list(self._rates.get(process, ()))
+        now = time.monotonic()
+        if len(times) <= 1 or times[-1][0] < now - _RATE_OVER_S:
+            return None
+        # The steps of the first report ended before the span began.
+        return sum(number for _, number in times[1:]) / (now - times[0][0])
+
+    def take(self, process: str) -> int | None:
+        """Steps of a process since the last call; None of one that has never reported."""
+        if process not in self._untaken:
+            return None
+        steps, self._untaken[process] = self._untaken[process], 0
+        return steps
+
+    def forget(self, living: set[str]) -> None:
+        """Drop processes that have ended, and ranks that have not reported for ten minutes."""
+        now = time.monotonic()
+        self._untaken = {process: steps for process, steps in self._untaken.items() if process in living}
+        self._rates = {process: times for process, times in self._rates.items() if process in living}
+        self._counters = {key: counter for key, counter in self._counters.items() if counter.reported > now - _KEPT_S}
+
+    def readings(self) -> list[Reading | Histogram]:
+        """Step times and loader waits of every rank."""
+        readings: list[Reading | Histogram] = []
+        for labels, counter in self._counters.items():
+            cumulated = tuple(sum(counter.buckets[: end + 1]) for end in range(len(_BOUNDS)))
+            readings.append(Histogram("step_seconds", labels, cumulated, sum(counter.buckets), counter.seconds))
+            if counter.waited is not None:
+                readings.append(Reading("dataloader_wait_seconds_total", labels, counter.waited))
+        return readings

@@ -1,0 +1,59 @@
+"""What takes long is done in a process of its own: files of metrics, facts of a capture.
+
+A task is a function `module:name` of the package that takes keywords and gives what JSON holds. The process ends with
+its task; one that crashes, hangs or swells takes nothing with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import threading
+from typing import Any
+
+from traceloom.errors import TraceloomError
+from traceloom.workers import Worker
+
+TASKS = {
+    "parquet": "traceloom.agent.publish.parquet_file:write",
+    "job-facts": "traceloom.agent.job_facts:of_capture",
+}
+
+
+def run(task: str, *, timeout_s: float = 600.0, **arguments: Any) -> Any:
+    """Run a task; blocks, so it is called in a thread.
+
+    Raises:
+        TraceloomError: `task-failed`: it raised, was killed, or took longer than `timeout_s`.
+    """
+    worker = Worker("traceloom.agent.worker", quiet=True)
+    timer = threading.Timer(timeout_s, worker.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        worker.send({"task": task, "arguments": arguments})
+        answer = next(worker.answers(), None)
+    except ValueError:
+        answer = None  # it was cut while it wrote
+    finally:
+        timer.cancel()
+        worker.kill()
+        worker.ended()
+    if answer is None or "error" in answer:
+        raise TraceloomError(
+            f"the task `{task}` failed: {answer['error'] if answer else 'its process ended'}", slug="task-failed"
+        )
+    return answer["result"]
+
+
+def main() -> None:
+    """The process: one task from standard input, its answer to standard output."""
+    job = json.loads(sys.stdin.readline())
+    module, _, name = TASKS[job["task"]].partition(":")
+    try:
+        answer = {"result": getattr(importlib.import_module(module), name)(**job["arguments"])}
+    except Exception as error:  # noqa: BLE001  (said where it was asked for)
+        answer = {"error": str(error) or type(error).__name__}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()

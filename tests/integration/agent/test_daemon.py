@@ -1,0 +1,225 @@
+"""The agent as a user runs it: a process, asked over its socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from traceloom.agent.client import Client
+from traceloom.cli import main
+from traceloom.errors import TraceloomError
+
+JOB = "import torch, time; print('up', flush=True); time.sleep(600)"
+
+
+class Running:
+    """An agent with 2 simulated devices; its files lie in a directory."""
+
+    def __init__(self, directory: Path, more: str = "") -> None:
+        self.directory = directory
+        self.socket = directory / "agent.sock"
+        (directory / "agent.toml").write_text(
+            f'[paths]\nsocket = "{self.socket}"\nhistory = "{directory}/agent.db"\naudit = "{directory}/audit.jsonl"\n'
+            f"[collect]\nperiod = 0.2\n[history]\ninterval = 0.5\n{more}",
+            encoding="utf-8",
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "traceloom",
+            "agent",
+            "run",
+            "--config",
+            str(directory / "agent.toml"),
+            "--simulate",
+            "2",
+        ]
+        self.log = (directory / "log").open("a", encoding="utf-8")
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        self.client = Client(self.socket, 30)
+        until(lambda: self.socket.exists() and self._answers())
+
+    def _answers(self) -> bool:
+        try:
+            state = self.client.get("status")
+        except TraceloomError:
+            assert self.process.poll() is None, (self.directory / "log").read_text(encoding="utf-8")
+            return False
+        return bool(state["history"]["bytes"]) and all(collector["runs"] for collector in state["collectors"])
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        self.log.close()
+        return code
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 60
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not happen within a minute"
+        time.sleep(0.05)
+    return value
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Running]:
+    running = Running(tmp_path)
+    yield running
+    if running.process.poll() is None:
+        assert running.end() == 0
+    assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
+
+
+def test_verbs_show_what_it_knows(agent: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> str:
+        assert main(["agent", *words, "--socket", str(agent.socket)]) == 0
+        return capsys.readouterr().out
+
+    assert "accelerators" in shown("status")
+    assert json.loads(shown("status", "--json"))["devices"] == 2
+    assert "busy" in shown("top", "--once")
+    until(lambda: len(agent.client.get("query", metric="gpu_power_watts")["series"]) == 2)
+    assert "watts" in shown("query", "gpu_power_watts")
+    until(lambda: agent.client.get("query", metric="host_cpu_seconds_total")["series"])
+    answer = json.loads(shown("query", "host_cpu_seconds_total", "--by", "mode", "--json"))
+    assert {"user", "idle"} <= {series["labels"]["mode"] for series in answer["series"]}
+    assert answer["unit"] == "seconds/s"
+    assert json.loads(shown("query", "host_cpu_seconds_total", "--raw", "--json"))["unit"] == "seconds"
+    assert "✓ cpu" in shown("doctor")
+    assert "KINETO_IPC_SOCKET_DIR" in shown("env")
+
+
+@pytest.mark.torch
+def test_a_pytorch_process_is_seen_with_owner_and_rank(agent: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLURM_JOB_ID": "4242", "MY_PASSWORD": "not-to-be-kept"}
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, "--token", "s3cr3t-value"], stdout=subprocess.PIPE, env={**os.environ, **ranks}
+    )
+    try:
+        assert job.stdout is not None
+        job.stdout.readline()
+
+        def seen() -> Any:
+            rows = agent.client.get("processes")["processes"]
+            return next((row for row in rows if row["pid"] == job.pid and row["owner"]["framework"]), None)
+
+        row = until(seen)
+        owner = row["owner"]
+        assert (owner["job"], owner["rank"], owner["world_size"], owner["framework"]) == ("slurm-4242", 1, 2, "pytorch")
+        assert "s3cr3t-value" not in json.dumps(row)
+        assert "not-to-be-kept" not in json.dumps(row)
+        assert main(["agent", "ps", "--socket", str(agent.socket)]) == 0
+        out = capsys.readouterr().out
+        assert "slurm-4242" in out
+        assert "1/2" in out
+        jobs = agent.client.get("jobs")["jobs"]
+        assert next(one for one in jobs if one["job"] == "slurm-4242")["ranks"] == [1]
+        memory = until(
+            lambda: agent.client.get("query", metric="process_memory_bytes", by="job", where="job=slurm-4242")["series"]
+        )
+        assert memory[0]["values"][-1] > 50e6
+    finally:
+        job.kill()
+        job.communicate()
+    until(lambda: not any(row["pid"] == job.pid for row in agent.client.get("processes")["processes"]))
+
+
+def test_steps_that_a_job_reports(agent: Running) -> None:
+    """The one who reports is known by its socket: this process, which belongs to no job."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACELOOM_JOB", "mine")
+        code = (
+            "import sys, time\nfrom pathlib import Path\nfrom traceloom.agent.client import Client\n"
+            "client = Client(Path(sys.argv[1]))\n"
+            "while True:\n    client.post('steps', {'steps': [0.02, 0.03], 'loader_wait_seconds': 0.01, 'rank': 3}); time.sleep(0.2)\n"
+        )
+        job = subprocess.Popen([sys.executable, "-c", code, str(agent.socket)])
+    try:
+        series = until(
+            lambda: agent.client.get("query", metric="dataloader_wait_seconds_total", where="job=mine")["series"]
+        )
+        assert series[0]["labels"] == {"job": "mine", "rank": "3"}
+        rows = until(lambda: [row for row in agent.client.get("processes")["processes"] if row["steps_per_second"]])
+        assert rows[0]["pid"] == job.pid
+    finally:
+        job.kill()
+        job.wait()
+
+
+def test_killed_and_restarted_it_keeps_history_and_leaves_no_socket(tmp_path: Path) -> None:
+    first = Running(tmp_path)
+    until(lambda: first.client.get("query", metric="gpu_power_watts")["series"])
+    time.sleep(1.5)  # two ticks of history
+    before = time.time_ns()
+    first.end(signal.SIGKILL)
+    until(lambda: not first.socket.exists())
+    second = Running(tmp_path)
+    try:
+        series = second.client.get("query", metric="gpu_power_watts")["series"]
+        assert any(series["times_ns"][0] < before for series in series)
+    finally:
+        assert second.end() == 0
+    assert not second.socket.exists()
+
+
+def test_a_second_agent_is_refused(agent: Running) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(agent.directory / "agent.toml")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "agent-runs" in done.stderr
+    assert agent.client.get("status")["pid"] == agent.process.pid
+
+
+def test_who_acts_stands_in_the_audit_log(agent: Running) -> None:
+    agent.client.post("counters/pause", {"seconds": 5})
+    entry = json.loads(
+        until(
+            lambda: (
+                (agent.directory / "audit.jsonl").read_text(encoding="utf-8").splitlines()
+                if (agent.directory / "audit.jsonl").exists()
+                else []
+            )
+        )[0]
+    )
+    assert entry["who"] == f"uid {os.geteuid()}"
+    assert (entry["what"], entry["result"], entry["pid"]) == ("/api/v1/counters/pause", "done", os.getpid())
+
+
+def test_without_an_agent_it_says_how_to_start_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["agent", "status", "--socket", str(tmp_path / "none.sock")]) == 3
+    assert "traceloom agent run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "slug"),
+    [
+        (["query", "gpu_power_wats"], "no-such-metric"), (["status", "gpu_power_watts"], "wrong-usage"),
+        (["run", "--config", "/none/agent.toml"], "unreadable"),
+    ],
+)  # fmt: skip
+def test_wrong_calls(words: list[str], slug: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["agent", *words]) in {2, 3}
+    assert slug in capsys.readouterr().err
+
+
+def test_the_doctor_needs_no_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("traceloom.agent.config.SYSTEM_SOCKET", tmp_path / "none.sock")
+    assert main(["agent", "doctor", "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert {check["name"] for check in checks} >= {"cpu", "memory", "processes", "accelerators", "py-spy", "socket"}

@@ -1,0 +1,98 @@
+"""What one client may cost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from traceloom.agent.config import Access
+from traceloom.agent.http.answers import RequestError
+from traceloom.agent.http.limits import Connections, Rates, body_of
+from traceloom.agent.http.peers import Peer
+
+ANNA, BERT, ROOT = (
+    Peer(name="anna", uid=1, sees="own"),
+    Peer(name="bert", uid=2, sees="own"),
+    Peer(name="root", uid=0, sees="all"),
+)
+
+
+class Seconds:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_peer_has_what_two_seconds_bring_and_then_so_much_a_second() -> None:
+    clock = Seconds()
+    rates = Rates(5, clock)
+    for _ in range(10):
+        rates.take("anna")
+    with pytest.raises(RequestError) as raised:
+        rates.take("anna")
+    assert (raised.value.status, raised.value.retry_s) == (429, 1)
+    rates.take("bert")
+    clock.now = 0.2
+    rates.take("anna")
+    with pytest.raises(RequestError):
+        rates.take("anna")
+    clock.now = 1000
+    for _ in range(10):
+        rates.take("anna")
+    with pytest.raises(RequestError):
+        rates.take("anna")
+
+
+def test_a_slow_rate_says_how_long_to_wait() -> None:
+    rates = Rates(0.1, Seconds())
+    rates.take("anna")
+    with pytest.raises(RequestError) as raised:
+        rates.take("anna")
+    assert raised.value.retry_s == 10
+
+
+def test_many_peers_cost_no_memory() -> None:
+    clock = Seconds()
+    rates = Rates(1, clock)
+    for number in range(10_000):
+        rates.take(f"10.0.{number}")
+    assert len(rates.buckets) == 4096
+
+
+def test_a_peer_has_half_of_the_connections_and_root_is_not_counted() -> None:
+    connections = Connections(Access(connections=4))
+    for _ in range(2):
+        connections.enter(ANNA)
+    with pytest.raises(RequestError) as raised:
+        connections.enter(ANNA)
+    assert (raised.value.status, raised.value.slug) == (503, "too-many-connections")
+    for _ in range(2):
+        connections.enter(BERT)
+    with pytest.raises(RequestError):
+        connections.enter(Peer(name="cleo", uid=3, sees="own"))
+    connections.enter(ROOT)
+    connections.leave(ROOT)
+    connections.leave(ANNA)
+    connections.enter(Peer(name="cleo", uid=3, sees="own"))
+    connections.leave(ANNA)
+    assert set(connections.of) == {"bert", "cleo"}
+
+
+async def _chunks(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+@pytest.mark.parametrize("declared", ["", "5", "many"])
+def test_a_body_within_its_limit(declared: str) -> None:
+    assert asyncio.run(body_of(_chunks(b"he", b"llo"), declared, 5)) == b"hello"
+
+
+@pytest.mark.parametrize(("parts", "declared"), [((b"hello", b"!"), ""), ((b"he",), "6"), ((b"hello!",), "2")])
+def test_a_body_beyond_it(parts: tuple[bytes, ...], declared: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        asyncio.run(body_of(_chunks(*parts), declared, 5))
+    assert (raised.value.status, raised.value.slug) == (413, "too-large")

@@ -1,0 +1,237 @@
+"""The routes: each answer is as the OpenAPI document has it, and what is refused says why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from support.agent_server import SmallAgent, ask, listening
+from traceloom.agent.board import Board
+from traceloom.agent.config import Access, Config
+from traceloom.agent.http.answers import RequestError
+from traceloom.agent.http.openapi import document
+from traceloom.agent.http.routes import ROUTES, boot_id, moment
+
+DOCUMENT = document(ROUTES)
+BODIES = {"/api/v1/counters/pause": {"seconds": 5}, "/api/v1/steps": {"steps": [0.1, 0.2], "rank": 3}}
+QUERIES = {"/api/v1/query": "?metric=gpu_busy_ratio"}
+
+
+class Running:
+    """An agent with its socket."""
+
+    def __init__(self, agent: SmallAgent, socket: Path) -> None:
+        self.agent, self.socket = agent, socket
+
+    def refused(self, path: str, status: int, **more: Any) -> dict[str, str]:
+        reply = ask(self.socket, path, **more)
+        assert reply.status == status, reply.body
+        _check(reply.json(), "ProblemAnswer")
+        return reply.json()["error"]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    agent = SmallAgent(Config(access=Access(request_bytes=1000)))
+    with listening(agent, tmp_path_factory.mktemp("agent")) as listeners:
+        yield Running(agent, listeners.socket_path)
+
+
+def _check(answer: Any, schema: str) -> None:
+    whole = {"$ref": f"#/components/schemas/{schema}", "components": DOCUMENT["components"]}
+    jsonschema.Draft202012Validator(whole).validate(answer)
+
+
+def test_the_document_is_one_of_openapi(running: Running) -> None:
+    served = ask(running.socket, "/api/v1/openapi.json").json()
+    assert served == msgspec.json.decode(msgspec.json.encode(DOCUMENT))
+    assert served["openapi"] == "3.1.0"
+    for schema in served["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    assert set(served["paths"]) == {"/metrics", *(route.path for route in ROUTES)}
+    operations = [operation for path in served["paths"].values() for operation in path.values()]
+    assert len({operation["operationId"] for operation in operations}) == len(ROUTES) + 1
+    for operation in operations:
+        assert operation["summary"]
+        assert operation["responses"]["200"]["description"]
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=[route.path for route in ROUTES])
+def test_an_answer_is_as_documented(running: Running, route: Any) -> None:
+    body = msgspec.json.encode(BODIES[route.path]) if route.body else b""
+    reply = ask(running.socket, route.path + QUERIES.get(route.path, ""), method=route.method, body=body)
+    assert reply.status == 200, reply.body
+    assert reply.headers["content-type"] == "application/json"
+    _check(reply.json(), route.answer.__name__)
+    assert running.agent.requests[-1] == (route.path, 200)
+    strict = DOCUMENT["components"]["schemas"][route.answer.__name__]
+    assert set(reply.json()) == set(strict["properties"])
+
+
+def test_a_document_that_lies_is_noticed(running: Running) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        _check({**ask(running.socket, "/api/v1/status").json(), "pid": "many"}, "StatusAnswer")
+
+
+def test_devices_with_their_values_and_who_is_on_them(running: Running) -> None:
+    devices = {row["uuid"]: row for row in ask(running.socket, "/api/v1/devices").json()["devices"]}
+    assert set(devices) == {"GPU-0", "GPU-1", "MIG-1"}
+    assert (devices["GPU-0"]["processes"], devices["GPU-0"]["jobs"]) == (["11@100"], ["slurm-7"])
+    values = {(row["metric"], row["labels"].get("pipe")): row["value"] for row in devices["GPU-0"]["values"]}
+    stored = {series: value for series, value, _ in running.agent.board.values()}
+    assert values["traceloom_gpu_busy_ratio", None] == stored["gpu_busy_ratio", ("GPU-0",)]
+    assert values["traceloom_gpu_pipe_active_ratio", "tensor"] == stored["gpu_pipe_active_ratio", ("GPU-0", "tensor")]
+    assert not any(metric.endswith("_info") for metric, _ in values)
+
+
+def test_processes_and_jobs(running: Running) -> None:
+    processes = ask(running.socket, "/api/v1/processes").json()
+    assert [row["command"] for row in processes["processes"]] == [
+        "python train.py --job slurm-7",
+        "python train.py --job slurm-8",
+    ]
+    assert processes["hidden"] == 0
+    assert processes["processes"][0]["owner"]["rank"] == 0
+    jobs = ask(running.socket, "/api/v1/jobs").json()["jobs"]
+    assert [(job["job"], job["user"], job["ranks"], job["world_size"], job["devices"]) for job in jobs] == [
+        ("slurm-7", "user4001", [0], 2, ["GPU-0"]), ("slurm-8", "user4002", [1], 2, ["GPU-1"]),
+    ]  # fmt: skip
+    assert [job["steps_per_second"] for job in jobs] == [None, 2.0]
+
+
+def test_a_query_reaches_the_history_as_it_was_meant(running: Running) -> None:
+    before = time.time_ns()
+    path = "/api/v1/query?metric=traceloom_gpu_busy_ratio&since=2h&until=1m&by=job,rank&where=device=GPU-0,pipe=a=b"
+    answer = ask(running.socket, path).json()
+    assert (answer["metric"], answer["kind"], answer["unit"]) == ("traceloom_gpu_busy_ratio", "gauge", "ratio")
+    question = running.agent.questions[-1]
+    assert (question.metric, question.by, question.where) == (
+        "gpu_busy_ratio",
+        ("job", "rank"),
+        {"device": "GPU-0", "pipe": "a=b"},
+    )
+    assert question.until_ns - question.since_ns == 119 * 60 * 10**9
+    assert question.until_ns >= before - 60 * 10**9
+    ask(running.socket, "/api/v1/query?metric=gpu_busy_ratio")
+    question = running.agent.questions[-1]
+    assert question.until_ns - question.since_ns == 600 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "at_s"),
+    [("30s", 970), ("1.5m", 910), ("0.25", 0.25), ("100", 100), ("1970-01-01T00:10:00Z", 600), ("1970-01-01T00:10:00", 600), ("1970-01-01T01:10:00+01:00", 600)],
+)  # fmt: skip
+def test_times(text: str, at_s: float) -> None:
+    assert moment(text, 1000 * 10**9) == at_s * 10**9
+
+
+@pytest.mark.parametrize("text", ["yesterday", "", "10 m", "nan", "inf", "1e999", "2026-13-01"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(RequestError, match="is no time"):
+        moment(text, 10**18)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "slug", "words"),
+    [
+        ("/api/v1/proceses", 404, "no-such-route", "did you mean `/api/v1/processes`"),
+        ("/", 404, "no-such-route", "openapi.json"),
+        ("/api/v1/query?metric=gpu_bussy_ratio", 404, "no-such-metric", "did you mean `gpu_busy_ratio`"),
+        ("/api/v1/query", 400, "wrong-request", "missing required field `metric`"),
+        ("/api/v1/query?metric=gpu_busy_ratio&form=1", 400, "wrong-request", "unknown field `form`"),
+        ("/api/v1/query?metric=gpu_busy_ratio&since=soon", 400, "wrong-request", "`soon` is no time"),
+        ("/api/v1/query?metric=gpu_busy_ratio&where=GPU-0", 400, "wrong-request", "GPU-0"),
+        ("/api/v1/steps", 405, "wrong-method", "GET"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused(running: Running, path: str, status: int, slug: str, words: str) -> None:
+    problem = running.refused(path, status)
+    assert problem["slug"] == slug
+    assert words in problem["message"] + problem["hint"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "truncated"),
+        (b"\xff", "wrong"),
+        (b'{"steps": ["a"]}', "expected `float`"),
+        (b'{"steps": [-1]}', ">= 0"),
+        (b'{"steps": [1e300]}', "<= 1000000"),
+        (b'{"stepz": [1]}', "unknown field `stepz`"),
+        (b"[]", "expected `object`"),
+    ],
+)
+def test_bodies_that_are_wrong(running: Running, body: bytes, words: str) -> None:
+    problem = running.refused("/api/v1/steps", 400, method="POST", body=body)
+    assert problem["slug"] == "wrong-request"
+    assert words in problem["message"]
+
+
+def test_a_body_that_is_too_large(running: Running) -> None:
+    assert running.refused("/api/v1/steps", 413, method="POST", body=b" " * 1001)["slug"] == "too-large"
+    chunked = b"3e9\r\n" + b" " * 1001 + b"\r\n0\r\n\r\n"
+    with_chunks = running.refused(
+        "/api/v1/steps", 413, method="POST", Transfer_Encoding="chunked", body=chunked, Content_Length=""
+    )
+    assert with_chunks["slug"] == "too-large"
+
+
+def test_steps_come_with_the_process_that_tells_them(running: Running) -> None:
+    import os
+
+    ask(
+        running.socket,
+        "/api/v1/steps",
+        method="POST",
+        body=b'{"steps": [0.5], "loader_wait_seconds": 0.1, "world_size": 8, "framework": "pytorch", "torch": "2.13"}',
+    )
+    pid, uid, body = running.agent.told[-1]
+    assert (pid, uid) == (os.getpid(), os.getuid())
+    assert (body.steps, body.loader_wait_seconds, body.world_size, body.torch) == ([0.5], 0.1, 8, "2.13")
+
+
+def test_the_clock(running: Running) -> None:
+    before, answer, after = time.monotonic_ns(), ask(running.socket, "/api/v1/clock").json(), time.monotonic_ns()
+    assert before < answer["monotonic_ns"] < after
+    assert answer["boot_id"] == boot_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def test_an_agent_whose_collectors_stopped_is_not_healthy(tmp_path: Path) -> None:
+    agent = SmallAgent(board=Board())
+    with listening(agent, tmp_path) as listeners:
+        assert ask(listeners.socket_path, "/healthz").status == 200
+        agent.board.started_ns -= 3600 * 10**9
+        reply = ask(listeners.socket_path, "/healthz")
+        assert (reply.status, reply.json()["error"]["slug"]) == (503, "not-healthy")
+
+
+def test_a_defect_is_an_answer_too(
+    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(running.agent, "status", lambda: 1 / 0)
+    assert running.refused("/api/v1/status", 500)["slug"] == "internal-error"
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_query_with_too_large_an_answer(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceloom.agent.http.routes._MOST_POINTS", 1)
+    assert running.refused("/api/v1/query?metric=gpu_busy_ratio", 400)["slug"] == "too-many-values"
+
+
+def test_several_requests_over_a_connection(running: Running) -> None:
+    from support.agent_server import connect
+
+    with connect(running.socket) as connection:
+        for _ in range(3):
+            connection.sendall(b"GET /api/v1/clock HTTP/1.1\r\nHost: a\r\n\r\n" * 2)
+            received = b""
+            while received.count(b'"boot_id"') < 2:
+                received += connection.recv(65_536)
+            assert received.count(b"HTTP/1.1 200 OK") == 2

@@ -1,0 +1,132 @@
+"""Collectors run at their own periods; one that hangs, fails or breaks holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from traceloom.agent.board import Board
+from traceloom.agent.metrics import Histogram, Reading
+from traceloom.agent.scheduler import Scheduler
+
+LOAD = Reading("host_load_ratio", (), 0.5)
+
+
+class Made:
+    """A collector that does what it is told."""
+
+    def __init__(
+        self, name: str, collect: Callable[[], Sequence[Reading]], period_s: float = 0.01, timeout_s: float = 5.0
+    ) -> None:
+        self.name, self.period_s, self.timeout_s = name, period_s, timeout_s
+        self.runs = 0
+        self._collect = collect
+
+    def collect(self) -> Sequence[Reading | Histogram]:
+        self.runs += 1
+        return self._collect()
+
+    def trouble(self) -> list[str]:
+        return []
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen within 30 s")
+
+
+def _lived(scheduler: Scheduler, condition: Callable[[], bool]) -> None:
+    async def live() -> None:
+        scheduler.start()
+        try:
+            await _until(condition)
+        finally:
+            await scheduler.stop()
+
+    asyncio.run(live())
+
+
+def test_what_is_collected_is_on_the_board_again_and_again() -> None:
+    collector, delivered = Made("load", lambda: [LOAD]), []
+    scheduler = Scheduler(Board(), [collector], delivered.append)
+    _lived(scheduler, lambda: len(delivered) >= 3)
+    assert scheduler.board.sheets["load"].values == {("host_load_ratio", ()): 0.5}
+    assert scheduler.board.collectors["load"].runs >= 3
+
+
+def test_one_that_hangs_holds_up_nobody_and_comes_back() -> None:
+    free = threading.Event()
+    first = True
+
+    def hang() -> Sequence[Reading]:
+        nonlocal first
+        if first:
+            first = False
+            free.wait(60)
+        return [LOAD]
+
+    hanging, other = Made("hangs", hang, timeout_s=0.05), Made("other", lambda: [LOAD])
+    board = Board()
+    scheduler = Scheduler(board, [hanging, other])
+
+    async def live() -> None:
+        scheduler.start()
+        await _until(lambda: board.collectors["hangs"].failures.get("timeout", 0) >= 3 and other.runs > 3)
+        assert hanging.runs == 1  # it is not run again on top of itself
+        assert "hangs" not in board.sheets
+        free.set()
+        await _until(lambda: "hangs" in board.sheets)
+        await scheduler.stop()
+
+    asyncio.run(live())
+    assert board.collectors["hangs"].trouble == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(OSError("no such device"), "error"), (ValueError("a defect"), "defect")]
+)
+def test_what_fails_is_counted_and_taken_off_the_board(error: Exception, reason: str) -> None:
+    answers: list[Sequence[Reading] | Exception] = [[LOAD], error]
+
+    def collect() -> Sequence[Reading]:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    board = Board()
+    scheduler = Scheduler(board, [Made("some", collect)])
+    _lived(scheduler, lambda: board.collectors["some"].failures.get(reason, 0) >= 2)
+    assert "some" not in board.sheets
+    assert str(error) in board.collectors["some"].trouble
+    assert (
+        Reading("collector_failures_total", ("some", reason), board.collectors["some"].failures[reason])
+        in scheduler.readings()
+    )
+
+
+def test_readings_that_are_not_declared_are_a_defect() -> None:
+    board = Board()
+    scheduler = Scheduler(board, [Made("wrong", lambda: [Reading("host_load_ratio", ("too", "many"), 1.0)])])
+    _lived(scheduler, lambda: board.collectors["wrong"].failures.get("defect", 0) >= 1)
+    assert "not declared" in board.collectors["wrong"].trouble
+
+
+def test_while_a_trace_runs_all_are_quick() -> None:
+    slow = Made("slow", lambda: [LOAD], period_s=3600)
+    scheduler = Scheduler(Board(), [slow])
+
+    async def live() -> None:
+        scheduler.start()
+        await _until(lambda: slow.runs == 1)
+        scheduler.fast(60)
+        await _until(lambda: slow.runs >= 3)
+        await scheduler.stop()
+
+    asyncio.run(live())
