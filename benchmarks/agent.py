@@ -44,8 +44,13 @@ class Unix(http.client.HTTPConnection):
         self.sock.connect(str(self.path))
 
     def ask(self, route: str) -> bytes:
-        self.request("GET", route)
-        response = self.getresponse()
+        try:
+            self.request("GET", route)
+            response = self.getresponse()
+        except http.client.RemoteDisconnected:  # the agent closes what was idle for ten seconds
+            self.close()
+            self.request("GET", route)
+            response = self.getresponse()
         body = response.read()
         assert response.status == 200, (route, response.status, body[:200])
         return body

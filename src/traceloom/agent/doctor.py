@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def _stacks() -> Check:
     """Whether py-spy is there and may look into processes."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     restricted = os.geteuid() != 0 and scope.exists() and scope.read_text(encoding="ascii").strip() not in {"", "0"}
-    if shutil.which("py-spy") is None and importlib.util.find_spec("py_spy") is None:
+    if shutil.which("py-spy") is None and not Path(sys.executable).with_name("py-spy").exists():
         return Check(
             area="stacks", name="py-spy", works="no", why="it is not installed", help="pip install 'traceloom[agent]'"
         )

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from traceloom.agent.client import Client
-from traceloom.agent.metrics import METRICS
+from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.views.terminal.bars import plain, sparkline
@@ -109,7 +109,7 @@ def top(picture: Row, width: int) -> Iterator[Text]:
     at = dt.datetime.fromtimestamp(state["now_ns"] / 1e9, tz=dt.timezone.utc).astimezone().strftime("%H:%M:%S")
     yield Text.assemble((harmless(state["host"]), "bold"), f"  {at}")
     if host.get("cpu") is not None:
-        yield Text.assemble(" processors ", _bar(host["cpu"]), f" {units.per_cent(host['cpu'])} busy")
+        yield Text.assemble(" processors ", _bar(host["cpu"]), f" {units.per_cent(host['cpu'])} % busy")
     if host.get("memory"):
         used, whole = host["memory"]
         yield Text.assemble(" memory     ", _bar(used / whole), f" {units.size(int(used))} of {units.size(int(whole))}")
@@ -133,18 +133,16 @@ def _device_lines(devices: Sequence[Row], width: int) -> Iterator[Text]:
         values = device["values"]
         busy, active = _value(values, "gpu_busy_ratio"), _value(values, "gpu_sm_active_ratio")
         memory, power = _value(values, "gpu_memory_used_bytes"), _value(values, "gpu_power_watts")
-        bounds = [
-            [value["value"] for value in values if value["metric"] == "gpu_flops" and value["labels"]["bound"] == bound]
-            for bound in ("low", "high")
-        ]
+        rates = [value for value in values if value["metric"] == f"{PREFIX}gpu_flops"]
+        bounds = [[value["value"] for value in rates if value["labels"]["bound"] == bound] for bound in ("low", "high")]
         rate = _NONE
         if bounds[0] and bounds[1]:
             low, high = bounds[0][0], bounds[1][0]
             rate = units.flop_rate(low) if low == high else f"{units.flop_rate(low)} – {units.flop_rate(high)}"
         cells.append([
             device["index"], _cut(device["model"], 24),
-            Text(_NONE) if busy is None else Text.assemble(_bar(busy), f" {units.per_cent(busy):>6}"),
-            _NONE if active is None else units.per_cent(active),
+            Text(_NONE) if busy is None else Text.assemble(_bar(busy), f" {units.per_cent(busy):>5} %"),
+            _NONE if active is None else f"{units.per_cent(active)} %",
             _NONE if memory is None else units.size(int(memory)), _NONE if power is None else f"{power:.0f} W", rate,
         ])  # fmt: skip
     yield from lines(
@@ -256,14 +254,14 @@ def _last(values: Sequence[float]) -> float:
 
 
 def _value(values: Sequence[Row], metric: str) -> float | None:
-    return next((value["value"] for value in values if value["metric"] == metric), None)
+    return next((value["value"] for value in values if value["metric"] == PREFIX + metric), None)
 
 
 def _written(value: float, unit: str) -> str:
     if unit.startswith("bytes"):
         return units.byte_rate(value) if unit.endswith("/s") else units.size(int(value))
     if unit == "ratio":
-        return units.per_cent(value)
+        return f"{units.per_cent(value)} %"
     if unit == "seconds":
         return units.duration(int(value * 1e9))
     return f"{value:.4g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,14 +81,21 @@ def agent(tmp_path: Path) -> Iterator[Running]:
     assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
 
 
-def test_verbs_show_what_it_knows(agent: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_show_what_it_knows(
+    agent: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
     def shown(*words: str) -> str:
         assert main(["agent", *words, "--socket", str(agent.socket)]) == 0
         return capsys.readouterr().out
 
     assert "accelerators" in shown("status")
     assert json.loads(shown("status", "--json"))["devices"] == 2
-    assert "busy" in shown("top", "--once")
+    until(lambda: agent.client.get("query", metric="gpu_power_watts")["series"])
+    picture = shown("top", "--once")
+    assert re.search(r" [\d.]+ % +[\d.]+ % +[\d.]+ GB +\d+ W +\d+", picture), picture
+    assert re.search(r"memory .* of [\d.]+ GB", picture), picture
     until(lambda: len(agent.client.get("query", metric="gpu_power_watts")["series"]) == 2)
     assert "watts" in shown("query", "gpu_power_watts")
     until(lambda: agent.client.get("query", metric="host_cpu_seconds_total")["series"])
@@ -122,6 +130,7 @@ def test_a_pytorch_process_is_seen_with_owner_and_rank(agent: Running, capsys: p
         out = capsys.readouterr().out
         assert "slurm-4242" in out
         assert "1/2" in out
+        assert re.search(r"1/2 +pytorch .* [\d.]+ [MG]B ", out), out
         jobs = agent.client.get("jobs")["jobs"]
         assert next(one for one in jobs if one["job"] == "slurm-4242")["ranks"] == [1]
         memory = until(
