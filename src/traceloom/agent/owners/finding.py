@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from traceloom.agent.accelerators import Device
 from traceloom.agent.config import Config
 from traceloom.agent.owners import Owner
+from traceloom.agent.owners.cgroup import of_paths
 from traceloom.agent.owners.environment import Statements, check_variables, owner_of, statements
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class OwnerFinder:
         """
         del devices, used  # not yet
         stated = {key: self._stated(facts) for key, facts in processes.items()}
+        _inherit_jobs(processes, stated)
         return {key: owner_of(stated[key]) for key in processes}
 
     def refresh(self) -> None:
@@ -56,6 +58,8 @@ class OwnerFinder:
         if facts.frameworks:
             framework = next(iter(facts.frameworks))
             stated["framework"] = (framework, "libraries")
+        for field, value in of_paths(facts.cgroups.values()).items():
+            stated.setdefault(field, (value, "cgroup"))
         name = self._user(facts.uid)
         if name and (facts.uid or "user" not in stated):
             stated["user"] = (name, "uid")
@@ -69,3 +73,21 @@ class OwnerFinder:
             except KeyError:
                 self._names[uid] = ""
         return self._names[uid]
+
+
+def _inherit_jobs(processes: Mapping[str, ProcessFacts], stated: Mapping[str, Statements]) -> None:
+    """Give a process of no job that of its nearest ancestor that has one: workers whose environment was rewritten.
+
+    A rank is never inherited: of a rank and its children only one is the rank.
+    """
+    by_pid = {facts.pid: facts for facts in processes.values()}
+    for key, facts in processes.items():
+        if "job" in stated[key]:
+            continue
+        ancestor, seen = by_pid.get(facts.parent_pid), {facts.pid}
+        while ancestor is not None and ancestor.pid not in seen and "job" not in stated[ancestor.key]:
+            seen.add(ancestor.pid)
+            ancestor = by_pid.get(ancestor.parent_pid)
+        if ancestor is not None and "job" in stated[ancestor.key]:
+            job, source = stated[ancestor.key]["job"]
+            stated[key]["job"] = (job, source if source.startswith("process ") else f"process {ancestor.pid}")
