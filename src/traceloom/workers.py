@@ -38,19 +38,27 @@ class Worker:
         main: The module.
         threads: Of the libraries that it uses.
         quiet: What it says of a fault of ours goes nowhere: the caller does the work again.
+        user: Number of the user who it runs as, which only root may choose: it reads what this user may read. Nothing
+            of this process's environment reaches it.
 
     Raises:
-        OSError: There are no more processes to be had.
+        OSError: There are no more processes to be had, or this user cannot run Python as it is installed.
     """
 
-    def __init__(self, main: str, *, threads: int = 1, quiet: bool = False) -> None:
+    def __init__(self, main: str, *, threads: int = 1, quiet: bool = False, user: int | None = None) -> None:
+        environment = {"POLARS_MAX_THREADS": str(threads), **os.environ}
+        identity: dict[str, Any] = {}
+        if user is not None:
+            environment = {"POLARS_MAX_THREADS": str(threads), "PATH": os.defpath, "LANG": "C.UTF-8"}
+            identity = {"user": user, "group": _group_of(user), "extra_groups": (), "cwd": "/"}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
             encoding="utf-8",
-            env={"POLARS_MAX_THREADS": str(threads), **os.environ},
+            env=environment,
+            **identity,
         )
         imports = [*filter(os.path.isabs, sys.path), str(Path(traceloom.__file__).parents[1])]
         self.send({"main": main, "imports": imports})
@@ -76,6 +84,15 @@ class Worker:
         with contextlib.suppress(BrokenPipeError), self._process:  # of a job that it did not read to its end
             self._process.wait()
         return self._process.wait()
+
+
+def _group_of(user: int) -> int:
+    import pwd
+
+    try:
+        return pwd.getpwuid(user).pw_gid
+    except KeyError:  # in a container users often have no name
+        return user
 
 
 class Workers:

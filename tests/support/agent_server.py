@@ -22,6 +22,7 @@ from traceloom.agent.http.app import build_app
 from traceloom.agent.http.server import Listeners, serve
 from traceloom.agent.metrics import METRICS, Histogram, Reading
 from traceloom.agent.owners import Owner, Process
+from traceloom.agent.topline import JobFacts
 
 ANNA, BERT = 4001, 4002  # two users
 
@@ -79,6 +80,7 @@ class SmallAgent:
         self.board = board or full_board()
         self.acted: list[tuple[str, int | None, str, bool]] = []
         self.told: list[tuple[int, int, StepsBody]] = []
+        self.learned: list[tuple[str, str, int]] = []
         self.requests: list[tuple[str, int]] = []
         self.questions: list[Question] = []
 
@@ -113,6 +115,10 @@ class SmallAgent:
 
     async def pause(self, seconds: float) -> list[str]:
         return ["nvml"]
+
+    async def learn(self, job: str, path: str, user: int) -> JobFacts:
+        self.learned.append((job, path, user))
+        return JobFacts(flops_per_step=2e9)
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         self.told.append((pid, uid, body))

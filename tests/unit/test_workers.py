@@ -37,6 +37,25 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "echo_of_jobs"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a process as another user")
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python that every user may run")
+def test_as_another_user_it_has_nothing_of_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    with shared_folder() as folder:
+        folder.chmod(0o755)
+        (folder / "who_it_is.py").write_text(
+            "import json, os\n\ndef main():\n"
+            "    print(json.dumps([os.getuid(), os.getgid(), os.getgroups(), os.environ.get('TOKEN'), os.getcwd()]))\n",
+            encoding="utf-8",
+        )
+        libraries = map(str, Path("/usr/lib").glob("python3.*"))  # ours may lie where only root reads
+        monkeypatch.setattr(sys, "path", [*sys.path, *libraries, str(folder)])
+        monkeypatch.setenv("TOKEN", "secret")
+        monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
+        worker = Worker("who_it_is", user=65534)
+        assert list(worker.answers()) == [[65534, 65534, [], None, "/"]]
+        worker.ended()
+
+
 def is_gone(process: int) -> bool:
     try:
         os.kill(process, 0)

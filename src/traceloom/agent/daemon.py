@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from traceloom import __version__
 from traceloom.agent import doctor as checks
-from traceloom.agent import query
+from traceloom.agent import query, worker
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.audit import AuditLog
 from traceloom.agent.board import Board
@@ -45,11 +46,13 @@ from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.publish import Publisher, publishers
 from traceloom.agent.scheduler import Scheduler
 from traceloom.agent.steps import Steps
-from traceloom.agent.topline import Topline, element_types
+from traceloom.agent.topline import JobFacts, Topline, element_types
 from traceloom.errors import TraceloomError
 
 LOG = logging.getLogger("traceloom.agent")
 _FORGET_S = 600.0
+_MOST_READING_S = 300.0  # for a trace that a job is to be judged by
+_MOST_JOBS = 1024  # whose traces are remembered
 _MOST_REPORTING = 4096  # processes that are looked at because they report steps
 
 
@@ -79,9 +82,11 @@ class Agent:
         self.step_counts = Steps()
         self.publishers: list[Publisher] = publishers(config)
         self.boot_id = _boot_id(config)
+        self.job_facts: dict[str, JobFacts] = {}  # what the last trace of each job tells
         self._requests: Counter[tuple[str, str]] = Counter()
         self._writing = ThreadPoolExecutor(1, "history")
         self._reading = ThreadPoolExecutor(2, "query")
+        self._analysing = threading.Lock()
         self._stop = asyncio.Event()
         self._ticked_ns = time.time_ns()
 
@@ -188,6 +193,25 @@ class Agent:
         """Take the hardware counters again; whether any had been let go."""
         return bool(await asyncio.get_running_loop().run_in_executor(None, self.accelerators.resume))
 
+    async def learn(self, job: str, path: str, user: int) -> JobFacts:
+        """Take from a trace of a job what only a trace tells; `user` must be able to read it.
+
+        Raises:
+            RequestError: It cannot be read, or another one is being read.
+        """
+        if not self._analysing.acquire(blocking=False):
+            raise RequestError(429, "another trace is being read", slug="busy", retry_s=5)
+        reader = user if os.geteuid() == 0 and user != 0 else None
+        task = partial(worker.run, "job-facts", timeout_s=_MOST_READING_S, user=reader, path=path)
+        try:
+            facts = msgspec.convert(await asyncio.to_thread(task), JobFacts)
+        except TraceloomError as error:
+            raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+        finally:
+            self._analysing.release()
+        self.job_facts = dict([*self.job_facts.items(), (job, facts)][-_MOST_JOBS:])
+        return facts
+
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         """Steps that a process reports."""
         process = next((row for row in self.board.processes.values() if row.pid == pid), None)
@@ -269,7 +293,7 @@ class Agent:
         interval_s, self._ticked_ns = (now_ns - self._ticked_ns) / 1e9, now_ns
         lost = self.history.lost
         self.board.put("steps", self.step_counts.readings(), now_ns)
-        jobs = jobs_now(self.board.processes.values(), self.step_counts)
+        jobs = jobs_now(self.board.processes.values(), self.step_counts, self.job_facts)
         self.accelerators.element_types = element_types(jobs)
         self.board.put("jobs", self.topline.readings(self.board, interval_s, self.processes.shares, jobs), now_ns)
         used, system = resource.getrusage(resource.RUSAGE_SELF), os.uname()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from traceloom.agent.accelerators import DeviceProcess
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
@@ -17,7 +17,7 @@ from traceloom.agent.owners.finding import OwnerFinder
 from traceloom.agent.owners.masking import masked
 from traceloom.agent.owners.sharing import Share, shares
 from traceloom.agent.steps import Steps
-from traceloom.agent.topline import JobNow
+from traceloom.agent.topline import JobFacts, JobNow
 
 _TYPE, _INPUT_BYTES = "TRACELOOM_DTYPE", "TRACELOOM_INPUT_BYTES_PER_STEP"  # what a job declares of itself
 _COMMAND_SHOWN = 200  # letters in the metric; all of it stands in the answer of /api/v1/processes
@@ -119,8 +119,8 @@ def _jobs(processes: Iterable[Process]) -> Iterator[Reading]:
         yield Reading("job_processes", (job,), len(some))
 
 
-def jobs_now(processes: Iterable[Process], steps: Steps) -> list[JobNow]:
-    """The jobs that these processes make up; processes of no job are those of the job ""."""
+def jobs_now(processes: Iterable[Process], steps: Steps, facts: Mapping[str, JobFacts]) -> list[JobNow]:
+    """The jobs that these processes make up; processes of no job are those of the job "". `facts`: of their traces."""
     members: dict[str, list[Process]] = {}
     for process in processes:
         members.setdefault(process.owner.job, []).append(process)
@@ -141,6 +141,7 @@ def jobs_now(processes: Iterable[Process], steps: Steps) -> list[JobNow]:
                 steps_per_second=sum(rates) if rates else None,
                 input_bytes_per_step=inputs[0] if inputs else None,
                 declared_types=declared_types(types.pop()) if len(types) == 1 else None,
+                facts=facts.get(job, JobFacts()),
             )
         )
     return jobs

@@ -21,13 +21,16 @@ TASKS = {
 }
 
 
-def run(task: str, *, timeout_s: float = 600.0, **arguments: Any) -> Any:
-    """Run a task; blocks, so it is called in a thread.
+def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **arguments: Any) -> Any:
+    """Run a task, as another `user` where one is named; blocks, so it is called in a thread.
 
     Raises:
-        TraceloomError: `task-failed`: it raised, was killed, or took longer than `timeout_s`.
+        TraceloomError: `task-failed`: it could not start, raised, was killed, or took longer than `timeout_s`.
     """
-    worker = Worker("traceloom.agent.worker", quiet=True)
+    try:
+        worker = Worker("traceloom.agent.worker", quiet=True, user=user)
+    except OSError as error:
+        raise TraceloomError(f"the task `{task}` did not start: {error}", slug="task-failed") from error
     timer = threading.Timer(timeout_s, worker.kill)
     timer.daemon = True
     timer.start()

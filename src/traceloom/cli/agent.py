@@ -30,6 +30,7 @@ examples:
   traceloom agent top                                    a live view
   traceloom agent query gpu_power_watts --by job --since 1h
   traceloom agent query                                  all metrics there are
+  traceloom agent learn run1 --job slurm-42              FLOPs per step, types and roofline from a trace of it
   traceloom agent doctor                                 what works here, what not, and what would help
   eval "$(traceloom agent env)"; python train.py         a job that can be asked for traces
 """
@@ -39,6 +40,7 @@ ACTIONS = {
     "ps": "processes with owner, rank, devices and step rate",
     "top": "a live view of devices and processes",
     "query": "what a metric was",
+    "learn": "judge a job by a trace of it: FLOPs per step, element types, roofline, bytes copied",
     "doctor": "what works here, what not, why, and what would help",
     "env": "the variables that prepare a job",
 }
@@ -51,8 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items()),
     )  # fmt: skip
     parser.add_argument(
-        "metric", nargs="?", metavar="METRIC", help="of query: its name, with or without traceloom_; none lists them"
-    )
+        "subject", nargs="?", metavar="METRIC|TRACE",
+        help="of query: a metric, with or without traceloom_; none lists them. Of learn: a trace or a capture",
+    )  # fmt: skip
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -79,8 +82,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--where", default="", metavar="LABEL=VALUE", help="only what this holds for; several with commas"
     )
     asking.add_argument("--raw", action="store_true", help="counters as they are, not as rates")
-    shown = parser.add_argument_group("ps, top")
-    shown.add_argument("--job", metavar="JOB", help="of this job alone")
+    shown = parser.add_argument_group("ps, top, learn")
+    shown.add_argument("--job", metavar="JOB", help="of this job alone; learn needs it where there are several")
     shown.add_argument(
         "--interval",
         type=types.positive,
@@ -97,12 +100,14 @@ def run(args: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     if sys.platform != "linux":
         raise UsageError("the agent looks at Linux hosts; this is none", slug="not-linux")
-    if args.metric is not None and args.action != "query":
+    if args.subject is not None and args.action not in ("query", "learn"):
         raise UsageError(
-            f"`agent {args.action}` takes no METRIC", slug="wrong-usage", hint="see traceloom agent --help"
-        )
+            f"`agent {args.action}` takes neither METRIC nor TRACE", slug="wrong-usage",
+            hint="see traceloom agent --help",
+        )  # fmt: skip
     return {
-        "run": _run, "status": _status, "ps": _processes, "top": _top, "query": _query, "doctor": _doctor, "env": _env,
+        "run": _run, "status": _status, "ps": _processes, "top": _top, "query": _query, "learn": _learn,
+        "doctor": _doctor, "env": _env,
     }[args.action](args)  # fmt: skip
 
 
@@ -232,7 +237,7 @@ def _query(args: argparse.Namespace) -> int:
     from traceloom.agent.query import plain_name
     from traceloom.cli import agent_views as views
 
-    if args.metric is None:
+    if args.subject is None:
         if args.json:
             print(json.dumps(views.metrics_document(), indent=2))
         else:
@@ -240,12 +245,32 @@ def _query(args: argparse.Namespace) -> int:
 
             terminal.put(views.metrics, sys.stdout)
         return 0
-    parameters = {"metric": plain_name(args.metric), "since": args.since}
+    parameters = {"metric": plain_name(args.subject), "since": args.since}
     parameters |= {name: getattr(args, name) for name in ("until", "by", "where") if getattr(args, name)}
     if args.raw:
         parameters["raw"] = "true"
     answer = _client(args).get("query", **parameters)
     return _shown(args, answer, lambda width: views.query(answer, width))
+
+
+def _learn(args: argparse.Namespace) -> int:
+    from traceloom.cli import agent_views as views
+
+    if args.subject is None:
+        raise UsageError("which trace?", slug="wrong-usage", hint="traceloom agent learn TRACE --job JOB")
+    client = _client(args)
+    client.timeout_s = 600.0  # it reads the whole trace
+    job = args.job
+    if job is None:
+        jobs = [row["job"] for row in client.get("jobs")["jobs"]]
+        if len(jobs) != 1:
+            raise UsageError(
+                f"of which of {len(jobs)} jobs is it?" if jobs else "no job of yours runs on this host",
+                slug="no-such-job", hint="--job JOB; `traceloom agent ps` lists them",
+            )  # fmt: skip
+        job = jobs[0]
+    answer = client.post("traces", {"path": str(Path(args.subject).absolute()), "job": job})
+    return _shown(args, answer, lambda width: views.learned(answer))
 
 
 def _doctor(args: argparse.Namespace) -> int:

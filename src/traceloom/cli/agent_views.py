@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 from rich.text import Text
@@ -229,6 +230,23 @@ def metrics_document() -> list[Row]:
         }
         for metric in METRICS.values()
     ]
+
+
+def learned(answer: Row) -> Iterator[Text]:
+    """What a trace tells of its job, and which metrics that makes possible."""
+    yield Text(f"A step of job {answer['job']}, as its trace shows it (mean of its processes):")
+    mix, total = answer["dtype_mix"], sum(answer["dtype_mix"].values())
+    types = ", ".join(
+        f"{kind} {flops / total:.0%}" for kind, flops in sorted(mix.items(), key=itemgetter(1), reverse=True)
+    )
+    flops, roofline, copied = answer["flops_per_step"], answer["roofline_ratio"], answer["copied_bytes_per_step"]
+    for name, value, serves in (
+        ("FLOPs", None if flops is None else units.flops(flops), "job_flops_error_ratio"),
+        ("matrix types", types or None, "job_flops{method=\"trace\"}"),
+        ("roofline", None if roofline is None else f"{roofline:.1%}", "job_roofline_ratio"),
+        ("copied to device", None if copied is None else units.size(int(copied)), "job_input_bytes_total{source=\"copies\"}"),
+    ):  # fmt: skip
+        yield Text(f"  {name:<17}{value or 'not in the trace':<28}{serves}")
 
 
 def doctor(answer: Row, width: int, *, running: bool) -> Iterator[Text]:

@@ -18,6 +18,7 @@ import pytest
 from traceloom.agent.client import Client
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
+from traceloom.testing import TraceBuilder
 
 JOB = "import torch, time; print('up', flush=True); time.sleep(600)"
 
@@ -160,6 +161,45 @@ def test_steps_that_a_job_reports(agent: Running) -> None:
         assert series[0]["labels"] == {"job": "mine", "rank": "3"}
         rows = until(lambda: [row for row in agent.client.get("processes")["processes"] if row["steps_per_second"]])
         assert rows[0]["pid"] == job.pid
+    finally:
+        job.kill()
+        job.wait()
+
+
+def test_a_job_is_judged_by_its_own_trace(
+    agent: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps x the bytes that its trace copies per step are its input; the roofline is that of the trace."""
+    trace = TraceBuilder(device_name="NVIDIA H100 80GB HBM3")
+    for step in range(4):
+        at = 1000.0 * step
+        trace.step(step, at, 1000).launch("cudaMemcpyAsync", at + 10, 1, correlation=step + 1)
+        trace.copy("Memcpy HtoD (Pinned -> Device)", at + 30, 90, bytes=1_000_000, correlation=step + 1)
+    path = trace.write(tmp_path / "trace.json")
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom traceloom.agent.client import Client\n"
+        "while True:\n    Client(Path(sys.argv[1])).post('steps', {'steps': [0.1]}); time.sleep(0.2)\n"
+    )
+    environment = {**os.environ, "TRACELOOM_JOB": "judged"}
+    job = subprocess.Popen([sys.executable, "-c", code, str(agent.socket)], env=environment)
+
+    def learn(path: Path, *more: str) -> int:
+        return main(["agent", "learn", str(path), "--socket", str(agent.socket), *more])
+
+    try:
+        until(lambda: [row for row in agent.client.get("processes")["processes"] if row["steps_per_second"]])
+        assert learn(tmp_path / "none.json", "--job", "judged") == 3
+        assert "none.json" in capsys.readouterr().err
+        assert learn(path, "--job", "jugded") == 3
+        assert "judged" in capsys.readouterr().err
+        monkeypatch.chdir(tmp_path)
+        assert learn(Path("trace.json"), "--job", "judged") == 0
+        assert re.search(r"copied to device +1\.00 MB", capsys.readouterr().out)
+        bytes_of_input = until(
+            lambda: agent.client.get("query", metric="job_input_bytes_total", where="job=judged", raw="true")["series"]
+        )
+        assert bytes_of_input[0]["labels"] == {"job": "judged", "source": "copies"}
+        assert bytes_of_input[0]["values"][-1] % 1_000_000 == 0
     finally:
         job.kill()
         job.wait()

@@ -11,6 +11,7 @@ from msgspec import Meta
 from traceloom.agent.board import Board
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Kind, Series
+from traceloom.agent.topline import JobFacts
 from traceloom.errors import TraceloomError
 
 Sees = Literal["all", "own", "host"]
@@ -251,6 +252,23 @@ class PauseAnswer(Answer, frozen=True):
     until_ns: int
 
 
+class TraceBody(Answer, frozen=True, forbid_unknown_fields=True):
+    """A trace or capture of a job of this host: an absolute path."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    job: str
+
+
+class TraceAnswer(Answer, frozen=True):
+    """What the trace tells of the job, per process and step; null: it does not say."""
+
+    job: str
+    flops_per_step: float | None
+    dtype_mix: dict[str, float]
+    roofline_ratio: float | None
+    copied_bytes_per_step: float | None
+
+
 class StepsBody(Answer, frozen=True, forbid_unknown_fields=True):
     """Steps that a job finished since it last told; `steps` are their durations in seconds."""
 
@@ -316,6 +334,13 @@ class Answers(Protocol):
 
     async def pause(self, seconds: float) -> list[str]:
         """Let go of hardware counters; the back ends that did."""
+
+    async def learn(self, job: str, path: str, user: int) -> JobFacts:
+        """Take from a trace of a job what only a trace tells.
+
+        Raises:
+            RequestError: `user` cannot read it, or another one is being read.
+        """
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         """Steps that a process told, known by the credentials of its socket.

@@ -265,6 +265,25 @@ async def _steps(asked: Asked) -> forms.StepsAnswer:
     return forms.StepsAnswer(steps=len(body.steps))
 
 
+async def _trace(asked: Asked) -> forms.TraceAnswer:
+    if asked.peer.uid is None:
+        raise RequestError(
+            403, "traces are taken over the unix socket alone", slug="not-allowed",
+            hint="there the kernel says who asks, and so whose files are read",
+        )  # fmt: skip
+    body = await asked.body(forms.TraceBody)
+    assert isinstance(body, forms.TraceBody)
+    if body.job not in asked.view.jobs:
+        raise RequestError(
+            404, f"there is no job `{body.job}` of yours on this host", slug="no-such-job",
+            hint=nearest(body.job, asked.view.jobs) + "`traceloom agent ps` lists them",
+        )  # fmt: skip
+    if not Path(body.path).is_absolute():
+        raise _wrong("`path` is not absolute")
+    facts = await asked.agent.learn(body.job, body.path, asked.peer.uid)
+    return forms.TraceAnswer(job=body.job, **msgspec.structs.asdict(facts))
+
+
 ROUTES = (
     Route(path="/healthz", summary="Whether the agent lives", answers=_healthz, answer=forms.Health, refuses=(503,)),
     Route(path="/api/v1/status", summary="The agent and how it fares", answers=_status, answer=forms.StatusAnswer),
@@ -314,5 +333,14 @@ ROUTES = (
         method="POST",
         body=forms.StepsBody,
         refuses=(400, 403, 413),
+    ),
+    Route(
+        path="/api/v1/traces",
+        summary="Judge a job by a trace of it: FLOPs per step, element types, roofline, bytes copied",
+        answers=_trace,
+        answer=forms.TraceAnswer,
+        method="POST",
+        body=forms.TraceBody,
+        refuses=(400, 403, 404, 413, 429),
     ),
 )

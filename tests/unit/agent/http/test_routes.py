@@ -19,7 +19,11 @@ from traceloom.agent.http.openapi import document
 from traceloom.agent.http.routes import ROUTES, boot_id, moment
 
 DOCUMENT = document(ROUTES)
-BODIES = {"/api/v1/counters/pause": {"seconds": 5}, "/api/v1/steps": {"steps": [0.1, 0.2], "rank": 3}}
+BODIES = {
+    "/api/v1/counters/pause": {"seconds": 5},
+    "/api/v1/steps": {"steps": [0.1, 0.2], "rank": 3},
+    "/api/v1/traces": {"path": "/tmp/run1", "job": "slurm-7"},
+}
 QUERIES = {"/api/v1/query": "?metric=gpu_busy_ratio"}
 
 
@@ -195,6 +199,29 @@ def test_steps_come_with_the_process_that_tells_them(running: Running) -> None:
     pid, uid, body = running.agent.told[-1]
     assert (pid, uid) == (os.getpid(), os.getuid())
     assert (body.steps, body.loader_wait_seconds, body.world_size, body.torch) == ([0.5], 0.1, 8, "2.13")
+
+
+def test_a_trace_is_read_as_the_user_who_asks(running: Running) -> None:
+    import os
+
+    body = b'{"path": "/tmp/run1", "job": "slurm-7"}'
+    reply = ask(running.socket, "/api/v1/traces", method="POST", body=body)
+    assert reply.json()["flops_per_step"] == 2e9
+    assert running.agent.learned[-1] == ("slurm-7", "/tmp/run1", os.getuid())
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "slug"),
+    [
+        (b'{"path": "/tmp/run1", "job": "slurm-9"}', 404, "no-such-job"),
+        (b'{"path": "/tmp/run1", "job": ""}', 404, "no-such-job"),
+        (b'{"path": "run1", "job": "slurm-7"}', 400, "wrong-request"),
+    ],
+)
+def test_traces_that_are_not_taken(running: Running, body: bytes, status: int, slug: str) -> None:
+    before = len(running.agent.learned)
+    assert running.refused("/api/v1/traces", status, method="POST", body=body)["slug"] == slug
+    assert len(running.agent.learned) == before
 
 
 def test_the_clock(running: Running) -> None:
