@@ -270,7 +270,7 @@ def _learn(args: argparse.Namespace) -> int:
             )  # fmt: skip
         job = jobs[0]
     answer = client.post("traces", {"path": str(Path(args.subject).absolute()), "job": job})
-    return _shown(args, answer, lambda width: views.learned(answer))
+    return _shown(args, answer, lambda _: views.learned(answer))
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -240,13 +240,15 @@ def learned(answer: Row) -> Iterator[Text]:
         f"{kind} {flops / total:.0%}" for kind, flops in sorted(mix.items(), key=itemgetter(1), reverse=True)
     )
     flops, roofline, copied = answer["flops_per_step"], answer["roofline_ratio"], answer["copied_bytes_per_step"]
-    for name, value, serves in (
+    size = None if copied is None else units.size(int(copied))
+    facts = (
         ("FLOPs", None if flops is None else units.flops(flops), "job_flops_error_ratio"),
-        ("matrix types", types or None, "job_flops{method=\"trace\"}"),
+        ("matrix types", types, 'job_flops{method="trace"}'),
         ("roofline", None if roofline is None else f"{roofline:.1%}", "job_roofline_ratio"),
-        ("copied to device", None if copied is None else units.size(int(copied)), "job_input_bytes_total{source=\"copies\"}"),
-    ):  # fmt: skip
-        yield Text(f"  {name:<17}{value or 'not in the trace':<28}{serves}")
+        ("copied to device", size, 'job_input_bytes_total{source="copies"}'),
+    )
+    for name, value, metric in facts:
+        yield Text(f"  {name:<17}{value or 'not in the trace':<28}{metric}")
 
 
 def doctor(answer: Row, width: int, *, running: bool) -> Iterator[Text]:
