@@ -117,6 +117,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--workers", type=int, default=2, help="processes that load data, per rank (default: 2)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: cuda with a GPU for each rank here)")
+    parser.add_argument("--compile", action="store_true", help="compile the model")
     return parser.parse_args()
 
 
@@ -126,8 +128,12 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    kind = arguments.device or ("cuda" if torch.cuda.device_count() >= ranks_here else "cpu")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
     if distributed:
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     rank = dist.get_rank() if distributed else 0
 
     data = Characters(make_text(4000, arguments.seed), arguments.context)
@@ -139,8 +145,12 @@ def main() -> None:
         shuffle=sampler is None,
         num_workers=arguments.workers,
         drop_last=True,
+        pin_memory=kind == "cuda",
     )
     model: nn.Module = GPT(len(data.alphabet), arguments.context, arguments.layers, arguments.width, arguments.heads)
+    model.to(device)
+    if arguments.compile:
+        model.compile()
     if distributed:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -150,7 +160,7 @@ def main() -> None:
         started = time.perf_counter()
         total = 0.0
         for part in range(arguments.accumulate):
-            tokens, targets = next(batches)
+            tokens, targets = (batch.to(device, non_blocking=True) for batch in next(batches))
             last = part == arguments.accumulate - 1
             # Gradients are exchanged once per step, with the last of its batches.
             exchange = contextlib.nullcontext() if last or not distributed else model.no_sync()
