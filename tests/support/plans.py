@@ -152,6 +152,7 @@ def ran(**changes: Any) -> Replayed:
             "op": [0, 1, 2, 3, 4],
             "durations_ns": [[2 * _MS], [3 * _MS], [_MS], [0], [2 * _MS, 4 * _MS]],
             "cpu_ns": [[1]] * 5,
+            "gpu_ns": [None] * 5,
         },
         schema=OPS,
     )

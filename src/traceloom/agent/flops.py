@@ -22,8 +22,8 @@ Values = Mapping[tuple[str, tuple[str, ...]], float]  # (metric, labels after th
 PIPE = "gpu_pipe_active_ratio"
 VECTOR_TYPES = ("fp64", "fp32", "fp16")
 MATRIX_TYPES = ("tf32", "bf16", "fp16", "fp8", "fp4")  # those that the 16-bit pipe (HMMA) computes
-HALF_TO_SINGLE = 1.0  # more work in the FP16 pipe than in the FP32 pipe: the matrices are in half precision too
-LEAST_ACTIVITY = 1e-3  # of the vector pipes, for their ratio to say something
+HALF_TO_SINGLE = 1.0  # more work in the FP16 pipe than in the FP32 pipe: the matrices have at most 16 bits
+LEAST_ACTIVITY = 1e-3  # of the FP16 pipe, for the ratio to say something
 
 # What jobs and frameworks call an element type.
 SPELLINGS = {
@@ -75,11 +75,10 @@ def _matrix_rates(per_clock: Mapping[str, int], values: Values, types: Iterable[
         values_of_jobs = [rate for rate, _ in of_jobs]
         return FlopRate(min(values_of_jobs), max(values_of_jobs), "declared" if methods == {"declared"} else "trace")
     half, single = values.get((PIPE, ("fp16",))), values.get((PIPE, ("fp32",)))
-    if half is not None and single is not None and half + single >= LEAST_ACTIVITY and "fp16" in rates:
-        if half >= HALF_TO_SINGLE * single:
-            return FlopRate(rates["fp16"], rates["fp16"], "ratio")
-        # Vector work of TF32 jobs and, as its sums need 32 bits, of BF16 jobs is in the FP32 pipe.
-        return FlopRate(rates.get("tf32", rates["fp16"]), rates.get("bf16", rates["fp16"]), "ratio")
+    is_half = half is not None and single is not None and half >= max(HALF_TO_SINGLE * single, LEAST_ACTIVITY)
+    if is_half and "fp16" in rates:
+        return FlopRate(rates["fp16"], max(rates.values()), "ratio")
+    # The FP32 pipe has the vector work of TF32 and BF16 jobs, and the sums of FP8 products: it tells nothing.
     return FlopRate(min(rates.values()), max(rates.values()), "bounds")
 
 

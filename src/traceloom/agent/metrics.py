@@ -151,7 +151,7 @@ _DECLARED = (
         Alias(_DEV + "UNCORRECTABLE_REMAPPED_ROWS", (("type", "uncorrectable"),)), Alias(_DEV + "CORRECTABLE_REMAPPED_ROWS", (("type", "correctable"),)), Alias(_DEV + "ROW_REMAP_FAILURE", (("type", "failure"),)),
     )),
     Metric("gpu_flops", "gauge", "", "Estimated FLOP/s: pipes' activity x measured clock x FLOP per clock; `method` says how the type of the matrix units is known.", ("device", "method", "bound"), "traceloom.gpu.flops", "{flop}/s", (*_DEVICE, ("method", "traceloom.method"), ("bound", "traceloom.bound")), (), "sum"),
-    Metric("gpu_integer_ops", "gauge", "", "Estimated integer operations per second of the matrix units, which are no FLOP.", ("device",), "traceloom.gpu.integer_ops", "{operation}/s", _DEVICE, (), "sum"),
+    Metric("gpu_integer_ops", "gauge", "", "Integer operations per second of the matrix units at most, which are no FLOP; instructions of older generations do half as many.", ("device",), "traceloom.gpu.integer_ops", "{operation}/s", _DEVICE, (), "sum"),
     Metric("gpu_flop_utilization_ratio", "gauge", "ratio", "Activity of the matrix units x clock / highest clock: needs no element type.", ("device",), "traceloom.gpu.flop.utilization", "1", _DEVICE, (), "mean"),
     # Jobs
     Metric("job_info", "info", "", "A job on this host: 1, with whose it is; join on `job`.", ("job", "name", "scheduler", "user", "account", "partition", "namespace", "framework", "world_size")),

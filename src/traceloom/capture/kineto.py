@@ -96,11 +96,16 @@ class Kineto:
     """
 
     def __init__(self, settings: Settings, *, every_thread: bool, with_observer: bool = False) -> None:
-        wanted = {"trace_only": not settings.stacks, "profile_all_threads": every_thread}
-        options: dict[str, Any] = {name: True for name, on in wanted.items() if on and _knows(name)}
         # The processor, and the accelerators in use: asking for another one would make a context on it.
         accelerators = ((ProfilerActivity.CUDA, torch.cuda), (ProfilerActivity.XPU, torch.xpu))
         idle = {activity for activity, backend in accelerators if not backend.is_initialized()}
+        wanted = {
+            "trace_only": not settings.stacks,
+            "profile_all_threads": every_thread,
+            # Which stream waits for which event of which other one is in no other record.
+            "enable_cuda_sync_events": ProfilerActivity.CUDA not in idle,
+        }
+        options: dict[str, Any] = {name: True for name, on in wanted.items() if on and _knows(name)}
         self.every_thread = every_thread
         self._profile = _Profile(
             activities=[activity for activity in supported_activities() if activity not in idle],

@@ -25,16 +25,18 @@ _RATIOS = {f"{name}_ratio": pl.Float64 for name in ("p10", "p50", "p90")}
 # fmt: off
 WHOLE = schema(
     "rank step_count pass_count recorded_ns replayed_ns ratio recorded_cpu_ns replayed_cpu_ns cpu_ratio",
-    "recorded_ops_ns replayed_ops_ns ops_ratio peak_bytes",
-    {**_RATIO, "cpu_ratio": pl.Float64, "ops_ratio": pl.Float64},
+    "recorded_ops_ns replayed_ops_ns ops_ratio recorded_gpu_ns replayed_gpu_ns gpu_ratio peak_bytes",
+    {**_RATIO, **dict.fromkeys(("cpu_ratio", "ops_ratio", "gpu_ratio"), pl.Float64)},
 )
 COVERAGE = schema("rank outcome reason count recorded_ns count_share time_share",
                   {"outcome": pl.Enum(OUTCOMES), "count_share": pl.Float64, "time_share": pl.Float64})
 NOT_RUN = schema("rank outcome reason name text count recorded_ns", {"outcome": pl.Enum(OUTCOMES), "text": pl.String})
 OPS = schema("name shapes calls recorded_ns replayed_ns lost_ns ratio p10_ratio p50_ratio p90_ratio",
-             {**_RATIO, **_RATIOS})
+             "recorded_gpu_ns replayed_gpu_ns gpu_lost_ns gpu_ratio",
+             {**_RATIO, **_RATIOS, "gpu_ratio": pl.Float64})
 EACH = schema("rank op node name shapes scope phase thread gap_ns recorded_ns replayed_ns ratio",
-              {**_OP, **_RATIO, "scope": pl.String, "phase": pl.String, "thread": pl.Int32})
+              "recorded_gpu_ns replayed_gpu_ns gpu_ratio",
+              {**_OP, **_RATIO, "gpu_ratio": pl.Float64, "scope": pl.String, "phase": pl.String, "thread": pl.Int32})
 COLLECTIVES = schema("rank kind group group_size asynchronous size_bytes count recorded_ns replayed_ns ratio",
                      "recorded_gb_per_s replayed_gb_per_s", {**_RATIO, "group_size": pl.Int32})
 CONTENTS = schema("rank content evidence count bytes", {"content": pl.String})
@@ -58,7 +60,8 @@ class ReplayComparison(Result):
         device: Where it ran.
         pace: `fast`, or `recorded`.
         whole: Of each rank: rank; step_count and pass_count (how many the medians are of); recorded_ns, replayed_ns,
-            ratio of the whole; the same of processor time; the same of the sums over ops that both sides timed;
+            ratio of the whole; the same of processor time; the same of the sums over ops that both sides timed, and of
+            the GPU work of those whose GPU work both sides measured (null where there are none);
             peak_bytes of the replay's tensors. The recorded times of the whole are null where a part of a step was
             replayed, or its time is not known.
         coverage: What became of the ops: rank, outcome, reason (null: it ran), count, recorded_ns, and their shares of
@@ -67,13 +70,16 @@ class ReplayComparison(Result):
         holes: Compiled graphs, whose kernels for the CPU no host trace has: rank, name, count and recorded_ns.
         ops: By name and shapes of inputs, over all ranks: calls, recorded_ns and replayed_ns (sums), lost_ns (how much
             longer the replay took), ratio of the sums, 10th, 50th and 90th percentile of the ratios of the calls.
-            Those where most was lost or won come first. Calls that were not timed on both sides are not counted.
+            Those where most was lost or won come first. Calls that were not timed on both sides are not counted. The
+            same of the GPU work that they launched, by which they are ordered where there is any: recorded_gpu_ns,
+            replayed_gpu_ns, gpu_lost_ns, gpu_ratio; null where one of the sides launched none.
         each: Every op that ran and was timed on both sides, in order; gap_ns is what its thread did before it when
             recorded.
-        collectives: By rank, kind, group and size: count, recorded_ns and replayed_ns of one (medians), bandwidths on
-            the bus (10^9 B/s), which are null for asynchronous ones: they end later than their calls.
+        collectives: By rank, kind, group and size: count, recorded_ns and replayed_ns of one (medians; of its GPU work
+            where both sides know that), bandwidths on the bus (10^9 B/s), which are null for asynchronous ones without
+            GPU work: they end later than their calls.
         contents: What tensors from outside held: rank, content, evidence (how that is known), count, bytes.
-        long_count: Ops of `each` that took `LONG_NS` at least when recorded.
+        long_count: Ops of `each` that took `LONG_NS` at least when recorded: by their GPU work where that is known.
         long_ratios: 10th, 50th and 90th percentile of their ratios; None where there are none.
         notices: What must be known about it.
     """
@@ -119,8 +125,11 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed) -> ReplayComparison:
     each = pl.concat([
         frame.filter(pl.col("outcome") == RUN, pl.col("recorded_ns").is_not_null(), pl.col("replayed_ns").is_not_null())
         for frame in about
-    ]).with_columns(_ratio("replayed_ns", "recorded_ns"))  # fmt: skip
-    long = each.filter(pl.col("recorded_ns") >= LONG_NS)["ratio"]
+    ]).with_columns(
+        _ratio("replayed_ns", "recorded_ns"), _ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio")
+    )  # fmt: skip
+    of_gpu = "gpu_" if each["gpu_ratio"].is_not_null().any() else ""
+    long = each.filter(pl.col(f"recorded_{of_gpu}ns") >= LONG_NS)[f"{of_gpu}ratio"].drop_nulls()
     quantiles = [long.quantile(share, "linear") for share in (0.1, 0.5, 0.9)]
     collectives = [_collectives(*pair, plan.groups) for pair in pairs]
     comparison = ReplayComparison(
@@ -175,18 +184,20 @@ def _about_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
             on="tensor", how="inner", maintain_order="left",
         ).group_by("op", maintain_order=True).agg(pl.format("[{}]", "shape").str.join(" ").alias("shapes"))
     )  # fmt: skip
+    here = replayed.ops.select(
+        "op", _median_ns("durations_ns").alias("replayed_ns"), pl.col("gpu_ns").alias("replayed_gpu_ns")
+    )
     ran = (
         plan.ops.filter(pl.col("node").is_not_null())
-        .with_columns(_median_ns("durations_ns").alias("recorded_ns"))
+        .with_columns(_median_ns("durations_ns").alias("recorded_ns"), pl.col("gpu_ns").alias("recorded_gpu_ns"))
         .join(shapes, on="op", how="left", maintain_order="left")
         .join(became, on="op", how="left", maintain_order="left", suffix="_here")
-        .join(replayed.ops.select("op", _median_ns("durations_ns").alias("replayed_ns")), on="op", how="left",
-              maintain_order="left")
+        .join(here, on="op", how="left", maintain_order="left")
         .with_columns(pl.col("outcome").fill_null(RUN), pl.col("reason_here").alias("reason"),
                       pl.col("shapes").fill_null(""))
     )  # fmt: skip
     left_out = plan.left_out.rename({"duration_ns": "recorded_ns"}).with_columns(pl.lit(LEFT_OUT).alias("outcome"))
-    columns = [*(name for name in EACH if name != "ratio"), "outcome", "reason", "text"]
+    columns = [*(name for name in EACH if not name.endswith("ratio")), "outcome", "reason", "text"]
     return pl.concat([ran.select(columns), left_out], how="diagonal_relaxed").select(columns)
 
 
@@ -210,24 +221,31 @@ def _not_run(about: pl.DataFrame) -> pl.DataFrame:
 
 def _by_name(each: pl.DataFrame) -> pl.DataFrame:
     ratio = pl.col("ratio")
+    on_both = pl.col("gpu_ratio").is_not_null()
     return (
         each.group_by("name", "shapes")
         .agg(
             pl.len().alias("calls"),
             pl.sum("recorded_ns", "replayed_ns"),
+            pl.when(on_both.any()).then(pl.col("recorded_gpu_ns", "replayed_gpu_ns").filter(on_both).sum()),
             *(ratio.quantile(share, "linear").alias(f"p{share * 100:.0f}_ratio") for share in (0.1, 0.5, 0.9)),
         )
         .with_columns(
-            (pl.col("replayed_ns") - pl.col("recorded_ns")).alias("lost_ns"), _ratio("replayed_ns", "recorded_ns")
+            (pl.col("replayed_ns") - pl.col("recorded_ns")).alias("lost_ns"),
+            _ratio("replayed_ns", "recorded_ns"),
+            (pl.col("replayed_gpu_ns") - pl.col("recorded_gpu_ns")).alias("gpu_lost_ns"),
+            _ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio"),
         )
-        .sort(-pl.col("lost_ns").abs(), "name", "shapes")
+        .sort(-pl.col("gpu_lost_ns").abs(), -pl.col("lost_ns").abs(), "name", "shapes", nulls_last=True)
     )
 
 
 def _whole(plan: RankPlan, replayed: RankReplayed, each: pl.DataFrame) -> pl.DataFrame:
     """One row; a plan of several steps is held against as many."""
     steps = max(plan.ops["step"].drop_nulls().n_unique(), 1)
-    timed = each.filter(rank=plan.rank).select(pl.sum("recorded_ns", "replayed_ns"))
+    of_rank = each.filter(rank=plan.rank)
+    timed = of_rank.select(pl.sum("recorded_ns", "replayed_ns"))
+    on_gpu = of_rank.drop_nulls("gpu_ratio")
     recorded = plan.steps.select((pl.col("duration_ns", "cpu_ns").median() * steps).round().cast(pl.Int64))
     passes = pl.DataFrame({"wall": replayed.iteration_ns, "cpu": replayed.iteration_cpu_ns}, schema=_PASSES)
     here = passes.select(pl.all().median().round().cast(pl.Int64))
@@ -236,6 +254,8 @@ def _whole(plan: RankPlan, replayed: RankReplayed, each: pl.DataFrame) -> pl.Dat
         "recorded_ns": recorded["duration_ns"][0], "replayed_ns": here["wall"][0],
         "recorded_cpu_ns": recorded["cpu_ns"][0], "replayed_cpu_ns": here["cpu"][0],
         "recorded_ops_ns": timed["recorded_ns"][0], "replayed_ops_ns": timed["replayed_ns"][0],
+        "recorded_gpu_ns": on_gpu["recorded_gpu_ns"].sum() if on_gpu.height else None,
+        "replayed_gpu_ns": on_gpu["replayed_gpu_ns"].sum() if on_gpu.height else None,
         "peak_bytes": replayed.peak_bytes,
     }  # fmt: skip
     kept = {name: kind for name, kind in WHOLE.items() if not name.endswith("ratio")}
@@ -243,6 +263,7 @@ def _whole(plan: RankPlan, replayed: RankReplayed, each: pl.DataFrame) -> pl.Dat
         _ratio("replayed_ns", "recorded_ns"),
         _ratio("replayed_cpu_ns", "recorded_cpu_ns", "cpu_ratio"),
         _ratio("replayed_ops_ns", "recorded_ops_ns", "ops_ratio"),
+        _ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio"),
     )
 
 
@@ -263,13 +284,27 @@ def _collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame) -
             pl.col("size").filter("made").sum().alias("out_bytes"),
         )
     )
-    here = replayed.ops.select("op", _median_ns("durations_ns").alias("replayed_ns"))
+    here = replayed.ops.select(
+        "op", _median_ns("durations_ns").alias("replayed_ns"), pl.col("gpu_ns").alias("replayed_gpu")
+    )
+    sides = ["recorded_ns", "replayed_ns", "recorded_gpu", "replayed_gpu"]
+    on_gpu = pl.col("recorded_gpu").is_not_null() & pl.col("replayed_gpu").is_not_null()
     times = (
         plan.ops.filter(pl.col("action").is_in([COLLECTIVE, WAIT]))
-        .select("op", "collective", _median_ns("durations_ns").alias("recorded_ns"))
+        .select(
+            "op", "collective", _median_ns("durations_ns").alias("recorded_ns"), pl.col("gpu_ns").alias("recorded_gpu")
+        )
         .join(here, on="op", how="left")
         .group_by("collective")
-        .agg(*(pl.when(pl.col(c).is_not_null().any()).then(pl.sum(c)) for c in ("recorded_ns", "replayed_ns")))
+        .agg(*(pl.when(pl.col(side).is_not_null().any()).then(pl.sum(side)) for side in sides))
+        .select(
+            "collective",
+            on_gpu.alias("on_gpu"),
+            *(
+                pl.when(on_gpu).then(f"{side}_gpu").otherwise(f"{side}_ns").alias(f"{side}_ns")
+                for side in ("recorded", "replayed")
+            ),
+        )
     )
     ranks = groups.select(pl.col("name").alias("group"), pl.col("ranks").list.len().cast(pl.Int32).alias("group_size"))
     calls = with_sizes(
@@ -278,17 +313,18 @@ def _collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame) -
         .join(ranks, on="group", how="left", maintain_order="left")
         .filter(~pl.col("op").is_in(replayed.stand_ins["op"].implode()))
     )
+    ends_with_call = pl.col("on_gpu") | ~pl.col("asynchronous")
     bandwidths = [
-        pl.when(~pl.col("asynchronous") & (pl.col(f"{side}_ns") > 0))
+        pl.when(ends_with_call & (pl.col(f"{side}_ns") > 0))
         .then(pl.col("size_bytes") * pl.col("bus_factor") / pl.col(f"{side}_ns"))
         .alias(f"{side}_gb_per_s")
         for side in ("recorded", "replayed")
     ]
     return (
-        calls.group_by("rank", "kind", "group", "group_size", "asynchronous", "size_bytes", "bus_factor")
+        calls.group_by("rank", "kind", "group", "group_size", "asynchronous", "size_bytes", "bus_factor", "on_gpu")
         .agg(pl.len().alias("count"), pl.median("recorded_ns", "replayed_ns").round().cast(pl.Int64))
         .with_columns(_ratio("replayed_ns", "recorded_ns"), *bandwidths)
-        .with_columns(pl.when(~pl.col("asynchronous")).then("ratio").alias("ratio"))
+        .with_columns(pl.when(ends_with_call).then("ratio").alias("ratio"))
         .sort(-pl.col("replayed_ns") * pl.col("count").cast(pl.Int64), "kind", "group", "size_bytes", nulls_last=True)
     )
 

@@ -29,6 +29,7 @@ class Originals:
         durations_ns: Durations of each node's events, in order of time.
         gap_ns: Host time between the end of the op before it on its thread and its start, the median.
         stream: Stream of the first GPU work below it.
+        gpu_ns: GPU time of the work that it launched, the median over its events; those without work have none.
         steps: The timed steps: step, duration_ns, cpu_ns.
         holes: Compiled graphs that spend time outside of ops: see `holes_of`.
     """
@@ -36,6 +37,7 @@ class Originals:
     durations_ns: dict[int, list[int]] = field(default_factory=dict)
     gap_ns: dict[int, int] = field(default_factory=dict)
     stream: dict[int, int] = field(default_factory=dict)
+    gpu_ns: dict[int, int] = field(default_factory=dict)
     steps: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=STEPS))
     holes: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=HOLES))
 
@@ -66,10 +68,14 @@ def originals_of(trace: Trace, matching: Matching, chosen: Ints) -> Originals:
     )
     nodes = by_node["node"].to_list()
     gaps = dict(zip(nodes, by_node["gap"].to_list(), strict=True))
+    work = work_below(trace, runs)
+    work = work.with_columns(pl.Series("node", host_op[work["event"].to_numpy()]))
+    of_events = work.group_by("event", "node").agg(pl.sum("duration_ns")).group_by("node").agg(pl.median("duration_ns"))
     return Originals(
         dict(zip(nodes, by_node["duration"].to_list(), strict=True)),
         {node: gap for node, gap in gaps.items() if gap is not None},
-        _streams(trace, host_op, runs),
+        dict(work.drop_nulls("stream").group_by("node").agg(pl.col("stream").first()).iter_rows()),
+        dict(of_events.with_columns(pl.col("duration_ns").round().cast(pl.Int64)).iter_rows()),
         _steps(trace),
         holes_of(trace, runs),
     )
@@ -117,18 +123,23 @@ def _steps(trace: Trace) -> pl.DataFrame:
     return steps.join(cpu, on="step", how="left", maintain_order="left").select(STEPS.names()).cast(STEPS)
 
 
-def _streams(trace: Trace, host_op: Ints, runs: Bools) -> dict[int, int]:
-    """The stream of the first GPU work that each op launched."""
-    work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).drop_nulls(["launch", "stream"])
-    if not work.height:
-        return {}
+def work_below(trace: Trace, among: Bools) -> pl.DataFrame:
+    """The GPU work that some host events launched, in the order of the trace.
+
+    Args:
+        trace: The device trace.
+        among: The events that are asked for; shape (events,). Work goes to the innermost of them around its launch.
+
+    Returns:
+        A row for each piece of work: event (its row in `events`), stream, duration_ns.
+    """
+    work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).drop_nulls("launch")
     parent = trace.events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
-    launch = work["launch"].to_numpy()
-    op = np.where(runs[launch], launch, nearest(parent, runs)[launch])
-    inside = op >= 0
-    first = pl.DataFrame({"node": host_op[op[inside]], "stream": work["stream"].cast(pl.Int64).to_numpy()[inside]})
-    by_node = first.group_by("node").agg(pl.col("stream").first())
-    return dict(by_node.iter_rows())
+    launch = work["launch"].cast(pl.Int64).to_numpy()
+    event = np.where(among[launch], launch, nearest(parent, among)[launch])
+    return work.select(
+        pl.Series("event", event, dtype=pl.Int64), pl.col("stream").cast(pl.Int64), "duration_ns"
+    ).filter(pl.col("event") >= 0)
 
 
 def originals_of_graph(graph: Graph, rank: int, _chosen: Ints) -> Originals:

@@ -57,10 +57,11 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
     # that no op makes, of a tensor that lives (its only input). `inputs` are rows of `tensors` in the order of their
     # numbers in the call; `outputs` those of the returned tensors, flattened, null where nothing uses them. The
     # durations are those of the timed steps, empty where unknown; the gap is what the thread did before, since the end
-    # of its previous op. `reason` says why a stand-in takes the place of an op.
+    # of its previous op. `gpu_ns` is the time of the GPU work that it launched, null where there is none. `reason`
+    # says why a stand-in takes the place of an op.
     "ops": schema(
         "rank op node name action call collective inputs outputs thread stream step scope phase durations_ns gap_ns",
-        "reason",
+        "gpu_ns reason",
         {
             "op": pl.UInt32, "node": pl.Int64, "action": pl.Enum(ACTIONS), "call": pl.UInt32, "collective": pl.UInt32,
             "inputs": _Rows, "outputs": _Rows, "thread": pl.Int32, "scope": pl.String, "durations_ns": _Whole,
@@ -117,7 +118,7 @@ _FORMAT = ArchiveFormat(
     "plan",
     another_slug="not-a-plan",
     damaged_slug="plan-damaged",
-    version=1,
+    version=2,
     schemas=PLAN_SCHEMAS,
     never_null={
         "ops": ("rank", "op", "name", "action", "inputs", "outputs", "thread", "scope", "durations_ns"),

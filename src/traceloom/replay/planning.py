@@ -528,7 +528,8 @@ class _RankPlanner:
                 "stream": [measured.stream.get(number) for number in ids], "step": around["step"],
                 "scope": around["scope"].fill_null(""), "phase": around["phase"],
                 "durations_ns": [measured.durations_ns.get(number, ()) for number in ids],
-                "gap_ns": [measured.gap_ns.get(number) for number in ids], "reason": reasons,
+                "gap_ns": [measured.gap_ns.get(number) for number in ids],
+                "gpu_ns": [measured.gpu_ns.get(number) for number in ids], "reason": reasons,
             },
         )  # fmt: skip
 

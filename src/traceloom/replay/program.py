@@ -264,14 +264,15 @@ class Program:
 
     def run_once(self) -> None:
         """One pass: nothing but the calls."""
+        self._on_all_lanes(_run_calls)
+
+    def run_within(self, within: Callable[..., Any]) -> None:
+        """One pass in which `within(op, function, *arguments)` makes each call."""
 
         def run(registers: Registers, calls: Sequence[_Call]) -> None:
-            for _, function, pick, store, spread, dead in calls:
-                registers[store] = function(*pick(registers))
-                for register, part in spread:
-                    registers[register] = registers[store][part]
-                for register in dead:
-                    registers[register] = None
+            ops = (self._instructions[call[0]].op for call in calls)
+            marked = ((call[0], partial(within, op, call[1]), *call[2:]) for op, call in zip(ops, calls, strict=True))
+            _run_calls(registers, marked)
 
         self._on_all_lanes(run)
 
@@ -327,6 +328,15 @@ class Program:
             .filter(pl.col("op") != NOT_TIMED)
             .with_columns(pl.col("op").cast(pl.UInt32))
         )
+
+
+def _run_calls(registers: Registers, calls: Iterable[_Call]) -> None:
+    for _, function, pick, store, spread, dead in calls:
+        registers[store] = function(*pick(registers))
+        for register, part in spread:
+            registers[register] = registers[store][part]
+        for register in dead:
+            registers[register] = None
 
 
 def _flattened(function: Callable[..., Any], *arguments: Any) -> list[Any]:

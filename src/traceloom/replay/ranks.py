@@ -102,11 +102,20 @@ def _replayed(job: dict[str, Any], say: Say) -> dict[str, Any]:
     plan = ReplayPlan.load(folder / "run.plan")
     options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
     store = None
-    if len(ranks) > 1:
+    if _communicate(plan, ranks):
         import torch.distributed as dist
 
         store = dist.FileStore(str(folder / "store"), len(ranks))
     return _run_rank(plan, options, ranks, process, store, len(ranks), say)
+
+
+def _communicate(plan: ReplayPlan, ranks: list[int]) -> bool:
+    """Whether collectives run: among several ranks, and of one whose groups had no other rank when recorded."""
+    if len(ranks) > 1:
+        return True
+    members = dict(plan.groups.select("name", "ranks").iter_rows())
+    used = plan.ranks[ranks[0]].collectives["group"].unique()
+    return used.len() > 0 and all(members.get(name) == ranks for name in used)
 
 
 def _under_torchrun(plan: ReplayPlan, options: RunOptions, ranks: list[int], say: Say) -> Replayed | None:
@@ -131,7 +140,7 @@ def _under_torchrun(plan: ReplayPlan, options: RunOptions, ranks: list[int], say
         ) from error
     try:
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        answer = _run_rank(plan, options, ranks, process, store if world_size > 1 else None, sharing, say)
+        answer = _run_rank(plan, options, ranks, process, store if _communicate(plan, ranks) else None, sharing, say)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, TraceloomError):
             raise

@@ -15,7 +15,7 @@ from traceloom.model.result import Result
 _TEXT = {"op": pl.UInt32, "node": pl.Int64, "text": pl.String}
 # `cpu_ns`: of the calling thread alone where ops run on one thread, else of the whole process.
 OPS = schema(
-    "op durations_ns cpu_ns", {"op": pl.UInt32, "durations_ns": pl.List(pl.Int64), "cpu_ns": pl.List(pl.Int64)}
+    "op durations_ns cpu_ns gpu_ns", {"op": pl.UInt32, "durations_ns": pl.List(pl.Int64), "cpu_ns": pl.List(pl.Int64)}
 )
 FAILURES = schema("op node name text count", _TEXT)
 REPLACED = schema("op node name text count", _TEXT)
@@ -31,7 +31,8 @@ class RankReplayed(Result):
         rank: The rank of the recorded job.
         iteration_ns: Time of each pass over the whole plan, nothing within it timed.
         iteration_cpu_ns: What the process computed meanwhile.
-        ops: op (row of the plan's `ops`); durations_ns and cpu_ns of it in passes with a timer around each op.
+        ops: op (row of the plan's `ops`); durations_ns and cpu_ns of it in passes with a timer around each op; gpu_ns,
+            the time of the GPU work that it launched, the median over passes that were profiled, null where none was.
         failures: Ops that raised: op, node, name, text, count. Their outputs were replaced.
         replaced: Ops that gave another shape than recorded, which depends on data: the same columns.
         stand_ins: Ops that were not run as they are: op, node, name, reason, text.

@@ -12,17 +12,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import polars as pl
 
 import traceloom
-from traceloom.errors import InputError, UsageError
+from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.model import units
 from traceloom.model.notice import Notice
 from traceloom.replay import binding
 from traceloom.replay.assembling import Assembly, Bind, Manner, geometries, on_storage
+from traceloom.replay.device_times import GPU_TIMES, device_times
 from traceloom.replay.filling import filled
 from traceloom.replay.kernels import KernelLoader
 from traceloom.replay.plan import RankPlan, ReplayPlan
@@ -328,6 +330,7 @@ class Execution:
         check_memory(plan, device, options.memory_limit, sharing, assembly.needed)
         torch.manual_seed(options.seed)
         self.plan = plan
+        self.device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._cpu_clock = time.thread_time_ns if torch.get_num_threads() == 1 else time.process_time_ns
         with torch.no_grad():
@@ -337,12 +340,18 @@ class Execution:
             self._contents.find_changes(self.program.registers, assembly.written_unseen)
 
     def once(
-        self, *, timed: bool = False, recorded: bool = False, begin: Callable[[], None] | None = None
+        self,
+        *,
+        timed: bool = False,
+        recorded: bool = False,
+        within: Callable[..., Any] | None = None,
+        begin: Callable[[], None] | None = None,
     ) -> tuple[int, int]:
         """One pass: wall time and processor time of the process, ns.
 
         Args:
             timed: With a timer around each op: `program.times` holds what it read.
+            within: Makes each call, see `Program.run_within`.
             recorded: Somebody looks on: nothing runs that is not of the plan, but for what it needs to run at all.
             begin: Waits for the other ranks.
         """
@@ -350,7 +359,11 @@ class Execution:
 
         with torch.no_grad():
             self._contents.restore(self.program.registers, floats=not recorded)
-            run = self.program.run_once if not timed else lambda: self.program.run_timed(self._cpu_clock)
+            run = self.program.run_once
+            if timed:
+                run = partial(self.program.run_timed, self._cpu_clock)
+            elif within:
+                run = partial(self.program.run_within, within)
             self._synchronize()
             if begin:
                 begin()
@@ -429,13 +442,20 @@ def run_passes(
         .agg(pl.col("duration_ns").alias("durations_ns"), pl.col("cpu_ns"))
     )
     notices = []
+    try:
+        on_gpu = device_times(execution, begin)
+    except TraceloomError as error:
+        text = f"how long the GPU worked for each op could not be measured: {error.message}"
+        notices.append(Notice("no-gpu-times", "warning", text, rank=execution.plan.rank))
+        on_gpu = GPU_TIMES.to_frame()
     if options.iterations is None and not is_known(walls):
         text = f"after {units.counted(len(walls), 'pass')} the median time of a pass is not known to 2 %"
         notices.append(Notice("median-unsure", "warning", text, rank=execution.plan.rank))
     program = execution.program
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return RankReplayed(
-        execution.plan.rank, tuple(walls), tuple(processor), ops, execution.peak_bytes(), resident,
+        execution.plan.rank, tuple(walls), tuple(processor),
+        ops.join(on_gpu, on="op", how="left", maintain_order="left"), execution.peak_bytes(), resident,
         _counted(execution.plan, program.failures), _counted(execution.plan, program.replaced), execution.stand_ins,
         tuple(notices),
     )  # fmt: skip

@@ -85,10 +85,14 @@ def test_two_jobs_of_different_types_on_a_device_give_an_interval() -> None:
 
 def test_the_ratio_of_half_to_single_decides_where_nothing_is_declared() -> None:
     half, _, _ = read(PIPES | {"fp16": 0.2, "fp32": 0.1})
-    assert half == ("ratio", *(0.5 * 4096 + 0.2 * 512 + 0.1 * 256,) * 2)
+    vector = 0.2 * 512 + 0.1 * 256
+    assert half == ("ratio", 0.5 * 4096 + vector, 0.5 * 8192 + vector), "FP16, or FP8 beside vector work in FP16"
     single, _, _ = read(PIPES | {"fp16": 0.05, "fp32": 0.1})
     vector = 0.05 * 512 + 0.1 * 256
-    assert single == ("ratio", 0.5 * 2048 + vector, 0.5 * 4096 + vector)
+    assert single == ("bounds", 0.5 * 2048 + vector, 0.5 * 8192 + vector), "sums of FP8 products are in FP32"
+    ampere = Device(uuid="G", index="0", vendor="nvidia", model="A", multiprocessors=SMS, architecture="ampere")
+    method, low, high = read(PIPES | {"fp16": 0.2}, ampere)[0]
+    assert (method, low) == ("ratio", high), "where there is no FP8 it is FP16"
 
 
 def test_without_any_knowledge_there_are_bounds() -> None:
@@ -109,6 +113,42 @@ def test_integer_operations_stand_apart() -> None:
     (method, low, high), readings, _ = read({**dict.fromkeys(PIPES, 0.0), "imma": 0.25})
     assert (method, low, high) == ("bounds", 0.0, 0.0)
     assert values(readings, "gpu_integer_ops") == {("G",): 0.25 * 8192 * SMS * CLOCK}
+
+
+# Matrix products on a real H100 SXM (driver 580, cuBLAS 13): what they were of, what GPM and the clock said meanwhile,
+# and how many FLOP/s the program did by its own count.
+MEASURED = [
+    ("bf16", {"hmma": 0.927643, "fp32": 0.0, "fp16": 0.0}, 1.350e9, 686.2e12),
+    ("tf32", {"hmma": 0.928930, "fp32": 0.000909, "fp16": 0.0}, 1.410e9, 359.4e12),
+    ("fp8", {"hmma": 0.909732, "fp32": 0.231135, "fp16": 0.0}, 1.260e9, 1247.0e12),
+    ("", {"hmma": 0.0, "fp32": 0.771860, "fp16": 0.0}, 1.980e9, 51.77e12),
+    ("", {"hmma": 0.0, "dfma": 0.945331, "fp64": 0.000462}, 1.875e9, 58.28e12),
+]
+
+
+@pytest.mark.parametrize(("kind", "pipes", "clock", "counted"), MEASURED)
+def test_a_real_device_is_estimated_within_three_percent(
+    kind: str, pipes: dict[str, float], clock: float, counted: float
+) -> None:
+    sampled = {
+        ("gpu_pipe_active_ratio", (pipe,)): active for pipe, active in {**dict.fromkeys(PIPES, 0.0), **pipes}.items()
+    }
+    sampled["gpu_clock_hertz", ("sm",)] = clock
+    declared = declared_types(kind)
+    exact = values(estimate(H100, sampled, (declared,) if declared else ())[0], "gpu_flops")
+    assert list(exact.values()) == pytest.approx([counted] * 2, rel=0.03)
+    low, high = values(estimate(H100, sampled)[0], "gpu_flops").values()
+    assert low <= 1.03 * counted, "nothing is declared"
+    assert high >= 0.97 * counted
+
+
+def test_integer_products_of_an_older_generation_do_half_of_what_their_pipe_could() -> None:
+    sampled = {("gpu_pipe_active_ratio", (pipe,)): 0.0 for pipe in PIPES} | {
+        ("gpu_pipe_active_ratio", ("imma",)): 0.130969
+    }
+    sampled["gpu_clock_hertz", ("sm",)] = 1.98e9
+    (most,) = values(estimate(H100, sampled)[0], "gpu_integer_ops").values()
+    assert 0.45 < 132.85e12 / most < 0.5, "torch._int_mm on the same H100"
 
 
 def test_only_all_matrix_units_together_are_known() -> None:

@@ -7,6 +7,7 @@ from traceloom.model.columns.declared import Column
 _UNTIMED = "no timed step is recorded"
 _A_PART = "no timed step is recorded, or a part of one is replayed"
 _NO_CPU = "the recording does not say, or a part of a step is replayed"
+_NO_GPU = "one of the sides launched no GPU work, or its GPU work was not recorded"
 _ASYNCHRONOUS = "it is asynchronous, and ends later than its call"
 
 REPLAY: dict[str, Column] = {
@@ -34,6 +35,11 @@ REPLAY: dict[str, Column] = {
         "whole.recorded_ops_ns": Column("time", "Ops recorded", "all ops that both sides timed"),
         "whole.replayed_ops_ns": Column("time", "Ops replayed", "the same ops"),
         "whole.ops_ratio": Column("number", "Ops ratio", "replayed over recorded time of these ops", _UNTIMED),
+        "whole.recorded_gpu_ns": Column(
+            "time", "GPU recorded", "GPU work of ops that launched some on both sides", _NO_GPU
+        ),
+        "whole.replayed_gpu_ns": Column("time", "GPU replayed", "GPU work of the same ops", _NO_GPU),
+        "whole.gpu_ratio": Column("number", "GPU ratio", "replayed over recorded time of GPU work", _NO_GPU),
         "whole.peak_bytes": Column("bytes", "Peak", "most bytes of tensors alive at once in the replay"),
         "coverage.rank": Column("count", "Rank", "number of the rank"),
         "coverage.outcome": Column("text", "Outcome", "run, failed, other-shape (than recorded), stand-in or left-out"),
@@ -60,6 +66,10 @@ REPLAY: dict[str, Column] = {
         "ops.replayed_ns": Column("time", "Replayed", "all calls, each its median over the passes"),
         "ops.lost_ns": Column("time", "Lost", "how much longer the replay took; less than 0 is won"),
         "ops.ratio": Column("number", "Ratio", "replayed over recorded", "it was recorded with a time of 0"),
+        "ops.recorded_gpu_ns": Column("time", "GPU recorded", "GPU work that all calls launched", _NO_GPU),
+        "ops.replayed_gpu_ns": Column("time", "GPU replayed", "GPU work that all calls launched", _NO_GPU),
+        "ops.gpu_lost_ns": Column("time", "GPU lost", "how much longer the GPU worked; less than 0 is won", _NO_GPU),
+        "ops.gpu_ratio": Column("number", "GPU ratio", "replayed over recorded time of GPU work", _NO_GPU),
         "ops.p10_ratio": Column("number", "P10", "10th percentile of the ratios of the calls", "all took no time"),
         "ops.p50_ratio": Column("number", "P50", "50th percentile of the ratios of the calls", "all took no time"),
         "ops.p90_ratio": Column("number", "P90", "90th percentile of the ratios of the calls", "all took no time"),
@@ -72,8 +82,12 @@ REPLAY: dict[str, Column] = {
             "bytes", "Message", "size of the message that bandwidth is defined on", "it moves nothing"
         ),
         "collectives.count": Column("count", "Count", "how many"),
-        "collectives.recorded_ns": Column("time", "Recorded", "the call and the wait for it, median", _UNTIMED),
-        "collectives.replayed_ns": Column("time", "Replayed", "the call and the wait for it, median", "it did not run"),
+        "collectives.recorded_ns": Column(
+            "time", "Recorded", "its GPU work, or the call and the wait for it; median", _UNTIMED
+        ),
+        "collectives.replayed_ns": Column(
+            "time", "Replayed", "its GPU work, or the call and the wait for it; median", "it did not run"
+        ),
         "collectives.ratio": Column("number", "Ratio", "replayed over recorded", _ASYNCHRONOUS),
         "collectives.recorded_gb_per_s": Column("number", "GB/s", "on the bus as recorded, 10^9 B/s", _ASYNCHRONOUS),
         "collectives.replayed_gb_per_s": Column("number", "GB/s here", "on the bus here, 10^9 B/s", _ASYNCHRONOUS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 import polars as pl
@@ -35,6 +35,11 @@ def slowest(comparison: ReplayComparison) -> Row:
     return comparison.whole.sort("replayed_ns", "rank", descending=[True, False]).row(0, named=True)
 
 
+def on_gpu(whole: Iterable[Row]) -> bool:
+    """Whether both sides know the GPU work of some op, given the rows of `whole`."""
+    return any(row["gpu_ratio"] is not None for row in whole)
+
+
 def covered(comparison: ReplayComparison) -> float:
     """The share of the recorded time of all ranks' ops that ran as they are; of their number where none was timed."""
     coverage = comparison.coverage
@@ -56,6 +61,8 @@ def sentence(comparison: ReplayComparison) -> str:
             answer += f" (processor time: {row['cpu_ratio']:.2f} times)"
     elif row["ops_ratio"] is not None:
         answer += f"; its ops took {row['ops_ratio']:.2f} times as long as recorded"
+    if row["gpu_ratio"] is not None:
+        answer += f"; its GPU work took {row['gpu_ratio']:.2f} times as long as recorded"
     timed = comparison.coverage["time_share"].is_not_null().any()
     return f"{answer}. {units.share(covered(comparison), 1)} of {'the time of its ops' if timed else 'its ops'} ran."
 

@@ -15,7 +15,7 @@ from traceloom.replay.comparison import LONG_NS, ReplayComparison
 from traceloom.report.before_after.payload import BeforeAfter, pack_both
 from traceloom.report.comparison.page import standing
 from traceloom.report.notices import with_ranks
-from traceloom.report.replayed import covered, slowest
+from traceloom.report.replayed import covered, on_gpu, slowest
 from traceloom.report.replayed.scatter import scatter
 from traceloom.report.replayed.tables import tables
 from traceloom.report.table import Row
@@ -98,6 +98,8 @@ def _numbers(comparison: ReplayComparison) -> Iterator[tuple[str, str, str]]:
     yield "Replayed", units.duration(row["replayed_ns"]), f"median of {units.counted(row['pass_count'], 'pass')}"
     if row["cpu_ratio"] is not None:
         yield "Processor time", f"{row['cpu_ratio']:.2f} ×", f"{units.duration(row['replayed_cpu_ns'])} in the replay"
+    if row["gpu_ratio"] is not None:
+        yield "GPU work", f"{row['gpu_ratio']:.2f} ×", f"{units.duration(row['replayed_gpu_ns'])} in the replay"
     yield "Coverage", units.share(covered(comparison), 1), "of what was recorded ran as it is"
     if comparison.long_ratios is not None:
         low, median, high = comparison.long_ratios
@@ -110,7 +112,8 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
     notes = dict.fromkeys([*document["limits"], *(sentence for _, sentence in with_ranks(document["notices"]))])
     listed = "".join(f"<li>{prose(note)}</li>" for note in notes) or "<li>Nothing is known of.</li>"
     yield "limits", "What it cannot show", "What these times do not tell.", f"<ul>{listed}</ul>"
-    if picture := scatter(document["ops"]):
+    side = "_gpu" if on_gpu(document["whole"]) else ""
+    if picture := scatter(document["ops"], f"recorded{side}_ns", f"replayed{side}_ns"):
         yield "scatter", "Recorded and replayed", _ABOUT_SCATTER, picture
     if view is not None:
         note = f'<p class="quiet">{prose(view.said)}</p>' if view.said else ""

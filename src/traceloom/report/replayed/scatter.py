@@ -18,17 +18,20 @@ _LARGEST = 18.0  # radius of the op with the most time
 _NEAR = 1.1  # ratios up to this, either way, are alike
 
 
-def scatter(ops: Sequence[Row]) -> str:
+def scatter(ops: Sequence[Row], recorded_key: str = "recorded_ns", replayed_key: str = "replayed_ns") -> str:
     """An SVG with a point for each op and its shapes; empty where none took any time.
 
     Args:
         ops: Rows of `ReplayComparison.ops`.
+        recorded_key: Their recorded time.
+        replayed_key: Their replayed time.
     """
-    timed = [row for row in ops if row["recorded_ns"] > 0 and row["replayed_ns"] > 0]
-    shown = sorted(timed, key=lambda row: -row["recorded_ns"] - row["replayed_ns"])[:_MOST]
+    keys = recorded_key, replayed_key
+    timed = [row for row in ops if all((row[key] or 0) > 0 for key in keys)]
+    shown = sorted(timed, key=lambda row: -row[recorded_key] - row[replayed_key])[:_MOST]
     if not shown:
         return ""
-    every = [row[f"{side}_ns"] / row["calls"] for row in shown for side in ("recorded", "replayed")]
+    every = [row[key] / row["calls"] for row in shown for key in keys]
     low, high = math.floor(math.log10(min(every))), math.ceil(math.log10(max(every)))
     high = max(high, low + 1)
 
@@ -50,21 +53,21 @@ def scatter(ops: Sequence[Row]) -> str:
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">recorded, one call</text>')
     parts.append(f'<text x="{_LEFT + 6}" y="{_TOP + 12}">replayed, one call</text>')
-    most = max(row["recorded_ns"] for row in shown)
+    most = max(row[recorded_key] for row in shown)
     for row in shown:
-        recorded, replayed = (row[f"{side}_ns"] / row["calls"] for side in ("recorded", "replayed"))
+        recorded, replayed = (row[key] / row["calls"] for key in keys)
         ratio = replayed / recorded
         look = "slower" if ratio > _NEAR else "faster" if ratio < 1 / _NEAR else "alike"
         times = f"{units.duration(round(recorded))} recorded, {units.duration(round(replayed))} replayed"
         named = f"{short(harmless(row['name']), 80)} {short(harmless(row['shapes']), 120)}"
         label = f"{named}: {times}, {ratio:.2f} times; {units.counted(row['calls'], 'call')}"
-        radius = max(2.5, _LARGEST * math.sqrt(row["recorded_ns"] / most))
+        radius = max(2.5, _LARGEST * math.sqrt(row[recorded_key] / most))
         parts.append(
             f'<circle class="{look}" cx="{x(recorded):.1f}" cy="{y(replayed):.1f}" r="{radius:.1f}">'
             f"<title>{escape(label)}</title></circle>"
         )
     caption = f"{units.counted(len(shown), 'op')} by name and shapes: what a call took when replayed, over what it took"
-    left_out = len(ops) - len(shown)
+    left_out = len(timed) - len(shown)
     more = f"; {units.count(left_out)} that took least are not drawn" if left_out else ""
     hint = "The larger a point, the more recorded time; on the line both took as long."
     return (

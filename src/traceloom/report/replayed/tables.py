@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from traceloom.report.replayed import on_gpu
 from traceloom.report.sections.section import Columns, table
 from traceloom.report.table import Col, Row, Table
 
@@ -12,6 +13,7 @@ _WHOLE: Columns = [
     "?rank", "recorded_ns", "replayed_ns", "ratio", "recorded_cpu_ns", "replayed_cpu_ns", "cpu_ratio",
     "+recorded_ops_ns", "+replayed_ops_ns", "+ops_ratio", "+peak_bytes",
 ]  # fmt: skip
+_OP = Col("op", "Op and shapes", "name", "shapes of the tensors that it takes")
 _TABLES: tuple[tuple[str, str, str, Columns], ...] = (
     ("whole", "The whole", "A recorded step against a pass of the replay; medians.", _WHOLE),
     (
@@ -29,7 +31,7 @@ _TABLES: tuple[tuple[str, str, str, Columns], ...] = (
     (
         "ops", "Ops", "By name and shapes, over all ranks: where most time was lost or won comes first.",
         ["lost_ns", "recorded_ns", "replayed_ns", "ratio", "+p10_ratio", "+p50_ratio", "+p90_ratio", "calls",
-         Col("op", "Op and shapes", "name", "shapes of the tensors that it takes")],
+         _OP],
     ),
     (
         "collectives", "Collectives", "Of one each; the call and the wait for it.",
@@ -43,9 +45,24 @@ _TABLES: tuple[tuple[str, str, str, Columns], ...] = (
 )  # fmt: skip
 
 
+# Where GPU work was measured, ops are held against each other by it: a host clock sees their launches alone.
+_ON_GPU: dict[str, tuple[str, Columns]] = {
+    "whole": (
+        "A recorded step against a pass of the replay; medians.",
+        [*_WHOLE, "recorded_gpu_ns", "replayed_gpu_ns", "gpu_ratio"],
+    ),
+    "ops": (
+        "GPU work that ops launched, by their name and shapes, over all ranks: where most was lost or won comes first.",
+        ["gpu_lost_ns", "recorded_gpu_ns", "replayed_gpu_ns", "gpu_ratio", "+recorded_ns", "+replayed_ns", "calls",
+         _OP],
+    ),
+}  # fmt: skip
+_TABLES_ON_GPU = tuple((key, title, *_ON_GPU.get(key, (note, columns))) for key, title, note, columns in _TABLES)
+
+
 def tables(document: Row) -> Iterator[Table]:
     """The tables that have rows."""
-    for key, title, note, columns in _TABLES:
+    for key, title, note, columns in _TABLES_ON_GPU if on_gpu(document["whole"]) else _TABLES:
         rows = document[key]
         if key == "ops":
             rows = [row | {"op": f"{row['name']} {row['shapes']}"} for row in rows]

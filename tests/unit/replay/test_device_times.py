@@ -1,0 +1,103 @@
+"""GPU time of ops: what they launched, as recorded and as replayed; held against each other by it, not by launches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import polars as pl
+import pytest
+
+from support.plans import ran, timed_plan
+from traceloom.replay.comparison import ReplayComparison, compare_replay
+from traceloom.replay.device_times import MARK, times_of_marks
+from traceloom.replay.originals import work_below
+from traceloom.report import replayed as report
+from traceloom.report.replayed import page
+from traceloom.report.replayed.terminal import render
+from traceloom.testing import TraceBuilder
+
+SCHEMA = json.loads(
+    (Path(__file__).resolve().parents[3] / "docs" / "reference" / "replay.schema.json").read_text(encoding="utf-8")
+)
+MS = 1_000_000
+
+
+def marked_passes(*passes: float) -> TraceBuilder:
+    """Passes in which op 4 launches two kernels, op 7 one, op 9 nothing; kernels run long after their launches."""
+    build = TraceBuilder()
+    number = 1
+    for begin, kernel_us in zip(range(0, 10_000, 1000), passes, strict=False):
+        build.annotation(f"{MARK}4", begin, 100).op("aten::linear", begin + 5, 90).op("aten::mm", begin + 10, 60)
+        build.launch("cudaLaunchKernel", begin + 20, 5, correlation=number)
+        build.launch("cudaLaunchKernel", begin + 40, 5, correlation=number + 1)
+        build.annotation(f"{MARK}7", begin + 200, 50).launch("cudaLaunchKernel", begin + 210, 5, correlation=number + 2)
+        build.annotation(f"{MARK}9", begin + 300, 50)
+        build.kernel("product", begin + 400, kernel_us, correlation=number)
+        build.kernel("bias", begin + 600, 10, stream=9, correlation=number + 1)
+        build.kernel("other", begin + 700, 3, correlation=number + 2)
+        number += 3
+    return build
+
+
+def test_gpu_work_goes_to_the_mark_around_its_launch_whenever_it_ran() -> None:
+    trace = marked_passes(100, 120, 400).build()
+    assert times_of_marks(trace).rows() == [(4, 130_000), (7, 3_000)], "medians over three passes"
+
+
+def test_work_that_nobody_asked_for_is_nobodys() -> None:
+    trace = marked_passes(100).build()
+    names = trace.events["name"].cast(pl.String)
+    below = work_below(trace, (names == "aten::mm").to_numpy())
+    assert below["duration_ns"].to_list() == [100_000, 10_000]
+    assert below["stream"].to_list() == [7, 9]
+    assert set(names.gather(below["event"])) == {"aten::mm"}
+
+
+@pytest.fixture(scope="module")
+def comparison() -> ReplayComparison:
+    """The first product did 2 ms of GPU work and does 3; the second 1, and does 1; the relu's replay launched none."""
+    plan, result = timed_plan(), ran()
+    rank, here = plan.ranks[0], result.ranks[0]
+    recorded = pl.Series("gpu_ns", [2 * MS, MS, MS, None, 64_000], dtype=pl.Int64)
+    replayed = pl.Series("gpu_ns", [3 * MS, MS, None, None, 32_000], dtype=pl.Int64)
+    plan = replace(plan, ranks={0: replace(rank, ops=rank.ops.with_columns(recorded))})
+    return compare_replay(plan, replace(result, ranks={0: replace(here, ops=here.ops.with_columns(replayed))}))
+
+
+def test_ops_are_ranked_by_gpu_time_where_there_is_any(comparison: ReplayComparison) -> None:
+    columns = ["name", "recorded_gpu_ns", "replayed_gpu_ns", "gpu_lost_ns", "gpu_ratio", "lost_ns"]
+    assert comparison.ops.select(columns).rows() == [
+        ("aten::mm", 3 * MS, 4 * MS, MS, pytest.approx(4 / 3), -MS),
+        ("c10d::all_reduce", 64_000, 32_000, -32_000, 0.5, 2 * MS),
+    ]
+    whole = comparison.whole.row(0, named=True)
+    assert (whole["recorded_gpu_ns"], whole["replayed_gpu_ns"]) == (3 * MS + 64_000, 4 * MS + 32_000)
+    assert (comparison.long_count, comparison.long_ratios) == (3, (pytest.approx(0.6), 1.0, pytest.approx(1.4)))
+
+
+def test_a_collective_on_a_gpu_takes_as_long_as_its_kernel(comparison: ReplayComparison) -> None:
+    (row,) = comparison.collectives.to_dicts()
+    assert (row["recorded_ns"], row["replayed_ns"], row["ratio"]) == (64_000, 32_000, 0.5)
+    assert row["replayed_gb_per_s"] == pytest.approx(128 / 32_000)
+
+
+def test_every_view_shows_the_gpu_work(comparison: ReplayComparison) -> None:
+    document = report.build(comparison)
+    jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+    assert "its GPU work took 1.32 times as long as recorded" in document["sentence"]
+    lines = "\n".join(line.plain for line in render(document, 100))
+    assert "GPU recorded" in lines
+    html = page.render(document, comparison)
+    assert "GPU work" in html
+    assert html.count("<circle class=") == 2
+
+
+def test_without_gpu_work_nothing_is_said_of_it() -> None:
+    comparison = compare_replay(timed_plan(), ran())
+    document = report.build(comparison)
+    assert "GPU" not in document["sentence"]
+    assert "GPU recorded" not in "\n".join(line.plain for line in render(document, 100))
+    assert comparison.whole["gpu_ratio"].to_list() == [None]
