@@ -46,6 +46,7 @@ class GraphStep(Struct, kw_only=True):
     duration_ns: Whole | None = None
     file: str | None = None
     host_file: str | None = None
+    sources: list[str] | None = None
 
 
 class Rank(Struct, kw_only=True):
