@@ -175,6 +175,7 @@ class Captures:
             "written_ns": self._time,
             # Of an exception that ended the process not even the name, which may be the user's.
             "ended": lambda value: "exception" if str(value).startswith("exception") else _word_of(_ENDS)(value),
+            "replay_of": lambda value: "a recorded run" if isinstance(value, str) else None,  # that it is one
             "window": lambda value: self._by(value, window_rules, "window"),
             "windows": objects(window_rules, "window"),
             "graph_step": lambda value: self._by(value, graph_step, "graph_step"),

@@ -38,6 +38,7 @@ class Settings:
     quiet: bool = False
     whole: bool = False  # in-code recording without steps: from `with` to the end of the block
     early_cap: float = EARLY_CAP_SECONDS
+    replay_of: str = ""  # what `traceloom replay --record` runs again; empty: the program itself is recorded
     replaces: str = ""  # the directory whose capture this one replaces when it is whole; it lies elsewhere until then
 
     @property

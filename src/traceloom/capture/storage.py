@@ -327,6 +327,7 @@ class Storage:
             "created_ns": self._created_ns,
             "written_ns": time.time_ns(),
             "ended": reason,
+            "replay_of": self._settings.replay_of or None,
             "incidental": incidental,
             "window": self._window,
             "graph_step": self._graph,

@@ -72,6 +72,7 @@ class Rank(Struct, kw_only=True):
     created_ns: Whole | None = None
     written_ns: Whole | None = None
     ended: str | None = None
+    replay_of: str | None = None
     window: CapturedWindow | None = None
     windows: list[CapturedWindow] | None = None
     graph_step: GraphStep | None = None
