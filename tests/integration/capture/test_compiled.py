@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from traceloom.replay import make_plan
+from traceloom.replay.kernels import KernelLoader
+
+torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.torch
 
@@ -86,10 +91,21 @@ def test_sources_of_the_kernels_that_were_launched_come_with_the_graph_step(reco
     assert (run.directory / step["sources"][0]).read_text() == text
     (notice,) = run.rank()["notices"]
     assert (notice["slug"], "not copied: 2 " in notice["message"]) == ("sources-left-out", True)
-    kernels = make_plan(run.directory).ranks[0].kernels
+    plan = make_plan(run.directory).ranks[0]
+    kernels = plan.kernels
     assert dict(kernels.select("name", "source").iter_rows()) == {
         "triton_poi_fused_mul_0": text, "triton_poi_fused_mul_1": None, "triton_poi_fused_mul_2": None,
     }  # fmt: skip
+    call = kernels.filter(pl.col("source").is_not_null())["call"][0]
+    arguments = plan.calls["arguments"][call]
+    assert json.loads(arguments)[2:] == [4]  # the stream, which PyTorch puts behind the arguments, is the replay's own
+    (tmp_path / "modules").mkdir()
+    given, doubled = torch.ones(6), torch.zeros(6)
+    loader = KernelLoader(
+        plan, torch.device("cpu"), tmp_path / "modules", lacks=lambda _: None, stream=lambda _: 7
+    )  # fmt: skip
+    loader.bind(call, arguments)([given, doubled])
+    assert doubled.tolist() == [2, 2, 2, 2, 0, 0]
     # Another recording takes its place, with no source; nothing of the earlier one stays.
     again = recorder.record(
         [sys.executable, script, str(tmp_path / "other")], "--steps", "3..4", "--force", "--no-sources"
