@@ -24,7 +24,7 @@ _ENDS = frozenset(("exit", "os._exit", "SIGTERM", "block", "running"))
 _VERSION_KEYS = ("python", "torch", "cuda", "hip", "xpu", "nccl")
 _SETTINGS = (
     "first_step", "step_count", "after_seconds", "duration_seconds", "stacks", "memory", "module_names", "shapes",
-    "graph_step",
+    "graph_step", "sources",
 )  # fmt: skip
 _OVERHEAD = (
     "unrecorded_steps", "unrecorded_median_ns", "unrecorded_cpu_median_ns", "recorded_steps", "recorded_median_ns",
@@ -32,7 +32,15 @@ _OVERHEAD = (
 )  # fmt: skip
 _RATIOS = frozenset(("cpu", "wall"))
 _NOTICES = frozenset(
-    ("no-early-stacks", "disk-full", "capture-moved", "no-memory-snapshot", "no-memory-history", "not-compressed")
+    (
+        "no-early-stacks",
+        "disk-full",
+        "capture-moved",
+        "no-memory-snapshot",
+        "no-memory-history",
+        "not-compressed",
+        "sources-left-out",
+    )
 )
 # Who owned which memory: addresses, and names of modules and parameters.
 _LEFT_OUT = ("live_storages_at_start", "live_storages_at_end", "out_of_memory", "allocators_at_end")
@@ -136,6 +144,7 @@ class Captures:
             "duration_ns": _whole,
             "file": self._file,
             "host_file": self._file,
+            "sources": lambda _: None,  # code
         }
         groups: dict[str, Rule] = {
             "name": group, "group": group, "description": lambda item: names.description(str(item)),
@@ -166,6 +175,7 @@ class Captures:
             "written_ns": self._time,
             # Of an exception that ended the process not even the name, which may be the user's.
             "ended": lambda value: "exception" if str(value).startswith("exception") else _word_of(_ENDS)(value),
+            "replay_of": lambda value: "a recorded run" if isinstance(value, str) else None,  # that it is one
             "window": lambda value: self._by(value, window_rules, "window"),
             "windows": objects(window_rules, "window"),
             "graph_step": lambda value: self._by(value, graph_step, "graph_step"),

@@ -148,6 +148,8 @@ def _directory(folder: Path, sources: InputFiles, seen: set[Path], depth: int) -
                 sources.files.append(files_by_name[path.name])
             elif not path.name.endswith("capture.json") and not path.name.startswith(".") and not path.is_dir():
                 sources.leave("of a capture, but of no kind that can be rewritten")
+            elif path.name.endswith("_resources") and path.is_dir():
+                sources.leave("sources of compiled kernels and contents of tensors beside a host trace")
         return
     for path in sorted(folder.iterdir(), key=natural):
         if path.name.startswith("."):

@@ -148,8 +148,8 @@ def record(
         stacks: Record Python call stacks and modules.
         memory: Record allocations.
         force: Replace an earlier capture in that directory, when the new one is whole.
-        **options: `after` and `duration` in seconds instead of steps; `shapes`, `graph_step` and `quiet` as in
-            `traceloom record --help`.
+        **options: `after` and `duration` in seconds instead of steps; `shapes`, `graph_step`, `sources` and `quiet` as
+            in `traceloom record --help`.
 
     Returns:
         A context manager; its `path` is the capture directory.

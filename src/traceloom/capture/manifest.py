@@ -16,6 +16,7 @@ from typing import Any
 
 import traceloom
 from traceloom.capture import lock
+from traceloom.capture.kernel_sources import FILE_NAME, FOLDER
 from traceloom.capture.steps import Mark, StepLog
 from traceloom.capture.writing import NOTES, write_json
 
@@ -31,6 +32,8 @@ _OURS = re.compile(
     r"capture\.json|(rank\d+(-pid\d+)?|pid\d+)\."
     r"(capture\.json|(steps|collectives|thread_cpu)\.json\.gz|memory\.pickle|oom\.json|((graph|before)\.)?kineto\.json(\.gz)?|host\.json(\.gz)?)"
 )
+
+_SOURCES = re.compile(rf"(rank\d+(-pid\d+)?|pid\d+){re.escape(FOLDER)}")
 
 
 def parts(directory: Path) -> list[Path]:
@@ -84,12 +87,31 @@ def drop_incidental(directory: Path) -> None:
     if len(incidental) < len(of):
         for name in files(directory):
             if name.partition(".")[0] in incidental:
-                (directory / name).unlink()
+                remove(directory, name)
 
 
 def files(directory: Path) -> dict[str, int]:
-    """The files of the capture in a directory, and only those: names and what the system knows them by."""
-    return {path.name: path.stat().st_ino for path in directory.iterdir() if _OURS.fullmatch(path.name)}
+    """The files of the capture in a directory, and only those: paths in it and what the system knows them by."""
+    paths = []
+    for path in directory.iterdir():
+        if _OURS.fullmatch(path.name):
+            paths.append(path)
+        elif _SOURCES.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            paths += [source for source in path.iterdir() if FILE_NAME.fullmatch(source.name)]
+    return {path.relative_to(directory).as_posix(): path.lstat().st_ino for path in paths}
+
+
+def remove(directory: Path, name: str) -> None:
+    """Delete a file of a capture, and the folder in it that is empty then.
+
+    Raises:
+        OSError: It cannot be deleted.
+    """
+    path = directory / name
+    path.unlink(missing_ok=True)
+    if path.parent != directory:
+        with contextlib.suppress(OSError):  # it holds something
+            path.parent.rmdir()
 
 
 def adopt(made: Path, directory: Path, old: dict[str, int], run: dict[str, Any], stem: str = "") -> None:
@@ -107,11 +129,12 @@ def adopt(made: Path, directory: Path, old: dict[str, int], run: dict[str, Any],
     """
     for name in files(made):
         if name != NAME and name.startswith(f"{stem}." if stem else ""):
+            (directory / name).parent.mkdir(exist_ok=True)
             (made / name).replace(directory / name)
     present = files(directory)
     for name, inode in old.items():
         if present.get(name) == inode:
-            (directory / name).unlink()
+            remove(directory, name)
     merge(directory, run)
 
 

@@ -34,9 +34,11 @@ class Settings:
     module_names: str = "path"  # of the scopes that modules open by themselves with `memory`: path, class or off
     shapes: bool | None = None  # of inputs, in the timed part; None: only where no graph step will tell them
     graph_step: bool = True
+    sources: bool = True  # of compiled kernels, with the graph step
     quiet: bool = False
     whole: bool = False  # in-code recording without steps: from `with` to the end of the block
     early_cap: float = EARLY_CAP_SECONDS
+    replay_of: str = ""  # what `traceloom replay --record` runs again; empty: the program itself is recorded
     replaces: str = ""  # the directory whose capture this one replaces when it is whole; it lies elsewhere until then
 
     @property
@@ -95,6 +97,7 @@ class Settings:
             "module_names": self.module_names if self.memory else None,
             "shapes": shapes,
             "graph_step": self.graph_step,
+            "sources": self.sources,
         }
 
 

@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from traceloom.capture import distributed, environment, manifest, out_of_memory, writing
+from traceloom.capture import distributed, environment, kernel_sources, manifest, out_of_memory, writing
 from traceloom.capture.allocator_history import AllocatorHistory
 from traceloom.capture.census import live_bytes
 from traceloom.capture.messages import say_once
@@ -193,8 +194,10 @@ class Storage:
             host.unlink(missing_ok=True)
             return
         table = self._graph = {"step": step, "file": plain.name, "host_file": host.name}
-        self._writer.submit(lambda: self._compress(table, "file", plain))
         self._writer.submit(lambda: self._compress(table, "host_file", host))
+        if self._settings.sources and "torch._inductor" in sys.modules:  # the program compiles
+            self._writer.submit(lambda: self._copy_sources(table, plain))
+        self._writer.submit(lambda: self._compress(table, "file", plain))
         self._writer.submit(lambda: self._publish("running"))
 
     def keep_out_of_memory(self, error: BaseException, steps: int) -> None:
@@ -216,6 +219,8 @@ class Storage:
             for key in keys:
                 if table is not None:
                     (self.directory / table[key]).unlink(missing_ok=True)
+        for name in self._graph.get("sources", []) if self._graph is not None else []:
+            manifest.remove(self.directory, name)
         self._window = self._graph = self._collectives = None
 
     def finish(self, reason: str, *, used_torch: bool, began: bool) -> None:
@@ -251,6 +256,20 @@ class Storage:
         table[key] = path.name if path.parent == self.directory else str(path)
         if path.parent != self.directory:
             self._notices.append({"slug": "capture-moved", "message": f"{path.name} is in {path.parent}"})
+
+    def _copy_sources(self, table: dict[str, Any], plain: Path) -> None:
+        """Put the sources of compiled kernels beside the host trace, wherever that is."""
+        folder = (self.directory / table["host_file"]).parent / f"{self.stem()}{kernel_sources.FOLDER}"
+        try:
+            copied = kernel_sources.copy_sources(plain, folder)
+        except OSError as error:
+            self._notices.append({"slug": "sources-left-out", "message": writing.reason(error, folder.parent)})
+            return
+        table["sources"] = [f"{folder.name}/{name}" for name in copied.files]
+        if copied.left_out:
+            (name, why), count = copied.left_out[0], len(copied.left_out)
+            message = f"sources of compiled kernels that were not copied: {count} (first `{name}`: {why})"
+            self._notices.append({"slug": "sources-left-out", "message": message})
 
     def _named(self, path: Path, suffix: str) -> Path:
         """Give a file that is held back its name in the capture, or beside it where the capture takes no more."""
@@ -308,6 +327,7 @@ class Storage:
             "created_ns": self._created_ns,
             "written_ns": time.time_ns(),
             "ended": reason,
+            "replay_of": self._settings.replay_of or None,
             "incidental": incidental,
             "window": self._window,
             "graph_step": self._graph,

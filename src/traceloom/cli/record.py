@@ -54,6 +54,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "those of the graph step",
     )
     add("--no-graph-step", dest="graph_step", action="store_false", help="leave out the graph step")
+    add(
+        "--no-sources", dest="sources", action="store_false",
+        help="leave out the sources of compiled kernels, which come with the graph step",
+    )  # fmt: skip
     add("--force", action="store_true", help="replace an earlier capture in DIR, when the new one is whole")
     add("-q", "--quiet", action="store_true", help="print errors only")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command to run, after --")
@@ -93,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         module_names=args.module_names,
         shapes=args.shapes,
         graph_step=args.graph_step,
+        sources=args.sources,
         quiet=args.quiet,
     )
     launch = Launch(settings, command, force=args.force)

@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--strict", action="store_true", help="stop at the first op that fails")
     how.add_argument(
         "--trust", action="store_true",
-        help="execute the sources of compiled kernels that came with the trace: code of whoever made it",
+        help="execute the sources of compiled kernels, which were recorded beside the trace: code of whoever made it",
     )  # fmt: skip
     how.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",

@@ -46,6 +46,7 @@ class GraphStep(Struct, kw_only=True):
     duration_ns: Whole | None = None
     file: str | None = None
     host_file: str | None = None
+    sources: list[str] | None = None
 
 
 class Rank(Struct, kw_only=True):
@@ -71,6 +72,7 @@ class Rank(Struct, kw_only=True):
     created_ns: Whole | None = None
     written_ns: Whole | None = None
     ended: str | None = None
+    replay_of: str | None = None
     window: CapturedWindow | None = None
     windows: list[CapturedWindow] | None = None
     graph_step: GraphStep | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from traceloom.replay.binding import Bound, Unbindable, bind
+from traceloom.replay.binding import KEEPS_MEMORY, Bound, Unbindable, bind
 from traceloom.replay.communication import TO_A_PEER, RunningGroups, finish
 from traceloom.replay.kernels import KernelLoader
 from traceloom.replay.plan import COLLECTIVE, VIEW, WAIT, RankPlan
@@ -386,6 +386,9 @@ class Assembly:
         import torch
 
         streams = self._plan.ops["stream"].to_list()
+        for op in self._plan.ops.filter(pl.col("name") == KEEPS_MEMORY, pl.col("stream").is_null())["op"]:
+            users = (later for later in range(op + 1, len(streams)) if not set(touched[op]).isdisjoint(touched[later]))
+            streams[op] = next((streams[later] for later in users if streams[later] is not None), None)
         numbers = set(streams) - {None}
         if len(numbers) < 2:
             return
@@ -394,8 +397,8 @@ class Assembly:
         current: int | None = None
         made_on: dict[int | None, int] = {}
         recorded: set[tuple[int, int]] = set()
-        for row in self._plan.ops.select("op", "stream", "inputs", "outputs").iter_rows(named=True):
-            op, number = row["op"], row["stream"]
+        for row in self._plan.ops.select("op", "inputs", "outputs").iter_rows(named=True):
+            op, number = row["op"], streams[row["op"]]
             if number is None:
                 continue
             if number != current:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 Path = tuple[int | str, ...]
+KEEPS_MEMORY = "aten::record_stream"
+"""An op whose stream no trace tells: it is run for the stream on which the replay has the next op on that memory."""
 
 
 class Unbindable(Exception):  # noqa: N818  (it is no error: the op is left out, with this as the reason)
@@ -106,9 +108,14 @@ def bind(
         then = parse_schema(schema)
     except UnreadableSchemaError as error:
         raise Unbindable("unreadable-schema", str(error)) from None
+    device = torch.device(device)
+    if then.qualified == KEEPS_MEMORY:
+        if device.type == "cpu":
+            text = "it keeps memory of a GPU for a stream, and the replay runs on the CPU, where there is nothing to do"
+            raise Unbindable("no-gpu", text)
+        return Bound(_keep_for_current_stream, [None], places=[((0,), 0)])
     if reason := refusal(then, further):
         raise Unbindable(*reason)
-    device = torch.device(device)
     twin = twin_of(then.qualified, device.type)
     function, now = _here(then.qualified if twin is None else twin.name)
     if function is None or now is None:
@@ -145,6 +152,13 @@ def bind(
     if not bound.places and "device" in values and device.type != "cpu":  # made of nothing: not where an input is
         bound.keywords["device"] = device
     return bound
+
+
+def _keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """Let the allocator not give the memory of a tensor away while the stream that is current works on it."""
+    import torch
+
+    tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Kernels of compiled graphs: Triton programs whose sources PyTorch left beside the host trace.
+"""Kernels of compiled graphs: Triton programs whose sources the recorder or PyTorch left beside the host trace.
 
 A source is a stranger's code, and to run it is to trust it. So a plan holds sources and their SHA-256 and runs none of
 them; a run does where the user says so (`--trust`), and where there is a GPU and Triton. Otherwise stand-ins take the

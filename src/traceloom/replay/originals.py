@@ -13,12 +13,13 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.link.matching import Matching
 from traceloom.model import Graph, Trace
-from traceloom.model.arrays import nearest
+from traceloom.model.arrays import lookup, nearest
 from traceloom.model.category import GPU_WORK
 from traceloom.model.frames import schema
 
 STEPS = schema("step duration_ns cpu_ns")
 HOLES = schema("name count duration_ns")
+_FOR_GPU = r"^triton_"  # kernels that a compiled graph launches
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def originals_of(trace: Trace, matching: Matching, chosen: Ints) -> Originals:
 def holes_of(trace: Trace, runs: Bools) -> pl.DataFrame:
     """Host time in compiled graphs that no op explains: kernels for the CPU are no ops, so no host trace has them.
 
+    Kernels for GPUs are, so that the time between the ops of a graph that has any is Python's.
+
     Args:
         trace: The device trace.
         runs: Events that are ops which run; shape (events,).
@@ -98,7 +101,8 @@ def holes_of(trace: Trace, runs: Bools) -> pl.DataFrame:
     in_ops = tree.topmost(runs[tree.row])
     length = tree.end_ns - tree.start_ns
     spent = np.append(0, np.cumsum(np.where(in_ops, length, 0)))
-    at = np.flatnonzero(graphs)
+    for_gpu = lookup(vocabulary(trace).matching(_FOR_GPU), vocabulary(trace).code[tree.row])
+    at = np.flatnonzero(graphs & (tree.subtree_sums(for_gpu.astype(np.int64)) == 0))
     steps = max(int(trace.steps["complete"].sum()), 1)
     empty = length[at] - (spent[tree.stop[at]] - spent[at])
     return (

@@ -207,7 +207,8 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
         result = run_passes(execution, options, begin=begin, agree=agree, say=say)
         if options.record is not None:
             say(f"recording into {options.record}")
-            record_passes(execution, options.record, force=options.force, begin=begin)
+            source = plan.source or "a plan"
+            record_passes(execution, options.record, source, force=options.force, begin=begin)
     return {
         "rank": result.to_dict(),
         "device": device.type,

@@ -1,4 +1,6 @@
-"""What PyTorch's observer leaves beside a host trace, in `<host trace>_resources`: contents of tensors, and sources.
+"""What lies beside a host trace, in `<host trace>_resources`: contents of tensors, and sources.
+
+PyTorch's observer leaves both there where it is told to; our recorder leaves the sources of compiled kernels.
 
 Who made the trace made the directory too. So names are those that PyTorch gives, and what is read are files that lie in
 the directory: no links, no devices, none larger than it may be.

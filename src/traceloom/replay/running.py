@@ -382,14 +382,26 @@ class Execution:
 
 
 def record_passes(
-    execution: Execution, directory: str, *, force: bool = False, begin: Callable[[], None] | None = None
+    execution: Execution,
+    directory: str,
+    of: str,
+    *,
+    force: bool = False,
+    begin: Callable[[], None] | None = None,
 ) -> None:
     """Record some passes, each as a step, as `traceloom record` does: one of them as the graph step.
+
+    Args:
+        execution: What is recorded.
+        directory: Of the capture.
+        of: The run that is replayed, for the capture to name.
+        force: Whether it may replace an earlier one.
+        begin: Waits for the other ranks before a pass.
 
     Raises:
         OutputError: `capture-exists`, `not-writable`.
     """
-    with traceloom.record(directory, steps=_RECORDED, force=force, memory=True, quiet=True):
+    with traceloom.record(directory, steps=_RECORDED, force=force, memory=True, quiet=True, replay_of=of):
         for _ in range(_WARM_RECORDED + _RECORDED + _AFTER_RECORDED):
             execution.once(recorded=True, begin=begin)
             traceloom.step()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
+
+from traceloom.replay import make_plan
+from traceloom.replay.kernels import KernelLoader
+
+torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.torch
 
@@ -35,3 +43,73 @@ def test_compiled_models_and_optimizers_are_recorded_and_nothing_is_said_about_o
     assert said[0] == said[1]
     assert run.marks() == [3, 4, 5, 6, 7, 8]
     assert len(run.rank()["steps"]["start_ns"]) == 12
+
+
+LAUNCH = """
+import sys
+from pathlib import Path
+import torch._inductor
+from torch._C._profiler import _RecordFunctionFast
+cache = Path(sys.argv[1])
+source, unused = cache / "le" / "cletters0.py", cache / "le" / "cunused00.py"
+source.parent.mkdir(parents=True)
+unused.write_text("never launched")
+source.write_text('''
+class Doubles:
+    def run(self, source, target, count, *, stream):
+        target[:count].copy_(source[:count] * 2)
+
+
+triton_poi_fused_mul_0 = Doubles()
+''')
+large = cache / "clarge000.py"
+large.write_bytes(b"#" * ((1 << 20) + 1))
+given, doubled = torch.ones(4), torch.empty(4)
+# As the launcher of a compiled kernel tells the profiler of each launch, whatever device it is for.
+def launch(name, file):
+    about = {"kernel_file": str(file), "kernel_backend": "triton", "stream": 0}
+    with _RecordFunctionFast(name, (given, doubled, 4), about):
+        torch.mul(given, 2, out=doubled)
+for number in range(7):
+    launch("triton_poi_fused_mul_0", source)
+    launch("triton_poi_fused_mul_1", large)
+    launch("triton_poi_fused_mul_2", cache / "cgone0000.py")
+    step()
+"""
+
+
+@pytest.mark.skipif(
+    "not __import__('torch').__version__ >= '2.6'", reason="PyTorch before 2.6 records the launch in another way"
+)
+def test_sources_of_the_kernels_that_were_launched_come_with_the_graph_step(recorder: Any, tmp_path: Path) -> None:
+    script = recorder.script(LAUNCH)
+    run = recorder.record([sys.executable, script, str(tmp_path / "cache")], "--steps", "3..4")
+    assert run.code == 0
+    step = run.rank()["graph_step"]
+    assert step["sources"] == ["rank0.host_resources/cletters0.py"]
+    text = (tmp_path / "cache" / "le" / "cletters0.py").read_text()
+    assert (run.directory / step["sources"][0]).read_text() == text
+    (notice,) = run.rank()["notices"]
+    assert (notice["slug"], "not copied: 2 " in notice["message"]) == ("sources-left-out", True)
+    plan = make_plan(run.directory).ranks[0]
+    kernels = plan.kernels
+    assert dict(kernels.select("name", "source").iter_rows()) == {
+        "triton_poi_fused_mul_0": text, "triton_poi_fused_mul_1": None, "triton_poi_fused_mul_2": None,
+    }  # fmt: skip
+    call = kernels.filter(pl.col("source").is_not_null())["call"][0]
+    arguments = plan.calls["arguments"][call]
+    assert json.loads(arguments)[2:] == [4]  # the stream, which PyTorch puts behind the arguments, is the replay's own
+    (tmp_path / "modules").mkdir()
+    given, doubled = torch.ones(6), torch.zeros(6)
+    loader = KernelLoader(
+        plan, torch.device("cpu"), tmp_path / "modules", lacks=lambda _: None, stream=lambda _: 7
+    )  # fmt: skip
+    loader.bind(call, arguments)([given, doubled])
+    assert doubled.tolist() == [2, 2, 2, 2, 0, 0]
+    # Another recording takes its place, with no source; nothing of the earlier one stays.
+    again = recorder.record(
+        [sys.executable, script, str(tmp_path / "other")], "--steps", "3..4", "--force", "--no-sources"
+    )
+    assert again.directory == run.directory
+    assert "sources" not in again.rank()["graph_step"]
+    assert not list(again.directory.glob("*_resources"))

@@ -310,3 +310,76 @@ def test_what_is_called_in_fewer_steps_is_no_longer_the_same(device: bool) -> No
         assert (row["status"], {row["base_count"], row["new_count"]}) == (status, {1.0, 0.5})
         assert [row["status"] for row in changed(found.kernels)] == ([status] if device else [])
         assert "No difference" not in found.sentence
+
+
+def recorded_pass(*, is_replay: bool, host: float = 10, slower: str = "") -> Trace:
+    """Two steps of six operators: a program with modules, a backward pass on its own thread, and an operator around
+    one that a replay calls by itself; or its replay, which has none of these.
+    """
+    builder = TraceBuilder()
+    forward = ("aten::native_layer_norm", "aten::addmm", "aten::gelu")
+    backward = ("aten::gelu_backward", "aten::mm", "aten::native_layer_norm_backward")
+    correlation = 0
+    for step in range(2):
+        start = 1000.0 * step
+        builder.step(step, start, 1000)
+        at, device = start + 20, start + 40
+        if not is_replay:
+            builder.annotation("traceloom.module:GPT", at - 5, 200).op("aten::layer_norm", at - 2, host + 4)
+            builder.op("autograd::engine::evaluate_function: GeluBackward0", at + 250, 300, thread=2)
+        for name in (*forward, *backward):
+            correlation += 1
+            is_elsewhere = name in backward and not is_replay
+            begins = at + (250 if is_elsewhere else 0)
+            thread = 2 if is_elsewhere else 1
+            builder.op(name, begins, host, thread=thread, shapes=[[4, 4]])
+            builder.launch("cudaLaunchKernel", begins + 2, 3, thread=thread, correlation=correlation)
+            builder.kernel(f"kernel of {name}", device, 40 if name == slower else 30, correlation=correlation)
+            at, device = at + host + 5, device + 50
+    trace = builder.build()
+    entry = {"replay_of": "run"} if is_replay else {}
+    return replace(trace, meta=replace(trace.meta, capture=entry))
+
+
+def test_a_run_and_its_replay_are_held_together_by_the_order_of_their_operators() -> None:
+    base, again = recorded_pass(is_replay=False), recorded_pass(is_replay=True, host=5, slower="aten::mm")
+    comparison = compare(base, again)
+    comparison.check()
+    assert comparison.comparable
+    statuses = dict(comparison.operators.select("operator", "status").iter_rows())
+    assert statuses.pop("(outside operators)") == "slower"  # what the operators take less
+    assert statuses.pop("aten::layer_norm") == "removed"  # the replay called what it calls
+    assert statuses.pop("aten::mm") == "slower"
+    assert statuses == dict.fromkeys(
+        ("aten::native_layer_norm", "aten::addmm", "aten::gelu", "aten::gelu_backward",
+         "aten::native_layer_norm_backward"), "same",
+    )  # fmt: skip
+    assert [(row["base_kernel"], row["status"]) for row in changed(comparison.kernels)] == [
+        ("kernel of aten::mm", "slower")
+    ]
+    # The recorded backward pass ran on a thread of its own, while that of the step did nothing: its operators have time.
+    times = comparison.operators.select("operator", "base_host_ns", "new_host_ns").rows()
+    assert ("aten::mm", 10 * US, 5 * US) in times
+    assert ("aten::layer_norm", 4 * US, 0) in times
+
+
+def test_two_runs_of_which_none_is_a_replay_are_aligned_by_place() -> None:
+    base, again = recorded_pass(is_replay=False), recorded_pass(is_replay=True)
+    comparison = compare(base, replace(again, meta=replace(again.meta, capture={"replay_of": None})))
+    assert not comparison.comparable
+    assert {"added", "removed"} <= {row["status"] for row in changed(comparison.kernels)}
+
+
+def test_the_time_of_operators_on_several_threads_is_counted_once() -> None:
+    builder = TraceBuilder().step(0, 0, 1000)
+    builder.op("aten::mm", 100, 200).op("aten::add", 150, 50)
+    builder.op("aten::mul", 250, 150, thread=2).op("aten::sub", 260, 100, thread=2)  # 50 of it beside aten::mm
+    builder.op("aten::div", 350, 100, thread=3)  # 50 of it beside aten::mul
+    base = builder.build()
+    comparison = compare(base, replace(base, meta=replace(base.meta, capture={"replay_of": "run"})))
+    comparison.check()
+    times = dict(comparison.operators.select("operator", "base_host_ns").iter_rows())
+    assert times == {
+        "aten::mm": 150 * US, "aten::add": 50 * US, "aten::mul": 40 * US, "aten::sub": 60 * US, "aten::div": 50 * US,
+        "(outside operators)": 650 * US,
+    }  # fmt: skip

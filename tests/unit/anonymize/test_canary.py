@@ -193,7 +193,8 @@ CAPTURE: dict[str, Any] = {
         "created_ns": 1759300075000000000, "written_ns": 1759300076000000000, "ended": "exception: NetError",
         "window": {"file": "rank0.kineto.json", "kind": "steps", "first_step": 3, "step_count": 2,
                    "start_ns": 1759300075000000000, "end_ns": 1759300076000000000},
-        "graph_step": None, "step_source": "optimizer",
+        "graph_step": {"step": 5, "duration_ns": 5, "file": None, "sources": ["rank0.host_resources/csecret.py"]},
+        "step_source": "optimizer",
         "steps": {"start_ns": [1759300075000000000], "duration_ns": [5], "state": ["recorded"]},
         "collectives": {"groups": ["0"], "kinds": ["all_reduce"], "types": ["Float"], "group": [0], "kind": [0],
                         "type": [0], "sequence": [1], "bytes_in": [100], "bytes_out": [100], "peer": [None],
@@ -221,10 +222,14 @@ def test_no_secret_of_a_capture_survives(run: Anonymise, tmp_path: Path, policy:
         write_json(folder / "rank0.kineto.json", HEADER | {"traceEvents": EVENTS[:2]})
         write_json(folder / "capture.json", capture)
         (folder / f"{SECRET}.pickle").write_bytes(SECRET.encode())
+        (folder / "rank0.host_resources").mkdir()
+        (folder / "rank0.host_resources" / "csecret.py").write_text(f"{SECRET} = 1")
         folders.append(folder)
     outcome = run(*folders, policy=policy)
     assert leaks(bytes_of(outcome.output)) == []
     assert sum(one["kind"] == "capture" for one in outcome.report["files"]) > 100
+    assert not list(outcome.output.rglob("*.py"))
+    assert outcome.report["left_out"]["sources of compiled kernels and contents of tensors beside a host trace"] > 100
 
 
 def _nodes() -> list[Node]:

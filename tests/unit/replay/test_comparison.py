@@ -144,6 +144,9 @@ def test_compiled_graphs_spend_time_that_no_op_explains() -> None:
     )
     runs = trace.events["name"].is_in(["aten::mm", "aten::relu"]).to_numpy()
     assert holes_of(trace, runs).rows() == [("CompiledFunction", 1, 45_000)]
+    # A kernel for a GPU is an op: what is left of its graph is Python.
+    for_gpu = TraceBuilder().op("CompiledFunction", 10, 60).op("triton_poi_fused_gelu_0", 20, 15).build()
+    assert holes_of(for_gpu, (for_gpu.events["name"] == "triton_poi_fused_gelu_0").to_numpy()).height == 0
     plan = planned()
     holes = pl.DataFrame(
         [{"rank": 0, "name": "CompiledFunction", "count": 1, "duration_ns": MS}], schema=PLAN_SCHEMAS["holes"]

@@ -39,7 +39,10 @@ def test_a_run_is_printed_and_written(plan: str, tmp_path: Path, capsys: pytest.
     assert {path.stem for path in (tmp_path / "tables").iterdir()} == set(TABLES)
     assert "<h1>" in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "aten.mm.default" in (tmp_path / "replay.py").read_text(encoding="utf-8")
-    names_recorded = set(load(capture, cache=False).traces[0].events["name"])
+    (recorded,) = load(capture, cache=False).traces
+    assert recorded.meta.capture is not None
+    assert recorded.meta.capture["replay_of"] == "made by hand"
+    names_recorded = set(recorded.events["name"])
     assert {"aten::mm", "aten::relu"} <= names_recorded
     assert main(["replay", plan, "--iterations", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["format"] == "traceloom-replay"

@@ -66,6 +66,39 @@ def test_events_stand_where_work_changes_hands(monkeypatch: pytest.MonkeyPatch) 
     assert execution.peak_bytes() == 5
 
 
+def test_memory_is_kept_for_the_stream_of_the_next_op_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch made on stream 20 and kept for stream 7, as a loader does; of another tensor nobody makes use."""
+    build = PlanBuilder()
+    x = build.tensor(64, external=True, device="cuda:0")
+    batch, unused, out = (build.tensor(64, device="cuda:0") for _ in range(3))
+    keep = "aten::record_stream(Tensor(a!) self, Stream s) -> ()"
+    arguments = [{"tensor": 0}, {"object": "Stream"}]
+    build.run(NEG, [{"tensor": 0}], [x], [batch], stream=20)
+    build.run(NEG, [{"tensor": 0}], [x], [unused], stream=20)
+    build.run(keep, arguments, [batch], [], stream=None)
+    build.run(keep, arguments, [unused], [], stream=None)
+    build.run(NEG, [{"tensor": 0}], [batch], [out], stream=7)
+    kept: list[str] = []
+    current = ["none"]
+    names = iter(["s7", "s20"])
+    event = SimpleNamespace(record=lambda _: None, wait=lambda _: None)
+    module = SimpleNamespace(
+        Stream=lambda _: next(names), Event=lambda: event, set_stream=lambda stream: current.__setitem__(0, stream),
+        current_stream=lambda _: current[0], synchronize=lambda: None, mem_get_info=lambda _: (10**9, 10**9),
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: kept.append(stream))
+    execution = Execution(build.build(), torch.device("meta"), RunOptions(strict=True))
+    assert execution.stand_ins.height == 0
+    kept.clear()
+    execution.once(recorded=True)
+    # What keeps the batch for the stream that uses it, before it runs there; the op itself; that of the other tensor,
+    # for which there is only the current stream.
+    assert kept == ["s7", "s7", "s7"]
+    (on_cpu,) = Execution(build.build(), torch.device("cpu"), RunOptions()).stand_ins["reason"].unique().to_list()
+    assert on_cpu == "no-gpu"
+
+
 def test_a_plan_of_two_streams_runs_on_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")

@@ -112,9 +112,10 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
     """
     runs = [run if isinstance(run, Session) else Session((run,), run.meta.path) for run in (base, new)]
     words, union = Words(), Union()
+    with_replay = any((trace.meta.capture or {}).get("replay_of") for run in runs for trace in run.traces)
     sides: list[Side] = []
     for number, (run, which) in enumerate(zip(runs, ("the base", "the new run"), strict=True)):
-        run_side = side(run, number, union, words)
+        run_side = side(run, number, union, words, is_sequence=with_replay)
         if not run_side.steps.height or not int(run_side.steps["duration_ns"].sum()):
             raise UsageError(f"{which} holds no timed events", slug="nothing-to-compare", where=run.name)
         sides.append(run_side)

@@ -50,7 +50,7 @@ class Side:
     outside_ns: int = 0
 
 
-def side(session: Session, number: int, union: Union, words: Words) -> Side:
+def side(session: Session, number: int, union: Union, words: Words, *, is_sequence: bool = False) -> Side:
     """Lay the steps of a run on the union.
 
     Args:
@@ -58,13 +58,14 @@ def side(session: Session, number: int, union: Union, words: Words) -> Side:
         number: 0 for base, 1 for new.
         union: Gets the places that it does not have.
         words: Gets the names and shapes that it does not have.
+        is_sequence: Whether only the operators themselves are compared, as of a run and its replay; see `trees`.
     """
     steps, kernels, waiting = [], [], []
     reached: list[Ints] = []
     spent: list[tuple[Ints, Ints]] = []
     out = Side(pl.DataFrame(schema=STEPS))
     for of in (samples(trace) for trace in session.traces if trace.events.height):
-        call_trees = trees(of, words)
+        call_trees = trees(of, words, is_sequence=is_sequence)
         # the place of each host event that is an operator of a step; -1 of the others
         event_places = np.full(call_trees.node.size, -1, dtype=np.int64)
         for sample, tree in enumerate(call_trees.trees):

@@ -3,6 +3,9 @@
 Two operators are the same where they stand at the same place: under the same parents, with the same name and shapes,
 in the same order among their neighbours. Lists of children are aligned as sequences, so that one more operator does not
 shift all that follow it.
+
+A replay runs the operators of a run without what stood around them: no modules, no annotations, no backward pass, often
+one thread. Of these two only the operators themselves are held against each other, by name, shapes and order.
 """
 
 from __future__ import annotations
@@ -18,15 +21,19 @@ from numpy.typing import NDArray
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.compare.samples import ComparedSteps
+from traceloom.analyze.intervals import EMPTY, coverage, merge, union
 from traceloom.analyze.phases import meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import column
+from traceloom.model.arrays import column, lookup
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+# Operators of the dispatcher and compiled kernels; not the nodes of autograd and compiled graphs that hold them.
+_RUNS_AGAIN = r"^\w+::|^triton_"
+_HOLDS_OTHERS = r"^(torch::)?(autograd|distributed)::"
 _WRAP = (1 << 61) - 1
 _BASE = 1_000_003
 _BLOCK = 2_048  # elements of each of two lists in one table of all ways to pair them
@@ -118,9 +125,10 @@ class Trees:
         trees: One per step.
         node: Of each host event (position in the forest) its node in the tree of its step; -1 outside all.
         above: Of each host event the nearest operator around it, itself included, as position; -1 for none.
-        self_ns: Time of each host event, within its step, in which it is the innermost operator of its thread.
+        self_ns: Time of each host event, within its step, in which it is the innermost operator of its thread (in one
+            sequence: also without the time in which an operator runs on a thread before its own).
         sample: Of each host event the row of the step in which it begins; -1 outside the compared steps.
-        main: Operators on the thread of their step.
+        main: Operators on the thread of their step; all where they are one sequence.
     """
 
     trees: list[Tree]
@@ -131,21 +139,30 @@ class Trees:
     main: Bools
 
 
-def trees(of: ComparedSteps, words: Words) -> Trees:
-    """The call trees of a trace, step by step."""
+def trees(of: ComparedSteps, words: Words, *, is_sequence: bool = False) -> Trees:
+    """The call trees of a trace, step by step.
+
+    Args:
+        of: The steps.
+        words: Gets the names and shapes that it does not have.
+        is_sequence: Only operators that a replay can run, one after the other in order of their starts, whatever stood
+            around them and on whichever thread.
+    """
     tree, roles = forest(of.trace), meaning(of.trace)
     annotation = column(of.trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
     ends = np.append(of.spans.end, 0)
     sample = np.searchsorted(of.spans.start, tree.start_ns, side="right") - 1
     sample = np.where((sample >= 0) & (tree.start_ns < ends[sample]), sample, -1)
     kept = (roles.op | (annotation & ~roles.mark)) & (sample >= 0)
+    if is_sequence:
+        vocab = vocabulary(of.trace)
+        runs_again = vocab.matching(_RUNS_AGAIN) & ~vocab.matching(_HOLDS_OTHERS)
+        kept &= roles.op & lookup(runs_again, vocab.code[tree.row])
     above = tree.nearest(kept)
     parent = np.where((above >= 0) & (sample[above] == sample), above, -1)
     # An event that runs on into the next step counts up to the end of its own step.
-    span = np.where(kept, np.maximum(np.minimum(tree.end_ns, ends[sample]) - tree.start_ns, 0), 0)
-    self_ns = span.copy()
-    child = np.flatnonzero(kept & (parent >= 0))
-    np.subtract.at(self_ns, parent[child], span[child])
+    end = np.minimum(tree.end_ns, ends[sample])
+    span = np.where(kept, np.maximum(end - tree.start_ns, 0), 0)
     # A number of each thread (0 for that of the steps, then by the number of events), and what to call each
     trace = of.trace
     host = trace.events.filter(
@@ -164,6 +181,19 @@ def trees(of: ComparedSteps, words: Words) -> Trees:
         plain = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
         labels.append(plain or "thread")
     thread: Ints = ordinal[np.searchsorted(numbers, tree.lane)] if numbers.size else tree.lane
+    start = np.zeros_like(tree.start_ns)
+    if is_sequence:
+        covered = EMPTY
+        for number in range(numbers.size):
+            rows = np.flatnonzero(kept & (thread == number))
+            low, high = tree.start_ns[rows], end[rows]
+            span[rows] -= coverage(covered, low, high)
+            covered = merge(covered, union(low, high))
+    self_ns = span.copy()
+    child = np.flatnonzero(kept & (parent >= 0))
+    np.subtract.at(self_ns, parent[child], span[child])
+    if is_sequence:
+        thread, parent, start = np.zeros_like(thread), np.full_like(parent, -1), tree.start_ns
     name = _names(of.trace, tree.row, kept, annotation, words)
     tensors = of.trace.tensors.select("event", "shapes").drop_nulls()
     shape_numbers = np.zeros(of.trace.events.height + 1, dtype=np.int64)
@@ -180,7 +210,7 @@ def trees(of: ComparedSteps, words: Words) -> Trees:
     launched = np.append(owner, -1)[launched_work(of.trace).origin]
     np.add.at(work, launched, (work_names(of.trace, words) + 1) ** 2 * _BASE)
     order = np.flatnonzero(kept)
-    order = order[np.lexsort((order, thread[order], sample[order]))]
+    order = order[np.lexsort((order, start[order], thread[order], sample[order]))]
     bounds = np.searchsorted(sample[order], np.arange(of.spans.start.size + 1)).tolist()
     node = np.full(tree.row.size, -1, dtype=np.int64)
     labelled = [words.name(label) for label in labels]

@@ -105,8 +105,8 @@ def _operators(document: Row, key: str, title: str, of: str, hint: str) -> Itera
                 Col("at", "Operator", "name", "and what it stands in, the nearest first"),
             ],
             sorted(rows, key=lambda row: -abs(row[f"{of}difference_ns"])),
-            note=f"Of {len(document['operators'])}: {_statuses(rows, status)}. Times {hint}; aligned by place, shapes "
-            "and order.",
+            note=f"Of {len(document['operators'])}: {_statuses(rows, status)}. Times {hint}; aligned by place (with "
+            "a replay: by name), shapes and order.",
         )
 
 
