@@ -58,7 +58,7 @@ def _macs(x: tuple[int, ...], weight: tuple[int, ...], out: tuple[int, ...], *, 
 
 @MODELS.register(*_FORWARD, family=FAMILY)
 def forward(call: Call) -> Work:
-    """2 · the multiply-adds of `_macs`; input, weight, bias and the result once."""
+    """Every position of the result (transposed: of the input) meets the whole filter once, 2 per multiply-add."""
     where = _FORWARD[call.name]
     x, weight = call.tensor(0), call.tensor(1)
     transposed = where.transposed if isinstance(where.transposed, bool) else call.flag(where.transposed)

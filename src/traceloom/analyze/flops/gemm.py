@@ -39,7 +39,7 @@ def mm(call: Call) -> Work:
 @MODELS.register("aten::baddbmm", "aten::baddbmm_", family=FAMILY, inputs=6)
 @MODELS.register("aten::bmm", family=FAMILY, inputs=3)
 def bmm(call: Call) -> Work:
-    """The same for a batch of matrices."""
+    """(a, b) or (bias, a, b, beta) for a batch: 2·B·M·N·K."""
     at = int(call.name != "aten::bmm")
     a, b = call.tensor(at), call.tensor(at + 1)
     bias = call.tensor(0).bytes if at and call.number(3, 1.0) else 0
@@ -52,7 +52,7 @@ def bmm(call: Call) -> Work:
 
 @MODELS.register("aten::addbmm", family=FAMILY)
 def addbmm(call: Call) -> Work:
-    """(out, a, b): the products of a batch are added to one matrix, which is read and written."""
+    """(out, a, b): 2·B·M·N·K; the products of a batch are added to one matrix, which is read and written."""
     out, a, b = call.tensor(0), call.tensor(1), call.tensor(2)
     (batch, m, k), n = a.shape, b.shape[2]
     if b.shape != (batch, k, n):
@@ -65,7 +65,7 @@ def addbmm(call: Call) -> Work:
     "aten::_weight_int8pack_mm", "bitsandbytes::int8_linear_matmul", "aiter::gemm_a16w16", family=FAMILY,
 )  # fmt: skip
 def linear(call: Call) -> Work:
-    """(a, weight [N, K], bias)."""
+    """(a, weight [N, K], bias): 2·M·N·K; every operand once."""
     if call.name == "aten::linear" and len(call.shapes) > 4:
         raise Unknown("more inputs are recorded than the operator has")
     a, weight = call.tensor(0), call.tensor(1)
@@ -77,7 +77,7 @@ def linear(call: Call) -> Work:
 
 @MODELS.register("aten::mv", "aten::dot", "aten::vdot", "aten::addmv", "aten::addmv_", family=FAMILY)
 def mv(call: Call) -> Work:
-    """(a, b), or (bias, a, b) of `addmv`."""
+    """(a, b), or (bias, a, b) of `addmv`: 2 per value of the matrix, or of a vector."""
     if "addmv" not in call.name:  # then (a, b), else (bias, a, b)
         return _vectors(call.tensor(0), call.tensor(1))
     work = _vectors(call.tensor(1), call.tensor(2))
@@ -93,7 +93,7 @@ def _vectors(a: Tensor, b: Tensor) -> Work:
 
 @MODELS.register("aten::matmul", family=FAMILY, inputs=3)
 def matmul(call: Call) -> Work:
-    """Operands of any rank: a vector counts as a matrix of one row or column, batches are broadcast."""
+    """2·M·N·K for operands of any rank: a vector counts as one row or column, batches are broadcast."""
     a, b = call.tensor(0), call.tensor(1)
     if not a.shape or not b.shape or a.shape[-1] != b.shape[-2 if len(b.shape) > 1 else 0]:
         raise Unknown("the recorded shapes are no matrix product")
@@ -134,7 +134,7 @@ _LIBRARIES = {
 
 @MODELS.register(*_LIBRARIES, family=FAMILY)
 def library_product(call: Call) -> Work:
-    """Products of libraries: where the operands stand, and how the second one lies, is in `_LIBRARIES`."""
+    """2·M·N·K; where the operands stand, and which way the second one lies, is known for each library."""
     at, more, b_is_nk = _LIBRARIES[call.name]
     out = call.tensor(0).dtype if at else "int32" if call.name == "aten::_int_mm" else "bf16"
     if call.name.startswith("sgl_kernel"):

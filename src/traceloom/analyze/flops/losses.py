@@ -15,7 +15,7 @@ _SOFTMAX = 5  # largest, difference, exponential, sum, division (log softmax: lo
     family="softmax",
 )  # fmt: skip
 def softmax(call: Call) -> Work:
-    """5 per element; half precision may be widened to fp32."""
+    """5 per element: largest, difference, exponential, sum, division; half precision may be widened to fp32."""
     x = call.tensor(0)
     if call.name in ("aten::_softmax", "aten::_log_softmax"):
         out = "fp32" if call.text(2) == "True" else x.dtype

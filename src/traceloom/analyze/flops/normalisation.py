@@ -29,14 +29,14 @@ def _rows(call: Call, x: Tensor, at: int) -> int:
 
 @MODELS.register("aten::native_layer_norm", "aten::layer_norm", family=FAMILY)
 def layer_norm(call: Call) -> Work:
-    """(input, shape, weight, bias, ...): mean and deviation are kept in fp32, one of each a row."""
+    """(input, shape, weight, bias, ...): 6 per element, 1 more for each of weight and bias; mean and deviation in fp32."""
     x = call.tensor(0)
     return _forward(x, call.optional(2, 3), 2 * 4 * _rows(call, x, 1), _CENTRED)
 
 
 @MODELS.register("aten::rms_norm", "aten::_fused_rms_norm", "fb::rms_norm", family=FAMILY)
 def rms_norm(call: Call) -> Work:
-    """(input, shape, weight, ...); the fused form keeps an fp32 number per row."""
+    """(input, shape, weight, ...): 3 per element, 1 more for a weight; the fused form keeps an fp32 number per row."""
     x = call.tensor(0)
     places = (1, 2) if call.name.startswith("fb::") else (2,)
     rows = 4 * _rows(call, x, 1) if call.name == "aten::_fused_rms_norm" else 0
@@ -59,7 +59,7 @@ def batch_norm(call: Call) -> Work:
 
 @MODELS.register("aten::group_norm", "aten::native_group_norm", family=FAMILY)
 def group_norm(call: Call) -> Work:
-    """Mean and deviation are kept for each sample and group where the call names the groups."""
+    """As layer norm; mean and deviation are kept for each sample and group where the call names the groups."""
     x = call.tensor(0)
     affine = call.optional(*((1, 2) if call.name.endswith("native_group_norm") else (2, 3)))
     groups = call.integer(6) if call.name.endswith("native_group_norm") else 0
