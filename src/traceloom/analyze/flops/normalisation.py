@@ -29,7 +29,7 @@ def _rows(call: Call, x: Tensor, at: int) -> int:
 
 @MODELS.register("aten::native_layer_norm", "aten::layer_norm", family=FAMILY)
 def layer_norm(call: Call) -> Work:
-    """(input, shape, weight, bias, ...): 6 per element, 1 more for each of weight and bias; mean and deviation in fp32."""
+    """(input, shape, weight, bias, ...): 6 per element, 1 more for weight and bias each; mean, deviation in fp32."""
     x = call.tensor(0)
     return _forward(x, call.optional(2, 3), 2 * 4 * _rows(call, x, 1), _CENTRED)
 
