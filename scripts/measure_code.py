@@ -1,7 +1,7 @@
 """Measure how the code reads: names, small helpers, comments, tests.
 
 python scripts/measure_code.py                  a table for the package
-python scripts/measure_code.py --list odd-names where they are (or: single-use)
+python scripts/measure_code.py --list odd-names where they are (or: single-use, class-names)
 """
 
 from __future__ import annotations
@@ -121,35 +121,46 @@ def single_use(modules: list[Module]) -> list[str]:
     return out
 
 
+def repeated_classes(modules: list[Module]) -> list[str]:
+    """Names of classes that more than one class has, with their modules."""
+    places: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{module.path}:{node.lineno}")
+    return [f"{name}: {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]
+
+
 def figures(modules: list[Module]) -> dict[str, str]:
     """What is measured, by its name."""
     functions = [function for module in modules for function in module.functions()]
     lines = sum(module.code_lines() for module in modules)
     tests = sum(Module.read(path).code_lines() for path in (ROOT / "tests").rglob("*.py"))
     private = sum(is_private(function.name) for function in functions)
-    classes = Counter(n.name for module in modules for n in ast.walk(module.tree) if isinstance(n, ast.ClassDef))
     return {
         "modules": f"{len(modules):,}",
         "lines of code": f"{lines:,}",
         "odd local names per 100 functions": f"{100 * len(odd_names(modules)) / len(functions):.1f}",
         "private functions per 1,000 lines": f"{1000 * private / lines:.1f}",
         "small helpers with a single use": f"{len(single_use(modules)):,}",
-        "class names used more than once": f"{sum(count > 1 for count in classes.values()):,}",
+        "class names used more than once": f"{len(repeated_classes(modules)):,}",
         "lines with comments": f"{sum(module.comments() for module in modules) / lines:.1%}",
         "Any": f"{sum(len(_ANY.findall(module.text)) for module in modules):,}",
         "lines of tests per line of code": f"{tests / lines:.2f}",
     }
 
 
+LISTS = {"odd-names": odd_names, "single-use": single_use, "class-names": repeated_classes}
+
+
 def main() -> None:
     """Print what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", choices=["odd-names", "single-use"], help="places instead of figures")
+    parser.add_argument("--list", choices=sorted(LISTS), help="places instead of figures")
     arguments = parser.parse_args()
     modules = [Module.read(path) for path in sorted((ROOT / "src").rglob("*.py"))]
     if arguments.list:
-        places = {"odd-names": odd_names, "single-use": single_use}[arguments.list](modules)
-        sys.stdout.write("\n".join([*places, ""]))
+        sys.stdout.write("\n".join([*LISTS[arguments.list](modules), ""]))
         return
     for name, value in figures(modules).items():
         sys.stdout.write(f"{name:38} {value:>8}\n")

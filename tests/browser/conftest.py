@@ -34,6 +34,34 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
+@pytest.fixture
+def open_uri(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open a page by its URI; after the test, nothing may have gone wrong in it, nor may it have asked for other files."""
+    contexts: list[Any] = []
+    uris: set[str] = set()
+    requests: list[str] = []
+    problems: list[str] = []
+
+    def opened(uri: str, **options: Any) -> Any:
+        context = browser.new_context(**options)
+        contexts.append(context)
+        uris.add(uri.partition("#")[0])
+        page = context.new_page()
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("dialog", lambda dialog: (problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(uri)
+        page.wait_for_selector("html[data-ready=yes]", state="attached")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert problems == []
+    assert [url for url in requests if url not in uris and not url.startswith("data:image/svg")] == []
+
+
 def trace(rank: int, kernels: tuple[str, ...]) -> Any:
     """Four steps; each kernel has its operator, its launch, and a Python frame around them."""
     builder = TraceBuilder(rank=rank, world_size=2)

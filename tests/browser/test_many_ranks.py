@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,8 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def page(browser: Any, page_file: Path) -> Any:
-    context = browser.new_context(viewport={"width": 1440, "height": 1000})
-    shown = context.new_page()
-    problems: list[str] = []
-    shown.on("console", lambda message: problems.append(message.text))
-    shown.on("pageerror", lambda error: problems.append(str(error)))
-    shown.goto(f"{page_file.as_uri()}#timeline")
-    shown.wait_for_selector("html[data-ready=yes]", state="attached")
-    yield shown
-    context.close()
-    assert problems == []
+def page(open_uri: Callable[..., Any], page_file: Path) -> Any:
+    return open_uri(f"{page_file.as_uri()}#timeline", viewport={"width": 1440, "height": 1000})
 
 
 def timeline(page: Any, expression: str) -> Any:

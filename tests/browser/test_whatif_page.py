@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +47,9 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(params=[(1440, "light"), (800, "dark")], ids=str)
-def tab(browser: Any, uri: str, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The page, in which nothing may go wrong and which asks for nothing but itself."""
+def tab(open_uri: Callable[..., Any], uri: str, request: pytest.FixtureRequest) -> Any:
     width, scheme = request.param
-    context = browser.new_context(viewport={"width": width, "height": 1000}, color_scheme=scheme)
-    page = context.new_page()
-    problems: list[str] = []
-    requests: list[str] = []
-    page.on("console", lambda message: problems.append(message.text))
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
-    page.on("request", lambda asked: requests.append(asked.url))
-    page.goto(uri)
-    page.wait_for_selector("html[data-ready=yes]", state="attached")
-    yield page
-    context.close()
-    assert problems == []
-    assert requests == [uri]
+    return open_uri(uri, viewport={"width": width, "height": 1000}, color_scheme=scheme)
 
 
 def asked(page: Any, expression: str) -> Any:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 
+from support.public_traces import DATA
 from traceloom import analyze
 from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.read import load
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 pytestmark = [
     pytest.mark.data,
     pytest.mark.skipif(not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"),

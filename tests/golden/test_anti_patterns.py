@@ -6,16 +6,15 @@ import gzip
 import json
 import re
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.public_traces import DATA
 from traceloom.analyze import anti_patterns
 from traceloom.analyze.anti_patterns import RULES
 from traceloom.read import load
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 FILES = sorted(
     f"{folder}/{path.name.removesuffix('.json.gz')}"
     for folder in ("kineto", "critical_path", "diff", "pairs")

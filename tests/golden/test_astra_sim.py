@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from support import astra_sim
+from support.public_traces import DATA
 from traceloom.simulate.astra_sim.nodes import RankNodes
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 NETWORK, WORKLOADS = (DATA / "golden" / name for name in ("network_cycles.tsv", "workload_cycles.tsv"))
 
 pytestmark = [

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 import traceloom
+from support.public_traces import DATA
 from traceloom.plain_text import encoded
 from traceloom.report import ReportOptions, build
 from traceloom.report.formats import FORMATS, Report
 from traceloom.report.views.terminal import render
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
 DIGESTS = Path(__file__).parent / "bytes.json"
 EXPECTED: dict[str, dict[str, str]] = json.loads(DIGESTS.read_text(encoding="utf-8"))
 EACH_TIME = ("pairs/linear.kineto.json.gz", "critical_path/event_sync.json.gz", "kineto/mi300_bert_small.json.gz")

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 
+from support.public_traces import DATA, trace_of
 from traceloom import analyze
-from traceloom.model import Trace
-from traceloom.read import load
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 pytestmark = [
     pytest.mark.data,
     pytest.mark.skipif(not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"),
 ]
 ALL = sorted(str(path.relative_to(DATA)) for path in DATA.glob("kineto/*.json.gz")) if DATA.is_dir() else []
 SIZES = {"Float": 4, "Long": 8}
-
-
-@lru_cache(maxsize=1)
-def trace_of(path: str) -> Trace:
-    return load(DATA / path).traces[0]
 
 
 def events_of(path: str) -> list[dict[str, Any]]:

@@ -13,10 +13,10 @@ import polars as pl
 import pytest
 
 import traceloom
+from support.public_traces import DATA
 from traceloom.analyze import Comparison, compare
 from traceloom.errors import UsageError
 
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 EVERY = sorted(path for folder in ("kineto", "critical_path", "diff") for path in (DATA / folder).glob("*.json.gz"))
 
 pytestmark = [

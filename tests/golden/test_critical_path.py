@@ -12,11 +12,11 @@ import polars as pl
 import pytest
 
 import traceloom
+from support.public_traces import DATA
 from traceloom.analyze import critical_path
 from traceloom.errors import UsageError
 from traceloom.link import link_session
 
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 KINETO = sorted(path for folder in ("kineto", "critical_path", "diff") for path in (DATA / folder).glob("*.json.gz"))
 
 pytestmark = [

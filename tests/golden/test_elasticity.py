@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from support.public_traces import DATA
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph
 from traceloom.read import read_kineto
 from traceloom.retime import Plan, calibrate
 
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 GPU = ["kernel", "copy", "fill", "collective", "send", "receive"]
 HOST = ["host", "think", "launch", "block"]
 

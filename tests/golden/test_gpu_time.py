@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
-
 import polars as pl
 import pytest
 
+from support.public_traces import GPU_TIME, NEEDS_TRACES, trace_of
 from traceloom.analyze import communication, gpu_time, idle, kernels, longest_gaps, step_times
 from traceloom.analyze.breakdown import FIELDS
-from traceloom.model import Trace
-from traceloom.read import load
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-GOLDEN_FILE = DATA / "golden" / "gpu_time.json"
-GOLDEN: dict[str, Any] = json.loads(GOLDEN_FILE.read_text()) if GOLDEN_FILE.is_file() else {}
-# counts no work of command processors: see tests/unit/read/test_accelerators.py
-GOLDEN.pop("kineto/mtia_inference.json.gz", None)
-
-pytestmark = [
-    pytest.mark.data,
-    pytest.mark.skipif(not GOLDEN, reason="the public traces (../shared/data) are not on this machine"),
-]
-on_every_trace = pytest.mark.parametrize("path", sorted(GOLDEN))
-
-
-@lru_cache(maxsize=1)
-def trace_of(path: str) -> Trace:
-    return load(DATA / path).traces[0]
+pytestmark = NEEDS_TRACES
+on_every_trace = pytest.mark.parametrize("path", sorted(GPU_TIME))
 
 
 @on_every_trace
 def test_device_figures_equal_the_golden_file(path: str) -> None:
     trace = trace_of(path)
     found = {str(row["device"]): row for row in gpu_time(trace).devices.to_dicts()}
-    wanted = GOLDEN[path]["devices"]
+    wanted = GPU_TIME[path]["devices"]
     # fractional Unix microseconds: the golden file allows 0.001 %
     tolerance = 1e-5 if "v100_ns_resolution" in path else 0
     assert set(found) == set(wanted)
@@ -48,7 +28,7 @@ def test_device_figures_equal_the_golden_file(path: str) -> None:
 
 @on_every_trace
 def test_kernel_counts_and_sums_equal_the_golden_file(path: str) -> None:
-    trace, wanted = trace_of(path), GOLDEN[path]
+    trace, wanted = trace_of(path), GPU_TIME[path]
     devices = gpu_time(trace).devices
     table = kernels(trace).kernels.filter(pl.col("kind") == "kernel")
     tolerance = 1e-5 if "v100_ns_resolution" in path else 0

@@ -6,16 +6,16 @@ import gzip
 import json
 from collections import defaultdict
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.public_traces import DATA
 from traceloom.analyze import graph_launches
 from traceloom.read import load
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "kineto"
-FILES = sorted(path.name.removesuffix(".json.gz") for path in DATA.glob("*.json.gz"))
+KINETO = DATA / "kineto"
+FILES = sorted(path.name.removesuffix(".json.gz") for path in KINETO.glob("*.json.gz"))
 VLLM, SGLANG = "mi300_vllm_piecewise_graphs", "mi300_sglang_decode_graphs"
 
 pytestmark = [
@@ -26,7 +26,7 @@ pytestmark = [
 
 def replays(name: str) -> list[list[tuple[str, int, int]]]:
     """(name, start, duration) of the kernels of every graph launch, in the order of starts."""
-    events = json.loads(gzip.decompress((DATA / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
+    events = json.loads(gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
     spans = [event for event in events if event.get("ph") == "X" and "args" in event]
     calls = {e["args"].get("correlation") for e in spans if "GraphLaunch" in e["name"] and e["cat"] == "cuda_runtime"}
     found: dict[Any, list[tuple[str, int, int]]] = defaultdict(list)
@@ -40,7 +40,7 @@ def replays(name: str) -> list[list[tuple[str, int, int]]]:
 @pytest.mark.parametrize("name", FILES)
 def test_graph_launches_equal_a_plain_count(name: str) -> None:
     told = replays(name)
-    found = graph_launches(load(DATA / f"{name}.json.gz").traces[0])
+    found = graph_launches(load(KINETO / f"{name}.json.gz").traces[0])
     assert found.replays.height == len(told)
     assert found.work_count == sum(map(len, told))
     assert sorted(found.replays["node_count"].to_list()) == sorted(map(len, told))
@@ -54,7 +54,7 @@ def test_nodes_equal_a_plain_count_by_position(name: str) -> None:
     alike: dict[tuple[str, ...], list[list[int]]] = defaultdict(list)
     for works in replays(name):
         alike[tuple(work[0] for work in works)].append([work[2] for work in works])
-    found = graph_launches(load(DATA / f"{name}.json.gz").traces[0])
+    found = graph_launches(load(KINETO / f"{name}.json.gz").traces[0])
     for graph in found.graphs["graph"].to_list():
         nodes = found.nodes.filter(graph=graph).sort("node")
         lengths = alike[tuple(nodes["name"])]
@@ -68,9 +68,9 @@ def test_nodes_equal_a_plain_count_by_position(name: str) -> None:
 
 @pytest.mark.skipif(VLLM not in FILES, reason="the traces are not on this machine")
 def test_what_is_known_of_the_two_servers_graphs() -> None:
-    vllm = graph_launches(load(DATA / f"{VLLM}.json.gz").traces[0])
+    vllm = graph_launches(load(KINETO / f"{VLLM}.json.gz").traces[0])
     assert vllm.graphs.select("replay_count", "node_count").rows() == [(1, 4), (23, 15), (1, 12)]
     assert vllm.graphs["launch_name"].unique().to_list() == ["hipGraphLaunch"]
-    sglang = graph_launches(load(DATA / f"{SGLANG}.json.gz").traces[0])
+    sglang = graph_launches(load(KINETO / f"{SGLANG}.json.gz").traces[0])
     assert sglang.graphs.select("replay_count", "node_count").rows() == [(1, 544)]
     assert sglang.fraction == pytest.approx(0.9875, abs=1e-4)

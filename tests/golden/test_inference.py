@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from support.public_traces import DATA
 from traceloom.analyze import inference
 from traceloom.read import load
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "kineto"
-FILES = sorted(path.name.removesuffix(".json.gz") for path in DATA.glob("*.json.gz"))
+KINETO = DATA / "kineto"
+FILES = sorted(path.name.removesuffix(".json.gz") for path in KINETO.glob("*.json.gz"))
 VLLM, SGLANG = "mi300_vllm_piecewise_graphs", "mi300_sglang_decode_graphs"
 
 pytestmark = [
@@ -28,12 +29,12 @@ def _ns(us: Any) -> int:
 
 
 def spans(name: str) -> list[dict[str, Any]]:
-    events = json.loads(gzip.decompress((DATA / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
+    events = json.loads(gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
 
 
 def steps(name: str) -> list[dict[str, Any]]:
-    return inference(load(DATA / f"{name}.json.gz")).steps.to_dicts()
+    return inference(load(KINETO / f"{name}.json.gz")).steps.to_dicts()
 
 
 def test_the_mixed_step_of_vllm() -> None:
@@ -75,7 +76,7 @@ def test_gpu_time_equals_a_plain_count(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in {VLLM, SGLANG}])
 def test_other_traces_have_no_steps_of_a_server(name: str) -> None:
-    found = inference(load(DATA / f"{name}.json.gz"), tokens_per_step=10)
+    found = inference(load(KINETO / f"{name}.json.gz"), tokens_per_step=10)
     assert not found.steps.height
     assert set(found.rates["evidence"]) <= {"declared"}
 
@@ -116,7 +117,7 @@ def test_a_capture_of_the_same_kernels_maps_every_node(name: str, tmp_path: Path
         events.append({**on_gpu, "args": {**call, "device": 0, "stream": 7}})
     path = tmp_path / "eager.json"
     path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}), encoding="utf-8")
-    mapped = inference(load(DATA / f"{name}.json.gz"), capture=load(path))
+    mapped = inference(load(KINETO / f"{name}.json.gz"), capture=load(path))
     assert mapped.mapped_fraction == 1.0
     assert mapped.nodes["reason"].null_count() == mapped.nodes.height
     assert set(mapped.nodes["evidence"]) == {"correlated"}

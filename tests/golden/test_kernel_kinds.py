@@ -7,35 +7,20 @@ import json
 import re
 from collections import Counter, defaultdict
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 
+from support.public_traces import DATA, GPU_TIME, NEEDS_TRACES, trace_of
 from traceloom.analyze import copies, counters, kernel_bounds, kernel_efficiency, kernel_kinds, kernel_shapes
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.kernel_kinds import PRIORITY, kinds
-from traceloom.model import Trace
-from traceloom.read import load
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-GOLDEN_FILE = DATA / "golden" / "gpu_time.json"
-GOLDEN: dict[str, Any] = json.loads(GOLDEN_FILE.read_text()) if GOLDEN_FILE.is_file() else {}
-# counts no work of command processors: see tests/unit/read/test_accelerators.py
-GOLDEN.pop("kineto/mtia_inference.json.gz", None)
 WORK = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 
-pytestmark = [
-    pytest.mark.data,
-    pytest.mark.skipif(not GOLDEN, reason="the public traces (../shared/data) are not on this machine"),
-]
-
-
-@lru_cache(maxsize=1)
-def trace_of(path: str) -> Trace:
-    return load(DATA / path).traces[0]
+pytestmark = NEEDS_TRACES
 
 
 @lru_cache(maxsize=1)
@@ -55,15 +40,15 @@ def work_of(path: str) -> list[dict[str, Any]]:
     return [e for e in raw(path) if e.get("ph") == "X" and str(e.get("cat")).lower() in WORK]
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN))
+@pytest.mark.parametrize("path", sorted(GPU_TIME))
 def test_kinds_and_idle_time_add_up_to_the_window_of_every_device(path: str) -> None:
     trace = trace_of(path)
     found = kernel_kinds(trace)
     found.check()
     tolerance = 1e-5 if "v100_ns_resolution" in path else 0
     devices = {str(row["device"]): row for row in found.devices.to_dicts()}
-    assert set(devices) == set(GOLDEN[path]["devices"])
-    for device, fields in GOLDEN[path]["devices"].items():
+    assert set(devices) == set(GPU_TIME[path]["devices"])
+    for device, fields in GPU_TIME[path]["devices"].items():
         assert devices[device]["count"] == fields["gpu_work_count"]
         for name in ("window_ns", "busy_ns", "idle_ns"):
             assert devices[device][name] == pytest.approx(fields[name], rel=tolerance, abs=0)
@@ -72,7 +57,7 @@ def test_kinds_and_idle_time_add_up_to_the_window_of_every_device(path: str) -> 
     assert found.steps["count"].sum() == found.kinds["count"].sum()
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN))
+@pytest.mark.parametrize("path", sorted(GPU_TIME))
 def test_bounds_add_up_to_all_work_and_to_the_busy_time_of_every_device(path: str) -> None:
     trace = trace_of(path)
     found, kinds_of = kernel_bounds(trace), kernel_kinds(trace)
@@ -95,7 +80,7 @@ def test_what_bounds_two_models_on_two_vendors(path: str, known: float, largest:
     assert shares[largest] > 0.5
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN))
+@pytest.mark.parametrize("path", sorted(GPU_TIME))
 def test_shapes_efficiency_and_copies_add_up(path: str) -> None:
     trace = trace_of(path)
     work = gpu_work(trace)
@@ -105,10 +90,10 @@ def test_shapes_efficiency_and_copies_add_up(path: str) -> None:
     efficiency = kernel_efficiency(trace)
     kernel_ns = efficiency.devices["kernel_ns"].sum()
     assert efficiency.matrix["total_ns"].sum() == efficiency.kernels["total_ns"].sum() == kernel_ns
-    assert kernel_ns == pytest.approx(GOLDEN[path]["kernel_ns"], rel=1e-5 if "v100_ns" in path else 0, abs=0)
-    assert efficiency.matrix["count"].sum() == GOLDEN[path]["kernel_count"]
+    assert kernel_ns == pytest.approx(GPU_TIME[path]["kernel_ns"], rel=1e-5 if "v100_ns" in path else 0, abs=0)
+    assert efficiency.matrix["count"].sum() == GPU_TIME[path]["kernel_count"]
     moved = copies(trace)
-    memory = sum(fields["memory_ns"] for fields in GOLDEN[path]["devices"].values())
+    memory = sum(fields["memory_ns"] for fields in GPU_TIME[path]["devices"].values())
     assert moved.kinds["total_ns"].sum() == moved.ops["total_ns"].sum()
     assert moved.kinds["union_ns"].sum() >= memory * (1 - 1e-5)  # unions of single directions, which may overlap
 

@@ -7,15 +7,14 @@ import json
 from collections import defaultdict
 from decimal import Decimal
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.public_traces import DATA
 from traceloom.analyze import launches
 from traceloom.read import load
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 KINETO = sorted(path.name.removesuffix(".json.gz") for path in (DATA / "kineto").glob("*.json.gz"))
 PLAIN = [name for name in KINETO if name != "mtia_inference"]  # work of command processors has no plain category
 

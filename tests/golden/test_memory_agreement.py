@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 import traceloom
+from support.public_traces import DATA
 from traceloom.analyze.allocations import allocations
 from traceloom.analyze.memory import memory
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "kineto"
-FILES = sorted(DATA.glob("*.json.gz"))
+KINETO = DATA / "kineto"
+FILES = sorted(KINETO.glob("*.json.gz"))
 
 
 @pytest.mark.skipif(not FILES, reason="the public traces are not at hand")

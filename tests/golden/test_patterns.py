@@ -5,15 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 
+from support.public_traces import DATA
 from traceloom.analyze import patterns
 from traceloom.read import load
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "kineto"
-FILES = sorted(path.name.removesuffix(".json.gz") for path in DATA.glob("*.json.gz"))
+KINETO = DATA / "kineto"
+FILES = sorted(path.name.removesuffix(".json.gz") for path in KINETO.glob("*.json.gz"))
 
 pytestmark = [
     pytest.mark.data,
@@ -23,7 +23,7 @@ pytestmark = [
 
 def streams(name: str) -> list[list[str]]:
     """Names of the GPU work of every stream in the order of starts, straight from the file."""
-    events = json.loads(gzip.decompress((DATA / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
+    events = json.loads(gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
     work = [e for e in events if e.get("ph") == "X" and e.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}]
     lanes: dict[tuple[object, object], list[tuple[Decimal, str]]] = {}
     for event in work:
@@ -45,7 +45,7 @@ def times_without_overlap(lane: list[str], wanted: list[str]) -> int:
 # times of the one are rounded, work of the other has no plain category
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("v100_ns_resolution", "mtia_inference")])
 def test_every_sequence_occurs_as_often_as_a_plain_search_finds_it(name: str) -> None:
-    found = patterns(load(DATA / f"{name}.json.gz").traces[0])
+    found = patterns(load(KINETO / f"{name}.json.gz").traces[0])
     lanes = streams(name)
     for row in found.sequences.to_dicts():
         often = sum(times_without_overlap(lane, row["names"]) for lane in lanes)
@@ -67,9 +67,9 @@ def test_every_sequence_occurs_as_often_as_a_plain_search_finds_it(name: str) ->
 def test_the_layers_of_the_models_are_found(name: str, count: int, length: int, fraction: float) -> None:
     if name not in FILES:
         pytest.skip("the trace is not on this machine")
-    row = patterns(load(DATA / f"{name}.json.gz").traces[0]).sequences.to_dicts()[0]
+    row = patterns(load(KINETO / f"{name}.json.gz").traces[0]).sequences.to_dicts()[0]
     assert (row["count"], row["length"]) == (count, length)
     assert row["fraction"] == pytest.approx(fraction, abs=1e-3)
     if name == "h100_owlv2":  # 12 layers of the text encoder, 5 times
-        second = patterns(load(DATA / f"{name}.json.gz").traces[0]).sequences.to_dicts()[1]
+        second = patterns(load(KINETO / f"{name}.json.gz").traces[0]).sequences.to_dicts()[1]
         assert (second["count"], second["length"]) == (60, 24)

@@ -11,10 +11,11 @@ import pytest
 
 import traceloom
 from support.planting import LateOp, SlowKernel, plant
+from support.public_traces import DATA
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "multirank"
-FILES = {rank: DATA / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8)}
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the shared trace files are not here")
+MULTIRANK = DATA / "multirank"
+FILES = {rank: MULTIRANK / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8)}
+pytestmark = pytest.mark.skipif(not MULTIRANK.is_dir(), reason="the shared trace files are not here")
 
 
 def test_without_faults_the_copies_are_the_recording(tmp_path: Path) -> None:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.public_traces import DATA, NEEDS_TRACES, TRACES
 from traceloom.analyze import quality
 from traceloom.read import load
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-GOLDEN_FILE = DATA / "golden" / "gpu_time.json"
-FILES = sorted(json.loads(GOLDEN_FILE.read_text())) if GOLDEN_FILE.is_file() else []
 DETAILS = ("Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size")
 NODE = "autograd::engine::evaluate_function: "
 
-pytestmark = [
-    pytest.mark.data,
-    pytest.mark.skipif(not FILES, reason="the public traces (../shared/data) are not on this machine"),
-]
+pytestmark = NEEDS_TRACES
 
 
 def broken(events: list[dict[str, Any]]) -> dict[str, int]:
@@ -83,7 +77,7 @@ def broken(events: list[dict[str, Any]]) -> dict[str, int]:
     return {slug: count for slug, count in counts.items() if count}
 
 
-@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("path", TRACES)
 def test_the_six_rules_find_what_loops_over_the_file_find(path: str) -> None:
     with gzip.open(DATA / path) as stream:
         wanted = broken(json.load(stream)["traceEvents"])

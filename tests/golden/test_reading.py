@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import polars as pl
 import pytest
 
+from support.public_traces import DATA, GPU_TIME, NEEDS_TRACES
 from traceloom.read import arguments, read_kineto
 
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-_GOLDEN = DATA / "golden" / "gpu_time.json"
-GOLDEN = json.loads(_GOLDEN.read_text()) if _GOLDEN.exists() else {}
-# counts no work of command processors: see tests/unit/read/test_accelerators.py
-GOLDEN.pop("kineto/mtia_inference.json.gz", None)
 # Kineto's names that one closed category stands for.
 KINETO = {
     "cpu_op": "op",
@@ -32,15 +25,12 @@ KINETO = {
     "Trace": "profiler",
 }
 
-pytestmark = [
-    pytest.mark.data,
-    pytest.mark.skipif(not GOLDEN, reason="the public traces (../shared/data) are not on this machine"),
-]
+pytestmark = NEEDS_TRACES
 
 
-@pytest.mark.parametrize("name", sorted(GOLDEN))
+@pytest.mark.parametrize("name", sorted(GPU_TIME))
 def test_events_kernels_and_windows_equal_the_golden_file(name):
-    golden = GOLDEN[name]
+    golden = GPU_TIME[name]
     trace = read_kineto(DATA / name)
     trace.check()
     assert trace.meta.event_count == golden["events"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -15,26 +13,14 @@ import jsonschema
 import polars as pl
 import pytest
 
+from support.public_traces import DATA, NEEDS_TRACES, TRACES, trace_of
 from traceloom.analyze.modelled_calls import modelled_calls
 from traceloom.analyze.roofline import modelled, roofline
-from traceloom.model import Session, Trace
-from traceloom.read import load
+from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections.roofline import SECTION
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-GOLDEN_FILE = DATA / "golden" / "gpu_time.json"
-GOLDEN: dict[str, Any] = json.loads(GOLDEN_FILE.read_text()) if GOLDEN_FILE.is_file() else {}
-
-pytestmark = [
-    pytest.mark.data,
-    pytest.mark.skipif(not GOLDEN, reason="the public traces (../shared/data) are not on this machine"),
-]
-
-
-@lru_cache(maxsize=1)
-def trace_of(path: str) -> Trace:
-    return load(DATA / path).traces[0]
+pytestmark = NEEDS_TRACES
 
 
 def leaf_flops(name: str, shapes: list[Any], concrete: list[str]) -> int | None:
@@ -158,7 +144,7 @@ def test_tf32_is_told_from_fp32_by_the_names_of_kernels() -> None:
     assert found.filter(pl.col("arithmetic") == "tf32")["evidence"].unique().to_list() == ["kernel name"]
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN))
+@pytest.mark.parametrize("path", TRACES)
 def test_every_flop_is_counted_once_and_sums_close(path: str) -> None:
     trace = trace_of(path)
     found = roofline(trace, "bf16=1e15,fp16=1e15,tf32=5e14,fp32=1e14,fp64=5e13,memory=3e12")
@@ -188,7 +174,7 @@ def test_work_of_an_accelerator_that_no_operator_launched_is_not_modelled() -> N
     assert found.unmodelled["name"].is_in(["merge"]).any()
 
 
-@pytest.mark.parametrize("path", sorted(path for path in GOLDEN if path.startswith("kineto/")))
+@pytest.mark.parametrize("path", [path for path in TRACES if path.startswith("kineto/")])
 def test_the_section_of_every_file_keeps_its_schema_and_explains_what_is_missing(path: str) -> None:
     document = build(Session((trace_of(path),), "run"), ReportOptions(only=("roofline",)))
     value = document["roofline"]

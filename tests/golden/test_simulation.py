@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import polars as pl
 import pytest
 
+from support.public_traces import DATA
 from traceloom.simulate import run
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 pytestmark = [
     pytest.mark.data,
     pytest.mark.skipif(not DATA.is_dir(), reason="the public traces (../shared/data) are not on this machine"),

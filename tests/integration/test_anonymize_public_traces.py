@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from support.public_traces import DATA
 from traceloom.anonymize import Anonymized, Key, Policy, anonymize
 from traceloom.chakra.stream import EtReader
 from traceloom.link.host_device import match
 from traceloom.read import read_kineto
 from traceloom.read.host_trace import read_host_trace
 
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 FOLDERS = ("kineto", "critical_path", "damaged_metadata", "diff", "multirank", "pairs")
 TRACES = sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.gz")) if DATA.is_dir() else []
 HOSTS = sorted((DATA / "host").glob("*.gz")) if DATA.is_dir() else []

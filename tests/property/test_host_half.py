@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.public_traces import DATA
 from traceloom.analyze import answer, data_loading, host, memory, modules, operators, quality
 from traceloom.analyze.ancestry import forest
 from traceloom.model import Session, Trace
@@ -18,7 +19,6 @@ from traceloom.read import read_kineto
 from traceloom.testing import TraceBuilder
 
 FOLDERS = ("kineto", "multirank", "diff", "critical_path", "damaged_metadata")
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 FILES = sorted(p for f in FOLDERS for p in (DATA / f).glob("*.json.gz") if ".host." not in p.name)
 
 NAMES = (

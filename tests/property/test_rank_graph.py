@@ -11,12 +11,12 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 
+from support.public_traces import DATA
 from support.strategies import builders, waiting_builders
 from traceloom.link.rank import link_rank
 from traceloom.model.graph import Graph
 from traceloom.read import read_kineto
 
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 FOLDERS = ("kineto", "critical_path", "diff", "multirank", "pairs")
 _GOLDEN = DATA / "golden" / "gpu_time.json"
 GOLDEN = json.loads(_GOLDEN.read_text()) if _GOLDEN.exists() else {}

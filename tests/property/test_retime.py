@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.public_traces import DATA
 from support.strategies import builders
 from traceloom.errors import InvariantError
 from traceloom.link.job import join
@@ -24,7 +25,6 @@ from traceloom.read import load
 from traceloom.retime import ABSENT, Plan, calibrate, class_delays, law
 from traceloom.retime.critical_path import binding_edges, critical_path, parts, trail
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 TRACES = sorted(
     path for folder in ("kineto", "critical_path", "diff", "multirank") for path in (DATA / folder).glob("*.json.gz")
     if ".host." not in path.name

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import traceloom
 from support.job_strategies import parallel_recipes, training_recipes
 from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
+from support.public_traces import DATA
 from traceloom.errors import UsageError
 from traceloom.link import link_session
 from traceloom.link.job import join
@@ -22,7 +23,6 @@ from traceloom.simulate import Scenario, parse
 from traceloom.simulate.limits import busiest_lane_ns, most_saved_ns
 from traceloom.simulate.selection import TARGETS
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
 PUBLIC = sorted((DATA / "kineto").glob("*.json.gz")) + sorted((DATA / "diff").glob("*.json.gz"))
 SELDOM = ("h100_owlv2.json.gz", "v100_test.json.gz", "a100_control.json.gz", "mi300_qwen_0.5b.json.gz")  # large
 CHANGES = (

@@ -6,8 +6,6 @@ for each kernel in the same order, the operator that launched it. Definitions: d
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 import numpy as np
 import polars as pl
 
@@ -17,7 +15,7 @@ from traceloom.analyze.repeats import places_of
 from traceloom.analyze.submissions import plain
 from traceloom.array_types import Ints
 from traceloom.model import Session, Trace
-from traceloom.model.arrays import nullable
+from traceloom.model.arrays import longest_rise, nullable
 from traceloom.model.category import KERNEL, LAUNCHES
 from traceloom.model.frames import as_declared, schema
 from traceloom.read.again import readable, whole
@@ -146,26 +144,7 @@ def _aligned(graph_codes: Ints, capture_codes: Ints) -> Ints:
         joined = graph_side.join(capture_side, on=["code", "k"], how="left", maintain_order="left")
         pairs = joined["at_right"].cast(pl.Int64).fill_null(-1).to_numpy()
         paired = np.flatnonzero(pairs >= 0)
-        # Positions of a longest strictly rising subsequence, in n log n
-        values = pairs[paired]
-        tails: list[int] = []
-        last: list[int] = []
-        before = np.full(values.size, -1, dtype=np.int64)
-        for at, value in enumerate(values.tolist()):
-            index = bisect_left(tails, value)
-            if index == len(tails):
-                tails.append(value)
-                last.append(at)
-            else:
-                tails[index] = value
-                last[index] = at
-            before[at] = last[index - 1] if index else -1
-        rising: list[int] = []
-        position = last[-1] if last else -1
-        while position >= 0:
-            rising.append(position)
-            position = int(before[position])
-        kept = paired[np.array(rising[::-1], dtype=np.int64)]
+        kept = paired[longest_rise(pairs[paired])]
         if kept.size > (best >= 0).sum():
             best[:] = -1
             positions = pairs[kept]

@@ -14,7 +14,7 @@ from traceloom.model.result import Result
 from traceloom.read.again import numbers, readable
 
 _AXES: dict[str, str | tuple[str, int]] = {
-    f"{what}_{axis}": (what, place) for what in ("grid", "block") for place, axis in enumerate("xyz")
+    f"{what}_{axis}": (what, position) for what in ("grid", "block") for position, axis in enumerate("xyz")
 }
 _KEYS = {**_AXES, "registers": "registers per thread", "shared_bytes": "shared memory"}
 LAUNCHES_SCHEMA = schema("event", *_KEYS, "blocks_per_sm warps_per_sm occupancy")

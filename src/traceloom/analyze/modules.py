@@ -110,7 +110,7 @@ _PART: Any = np.int8
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class _NodeValues:
     """What is added up; all values are numbers of nodes, parts (of PARTS) and steps (NO_STEP outside) of one length."""
 
     node: Ints
@@ -137,13 +137,13 @@ def modules(trace: Trace) -> Modules:
     of_event = np.append(np.append(node, -1)[all_regions.region], -1).astype(_NODE)
     # every stretch in which something is recorded belongs to its innermost event
     pieces, part_of = host_pieces(trace), all_regions.part.astype(_PART)
-    host = _Sums(of_event[pieces.owner], part_of[pieces.owner], pieces.step, pieces.ns)
+    host = _NodeValues(of_event[pieces.owner], part_of[pieces.owner], pieces.step, pieces.ns)
     # GPU work belongs to the host event that launched it
     work = launched_work(trace)
     work_step = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
     work_node, work_part = of_event[work.origin], np.append(part_of, _PART(FORWARD))[work.origin]
-    device = _Sums(work_node, work_part, work_step, work.duration_ns)
-    kernels = _Sums(work_node, work_part, work_step, work.kernel.astype(np.int64))
+    device = _NodeValues(work_node, work_part, work_step, work.duration_ns)
+    kernels = _NodeValues(work_node, work_part, work_step, work.kernel.astype(np.int64))
     outside = {}
     for name, sums in (("host_ns", host), ("device_ns", device)):
         without = sums.node < 0

@@ -12,7 +12,7 @@ import polars as pl
 from traceloom.analyze.quality_effects import EFFECTS
 from traceloom.analyze.quality_events import EVENT_CHECKS
 from traceloom.analyze.quality_gpu import GPU_CHECKS
-from traceloom.analyze.verdict import Check
+from traceloom.analyze.verdict import QualityCheck
 from traceloom.model import Notice, Trace
 from traceloom.model import category as cat
 from traceloom.model.frames import schema
@@ -51,7 +51,7 @@ class Quality(Result):
 def quality(trace: Trace) -> Quality:
     """Check the capture. The checks and their limits: docs/concepts/capture-quality.md."""
     made = (rule(trace) for rule in (*GPU_CHECKS, *EVENT_CHECKS, *_RUN_CHECKS))
-    done: list[Check] = [check for check in made if check is not None]
+    done: list[QualityCheck] = [check for check in made if check is not None]
     rows = [
         {
             "check": check.slug,
@@ -72,7 +72,7 @@ def quality(trace: Trace) -> Quality:
     return Quality(worst_first(notices), pl.DataFrame(rows, schema=CHECKS))
 
 
-def missing_steps(trace: Trace) -> Check | None:
+def missing_steps(trace: Trace) -> QualityCheck | None:
     """No steps: nothing can be said per step."""
     if not trace.events.height:
         return None
@@ -80,10 +80,10 @@ def missing_steps(trace: Trace) -> Check | None:
         "no steps are marked: figures are for the whole window, with whatever ran before and after the steady state; "
         "`traceloom record` marks steps, and so does `prof.step()` of PyTorch's profiler"
     )
-    return Check(0 if trace.steps.height else 1, 1, "info", message, slug="no-steps")
+    return QualityCheck(0 if trace.steps.height else 1, 1, "info", message, slug="no-steps")
 
 
-def warm_up_step(trace: Trace) -> Check | None:
+def warm_up_step(trace: Trace) -> QualityCheck | None:
     """A first step that is much longer than the others."""
     lengths = _lengths(trace)
     if len(lengths) < 3:
@@ -95,10 +95,10 @@ def warm_up_step(trace: Trace) -> Check | None:
         f"the first step took {duration(int(lengths[0]))}, the others {duration(int(rest))} (median): it looks like a "
         "warm-up and raises the averages; leave it out with `--steps`"
     )
-    return Check(int(slow), 1, "warning", message, slug="warm-up-step")
+    return QualityCheck(int(slow), 1, "warning", message, slug="warm-up-step")
 
 
-def uneven_steps(trace: Trace) -> Check | None:
+def uneven_steps(trace: Trace) -> QualityCheck | None:
     """Steps far from the median; the first one is the business of `warm_up_step`."""
     lengths = _lengths(trace)
     if len(lengths) < 3:
@@ -111,19 +111,19 @@ def uneven_steps(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(len(later))} later steps differ from the median step ({duration(int(median))}) "
         f"by more than a factor of {UNEVEN:g}: an average step stands for none of them"
     )
-    return Check(affected, len(later), "warning", message, slug="uneven-steps")
+    return QualityCheck(affected, len(later), "warning", message, slug="uneven-steps")
 
 
-def cut_steps(trace: Trace) -> Check | None:
+def cut_steps(trace: Trace) -> QualityCheck | None:
     """Steps that the recording cuts off."""
     if not trace.steps.height:
         return None
     affected = int((~trace.steps["complete"]).sum())
     message = f"{count(affected)} of {count(trace.steps.height)} steps are cut off by the edge of the recording"
-    return Check(affected, trace.steps.height, "info", message, slug="cut-steps")
+    return QualityCheck(affected, trace.steps.height, "info", message, slug="cut-steps")
 
 
-def rank_unknown(trace: Trace) -> Check | None:
+def rank_unknown(trace: Trace) -> QualityCheck | None:
     """A trace of a distributed job that does not say its rank."""
     distributed = (trace.meta.world_size or 1) > 1 or trace.collectives.height > 0
     if not distributed:
@@ -132,19 +132,19 @@ def rank_unknown(trace: Trace) -> Check | None:
         "the file belongs to a distributed job but does not say its rank: ranks cannot be compared; the rank may stand "
         "in the file name"
     )
-    return Check(int(trace.rank is None), 1, "warning", message, slug="rank-unknown")
+    return QualityCheck(int(trace.rank is None), 1, "warning", message, slug="rank-unknown")
 
 
-def rank_outside_world(trace: Trace) -> Check | None:
+def rank_outside_world(trace: Trace) -> QualityCheck | None:
     """A rank that the job cannot have."""
     size = trace.meta.world_size
     if trace.rank is None or size is None:
         return None
     message = f"the file says rank {trace.rank} of {size} ranks, which cannot be: one of the two is wrong"
-    return Check(int(not 0 <= trace.rank < size), 1, "warning", message, slug="rank-outside-world")
+    return QualityCheck(int(not 0 <= trace.rank < size), 1, "warning", message, slug="rank-outside-world")
 
 
-def recording_cost(trace: Trace) -> Check | None:
+def recording_cost(trace: Trace) -> QualityCheck | None:
     """What recording cost, as `traceloom record` measured it against unrecorded steps."""
     overhead = (trace.meta.capture or {}).get("overhead")
     ratio = overhead.get("ratio") if isinstance(overhead, dict) else None
@@ -152,10 +152,10 @@ def recording_cost(trace: Trace) -> Check | None:
         return None
     message = f"recorded steps took {ratio:.2f} times as long as unrecorded ones: absolute times are too long by that"
     severity: Severity = "warning" if ratio > 1 + 2 * (COSTLY - 1) else "info"
-    return Check(int(ratio > COSTLY), 1, severity, message, slug="recording-cost")
+    return QualityCheck(int(ratio > COSTLY), 1, severity, message, slug="recording-cost")
 
 
-def coarse_clock(trace: Trace) -> Check | None:
+def coarse_clock(trace: Trace) -> QualityCheck | None:
     """Times in whole microseconds: short events are rounded."""
     if trace.meta.unit_ns <= 1:
         return None
@@ -165,7 +165,7 @@ def coarse_clock(trace: Trace) -> Check | None:
         f"times are whole microseconds (a PyTorch before 2024): {count(short)} of {count(work.height)} operators and "
         "pieces of GPU work are shorter than 10 µs, so that theirs are off by 5 % and more"
     )
-    return Check(short, work.height, "info", message, slug="coarse-clock")
+    return QualityCheck(short, work.height, "info", message, slug="coarse-clock")
 
 
 def _lengths(trace: Trace) -> pl.Series:

@@ -9,7 +9,7 @@ import polars as pl
 
 from traceloom.analyze.intervals import union
 from traceloom.analyze.phases import OURS
-from traceloom.analyze.verdict import Check, graded, many
+from traceloom.analyze.verdict import QualityCheck, graded, many
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -22,7 +22,7 @@ ABSURD_NS = 24 * 3600 * 10**9
 """A span this long is no measurement: profiles last seconds, and overflowed counters give days."""
 
 
-def missing_ops(trace: Trace) -> Check | None:
+def missing_ops(trace: Trace) -> QualityCheck | None:
     """GPU work or calls without a single framework operator."""
     seen = _count(trace, *cat.GPU_WORK, *cat.LAUNCHES)
     if not seen:
@@ -32,10 +32,10 @@ def missing_ops(trace: Trace) -> Check | None:
         "no framework operators were recorded (the profiler's CPU activity was off): operators, modules and phases are "
         "unknown, only calls and GPU work are shown"
     )
-    return Check(0 if ops else seen, seen, "warning", message, slug="no-operators")
+    return QualityCheck(0 if ops else seen, seen, "warning", message, slug="no-operators")
 
 
-def operators_left_out(trace: Trace) -> Check | None:
+def operators_left_out(trace: Trace) -> QualityCheck | None:
     """Operators that were numbered one by one, of which a file holds a few: what lies between them is unknown."""
     ids = trace.events.filter(pl.col("category") == cat.OP)["external_id"].drop_nulls()
     if ids.len() < _ENOUGH_IDS:
@@ -46,11 +46,11 @@ def operators_left_out(trace: Trace) -> Check | None:
         f"{count(held)} operators are in the file, with numbers that are {count(numbered)} apart: the others were left "
         "out (a sampled trace), so that idle time, and time between operators, may be theirs"
     )
-    return Check(numbered - held if held < _SAMPLED * numbered else 0, numbered, "warning", message,
+    return QualityCheck(numbered - held if held < _SAMPLED * numbered else 0, numbered, "warning", message,
                  slug="operators-left-out")  # fmt: skip
 
 
-def missing_shapes(trace: Trace) -> Check | None:
+def missing_shapes(trace: Trace) -> QualityCheck | None:
     """Ops without the shapes of their inputs."""
     is_op = (trace.events["category"] == cat.OP).to_numpy() & ~vocabulary(trace).events(OURS)
     ops = int(is_op.sum())
@@ -65,10 +65,10 @@ def missing_shapes(trace: Trace) -> Check | None:
     )
     # where shapes are on, some operators still have no tensors to speak of
     affected = without if without == ops else 0
-    return Check(affected, ops, "info", message, slug="missing-shapes")
+    return QualityCheck(affected, ops, "info", message, slug="missing-shapes")
 
 
-def missing_stacks(trace: Trace) -> Check | None:
+def missing_stacks(trace: Trace) -> QualityCheck | None:
     """No Python frames: what runs between operators is unknown."""
     ops = _count(trace, cat.OP)
     if not ops:
@@ -78,10 +78,10 @@ def missing_stacks(trace: Trace) -> Check | None:
         "no Python stacks were recorded: host time between operators shows as unobserved, and modules only as far as "
         "annotations go; record with stacks to see them, at some cost"
     )
-    return Check(0 if frames else ops, ops, "info", message, slug="missing-stacks")
+    return QualityCheck(0 if frames else ops, ops, "info", message, slug="missing-stacks")
 
 
-def shortened_events(trace: Trace) -> Check | None:
+def shortened_events(trace: Trace) -> QualityCheck | None:
     """Events that overran the one they lie in."""
     host = trace.lanes.filter(pl.col("kind") == "host")["lane"]
     on_host = np.isin(column(trace, "lane"), host.to_numpy())
@@ -94,18 +94,18 @@ def shortened_events(trace: Trace) -> Check | None:
         f"{count(lost.size)} of {many(events, 'host event')} crossed another one and are cut short, by "
         f"{duration(int(lost.sum()))} in all, so that no time counts twice"
     )
-    return Check(lost.size, events, graded(lost.size, events, 0.01), message, slug="crossing-spans")
+    return QualityCheck(lost.size, events, graded(lost.size, events, 0.01), message, slug="crossing-spans")
 
 
-def negative_durations(trace: Trace) -> Check | None:
+def negative_durations(trace: Trace) -> QualityCheck | None:
     """Events that end before they start."""
     total = trace.events.height
     affected = int((trace.events["duration_ns"] < 0).sum())
     message = f"{many(affected, 'event')} with a negative duration, counted as 0 ns: the recording is damaged there"
-    return Check(affected, total, "warning", message, slug="negative-duration") if total else None
+    return QualityCheck(affected, total, "warning", message, slug="negative-duration") if total else None
 
 
-def absurd_durations(trace: Trace) -> Check | None:
+def absurd_durations(trace: Trace) -> QualityCheck | None:
     """Events of a day and more."""
     total = trace.events.height
     affected = int((trace.events["duration_ns"] >= ABSURD_NS).sum())
@@ -113,10 +113,10 @@ def absurd_durations(trace: Trace) -> Check | None:
         f"{many(affected, 'event')} longer than a day, which is a counter that overflowed: the window of the trace "
         "and every share of it are wrong"
     )
-    return Check(affected, total, "error", message, slug="absurd-duration") if total else None
+    return QualityCheck(affected, total, "error", message, slug="absurd-duration") if total else None
 
 
-def unknown_categories(trace: Trace) -> Check | None:
+def unknown_categories(trace: Trace) -> QualityCheck | None:
     """Events of a category that this version does not know."""
     total = trace.events.height
     unknown = trace.events.select("category", "name").filter(pl.col("category") == cat.OTHER)
@@ -125,10 +125,10 @@ def unknown_categories(trace: Trace) -> Check | None:
         f"{many(unknown.height, 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
         "shown in the timeline, counted nowhere"
     )
-    return Check(unknown.height, total, "info", message, slug="unknown-category") if total else None
+    return QualityCheck(unknown.height, total, "info", message, slug="unknown-category") if total else None
 
 
-def profiler_overhead(trace: Trace) -> Check | None:
+def profiler_overhead(trace: Trace) -> QualityCheck | None:
     """Time that the profiler says it took itself."""
     window = trace.end_ns - trace.start_ns
     own = trace.events.select("category", "start_ns", "duration_ns").filter(pl.col("category") == cat.OVERHEAD)
@@ -139,13 +139,13 @@ def profiler_overhead(trace: Trace) -> Check | None:
         f"the profiler reports {many(own.height, 'pause')} of its own (flushing buffers, allocating them), "
         f"{duration(taken)} or {share(taken, window)} of the window: this time is not the program's"
     )
-    return Check(own.height, trace.events.height, graded(taken, window, 0.05), message, slug="profiler-overhead")
+    return QualityCheck(own.height, trace.events.height, graded(taken, window, 0.05), message, slug="profiler-overhead")
 
 
 _DETAILS = {"kind": "kind", "element_type": "type", "in_elements": "size", "group_size": "group"}
 
 
-def collectives_without_details(trace: Trace) -> Check | None:
+def collectives_without_details(trace: Trace) -> QualityCheck | None:
     """Collective calls that do not say what they move (rule 5 of PyTorch's trace validator)."""
     calls = trace.events.select("event", "name").filter(pl.col("name") == "record_param_comms").select("event")
     if not calls.height:
@@ -168,10 +168,10 @@ def collectives_without_details(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(calls.height)} collective calls do not say all that they move (missing: "
         f"{'; '.join(parts)}; an older PyTorch, or shapes were off): bytes and bandwidth of these may be unknown"
     )
-    return Check(affected, calls.height, "info", message, slug="collectives-without-details")
+    return QualityCheck(affected, calls.height, "info", message, slug="collectives-without-details")
 
 
-def ambiguous_backward(trace: Trace) -> Check | None:
+def ambiguous_backward(trace: Trace) -> QualityCheck | None:
     """Sequence numbers with more than one backward op (rule 6 of PyTorch's trace validator)."""
     events = trace.events.select("name", "process", "forward_thread", "sequence").filter(pl.col("sequence") >= 0)
     nodes = events.filter(pl.col("name").str.starts_with("autograd::engine::evaluate_function: "))
@@ -183,14 +183,14 @@ def ambiguous_backward(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(names.height)} autograd sequence numbers belong to several backward operators: "
         "the forward operator of these is uncertain"
     )
-    return Check(affected, names.height, "info", message, slug="ambiguous-backward")
+    return QualityCheck(affected, names.height, "info", message, slug="ambiguous-backward")
 
 
 def _count(trace: Trace, *categories: str) -> int:
     return int(trace.events["category"].is_in(categories).sum())
 
 
-EVENT_CHECKS: tuple[Callable[[Trace], Check | None], ...] = (
+EVENT_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (
     missing_ops,
     operators_left_out,
     missing_shapes,

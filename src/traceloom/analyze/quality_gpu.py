@@ -12,7 +12,7 @@ import polars as pl
 
 from traceloom.analyze.counters import kernel_launches
 from traceloom.analyze.remembered import per_trace
-from traceloom.analyze.verdict import Check, graded, many
+from traceloom.analyze.verdict import QualityCheck, graded, many
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.link.device_edges import BEGINNING, MUCH
 from traceloom.model import Trace
@@ -25,7 +25,7 @@ _WAITS = ("Stream Wait Event", "Event Sync")
 _COLD_NS = 200_000  # the first launch of a kernel may take so long until it runs
 
 
-def orphan_gpu_work(trace: Trace) -> Check | None:
+def orphan_gpu_work(trace: Trace) -> QualityCheck | None:
     """GPU work that no launch in the file explains."""
     work = _work(trace)
     if not work.height:
@@ -38,10 +38,10 @@ def orphan_gpu_work(trace: Trace) -> Check | None:
         "named for it"
     )
     severity = graded(orphans.height, work.height, 0.05)
-    return Check(orphans.height, work.height, severity, message, slug="orphan-work")
+    return QualityCheck(orphans.height, work.height, severity, message, slug="orphan-work")
 
 
-def gpu_work_missing(trace: Trace) -> Check | None:
+def gpu_work_missing(trace: Trace) -> QualityCheck | None:
     """Launches were recorded, but nothing that ran on a GPU."""
     launches = _submissions(trace)
     if not launches.height or _work(trace).height:
@@ -50,10 +50,10 @@ def gpu_work_missing(trace: Trace) -> Check | None:
         f"{many(launches.height, 'launch', 'launches')} recorded, but no GPU work: the profiler could not trace "
         "the GPU (another profiler held it, or it was not asked to), so that device times are unknown, not zero"
     )
-    return Check(launches.height, launches.height, "warning", message, slug="gpu-work-missing")
+    return QualityCheck(launches.height, launches.height, "warning", message, slug="gpu-work-missing")
 
 
-def busy_before_window(trace: Trace) -> Check | None:
+def busy_before_window(trace: Trace) -> QualityCheck | None:
     """GPUs that did nothing recorded at first, though work had been launched (`link` takes that time as given)."""
     work = _work(trace)
     if not work.height:
@@ -70,10 +70,10 @@ def busy_before_window(trace: Trace) -> Check | None:
         "work had been launched: it was behind what was launched before the recording; that time counts as idle, and "
         "no change of recorded work moves it"
     )
-    return Check(long.len(), work["device"].n_unique(), "warning", message, slug="busy-before-window")
+    return QualityCheck(long.len(), work["device"].n_unique(), "warning", message, slug="busy-before-window")
 
 
-def launches_without_work(trace: Trace) -> Check | None:
+def launches_without_work(trace: Trace) -> QualityCheck | None:
     """Launches whose GPU work is not in the file."""
     work = _work(trace)
     launches = _submissions(trace)
@@ -88,12 +88,12 @@ def launches_without_work(trace: Trace) -> Check | None:
         f"{last}: the recording ended first, or events were dropped; "
         "GPU time is missing there"
     )
-    return Check(
+    return QualityCheck(
         lost.height, launches.height, graded(lost.height, launches.height, 0.01), message, slug="launches-without-work"
     )
 
 
-def work_before_launch(trace: Trace) -> Check | None:
+def work_before_launch(trace: Trace) -> QualityCheck | None:
     """GPU work that starts before its launch: the two clocks disagree (rule 1)."""
     work = _work(trace).filter(pl.col("launch").is_not_null())
     if not work.height:
@@ -107,10 +107,10 @@ def work_before_launch(trace: Trace) -> Check | None:
         f"{many(affected, 'piece')} of GPU work started before the launch, by up to {duration(most_ns)}: the clocks of "
         "host and GPU disagree by that much, and so do launch delays and idle causes"
     )
-    return Check(affected, work.height, "warning", message, slug="gpu-work-before-launch")
+    return QualityCheck(affected, work.height, "warning", message, slug="gpu-work-before-launch")
 
 
-def overlapping_work(trace: Trace) -> Check | None:
+def overlapping_work(trace: Trace) -> QualityCheck | None:
     """GPU work that begins before the work before it on the same stream has ended."""
     work = _work(trace).filter(pl.col("duration_ns") > 0)
     if not work.height:
@@ -122,10 +122,10 @@ def overlapping_work(trace: Trace) -> Check | None:
         f"{many(affected, 'piece')} of GPU work overlapped the one before on its own stream (programmatic launches, or "
         "several hardware queues): sums of kernel times exceed the time that passed; unions are right"
     )
-    return Check(affected, work.height, "info", message, slug="overlapping-gpu-work")
+    return QualityCheck(affected, work.height, "info", message, slug="overlapping-gpu-work")
 
 
-def instant_work(trace: Trace) -> Check | None:
+def instant_work(trace: Trace) -> QualityCheck | None:
     """GPU work that was too short for the clock."""
     work = _work(trace)
     if not work.height:
@@ -135,10 +135,10 @@ def instant_work(trace: Trace) -> Check | None:
         f"{count(affected)} of {many(work.height, 'piece')} of GPU work took no time by the clock of the recording: "
         "they are counted, but take no time in any sum, and have no bandwidth"
     )
-    return Check(affected, work.height, graded(affected, work.height, 0.1), message, slug="instant-gpu-work")
+    return QualityCheck(affected, work.height, graded(affected, work.height, 0.1), message, slug="instant-gpu-work")
 
 
-def unpaired_counters(trace: Trace) -> Check | None:
+def unpaired_counters(trace: Trace) -> QualityCheck | None:
     """Counters of kernels that cannot be joined to launches."""
     ranges = int((trace.events["category"] == cat.COUNTER_RANGE).sum())
     if not ranges:
@@ -148,10 +148,10 @@ def unpaired_counters(trace: Trace) -> Check | None:
         f"{many(ranges, 'kernel')} with counters, but {many(launched, 'launch', 'launches')} of kernels: they "
         "cannot be paired, so the operators of the counters are unknown"
     )
-    return Check(0 if ranges == launched else ranges, ranges, "warning", message, slug="unpaired-counters")
+    return QualityCheck(0 if ranges == launched else ranges, ranges, "warning", message, slug="unpaired-counters")
 
 
-def waits_without_record(trace: Trace) -> Check | None:
+def waits_without_record(trace: Trace) -> QualityCheck | None:
     """Waits for an event that do not say which record they await (rule 2)."""
     waits = trace.syncs.filter(pl.col("kind").is_in(_WAITS))
     if not waits.height:
@@ -161,10 +161,10 @@ def waits_without_record(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(waits.height)} waits for an event do not say which record they await: "
         "dependencies between streams are incomplete"
     )
-    return Check(affected, waits.height, "info", message, slug="waits-without-record")
+    return QualityCheck(affected, waits.height, "info", message, slug="waits-without-record")
 
 
-def syncs_while_running(trace: Trace) -> Check | None:
+def syncs_while_running(trace: Trace) -> QualityCheck | None:
     """Stream synchronisations that are said to begin while a kernel of the stream runs (rule 3)."""
     syncs = (
         trace.syncs.filter(pl.col("kind") == "Stream Sync")
@@ -185,10 +185,10 @@ def syncs_while_running(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(syncs.height)} stream synchronisations are recorded as begun while a kernel of "
         "their stream still ran: their times cannot be trusted"
     )
-    return Check(affected, syncs.height, "info", message, slug="syncs-while-running")
+    return QualityCheck(affected, syncs.height, "info", message, slug="syncs-while-running")
 
 
-def waits_for_unknown_record(trace: Trace) -> Check | None:
+def waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
     """Waits whose event record is not in the file, or lies in the future (rule 4)."""
     waits = (
         trace.syncs.filter((pl.col("kind") == "Stream Wait Event") & (pl.col("record_correlation") >= 0))
@@ -209,7 +209,7 @@ def waits_for_unknown_record(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(waits.height)} waits between streams await an event record that is not in the "
         "file or comes later: dependencies between streams are incomplete"
     )
-    return Check(affected, waits.height, "info", message, slug="waits-for-unknown-record")
+    return QualityCheck(affected, waits.height, "info", message, slug="waits-for-unknown-record")
 
 
 @per_trace
@@ -225,7 +225,7 @@ def _submissions(trace: Trace) -> pl.DataFrame:
     return calls.select("correlation", "start_ns").drop_nulls("correlation").collect()
 
 
-GPU_CHECKS: tuple[Callable[[Trace], Check | None], ...] = (
+GPU_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (
     orphan_gpu_work,
     gpu_work_missing,
     busy_before_window,

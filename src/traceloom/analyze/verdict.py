@@ -9,7 +9,7 @@ from traceloom.model.units import count
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class QualityCheck:
     """One check: `affected` of `total` things are so; the message is for when some are.
 
     Attributes:

@@ -89,7 +89,7 @@ class _Plan:
     talking: set[bytes] = field(default_factory=set)  # names of communication
 
 
-class Rewriter:
+class _Rewriter:
     """Rewrites one Kineto file.
 
     Attributes:
@@ -121,7 +121,7 @@ class Rewriter:
                 start = start + (facts.base_ns - facts.origin_ns)
                 duration = np.where(long, duration, 0)
                 columns = zip(entries, start.tolist(), duration.tolist(), timed.tolist(), strict=True)
-                made = (self._entry(entry, at, length, timed=is_timed) for entry, at, length, is_timed in columns)
+                made = (self.entry(entry, at, length, timed=is_timed) for entry, at, length, is_timed in columns)
                 lines = [line for line in made if line is not None]
                 account.entries_out += len(lines)
                 if lines:
@@ -135,35 +135,35 @@ class Rewriter:
             shown = []
             for text in (process, thread):  # the reader gives both as texts
                 number = text.lstrip("-").isdigit() and text.isascii() and len(text) <= 20
-                shown.append(self._id(int(text) if number else text, on_device=False))
+                shown.append(self.identity(int(text) if number else text, on_device=False))
             where[process, thread] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
         for events in fused_events(list(facts.threads), where, facts.origin_ns):
             account.entries_out += len(events)
             yield b",\n".join(events)
 
-    def _entry(self, entry: dict[str, msgspec.Raw], start: int, duration: int, *, timed: bool) -> bytes | None:
+    def entry(self, entry: dict[str, msgspec.Raw], start: int, duration: int, *, timed: bool) -> bytes | None:
         """One event; None where it is left out."""
         if not entry.keys() <= _ENTRY_KEYS:
             for key in entry.keys() - _ENTRY_KEYS:
                 self._account.drop(key, bytes(entry[key]), unknown=True)
         phase, names = bytes(entry.get("ph", _MISSING)), self._rules.names
         if phase == b'"X"':
-            return self._span(entry, start, duration) if timed else self._left_out("no usable time")
+            return self.span(entry, start, duration) if timed else self.left_out("no usable time")
         if phase == b'"M"':
             kind, args = (decoded(bytes(entry.get(key, _MISSING))) for key in ("name", "args"))
             key = "labels" if kind == "process_labels" else "name"
             value = args.get(key) if isinstance(args, dict) else None
             if kind not in ("process_name", "thread_name", "process_labels") or not isinstance(value, str):
-                return self._left_out("metadata that no reader needs")
+                return self.left_out("metadata that no reader needs")
             named = names.thread(value) if key == "name" else value if value in _LABELS else ""
             for other in args.keys() - {key}:
                 self._account.drop(other, json.dumps(args[other]).encode(), unknown=True)
             return b'{"ph":"M","name":"%b",%b,"args":{"%b":%b}}' % (
-                encoded(kind), self._where(entry, device=None), encoded(key),
+                encoded(kind), self.where(entry, device=None), encoded(key),
                 encoded(json.dumps(named, ensure_ascii=False)),
             )  # fmt: skip
         if not timed:
-            return self._left_out("no usable time")
+            return self.left_out("no usable time")
         if phase in (b'"s"', b'"t"', b'"f"'):
             spelled = (bytes(entry.get("cat", _MISSING)), bytes(entry.get("name", _MISSING)))
             if spelled not in self._arrows:  # category and name, as far as they are known; empty where neither is
@@ -176,26 +176,26 @@ class Rewriter:
             tail = self._arrows[spelled]
             identity = number(bytes(entry.get("id", _MISSING)))
             if not tail or identity is None or identity == b"null":
-                return self._left_out("unknown arrow")
+                return self.left_out("unknown arrow")
             if self._rules.policy.structure == COLLAPSE and b"fwdbwd" in tail:
-                return self._left_out("collapsed")
+                return self.left_out("collapsed")
             end = b',"bp":"e"}' if bytes(entry.get("bp", _MISSING)) == b'"e"' else b"}"
-            lane = self._where(entry, device=None)
+            lane = self.where(entry, device=None)
             ts = microseconds(start)
             return b"".join((b'{"ph":', phase, b',"id":', identity, b",", lane, b',"ts":', ts, tail, end))
         if phase in (b'"i"', b'"I"', b'"R"'):
-            name = self._named(self._marks, entry) or b'""'
-            args = self._rewritten(entry)
+            name = self.named(self._marks, entry) or b'""'
+            args = self.rewritten(entry)
             category = b'"cat":"cpu_instant_event",' if bytes(entry.get("cat", b"")) == b'"cpu_instant_event"' else b""
             scope = bytes(entry.get("s", _MISSING))
-            where = self._where(entry, device=False)
+            where = self.where(entry, device=False)
             return b'{"ph":"i",%b"s":%b,"name":%b,%b,"ts":%b,"args":{%b}}' % (
                 category, scope if scope in (b'"g"', b'"p"', b'"t"') else b'"t"', name, where, microseconds(start), args
             )  # fmt: skip
         if phase != b'"C"':
-            return self._left_out("unknown phase")
+            return self.left_out("unknown phase")
         if self._rules.policy.counters != KEEP:
-            return self._left_out("counters")
+            return self.left_out("counters")
         value, title = (decoded(bytes(entry.get(key, _MISSING))) for key in ("args", "name"))
         values = {
             names.pseudonym("counter", key): amount
@@ -203,14 +203,14 @@ class Rewriter:
             if isinstance(amount, (int, float)) and not isinstance(amount, bool)
         }
         shown = {"name": names.pseudonym("counter", str(title)), "args": values}
-        where = self._where(entry, device=None)
+        where = self.where(entry, device=None)
         return b'{"ph":"C",%b,"ts":%b,%b' % (where, microseconds(start), msgspec.json.encode(shown)[1:])
 
-    def _left_out(self, reason: str) -> bytes | None:
+    def left_out(self, reason: str) -> bytes | None:
         self._account.dropped_entries[reason] += 1
         return None
 
-    def _span(self, entry: dict[str, msgspec.Raw], start: int, duration: int) -> bytes | None:
+    def span(self, entry: dict[str, msgspec.Raw], start: int, duration: int) -> bytes | None:
         raw = bytes(entry.get("cat", _MISSING))
         plan = self._plans.get(raw)
         if plan is None:  # the first event of its category
@@ -238,19 +238,19 @@ class Rewriter:
             plan.some = policy.structure == COLLAPSE and category in _ON_HOST
             self._plans[raw] = plan
         if plan.dropped:
-            return self._left_out(plan.dropped)
-        name = self._named(plan, entry)
+            return self.left_out(plan.dropped)
+        name = self.named(plan, entry)
         if name is None:
-            return self._left_out("collapsed")
+            return self.left_out("collapsed")
         if plan.some:
             duration = self._facts.step_ns.get(start + self._facts.origin_ns, duration)
-        args = self._rewritten(entry, talking=bytes(entry.get("name", _MISSING)) in plan.talking)
+        args = self.rewritten(entry, talking=bytes(entry.get("name", _MISSING)) in plan.talking)
         return b"".join(
             (
                 plan.head,
                 name,
                 b",",
-                self._where(entry, device=plan.device),
+                self.where(entry, device=plan.device),
                 b',"ts":',
                 microseconds(start),
                 b',"dur":',
@@ -259,7 +259,7 @@ class Rewriter:
             )
         )
 
-    def _named(self, plan: _Plan, entry: dict[str, msgspec.Raw]) -> bytes | None:
+    def named(self, plan: _Plan, entry: dict[str, msgspec.Raw]) -> bytes | None:
         """The name as JSON; None where `collapse` leaves the event out."""
         raw = bytes(entry.get("name", _MISSING))
         if raw in plan.names:
@@ -274,14 +274,14 @@ class Rewriter:
         plan.names[raw] = made
         return made
 
-    def _rewritten(self, entry: dict[str, msgspec.Raw], *, talking: bool = False) -> bytes:
+    def rewritten(self, entry: dict[str, msgspec.Raw], *, talking: bool = False) -> bytes:
         raw = entry.get("args")
         if raw is None:
             return b""
         try:
             args = _ARGUMENTS.decode(raw)
         except UnicodeDecodeError:  # of a key; what is no UTF-8 is read as U+FFFD
-            return self._rewritten(
+            return self.rewritten(
                 {"args": msgspec.Raw(bytes(raw).decode("utf-8", "replace").encode())}, talking=talking
             )
         except (msgspec.DecodeError, RecursionError):
@@ -289,7 +289,7 @@ class Rewriter:
             return b""
         return self._arguments.rewrite(args, talking=talking)
 
-    def _where(self, entry: dict[str, msgspec.Raw], *, device: bool | None) -> bytes:
+    def where(self, entry: dict[str, msgspec.Raw], *, device: bool | None) -> bytes:
         """`"pid":1,"tid":2`; with `device` None the lanes of the file decide."""
         key = (bytes(entry.get("pid", _MISSING)), bytes(entry.get("tid", _MISSING)), device)
         ids = self._lanes.get(key)
@@ -298,11 +298,11 @@ class Rewriter:
             if device is None:
                 hosts = self._facts.hosts
                 device = (str(pid), str(tid)) not in hosts and str(pid) not in {process for process, _ in hosts}
-            shown = [self._id(value, on_device=device) for value in (pid, tid)]
+            shown = [self.identity(value, on_device=device) for value in (pid, tid)]
             ids = self._lanes[key] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
         return ids
 
-    def _id(self, value: Any, *, on_device: bool) -> bytes:
+    def identity(self, value: Any, *, on_device: bool) -> bytes:
         names = self._rules.names
         change = names.pointer if on_device else names.process
         if isinstance(value, int) and not isinstance(value, bool):
@@ -346,7 +346,7 @@ def write_kineto(facts: TraceFacts, rules: Rules, account: Account, target: Path
         InputError: The file is no Kineto trace.
         OSError: The new file cannot be written.
     """
-    rewriter = Rewriter(facts, rules, account)
+    rewriter = _Rewriter(facts, rules, account)
     ending = ".gz" if target.name.endswith(".gz") else ""
     body, head = (target.with_name(f"{target.name}.{part}{ending}") for part in ("body", "head"))
     with opened(body) as out:

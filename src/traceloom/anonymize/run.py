@@ -64,7 +64,7 @@ class _Seen:
     notices: set[str]
 
 
-class AnonymizeRun:
+class _AnonymizeRun:
     """Anonymises files of one run.
 
     Args:
@@ -102,7 +102,7 @@ class AnonymizeRun:
                 self._say(f"measuring file {number} of {len(self._inputs.files)}")
             try:
                 if source.kind == sources.KINETO:
-                    self._seen[source.path] = self._measured(source)
+                    self._seen[source.path] = self.measured(source)
                 elif source.kind == sources.CHAKRA and self.rules.policy.times == ZERO:
                     first = first_start_us(source.path)
                     if first is not None:
@@ -119,12 +119,12 @@ class AnonymizeRun:
         for number, source in enumerate(usable, start=1):
             self._say(f"rewriting file {number} of {len(usable)}")
             try:
-                self._rewrite(source, stage.path(source.name))
+                self.rewrite(source, stage.path(source.name))
             except InputError as error:
                 self.refused.append(error)
         if not self.files:
             raise self.refused[0]
-        rules, origin_ns = self.rules, self._origin_ns(unix=True)
+        rules, origin_ns = self.rules, self.origin_ns(unix=True)
         for folder, (document, name) in self._inputs.captures.items():
             target = stage.path(f"{name}capture.json")
             renamed = {source.path.name: Path(source.name).name for source in usable if source.path.parent == folder}
@@ -133,7 +133,7 @@ class AnonymizeRun:
             self.files.append({"input": str(folder / "capture.json"), "output": target.name, "kind": sources.CAPTURE})
         if rules.policy.scalars == CALLS:
             self._say("running all operators dry")
-            self.replay = proof(self._written(stage, [source for source in usable if not source.graph]), unsettled)
+            self.replay = proof(self.written(stage, [source for source in usable if not source.graph]), unsettled)
         # Link all ranks together, before and after, where there is more than one file to link. Collapsed host traces
         # fit no device trace any more, on purpose.
         kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
@@ -145,17 +145,17 @@ class AnonymizeRun:
         folders = [] if self._collapsed else list(self._inputs.captures)
         loose = [source for source in linked if source.path.parent not in folders and not source.graph]
         before = measure_job([*folders, *(source.path for source in loose)])
-        after = measure_job(self._written(stage, linked))
+        after = measure_job(self.written(stage, linked))
         if not isinstance(before, str):
-            self._compare(None, None, before, {} if isinstance(after, str) else after, [])
+            self.compare(None, None, before, {} if isinstance(after, str) else after, [])
 
-    def _written(self, stage: Staging, chosen: list[InputFile]) -> list[Path]:
+    def written(self, stage: Staging, chosen: list[InputFile]) -> list[Path]:
         """Rewritten captures, and of the other files those that are chosen."""
         folders = {} if self._collapsed else self._inputs.captures
         loose = [source for source in chosen if source.path.parent not in folders and not source.graph]
         return [stage.folder / name for _, name in folders.values()] + [stage.folder / each.name for each in loose]
 
-    def _measured(self, source: InputFile) -> _Seen:
+    def measured(self, source: InputFile) -> _Seen:
         trace = read_kineto(source.path, capture=source.entry)
         self.hidden.add_trace(trace)
         hosts = trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))
@@ -181,25 +181,25 @@ class AnonymizeRun:
         notices = {notice.slug for notice in trace.notices}
         return _Seen(facts, first_ns, trace.meta.clock == "unix", measure(trace), notices)
 
-    def _origin_ns(self, *, unix: bool) -> int:
+    def origin_ns(self, *, unix: bool) -> int:
         """One origin for all files whose times can be compared."""
         if self.rules.policy.times != ZERO:
             return 0
         firsts = [seen.first_ns for seen in self._seen.values() if seen.unix == unix]
         return min(firsts) // _GRAIN_NS * _GRAIN_NS if firsts else 0
 
-    def _rewrite(self, source: InputFile, target: Path) -> None:
+    def rewrite(self, source: InputFile, target: Path) -> None:
         """One file, and what the analyses say of it before and after."""
         account = Account()
         if source.kind == sources.KINETO:
             seen = self._seen[source.path]
             # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is written again.
             zeroed = self.rules.policy.times == ZERO
-            origin_ns = self._origin_ns(unix=seen.unix) if zeroed else seen.facts.base_ns
+            origin_ns = self.origin_ns(unix=seen.unix) if zeroed else seen.facts.base_ns
             write_kineto(replace(seen.facts, origin_ns=origin_ns), self.rules, account, target, unix=seen.unix)
             after = read_kineto(target, capture=source.entry)
             fresh = sorted({notice.slug for notice in after.notices} - seen.notices)
-            self._compare(source.name, after.rank, seen.measure, measure(after), fresh)
+            self.compare(source.name, after.rank, seen.measure, measure(after), fresh)
             seen.measure = {}
             seen.facts = replace(seen.facts, threads=())
         elif source.kind == sources.HOST:
@@ -208,14 +208,14 @@ class AnonymizeRun:
             write_groups(source.path, self.rules, account, target)
         else:
             ChakraRewriter(source.path, self.rules, account, self.hidden, self._origin_us or 0).write(target)
-            self._compare(source.name, source.rank, measure_chakra(source.path), measure_chakra(target), [])
+            self.compare(source.name, source.rank, measure_chakra(source.path), measure_chakra(target), [])
         self.account.add(account)
         self.files.append(
             {"input": str(source.path), "output": source.name, "kind": source.kind, "rank": source.rank}
             | {"bytes": target.stat().st_size} | account.to_dict()
         )  # fmt: skip
 
-    def _compare(
+    def compare(
         self, file: str | None, rank: int | None, before: Measure, after: Measure, new_notices: list[str]
     ) -> None:
         """Add to the utility report; without a file it is about the job."""
@@ -251,7 +251,7 @@ class AnonymizeRun:
             "names": names.originals,
             "processes": {str(shown): number for shown, number in names.numbers.items()},
             "files": {entry["output"]: entry["input"] for entry in self.files},
-            "origin_ns": {"unix": str(self._origin_ns(unix=True)), "other": str(self._origin_ns(unix=False))},
+            "origin_ns": {"unix": str(self.origin_ns(unix=True)), "other": str(self.origin_ns(unix=False))},
         }
 
 
@@ -290,7 +290,7 @@ def anonymize(
             # The name in the stage decides whether the file is compressed: that of the output does.
             source = all_sources.files[0]
             source.name = source.name.removesuffix(".gz") + (".gz" if output.name.lower().endswith(".gz") else "")
-        run = AnonymizeRun(all_sources, policy, key, say)
+        run = _AnonymizeRun(all_sources, policy, key, say)
         beside = output.with_name(f"{output.name}.anonymize.json")
         staging = Staging(output, single=single, force=force)
         for path in (beside, mapping):

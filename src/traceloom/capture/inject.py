@@ -64,7 +64,7 @@ def attach(settings: Settings, *, in_child: bool = False) -> Any:
     distributed.mark_children()
     recorder = Recorder(settings)
     _recorder = recorder
-    Attachment(recorder, in_child=in_child)
+    _Attachment(recorder, in_child=in_child)
     return recorder
 
 
@@ -98,7 +98,7 @@ class _Restored:
             setattr(self.kind, self.name, self.original)
 
 
-class Attachment:
+class _Attachment:
     """Everything that ties a recorder to its process."""
 
     def __init__(self, recorder: Any, *, in_child: bool) -> None:
@@ -117,8 +117,8 @@ class Attachment:
         self._optimizer_steps = 0
         self._has_optimizer: bool | None = None
         self.inherits_kineto = False  # a fork of a process that was being recorded
-        self._watch_steps()
-        self._watch_modules()
+        self.watch_steps()
+        self.watch_modules()
         self._yielding = Yielding(
             recorder.foreign_profiler,
             recorder.foreign_profiler_ended,
@@ -126,7 +126,7 @@ class Attachment:
             recorder.profiler_has_stepped,
         )
         self._yielding.install()
-        self._watch_compiler()
+        self.watch_compiler()
         # A process that serves a DataLoader is not recorded; nobody can tell until it begins to serve.
         worker_loop = workers._worker_loop  # noqa: SLF001
 
@@ -141,14 +141,14 @@ class Attachment:
         self.endings = Endings(recorder)
         recorder.on_start = self.endings.watch_signals
         recorder.attachment = self
-        self._set_alarm()
+        self.set_alarm()
         # There is something to record at once, or with the first device, module or optimizer call: with stacks the
         # imports to come would be recorded, millions of calls; in a fork, what the parent was doing.
         if not in_child and (recorder.settings.early or not recorder.settings.stacks):
             if moments.device_is_ready(torch):
                 recorder.torch_imported()
             else:
-                moments.when_device_is_used(torch, self._device_is_used)
+                moments.when_device_is_used(torch, self.device_is_used)
         if not in_child:
             self._alarm.changed()
 
@@ -166,9 +166,9 @@ class Attachment:
         if not self._suspended:
             return
         self._suspended = False
-        self._watch_steps()
-        self._watch_modules()
-        self._set_alarm()
+        self.watch_steps()
+        self.watch_modules()
+        self.set_alarm()
         self.endings.resume()
 
     def detach(self, *, in_child: bool = False) -> None:
@@ -183,7 +183,7 @@ class Attachment:
         if _recorder is self.recorder:
             _recorder = None
 
-    def _watch_steps(self) -> None:
+    def watch_steps(self) -> None:
         import torch
         from torch.amp.grad_scaler import GradScaler
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -194,7 +194,7 @@ class Attachment:
 
         def before(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
             if self._waiting:
-                self._called()
+                self.called()
 
         def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
             self._optimizer_steps += 1
@@ -236,7 +236,7 @@ class Attachment:
             _Restored(torch.autograd, "backward", passes, backward),
         ]
 
-    def _watch_modules(self) -> None:
+    def watch_modules(self) -> None:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         from traceloom.capture.compiler import never_compiled
@@ -246,13 +246,13 @@ class Attachment:
         if self._waiting:
 
             def called(_module: Any, _args: Any) -> None:
-                self._called()
+                self.called()
 
             never_compiled(called)
             self._module_hook = register_module_forward_pre_hook(called)
             self._hooks.append(self._module_hook)
 
-    def _set_alarm(self) -> None:
+    def set_alarm(self) -> None:
         from traceloom.capture import kineto, moments
 
         recorder = self.recorder
@@ -260,7 +260,7 @@ class Attachment:
         self._alarm = moments.Alarm(recorder.tick, deadline=lambda: recorder.plan.deadline, anywhere=anywhere)
         recorder.deadline_changed = self._alarm.changed
 
-    def _watch_compiler(self) -> None:
+    def watch_compiler(self) -> None:
         """Code is compiled with the hooks that are set then, so ours for the first call must be removed before."""
         import torch
         import torch.nn.modules.module as modules
@@ -270,7 +270,7 @@ class Attachment:
         @functools.wraps(compile_)
         def compiling(*args: Any, **kwargs: Any) -> Any:
             if self._waiting:
-                self._called(by="compile")
+                self.called(by="compile")
             return compile_(*args, **kwargs)
 
         @functools.wraps(has_hooks)
@@ -286,12 +286,12 @@ class Attachment:
             _Restored(modules, "_has_any_global_hook", has_hooks, has_hooks_of_the_program),
         ]
 
-    def _device_is_used(self) -> None:
+    def device_is_used(self) -> None:
         if self.recorder.pid == os.getpid() and _recorder is self.recorder:
             self.recorder.torch_imported()
             self._alarm.changed()
 
-    def _called(self, *, by: str = "module") -> None:
+    def called(self, *, by: str = "module") -> None:
         """The first call has come. Who compiles something need not use it: libraries do that when they are imported."""
         from traceloom.capture import distributed, moments
 

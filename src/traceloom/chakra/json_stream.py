@@ -166,7 +166,7 @@ class _Text:
                 self._at += 1
             if self._at < rest:
                 return self._text[self._at]
-            if not self._more():
+            if not self.more():
                 return ""
 
     def take(self) -> str:
@@ -182,15 +182,15 @@ class _Text:
             _CutError: The text ends inside it.
         """
         if not self.peek():
-            raise self._cut()
+            raise self.cut()
         while True:
             try:
                 decoded, end = self._scan(self._text, self._at)
             except RecursionError as error:
-                raise self._wrong("a value is nested too deeply") from error
+                raise self.wrong("a value is nested too deeply") from error
             except ValueError as error:
                 offset = error.pos - self._at if isinstance(error, json.JSONDecodeError) else 0
-                if self._more():
+                if self.more():
                     continue
                 # At the end of the text: cut, or no JSON (`offset` into the value).
                 rest = self._text[self._at + offset :].rstrip()
@@ -200,9 +200,9 @@ class _Text:
                 )
                 # An empty rest begins each of the words.
                 unfinished = in_text or any(word.startswith(rest) for word in _WORDS)
-                raise (self._cut() if unfinished else self._wrong(f"the text is no JSON: {error}")) from error
+                raise (self.cut() if unfinished else self.wrong(f"the text is no JSON: {error}")) from error
             # A number at the end of the piece may go on in the next one.
-            if end == len(self._text) and self._text[end - 1] not in '}]"' and self._more():
+            if end == len(self._text) and self._text[end - 1] not in '}]"' and self.more():
                 continue
             self._at = end
             return decoded
@@ -218,11 +218,11 @@ class _Text:
             return None
         name = self.value()
         if not isinstance(name, str):
-            raise self._wrong("a key is no text")
+            raise self.wrong("a key is no text")
         if not self.peek():
-            raise self._cut()
+            raise self.cut()
         if self.take() != ":":
-            raise self._wrong(f"no value follows the key `{name}`")
+            raise self.wrong(f"no value follows the key `{name}`")
         self.peek()
         return name
 
@@ -231,7 +231,7 @@ class _Text:
         while True:
             mark = self.peek()
             if not mark:
-                raise self._cut()
+                raise self.cut()
             if mark == ",":
                 self.take()
             elif mark == end:
@@ -245,25 +245,25 @@ class _Text:
         while self.peek():
             yield self.value()
 
-    def _more(self) -> bool:
+    def more(self) -> bool:
         """Another piece of text behind what is held; False at the end."""
         if self._done:
             return False
         if len(self._text) - self._at > _MOST_TEXT:
-            raise self._wrong(f"a value is longer than {_MOST_TEXT:,} characters")
+            raise self.wrong(f"a value is longer than {_MOST_TEXT:,} characters")
         piece = next(self._source, None)
         self._done = piece is None
         try:
             fresh = self._decoder.decode(piece or b"", final=self._done)
         except UnicodeDecodeError as error:
-            raise self._wrong("the text is not UTF-8") from error
+            raise self.wrong("the text is not UTF-8") from error
         self._text, self._at = self._text[self._at :] + fresh, 0
         return bool(fresh) or not self._done
 
-    def _cut(self) -> _CutError:
+    def cut(self) -> _CutError:
         return _CutError(self._pieces.fault or "the JSON text ends inside a value")
 
-    def _wrong(self, message: str) -> InputError:
+    def wrong(self, message: str) -> InputError:
         return InputError(message, slug="chakra-json", where=self._where)
 
 

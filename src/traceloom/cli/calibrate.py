@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,11 +54,6 @@ def run(args: argparse.Namespace) -> int:
         answer = calibrate(sessions, ranks_per_host=args.ranks_per_host)
         document = report.build(answer)
         written = outputs.write(args, chosen, document, progress)
-    if args.json:
-        outputs.as_json(document, sys.stdout.buffer)
-    elif outputs.printed(args):
-        from traceloom.report.views import terminal
-
-        terminal.put(partial(report.render, document), sys.stdout)
+    outputs.show(args, document, report.render)
     outputs.close(args, written, outputs.repeated(args, "machine.toml"))
     return 0

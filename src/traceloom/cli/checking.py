@@ -55,11 +55,13 @@ def read_conditions(texts: Sequence[str]) -> list[Condition]:
     return [parse(text) for text in texts or [DEFAULT]]
 
 
-def runs(paths: Sequence[str], args: argparse.Namespace, refused: list[Notice], *, one: bool = False) -> list[Session]:
+def runs(
+    paths: Sequence[str], args: argparse.Namespace, refused: list[Notice], *, single: bool = False
+) -> list[Session]:
     """All runs that the paths hold.
 
     Raises:
-        UsageError: slug `several-runs`: with `one`, a path holds more than that.
+        UsageError: slug `several-runs`: with `single`, a path holds more than that.
     """
     from traceloom.read import load_inputs
 
@@ -68,7 +70,7 @@ def runs(paths: Sequence[str], args: argparse.Namespace, refused: list[Notice], 
         loaded = load_inputs(path, cache=not args.no_cache)
         refused += loaded.refused
         sessions += loaded.runs
-        if one and len(loaded.runs) > 1:
+        if single and len(loaded.runs) > 1:
             raise UsageError(
                 f"`{path}` holds {len(loaded.runs)} runs, and a side of a comparison is one",
                 slug="several-runs",

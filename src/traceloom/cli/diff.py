@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         sessions: list[Session] = []
         for path, side in ((args.base, "base"), (args.new, "new")):
             progress.say(f"reading the {side}")
-            sessions += checking.runs([path], args, refused, one=True)
+            sessions += checking.runs([path], args, refused, single=True)
         base, new = sessions
         progress.say("comparing")
         document = comparison.build(compare(base, new), base, new)

@@ -16,13 +16,16 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from traceloom.cli import options as types
 from traceloom.cli.progress import Progress
 from traceloom.errors import OutputError, UsageError
 from traceloom.files import is_address, with_addresses
 from traceloom.plain_text import encoded
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _STANDARD_OUTPUT = "-"
 # Arguments that name what is written. A store of baselines is read and written.
@@ -215,6 +218,22 @@ def rendered(module: str, function: str = "render") -> Callable[[Any, BinaryIO],
 def printed(args: argparse.Namespace) -> bool:
     """Whether the answer is printed: where no file was asked for, or `-` beside files."""
     return not args.output or _STANDARD_OUTPUT in args.output
+
+
+def show(args: argparse.Namespace, document: Document, render: Callable[[Document, int], Iterable[Text]]) -> None:
+    """Print the answer where it is asked for.
+
+    Args:
+        args: With `json` and `output`.
+        document: The answer.
+        render: Its lines on a terminal of a width in columns.
+    """
+    if args.json:
+        as_json(document, sys.stdout.buffer)
+    elif printed(args):
+        from traceloom.report.views import terminal
+
+        terminal.put(partial(render, document), sys.stdout)
 
 
 def say(args: argparse.Namespace, *lines: str) -> None:

@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.replay import Choice, dry_run, make_plan, replay
     from traceloom.replay.comparison import compare_replay
     from traceloom.report import replayed as report
+    from traceloom.report.replayed.files import REPLAY
 
     of_plan, of_run, directories = _targets(args)
     choice = Choice(
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         if replayed is not None:
             comparison = compare_replay(plan, replayed)
             written += outputs.write(args, of_run, comparison, progress)
-            written += (_write_tables(args, directory, comparison) for directory in directories)
+            written += [(path, REPLAY.write_directory(comparison, path, force=args.force)) for path in directories]
     if dry is not None and args.json:
         outputs.as_json({"ranks": [msgspec.to_builtins(of_rank) for of_rank in dry.values()]}, sys.stdout.buffer)
     elif dry is not None:
@@ -200,14 +201,15 @@ def _targets(
         UsageError: slug `wrong-usage`, `unknown-format`, `no-such-table`.
         OutputError: slugs `file-exists`, `cannot-write`.
     """
-    from traceloom.report.replayed import files
+    from traceloom.report.exports.tables import OURS
+    from traceloom.report.replayed.files import REPLAY
 
     of_plan: dict[str, Callable[[ReplayPlan, BinaryIO], object]] = {
         ".plan": lambda plan, handle: plan.pack(handle),
         ".py": partial(_script, args),
     }
-    formats = {ending: ending for ending in (*of_plan, *files.ENDINGS)}
-    chosen = outputs.targets(args, formats, (_DIRECTORY, files.OURS))
+    formats = {ending: ending for ending in (*of_plan, *REPLAY.endings)}
+    chosen = outputs.targets(args, formats, (_DIRECTORY, OURS))
     of_run = [path for path, form in chosen if form not in of_plan]
     wrong = hint = ""
     if (args.op or args.slowest) and not any(form == ".py" for _, form in chosen):
@@ -220,17 +222,9 @@ def _targets(
         raise UsageError(wrong, slug="wrong-usage", hint=hint)
     return (
         [(path, of_plan[form]) for path, form in chosen if form in of_plan],
-        [(path, files.writer(path, form)) for path, form in chosen if form not in {*of_plan, _DIRECTORY}],
+        [(path, REPLAY.writer(path, form)) for path, form in chosen if form not in {*of_plan, _DIRECTORY}],
         [path for path, form in chosen if form == _DIRECTORY],
     )
-
-
-def _write_tables(args: argparse.Namespace, directory: Path, comparison: ReplayComparison) -> tuple[Path, int]:
-    from traceloom.files import write_directory
-    from traceloom.report.replayed import files
-
-    inside = write_directory(directory, partial(files.fill, comparison), files.OURS, force=args.force)
-    return directory, sum(file.stat().st_size for file in inside)
 
 
 def _script(args: argparse.Namespace, plan: ReplayPlan, handle: BinaryIO) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,12 +131,7 @@ def run(args: argparse.Namespace) -> int:
                 written += outputs.write(args, [(path, outputs.as_json)], document, progress)
             else:
                 written.append((path, _write_files(job, args, path, progress, ranks)))
-    if args.json:
-        outputs.as_json(document, sys.stdout.buffer)
-    elif outputs.printed(args):
-        from traceloom.report.views import terminal
-
-        terminal.put(partial(report.render, document), sys.stdout)
+    outputs.show(args, document, report.render)
     outputs.close(args, written, outputs.repeated(args, "workload/"))
     return 0
 

@@ -16,7 +16,7 @@ from traceloom.errors import InputError, UsageError
 from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
-    from traceloom.report.workload.network import Network
+    from traceloom.report.workload.network import NodeNetwork
 
 DESCRIPTION = "Show what a graph or a set of Chakra files is made of: on the terminal, or drawn in a page."
 EXAMPLES = """\
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(network: Network, identity: int, rank: int | None) -> int:
+def _row(network: NodeNetwork, identity: int, rank: int | None) -> int:
     from traceloom.report.workload.network import row_of
 
     rows = row_of(network, identity, rank)

@@ -95,22 +95,18 @@ def run(args: argparse.Namespace) -> int:
         return sweeping.run(args)
     if is_scaled:
         return scaling.run(args)
-    from traceloom import files
     from traceloom.report import simulation as report
-    from traceloom.report import simulation_files as written_files
+    from traceloom.report.exports.tables import OURS
+    from traceloom.report.simulation_files import SIMULATION
 
-    chosen = outputs.targets(
-        args, {ending: ending for ending in written_files.ENDINGS}, (_DIRECTORY, written_files.OURS)
-    )
-    writers = {path: written_files.writer(path, form) for path, form in chosen if form != _DIRECTORY}
+    chosen = outputs.targets(args, {ending: ending for ending in SIMULATION.endings}, (_DIRECTORY, OURS))
+    writers = {path: SIMULATION.writer(path, form) for path, form in chosen if form != _DIRECTORY}
     written = []
     with Progress(shown=not args.quiet) as progress:
         answer = _as_astra_sim(args, progress) if args.mode == "astra-sim" else _native(args, progress)
         for path, form in chosen:
             if form == _DIRECTORY:
-                fill = partial(written_files.fill, answer)
-                inside = files.write_directory(path, fill, written_files.OURS, force=args.force)
-                written.append((path, sum(file.stat().st_size for file in inside)))
+                written.append((path, SIMULATION.write_directory(answer, path, force=args.force)))
             else:
                 written += outputs.write(args, [(path, writers[path])], answer, progress)
     if args.json:

@@ -6,10 +6,8 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -69,12 +67,7 @@ def run(args: argparse.Namespace) -> int:
         written = outputs.write(args, chosen, document, progress)
     if kept is not None:
         kept.path.unlink(missing_ok=True)
-    if args.json:
-        outputs.as_json(document, sys.stdout.buffer)
-    elif outputs.printed(args):
-        from traceloom.report.views import terminal
-
-        terminal.put(partial(report.render, document), sys.stdout)
+    outputs.show(args, document, report.render)
     outputs.close(args, written, outputs.repeated(args, "sweep.html"))
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -88,11 +87,6 @@ def run(args: argparse.Namespace) -> int:
         answer = whatif(graph, changes, plan=plan, kept=kept, host_ratio=session.recording_ratio)
         document = report.build(session.name, args.step, changes, answer, kept)
         written = outputs.write(args, chosen, document, progress)
-    if args.json:
-        outputs.as_json(document, sys.stdout.buffer)
-    elif outputs.printed(args):
-        from traceloom.report.views import terminal
-
-        terminal.put(partial(report.render, document), sys.stdout)
+    outputs.show(args, document, report.render)
     outputs.close(args, written, outputs.repeated(args, "whatif.html"))
     return 0

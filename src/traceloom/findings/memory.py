@@ -6,31 +6,23 @@ from collections.abc import Iterator
 
 import polars as pl
 
-from traceloom.analyze.allocations.answers import Allocations
 from traceloom.findings.context import Context
 from traceloom.findings.rule import FindingRule, MemoryCandidate, Said
-from traceloom.model import Trace, units
+from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
 
 _FULL = 0.9  # of the device
 _LEAST_GROWTH = 10_000  # bytes per step; less takes more than 100,000 steps to become a gigabyte
 _ORDINALS = {2: "second", 3: "third"}
+_NOT_RECORDED = "allocations were not recorded"
 _FRAGMENTED = 0.25  # of what is reserved, unused at the peak
-
-
-def _each(context: Context, slug: str) -> Iterator[tuple[Trace, Allocations] | Abstention]:
-    if not context.allocations:
-        yield Abstention(slug, "allocations were not recorded")
-    yield from context.allocations
 
 
 def growth(context: Context) -> Iterator[Said]:
     """Memory that every step leaves behind, or every second or third."""
-    for entry in _each(context, "memory-growth"):
-        if isinstance(entry, Abstention):
-            yield entry
-            continue
-        trace, allocations = entry
+    if not context.allocations:
+        yield Abstention("memory-growth", _NOT_RECORDED)
+    for trace, allocations in context.allocations:
         for row in allocations.growth.filter(pl.col("bytes_per_step") >= _LEAST_GROWTH).to_dicts():
             per_step, period = round(row["bytes_per_step"]), row["period"]
             steps = "step" if period == 1 else f"{_ORDINALS.get(period, f'{period}th')} step"
@@ -47,11 +39,9 @@ def growth(context: Context) -> Iterator[Said]:
 
 def fragmentation(context: Context) -> Iterator[Said]:
     """Memory that the allocator holds and cannot give out."""
-    for entry in _each(context, "memory-fragmentation"):
-        if isinstance(entry, Abstention):
-            yield entry
-            continue
-        trace, allocations = entry
+    if not context.allocations:
+        yield Abstention("memory-fragmentation", _NOT_RECORDED)
+    for trace, allocations in context.allocations:
         for row in allocations.pools.drop_nulls("reserved_at_peak_bytes").to_dicts():
             spare = row["reserved_at_peak_bytes"] - row["peak_bytes"]
             if spare > _FRAGMENTED * row["reserved_at_peak_bytes"]:
@@ -69,11 +59,9 @@ def fragmentation(context: Context) -> Iterator[Said]:
 
 def nearly_full(context: Context) -> Iterator[Said]:
     """A device that is nearly full."""
-    for entry in _each(context, "memory-nearly-full"):
-        if isinstance(entry, Abstention):
-            yield entry
-            continue
-        trace, allocations = entry
+    if not context.allocations:
+        yield Abstention("memory-nearly-full", _NOT_RECORDED)
+    for trace, allocations in context.allocations:
         sizes = {d.get("device"): d.get("memory_bytes") for d in (trace.meta.capture or {}).get("devices") or []}
         for row in allocations.pools.to_dicts():
             whole = sizes.get(row["device"]) if row["device_type"] != "cpu" else None

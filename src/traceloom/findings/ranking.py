@@ -138,13 +138,13 @@ def _greedy(
     # steps around the usual one, with what the rules find in them; the usual one alone where there are no others
     fitting = min(most + 1, _MOST_NODES // max(context.graph.nodes.height, 1))
     around = context.around(fitting) if most > 1 and fitting > 1 else ()
-    steps: Steady | None = None
+    steps: _Steady | None = None
     if len(around) > 1:
         several = context.over(around)
         outcomes = ((rule, outcome) for rule in rules for outcome in rule.look(several))
-        steps = Steady(several, _keyed((rule, each) for rule, each in outcomes if isinstance(each, Candidate)))
+        steps = _Steady(several, _keyed((rule, each) for rule, each in outcomes if isinstance(each, Candidate)))
     if steps is None or middle(steps.now_ns) < _LIKE * context.step_ns:  # in those next to nothing is done
-        steps = Steady(context, usual)
+        steps = _Steady(context, usual)
     order = {rule.slug: number for number, rule in enumerate(rules)}
     left = sorted(steps.candidates, key=lambda key: order[key[0]])
     position = {key: number for number, key in enumerate(left)}
@@ -195,7 +195,7 @@ def _greedy(
     return sorted(kept, key=lambda entry: -(entry[0].saving_ns or 0)), _LIMIT if alone_in_time else ""
 
 
-def _first(steps: Steady, saved: dict[Key, int]) -> Key:
+def _first(steps: _Steady, saved: dict[Key, int]) -> Key:
     """What to fix first: what saves most, or a cause of it that saves nearly as much of the same time.
 
     Args:
@@ -216,7 +216,7 @@ def _first(steps: Steady, saved: dict[Key, int]) -> Key:
 
 
 def _finding(
-    steps: Steady, key: Key, usual: tuple[Candidate | None, Context], savings: tuple[Ints, Ints], room: int
+    steps: _Steady, key: Key, usual: tuple[Candidate | None, Context], savings: tuple[Ints, Ints], room: int
 ) -> Finding:
     """A finding from what it saves in each step: the middle one, and between which values that lies.
 
@@ -258,7 +258,7 @@ def _finding(
 
 
 @dataclass
-class Steady:
+class _Steady:
     """Steps, and what could be fixed in them.
 
     Attributes:
@@ -278,7 +278,7 @@ class Steady:
     def __post_init__(self) -> None:
         """Nothing is fixed yet."""
         self.base, self.plan = Scenario.of(self.context.graph), self.context.plan
-        self.now_ns = self._lengths(point_times(self.context.graph))
+        self.now_ns = self.lengths(point_times(self.context.graph))
 
     @property
     def count(self) -> int:
@@ -294,13 +294,13 @@ class Steady:
         measured = point_times(graph)
         lengths = {}
         for key, (scenario, times) in zip(present, evaluations(scenarios, self.plan), strict=True):
-            lengths[key] = self._lengths(np.maximum(times, measured - most_saved_ns(graph, scenario)))
+            lengths[key] = self.lengths(np.maximum(times, measured - most_saved_ns(graph, scenario)))
         return lengths
 
     def after_both(self, first: Key, second: Key) -> Ints:
         """How long each step takes with two of these fixed, too; ns."""
         changes = (*self.candidates[first].changes, *self.candidates[second].changes)
-        return self._lengths(self.context.changed(self.base, changes).times(self.plan))
+        return self.lengths(self.context.changed(self.base, changes).times(self.plan))
 
     def saved_ns(self, key: Key, after_ns: Ints | None) -> Ints:
         """What a fix saves in each step on top of those before it, together at most what it can; ns."""
@@ -330,7 +330,7 @@ class Steady:
         if self.base.graph is not self.plan.graph:
             self.plan = Plan(self.base.graph)
 
-    def _lengths(self, times: Ints) -> Ints:
+    def lengths(self, times: Ints) -> Ints:
         """How long each step that counts takes."""
         lengths = self.context.lengths_ns(times)
         # the first one may begin with what others left behind: it counts where there are too few others

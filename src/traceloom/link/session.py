@@ -46,10 +46,10 @@ class _Remembered:
             ref() is not trace for ref, trace in zip(self._traces, traces, strict=True)
         ):
             self._graphs = {}
-            self._traces = tuple(weakref.ref(trace, self._forget) for trace in traces)
+            self._traces = tuple(weakref.ref(trace, self.forget) for trace in traces)
         return self._graphs
 
-    def _forget(self, gone: weakref.ref[Trace]) -> None:
+    def forget(self, gone: weakref.ref[Trace]) -> None:
         if any(ref is gone for ref in self._traces):
             self._traces, self._graphs = (), {}
 

@@ -6,6 +6,7 @@ in memory needs `lookup`, and an array that is made anew takes `like=` a column.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -104,6 +105,28 @@ def nearest(parent: Ints, wanted: NDArray[np.bool_]) -> Ints:
         up[rows] = up[up[rows]]
         rows = rows[up[rows] >= 0]
     return up
+
+
+def longest_rise(values: Ints) -> Ints:
+    """Positions of a longest strictly ascending subsequence, in order: patience sorting, in n log n."""
+    ends: list[int] = []
+    last: list[int] = []
+    before = np.empty(values.size, dtype=np.int64)
+    for at, value in enumerate(values.tolist()):
+        pile = bisect_left(ends, value)
+        if pile == len(ends):
+            ends.append(value)
+            last.append(at)
+        else:
+            ends[pile] = value
+            last[pile] = at
+        before[at] = last[pile - 1] if pile else -1
+    out = np.empty(len(ends), dtype=np.int64)
+    at = last[-1] if last else -1
+    for index in range(len(ends) - 1, -1, -1):
+        out[index] = at
+        at = int(before[at])
+    return out
 
 
 def subtree_stops(lane: Array, start: Array, end: Array) -> Array:

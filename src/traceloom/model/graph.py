@@ -68,6 +68,13 @@ class Graph:
         ends = self.nodes["start_ns"] + self.nodes["duration_ns"]
         return int(ends.max()) if self.nodes.height else 0  # type: ignore[arg-type]
 
+    @property
+    def job_ranks(self) -> int:
+        """How many ranks the job has, recorded or not: as many as are stated, or as nodes, groups and peers need."""
+        members = self.communication["ranks"].explode().max()
+        highest = (self.nodes["rank"].max(), members, self.communication["peer"].max())
+        return max([self.world_size or 1, *(rank + 1 for rank in highest if isinstance(rank, int))])
+
     def save(self, path: str | Path, *, force: bool = False) -> int:
         """Write the graph as `NAME.graph`; returns the size of the file in bytes. See `traceloom.model.graph_store`."""
         from traceloom.model import graph_store

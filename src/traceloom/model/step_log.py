@@ -21,7 +21,7 @@ _FEW_BYTES = 1 << 24
 _MOST_EXPANSION = 100  # what is larger is cut, and read as nothing
 
 
-class Steps(NamedTuple):
+class RunSteps(NamedTuple):
     """All steps of a run in order.
 
     Attributes:
@@ -35,7 +35,7 @@ class Steps(NamedTuple):
     ran_ns: list[int | None]
 
 
-def all_steps(meta: Meta) -> Steps | None:
+def all_steps(meta: Meta) -> RunSteps | None:
     """Every complete step of the run, from the first; None where it kept no such table, or an invalid one."""
     table = captured_table(meta.capture, meta.path, "steps") or {}
     durations, states = table.get("duration_ns"), table.get("state")
@@ -46,7 +46,7 @@ def all_steps(meta: Meta) -> Steps | None:
     ran = table.get("cpu_ns")
     ran = ran if isinstance(ran, list) and len(ran) == len(durations) else [None] * len(durations)
     cpu_times = [value if isinstance(value, int) and 0 <= value < 1 << 53 else None for value in ran]
-    return Steps(np.array(durations, dtype=np.int64), [str(state) for state in states], cpu_times)
+    return RunSteps(np.array(durations, dtype=np.int64), [str(state) for state in states], cpu_times)
 
 
 def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:

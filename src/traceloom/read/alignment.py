@@ -6,7 +6,6 @@ whole arrays with hashes of stretches, so that the cost grows as n log n however
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import nearest
+from traceloom.model.arrays import longest_rise, nearest
 from traceloom.model.host_trace import HostTrace
 
 Tokens = NDArray[np.uint64]
@@ -227,30 +226,8 @@ def _anchors(first: Hashes, second: Hashes, in_first: Ints, in_second: Ints, str
     _, left, right = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
     in_left, in_right = places[0][left], places[1][right]
     order = np.argsort(in_left)
-    chain = _longest_rise(in_right[order])
+    chain = longest_rise(in_right[order])
     return in_left[order][chain], in_right[order][chain]
-
-
-def _longest_rise(values: Ints) -> Ints:
-    """Places of a longest strictly ascending subsequence: patience."""
-    ends: list[int] = []
-    last: list[int] = []
-    before = np.empty(values.size, dtype=np.int64)
-    for at, value in enumerate(values.tolist()):
-        pile = bisect_left(ends, value)
-        if pile == len(ends):
-            ends.append(value)
-            last.append(at)
-        else:
-            ends[pile] = value
-            last[pile] = at
-        before[at] = last[pile - 1] if pile else -1
-    out = np.empty(len(ends), dtype=np.int64)
-    at = last[-1] if last else -1
-    for index in range(len(ends) - 1, -1, -1):
-        out[index] = at
-        at = int(before[at])
-    return out
 
 
 def _common(first: Tokens, second: Tokens) -> tuple[Ints, Ints]:

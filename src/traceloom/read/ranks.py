@@ -60,14 +60,14 @@ class _Meter:
     def moved(self, number: int, read: int) -> None:
         """A file has been read up to here."""
         self._read[number] = min(read, self._sizes[number] or read)
-        self._tell(number)
+        self.tell(number)
 
     def finished(self, number: int) -> None:
         """A file is done."""
         self._read[number], self._done[number] = self._sizes[number], True
-        self._tell(number)
+        self.tell(number)
 
-    def _tell(self, number: int) -> None:
+    def tell(self, number: int) -> None:
         if self._report:
             progress = ReadProgress(
                 sum(self._read), sum(self._sizes), sum(self._done), len(self._sizes), self._names[number]

@@ -99,7 +99,7 @@ class _Reader:
             self.odd += 1
             return
         devices, actions, addresses, sizes, times, stacks = self.entries
-        self._count(len(trace))
+        self.count(len(trace))
         for entry in trace:
             if type(entry) is not dict:
                 self.odd += 1
@@ -108,7 +108,7 @@ class _Reader:
             address = entry.get("device_free" if action == "oom" else "addr", 0)
             known_action = type(action) is str and action in _KNOWN
             timed = time is None or (_is_size(time) and time < _LATEST_US)
-            if not (known_action and timed and _is_size(address) and self._credible(size)):
+            if not (known_action and timed and _is_size(address) and self.credible(size)):
                 self.odd += 1
                 continue
             devices.append(device)
@@ -126,18 +126,18 @@ class _Reader:
         address: Any
         device, address, size = segment.get("device", 0), segment.get("address"), segment.get("total_size")
         blocks = segment.get("blocks")
-        good = _is_size(address) and self._credible(size) and _is_size(device) and device < 1 << 31
+        good = _is_size(address) and self.credible(size) and _is_size(device) and device < 1 << 31
         if not good or not isinstance(blocks, list):
             self.odd += 1
             return
         number, at = len(self.segments), address
         stream = segment.get("stream", 0)
         self.segments.append((device, address, size, stream if _is_size(stream) else 0))
-        self._count(len(blocks))
+        self.count(len(blocks))
         for block in blocks:
             block_size: Any = block.get("size") if isinstance(block, dict) else None
             state = block.get("state") if isinstance(block, dict) else None
-            if not self._credible(block_size) or not isinstance(state, str):
+            if not self.credible(block_size) or not isinstance(state, str):
                 self.odd += 1
                 continue
             block_address = block.get("address", at)
@@ -153,7 +153,7 @@ class _Reader:
             )  # fmt: skip
             at += block_size
 
-    def _credible(self, size: Any) -> bool:
+    def credible(self, size: Any) -> bool:
         """Whether it is a size, and all sizes together are one."""
         if not _is_size(size) or self._total + size >= _LARGEST:
             return False
@@ -190,12 +190,12 @@ class _Reader:
         number = self._stack.get(key)
         if number is None:
             number = self._stack[key] = len(self.stacks)
-            self._count(len(key) // _FRAMES_PER_ROW)
+            self.count(len(key) // _FRAMES_PER_ROW)
             self.stacks.append(tuple(self._frames[k] for k in key))
         self._by_list[id(frames)] = number
         return number
 
-    def _count(self, rows: int) -> None:
+    def count(self, rows: int) -> None:
         """Count what is made of the file.
 
         Raises:

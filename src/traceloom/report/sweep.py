@@ -54,7 +54,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
     rows: list[list[str | Text]] = [
         [
             "*" if row["pareto"] else "",
-            *(_plain(row[key]) for key in keys),
+            *(parameter_text(row[key]) for key in keys),
             units.duration(row["time_ns"]),
             *("-" if row[name] is None else cell(row) for name, cell in shown.items()),
         ]
@@ -80,5 +80,6 @@ def render(document: Row, width: int) -> Iterator[Text]:
         yield from lines(columns, cells, ("", lambda *_: ""), width)
 
 
-def _plain(value: Any) -> str:
+def parameter_text(value: Any) -> str:
+    """The value of a parameter, in few digits."""
     return f"{value:g}" if isinstance(value, float) else str(value)

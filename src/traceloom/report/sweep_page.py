@@ -9,6 +9,7 @@ from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.report.sweep import parameter_text
 from traceloom.report.table import Col, Row
 from traceloom.report.views.html.frame import framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.table import table
@@ -50,11 +51,7 @@ def render(document: Row) -> str:
 
 
 def _words(row: Row, keys: Sequence[str]) -> str:
-    return ", ".join(f"{key} {_plain(row[key])}" for key in keys)
-
-
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return ", ".join(f"{key} {parameter_text(row[key])}" for key in keys)
 
 
 def _sections(document: Row, answered: list[Row]) -> Iterator[tuple[str, str, str, str]]:
@@ -122,14 +119,15 @@ def _curves(rows: Sequence[Row], key: str, others: Sequence[str]) -> str:
         tick = units.duration(round(share * highest))
         parts.append(f'<text x="{_LEFT - 8}" y="{level}" dy="4" text-anchor="end" {ink}>{tick}</text>')
     below = f'y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle" {ink}'
-    parts += [f'<text x="{x(v):.1f}" {below}>{_plain(v)}</text>' for v in values[:: -(-len(values) // 12)]]
+    parts += [f'<text x="{x(v):.1f}" {below}>{parameter_text(v)}</text>' for v in values[:: -(-len(values) // 12)]]
     for number, (choice, unordered) in enumerate(shown):
         points = sorted(unordered, key=lambda row: row[key])
         colour = f"var(--{_COLOURS[number]})"
         label = escape(
             harmless(
                 ", ".join(
-                    f"{other.removeprefix('network.')} {_plain(v)}" for other, v in zip(others, choice, strict=True)
+                    f"{other.removeprefix('network.')} {parameter_text(v)}"
+                    for other, v in zip(others, choice, strict=True)
                 )
             )
         )
@@ -141,7 +139,7 @@ def _curves(rows: Sequence[Row], key: str, others: Sequence[str]) -> str:
         line = "L".join(f"{x(row[key]):.1f} {y(row['time_ns']):.1f}" for row in points)
         parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for row in points:
-            title = escape(f"{key} {_plain(row[key])}: {units.duration(row['time_ns'])}")
+            title = escape(f"{key} {parameter_text(row[key])}: {units.duration(row['time_ns'])}")
             at = f'cx="{x(row[key]):.1f}" cy="{y(row["time_ns"]):.1f}"'
             parts.append(f'<circle {at} r="3.5" fill="{colour}"><title>{title} {label}</title></circle>')
         top = _TOP + 16 * number + 10

@@ -61,27 +61,28 @@ class _Measured:
         """The highest value over the edges into each point; a very low one where there are none. Shape (points,)."""
         highest = np.full(2 * self.start.size, _EARLIEST, dtype=np.int64, like=self.source)
         if self.point.size:
-            highest[self.held] = np.maximum.reduceat(self._ordered(values), self.first)
+            highest[self.held] = np.maximum.reduceat(self.ordered(values), self.first)
         return highest
 
     def winners(self, values: Ints) -> Ints:
         """For each held point the edge with the highest value; of equals the first in the order of edges."""
-        return self._winners(values, self.latest(values)[self.point])
+        return self.first_equal(values, self.latest(values)[self.point])
 
-    def _winners(self, values: Ints, highest: Ints) -> Ints:
-        winning = np.flatnonzero(self._ordered(values == highest))
+    def first_equal(self, values: Ints, highest: Ints) -> Ints:
+        """For each held point its first edge whose value is the highest, which is given by edge."""
+        winning = np.flatnonzero(self.ordered(values == highest))
         winning = winning if self.order is None else self.order[winning]
         points = self.point[winning]
         first = np.flatnonzero(np.append(True, points[1:] != points[:-1])) if winning.size else winning
         return winning[first]
 
-    def _ordered(self, values: NDArray[Any]) -> NDArray[Any]:
+    def ordered(self, values: NDArray[Any]) -> NDArray[Any]:
         return values if self.order is None else values[self.order]
 
     def others(self, values: Ints) -> Ints:
         """For each edge the highest value over the other edges into its point; a very low one where there are none."""
         highest = self.latest(values)[self.point]
-        winners = self._winners(values, highest)
+        winners = self.first_equal(values, highest)
         rest = values.copy()
         rest[winners] = _EARLIEST
         highest[winners] = self.latest(rest)[self.point[winners]]

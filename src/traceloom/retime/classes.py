@@ -51,9 +51,9 @@ class Classes:
 _KNOWN: OfLast[Classes] = OfLast()
 
 
-def same_classes(graph: Graph, found: Classes) -> None:
+def same_classes(graph: Graph, edge_classes: Classes) -> None:
     """Remember these classes for a graph that differs from theirs only in its times."""
-    _KNOWN.put(graph, found)
+    _KNOWN.put(graph, edge_classes)
 
 
 def classes(graph: Graph) -> Classes:
@@ -133,13 +133,13 @@ def class_delays(graph: Graph) -> Ints:
     return spread(edge_classes, median, own_times(graph, edge_classes))
 
 
-def spread(found: Classes, median: Ints, own: Ints) -> Ints:
+def spread(edge_classes: Classes, median: Ints, own: Ints) -> Ints:
     """The constant of each edge from that of its class; `own` where it has no class."""
-    constant: Ints = np.where(found.of >= 0, lookup(np.append(median, 0), found.of), own)
+    constant: Ints = np.where(edge_classes.of >= 0, lookup(np.append(median, 0), edge_classes.of), own)
     return constant
 
 
-def own_times(graph: Graph, found: Classes) -> Ints:
+def own_times(graph: Graph, edge_classes: Classes) -> Ints:
     """Times of edges that stand for work of their own, as measured; 0 for all others. Shape (edges,), ns.
 
     A transfer takes the median over the parts of its communication: it is work of that communication, as the duration
@@ -147,9 +147,9 @@ def own_times(graph: Graph, found: Classes) -> Ints:
     long peers that were not recorded kept us waiting) stays as it was. Work that starts while the one before runs does
     so after a part of that, see `usual_parts`.
     """
-    own = np.zeros(found.of.size, dtype=np.int64, like=found.of)
-    own[found.running] = usual_parts(graph)
-    external, at = np.flatnonzero(found.given), np.flatnonzero(found.transfer)
+    own = np.zeros(edge_classes.of.size, dtype=np.int64, like=edge_classes.of)
+    own[edge_classes.running] = usual_parts(graph)
+    external, at = np.flatnonzero(edge_classes.given), np.flatnonzero(edge_classes.transfer)
     if not external.size and not at.size:
         return own
     source, target = points(graph)

@@ -131,7 +131,9 @@ class Plan:
         work, delay = self._padded(work), self._padded(delay)
         absent = delay < _GONE
         delay[absent] = 0
-        far = self._bound(work, delay)
+        # No two times, and no sums along pieces, are further apart than this.
+        far = int(np.abs(work).sum(axis=1).max() + np.abs(delay).sum(axis=1).max())
+        far += int(np.ptp(self._roots)) if self._roots.size else 0
         never = -4 * far - 1  # never the last, as long as something else holds that point
         far -= never * int(absent.sum(axis=1).max())
         # Along a piece: time = highest of (what holds an entry back - sum of links so far) + sum of links so far. The
@@ -205,11 +207,6 @@ class Plan:
                     best = candidate
             reached[entry] = best
             at = last
-
-    def _bound(self, work: Ints, delay: Ints) -> int:
-        """No two times, and no sums along pieces, are further apart than this."""
-        far = int(np.abs(work).sum(axis=1).max() + np.abs(delay).sum(axis=1).max())
-        return far + (int(np.ptp(self._roots)) if self._roots.size else 0)
 
 
 def _whole(values: ArrayLike, count: int, name: str) -> NDArray[Any]:

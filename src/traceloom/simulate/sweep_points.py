@@ -143,15 +143,13 @@ class PointEvaluator:
         machine = point.get("machine", self.question.machine)
         return None if machine is None else str(machine), overrides
 
-    def _device(self, point: SweepPoint) -> tuple[str | None, float]:
-        device = point.get("device", self.question.device)
-        return None if device is None else str(device), float(point.get("host_factor", self.question.host_factor))
-
     def _recorded(self, point: SweepPoint) -> SweepRow:
         """A recorded run, a graph or files of another writer."""
         asked = self.question
         machine, overrides = self._machine(point)
-        device, host_factor = self._device(point)
+        device = point.get("device", asked.device)
+        device = None if device is None else str(device)
+        host_factor = float(point.get("host_factor", asked.host_factor))
         size = {name: point.get(name) for name in _SIZES}
         if size["ranks"] is None and size["data_parallel"] is None:
             size = {"ranks": asked.ranks, "data_parallel": asked.data_parallel}

@@ -29,7 +29,7 @@ _MOST_IDLE = 1 << 29  # bytes of blocks kept for the next arrays
 _MOST_MAPPED = 1 << 29  # bytes handed out before pages are given back
 
 
-class Scratch:
+class _Scratch:
     """Blocks of mapped files, used again by later arrays since new pages cost more than old ones."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Scratch:
             self._fresh = size
         owner = OnDisk((int(count),), dtype, buffer=block)
         # not at the end of the process, when all files vanish by themselves
-        weakref.finalize(owner, self._free, block).atexit = False
+        weakref.finalize(owner, self.free, block).atexit = False
         return owner
 
     def clear(self) -> None:
@@ -77,7 +77,7 @@ class Scratch:
         self.clear()
         self._used.clear()
 
-    def _free(self, block: mmap.mmap) -> None:
+    def free(self, block: mmap.mmap) -> None:
         if self._used.pop(id(block), None) is None:
             return
         size = len(block)
@@ -125,7 +125,7 @@ def new_block(size: int) -> mmap.mmap:
         raise no_space(error) from error
 
 
-SCRATCH = Scratch()
+SCRATCH = _Scratch()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=SCRATCH.forget)
 

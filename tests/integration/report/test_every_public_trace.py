@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from support.public_traces import DATA
 from traceloom.cli import main
 from traceloom.report import ReportOptions
 from traceloom.report.views.terminal import render as terminal
 
-DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 FOLDERS = ("kineto", "multirank", "diff", "critical_path", "damaged_metadata")
 FILES = sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.gz")) if DATA.is_dir() else []
 TRACES = [path for path in FILES if ".host." not in path.name]

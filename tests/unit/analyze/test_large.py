@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from support.public_traces import NAMES
 from traceloom.model import Session
 from traceloom.read import read_kineto
 from traceloom.report import ReportOptions, build
 from traceloom.storage import ondisk, spill
 
-NAMES = (
-    "a100_cupti_counters", "a100_ddp_nccl", "cpu_only_gloo_rank34", "h100_bert_small", "h100_owlv2", "h100_qwen_0.5b",
-    "h800_deepseek_train", "mi210_gpu_only", "mi250_minitoy", "mi300_bert_small", "mi300_qwen_0.5b",
-    "mi300_sglang_decode_graphs", "mi300_vllm_piecewise_graphs", "mtia_inference", "triton_example",
-    "v100_ns_resolution",
-)  # fmt: skip
 # Steps and stacks, allocations and communication, graphs, no host.
 USUAL = ("cpu_only_gloo_rank34", "h800_deepseek_train", "mi210_gpu_only", "mi300_sglang_decode_graphs")
 

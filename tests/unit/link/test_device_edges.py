@@ -5,26 +5,9 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
+from support.named_edges import edges, launched
 from traceloom.link.rank import link_rank
-from traceloom.model import Graph
 from traceloom.testing.builder import TraceBuilder
-
-
-def edges(graph: Graph, kind: str) -> list[tuple[str, str, bool, bool, str]]:
-    """Names at both ends of the edges of a kind, which points they join, and how they are known."""
-    graph.check()
-    name = graph.nodes["name"]
-    found = graph.edges.filter(pl.col("kind") == kind)
-    return [
-        (name[row["source"]], name[row["target"]], row["from_end"], row["to_end"], row["evidence"])
-        for row in found.to_dicts()
-    ]
-
-
-def launched(built: TraceBuilder, name: str, at: float, start: float, length: float, *, stream: int = 7) -> None:
-    number = round(at * 10)
-    built.launch("cudaLaunchKernel", at, 4, correlation=number)
-    built.kernel(name, start, length, stream=stream, correlation=number)
 
 
 @pytest.mark.parametrize(

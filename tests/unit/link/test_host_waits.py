@@ -7,25 +7,10 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
+from support.named_edges import edges, launched
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph
 from traceloom.testing.builder import TraceBuilder
-
-
-def edges(graph: Graph, kind: str) -> list[tuple[str, str, bool, bool, str]]:
-    graph.check()
-    name = graph.nodes["name"]
-    found = graph.edges.filter(pl.col("kind") == kind)
-    return [
-        (name[row["source"]], name[row["target"]], row["from_end"], row["to_end"], row["evidence"])
-        for row in found.to_dicts()
-    ]
-
-
-def kernel(built: TraceBuilder, name: str, at: float, start: float, length: float, *, stream: int = 7) -> None:
-    number = round(at * 10) + 1
-    built.launch("cudaLaunchKernel", at, 4, correlation=number)
-    built.kernel(name, start, length, stream=stream, correlation=number)
 
 
 def blocks(graph: Graph) -> list[str]:
@@ -35,8 +20,8 @@ def blocks(graph: Graph) -> list[str]:
 @pytest.mark.parametrize("call", ["cudaDeviceSynchronize", "hipDeviceSynchronize", "cuCtxSynchronize"])
 def test_a_device_is_awaited_on_all_its_streams(call: str) -> None:
     built = TraceBuilder()
-    kernel(built, "a", 0, 10, 100, stream=7)
-    kernel(built, "b", 5, 10, 200, stream=20)
+    launched(built, "a", 0, 10, 100, stream=7)
+    launched(built, "b", 5, 10, 200, stream=20)
     graph = link_rank(built.launch(call, 12, 205, correlation=99, flow=False).build())
     waits = edges(graph, "synchronize")
     name = blocks(graph)[0]
@@ -45,7 +30,7 @@ def test_a_device_is_awaited_on_all_its_streams(call: str) -> None:
 
 def test_a_second_synchronisation_waits_for_nothing_that_the_first_has_seen() -> None:
     built = TraceBuilder()
-    kernel(built, "a", 0, 10, 100)
+    launched(built, "a", 0, 10, 100)
     for number, at in enumerate((12, 200)):
         built.launch("cudaDeviceSynchronize", at, 105 if number == 0 else 3, correlation=90 + number, flow=False)
     graph = link_rank(built.build())
@@ -54,8 +39,8 @@ def test_a_second_synchronisation_waits_for_nothing_that_the_first_has_seen() ->
 
 def test_a_stream_is_told_by_the_work_that_ends_when_the_call_returns() -> None:
     built = TraceBuilder()
-    kernel(built, "other stream", 0, 10, 300, stream=20)
-    kernel(built, "own stream", 6, 12, 20, stream=7)
+    launched(built, "other stream", 0, 10, 300, stream=20)
+    launched(built, "own stream", 6, 12, 20, stream=7)
     built.launch("cudaStreamSynchronize", 12, 303, correlation=99, flow=False)
     assert edges(link_rank(built.build()), "synchronize") == [
         ("other stream", "cudaStreamSynchronize", True, True, "inferred")
@@ -64,16 +49,16 @@ def test_a_stream_is_told_by_the_work_that_ends_when_the_call_returns() -> None:
 
 def test_a_stream_whose_work_goes_on_after_the_return_was_not_awaited() -> None:
     built = TraceBuilder()
-    kernel(built, "goes on", 0, 10, 3000, stream=7)
+    launched(built, "goes on", 0, 10, 3000, stream=7)
     built.launch("cudaStreamSynchronize", 12, 3, correlation=99, flow=False)
     assert edges(link_rank(built.build()), "synchronize") == []
 
 
 def test_records_of_the_device_say_which_event_was_awaited() -> None:
     built = TraceBuilder(generation="2026")
-    kernel(built, "before the record", 0, 10, 50)
+    launched(built, "before the record", 0, 10, 50)
     built.launch("cudaEventRecord", 6, 1, correlation=70, flow=False)
-    kernel(built, "after the record", 8, 61, 10)
+    launched(built, "after the record", 8, 61, 10)
     built.launch("cudaEventSynchronize", 14, 51, correlation=80, flow=False)
     built.sync("Event Sync", 14, 51, stream=-1, correlation=80, wait_on_stream=7, wait_on_cuda_event_record_corr_id=70)
     assert edges(link_rank(built.build()), "synchronize") == [
@@ -95,7 +80,7 @@ def test_a_pageable_copy_to_the_host_blocks_and_a_pinned_one_does_not() -> None:
 
 def test_a_call_that_returns_before_what_it_awaited_by_the_clock_keeps_its_edge() -> None:
     built = TraceBuilder()
-    kernel(built, "a", 0, 10, 100)
+    launched(built, "a", 0, 10, 100)
     graph = link_rank(built.launch("hipDeviceSynchronize", 12, 90, correlation=99, flow=False).build())
     assert len(edges(graph, "synchronize")) == 1
     assert graph.edges.filter(pl.col("kind") == "synchronize")["delay_ns"].to_list() == [-8000]
@@ -103,7 +88,7 @@ def test_a_call_that_returns_before_what_it_awaited_by_the_clock_keeps_its_edge(
 
 def test_allocations_cost_what_they_cost() -> None:
     built = TraceBuilder()
-    kernel(built, "a", 0, 10, 100)
+    launched(built, "a", 0, 10, 100)
     graph = link_rank(built.launch("cudaFree", 12, 99, correlation=99, flow=False).build())
     assert edges(graph, "synchronize") == []
     assert blocks(graph) == []
@@ -228,7 +213,7 @@ def test_the_main_thread_waits_for_gloo_which_ends_its_own_event_later() -> None
 @pytest.mark.parametrize(("name", "waits"), [("dispatch", True), ("aten::nonzero", False)])
 def test_self_time_after_a_launch_that_ends_with_its_work_looked_at_memory(name: str, waits: bool) -> None:
     built = TraceBuilder().op(name, 0, 5000).op("after", 5000, 10)
-    kernel(built, "notify_dispatch", 10, 20, 5010)
+    launched(built, "notify_dispatch", 10, 20, 5010)
     graph = link_rank(built.build())
     found = [("notify_dispatch", name, True, True, "inferred")] if waits else []
     assert edges(graph, "synchronize") == found
@@ -237,7 +222,7 @@ def test_self_time_after_a_launch_that_ends_with_its_work_looked_at_memory(name:
 
 def test_self_time_that_ends_at_another_time_is_work() -> None:
     built = TraceBuilder().op("dispatch", 0, 5000)
-    kernel(built, "notify_dispatch", 10, 20, 4000)
+    launched(built, "notify_dispatch", 10, 20, 4000)
     assert edges(link_rank(built.build()), "synchronize") == []
 
 
@@ -247,7 +232,7 @@ def test_self_time_that_ends_at_another_time_is_work() -> None:
 )
 def test_streams_of_every_vendor_are_awaited(call: str) -> None:
     built = TraceBuilder()
-    kernel(built, "a", 0, 10, 100)
+    launched(built, "a", 0, 10, 100)
     graph = link_rank(built.launch(call, 12, 105, correlation=99, flow=False).build())
     assert len(edges(graph, "synchronize")) == 1
     assert len(blocks(graph)) == 1
@@ -258,14 +243,14 @@ def test_streams_of_every_vendor_are_awaited(call: str) -> None:
 )
 def test_events_of_every_vendor_are_awaited(call: str) -> None:
     built = TraceBuilder()
-    kernel(built, "a", 0, 10, 100)
+    launched(built, "a", 0, 10, 100)
     graph = link_rank(built.launch(call, 12, 105, correlation=99, flow=False).build())
     assert len(edges(graph, "synchronize")) == 1
 
 
 def test_a_barrier_put_on_a_stream_is_no_waiting_host() -> None:
     built = TraceBuilder()
-    kernel(built, "a", 0, 10, 100)
+    launched(built, "a", 0, 10, 100)
     graph = link_rank(built.launch("urEnqueueEventsWait", 12, 105, correlation=99, flow=False).build())
     assert edges(graph, "synchronize") == []
 

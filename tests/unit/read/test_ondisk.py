@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 
 from support.bigfile import write_big
+from support.public_traces import NAMES
 from traceloom.errors import InputError
 from traceloom.model import arrays, trace_store
 from traceloom.read import read_kineto
@@ -20,12 +21,6 @@ from traceloom.storage import ondisk, spill
 from traceloom.storage.mapped import TextTable, numbers
 from traceloom.testing import TraceBuilder
 
-NAMES = (
-    "a100_cupti_counters", "a100_ddp_nccl", "cpu_only_gloo_rank34", "h100_bert_small", "h100_owlv2", "h100_qwen_0.5b",
-    "h800_deepseek_train", "mi210_gpu_only", "mi250_minitoy", "mi300_bert_small", "mi300_qwen_0.5b",
-    "mi300_sglang_decode_graphs", "mi300_vllm_piecewise_graphs", "mtia_inference", "triton_example",
-    "v100_ns_resolution",
-)  # fmt: skip
 RANDOM = np.random.default_rng(7)
 VALUES = RANDOM.integers(0, 50, 1000)
 MASK = VALUES > 20

@@ -17,7 +17,8 @@ from traceloom.replay.comparison import TABLES, ReplayComparison, compare_replay
 from traceloom.replay.originals import holes_of
 from traceloom.replay.plan import PLAN_SCHEMAS
 from traceloom.report import replayed as report
-from traceloom.report.replayed import files, page
+from traceloom.report.replayed import page
+from traceloom.report.replayed.files import REPLAY
 from traceloom.report.replayed.terminal import render
 from traceloom.testing import TraceBuilder
 
@@ -122,14 +123,14 @@ def test_every_view_holds_hostile_names_as_text() -> None:
 
 
 def test_tables_are_files(comparison: ReplayComparison, tmp_path: Path) -> None:
-    files.fill(comparison, tmp_path)
-    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(TABLES)
-    path = tmp_path / "each.parquet"
+    tables, path = tmp_path / "tables", tmp_path / "each.parquet"
+    REPLAY.write_directory(comparison, tables, force=False)
+    assert sorted(table.stem for table in tables.iterdir()) == sorted(TABLES)
     with path.open("wb") as handle:
-        files.writer(path, ".parquet")(comparison, handle)
+        REPLAY.writer(path, ".parquet")(comparison, handle)
     assert pl.read_parquet(path).equals(comparison.each)
     with pytest.raises(UsageError, match="no table"):
-        files.writer(tmp_path / "links.csv", ".csv")
+        REPLAY.writer(tmp_path / "links.csv", ".csv")
 
 
 def test_compiled_graphs_spend_time_that_no_op_explains() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 import traceloom
 from support.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
+from support.public_traces import DATA
 from support.sessions import serving_ranks
 from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
@@ -24,7 +24,7 @@ from traceloom.report.sections import KEYS, core, every
 from traceloom.report.sections.section import Section
 from traceloom.testing.builder import TraceBuilder
 
-DLRM = Path(__file__).parents[4] / "shared" / "data" / "multirank"
+MULTIRANK = DATA / "multirank"
 RANKS = 8
 Event = dict[str, Any]
 Interval = tuple[int, int]
@@ -206,9 +206,9 @@ def serving() -> Ranks:
 
 @cache
 def dlrm() -> Ranks:
-    if not DLRM.is_dir():
-        pytest.skip("needs the public traces of DLRM")
-    paths = sorted(DLRM.glob("dlrm_rank*.kineto.json.gz"))
+    if not MULTIRANK.is_dir():
+        pytest.skip("needs the public traces of MULTIRANK")
+    paths = sorted(MULTIRANK.glob("dlrm_rank*.kineto.json.gz"))
     return Ranks([Raw.of(gzip.decompress(path.read_bytes()).decode()) for path in paths], traceloom.load(*paths))
 
 

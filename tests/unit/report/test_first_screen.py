@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 import traceloom
 from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from support.pages import tables
+from support.public_traces import DATA
 from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.views.html.absence import Reasons
@@ -21,7 +21,7 @@ from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing.builder import TraceBuilder
 
-DLRM = Path(__file__).parents[4] / "shared" / "data" / "multirank"
+MULTIRANK = DATA / "multirank"
 
 
 def uneven() -> Session:
@@ -56,9 +56,9 @@ def no_steps() -> Session:
 
 
 def dlrm() -> Session:
-    if not DLRM.is_dir():
-        pytest.skip("needs the public traces of DLRM")
-    return traceloom.load(*sorted(DLRM.glob("dlrm_rank*.kineto.json.gz")))
+    if not MULTIRANK.is_dir():
+        pytest.skip("needs the public traces of MULTIRANK")
+    return traceloom.load(*sorted(MULTIRANK.glob("dlrm_rank*.kineto.json.gz")))
 
 
 @pytest.fixture(scope="module", params=[uneven, one_step, stages, no_steps, dlrm], ids=lambda make: make.__name__)

@@ -26,7 +26,7 @@ from traceloom.report import graph_document
 from traceloom.report.exports.perfetto.graph import write_graph
 from traceloom.report.views.jsonfile import encode
 from traceloom.report.workload.drawing import arrange, render
-from traceloom.report.workload.network import Network, of_graph, of_workload, row_of
+from traceloom.report.workload.network import NodeNetwork, of_graph, of_workload, row_of
 from traceloom.report.workload.picture import collapsed, neighbourhood
 from traceloom.report.workload.summary import neighbours, summarise
 
@@ -74,12 +74,14 @@ def written(home: Path, ranks: list[list[Plain]]) -> Path:
     return write_set(home, *files, groups={"g": list(range(RANKS))})
 
 
-def network_of(home: Path) -> Network:
+def network_of(home: Path) -> NodeNetwork:
     return of_workload(read_workload(places([str(home)])[0], lambda path: None))
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
-def workload(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Plain], Network]:
+def workload(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Plain], NodeNetwork]:
     ranks = at_random(request.param)
     home = written(tmp_path_factory.mktemp("workload"), ranks)
     return [row for rows in ranks for row in rows], network_of(home)
@@ -91,7 +93,7 @@ def total(sizes: list[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def test_kinds_and_names_are_sums_over_their_nodes(workload: tuple[list[Plain], Network]) -> None:
+def test_kinds_and_names_are_sums_over_their_nodes(workload: tuple[list[Plain], NodeNetwork]) -> None:
     rows, network = workload
     summary = summarise(network)
     for key in ("kind", "name"):
@@ -106,7 +108,9 @@ def test_kinds_and_names_are_sums_over_their_nodes(workload: tuple[list[Plain], 
     assert times == sorted(times, reverse=True)
 
 
-def test_dependencies_are_counted_and_those_that_lead_nowhere_are_told(workload: tuple[list[Plain], Network]) -> None:
+def test_dependencies_are_counted_and_those_that_lead_nowhere_are_told(
+    workload: tuple[list[Plain], NodeNetwork],
+) -> None:
     rows, network = workload
     summary = summarise(network)
     data = sum(one != 999 for row in rows for one in row["deps"])
@@ -119,7 +123,7 @@ def test_dependencies_are_counted_and_those_that_lead_nowhere_are_told(workload:
     assert summary["first_nodes"] == sum(not row["ctrl"] and set(row["deps"]) <= {999} for row in rows)
 
 
-def test_communication_is_a_row_for_each_kind_and_group(workload: tuple[list[Plain], Network]) -> None:
+def test_communication_is_a_row_for_each_kind_and_group(workload: tuple[list[Plain], NodeNetwork]) -> None:
     rows, network = workload
     for entry in summarise(network)["communication"]:
         kind = "collective" if entry["group"] == "g" else entry["what"]
@@ -129,7 +133,7 @@ def test_communication_is_a_row_for_each_kind_and_group(workload: tuple[list[Pla
         assert entry["time_ns"] == sum(1000 * row["us"] for row in own)
 
 
-def test_ranks_send_what_their_nodes_send(workload: tuple[list[Plain], Network]) -> None:
+def test_ranks_send_what_their_nodes_send(workload: tuple[list[Plain], NodeNetwork]) -> None:
     rows, network = workload
     for entry in summarise(network)["ranks"]:
         own = [row for row in rows if row["rank"] == entry["rank"]]
@@ -146,7 +150,7 @@ def test_sizes_that_no_file_tells_are_unknown_and_not_nothing(tmp_path: Path) ->
     assert [entry["sent_bytes"] for entry in summary["ranks"]] == [None, 0], "who sends nothing sends 0"
 
 
-def test_neighbours_are_what_a_node_waits_for_and_what_waits_for_it(workload: tuple[list[Plain], Network]) -> None:
+def test_neighbours_are_what_a_node_waits_for_and_what_waits_for_it(workload: tuple[list[Plain], NodeNetwork]) -> None:
     rows, network = workload
     for row in rows[::7]:
         document = neighbours(network, row_of(network, row["id"], row["rank"])[0])
@@ -165,7 +169,7 @@ def test_neighbours_are_what_a_node_waits_for_and_what_waits_for_it(workload: tu
 
 @pytest.mark.parametrize("most", [1, 3, 8, 48])
 def test_a_drawing_has_every_node_and_every_dependency_in_its_boxes(
-    workload: tuple[list[Plain], Network], most: int
+    workload: tuple[list[Plain], NodeNetwork], most: int
 ) -> None:
     rows, network = workload
     picture = collapsed(network, most=most)
@@ -184,7 +188,7 @@ def test_a_drawing_has_every_node_and_every_dependency_in_its_boxes(
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 def test_a_neighbourhood_is_what_a_node_waits_for_and_what_waits_for_it_in_so_many_links(
-    workload: tuple[list[Plain], Network], depth: int
+    workload: tuple[list[Plain], NodeNetwork], depth: int
 ) -> None:
     rows, network = workload
     start = 20

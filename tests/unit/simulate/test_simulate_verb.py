@@ -15,7 +15,7 @@ from support.workload import collective, node, write_set
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
 from traceloom.report.simulation import build, sentence
-from traceloom.report.simulation_files import TABLES
+from traceloom.report.simulation_files import SIMULATION
 from traceloom.report.simulation_terminal import render
 from traceloom.simulate import run
 from traceloom.simulate.machine import Dimension, Machine
@@ -118,7 +118,7 @@ def test_every_table_is_a_file(job: Path, machine: str, tmp_path: Path, capsys: 
     outputs = [tables, tmp_path / "nodes.parquet", tmp_path / "became-critical.csv", tmp_path / "out.json"]
     assert main([*words, *(word for path in outputs for word in ("-o", str(path)))]) == 0
     assert "Wrote" in capsys.readouterr().out
-    assert {path.stem for path in tables.iterdir()} == set(TABLES)
+    assert {path.stem for path in tables.iterdir()} == set(SIMULATION.tables)
     answer = run(job, machine)
     assert pl.read_parquet(tmp_path / "nodes.parquet").equals(answer.nodes)
     assert pl.read_csv(tables / "links.csv").equals(answer.links)

@@ -108,7 +108,7 @@ def _pairs(call: Call, where: AttentionInputs, queries: int, keys: int) -> int:
 
 
 @MODELS.register(*_FORWARD, *_BACKWARD, family=FAMILY)
-def _attention(call: Call) -> Work:
+def attention(call: Call) -> Work:
     """2 · heads · pairs · (d_qk + d_v), where pairs are the (query, key) pairs that the mask leaves; backward five
     products: the scores again (d_qk), and the gradients of V, of the scores (d_v), of Q and of K (d_qk).
     """
@@ -160,7 +160,7 @@ def batch_sums(annotation: str) -> tuple[int, int, int, int]:
 
 
 @MODELS.register(*_PAGED, family=PAGED)
-def _paged(call: Call) -> Work:
+def paged(call: Call) -> Work:
     """Causal attention over a paged cache: a request with q queries and k keys has q·k - q·(q - 1)/2 pairs."""
     query, key, value = call.tensor(0), call.tensor(1), call.tensor(2)
     if len(query.shape) != 3 or len(key.shape) != 3:
@@ -180,7 +180,7 @@ _OVER_CACHE = {
 
 
 @MODELS.register(*_OVER_CACHE, family=PAGED, inputs=32)
-def _paged_over_cache(call: Call) -> Work:
+def paged_over_cache(call: Call) -> Work:
     """Decoding over a paged cache: one query a request, and all keys of it."""
     at, dimension = next(places for name, places in _OVER_CACHE.items() if call.name.startswith(name.removesuffix("*")))
     query, key = call.tensor(at), call.tensor(at + 1)

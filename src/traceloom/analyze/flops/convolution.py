@@ -57,7 +57,8 @@ def _macs(x: tuple[int, ...], weight: tuple[int, ...], out: tuple[int, ...], *, 
 
 
 @MODELS.register(*_FORWARD, family=FAMILY)
-def _forward(call: Call) -> Work:
+def forward(call: Call) -> Work:
+    """Every position of the result (transposed: of the input) meets the whole filter once, 2 per multiply-add."""
     where = _FORWARD[call.name]
     x, weight = call.tensor(0), call.tensor(1)
     transposed = where.transposed if isinstance(where.transposed, bool) else call.flag(where.transposed)
@@ -91,7 +92,8 @@ def _forward(call: Call) -> Work:
 
 
 @MODELS.register("aten::convolution_backward", "aten::convolution_backward_overrideable", family=FAMILY)
-def _backward(call: Call) -> Work:
+def backward(call: Call) -> Work:
+    """As many multiply-adds as forward for each of the gradients of input and weight that are asked for."""
     grad, x, weight = call.tensor(0), call.tensor(1), call.tensor(2)
     shift = -1 if call.name.endswith("overrideable") else 0
     mask = call.integers(10 + shift)

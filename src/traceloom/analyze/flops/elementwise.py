@@ -65,7 +65,8 @@ def _operands(call: Call) -> list[Tensor]:
 
 
 @MODELS.register(*_spelled(_ONE + " " + _THREE), *(f"aten::{name}" for name in _BACKWARD.split()), family=FAMILY)
-def _arithmetic(call: Call) -> Work:
+def arithmetic(call: Call) -> Work:
+    """One operation per element of the result, 3 of `addcmul` and its like, none where values are only chosen."""
     if call.name == "aten::where" and len(call.shapes) < 3:
         raise Unknown("how many places are found depends on the data")
     operands, name = _operands(call), call.name.removeprefix("aten::")
@@ -82,7 +83,8 @@ def _arithmetic(call: Call) -> Work:
 
 
 @MODELS.register(*_spelled(_COMPARE), family=FAMILY)
-def _compare(call: Call) -> Work:
+def compare(call: Call) -> Work:
+    """One comparison per element; the result has a byte for each, unless it is written into the first input."""
     operands = _operands(call)
     shape = operands[0].shape if call.name.endswith("_") else broadcast(*(operand.shape for operand in operands))
     size = operands[0].size if call.name.endswith("_") else 1
@@ -91,13 +93,15 @@ def _compare(call: Call) -> Work:
 
 
 @MODELS.register("aten::native_dropout", "aten::_fused_dropout", family=FAMILY)
-def _dropout(call: Call) -> Work:
+def dropout(call: Call) -> Work:
+    """2 per element: a comparison and a product; the result, and a mask of a byte per element."""
     x = call.tensor(0)
     return Work(2 * x.numel, x.bytes + x.numel * (x.size + 1), x.dtype)
 
 
 @MODELS.register("aten::glu", family=FAMILY)
-def _glu(call: Call) -> Work:
+def glu(call: Call) -> Work:
+    """A sigmoid and a product per element of the result, which is half as wide as the input."""
     x = call.tensor(0)
     return Work(x.numel, x.bytes + x.numel // 2 * x.size, x.dtype)
 
@@ -108,7 +112,7 @@ def _glu(call: Call) -> Work:
     "flashinfer::silu_and_mul", "flashinfer::gelu_and_mul", "flashinfer::gelu_tanh_and_mul", "aiter::silu_and_mul",
     "aiter::gelu_and_mul", "aiter::gelu_tanh_and_mul", family="gated activation",
 )  # fmt: skip
-def _gated(call: Call) -> Work:
+def gated(call: Call) -> Work:
     """(result, input twice as wide): one activation and one product per element of the result."""
     out, x = call.tensor(0), call.tensor(1)
     return Work(2 * out.numel, out.bytes + x.bytes, x.dtype)
@@ -118,13 +122,14 @@ def _gated(call: Call) -> Work:
     "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",
     "aten::exponential_", "aten::log_normal_", "aten::cauchy_", "aten::geometric_", family="fill",
 )  # fmt: skip
-def _fill(call: Call) -> Work:
+def fill(call: Call) -> Work:
+    """No arithmetic; the tensor is written once."""
     x = call.tensor(0)
     return Work(0, x.bytes, x.dtype)
 
 
 @MODELS.register("aten::arange", family="fill")
-def _arange(call: Call) -> Work:
+def arange(call: Call) -> Work:
     """(end, result) or (start, end, step, result)."""
     out = call.tensors()
     if len(out) != 1:

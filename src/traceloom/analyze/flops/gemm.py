@@ -29,7 +29,8 @@ def _arithmetic(a: Tensor, b: Tensor) -> str:
 
 @MODELS.register("aten::addmm", "aten::addmm_", "aten::_addmm_activation", family=FAMILY, inputs=6)
 @MODELS.register("aten::mm", "aten::_sparse_semi_structured_mm", family=FAMILY, inputs=4)
-def _mm(call: Call) -> Work:
+def mm(call: Call) -> Work:
+    """(a, b) or (bias, a, b, beta): 2·M·N·K; the bias is read where `beta` is not zero."""
     at = int("addmm" in call.name)  # (a, b), or (bias, a, b, beta)
     bias = [call.tensor(0)] if at and call.number(3, 1.0) else []
     return product(call.tensor(at), call.tensor(at + 1), call.tensor(at).dtype, *bias)
@@ -37,7 +38,8 @@ def _mm(call: Call) -> Work:
 
 @MODELS.register("aten::baddbmm", "aten::baddbmm_", family=FAMILY, inputs=6)
 @MODELS.register("aten::bmm", family=FAMILY, inputs=3)
-def _bmm(call: Call) -> Work:
+def bmm(call: Call) -> Work:
+    """(a, b) or (bias, a, b, beta) for a batch: 2·B·M·N·K."""
     at = int(call.name != "aten::bmm")
     a, b = call.tensor(at), call.tensor(at + 1)
     bias = call.tensor(0).bytes if at and call.number(3, 1.0) else 0
@@ -49,7 +51,8 @@ def _bmm(call: Call) -> Work:
 
 
 @MODELS.register("aten::addbmm", family=FAMILY)
-def _addbmm(call: Call) -> Work:
+def addbmm(call: Call) -> Work:
+    """(out, a, b): 2·B·M·N·K; the products of a batch are added to one matrix, which is read and written."""
     out, a, b = call.tensor(0), call.tensor(1), call.tensor(2)
     (batch, m, k), n = a.shape, b.shape[2]
     if b.shape != (batch, k, n):
@@ -61,7 +64,8 @@ def _addbmm(call: Call) -> Work:
     "aten::linear", "vllm::rocm_unquantized_gemm", "vllm::rocm_unquantized_gemm_impl",
     "aten::_weight_int8pack_mm", "bitsandbytes::int8_linear_matmul", "aiter::gemm_a16w16", family=FAMILY,
 )  # fmt: skip
-def _linear(call: Call) -> Work:
+def linear(call: Call) -> Work:
+    """(a, weight [N, K], bias): 2·M·N·K; every operand once."""
     if call.name == "aten::linear" and len(call.shapes) > 4:
         raise Unknown("more inputs are recorded than the operator has")
     a, weight = call.tensor(0), call.tensor(1)
@@ -72,7 +76,8 @@ def _linear(call: Call) -> Work:
 
 
 @MODELS.register("aten::mv", "aten::dot", "aten::vdot", "aten::addmv", "aten::addmv_", family=FAMILY)
-def _mv(call: Call) -> Work:
+def mv(call: Call) -> Work:
+    """(a, b), or (bias, a, b) of `addmv`: 2 per value of the matrix, or of a vector."""
     if "addmv" not in call.name:  # then (a, b), else (bias, a, b)
         return _vectors(call.tensor(0), call.tensor(1))
     work = _vectors(call.tensor(1), call.tensor(2))
@@ -87,7 +92,8 @@ def _vectors(a: Tensor, b: Tensor) -> Work:
 
 
 @MODELS.register("aten::matmul", family=FAMILY, inputs=3)
-def _matmul(call: Call) -> Work:
+def matmul(call: Call) -> Work:
+    """2·M·N·K for operands of any rank: a vector counts as one row or column, batches are broadcast."""
     a, b = call.tensor(0), call.tensor(1)
     if not a.shape or not b.shape or a.shape[-1] != b.shape[-2 if len(b.shape) > 1 else 0]:
         raise Unknown("the recorded shapes are no matrix product")
@@ -98,7 +104,7 @@ def _matmul(call: Call) -> Work:
 
 
 @MODELS.register("aten::_scaled_mm", "trtllm::cublas_scaled_mm", family=FAMILY)
-def _scaled_mm(call: Call) -> Work:
+def scaled_mm(call: Call) -> Work:
     """(a, b, scale_a, scale_b, bias, ..., out_dtype): the type of the result stands among the numbers after."""
     a, b = call.tensor(0), call.tensor(1)
     packed = 2 if a.dtype == "fp4" else 1
@@ -127,7 +133,8 @@ _LIBRARIES = {
 
 
 @MODELS.register(*_LIBRARIES, family=FAMILY)
-def _library_product(call: Call) -> Work:
+def library_product(call: Call) -> Work:
+    """2·M·N·K; where the operands stand, and which way the second one lies, is known for each library."""
     at, more, b_is_nk = _LIBRARIES[call.name]
     out = call.tensor(0).dtype if at else "int32" if call.name == "aten::_int_mm" else "bf16"
     if call.name.startswith("sgl_kernel"):
@@ -136,7 +143,7 @@ def _library_product(call: Call) -> Work:
 
 
 @MODELS.register("tex_ts::te_gemm_ts", family=FAMILY)
-def _te_gemm(call: Call) -> Work:
+def te_gemm(call: Call) -> Work:
     """TransformerEngine 1: (A, A_scale, fp8, type, transa, B, B_scale, fp8, type, transb, D, ...), column-major."""
     a, b, out = call.tensor(0), call.tensor(5), call.tensor(10)
     turned_a, turned_b = bool(call.integer(4)), bool(call.integer(9))
@@ -147,7 +154,7 @@ def _te_gemm(call: Call) -> Work:
 
 
 @MODELS.register("aten::_grouped_mm", "aten::_scaled_grouped_mm", family="grouped matrix product")
-def _grouped_mm(call: Call) -> Work:
+def grouped_mm(call: Call) -> Work:
     """Rows (or the inner dimension) are cut in groups by offsets that do not change the sum of the work."""
     a, b = call.tensor(0), call.tensor(1)
     out = "bf16" if a.dtype == "fp8" else a.dtype

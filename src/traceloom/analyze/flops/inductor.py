@@ -19,7 +19,7 @@ _SEVERAL = {"softmax": 5, "native_layer_norm": 8, "addcmul": 3, "addcdiv": 3, "l
 
 
 @MODELS.register("triton_poi_fused_*", "triton_red_fused_*", "triton_per_fused_*", family="compiled kernel")
-def _fused(call: Call) -> Work:
+def fused(call: Call) -> Work:
     """Each tensor once, and no more elements of it than the kernel has (a larger one is only looked up in).
 
     One operation per element for every operator in the kernel's name that computes. The name lists each operator once,
@@ -46,7 +46,7 @@ def _fused(call: Call) -> Work:
 
 
 @MODELS.register("triton_tem_fused_*", family="compiled kernel")
-def _template(call: Call) -> Work:
+def template(call: Call) -> Work:
     """A matrix product from a template: (M, K), (K, N) and (M, N) must be the only matrices that fit each other."""
     matrices = [tensor for tensor in call.tensors() if len(tensor.shape) == 2]
     if not re.search(r"_(?:add)?mm(?:_|$)", call.name) or len(matrices) != 3:

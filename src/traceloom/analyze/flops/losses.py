@@ -14,7 +14,8 @@ _SOFTMAX = 5  # largest, difference, exponential, sum, division (log softmax: lo
     "aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::_safe_softmax",
     family="softmax",
 )  # fmt: skip
-def _softmax(call: Call) -> Work:
+def softmax(call: Call) -> Work:
+    """5 per element: largest, difference, exponential, sum, division; half precision may be widened to fp32."""
     x = call.tensor(0)
     if call.name in ("aten::_softmax", "aten::_log_softmax"):
         out = "fp32" if call.text(2) == "True" else x.dtype
@@ -24,14 +25,15 @@ def _softmax(call: Call) -> Work:
 
 
 @MODELS.register("aten::_softmax_backward_data", "aten::_log_softmax_backward_data", family="softmax")
-def _softmax_backward(call: Call) -> Work:
+def softmax_backward(call: Call) -> Work:
+    """(gradient, result): product, sum, difference and product: 4 per element."""
     grad, y = call.tensor(0), call.tensor(1)
     out = call.dtype_code(3) or y.dtype
     return Work(4 * y.numel, grad.bytes + y.bytes + y.numel * SIZES[out], y.dtype)
 
 
 @MODELS.register("aten::cross_entropy_loss", family="loss")
-def _cross_entropy(call: Call) -> Work:
+def cross_entropy(call: Call) -> Work:
     """5 per logit as softmax; the target holds classes or probabilities."""
     x, target = call.tensor(0), call.tensor(1)
     rows = x.numel // (x.shape[1] if len(x.shape) > 1 else x.shape[0])
@@ -41,7 +43,8 @@ def _cross_entropy(call: Call) -> Work:
 
 
 @MODELS.register("aten::nll_loss_forward", "aten::nll_loss2d_forward", family="loss")
-def _nll(call: Call) -> Work:
+def nll(call: Call) -> Work:
+    """One value of the input for each target; a result each, or one in all, and the weight in all."""
     x, target = call.tensor(0), call.tensor(1)
     out = target.numel if call.integer(3, 1) == 0 else 1
     return Work(target.numel, target.numel * x.size + target.bytes + (out + 1) * x.size, x.dtype)
@@ -60,7 +63,7 @@ _REDUCTION = {
 
 
 @MODELS.register(*_REDUCTION, family="loss")
-def _of_two(call: Call) -> Work:
+def of_two(call: Call) -> Work:
     """Difference, square or logarithm, sum: 3 per element."""
     operands = call.tensors()
     shape = broadcast(*(operand.shape for operand in operands))
@@ -73,7 +76,8 @@ def _of_two(call: Call) -> Work:
     "aten::nll_loss_backward", "aten::nll_loss2d_backward", "aten::mse_loss_backward", "aten::smooth_l1_loss_backward",
     "aten::huber_loss_backward", "aten::binary_cross_entropy_backward", family="loss",
 )  # fmt: skip
-def _backward(call: Call) -> Work:
+def backward(call: Call) -> Work:
+    """(gradient, input, target): the gradient of the input is written whole."""
     grad, x, target = call.tensor(0), call.tensor(1), call.tensor(2)
     moved = grad.bytes + target.bytes + x.numel * x.size
     if "nll" in call.name:  # it needs no values of the input

@@ -11,20 +11,21 @@ COPY, INDEX = "copy", "indexing"
 
 
 @MODELS.register("aten::copy_", family=COPY)
-def _copy(call: Call) -> Work:
+def copy(call: Call) -> Work:
     """(target, source): the source may be spread over a larger target."""
     target, source = call.tensor(0), call.tensor(1)
     return Work(0, target.bytes + source.bytes, target.dtype)
 
 
 @MODELS.register("aten::clone", "aten::contiguous", "aten::flip", "aten::roll", "aten::alias_copy", family=COPY)
-def _clone(call: Call) -> Work:
+def clone(call: Call) -> Work:
+    """The input is read, and written packed."""
     x = call.tensor(0)
     return Work(0, x.bytes + x.numel * x.size, x.dtype)
 
 
 @MODELS.register("aten::_to_copy", "aten::to", family=COPY)
-def _to(call: Call) -> Work:
+def to_other_type(call: Call) -> Work:
     """The new element type stands as a number in one of the first places, or is that of another tensor."""
     x = call.tensor(0)
     if call.has(1):
@@ -39,13 +40,15 @@ def _to(call: Call) -> Work:
 
 
 @MODELS.register("aten::cat", "aten::_cat", "aten::concat", "aten::stack", "aten::_stack", family=COPY)
-def _cat(call: Call) -> Work:
+def cat(call: Call) -> Work:
+    """Every part is read once and written once."""
     parts = call.tensor_list(0)
     return Work(0, 2 * sum(part.bytes for part in parts), parts[0].dtype)
 
 
 @MODELS.register("aten::constant_pad_nd", family=COPY)
-def _pad(call: Call) -> Work:
+def pad(call: Call) -> Work:
+    """(input, padding from the last dimension on): a negative padding cuts off."""
     x, pad = call.tensor(0), call.integers(1)
     if pad is None or len(pad) % 2 or len(pad) > 2 * len(x.shape):
         raise Unknown("the padding is not recorded")
@@ -62,14 +65,14 @@ def _pad(call: Call) -> Work:
     "fbgemm::permute_pooled_embs_auto_grad", "fbgemm::recat_embedding_grad_output_mixed_D_batch",
     "torch::autograd::CppNode<fbgemm_gpu::PermutePooledEmbsFunction*", family=COPY,
 )  # fmt: skip
-def _permute(call: Call) -> Work:
+def permute(call: Call) -> Work:
     """The first input in another order; the small tables beside it tell the order."""
     x, *tables = call.tensors()
     return Work(0, 2 * x.bytes + sum(table.bytes for table in tables), x.dtype)
 
 
 @MODELS.register("fbgemm::permute_2D_sparse_data", family=COPY)
-def _permute_sparse(call: Call) -> Work:
+def permute_sparse(call: Call) -> Work:
     """(order, lengths [T, B], values, weights, length of the permuted values)."""
     order, lengths, values = call.tensor(0), call.tensor(1), call.tensor(2)
     out = call.integer(4)
@@ -79,27 +82,27 @@ def _permute_sparse(call: Call) -> Work:
 
 
 @MODELS.register("fbgemm::bounds_check_indices", family=INDEX)
-def _bounds(call: Call) -> Work:
+def bounds_check(call: Call) -> Work:
     """Reads everything; writes only what lies outside."""
     return Work(0, sum(tensor.bytes for tensor in call.tensors()), call.tensor(1).dtype)
 
 
 @MODELS.register("aten::embedding", family="embedding")
-def _embedding(call: Call) -> Work:
+def embedding(call: Call) -> Work:
     """Each row looked up is read and written once."""
     weight, index = call.tensor(0), call.tensor(1)
     return Work(0, 2 * index.numel * weight.shape[1] * weight.size + index.bytes, weight.dtype)
 
 
 @MODELS.register("aten::embedding_dense_backward", "aten::embedding_backward", family="embedding")
-def _embedding_backward(call: Call) -> Work:
+def embedding_backward(call: Call) -> Work:
     """Adds the rows of the gradient into a whole table, which is written once."""
     grad, index, rows = call.tensor(0), call.tensor(1), call.integer(2)
     return Work(grad.numel, grad.bytes + index.bytes + rows * grad.shape[-1] * grad.size, grad.dtype)
 
 
 @MODELS.register("aten::_embedding_bag", "aten::embedding_bag", "aten::_embedding_bag_forward_only", family="embedding")
-def _embedding_bag(call: Call) -> Work:
+def embedding_bag(call: Call) -> Work:
     """One addition per element of each row looked up; one row per bag is written."""
     weight, index, offsets = call.tensor(0), call.tensor(1), call.tensor(2)
     moved = (index.numel + offsets.numel) * weight.shape[1] * weight.size + index.bytes + offsets.bytes
@@ -107,7 +110,7 @@ def _embedding_bag(call: Call) -> Work:
 
 
 @MODELS.register("aten::index_select", "aten::gather", family=INDEX)
-def _select(call: Call) -> Work:
+def select(call: Call) -> Work:
     """(input, dimension, index): an element for each index, of `index_select` a whole slice."""
     x, index = call.tensor(0), call.tensor(2)
     out = index.numel
@@ -121,7 +124,7 @@ def _select(call: Call) -> Work:
     "aten::scatter_", "aten::scatter", "aten::scatter_add_", "aten::scatter_add", "aten::index_add_", "aten::index_add",
     family=INDEX,
 )  # fmt: skip
-def _scatter(call: Call) -> Work:
+def scatter(call: Call) -> Work:
     """(input, dimension, index, source): who adds reads the source, and reads and writes as many places."""
     x, index = call.tensor(0), call.tensor(2)
     rest = 0 if call.name.endswith("_") else 2 * x.bytes
@@ -135,13 +138,14 @@ def _scatter(call: Call) -> Work:
 
 
 @MODELS.register("aten::index_copy_", family=INDEX)
-def _index_copy(call: Call) -> Work:
+def index_copy(call: Call) -> Work:
+    """(target, dimension, index, source): reads index and source, and writes as many places."""
     index, source = call.tensor(2), call.tensor(3)
     return Work(0, index.bytes + 2 * source.bytes, source.dtype)
 
 
 @MODELS.register("aten::index", family=INDEX)
-def _index(call: Call) -> Work:
+def indexed(call: Call) -> Work:
     """Only where the shapes of the indices are recorded, and none is a mask (the size of its result is unknown)."""
     x = call.tensor(0)
     index_shapes = call.shapes[1] if len(call.shapes) > 1 else []
@@ -158,7 +162,7 @@ def _index(call: Call) -> Work:
     "_C_cache_ops::reshape_and_cache_flash", "_C_cache_ops::reshape_and_cache", "aiter::reshape_and_cache",
     "sglang::store_cache", "vllm::unified_kv_cache_update", family="cache update",
 )  # fmt: skip
-def _cache(call: Call) -> Work:
+def cache_update(call: Call) -> Work:
     """(key, value, key cache, value cache, slots, ...): keys and values are read, and written in the cache's type.
 
     Of the unified update neither caches nor slots are inputs.

@@ -28,13 +28,15 @@ def _rows(call: Call, x: Tensor, at: int) -> int:
 
 
 @MODELS.register("aten::native_layer_norm", "aten::layer_norm", family=FAMILY)
-def _layer_norm(call: Call) -> Work:
+def layer_norm(call: Call) -> Work:
+    """(input, shape, weight, bias, ...): 6 per element, 1 more for weight and bias each; mean, deviation in fp32."""
     x = call.tensor(0)
     return _forward(x, call.optional(2, 3), 2 * 4 * _rows(call, x, 1), _CENTRED)
 
 
 @MODELS.register("aten::rms_norm", "aten::_fused_rms_norm", "fb::rms_norm", family=FAMILY)
-def _rms_norm(call: Call) -> Work:
+def rms_norm(call: Call) -> Work:
+    """(input, shape, weight, ...): 3 per element, 1 more for a weight; the fused form keeps an fp32 number per row."""
     x = call.tensor(0)
     places = (1, 2) if call.name.startswith("fb::") else (2,)
     rows = 4 * _rows(call, x, 1) if call.name == "aten::_fused_rms_norm" else 0
@@ -46,7 +48,7 @@ def _rms_norm(call: Call) -> Work:
     "aten::_native_batch_norm_legit", "aten::_batch_norm_impl_index", "aten::_batch_norm_with_update",
     "aten::instance_norm", family=FAMILY,
 )  # fmt: skip
-def _batch_norm(call: Call) -> Work:
+def batch_norm(call: Call) -> Work:
     """(input, weight, bias, running mean, running variance, training, ...): frozen statistics are read, not made."""
     x = call.tensor(0)
     affine, running = call.optional(1, 2), call.optional(3, 4)
@@ -56,7 +58,8 @@ def _batch_norm(call: Call) -> Work:
 
 
 @MODELS.register("aten::group_norm", "aten::native_group_norm", family=FAMILY)
-def _group_norm(call: Call) -> Work:
+def group_norm(call: Call) -> Work:
+    """As layer norm; mean and deviation are kept for each sample and group where the call names the groups."""
     x = call.tensor(0)
     affine = call.optional(*((1, 2) if call.name.endswith("native_group_norm") else (2, 3)))
     groups = call.integer(6) if call.name.endswith("native_group_norm") else 0
@@ -76,7 +79,7 @@ _BACKWARD_INPUTS = {
 
 
 @MODELS.register(*_BACKWARD_INPUTS, family=FAMILY)
-def _backward(call: Call) -> Work:
+def backward(call: Call) -> Work:
     """Reads gradient, input, statistics and weight; writes the gradients of input, weight and bias."""
     at_grad, at_input, saved, at_affine = _BACKWARD_INPUTS[call.name]
     grad, x = call.tensor(at_grad), call.tensor(at_input)
@@ -95,7 +98,7 @@ def _backward(call: Call) -> Work:
     "_C::rms_norm", "sgl_kernel::rmsnorm", "sgl_kernel::gemma_rmsnorm", "flashinfer::rmsnorm", "flashinfer::norm",
     "aiter::rms_norm", "aiter::rmsnorm2d_fwd", "aiter::rmsnorm", family=FAMILY,
 )  # fmt: skip
-def _engine_rms_norm(call: Call) -> Work:
+def engine_rms_norm(call: Call) -> Work:
     """Serving engines write the result into their first input; some calls of aiter return it."""
     if call.name in ("aiter::rms_norm", "aiter::rmsnorm2d_fwd"):
         x, weight = call.tensor(0), call.tensor(1)
@@ -108,7 +111,7 @@ def _engine_rms_norm(call: Call) -> Work:
     "_C::fused_add_rms_norm", "sgl_kernel::fused_add_rmsnorm", "sgl_kernel::gemma_fused_add_rmsnorm",
     "flashinfer::fused_add_rmsnorm", family=FAMILY,
 )  # fmt: skip
-def _engine_add_rms_norm(call: Call) -> Work:
+def engine_add_rms_norm(call: Call) -> Work:
     """(input, residual, weight): both are read and written."""
     x, residual, weight = call.tensor(0), call.tensor(1), call.tensor(2)
     if x.shape != residual.shape:
@@ -119,7 +122,7 @@ def _engine_add_rms_norm(call: Call) -> Work:
 @MODELS.register(
     "aiter::add_rmsnorm", "aiter::rmsnorm2d_fwd_with_add", "aiter::rmsnorm2d_fwd_with_add_ck", family=FAMILY
 )
-def _aiter_add_rms_norm(call: Call) -> Work:
+def aiter_add_rms_norm(call: Call) -> Work:
     """(result, input, residual, new residual, weight): everything once."""
     x = call.tensor(1)
     if any(call.tensor(at).shape != x.shape for at in (0, 2, 3)):
@@ -132,7 +135,7 @@ def _aiter_add_rms_norm(call: Call) -> Work:
     "_C::rms_norm_static_fp8_quant", "_C::rms_norm_dynamic_per_token_quant",
     "_C::fused_add_rms_norm_static_fp8_quant", family=FAMILY,
 )  # fmt: skip
-def _engine_rms_norm_quant(call: Call) -> Work:
+def engine_rms_norm_quant(call: Call) -> Work:
     """(result, input, ...): everything once, the sum with a residual reads and writes that."""
     out, x = call.tensor(0), call.tensor(1)
     again = call.tensor(2).bytes if "fused_add" in call.name else 0

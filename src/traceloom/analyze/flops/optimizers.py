@@ -15,7 +15,7 @@ _PER_ELEMENT = {**dict.fromkeys(_ONE.split(), 1), "addcmul": 3, "addcdiv": 3, "l
 
 
 @MODELS.register(*(f"aten::_foreach_{name}{end}" for name in _PER_ELEMENT for end in ("", "_")), family=FAMILY)
-def _foreach(call: Call) -> Work:
+def foreach(call: Call) -> Work:
     """Every list once; the in-place form writes its first list, `copy` does not read it."""
     lists = [call.tensor_list(at) for at in range(len(call.types)) if call.is_list(at)]
     first = lists[0]
@@ -28,7 +28,7 @@ def _foreach(call: Call) -> Work:
 
 
 @MODELS.register("aten::_foreach_zero_", "aten::_foreach_norm", family=FAMILY)
-def _foreach_tensor(call: Call) -> Work:
+def foreach_tensor(call: Call) -> Work:
     """The norm: square and sum, one number per tensor."""
     first, norm = call.tensor_list(0), call.name.endswith("norm")
     moved = sum(tensor.bytes + norm * tensor.size for tensor in first)
@@ -46,7 +46,7 @@ _FUSED = {
 
 
 @MODELS.register(*_FUSED, family=FAMILY)
-def _fused(call: Call) -> Work:
+def fused(call: Call) -> Work:
     """Parameters, gradients, moments: all read; all but the gradients written."""
     per_element, places, written = _FUSED[call.name]
     lists = [call.tensor_list(at) for at in places if call.is_list(at) and call.shapes[at]]

@@ -22,7 +22,8 @@ _PER_ELEMENT = {"var": 3, "std": 3, "var_mean": 3, "std_mean": 3, "norm": 2, "li
 
 
 @MODELS.register(*(f"aten::{name}" for name in (*_DIMS_AT_1, *_DIMS_AT_2)), family=FAMILY)
-def _reduce(call: Call) -> Work:
+def reduce(call: Call) -> Work:
+    """Operations per element of the input; a result for every element of the dimensions that are kept."""
     short = call.name.removeprefix("aten::")
     if short in ("max", "min") and call.has(1):  # the larger of two tensors
         raise Unknown("it is elementwise here, under another name")
@@ -51,7 +52,8 @@ def _reduce(call: Call) -> Work:
     "aten::cumsum", "aten::cumprod", "aten::cumsum_", "aten::logcumsumexp", "fbgemm::asynchronous_complete_cumsum",
     "fb::asynchronous_complete_cumsum", "fb::offsets_range", family="scan",
 )  # fmt: skip
-def _scan(call: Call) -> Work:
+def scan(call: Call) -> Work:
+    """One addition or product per element; whole numbers are added up in 64 bits."""
     x = call.tensor(0)
     if call.name == "fb::offsets_range":  # counts up within each range, as long as it is told to
         return Work(0, x.bytes + call.tensor(1).numel * x.size, x.dtype)
@@ -62,7 +64,7 @@ def _scan(call: Call) -> Work:
 
 
 @MODELS.register("aten::topk", "aten::sort", "aten::argsort", family="selection")
-def _selection(call: Call) -> Work:
+def selection(call: Call) -> Work:
     """No arithmetic is counted: comparisons depend on the algorithm. An index (8 bytes) for each value."""
     x = call.tensor(0)
     kept, size = x.numel, 0 if call.name == "aten::argsort" else x.size
@@ -80,7 +82,8 @@ _POOLS = {
 
 
 @MODELS.register(*_POOLS, family="pooling")
-def _pool(call: Call) -> Work:
+def pool(call: Call) -> Work:
+    """One operation per value under the kernel; `max` keeps an index of 8 bytes for each result."""
     x, rank, is_max = call.tensor(0), _POOLS[call.name], "max" in call.name
     # (input, kernel, stride, padding, [dilation], ceil)
     kernel = call.sizes(1, rank)
@@ -100,7 +103,7 @@ def _pool(call: Call) -> Work:
 
 
 @MODELS.register("aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward", family="pooling")
-def _pool_backward(call: Call) -> Work:
+def pool_backward(call: Call) -> Work:
     """(gradient, input, ..., indices): the values of the input are not needed, its gradient is written."""
     grad, x = call.tensor(0), call.tensor(1)
     indices = call.tensors()[2:] if "max" in call.name else []
@@ -108,7 +111,8 @@ def _pool_backward(call: Call) -> Work:
 
 
 @MODELS.register("aten::_adaptive_avg_pool2d", "aten::adaptive_avg_pool2d", family="pooling")
-def _adaptive(call: Call) -> Work:
+def adaptive(call: Call) -> Work:
+    """Every value of the input is added once."""
     x = call.tensor(0)
     out = math.prod(x.shape[:-2]) * math.prod(call.sizes(1, 2))
     return Work(x.numel, x.bytes + out * SIZES[x.dtype], x.dtype)
@@ -122,7 +126,7 @@ _TAPS = {
 
 
 @MODELS.register(*(f"aten::upsample_{name}" for name in _TAPS), family="resampling")
-def _upsample(call: Call) -> Work:
+def upsample(call: Call) -> Work:
     """A multiply-add per value of the input that a value of the result is made of."""
     rank, taps = _TAPS[call.name.removeprefix("aten::upsample_")]
     x = call.tensor(0)

@@ -14,7 +14,7 @@ from traceloom.analyze.flops.registry import MODELS, Work
     "sglang::inplace_fused_experts", "sglang::outplace_fused_experts", "aiter::fused_moe_",
     "vllm::rocm_aiter_fused_moe", family="mixture of experts",
 )  # fmt: skip
-def _fused_experts(call: Call) -> Work:
+def fused_experts(call: Call) -> Work:
     """Each token goes through its chosen experts: 2·K·N1 + 2·N2·K; no more experts are read than are chosen."""
     tokens, first, second, routing = (call.tensor(at) for at in range(4))  # routing: tokens by experts per token
     if len(first.shape) != 3 or len(second.shape) != 3 or len(routing.shape) != 2:
@@ -35,7 +35,7 @@ _BYTES = {"mxfp4": 17 / 32, "mxfp8": 33 / 32}  # with one byte of scale for 32 v
 
 
 @MODELS.register("vllm::moe_forward", family="mixture of experts", inside=True)
-def _triton_experts(call: Call) -> Work:
+def triton_experts(call: Call) -> Work:
     """Two products of triton_kernels, (tokens, scores of the experts); of their weights only the grids tell the sizes.
 
     A grid has a block for each tile of columns of each tile of rows. Tiles of rows are as many as rows that are spread
@@ -73,7 +73,7 @@ def _row_tiles(rows: int, experts: int, block: int) -> int:
     "_moe_C::topk_softmax", "sgl_kernel::topk_softmax", "aiter::topk_softmax", "_moe_C::grouped_topk",
     "sgl_kernel::moe_fused_gate", family="mixture of experts",
 )  # fmt: skip
-def _gating(call: Call) -> Work:
+def gating(call: Call) -> Work:
     """Softmax over the experts (5 per score); every tensor once."""
     tensors = call.tensors()
     scores = max(tensors, key=lambda tensor: tensor.numel)
@@ -81,7 +81,7 @@ def _gating(call: Call) -> Work:
 
 
 @MODELS.register("_moe_C::moe_sum", "sgl_kernel::moe_sum", "aiter::moe_sum", family="mixture of experts")
-def _combine(call: Call) -> Work:
+def combine(call: Call) -> Work:
     """(tokens by experts per token by width, result): the outputs of a token's experts are added."""
     x, out = call.tensor(0), call.tensor(1)
     return Work(x.numel, x.bytes + out.bytes, x.dtype)
@@ -98,7 +98,7 @@ _ROTARY = {
 
 
 @MODELS.register(*_ROTARY, family="rotary embedding")
-def _rotary(call: Call) -> Work:
+def rotary(call: Call) -> Work:
     """Query and key (where there is one) are turned, 3 operations per element; cosines per position."""
     at_positions, at_parts, at_table = _ROTARY[call.name]
     positions, query = call.tensor(at_positions), call.tensor(at_parts[0])
@@ -116,7 +116,7 @@ def _rotary(call: Call) -> Work:
     "aiter::dynamic_per_token_scaled_quant", "aiter::static_per_tensor_quant", "aiter::dynamic_per_tensor_quant",
     family="quantisation",
 )  # fmt: skip
-def _quantise(call: Call) -> Work:
+def quantise(call: Call) -> Work:
     """Input, result and scales once; scale and round: 2 per element."""
     tensors = call.tensors()
     if len(tensors) < 2:
@@ -129,7 +129,7 @@ def _quantise(call: Call) -> Work:
     "fbgemm::FloatToFP8RowwiseQuantized", "fbgemm::FP8RowwiseQuantizedToFloat", "fbgemm::FloatToHFP8Quantized",
     "fbgemm::HFP8QuantizedToFloat", family="quantisation",
 )  # fmt: skip
-def _fbgemm(call: Call) -> Work:
+def fbgemm(call: Call) -> Work:
     """Between floats and bytes; rowwise rows carry 8 bytes of scale behind them."""
     x = call.tensor(0)
     rowwise, to_float = "Rowwise" in call.name, call.name.endswith("ToFloat")

@@ -66,7 +66,7 @@ def awaited(units: Units, kept: Bools) -> AwaitedUnits:
     queue_of = np.where(np.isin(lane, units.queues), lane, -1)
     chain = _chains(order, source, target, kept, queue_of)
     # For every unit and each chain: the last kept unit that must have ended before the unit starts.
-    place, is_kept = position.tolist(), kept.tolist()
+    positions, is_kept = position.tolist(), kept.tolist()
     by_target = np.argsort(target, kind="stable")
     before = source[by_target].tolist()
     first = np.searchsorted(target[by_target], np.arange(2 * count + 1)).tolist()
@@ -75,7 +75,7 @@ def awaited(units: Units, kept: Bools) -> AwaitedUnits:
         unit = point >> 1
         by_chain = points[point - 1] if point & 1 else _NOTHING
         if point & 1 and is_kept[unit]:
-            by_chain = {chain[unit]: place[unit]}
+            by_chain = {chain[unit]: positions[unit]}
         for other in before[first[point] : first[point + 1]]:
             by_chain = _later(by_chain, points[other])
         points[point] = by_chain

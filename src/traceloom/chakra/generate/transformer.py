@@ -156,24 +156,24 @@ class _RankProgram:
         for turn, (direction, number) in enumerate(steps):
             forward = direction == "forward"
             tag = 2 * number + (not forward)
-            source, to = self._neighbour(-1 if forward else 1), self._neighbour(1 if forward else -1)
+            source, to = self.neighbour(-1 if forward else 1), self.neighbour(1 if forward else -1)
             if source is not None:
                 got[direction] = [self.program.receive(source, self.activation, got.get(direction, []), tag=tag)]
                 self.last = [*self.last, *got[direction]]
-            self._layers(number, forward=forward, final=turn == len(steps) - 1)
+            self.layers(number, forward=forward, final=turn == len(steps) - 1)
             if to is not None:
                 self.program.send(to, self.activation, self.last, tag=tag)
         weights = sum(_WEIGHTS.values()) * options.hidden**2 * self.own_layers // options.tensor_parallel
         operations, size = _ADAM_OPERATIONS * weights, _ADAM_BYTES * weights
         after = [*self.last, *self.gradients]
-        self.program.compute("optimizer", after, us=self._us(operations, size), operations=operations, size=size)
+        self.program.compute("optimizer", after, us=self.us(operations, size), operations=operations, size=size)
 
-    def _neighbour(self, step: int) -> int | None:
+    def neighbour(self, step: int) -> int | None:
         stage = self.position.stage + step
         inside = 0 <= stage < self.options.pipeline_parallel
         return _Position(self.position.tensor, self.position.data, stage).rank(self.options) if inside else None
 
-    def _layers(self, number: int, *, forward: bool, final: bool) -> None:
+    def layers(self, number: int, *, forward: bool, final: bool) -> None:
         options, program = self.options, self.program
         first = self.position.stage * self.own_layers
         layers = range(first, first + self.own_layers)
@@ -187,7 +187,7 @@ class _RankProgram:
                     operations += 4 * options.hidden * options.sequence * self.tokens
                 operations = operations * (1 if forward else 2) // options.tensor_parallel
                 size = weights * options.element_bytes // options.tensor_parallel + 2 * self.activation
-                us = self._us(operations, size)
+                us = self.us(operations, size)
                 self.last = [program.compute(name, self.last, us=us, operations=operations, size=size)]
                 if options.tensor_parallel > 1:
                     name, group = f"{name} all-reduce", self.tensor_group
@@ -198,6 +198,6 @@ class _RankProgram:
                 node = program.collective("ALL_REDUCE", size, after, group=self.data_group, name=name)
                 self.gradients.append(node)
 
-    def _us(self, operations: int, size: int) -> int:
+    def us(self, operations: int, size: int) -> int:
         """Roofline: whichever takes longer, operations or bytes; at least 1 µs."""
         return max(1, round(operations / (self.options.tflops * 1e6)), round(size / (self.options.memory_gbps * 1e3)))

@@ -145,14 +145,14 @@ def _compare(parts: Sequence[Ordered], name: str, first: _Sequence, other: _Sequ
         waits = ": each waits for the other" if rule == "collective-order" else ""
 
         def sentence(k: int) -> str:
-            one, two = (
+            here, there = (
                 kind_name(None if s.kinds[k] == _NONE else int(s.kinds[k]))
                 + ("" if s.sizes[k] == _NONE else f" of {int(s.sizes[k]):,} bytes")
                 for s in (first, other)
             )
             return (
-                f"collective {k + 1} of {_group(name)} is {one} on rank {first_part.rank} "
-                f"({label(first_part.table, int(first.rows[k]))}), {two} on rank {other_part.rank} "
+                f"collective {k + 1} of {_group(name)} is {here} on rank {first_part.rank} "
+                f"({label(first_part.table, int(first.rows[k]))}), {there} on rank {other_part.rank} "
                 f"({label(other_part.table, int(other.rows[k]))}){waits}"
             )
 

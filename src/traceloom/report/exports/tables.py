@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,46 +10,64 @@ from typing import Any, BinaryIO
 import polars as pl
 
 from traceloom.errors import UsageError, nearest
+from traceloom.files import write_directory
 from traceloom.report.sections import core, shown
 from traceloom.report.table import Bar
 
 OURS = r"[^/]*\.(csv|parquet)"
 """What a directory of tables holds."""
 
-
-TABLE_ENDINGS = (".csv", ".parquet")
+_TABLE_ENDINGS = (".csv", ".parquet")
+ResultWriter = Callable[[Any, BinaryIO], object]
 
 
 @dataclass(frozen=True, slots=True)
-class ResultTables:
-    """Frames of a result as files that are named after them.
+class ResultFiles:
+    """What a result can be written as: documents, pages, and its frames as tables in files that are named after them.
 
     Attributes:
         what: The result, in a word.
-        names: The frames, attributes of it.
+        tables: The frames, attributes of it.
+        writers: What writes all else, by ending.
     """
 
     what: str
-    names: tuple[str, ...]
+    tables: tuple[str, ...]
+    writers: Mapping[str, ResultWriter]
 
-    def writer(self, path: Path, ending: str) -> Callable[[Any, BinaryIO], object]:
-        """What writes the frame that a file is named after.
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """All endings of files."""
+        return (*self.writers, *_TABLE_ENDINGS)
+
+    def writer(self, path: Path, ending: str) -> ResultWriter:
+        """What writes a file; that of a table is named after it.
+
+        Args:
+            path: Its name.
+            ending: One of `endings`.
 
         Raises:
             UsageError: slug `no-such-table`.
         """
+        if ending in self.writers:
+            return self.writers[ending]
         name = path.stem.replace("-", "_")
-        if name not in self.names:
-            hint = nearest(name, self.names) + f"name the file after one of {', '.join(self.names)}"
+        if name not in self.tables:
+            hint = nearest(name, self.tables) + f"name the file after one of {', '.join(self.tables)}"
             hint += "; or write all with -o DIR/"
             raise UsageError(f"a {self.what} has no table `{path.stem}`", slug="no-such-table", hint=hint)
         return lambda answer, handle: write(getattr(answer, name), ending, handle)
 
-    def fill(self, answer: object, directory: Path) -> None:
-        """Write all frames as CSV into a directory that is there."""
-        for name in self.names:
-            with (directory / f"{name}.csv").open("wb") as handle:
-                write(getattr(answer, name), ".csv", handle)
+    def write_directory(self, answer: object, path: Path, *, force: bool) -> int:
+        """Write all frames as CSV into a directory, as `files.write_directory` does; the size of its files in bytes."""
+
+        def fill(directory: Path) -> None:
+            for name in self.tables:
+                with (directory / f"{name}.csv").open("wb") as handle:
+                    write(getattr(answer, name), ".csv", handle)
+
+        return sum(file.stat().st_size for file in write_directory(path, fill, OURS, force=force))
 
 
 def frames(document: dict[str, Any]) -> Iterator[tuple[str, pl.DataFrame]]:

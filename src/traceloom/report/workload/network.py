@@ -29,7 +29,7 @@ COMMUNICATION = ("collective", "send", "receive")
 
 
 @dataclass(frozen=True)
-class Network:
+class NodeNetwork:
     """Nodes and what they wait for.
 
     Attributes:
@@ -56,7 +56,7 @@ class Network:
     details: dict[int, Path] = field(default_factory=dict)
 
 
-def of_graph(graph: Graph) -> Network:
+def of_graph(graph: Graph) -> NodeNetwork:
     """A graph as it is: all kinds of nodes and edges."""
     nodes = graph.nodes.select(
         pl.col("node").cast(pl.Int64).alias("id"),
@@ -76,10 +76,10 @@ def of_graph(graph: Graph) -> Network:
     communication = graph.communication.select(
         pl.col("node").cast(pl.Int64), pl.col("kind").fill_null("unknown").alias("what"), "group"
     )
-    return Network(graph.name, "graph", nodes, edges, communication, facts=(graph.stage,), notices=graph.notices)
+    return NodeNetwork(graph.name, "graph", nodes, edges, communication, facts=(graph.stage,), notices=graph.notices)
 
 
-def of_workload(workload: Workload) -> Network:
+def of_workload(workload: Workload) -> NodeNetwork:
     """Chakra files of all ranks; times are whole microseconds, as files have them."""
     first = np.cumsum([0, *(len(table) for table in workload.tables)])
     nodes, edges, dangling = [], [], 0
@@ -100,7 +100,7 @@ def of_workload(workload: Workload) -> Network:
         .select(pl.col("node").cast(pl.Int64), pl.coalesce("what", "kind").alias("what"), "group")
     )
     files = {rank or 0: Path(table.path) for rank, table in zip(workload.ranks, workload.tables, strict=True)}
-    return Network(
+    return NodeNetwork(
         workload.place.name,
         "chakra",
         whole.drop("what", "group"),
@@ -134,7 +134,7 @@ def _nodes(table: NodeTable, rank: int | None) -> pl.DataFrame:
     )
 
 
-def row_of(network: Network, identity: int, rank: int | None) -> list[int]:
+def row_of(network: NodeNetwork, identity: int, rank: int | None) -> list[int]:
     """Rows of the nodes with an id, on one rank or on all."""
     condition = pl.col("id") == identity
     if rank is not None:

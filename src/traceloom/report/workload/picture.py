@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.report.workload.network import Network
+from traceloom.report.workload.network import NodeNetwork
 
 MOST_BOXES = 48
 MOST_NEIGHBOURS = 160
@@ -59,7 +59,7 @@ class Picture:
     left_out: str = ""
 
 
-def collapsed(network: Network, most: int = MOST_BOXES) -> Picture:
+def collapsed(network: NodeNetwork, most: int = MOST_BOXES) -> Picture:
     """All nodes, those of one kind and name as one box.
 
     Numbers in names are ignored where that is needed to get few boxes; what has least time shares a box per kind.
@@ -129,7 +129,7 @@ def collapsed(network: Network, most: int = MOST_BOXES) -> Picture:
     return Picture("All nodes, by kind and name", boxes, links, left_out)
 
 
-def neighbourhood(network: Network, row: int, depth: int, most: int = MOST_NEIGHBOURS) -> Picture:
+def neighbourhood(network: NodeNetwork, row: int, depth: int, most: int = MOST_NEIGHBOURS) -> Picture:
     """One node with everything up to `depth` dependencies away, on both sides; the nearest where that is too much."""
     source, target = network.edges["source"].to_numpy(), network.edges["target"].to_numpy()
     distance = {row: 0}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import polars as pl
 
 from traceloom.report.table import Row
-from traceloom.report.workload.network import Network
+from traceloom.report.workload.network import NodeNetwork
 
 _NAMES = 12
 _KNOWN_BYTES = pl.when(pl.col("bytes").count() > 0).then(pl.col("bytes").sum()).alias("bytes")
 
 
-def summarise(network: Network) -> Row:
+def summarise(network: NodeNetwork) -> Row:
     """What `traceloom show --json` prints.
 
     Times are sums over nodes, ns; `window_ns` is from the first start to the last end, null where there are no times.
@@ -72,7 +72,7 @@ def _totals(nodes: pl.DataFrame, by: list[str]) -> pl.DataFrame:
     )
 
 
-def _ranks(network: Network) -> list[Row]:
+def _ranks(network: NodeNetwork) -> list[Row]:
     sent = pl.col("bytes").filter(pl.col("kind").is_in(["collective", "send"]))
     waiting = network.edges.group_by(pl.col("target").alias("row")).agg(pl.len().alias("waits"))
     nodes = network.nodes.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
@@ -94,7 +94,7 @@ def _ranks(network: Network) -> list[Row]:
     )
 
 
-def neighbours(network: Network, row: int) -> Row:
+def neighbours(network: NodeNetwork, row: int) -> Row:
     """One node, what it waits for, and what waits for it."""
     communication = network.communication.filter(pl.col("node") == row).select("what", "group").to_dicts()
     beside = {}

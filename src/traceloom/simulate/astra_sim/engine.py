@@ -291,10 +291,10 @@ class Engine:
         rank.issued[label] = turn + 1
         meeting = self.meetings.get((label, turn))
         position = position_in(group, rank.nodes, node)
-        given = self._algorithms.get(message.kind)
+        algorithm = self._algorithms.get(message.kind)
         if meeting is None:
             counts, begin, nodes, end = ([-1] * len(group) for _ in range(4))
-            chunks = [] if given or self._recorded else self._chunks(message, len(group), whole=not label)
+            chunks = [] if algorithm or self._recorded else self._chunks(message, len(group), whole=not label)
             meeting = Meeting(
                 label, turn, group, message.kind, message.size, chunks, rank.count, counts, begin, nodes, end
             )
@@ -303,7 +303,7 @@ class Engine:
         meeting.counts[position] = rank.count
         if message.kind != meeting.kind or not (message.size == meeting.size or self._alike(message, meeting)):
             return  # each waits for what the others do not do: the run ends there, and says so
-        by_count = not label and not given and not self._recorded
+        by_count = not label and not algorithm and not self._recorded
         if by_count and rank.count != meeting.count:
             return  # as above: of all ranks' collectives ASTRA-sim matches the chunks by this count
         meeting.came += 1
@@ -313,8 +313,8 @@ class Engine:
                 self._end_at(meeting, np.full(len(group), self.clock.now + max(took)))
             return
         rank.count += len(meeting.chunks) or 1
-        if given:
-            self._carry(rank, meeting, position, given(len(group), message.size))
+        if algorithm:
+            self._carry(rank, meeting, position, algorithm(len(group), message.size))
         elif self._whole:
             if meeting.came == len(group):
                 self._meet(meeting)

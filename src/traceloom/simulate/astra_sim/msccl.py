@@ -65,8 +65,8 @@ class _AlgorithmXml:
         self._block: _Block | None = None
         self._steps = 0
         self._parser = expat.ParserCreate()
-        self._parser.StartElementHandler = self._start
-        self._parser.StartDoctypeDeclHandler = self._doctype
+        self._parser.StartElementHandler = self.start
+        self._parser.StartDoctypeDeclHandler = self.doctype
 
     def read(self, content: bytes) -> None:
         try:
@@ -76,12 +76,12 @@ class _AlgorithmXml:
         if not self.gpus:
             raise _wrong(self.where, "it has no GPUs")
 
-    def _doctype(self, *_: object) -> None:
+    def doctype(self, *_: object) -> None:
         raise _wrong(
             self.where, f"line {self._parser.CurrentLineNumber}: it declares a document type, which is not read"
         )
 
-    def _number(self, values: Mapping[str, str], key: str, least: int, absent: int | None = None) -> int:
+    def number(self, values: Mapping[str, str], key: str, least: int, absent: int | None = None) -> int:
         text = values.get(key, "" if absent is None else str(absent))
         try:
             number = int(text)
@@ -92,28 +92,28 @@ class _AlgorithmXml:
             raise _wrong(self.where, f"line {line}: expected {key} to be a number from {least}, got {text!r:.40}")
         return number
 
-    def _start(self, name: str, values: dict[str, str]) -> None:
+    def start(self, name: str, values: dict[str, str]) -> None:
         line = self._parser.CurrentLineNumber
         if name == "algo" and not self.head:
             self.head = values
-            self.chunks = self._number(values, "nchunksperloop", 1)
-            self.count = self._number(values, "ngpus", 0, 0)
+            self.chunks = self.number(values, "nchunksperloop", 1)
+            self.count = self.number(values, "ngpus", 0, 0)
         elif name == "gpu" and self.head:
             self._gpu, self._block = {}, None
-            number = self._number(values, "id", 0)
+            number = self.number(values, "id", 0)
             if number in self.gpus:
                 raise _wrong(self.where, f"line {line}: GPU {number} is there twice")
             self.gpus[number] = self._gpu
         elif name == "tb" and self._gpu is not None:
-            to, source = (self._number(values, key, -1, -1) for key in ("send", "recv"))
-            self._block = _Block(to, source, self._number(values, "chan", 0, 0))
-            self._gpu[self._number(values, "id", 0)] = self._block
+            to, source = (self.number(values, key, -1, -1) for key in ("send", "recv"))
+            self._block = _Block(to, source, self.number(values, "chan", 0, 0))
+            self._gpu[self.number(values, "id", 0)] = self._block
         elif name == "step" and self._block is not None:
-            self._step(values, line)
+            self.step(values, line)
         else:
             raise _wrong(self.where, f"line {line}: `{name}` has no meaning there")
 
-    def _step(self, values: dict[str, str], line: int) -> None:
+    def step(self, values: dict[str, str], line: int) -> None:
         block, kind = self._block, values.get("type", "")
         assert block is not None
         if kind not in _STEPS:
@@ -124,8 +124,8 @@ class _AlgorithmXml:
         self._steps += 1
         if self._steps > _MOST:
             raise _wrong(self.where, f"it has more than {_MOST:,} steps")
-        awaited = (self._number(values, "depid", -1, -1), self._number(values, "deps", -1, -1))
-        count = self._number(values, "cnt", 1 if receives or sends else 0, 1)
+        awaited = (self.number(values, "depid", -1, -1), self.number(values, "deps", -1, -1))
+        count = self.number(values, "cnt", 1 if receives or sends else 0, 1)
         block.steps.append(_Step(kind, count, awaited if min(awaited) >= 0 else None))
 
 

@@ -81,7 +81,7 @@ class Mailbox:
         """Wait for a message; of one that is there already `received` is called at this time, but later."""
         if self._arrived.get(key):
             self._arrived[key] -= 1
-            self._clock.at(self._clock.now, _call, received)
+            self._clock.at(self._clock.now, lambda _: received(), None)
         else:
             self._awaited.setdefault(key, deque()).append(received)
 
@@ -94,10 +94,6 @@ class Mailbox:
             awaited.popleft()()
         else:
             self._arrived[key] = self._arrived.get(key, 0) + 1
-
-
-def _call(function: Callable[[], None]) -> None:
-    function()
 
 
 @dataclass(slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from traceloom.errors import CheckError, UsageError
@@ -66,10 +64,12 @@ def check_ended(engine: Engine) -> None:
 
 def _waits(engine: Engine, rank: RunningRank) -> tuple[str, int]:
     """What a rank waits in, and for which rank; -1 for none."""
-    for node in _under_way(rank):
+    own_rank = rank.nodes.rank
+    under_way = [node for node in range(len(rank.nodes)) if rank.begin_ns[node] >= 0 > rank.end_ns[node]]
+    for node in sorted(under_way, key=lambda node: rank.nodes.action[node] != COLLECTIVE):  # others wait for these
         label, action = rank.nodes.label(node), rank.nodes.action[node]
         if action == COLLECTIVE:
-            meeting = next(m for m in engine.meetings.values() if _node_of(m.group, m.node, rank.nodes.rank) == node)
+            meeting = next(m for m in engine.meetings.values() if (own_rank, node) in zip(m.group, m.node, strict=True))
             absent = [peer for peer, begin in zip(meeting.group, meeting.begin_ns, strict=True) if begin < 0]
             if absent:
                 return f"{label} waits for rank {absent[0]}, which does not come to it", absent[0]
@@ -79,7 +79,7 @@ def _waits(engine: Engine, rank: RunningRank) -> tuple[str, int]:
                 if (message.kind, message.size) != (ours.kind, ours.size):
                     here, there = (f"{m.kind} of {m.size:,} bytes" for m in (ours, message))
                     return f"{label} is {here}, where rank {peer} does {there} in its {peer_nodes.label(other)}", peer
-            own = meeting.counts[meeting.group.index(rank.nodes.rank)]
+            own = meeting.counts[meeting.group.index(own_rank)]
             for peer, count in zip(meeting.group, meeting.counts, strict=True):
                 if not meeting.name and count != own:
                     return (
@@ -97,13 +97,3 @@ def _waits(engine: Engine, rank: RunningRank) -> tuple[str, int]:
     if not rank.left[waiting]:
         return f"{rank.nodes.label(waiting)} is never begun: it is ready when the last other node has ended", -1
     return f"{rank.nodes.label(waiting)} waits in a circle with other nodes of its file", -1
-
-
-def _under_way(rank: RunningRank) -> Iterator[int]:
-    """Nodes that have begun and not ended, those that others wait for first."""
-    began = [n for n in range(len(rank.nodes)) if rank.begin_ns[n] >= 0 > rank.end_ns[n]]
-    yield from sorted(began, key=lambda node: rank.nodes.action[node] != COLLECTIVE)
-
-
-def _node_of(group: tuple[int, ...], nodes: list[int], rank: int) -> int:
-    return nodes[group.index(rank)] if rank in group else -1

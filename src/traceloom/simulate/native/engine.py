@@ -65,15 +65,15 @@ class _Sharing:
 
     def begin(self, operation: int, at: int, alone: int) -> None:
         """A transfer starts that takes so long alone."""
-        self._advance(at)
+        self.advance(at)
         # By its clock it may have begun a moment ago.
         self._left[operation] = float(alone - (self._now - at))
-        self._ends_at(operation, at + alone)
+        self.ends_at(operation, at + alone)
         self._speed[operation] = 1.0
         bundle, share = self._bundles.of(self._of_class[operation])
         self._used[bundle] += share
         if self._slow or (self._used[bundle] > FULL).any():
-            self._share()
+            self.share()
 
     def next_end(self) -> tuple[int, int] | None:
         """The first end of all, and whose it is; None where nothing is under way."""
@@ -84,21 +84,21 @@ class _Sharing:
     def finish(self, operation: int) -> int:
         """A transfer ends; returns when."""
         end = self._end.pop(operation)
-        self._advance(end)
+        self.advance(end)
         self._slow -= self._speed.pop(operation) < 1
         del self._left[operation]
         self._held_by.pop(operation, None)
         bundle, share = self._bundles.of(self._of_class[operation])
         self._used[bundle] = np.maximum(self._used[bundle] - share, 0.0)
         if self._slow:
-            self._share()
+            self.share()
         return end
 
-    def _ends_at(self, operation: int, end: int) -> None:
+    def ends_at(self, operation: int, end: int) -> None:
         self._end[operation] = end
         heapq.heappush(self._ends, (end, operation))
 
-    def _advance(self, until: int) -> None:
+    def advance(self, until: int) -> None:
         passed = until - self._now
         if passed <= 0:
             return
@@ -108,7 +108,7 @@ class _Sharing:
                 self.waiting[self._held_by[operation]] += passed * (1 - speed)
         self._now = until
 
-    def _share(self) -> None:
+    def share(self) -> None:
         """New speeds, and with them new ends, for those whose speed changes."""
         running = np.array(sorted(self._speed), dtype=np.int64)
         row, bundle, asked = self._bundles.uses(np.array([self._of_class[operation] for operation in running.tolist()]))
@@ -122,7 +122,7 @@ class _Sharing:
                 self.contended = True
                 self._speed[operation] = speed
                 left = max(self._left[operation], 0.0)
-                self._ends_at(operation, self._now + math.ceil(left / speed - _ROUNDING))
+                self.ends_at(operation, self._now + math.ceil(left / speed - _ROUNDING))
             self._held_by[operation] = int(used[link])
 
 

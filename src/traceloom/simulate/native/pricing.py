@@ -59,7 +59,7 @@ class Modelled:
 
 
 @dataclass(eq=False)
-class Pricing:
+class _Pricing:
     """The times of communications on one machine, each worked out once."""
 
     machine: Machine
@@ -84,10 +84,10 @@ class Pricing:
         if key not in self._known:
             if kind not in {"send", "barrier"} and all(kind not in kinds for kinds in KINDS_OF.values()):
                 return None
-            self._known[key] = self._model(*key)
+            self._known[key] = self.model(*key)
         return self._known[key]
 
-    def _model(self, kind: str, members: tuple[int, ...], size_bytes: int, splits: tuple[int, ...]) -> Modelled:
+    def model(self, kind: str, members: tuple[int, ...], size_bytes: int, splits: tuple[int, ...]) -> Modelled:
         machine = self.machine
         places = machine.places[list(members)]
         order = np.asarray(members)
@@ -121,9 +121,9 @@ class Pricing:
         ends = finish_times(plan, self.network, order, np.zeros(len(members)), reduction_ns_per_byte=reduction, use=use)
         links = np.flatnonzero(use.bytes > 0)
         carried = np.rint(np.minimum(use.bytes[links], _MOST_BYTES)).astype(np.int64)
-        return Modelled(float(ends.max(initial=0.0)), links, carried, self._card_ns(plan, order), algorithm)
+        return Modelled(float(ends.max(initial=0.0)), links, carried, self.card_ns(plan, order), algorithm)
 
-    def _card_ns(self, plan: Schedule, order: Ints) -> float:
+    def card_ns(self, plan: Schedule, order: Ints) -> float:
         """What the bytes of the busiest network card take, whatever links there are."""
         card = self.machine.nic
         if card is None:
@@ -152,8 +152,8 @@ def transfers_on(
         recorded_ns: How long they took, shape (communications,).
         measured_on: The machine that its measured transfers are of, where its network was changed since.
     """
-    pricing = Pricing(machine)
-    base = pricing if measured_on is None else Pricing(measured_on)
+    pricing = _Pricing(machine)
+    base = pricing if measured_on is None else _Pricing(measured_on)
     about = ["kind", "members", "size_bytes", "splits"]
     asked = table.select(about).with_columns(key=pl.struct(about).rank("dense"))
     distinct = asked.unique("key", keep="first").sort("key")
@@ -203,7 +203,7 @@ class _Price:
     card_ns: int = 0
 
 
-def _price(pricing: Pricing, base: Pricing, asked: dict[str, Any]) -> _Price:
+def _price(pricing: _Pricing, base: _Pricing, asked: dict[str, Any]) -> _Price:
     """What one communication takes; `asked` is a row of the table."""
     kind, members, size_bytes, splits = (asked[name] for name in ("kind", "members", "size_bytes", "splits"))
     if kind == "barrier":

@@ -146,7 +146,7 @@ class _Target:
             unchanged = read_machine(machine)
             name = unchanged.name or str(machine)
         described = changed(unchanged, overrides)
-        world = _world(graph)
+        world = graph.job_ranks
         if isinstance(machine, str) and machine in presets() and not Path(machine).exists():
             host = math.prod(part.size for part in described.dimensions[:-1])
             world = world if world <= host else -(-world // host) * host
@@ -155,13 +155,6 @@ class _Target:
             described.check(world)
         name += f" with {', '.join(overrides)}" if overrides else ""
         return cls(described, name, unchanged if overrides and described.transfers else None)
-
-
-def _world(graph: Graph) -> int:
-    """How many ranks the job has, recorded or not."""
-    members = graph.communication["ranks"].explode().max()
-    ranks = [graph.nodes["rank"].max(), members, graph.communication["peer"].max()]
-    return max([graph.world_size or 1, *(rank + 1 for rank in ranks if isinstance(rank, int))])
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class _RoundOnLinks:
         """When the last byte of each message has left its narrowest link; `free` becomes when links are free again."""
         links = self.routes.links
         begin = np.maximum(start[self.message], free[links])
-        end = self._shared_ends(begin) if self.shared else begin + self.own_ns
+        end = self.shared_ends(begin) if self.shared else begin + self.own_ns
         np.maximum.at(free, links, end)
         sent = np.maximum(self.routes.over(np.maximum, end, -np.inf), start)
         if use is not None:
@@ -84,7 +84,7 @@ class _RoundOnLinks:
             np.add.at(use.waiting_ns, links[slowest[first]], waiting[message])
         return sent
 
-    def _shared_ends(self, begin: Floats) -> Floats:
+    def shared_ends(self, begin: Floats) -> Floats:
         """When each message has left each link, where several share one.
 
         Messages that overlap in time on a link share it, so all of them end when the link has served the last of them.

@@ -42,7 +42,7 @@ def fabric_of(dimension: Dimension) -> Fabric:
     if dimension.topology == "fully-connected":
         return FullyConnected(dimension)
     if dimension.topology == "links":
-        return Wired(dimension)
+        return _Wired(dimension)
     return Switched(dimension)
 
 
@@ -144,7 +144,7 @@ class Switched:
         return used.sum(axis=1), links[used]
 
 
-class Wired:
+class _Wired:
     """A list of links; a message takes the fewest, at a tie those over the lowest numbers."""
 
     def __init__(self, dimension: Dimension) -> None:
@@ -165,7 +165,7 @@ class Wired:
         position, message = source.copy(), np.arange(source.size)
         for node in np.unique(target).tolist():
             if node not in self._next:
-                self._next[node] = self._towards(node)
+                self._next[node] = self.towards(node)
         while message.size:
             link = np.empty(message.size, dtype=np.int64)
             for node in np.unique(target[message]).tolist():
@@ -179,7 +179,7 @@ class Wired:
         order = np.argsort(np.concatenate(messages), kind="stable")
         return np.bincount(np.concatenate(messages), minlength=source.size), np.concatenate(steps)[order]
 
-    def _towards(self, node: int) -> Ints:
+    def towards(self, node: int) -> Ints:
         """The link that each node takes towards one node."""
         distance = np.full(int(max(self.source.max(), self.target.max())) + 1, self.source.size, dtype=np.int64)
         distance[node] = 0

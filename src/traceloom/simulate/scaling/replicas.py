@@ -98,8 +98,7 @@ def data_axis(graph: Graph, roles: Mapping[str, str]) -> DataAxis:
             `uneven-groups`: its members are not evenly spaced.
     """
     used = graph.communication.filter(~pl.col("kind").is_in(PAIRS)).unique(["group", "ranks"], maintain_order=True)
-    ends = (graph.nodes["rank"].max(), graph.communication["ranks"].explode().max(), graph.communication["peer"].max())
-    world = max(graph.world_size or 0, *(int(rank) + 1 for rank in ends if isinstance(rank, int)))
+    world = graph.job_ranks
     shapes: dict[str, set[tuple[int, int]]] = {}
     for group, members, size in used.select("group", "ranks", "group_size").iter_rows():
         steps = set(np.diff(members or ()).tolist())

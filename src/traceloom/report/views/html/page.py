@@ -87,9 +87,9 @@ def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[P
             PageSection("runs", "runs", "Runs", "Report one of them alone to see more.", runs),
             PageSection("data", "data", "Data", about_data, data),
         ]
-    found = findings.findings(document, reasons)
+    ranked = findings.findings(document, reasons)
     return [
-        PageSection("findings", "findings", "What to fix first", _ABOUT_FINDINGS, found),
+        PageSection("findings", "findings", "What to fix first", _ABOUT_FINDINGS, ranked),
         PageSection("timeline", "timeline", "Timeline", "Every event of every thread and stream.", events),
         *sections.sections(document, near, reasons),
         PageSection("data", "data", "Data", about_data, data + capture.capture(document, reasons)),
