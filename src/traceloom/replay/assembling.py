@@ -53,10 +53,17 @@ class Manner:
         return self.communication is not None and not self.communication.lacks(collective)
 
 
-def geometries(plan: RankPlan) -> list[Geometry]:
-    """The tensors of a plan."""
-    sizes = plan.storages["bytes"].gather(plan.tensors["storage"])
-    columns = plan.tensors.select("shape", "strides", "offset", "dtype").with_columns(sizes)
+def keeps_host(plan: RankPlan, device: torch.device) -> bool:
+    """Whether what was recorded on processors stays there: beside an accelerator, then and now."""
+    return device.type != "cpu" and not plan.storages["device"].is_in(["cpu", "meta"]).all()
+
+
+def geometries(plan: RankPlan, device: torch.device) -> list[Geometry]:
+    """The tensors of a plan, on a device."""
+    of_storages = plan.storages.select(
+        "bytes", on_host=(pl.col("device") == "cpu") & pl.lit(keeps_host(plan, device))
+    ).select(pl.all().gather(plan.tensors["storage"]))
+    columns = plan.tensors.select("shape", "strides", "offset", "dtype").hstack(of_storages)
     return [Geometry(tuple(shape), tuple(strides), *rest) for shape, strides, *rest in columns.iter_rows()]
 
 
@@ -130,7 +137,7 @@ class Assembly:
     def __init__(self, plan: RankPlan, manner: Manner) -> None:
         self._plan = plan
         self._manner = manner
-        self._geometries = geometries(plan)
+        self._geometries = geometries(plan, manner.device)
         self._works = len(self._geometries)
         self._registers: list[Any] = [None] * (self._works + plan.collectives.height)
         self._made: set[int] = set()
@@ -195,7 +202,8 @@ class Assembly:
         try:
             if kernels is not None and call in kernels.calls:
                 return kernels.bind(call, arguments)
-            return self._manner.bind(schema, arguments, self._manner.device)
+            stays = keeps_host(self._plan, self._manner.device)
+            return self._manner.bind(schema, arguments, self._manner.device, **({"keeps_host": True} if stays else {}))
         except Unbindable as error:
             return error
 
@@ -405,7 +413,7 @@ class Assembly:
                 around[op].before.append(_beside(partial(module.set_stream, by_number[number])))
                 current = number
             for register in row["inputs"]:  # the allocator must not give its memory away while this stream uses it
-                if self._storage[register] not in self.needed:
+                if self._storage[register] not in self.needed or self._geometries[register].on_host:
                     continue
                 if made_on.get(register, number) != number and (register, number) not in recorded:
                     recorded.add((register, number))

@@ -16,7 +16,7 @@ import msgspec
 from traceloom.errors import InputError
 from traceloom.replay.allowed import refusal
 from traceloom.replay.schema import OperatorSchema, SchemaArgument, UnreadableSchemaError, parse_schema
-from traceloom.replay.twins import twin_of
+from traceloom.replay.twins import PINNING, twin_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,6 +87,7 @@ def bind(
     arguments: str,
     device: torch.device | str = "cpu",
     *,
+    keeps_host: bool = False,
     recorded: str | None = None,
     further: frozenset[str] = frozenset(),
 ) -> Bound:
@@ -96,6 +97,7 @@ def bind(
         schema: The op, as recorded.
         arguments: Values of its arguments: JSON as `traceloom.replay.plan` has it.
         device: Where everything goes, whatever was recorded.
+        keeps_host: Whether what was recorded on the host's processors stays there nevertheless.
         recorded: Version of PyTorch that recorded it.
         further: Namespaces that are allowed besides.
 
@@ -116,7 +118,7 @@ def bind(
         return Bound(_keep_for_current_stream, [None], places=[((0,), 0)])
     if reason := refusal(then, further):
         raise Unbindable(*reason)
-    twin = twin_of(then.qualified, device.type)
+    twin = None if keeps_host and then.qualified in PINNING else twin_of(then.qualified, device.type)
     function, now = _here(then.qualified if twin is None else twin.name)
     if function is None or now is None:
         version = f", and PyTorch {recorded} recorded it" if recorded else ""
@@ -141,6 +143,8 @@ def bind(
         value = argument.default
         if argument.name in values:
             value = _value(values[argument.name], argument, path, device, bound.places)
+            if keeps_host and values[argument.name] == {"device": "cpu"}:
+                value = torch.device("cpu")
         # Each argument that need not be handed over is time saved.
         left_out = len(bound.places) == tensors and argument.has_default and repr(value) == repr(argument.default)
         if not argument.keyword_only:
@@ -149,7 +153,8 @@ def bind(
         elif not left_out:
             bound.keywords[argument.name] = value
     del bound.arguments[needed:]
-    if not bound.places and "device" in values and device.type != "cpu":  # made of nothing: not where an input is
+    made_of_nothing = not bound.places and "device" in values  # so it is not where an input is
+    if made_of_nothing and device.type != "cpu" and not keeps_host:
         bound.keywords["device"] = device
     return bound
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
-"""What serves a kind of device; gloo the others."""
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+"""What serves a kind of device and the host beside it; gloo the others."""
 _CARRIED = {
     "bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
 }  # fmt: skip

@@ -6,6 +6,7 @@ What a host clock sees of an op on a GPU is its launch; an op that waits for the
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,6 +52,8 @@ def device_times(execution: Execution, begin: Callable[[], None] | None = None) 
     with ExitStack() as stack:
         try:
             own = getattr(ProfilerActivity, execution.device.type.upper())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # that a second window would clear the first
             profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU, own]))
         except (RuntimeError, AttributeError) as error:
             failure = str(error)

@@ -36,20 +36,22 @@ NOT_TIMED = -1
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A tensor of the plan without its content; `bytes` are those of its storage."""
+    """A tensor of the plan without its content; `bytes` are those of its storage, `on_host` it stays on processors."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     dtype: str
     bytes: int
+    on_host: bool = False
 
     def new(self, device: torch.device | str) -> torch.Tensor:
         """A tensor on a storage of its own, of ones; of zeros where it holds no floats, because they may be indices."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
-        whole = torch.zeros(-(-self.bytes // dtype.itemsize), dtype=dtype, device=device)
+        place = "cpu" if self.on_host else device
+        whole = torch.zeros(-(-self.bytes // dtype.itemsize), dtype=dtype, device=place)
         if dtype.is_floating_point and dtype.itemsize > 1:
             whole.fill_(1)
         return whole.as_strided(self.shape, self.strides, self.offset)

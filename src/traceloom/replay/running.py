@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import polars as pl
 
 import traceloom
@@ -23,12 +24,13 @@ from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.model import units
 from traceloom.model.notice import Notice
 from traceloom.replay import binding
-from traceloom.replay.assembling import Assembly, Bind, Manner, geometries, on_storage
+from traceloom.replay.assembling import Assembly, Bind, Manner, geometries, keeps_host, on_storage
 from traceloom.replay.device_times import GPU_TIMES, device_times
 from traceloom.replay.filling import filled
 from traceloom.replay.kernels import KernelLoader
 from traceloom.replay.plan import RankPlan, ReplayPlan
 from traceloom.replay.replayed import FAILURES, RankReplayed
+from traceloom.replay.schema import UnreadableSchemaError, parse_schema
 
 if TYPE_CHECKING:
     import torch
@@ -217,12 +219,27 @@ def import_ops(modules: Sequence[str]) -> frozenset[str]:
     return frozenset(namespaces() - before)
 
 
+def copied_asynchronously(plan: RankPlan) -> frozenset[int]:
+    """The storages that ops copy without waiting: on the host the program had pinned them, or it would have waited."""
+    calls = []
+    for call, schema, arguments in plan.calls.select("call", "schema", "arguments").iter_rows():
+        try:
+            names = [argument.name for argument in parse_schema(schema).arguments] if "non_blocking" in schema else []
+        except UnreadableSchemaError:  # which does not run
+            continue
+        values = dict(zip(names, msgspec.json.decode(arguments, type=list), strict=False))
+        calls += [call] if values.get("non_blocking") is True else []
+    inputs = plan.ops.filter(pl.col("call").is_in(calls))["inputs"].explode().drop_nulls()
+    return frozenset(plan.tensors["storage"].gather(inputs))
+
+
 class _Contents:
     """The external storages of a plan that are needed, and the registers on them."""
 
     def __init__(self, plan: RankPlan, device: torch.device, seed: int, needed: Collection[int]) -> None:
-        self._geometries = geometries(plan)
-        self._device, self._seed = device, seed
+        self._geometries = geometries(plan, device)
+        self._device, self._seed, self._keeps_host = device, seed, keeps_host(plan, device)
+        self._pinned = copied_asynchronously(plan) if self._keeps_host else frozenset()
         external = plan.storages.filter("external", pl.col("storage").is_in(list(needed)))
         on = plan.tensors.filter(pl.col("storage").is_in(external["storage"].implode()))
         self._dtypes = dict(on.group_by("storage", maintain_order=True).agg(pl.col("dtype").first()).iter_rows())
@@ -249,6 +266,8 @@ class _Contents:
         for tensor, values in self._data[storage]:
             held = on_storage(self._geometries[tensor], whole)
             held.copy_(torch.frombuffer(bytearray(values), dtype=held.dtype).view(held.shape))
+        if self._keeps_host and row["device"] == "cpu":
+            return whole.pin_memory() if storage in self._pinned else whole
         return whole.to(self._device)
 
     def _on(self, tensor: int) -> torch.Tensor:

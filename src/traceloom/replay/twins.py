@@ -25,6 +25,7 @@ class Twin(NamedTuple):
         return {**named, **self.constants}
 
 
+PINNING = ("aten::pin_memory", "aten::_pin_memory")
 _ANYWHERE = {
     # They take whatever geometry they are given; their twins see that it lies within the storage.
     "aten::_reshape_alias": Twin("aten::as_strided"),
@@ -32,9 +33,8 @@ _ANYWHERE = {
     # A storage cannot be handed over as such: the twins take a tensor and use its storage.
     "aten::set_.source_Storage": Twin("aten::set_.source_Tensor"),
     "aten::set_.source_Storage_storage_offset": Twin("aten::set_.source_Tensor_storage_offset"),
-    # Everything is on one device, so a copy into pinned memory is a copy.
-    "aten::pin_memory": Twin("aten::clone"),
-    "aten::_pin_memory": Twin("aten::clone"),
+    # Where everything is on one device, a copy into pinned memory is a copy.
+    **dict.fromkeys(PINNING, Twin("aten::clone")),
     # A replay's tensors may be views, which cannot be detached in place.
     "aten::detach_": Twin("aten::detach"),
 }

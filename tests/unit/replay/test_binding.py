@@ -184,3 +184,33 @@ def test_every_allowed_op_of_pytorch_is_found_by_its_schema() -> None:
             except Unbindable as error:
                 unknown.append((schema, error.slug))
     assert unknown == []
+
+
+EMPTY = "aten::empty.memory_format(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "keeps_host", "device"),
+    [
+        ({"device": "cpu"}, True, "cpu"),
+        (None, True, "cpu"),
+        ({"device": "cuda:0"}, True, "meta"),
+        ({"device": "cpu"}, False, "meta"),
+        (None, False, "meta"),
+    ],
+)
+def test_what_was_on_the_host_stays_there_beside_an_accelerator(recorded: Any, keeps_host: bool, device: str) -> None:
+    arguments = [[2, 3], {"dtype": "float32"}, None, recorded, None, None]
+    made = bind(EMPTY, json.dumps(arguments), "meta", keeps_host=keeps_host)([])
+    assert made.device.type == device
+
+
+def test_memory_is_pinned_again_where_the_host_is_kept() -> None:
+    schema, arguments = "aten::pin_memory(Tensor(a) self, Device? device=None) -> Tensor(a)", '[{"tensor": 0}, null]'
+    assert (
+        bind(schema, arguments, "meta").function
+        is bind(
+            "aten::clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor", '[{"tensor": 0}, null]'
+        ).function
+    )
+    assert bind(schema, arguments, "meta", keeps_host=True).function is torch.ops.aten.pin_memory.default._op

@@ -205,6 +205,7 @@ def test_what_only_stand_ins_use_takes_no_memory() -> None:
     execution.once()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_on_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="there is no Triton")
     if not torch.cuda.is_available():

@@ -11,10 +11,11 @@ from support.plans import PlanBuilder, small_plan
 torch = pytest.importorskip("torch")
 
 from traceloom.errors import CheckError, InputError  # noqa: E402
-from traceloom.replay.assembling import hand_overs  # noqa: E402
+from traceloom.replay.assembling import geometries, hand_overs, keeps_host  # noqa: E402
 from traceloom.replay.running import (  # noqa: E402
     Execution,
     RunOptions,
+    copied_asynchronously,
     import_ops,
     is_known,
     run_passes,
@@ -238,3 +239,27 @@ def test_namespaces_of_imported_modules_are_told(tmp_path: Any, monkeypatch: pyt
     )
     monkeypatch.chdir(tmp_path)
     assert import_ops(["replay_test_ops"]) == {"replay_test"}
+
+
+def test_of_a_recording_with_a_gpu_the_host_keeps_its_tensors() -> None:
+    """A batch from the loader, copied without waiting, and the weights; recorded on processors alone, all moves."""
+    build = PlanBuilder()
+    batch = build.tensor(8, 4, external=True)
+    on_gpu = build.tensor(8, 4, device="cuda:0")
+    weights = build.tensor(4, 4, external=True, device="cuda:0")
+    copy = (
+        "aten::_to_copy(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, "
+        "bool? pin_memory=None, bool non_blocking=False, MemoryFormat? memory_format=None) -> Tensor"
+    )
+    build.run(copy, [{"tensor": 0}, None, None, {"device": "cuda:0"}, None, True, None], [batch], [on_gpu])
+    plan = build.build()
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [geometry.on_host for geometry in geometries(plan, gpu)] == [True, False, False]
+    assert [geometry.on_host for geometry in geometries(plan, cpu)] == [False] * 3
+    assert [geometry.new("meta").device.type for geometry in geometries(plan, gpu)] == ["cpu", "meta", "meta"]
+    assert copied_asynchronously(plan) == {plan.tensors["storage"][batch]}
+    assert weights not in copied_asynchronously(plan)
+    only_host = PlanBuilder()
+    only_host.tensor(8, external=True)
+    only_host.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [0], [only_host.tensor(8)])
+    assert not keeps_host(only_host.build(), gpu), "it runs on the GPU as a whole"
