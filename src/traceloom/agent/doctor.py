@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.collect import Collector
 from traceloom.agent.config import Config, Locations
 from traceloom.agent.http.answers import Check
 from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses
+from traceloom.model.units import counted
 
 _EXTRAS = (
     ("otlp", "opentelemetry.sdk", "metrics by OTLP"),
@@ -40,7 +42,8 @@ def examine(
     """
     result = [_rights(config)]
     for collector in collectors:
-        sentences = list(dict.fromkeys(collector.trouble()))
+        result += _of_devices(collector) if isinstance(collector, AcceleratorCollector) else ()
+        sentences = [] if isinstance(collector, AcceleratorCollector) else list(dict.fromkeys(collector.trouble()))
         broken = trouble.get(collector.name, "")
         if collector.name in config.collect.off:
             result.append(
@@ -63,6 +66,22 @@ def examine(
     result += _jobs(owned.owned.values(), locations)
     result.append(_stacks())
     return result
+
+
+def _of_devices(accelerators: AcceleratorCollector) -> Iterator[Check]:
+    """Whether there are devices, and what of them cannot be seen: by back end, metric or device."""
+    answering = sum(not device.stale for device in accelerators.devices.values())
+    yield Check(
+        area="devices", name="devices", works="yes" if answering else "no",
+        why=f"{counted(answering, 'device')} answering" if answering else "no device answers here",
+        help="" if answering else "to try it without any: traceloom agent run --simulate 8",
+    )  # fmt: skip
+    for sentence in dict.fromkeys(accelerators.trouble()):
+        name, colon, why = sentence.partition(": ")
+        yield Check(
+            area="devices", name=name if colon else "devices", works="partly" if answering else "no",
+            why=why if colon else sentence,
+        )  # fmt: skip
 
 
 def _rights(config: Config) -> Check:
@@ -138,7 +157,6 @@ def _stacks() -> Check:
 
 def by_hand(config: Config, locations: Locations) -> list[Check]:
     """The same with no agent running: collectors are made, run once and closed."""
-    from traceloom.agent.accelerators.collecting import AcceleratorCollector
     from traceloom.agent.collect import host_collectors
 
     accelerators = AcceleratorCollector(config)

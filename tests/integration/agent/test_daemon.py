@@ -271,4 +271,4 @@ def test_the_doctor_needs_no_agent(
     monkeypatch.setattr("traceloom.agent.config.SYSTEM_SOCKET", tmp_path / "none.sock")
     assert main(["agent", "doctor", "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
-    assert {check["name"] for check in checks} >= {"cpu", "memory", "processes", "accelerators", "py-spy", "socket"}
+    assert {check["name"] for check in checks} >= {"cpu", "memory", "processes", "devices", "py-spy", "socket"}
