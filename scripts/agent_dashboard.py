@@ -114,7 +114,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
             "Share of time in which something held the clocks down; `now` is 1 while it does.",
         ),
-        Panel("Errors in the last hour", "none", {_GPU + " {{type}} {{xid}}": "increase(traceloom_gpu_errors_total{HERE}[1h]) PER_DEVICE"}, "Xid, ECC, PCIe and others; `xid` is NVIDIA's number."),
+        Panel("Errors in the last hour", "none", {
+            _GPU + " {{type}} {{xid}}": "increase(traceloom_gpu_errors_total{HERE}[1h]) PER_DEVICE",
+            _GPU + " {{type}} {{xid}} for the first time": '(traceloom_gpu_errors_total{HERE, type="xid"} unless traceloom_gpu_errors_total{HERE} offset 1h) PER_DEVICE',
+        }, "Xid, ECC, PCIe and others; `xid` is NVIDIA's number. Its counter begins with the first, which is no increase."),
         Panel("Last Xid", "none", {"": "traceloom_gpu_last_xid{HERE} PER_DEVICE"}, "Since the agent started; a device that is missing here had none.", "table"),
         Panel("NVLink, PCIe", "Bps", {"{{instance}} {{link}} {{direction}}": "sum by (instance, link, direction) (traceloom_gpu_link_bytes_per_second{HERE} or rate(traceloom_gpu_link_bytes_total{HERE}[RATE]))"}),
         Panel("Remapped rows of memory", "none", {_GPU + " {{type}}": "traceloom_gpu_remapped_rows{HERE} PER_DEVICE"}),

@@ -270,11 +270,11 @@ def _query(args: argparse.Namespace) -> int:
 
             terminal.put(views.metrics, sys.stdout)
         return 0
-    client = _client(args)
+    metric, client = plain_name(args.metric), _client(args)
     index = {device["uuid"]: device["index"] for device in client.get("devices")["devices"]}
     of_number = {f"device={number}": f"device={uuid}" for uuid, number in index.items()}
     parameters = {
-        "metric": plain_name(args.metric), "since": _with_zone(args.since), "until": _with_zone(args.until),
+        "metric": metric, "since": _with_zone(args.since), "until": _with_zone(args.until),
         "by": args.by,
         "where": ",".join(of_number.get(part, part) for part in args.where.split(",")),
         "raw": "true" if args.raw else "",
