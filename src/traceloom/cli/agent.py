@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -174,19 +175,21 @@ def _run(args: argparse.Namespace) -> int:
         )
     config = msgspec.structs.replace(config, **changes)
     where = _locations(args, config)
-    logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr, level=logging.INFO)
+    logging.basicConfig(
+        format="%(levelname)s %(message)s", stream=sys.stderr, level=logging.INFO if args.quiet else logging.WARNING
+    )
 
     def ready() -> None:
         notify_ready()
         if not args.quiet:
-            lines = [f"The agent of {config.host_name} listens at {where.socket}."]
+            own = shlex.join(["--socket", args.socket]) if args.socket else ""
+            lines = [f"The agent of {config.host_name} listens at {where.socket}. Ctrl-C ends it."]
+            if os.geteuid():
+                lines.append("It sees the processes of this user; as root it would see all.")
             if config.tcp.address:
-                lines.append(f"Metrics: http://{config.tcp.address}/metrics")
-            own = shlex.join(["--socket", args.socket]) + " " if args.socket else ""
-            lines.append(
-                f"Look: traceloom agent ps {own}".rstrip()
-                + f"   What works here: traceloom agent doctor {own}".rstrip()
-            )
+                scheme = "https" if config.tcp.certificate else "http"
+                lines.append(f"Metrics: {scheme}://{config.tcp.address}/metrics")
+            lines += [f"next, elsewhere: {f'traceloom agent {action} {own}'.rstrip()}" for action in ("top", "doctor")]
             print("\n".join(lines), flush=True)
 
     async def live() -> None:
@@ -252,10 +255,7 @@ def _top(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         if args.once:
             return 0
-        try:
-            time.sleep(args.interval)
-        except KeyboardInterrupt:  # which is how one leaves it
-            return 0
+        time.sleep(args.interval)
 
 
 def _query(args: argparse.Namespace) -> int:

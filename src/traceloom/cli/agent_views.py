@@ -73,7 +73,7 @@ def status(answer: Row, width: int) -> Iterator[Text]:
 def processes(answer: Row, devices: Sequence[Row], width: int) -> Iterator[Text]:
     """Processes that matter, with owner, devices and step rate."""
     if not answer["processes"]:
-        yield Text("No process uses a device, runs a framework, or belongs to a job.")
+        yield from paragraph("No process uses a device, runs a framework, or belongs to a job.", width)
     else:
         yield from _process_lines(answer["processes"], devices, width)
     if answer["hidden"]:
@@ -101,14 +101,15 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
         memory = _value(row["values"], "process_memory_bytes")
         framework = f"{owner['framework']} {owner['framework_version']}".strip()
         cells.append([
-            str(row["pid"]), _cut(owner["user"] or str(row["uid"]), 12), _cut(owner["job"] or _NONE, 24), rank,
+            str(row["pid"]), _cut(owner["user"] or str(row["uid"]), 12), _cut(owner["job"] or _NONE, width // 5), rank,
             _cut(framework or _NONE, 16), ",".join(index.get(uuid, uuid[:8]) for uuid in row["devices"]) or _NONE,
             _NONE if memory is None else units.size(int(memory)),
             _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}",
         ])  # fmt: skip
+    known = [at for at in range(len(columns)) if any(row[at] != _NONE for row in cells)]  # the others say nothing
     yield from lines(
-        columns,
-        cells,
+        [columns[at] for at in known],
+        [[row[at] for at in known] for row in cells],
         ("command", lambda row, left: _cut(_command(rows[row]), left)),
         width,
     )
@@ -215,6 +216,7 @@ def query(answer: Row, index: Mapping[str, str], width: int) -> Iterator[Text]:
         )
         return
     labels = list(dict.fromkeys(label for curve in series for label in curve["labels"]))
+    room = max(8, min(40, (width - 45) // max(len(labels), 1)))  # the other columns, and a curve that can be seen
     columns = [
         *(TextColumn(label, right=False) for label in labels),
         TextColumn("last"),
@@ -223,7 +225,7 @@ def query(answer: Row, index: Mapping[str, str], width: int) -> Iterator[Text]:
     ]
     cells: list[list[Cell]] = [
         [
-            *(_labelled(label, curve["labels"].get(label, ""), index) for label in labels),
+            *(_labelled(label, curve["labels"].get(label, ""), index, room) for label in labels),
             *(
                 _written(value, answer["unit"])
                 for value in (curve["values"][-1], min(curve["values"]), max(curve["values"]))
@@ -231,15 +233,19 @@ def query(answer: Row, index: Mapping[str, str], width: int) -> Iterator[Text]:
         ]
         for curve in series
     ]
+    longest = min(60, max(len(curve["values"]) for curve in series))
     yield from lines(
-        columns, cells, ("", lambda row, left: Text(_curve(series[row], first, last, left), _COLOR)), width
+        columns,
+        cells,
+        ("", lambda row, left: Text(_curve(series[row], first, last, min(left, longest)), _COLOR)),
+        width,
     )
 
 
-def _labelled(label: str, value: str, index: Mapping[str, str]) -> str:
+def _labelled(label: str, value: str, index: Mapping[str, str], width: int) -> str:
     if label == "device" and value in index:
         return f"GPU {harmless(index[value])}"
-    return _cut(value or _NONE, 40)
+    return _cut(value or _NONE, width)
 
 
 def metrics(width: int) -> Iterator[Text]:
@@ -326,12 +332,13 @@ def _curve(curve: Row, first_ns: int, last_ns: int, width: int) -> str:
     The curves of an answer have one axis of time; values that are all equal are a line along the bottom.
     """
     times, values = curve["times_ns"], curve["values"]
-    cells = min(width, 60, max(len(times), 1))
-    parts: list[list[float]] = [[] for _ in range(cells)]
+    if width <= 0:
+        return ""
+    parts: list[list[float]] = [[] for _ in range(width)]
     for at_ns, value in zip(times, values, strict=True):
-        parts[min(cells * (at_ns - first_ns) // max(last_ns - first_ns, 1), cells - 1)].append(value)
+        parts[min(width * (at_ns - first_ns) // max(last_ns - first_ns, 1), width - 1)].append(value)
     means = [fmean(part) for part in parts if part]
-    levels = iter(sparkline([mean - min(means) for mean in means], cells))
+    levels = iter(sparkline([mean - min(means) for mean in means], width))
     return "".join(next(levels) if part else " " for part in parts)
 
 

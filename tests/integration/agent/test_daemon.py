@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import re
@@ -98,7 +99,12 @@ def test_verbs_show_what_it_knows(
     assert re.search(r" [\d.]+ % +[\d.]+ % +[\d.]+ GB +\d+ W +\d+", picture), picture
     assert re.search(r"memory .* of [\d.]+ GB", picture), picture
     until(lambda: len(agent.client.get("query", metric="gpu_power_watts")["series"]) == 2)
-    assert "watts" in shown("query", "gpu_power_watts")
+    curves = shown("query", "gpu_power_watts")
+    assert "watts" in curves
+    assert re.findall(r"^ GPU (\d) .* [▁-█]+$", curves, re.MULTILINE) == ["0", "1"]
+    of_one = json.loads(shown("query", "gpu_power_watts", "--where", "device=1", "--json"))["series"]
+    uuids = {device["index"]: device["uuid"] for device in agent.client.get("devices")["devices"]}
+    assert [series["labels"]["device"] for series in of_one] == [uuids["1"]]
     until(lambda: agent.client.get("query", metric="host_cpu_seconds_total")["series"])
     answer = json.loads(shown("query", "host_cpu_seconds_total", "--by", "mode", "--json"))
     assert {"user", "idle"} <= {series["labels"]["mode"] for series in answer["series"]}
@@ -229,6 +235,28 @@ def test_a_second_agent_is_refused(agent: Running) -> None:
     assert done.returncode == 3
     assert "agent-runs" in done.stderr
     assert agent.client.get("status")["pid"] == agent.process.pid
+
+
+def test_times_without_a_zone_are_those_of_this_place(
+    agent: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until(lambda: agent.client.get("query", metric="gpu_power_watts")["series"])
+    for zone in ("Asia/Tokyo", "America/New_York"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        since = dt.datetime.now() - dt.timedelta(minutes=5)  # noqa: DTZ005  (as one reads it off a clock)
+        words = ["query", "gpu_power_watts", "--since", since.isoformat(timespec="minutes"), "--json"]
+        assert main(["agent", *words, "--socket", str(agent.socket)]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert 4 * 60 < (answer["until_ns"] - answer["since_ns"]) / 1e9 < 10 * 60
+        assert len(answer["series"]) == 2
+    monkeypatch.undo()
+    time.tzset()
+    assert (
+        main(["agent", "query", "gpu_power_watts", "--since", "1m", "--until", "2m", "--socket", str(agent.socket)])
+        == 3
+    )
+    assert "`until` is before `since`" in capsys.readouterr().err
 
 
 def test_who_acts_stands_in_the_audit_log(agent: Running) -> None:
