@@ -130,15 +130,18 @@ def _config(args: argparse.Namespace) -> Config:
     return configuration.Config()
 
 
-def _client(args: argparse.Namespace) -> Client:
-    """Asks the agent that is named; else the user's own where it runs, else root's."""
-    from traceloom.agent.client import Client
+def _socket(args: argparse.Namespace) -> Path:
+    """The agent that is named; else the user's own where it runs, else root's where that runs."""
     from traceloom.agent.config import SYSTEM_SOCKET, locations
 
     own = locations(_config(args)).socket
-    return Client(
-        Path(args.socket) if args.socket else own if own.exists() or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
-    )
+    return Path(args.socket) if args.socket else own if own.exists() or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
+
+
+def _client(args: argparse.Namespace) -> Client:
+    from traceloom.agent.client import Client
+
+    return Client(_socket(args))
 
 
 def _locations(args: argparse.Namespace, config: Config) -> Locations:
@@ -330,9 +333,15 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _env(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from traceloom.agent.config import SYSTEM_SOCKET
     from traceloom.agent.environment import variables
 
-    values = variables(_locations(args, _config(args)))
+    where = _locations(args, _config(args))
+    if _socket(args) == SYSTEM_SOCKET:  # root's agent has its sockets beside this one
+        where = msgspec.structs.replace(where, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto"))
+    values = variables(where)
     if args.json:
         print(json.dumps(values, indent=2))
     else:

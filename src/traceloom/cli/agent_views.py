@@ -73,7 +73,8 @@ def status(answer: Row, width: int) -> Iterator[Text]:
 def processes(answer: Row, devices: Sequence[Row], width: int) -> Iterator[Text]:
     """Processes that matter, with owner, devices and step rate."""
     if not answer["processes"]:
-        yield from paragraph("No process uses a device, runs a framework, or belongs to a job.", width)
+        of_whom = " of yours" if answer["hidden"] else ""
+        yield from paragraph(f"No process{of_whom} uses a device, runs a framework, or belongs to a job.", width)
     else:
         yield from _process_lines(answer["processes"], devices, width)
     if answer["hidden"]:
@@ -118,7 +119,7 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
 def _command(row: Row) -> str:
     """The command without the directory of its program, which would fill a narrow terminal."""
     program, blank, words = row["command"].partition(" ")
-    return program.rpartition("/")[2] + blank + words if program else row["unreadable"]
+    return f"{program.rpartition('/')[2]}{blank}{words}" if program else str(row["unreadable"])
 
 
 def top(picture: Row, width: int) -> Iterator[Text]:
@@ -212,7 +213,8 @@ def query(answer: Row, index: Mapping[str, str], width: int) -> Iterator[Text]:
     yield Text.assemble((answer["metric"], "bold"), (f"{unit}, {_clock(first)} to {_clock(last)}", DIM))
     if not series:
         yield from paragraph(
-            "Nothing is known of it in this time; `traceloom agent doctor` says what does not work.", width
+            "Nothing that you may see is known of it in this time; `traceloom agent doctor` says what does not work.",
+            width,
         )
         return
     labels = list(dict.fromkeys(label for curve in series for label in curve["labels"]))

@@ -291,6 +291,29 @@ def test_wrong_calls(words: list[str], slug: str, capsys: pytest.CaptureFixture[
     assert slug in capsys.readouterr().err
 
 
+def test_variables_of_a_job_lead_to_the_agent_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user's own agent, else root's."""
+    system = tmp_path / "run" / "agent.sock"
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("traceloom.agent.config.SYSTEM_SOCKET", system)
+    own = tmp_path / "traceloom" / "agent.sock"
+
+    def printed() -> dict[str, str]:
+        assert main(["agent", "env", "--json"]) == 0
+        answer: dict[str, str] = json.loads(capsys.readouterr().out)
+        return answer
+
+    assert printed()["TRACELOOM_AGENT"] == str(own)
+    for path in (system, own):  # root's begins, then the user's
+        path.parent.mkdir()
+        path.touch()
+        assert printed()["TRACELOOM_AGENT"] == str(path)
+        assert printed()["KINETO_IPC_SOCKET_DIR"] == str(path.with_name("kineto") / "12345")
+
+
 def test_the_doctor_needs_no_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
