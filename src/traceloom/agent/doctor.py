@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ def examine(
     locations: Locations,
     collectors: Sequence[Collector],
     owned: OwnedProcesses,
-    trouble: dict[str, str],
+    *,
+    trouble: Mapping[str, str],
+    empty: Collection[str],
 ) -> list[Check]:
     """Look at everything; blocks for as long as a file of the kernel may.
 
@@ -39,6 +41,7 @@ def examine(
         collectors: All of them.
         owned: The processes that run now, and whose they are.
         trouble: Collector -> why its last run gave nothing; "" where it did.
+        empty: Collectors that work and have nothing to look at.
     """
     result = [_rights(config)]
     for collector in collectors:
@@ -56,7 +59,8 @@ def examine(
                 Check(area="collect", name=collector.name, works="partly", why=sentence) for sentence in sentences
             ]
         else:
-            result.append(Check(area="collect", name=collector.name, works="yes"))
+            why = "there is nothing of it here" if collector.name in empty else ""
+            result.append(Check(area="collect", name=collector.name, works="yes", why=why))
     owner_troubles = owned.finder.troubles()
     result += [Check(area="owners", name="owners", works="partly", why=sentence) for sentence in owner_troubles]
     if not owner_troubles:
@@ -162,14 +166,15 @@ def by_hand(config: Config, locations: Locations) -> list[Check]:
     accelerators = AcceleratorCollector(config)
     owned = OwnedProcesses(config, accelerators)
     collectors: list[Collector] = [*host_collectors(config), accelerators, owned]
-    trouble = {}
+    trouble, empty = {}, set()
     try:
         for collector in collectors:
             try:
-                collector.collect()
+                if not collector.collect():
+                    empty.add(collector.name)
             except OSError as error:  # noqa: PERF203  (each is a check of its own)
                 trouble[collector.name] = str(error)
-        return examine(config, locations, collectors, owned, trouble)
+        return examine(config, locations, collectors, owned, trouble=trouble, empty=empty)
     finally:
         accelerators.close()
 
@@ -177,6 +182,7 @@ def by_hand(config: Config, locations: Locations) -> list[Check]:
 def of_agent(agent: Any) -> list[Check]:
     """Of an agent that runs."""
     trouble = {state.name: state.trouble for state in agent.board.collectors.values()}
+    empty = {name for name, sheet in agent.board.sheets.items() if not sheet.values and not sheet.histograms}
     return examine(
-        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble,
-    )  # fmt: skip
+        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble=trouble, empty=empty
+    )

@@ -110,6 +110,11 @@ def test_verbs_show_what_it_knows(
     assert {"user", "idle"} <= {series["labels"]["mode"] for series in answer["series"]}
     assert answer["unit"] == "seconds/s"
     assert json.loads(shown("query", "host_cpu_seconds_total", "--raw", "--json"))["unit"] == "seconds"
+    by_name = {check["name"]: check for check in json.loads(shown("doctor", "--json"))["checks"]}
+    assert by_name["cpu"]["why"] == ""
+    assert by_name["devices"]["why"] == "2 devices answering"
+    rdma = list(Path("/sys/class").glob("infiniband/*/ports/*"))
+    assert by_name["rdma"]["why"] == ("" if rdma else "there is nothing of it here")
     assert "✓ cpu" in shown("doctor")
     assert "KINETO_IPC_SOCKET_DIR" in shown("env")
 
