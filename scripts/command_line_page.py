@@ -47,17 +47,32 @@ def page() -> str:
 
 
 def _verb(name: str) -> Iterator[str]:
-    whole = parser([name])
-    subparsers = next(a for a in whole._actions if isinstance(a, argparse._SubParsersAction))  # noqa: SLF001
-    one = subparsers.choices[name]
-    yield f"## traceloom {name}\n"
-    yield f"{one.description}\n"
+    own = _inner(parser([name]))[name]
+    yield from _section(f"## traceloom {name}", own)
+    for action, of_action in _inner(own).items():
+        yield from _section(f"### traceloom {name} {action}", of_action)
+
+
+def _inner(whole: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a parser's verbs."""
+    for action in whole._actions:  # noqa: SLF001  (argparse has no other way)
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            return dict(action.choices)
+    return {}
+
+
+def _section(title: str, own: argparse.ArgumentParser) -> Iterator[str]:
+    yield f"{title}\n"
+    yield f"{own.description}\n"
     yield "| argument | meaning |"
     yield "|---|---|"
-    for action in one._actions:  # noqa: SLF001
-        if action.help is not argparse.SUPPRESS:
+    for action in own._actions:  # noqa: SLF001
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for choice in action._choices_actions:  # noqa: SLF001
+                yield f"| `{choice.dest}` | {_cell(choice.help or '')} |"
+        elif action.help is not argparse.SUPPRESS:
             yield f"| {_spelled(action)} | {_cell((action.help or '') % {'default': action.default})} |"
-    yield f"\n```text\n{(one.epilog or '').strip()}\n```\n"
+    yield f"\n```text\n{(own.epilog or '').strip()}\n```\n"
 
 
 def _spelled(action: argparse.Action) -> str:

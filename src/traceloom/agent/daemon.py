@@ -291,7 +291,8 @@ class Agent:
         """What follows from the board as a whole: jobs, steps, the agent itself."""
         now_ns = time.time_ns()
         interval_s, self._ticked_ns = (now_ns - self._ticked_ns) / 1e9, now_ns
-        lost = self.history.lost
+        # Also where none was lost: of a counter that begins at 1, Prometheus does not see the first.
+        lost = {"slow-disk": 0, **self.history.lost}
         self.board.put("steps", self.step_counts.readings(), now_ns)
         jobs = jobs_now(self.board.processes.values(), self.step_counts, self.job_facts)
         self.accelerators.element_types = element_types(jobs)

@@ -6,15 +6,17 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.collect import Collector
 from traceloom.agent.config import Config, Locations
 from traceloom.agent.http.answers import Check
 from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses
+from traceloom.model.units import counted
 
 _EXTRAS = (
     ("otlp", "opentelemetry.sdk", "metrics by OTLP"),
@@ -27,7 +29,9 @@ def examine(
     locations: Locations,
     collectors: Sequence[Collector],
     owned: OwnedProcesses,
-    trouble: dict[str, str],
+    *,
+    trouble: Mapping[str, str],
+    empty: Collection[str],
 ) -> list[Check]:
     """Look at everything; blocks for as long as a file of the kernel may.
 
@@ -37,10 +41,12 @@ def examine(
         collectors: All of them.
         owned: The processes that run now, and whose they are.
         trouble: Collector -> why its last run gave nothing; "" where it did.
+        empty: Collectors that work and have nothing to look at.
     """
     result = [_rights(config)]
     for collector in collectors:
-        sentences = list(dict.fromkeys(collector.trouble()))
+        result += _of_devices(collector) if isinstance(collector, AcceleratorCollector) else ()
+        sentences = [] if isinstance(collector, AcceleratorCollector) else list(dict.fromkeys(collector.trouble()))
         broken = trouble.get(collector.name, "")
         if collector.name in config.collect.off:
             result.append(
@@ -53,7 +59,8 @@ def examine(
                 Check(area="collect", name=collector.name, works="partly", why=sentence) for sentence in sentences
             ]
         else:
-            result.append(Check(area="collect", name=collector.name, works="yes"))
+            why = "there is nothing of it here" if collector.name in empty else ""
+            result.append(Check(area="collect", name=collector.name, works="yes", why=why))
     owner_troubles = owned.finder.troubles()
     result += [Check(area="owners", name="owners", works="partly", why=sentence) for sentence in owner_troubles]
     if not owner_troubles:
@@ -63,6 +70,22 @@ def examine(
     result += _jobs(owned.owned.values(), locations)
     result.append(_stacks())
     return result
+
+
+def _of_devices(accelerators: AcceleratorCollector) -> Iterator[Check]:
+    """Whether there are devices, and what of them cannot be seen: by back end, metric or device."""
+    answering = sum(not device.stale for device in accelerators.devices.values())
+    yield Check(
+        area="devices", name="devices", works="yes" if answering else "no",
+        why=f"{counted(answering, 'device')} answering" if answering else "no device answers here",
+        help="" if answering else "to try it without any: traceloom agent run --simulate 8",
+    )  # fmt: skip
+    for sentence in dict.fromkeys(accelerators.trouble()):
+        name, colon, why = sentence.partition(": ")
+        yield Check(
+            area="devices", name=name if colon else "devices", works="partly" if answering else "no",
+            why=why if colon else sentence,
+        )  # fmt: skip
 
 
 def _rights(config: Config) -> Check:
@@ -138,20 +161,20 @@ def _stacks() -> Check:
 
 def by_hand(config: Config, locations: Locations) -> list[Check]:
     """The same with no agent running: collectors are made, run once and closed."""
-    from traceloom.agent.accelerators.collecting import AcceleratorCollector
     from traceloom.agent.collect import host_collectors
 
     accelerators = AcceleratorCollector(config)
     owned = OwnedProcesses(config, accelerators)
     collectors: list[Collector] = [*host_collectors(config), accelerators, owned]
-    trouble = {}
+    trouble, empty = {}, set()
     try:
         for collector in collectors:
             try:
-                collector.collect()
+                if not collector.collect():
+                    empty.add(collector.name)
             except OSError as error:  # noqa: PERF203  (each is a check of its own)
                 trouble[collector.name] = str(error)
-        return examine(config, locations, collectors, owned, trouble)
+        return examine(config, locations, collectors, owned, trouble=trouble, empty=empty)
     finally:
         accelerators.close()
 
@@ -159,6 +182,7 @@ def by_hand(config: Config, locations: Locations) -> list[Check]:
 def of_agent(agent: Any) -> list[Check]:
     """Of an agent that runs."""
     trouble = {state.name: state.trouble for state in agent.board.collectors.values()}
+    empty = {name for name, sheet in agent.board.sheets.items() if not sheet.values and not sheet.histograms}
     return examine(
-        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble,
-    )  # fmt: skip
+        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble=trouble, empty=empty
+    )

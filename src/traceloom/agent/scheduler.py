@@ -18,6 +18,7 @@ from traceloom.agent.metrics import Histogram, Reading
 
 LOG = logging.getLogger("traceloom.agent")
 FAST_S = 0.1  # the period while a trace runs
+FAILURES = ("timeout", "error", "defect")
 
 
 class Scheduler:
@@ -90,9 +91,10 @@ class Scheduler:
             if state.runs
         ]
         readings += [
-            Reading("collector_failures_total", (state.name, reason), number)
+            # Also those that never happened: of a counter that begins at 1, Prometheus does not see the first.
+            Reading("collector_failures_total", (state.name, reason), state.failures.get(reason, 0))
             for state in self.board.collectors.values()
-            for reason, number in state.failures.items()
+            for reason in FAILURES
         ]
         return readings
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
+import os
 import shlex
+import shutil
 import sys
+import textwrap
 import time
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from traceloom.cli import options as types
 from traceloom.errors import InputError, UsageError
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from traceloom.agent.client import Client
     from traceloom.agent.config import Config, Locations
 
@@ -24,91 +30,95 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
 examples:
-  traceloom agent run                                    until Ctrl-C; --config agent.toml says more
-  traceloom agent status                                 how it fares
-  traceloom agent ps                                     processes with owner, rank, devices, step rate
-  traceloom agent top                                    a live view
-  traceloom agent query gpu_power_watts --by job --since 1h
-  traceloom agent query                                  all metrics there are
-  traceloom agent learn run1 --job slurm-42              FLOPs per step, types and roofline from a trace of it
-  traceloom agent doctor                                 what works here, what not, and what would help
-  eval "$(traceloom agent env)"; python train.py         a job that can be asked for traces
+  traceloom agent run                    with the devices of this host
+  traceloom agent run --simulate 8       with eight that are made up
+  traceloom agent top                    in another terminal
+
+What each can do: traceloom agent query --help.
 """
-ACTIONS = {
-    "run": "run the agent",
-    "status": "how it fares",
-    "ps": "processes with owner, rank, devices and step rate",
-    "top": "a live view of devices and processes",
-    "query": "what a metric was",
-    "learn": "judge a job by a trace of it: FLOPs per step, element types, roofline, bytes copied",
-    "doctor": "what works here, what not, why, and what would help",
-    "env": "the variables that prepare a job",
-}
+
+
+class Action(NamedTuple):
+    """What the agent's verb can do: in a sentence, with examples, its options, and how it is done."""
+
+    text: str
+    examples: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declare the actions and their options."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
+    for name, action in ACTIONS.items():
+        own = actions.add_parser(
+            name,
+            help=action.text,
+            description=f"{action.text[0].upper()}{action.text[1:]}.",
+            epilog=f"examples:\n{textwrap.indent(action.examples, '  ')}",
+            formatter_class=parser.formatter_class,
+        )
+        action.add_options(own)
+        own.add_argument(
+            "--config", metavar="FILE",
+            help="agent.toml (default: /etc/traceloom/agent.toml or that of the user, where there is one)",
+        )  # fmt: skip
+        own.add_argument(
+            "--socket", metavar="PATH", help="the agent's socket (default: that of root's agent, else the user's)"
+        )
+        if name != "run":
+            own.add_argument("--json", action="store_true", help="print the answer as JSON")
+        types.add_silence(own)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tcp", metavar="ADDRESS", help="answer over TCP too, as 127.0.0.1:9465")
+    parser.add_argument("--simulate", type=types.count, metavar="N", help="make up N devices, to try it without any")
     parser.add_argument(
-        "action", choices=tuple(ACTIONS), metavar="|".join(ACTIONS),
-        help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items()),
-    )  # fmt: skip
+        "--compat", choices=("dcgm",), action="append", help="publish under the names of dcgm-exporter too"
+    )
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--job", metavar="JOB", help="of this job alone")
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    _add_job(parser)
     parser.add_argument(
-        "subject", nargs="?", metavar="METRIC|TRACE",
-        help="of query: a metric, with or without traceloom_; none lists them. Of learn: a trace or a capture",
-    )  # fmt: skip
+        "--interval", type=types.positive, default=2.0, metavar="S", help="seconds between pictures (default: 2)"
+    )
+    parser.add_argument("--once", action="store_true", help="one picture, then the end")
+
+
+def _add_query(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="agent.toml (default: /etc/traceloom/agent.toml or that of the user, where there is one)",
+        "metric", nargs="?", metavar="METRIC", help="with or without traceloom_; without any, all metrics are listed"
     )
     parser.add_argument(
-        "--socket", metavar="PATH", help="the agent's socket (default: that of root's agent, else the user's)"
-    )
-    running = parser.add_argument_group("run")
-    running.add_argument("--tcp", metavar="ADDRESS", help="answer over TCP too, as 127.0.0.1:9465")
-    running.add_argument("--simulate", type=types.count, metavar="N", help="make up N devices, to try it without any")
-    asking = parser.add_argument_group("query")
-    asking.add_argument(
         "--since", default="10m", metavar="TIME", help="as 90s, 10m, 3h, 1d ago, or 2026-01-31T12:00 (default: 10m)"
     )
-    asking.add_argument("--until", default="", metavar="TIME", help="likewise (default: now)")
-    asking.add_argument(
-        "--by",
-        default="",
-        metavar="LABELS",
+    parser.add_argument("--until", default="", metavar="TIME", help="likewise (default: now)")
+    parser.add_argument(
+        "--by", default="", metavar="LABELS",
         help="sum up by these: job, rank, user, device, process, or labels of the metric",
+    )  # fmt: skip
+    parser.add_argument(
+        "--where", default="", metavar="LABEL=VALUE", help="only what this holds for, as device=0; several with commas"
     )
-    asking.add_argument(
-        "--where", default="", metavar="LABEL=VALUE", help="only what this holds for; several with commas"
-    )
-    asking.add_argument("--raw", action="store_true", help="counters as they are, not as rates")
-    shown = parser.add_argument_group("ps, top, learn")
-    shown.add_argument("--job", metavar="JOB", help="of this job alone; learn needs it where there are several")
-    shown.add_argument(
-        "--interval",
-        type=types.positive,
-        default=2.0,
-        metavar="S",
-        help="of top: seconds between pictures (default: 2)",
-    )
-    shown.add_argument("--once", action="store_true", help="of top: one picture, then the end")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-    types.add_silence(parser)
+    parser.add_argument("--raw", action="store_true", help="counters as they are, not as rates")
+
+
+def _add_learn(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help="a trace or a recorded run")
+    parser.add_argument("--job", metavar="JOB", help="the job that it is of; needed where there are several")
 
 
 def run(args: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     if sys.platform != "linux":
         raise UsageError("the agent looks at Linux hosts; this is none", slug="not-linux")
-    if args.subject is not None and args.action not in ("query", "learn"):
-        raise UsageError(
-            f"`agent {args.action}` takes neither METRIC nor TRACE", slug="wrong-usage",
-            hint="see traceloom agent --help",
-        )  # fmt: skip
-    return {
-        "run": _run, "status": _status, "ps": _processes, "top": _top, "query": _query, "learn": _learn,
-        "doctor": _doctor, "env": _env,
-    }[args.action](args)  # fmt: skip
+    return ACTIONS[args.action].run(args)
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -120,15 +130,18 @@ def _config(args: argparse.Namespace) -> Config:
     return configuration.Config()
 
 
-def _client(args: argparse.Namespace) -> Client:
-    """Asks the agent that is named; else the user's own where it runs, else root's."""
-    from traceloom.agent.client import Client
+def _socket(args: argparse.Namespace) -> Path:
+    """The agent that is named; else the user's own where it runs, else root's where that runs."""
     from traceloom.agent.config import SYSTEM_SOCKET, locations
 
     own = locations(_config(args)).socket
-    return Client(
-        Path(args.socket) if args.socket else own if own.exists() or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
-    )
+    return Path(args.socket) if args.socket else own if own.exists() or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
+
+
+def _client(args: argparse.Namespace) -> Client:
+    from traceloom.agent.client import Client
+
+    return Client(_socket(args))
 
 
 def _locations(args: argparse.Namespace, config: Config) -> Locations:
@@ -157,25 +170,29 @@ def _run(args: argparse.Namespace) -> int:
     changes: dict[str, Any] = {}
     if args.tcp:
         changes["tcp"] = msgspec.structs.replace(config.tcp, address=args.tcp)
+    if args.compat:
+        changes["compat"] = tuple(dict.fromkeys([*config.compat, *args.compat]))
     if args.simulate:
         changes["accelerators"] = msgspec.structs.replace(
             config.accelerators, simulated=args.simulate, backends=("simulated",)
         )
     config = msgspec.structs.replace(config, **changes)
     where = _locations(args, config)
-    logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr, level=logging.INFO)
+    logging.basicConfig(
+        format="%(levelname)s %(message)s", stream=sys.stderr, level=logging.INFO if args.quiet else logging.WARNING
+    )
 
     def ready() -> None:
         notify_ready()
         if not args.quiet:
-            lines = [f"The agent of {config.host_name} listens at {where.socket}."]
+            own = shlex.join(["--socket", args.socket]) if args.socket else ""
+            lines = [f"The agent of {config.host_name} listens at {where.socket}. Ctrl-C ends it."]
+            if os.geteuid():
+                lines.append("It sees the processes of this user; as root it would see all.")
             if config.tcp.address:
-                lines.append(f"Metrics: http://{config.tcp.address}/metrics")
-            own = shlex.join(["--socket", args.socket]) + " " if args.socket else ""
-            lines.append(
-                f"Look: traceloom agent ps {own}".rstrip()
-                + f"   What works here: traceloom agent doctor {own}".rstrip()
-            )
+                scheme = "https" if config.tcp.certificate else "http"
+                lines.append(f"Metrics: {scheme}://{config.tcp.address}/metrics")
+            lines += [f"next, elsewhere: {f'traceloom agent {action} {own}'.rstrip()}" for action in ("top", "doctor")]
             print("\n".join(lines), flush=True)
 
     async def live() -> None:
@@ -210,11 +227,22 @@ def _processes(args: argparse.Namespace) -> int:
 
 
 def _top(args: argparse.Namespace) -> int:
+    from rich.text import Text
+
     from traceloom.cli import agent_views as views
     from traceloom.harmless import steering
     from traceloom.report.views import terminal
 
     client = _client(args)
+    live = not (args.once or args.json) and sys.stdout.isatty()
+
+    def drawn(width: int) -> Iterator[Text]:
+        """As many lines as the terminal has."""
+        lines, height = list(views.top(picture, width)), shutil.get_terminal_size().lines - 1
+        yield from lines[: height - 1] if live and len(lines) > height else lines
+        if live and len(lines) > height:
+            yield Text(f" … {len(lines) - height + 1} more lines; all: traceloom agent top --once")
+
     while True:
         picture = {name: client.get(name) for name in ("status", "devices", "processes")}
         picture["host"] = views.host_values(client)
@@ -224,9 +252,9 @@ def _top(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(picture))
         else:
-            if not args.once and sys.stdout.isatty():
+            if live:
                 steering(sys.stdout).write("\x1b[H\x1b[2J")
-            terminal.put(partial(views.top, picture), sys.stdout)
+            terminal.put(drawn, sys.stdout)
         sys.stdout.flush()
         if args.once:
             return 0
@@ -237,7 +265,7 @@ def _query(args: argparse.Namespace) -> int:
     from traceloom.agent.query import plain_name
     from traceloom.cli import agent_views as views
 
-    if args.subject is None:
+    if args.metric is None:
         if args.json:
             print(json.dumps(views.metrics_document(), indent=2))
         else:
@@ -245,19 +273,30 @@ def _query(args: argparse.Namespace) -> int:
 
             terminal.put(views.metrics, sys.stdout)
         return 0
-    parameters = {"metric": plain_name(args.subject), "since": args.since}
-    parameters |= {name: getattr(args, name) for name in ("until", "by", "where") if getattr(args, name)}
-    if args.raw:
-        parameters["raw"] = "true"
-    answer = _client(args).get("query", **parameters)
-    return _shown(args, answer, lambda width: views.query(answer, width))
+    metric, client = plain_name(args.metric), _client(args)
+    index = {device["uuid"]: device["index"] for device in client.get("devices")["devices"]}
+    of_number = {f"device={number}": f"device={uuid}" for uuid, number in index.items()}
+    parameters = {
+        "metric": metric, "since": _with_zone(args.since), "until": _with_zone(args.until),
+        "by": args.by,
+        "where": ",".join(of_number.get(part, part) for part in args.where.split(",")),
+        "raw": "true" if args.raw else "",
+    }  # fmt: skip
+    answer = client.get("query", **{name: value for name, value in parameters.items() if value})
+    return _shown(args, answer, lambda width: views.query(answer, index, width))
+
+
+def _with_zone(text: str) -> str:
+    """A date and time without a zone is one of here, where the agent would take it for UTC."""
+    try:
+        return dt.datetime.fromisoformat(text).astimezone().isoformat() if "-" in text else text
+    except ValueError:
+        return text
 
 
 def _learn(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
-    if args.subject is None:
-        raise UsageError("which trace?", slug="wrong-usage", hint="traceloom agent learn TRACE --job JOB")
     client = _client(args)
     client.timeout_s = 600.0  # it reads the whole trace
     job = args.job
@@ -269,7 +308,7 @@ def _learn(args: argparse.Namespace) -> int:
                 slug="no-such-job", hint="--job JOB; `traceloom agent ps` lists them",
             )  # fmt: skip
         job = jobs[0]
-    answer = client.post("traces", {"path": str(Path(args.subject).absolute()), "job": job})
+    answer = client.post("traces", {"path": str(Path(args.trace).absolute()), "job": job})
     return _shown(args, answer, lambda _: views.learned(answer))
 
 
@@ -294,9 +333,15 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _env(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from traceloom.agent.config import SYSTEM_SOCKET
     from traceloom.agent.environment import variables
 
-    values = variables(_locations(args, _config(args)))
+    where = _locations(args, _config(args))
+    if _socket(args) == SYSTEM_SOCKET:  # root's agent has its sockets beside this one
+        where = msgspec.structs.replace(where, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto"))
+    values = variables(where)
     if args.json:
         print(json.dumps(values, indent=2))
     else:
@@ -313,3 +358,56 @@ def _shown(args: argparse.Namespace, answer: Any, rendered: Any) -> int:
 
     terminal.put(rendered, sys.stdout)
     return 0
+
+
+ACTIONS = {
+    "run": Action(
+        "run the agent until Ctrl-C",
+        "traceloom agent run\n"
+        "traceloom agent run --simulate 8 --tcp 127.0.0.1:9465    for Prometheus too\n"
+        "then: traceloom agent ps",
+        _add_run, _run,
+    ),
+    "status": Action(
+        "say how the agent fares",
+        "traceloom agent status\nthen: traceloom agent doctor, where something fails",
+        lambda _: None, _status,
+    ),
+    "ps": Action(
+        "list processes with owner, rank, devices and step rate",
+        "traceloom agent ps --job slurm-42\nthen: traceloom agent query process_memory_bytes --by job",
+        _add_job, _processes,
+    ),
+    "top": Action(
+        "show devices and processes as they are now, again and again",
+        "traceloom agent top\ntraceloom agent top --once --json    for programs\n"
+        "then: traceloom agent query gpu_busy_ratio --since 1h",
+        _add_top, _top,
+    ),
+    "query": Action(
+        "show what a metric was: over time, by job, rank, user or device",
+        "traceloom agent query                                all metrics there are\n"
+        "traceloom agent query gpu_power_watts --by job --since 1h\n"
+        "traceloom agent query host_network_bytes_total --where direction=receive --json\n"
+        "then: traceloom report TRACE, for why it was so",
+        _add_query, _query,
+    ),
+    "learn": Action(
+        "judge a job by a trace of it: FLOPs, element types, roofline",
+        "traceloom agent learn run1 --job slurm-42\n"
+        "then: traceloom agent query job_flops_error_ratio --where job=slurm-42",
+        _add_learn, _learn,
+    ),
+    "doctor": Action(
+        "say what works here, what not, why, and what would help",
+        "traceloom agent doctor    of the agent that runs, else of one that you would run\n"
+        "then: traceloom agent run",
+        lambda _: None, _doctor,
+    ),
+    "env": Action(
+        "print the variables that prepare a job",
+        'eval "$(traceloom agent env)"; python train.py    a job that can be asked for traces\n'
+        "then: traceloom agent ps",
+        lambda _: None, _env,
+    ),
+}  # fmt: skip

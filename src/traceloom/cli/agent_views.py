@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
 from rich.text import Text
@@ -21,11 +25,17 @@ Row = dict[str, Any]
 _BAR = 10
 _NONE = "–"
 _COLOR = FILLS["compute"][1]
+_WORKS = {
+    "yes": ("work", "✓", "green"),
+    "partly": ("work in part", *SEVERITY["warning"]),
+    "no": ("do not work", *SEVERITY["error"]),
+}
+_AREAS = ("rights", "devices", "collect", "owners", "jobs", "stacks", "files", "extras")
 
 
 def status(answer: Row, width: int) -> Iterator[Text]:
     """How the agent fares: itself, its collectors, its history."""
-    up = units.duration(answer["now_ns"] - answer["started_ns"])
+    up = dt.timedelta(seconds=(answer["now_ns"] - answer["started_ns"]) // 10**9)
     yield Text.assemble(
         ("Agent of ", ""),
         (harmless(answer["host"]), "bold"),
@@ -63,7 +73,8 @@ def status(answer: Row, width: int) -> Iterator[Text]:
 def processes(answer: Row, devices: Sequence[Row], width: int) -> Iterator[Text]:
     """Processes that matter, with owner, devices and step rate."""
     if not answer["processes"]:
-        yield Text("No process uses a device, runs a framework, or belongs to a job.")
+        of_whom = " of yours" if answer["hidden"] else ""
+        yield from paragraph(f"No process{of_whom} uses a device, runs a framework, or belongs to a job.", width)
     else:
         yield from _process_lines(answer["processes"], devices, width)
     if answer["hidden"]:
@@ -91,24 +102,30 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
         memory = _value(row["values"], "process_memory_bytes")
         framework = f"{owner['framework']} {owner['framework_version']}".strip()
         cells.append([
-            str(row["pid"]), _cut(owner["user"] or str(row["uid"]), 12), _cut(owner["job"] or _NONE, 24), rank,
+            str(row["pid"]), _cut(owner["user"] or str(row["uid"]), 12), _cut(owner["job"] or _NONE, width // 5), rank,
             _cut(framework or _NONE, 16), ",".join(index.get(uuid, uuid[:8]) for uuid in row["devices"]) or _NONE,
             _NONE if memory is None else units.size(int(memory)),
             _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}",
         ])  # fmt: skip
+    known = [at for at in range(len(columns)) if any(row[at] != _NONE for row in cells)]  # the others say nothing
     yield from lines(
-        columns,
-        cells,
-        ("command", lambda row, left: _cut(rows[row]["command"] or rows[row]["unreadable"], left)),
+        [columns[at] for at in known],
+        [[row[at] for at in known] for row in cells],
+        ("command", lambda row, left: _cut(_command(rows[row]), left)),
         width,
     )
+
+
+def _command(row: Row) -> str:
+    """The command without the directory of its program, which would fill a narrow terminal."""
+    program, blank, words = row["command"].partition(" ")
+    return f"{program.rpartition('/')[2]}{blank}{words}" if program else str(row["unreadable"])
 
 
 def top(picture: Row, width: int) -> Iterator[Text]:
     """Host, devices and processes as they are now."""
     state, host = picture["status"], picture["host"]
-    at = dt.datetime.fromtimestamp(state["now_ns"] / 1e9, tz=dt.timezone.utc).astimezone().strftime("%H:%M:%S")
-    yield Text.assemble((harmless(state["host"]), "bold"), f"  {at}")
+    yield Text.assemble((harmless(state["host"]), "bold"), f"  {_clock(state['now_ns'])}")
     if host.get("cpu") is not None:
         yield Text.assemble(" processors ", _bar(host["cpu"]), f" {units.per_cent(host['cpu'])} % busy")
     if host.get("memory"):
@@ -116,17 +133,17 @@ def top(picture: Row, width: int) -> Iterator[Text]:
         yield Text.assemble(" memory     ", _bar(used / whole), f" {units.size(int(used))} of {units.size(int(whole))}")
     devices = picture["devices"]["devices"]
     if devices:
-        yield from heading(
-            "Devices", "busy, multiprocessors active, power: none of them alone says whether work gets done", width
-        )
+        models = Counter(device["model"] for device in devices)
+        yield from heading("Devices", ", ".join(f"{number} x {model}" for model, number in models.items()), width)
         yield from _device_lines(devices, width)
+        yield from paragraph("None of busy, SM active and power alone says whether work gets done.", width, DIM)
     yield from heading("Processes", "", width)
     yield from processes(picture["processes"], devices, width)
 
 
 def _device_lines(devices: Sequence[Row], width: int) -> Iterator[Text]:
     columns = [
-        TextColumn("GPU"), TextColumn("model", right=False), TextColumn("busy", right=False), TextColumn("SM active"),
+        TextColumn("GPU"), TextColumn("busy", right=False), TextColumn("SM active"),
         TextColumn("memory"), TextColumn("power"), TextColumn("FLOP/s"),
     ]  # fmt: skip
     cells: list[list[Cell]] = []
@@ -139,9 +156,9 @@ def _device_lines(devices: Sequence[Row], width: int) -> Iterator[Text]:
         rate = _NONE
         if bounds[0] and bounds[1]:
             low, high = bounds[0][0], bounds[1][0]
-            rate = units.flop_rate(low) if low == high else f"{units.flop_rate(low)} – {units.flop_rate(high)}"
+            rate = units.flop_rate(low) if low == high else f"{low / 1e12:.3g} – {units.flop_rate(high)}"
         cells.append([
-            device["index"], _cut(device["model"], 24),
+            device["index"],
             Text(_NONE) if busy is None else Text.assemble(_bar(busy), f" {units.per_cent(busy):>5} %"),
             _NONE if active is None else f"{units.per_cent(active)} %",
             _NONE if memory is None else units.size(int(memory)), _NONE if power is None else f"{power:.0f} W", rate,
@@ -180,18 +197,28 @@ def host_values(client: Client) -> Row:
     return result
 
 
-def query(answer: Row, width: int) -> Iterator[Text]:
-    """A line for each series: what it is of, its curve, its last value, its range."""
-    unit = f" {answer['unit']}" if answer["unit"] else ""
-    span = units.duration(answer["until_ns"] - answer["since_ns"])
-    yield Text.assemble((answer["metric"], "bold"), (f"{unit}, {span}", DIM))
+def query(answer: Row, index: Mapping[str, str], width: int) -> Iterator[Text]:
+    """A line for each series: what it is of, its last value, its range, its curve.
+
+    Args:
+        answer: What the agent has answered.
+        index: Identity of a device -> its number on this host.
+        width: Of the terminal.
+    """
     series = [curve for curve in answer["series"] if curve["values"]]
+    first, last = answer["since_ns"], answer["until_ns"]
+    if series:
+        first, last = min(curve["times_ns"][0] for curve in series), max(curve["times_ns"][-1] for curve in series)
+    unit = f"  {answer['unit']}" if answer["unit"] else ""
+    yield Text.assemble((answer["metric"], "bold"), (f"{unit}, {_clock(first)} to {_clock(last)}", DIM))
     if not series:
         yield from paragraph(
-            "Nothing is known of it in this time; `traceloom agent doctor` says what does not work.", width
+            "Nothing that you may see is known of it in this time; `traceloom agent doctor` says what does not work.",
+            width,
         )
         return
     labels = list(dict.fromkeys(label for curve in series for label in curve["labels"]))
+    room = max(8, min(40, (width - 45) // max(len(labels), 1)))  # the other columns, and a curve that can be seen
     columns = [
         *(TextColumn(label, right=False) for label in labels),
         TextColumn("last"),
@@ -200,7 +227,7 @@ def query(answer: Row, width: int) -> Iterator[Text]:
     ]
     cells: list[list[Cell]] = [
         [
-            *(_cut(curve["labels"].get(label, "") or _NONE, 40) for label in labels),
+            *(_labelled(label, curve["labels"].get(label, ""), index, room) for label in labels),
             *(
                 _written(value, answer["unit"])
                 for value in (curve["values"][-1], min(curve["values"]), max(curve["values"]))
@@ -208,14 +235,26 @@ def query(answer: Row, width: int) -> Iterator[Text]:
         ]
         for curve in series
     ]
-    yield from lines(columns, cells, ("", lambda row, left: Text(_curve(series[row]["values"], left), _COLOR)), width)
+    longest = min(60, max(len(curve["values"]) for curve in series))
+    yield from lines(
+        columns,
+        cells,
+        ("", lambda row, left: Text(_curve(series[row], first, last, min(left, longest)), _COLOR)),
+        width,
+    )
+
+
+def _labelled(label: str, value: str, index: Mapping[str, str], width: int) -> str:
+    if label == "device" and value in index:
+        return f"GPU {harmless(index[value])}"
+    return _cut(value or _NONE, width)
 
 
 def metrics(width: int) -> Iterator[Text]:
     """All metrics, with their labels."""
     for metric in METRICS.values():
         yield Text.assemble(f"{metric.name}", (f"{{{','.join(metric.labels)}}}" if metric.labels else "", DIM))
-        yield from paragraph(f"   {metric.help}", width, DIM)
+        yield from paragraph(metric.help, width, DIM, indent=4)
 
 
 def metrics_document() -> list[Row]:
@@ -253,24 +292,26 @@ def learned(answer: Row) -> Iterator[Text]:
 
 def doctor(answer: Row, width: int, *, running: bool) -> Iterator[Text]:
     """What works, what not, why, and what would help."""
+    number = Counter(check["works"] for check in answer["checks"])
+    parts = [f"{number[works]} {words}" for works, (words, _, _) in _WORKS.items() if number[works]]
+    yield from paragraph(f"Of {units.counted(len(answer['checks']), 'thing')}, {', '.join(parts)}.", width, "bold")
     if not running:
-        yield from paragraph("No agent runs; this is what one would find, run by you.", width, DIM)
-    marks = {"yes": ("✓", "green"), "partly": SEVERITY["warning"], "no": SEVERITY["error"]}
-    area = ""
-    for check in sorted(answer["checks"], key=lambda check: check["area"]):
-        if check["area"] != area:
-            area = check["area"]
-            yield from heading(area, "", width)
-        mark, style = marks[check["works"]]
-        yield Text.assemble(" ", (mark, style), f" {harmless(check['name'])}")
-        if check["why"]:
-            yield from paragraph(f"  {check['why']}", width, DIM)
-        if check["help"]:
-            yield from paragraph(f"  → {check['help']}", width)
+        yield from paragraph("No agent runs; this is what one would have, run by you: traceloom agent run", width, DIM)
+    checks = sorted(answer["checks"], key=lambda check: (*_AREAS, check["area"]).index(check["area"]))
+    for area, of_area in groupby(checks, key=itemgetter("area")):
+        yield from heading(area, "", width)
+        for check in of_area:
+            _, mark, style = _WORKS[check["works"]]
+            yield Text.assemble(" ", (mark, style), f" {harmless(check['name'])}")
+            yield from paragraph(check["why"], width, DIM, indent=3)
+            if check["help"]:
+                yield from paragraph(f"→ {check['help']}", width, indent=3)
 
 
-def _last(values: Sequence[float]) -> float:
-    return values[-1]
+def _clock(at_ns: int) -> str:
+    """The time of day here, with the date where it is not today's."""
+    at, now = (dt.datetime.fromtimestamp(ns / 1e9, tz=dt.timezone.utc).astimezone() for ns in (at_ns, time.time_ns()))
+    return at.strftime("%H:%M:%S" if at.date() == now.date() else "%Y-%m-%d %H:%M:%S")
 
 
 def _value(values: Sequence[Row], metric: str) -> float | None:
@@ -287,10 +328,20 @@ def _written(value: float, unit: str) -> str:
     return f"{value:.4g}"
 
 
-def _curve(values: Sequence[float], width: int) -> str:
-    """From the least to the greatest; a line along the bottom where they are equal."""
-    least = min(values)
-    return sparkline([value - least for value in values], min(width, 60))
+def _curve(curve: Row, first_ns: int, last_ns: int, width: int) -> str:
+    """Means over equal times, from the least to the greatest; blank where nothing is known.
+
+    The curves of an answer have one axis of time; values that are all equal are a line along the bottom.
+    """
+    times, values = curve["times_ns"], curve["values"]
+    if width <= 0:
+        return ""
+    parts: list[list[float]] = [[] for _ in range(width)]
+    for at_ns, value in zip(times, values, strict=True):
+        parts[min(width * (at_ns - first_ns) // max(last_ns - first_ns, 1), width - 1)].append(value)
+    means = [fmean(part) for part in parts if part]
+    levels = iter(sparkline([mean - min(means) for mean in means], width))
+    return "".join(next(levels) if part else " " for part in parts)
 
 
 def _bar(share: float) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import re
@@ -98,12 +99,22 @@ def test_verbs_show_what_it_knows(
     assert re.search(r" [\d.]+ % +[\d.]+ % +[\d.]+ GB +\d+ W +\d+", picture), picture
     assert re.search(r"memory .* of [\d.]+ GB", picture), picture
     until(lambda: len(agent.client.get("query", metric="gpu_power_watts")["series"]) == 2)
-    assert "watts" in shown("query", "gpu_power_watts")
+    curves = shown("query", "gpu_power_watts")
+    assert "watts" in curves
+    assert re.findall(r"^ GPU (\d) .* [▁-█]+$", curves, re.MULTILINE) == ["0", "1"]
+    of_one = json.loads(shown("query", "gpu_power_watts", "--where", "device=1", "--json"))["series"]
+    uuids = {device["index"]: device["uuid"] for device in agent.client.get("devices")["devices"]}
+    assert [series["labels"]["device"] for series in of_one] == [uuids["1"]]
     until(lambda: agent.client.get("query", metric="host_cpu_seconds_total")["series"])
     answer = json.loads(shown("query", "host_cpu_seconds_total", "--by", "mode", "--json"))
     assert {"user", "idle"} <= {series["labels"]["mode"] for series in answer["series"]}
     assert answer["unit"] == "seconds/s"
     assert json.loads(shown("query", "host_cpu_seconds_total", "--raw", "--json"))["unit"] == "seconds"
+    by_name = {check["name"]: check for check in json.loads(shown("doctor", "--json"))["checks"]}
+    assert by_name["cpu"]["why"] == ""
+    assert by_name["devices"]["why"] == "2 devices answering"
+    rdma = list(Path("/sys/class").glob("infiniband/*/ports/*"))
+    assert by_name["rdma"]["why"] == ("" if rdma else "there is nothing of it here")
     assert "✓ cpu" in shown("doctor")
     assert "KINETO_IPC_SOCKET_DIR" in shown("env")
 
@@ -231,6 +242,28 @@ def test_a_second_agent_is_refused(agent: Running) -> None:
     assert agent.client.get("status")["pid"] == agent.process.pid
 
 
+def test_times_without_a_zone_are_those_of_this_place(
+    agent: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until(lambda: agent.client.get("query", metric="gpu_power_watts")["series"])
+    for zone in ("Asia/Tokyo", "America/New_York"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        since = dt.datetime.now() - dt.timedelta(minutes=5)  # noqa: DTZ005  (as one reads it off a clock)
+        words = ["query", "gpu_power_watts", "--since", since.isoformat(timespec="minutes"), "--json"]
+        assert main(["agent", *words, "--socket", str(agent.socket)]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert 4 * 60 < (answer["until_ns"] - answer["since_ns"]) / 1e9 < 10 * 60
+        assert len(answer["series"]) == 2
+    monkeypatch.undo()
+    time.tzset()
+    assert (
+        main(["agent", "query", "gpu_power_watts", "--since", "1m", "--until", "2m", "--socket", str(agent.socket)])
+        == 3
+    )
+    assert "`until` is before `since`" in capsys.readouterr().err
+
+
 def test_who_acts_stands_in_the_audit_log(agent: Running) -> None:
     agent.client.post("counters/pause", {"seconds": 5})
     entry = json.loads(
@@ -263,6 +296,29 @@ def test_wrong_calls(words: list[str], slug: str, capsys: pytest.CaptureFixture[
     assert slug in capsys.readouterr().err
 
 
+def test_variables_of_a_job_lead_to_the_agent_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user's own agent, else root's."""
+    system = tmp_path / "run" / "agent.sock"
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("traceloom.agent.config.SYSTEM_SOCKET", system)
+    own = tmp_path / "traceloom" / "agent.sock"
+
+    def printed() -> dict[str, str]:
+        assert main(["agent", "env", "--json"]) == 0
+        answer: dict[str, str] = json.loads(capsys.readouterr().out)
+        return answer
+
+    assert printed()["TRACELOOM_AGENT"] == str(own)
+    for path in (system, own):  # root's begins, then the user's
+        path.parent.mkdir()
+        path.touch()
+        assert printed()["TRACELOOM_AGENT"] == str(path)
+        assert printed()["KINETO_IPC_SOCKET_DIR"] == str(path.with_name("kineto") / "12345")
+
+
 def test_the_doctor_needs_no_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,4 +327,4 @@ def test_the_doctor_needs_no_agent(
     monkeypatch.setattr("traceloom.agent.config.SYSTEM_SOCKET", tmp_path / "none.sock")
     assert main(["agent", "doctor", "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
-    assert {check["name"] for check in checks} >= {"cpu", "memory", "processes", "accelerators", "py-spy", "socket"}
+    assert {check["name"] for check in checks} >= {"cpu", "memory", "processes", "devices", "py-spy", "socket"}

@@ -101,20 +101,32 @@ def test_a_change_in_per_cent_is_a_fraction(fraction: float) -> None:
 # -- every verb ---------------------------------------------------------------------------------------------------
 
 
-def arguments(verb: str) -> list[argparse.Action]:
-    return list(cli.actions(cli.parser([verb])))
+def parsers(verb: str) -> dict[str, argparse.ArgumentParser]:
+    """The words of a command -> its parser: of the verb, and of each action where it has some."""
+    own = next(a for a in cli.parser([verb])._actions if isinstance(a, argparse._SubParsersAction)).choices[verb]
+    inner = next((a for a in own._actions if isinstance(a, argparse._SubParsersAction)), None)
+    return {verb: own} | {f"{verb} {name}": parser for name, parser in (inner.choices.items() if inner else ())}
 
 
-def help_of(verb: str) -> str:
+COMMANDS = [command for verb in VERBS for command in parsers(verb)]
+
+
+def arguments(command: str) -> list[argparse.Action]:
+    """Its own, not those of its actions."""
+    own = parsers(command.partition(" ")[0])[command]
+    return [action for action in own._actions if not isinstance(action, argparse._SubParsersAction)]
+
+
+def help_of(command: str) -> str:
     with captured() as (out, _):
-        assert main([verb, "--help"]) == 0
+        assert main([*command.split(), "--help"]) == 0
     return out.getvalue().decode()
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_option_is_explained_in_words(verb: str) -> None:
-    shown = help_of(verb)
-    for action in arguments(verb):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_explained_in_words(command: str) -> None:
+    shown = help_of(command)
+    for action in arguments(command):
         if action.help == argparse.SUPPRESS:
             continue
         assert action.help, action.dest
@@ -122,29 +134,47 @@ def test_every_option_is_explained_in_words(verb: str) -> None:
             assert option in shown
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_fits_the_terminal_and_names_every_option_once(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_the_terminal_and_names_every_option_once(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    shown = help_of(verb)
+    shown = help_of(command)
     assert all(len(line) <= 110 for line in shown.splitlines())
-    every = [option for action in arguments(verb) for option in action.option_strings]
+    every = [option for action in arguments(command) for option in action.option_strings]
     assert len(set(every)) == len(every)
     assert all(re.fullmatch(r"-[a-zA-Z]|--[a-z]+(-[a-z]+)*", option) for option in every)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_examples_of_a_verb_use_options_that_it_has(verb: str) -> None:
-    own = {option for action in arguments(verb) for option in action.option_strings}
-    for line in cli.verb(verb).EXAMPLES.splitlines():
-        if line.startswith(f"  traceloom {verb} "):
+def test_examples_use_options_that_the_command_has(verb: str) -> None:
+    own = parsers(verb)
+    for parser in own.values():
+        for line in (parser.epilog or "").splitlines():
+            if not line.startswith(f"  traceloom {verb} "):
+                continue
             command = re.split(r" {2,}|\| ", line.strip())[0].partition(" -- ")[0]
+            words = command.split()
+            called = " ".join(words[1:3]) if " ".join(words[1:3]) in own else verb
+            has = {option for action in arguments(called) for option in action.option_strings}
             for option in re.findall(r"(?<= )--?[a-z][a-z-]*", command):
-                assert option in own, line
+                assert option in has, line
+
+
+def test_the_overview_of_the_agent_fits_a_screen_and_every_action_has_an_example(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(help_of("agent").splitlines()) <= 32
+    for command, parser in parsers("agent").items():
+        if command != "agent":
+            assert f"traceloom {command}" in (parser.epilog or ""), command
+            assert re.search(r"^  then: traceloom ", parser.epilog or "", re.MULTILINE), command
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_option_that_is_unknown_is_refused_with_the_nearest_one(verb: str) -> None:
-    known = [option for action in arguments(verb) for option in action.option_strings if len(option) > 5]
+    known = [
+        option for action in cli.actions(cli.parser([verb])) for option in action.option_strings if len(option) > 5
+    ]
     if not known or verb == "record":  # what follows there belongs to the recorded program
         return
     positional = ["save", "name", "run"] if verb == "baseline" else ["bash"] if verb == "completion" else ["a", "b"]

@@ -61,6 +61,7 @@ class SimulatedAccelerator:
         self._host = config.host_name
         self._sampled: float | None = None
         self._joules = [0.0] * self._count
+        self._throttled_s = [0.0] * self._count
         if not self._count:
             raise NotHere("no devices are simulated: [accelerators] simulated = 8 makes up eight")
 
@@ -89,12 +90,14 @@ class SimulatedAccelerator:
         return {capability(reading.metric, reading.labels[1:]): "" for reading in self._readings(0)}
 
     def sample(self) -> list[Reading]:
-        """The metrics of a Hopper device with GPM; energy is power over the time since the last call."""
+        """The metrics of a Hopper device with GPM; energy and throttling add up since the first call."""
         now = self._clock()
         seconds = 0.0 if self._sampled is None else max(0.0, now - self._sampled)
         self._sampled = now
         for index in range(self._count):
-            self._joules[index] += self.load(index).power_watts * seconds
+            watts = self.load(index).power_watts
+            self._joules[index] += watts * seconds
+            self._throttled_s[index] += seconds if watts >= LIMIT_WATTS else 0.0
         return [
             reading for index in range(self._count) if not self.load(index).stale for reading in self._readings(index)
         ]
@@ -146,6 +149,7 @@ class SimulatedAccelerator:
             Reading("gpu_clock_hertz", (*device, "sm"), load.clock_hz),
             Reading("gpu_clock_hertz", (*device, "memory"), MEMORY_CLOCK_HZ),
             Reading("gpu_throttled", (*device, "power"), float(load.power_watts >= LIMIT_WATTS)),
+            Reading("gpu_throttled_seconds_total", (*device, "power"), self._throttled_s[index]),
             Reading("gpu_errors_total", (*device, "pcie-replay", ""), 0.0),
             *(Reading("gpu_remapped_rows", (*device, kind), 0.0) for kind in ("correctable", "uncorrectable")),
         ]

@@ -18,6 +18,7 @@ import msgspec
 from traceloom.agent.collect import HostCollector, read
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
+from traceloom.model.units import counted
 
 MOST_PROCESSES = 512  # that are kept: about 3,000 series
 YOUNG_S = (
@@ -285,8 +286,8 @@ class Processes(HostCollector):
         if denied := sum(look.denied for look in self._looks.values()):
             needed = "root" if os.geteuid() else "CAP_SYS_PTRACE and every capability that they have"
             troubles.append(
-                f"environment and libraries of {denied} processes cannot be read, so that their jobs and frameworks "
-                f"are not known: the agent needs {needed}"
+                f"environment and libraries of {counted(denied, 'process')} cannot be read, so that jobs and "
+                f"frameworks there are not known: the agent needs {needed}"
             )
         try:
             mounts = read(f"{self.proc}/self/mounts")

@@ -214,6 +214,8 @@ async def _query(asked: Asked) -> forms.QueryAnswer:
         shows=asked.view.shows,
         raw=wanted.raw,
     )
+    if question.since_ns > question.until_ns:
+        raise _wrong("`until` is before `since`")
     series = list(await asked.agent.query(question))
     points = sum(len(one_series.values) for one_series in series)
     if points > _MOST_POINTS:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
@@ -137,3 +140,11 @@ def test_a_device_of_two_jobs_names_none() -> None:
         dict(labels)["UUID"]: dict(labels).get("hpc_job") for name, labels in samples if name == "DCGM_FI_DEV_GPU_UTIL"
     }
     assert jobs == {"GPU-0": None, "GPU-1": "8"}
+
+
+def test_prometheus_finds_nothing_wrong_with_any_metric() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("Debian's package prometheus is not installed")
+    text, _ = render(full_board(), Config())
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")

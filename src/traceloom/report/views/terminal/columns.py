@@ -28,10 +28,10 @@ def heading(title: str, note: str, width: int) -> Iterator[Text]:
     yield from paragraph(note, width, DIM)
 
 
-def paragraph(words: str, width: int, style: str = "") -> Iterator[Text]:
-    """Words as lines, indented by one; those of strangers made harmless."""
-    for line in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
-        yield Text(_INDENT + line, style)
+def paragraph(words: str, width: int, style: str = "", indent: int = len(_INDENT)) -> Iterator[Text]:
+    """Words as indented lines; those of strangers made harmless."""
+    for line in textwrap.wrap(harmless(words), width - indent - 1, break_on_hyphens=False):
+        yield Text(" " * indent + line, style)
 
 
 def fitted(drawn: Iterable[Text], width: int) -> Iterator[Text]:
