@@ -83,7 +83,8 @@ class HostDevices:
                 is the same where all are of one model.
         """
         whole = [device for device in self._whole if device.vendor == self.vendor]
-        certain = not any(device.stale for device in whole) and len(whole) == len(self.all())
+        undivided = {device.uuid for device in whole} == set(self.all())
+        certain = undivided and not any(device.stale for device in whole)
         if self.vendor == "amd":
             order = [self._names.get(_address(address), "") for address in self._amd_order]
             return order if certain and "" not in order and len(order) == len(whole) else []
@@ -158,22 +159,24 @@ def devices_of(
     allowed, source = (kubelet, "kubelet") if kubelet is not None else _allowed(environment, devices, root)
     order = devices.in_order(by_pci=environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
     orders = [] if any(environment.get(name) for name in _RENUMBERING) else [order]
+    by_slurm = root is None and any(environment.get(name) for name in _SLURM)
     if root is not None:
         orders = [[uuid for uuid in order if uuid in allowed]] if allowed is not None else []
-    elif any(environment.get(name) for name in _SLURM):
-        # Where Slurm hides the other devices by control groups, those of the job are counted from 0.
+    elif by_slurm:
+        # Where Slurm hides the other devices by control groups, those of the step are counted from 0.
         orders = [order, [uuid for uuid in order if uuid in allowed]] if allowed is not None else []
-    filters = [("CUDA_VISIBLE_DEVICES",)]
+    filters: list[tuple[str, ...]] = [("CUDA_VISIBLE_DEVICES",)]
     if devices.vendor == "amd":  # HIP counts within what ROCr leaves, and reads CUDA's variable where it has none
         filters = [("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")]
     for names in filters:
         variable = next((name for name in names if name in environment), "")
-        if not variable:
+        if not variable or allowed == frozenset():
             continue
-        listed = [_listed(environment[variable], order, devices) for order in orders or [[]]]
+        text = environment[variable]
+        listed = [_listed(text, order, devices, strict=by_slurm) for order in orders or [[]]]
         matches = {some for some in listed if some is not None and (allowed is None or allowed.issuperset(some))}
-        longest = max(map(len, matches), default=0)
-        matches = {some for some in matches if len(some) == longest}
+        if not matches and by_slurm and allowed is not None and len(text.split(",")) == len(allowed):
+            continue  # Slurm counts the devices of the step, and gave this task some: as many as it names
         if len(matches) != 1:
             return None
         (result,) = matches
@@ -210,13 +213,16 @@ def _entries(text: str) -> list[str]:
     return [entry for part in text.split(",") if (entry := part.strip())]
 
 
-def _listed(text: str, order: Sequence[str], devices: HostDevices) -> tuple[str, ...] | None:
-    """The devices of a list as CUDA and ROCm read it: up to the first entry that is none. None: nobody knows."""
+def _listed(text: str, order: Sequence[str], devices: HostDevices, *, strict: bool) -> tuple[str, ...] | None:
+    """The devices of a list as CUDA and ROCm read it: up to the first entry that is none. None: nobody knows.
+
+    `strict`: the order is one of several that may be meant, and is not where a number lies beyond it.
+    """
     listed: list[str] = []
     for part in text.split(","):
         entry = part.strip()
         if entry.isdecimal():
-            if not order:
+            if not order or (strict and int(entry[:9]) >= len(order)):
                 return None
             uuid = order[int(entry)] if len(entry) < 5 and int(entry) < len(order) else ""
         elif entry.startswith("MIG-"):

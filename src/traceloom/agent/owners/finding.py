@@ -65,8 +65,7 @@ class OwnerFinder:
         _inherit_jobs(processes, stated)
         self._state_jobs_of_devices(places, used, stated)
         for key, facts in processes.items():
-            place = places.get(key)
-            root = self._proc / str(facts.pid) / "root" if place else None
+            root = self._proc / str(facts.pid) / "root" if key in places else None
             if match := devices_of(facts.environment, self._devices, root=root, kubelet=granted.get(key)):
                 stated[key]["devices"] = match
         self._state_devices_of_jobs(stated)
