@@ -20,7 +20,7 @@ def running_agent(directory: Path, settings: str = "", simulated: int = 0) -> It
     path, log = directory / "agent.sock", directory / "log"
     (directory / "agent.toml").write_text(
         f'[paths]\nsocket = "{path}"\nhistory = "{directory}/agent.db"\naudit = "{directory}/audit.jsonl"\n'
-        f"[collect]\nperiod = 0.2\n[history]\ninterval = 0.5\n{settings}",
+        "[history]\ninterval = 0.5\n" + ("" if "[collect]" in settings else "[collect]\nperiod = 0.2\n") + settings,
         encoding="utf-8",
     )
     command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(directory / "agent.toml")]

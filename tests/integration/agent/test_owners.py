@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from support import slurm
+from support import kubelet, slurm
+from support.host_tree import HostTree
 from support.running_agent import running_agent
 from support.waiting import until
 from traceloom.agent.accelerators import Device
@@ -145,3 +146,53 @@ def test_devices_that_slurm_gives(cluster: dict[str, str], tmp_path: Path) -> No
     assert tasks("-n1", "--gpus=2") == {"0": (("GPU-10", "GPU-20"), "CUDA_VISIBLE_DEVICES")}
     each = tasks("-n2", "--gpus-per-task=1")
     assert {rank: uuids for rank, (uuids, _) in each.items()} == {"0": ("GPU-20",), "1": ("GPU-10",)}
+
+
+POD_UID = "0a1b2c3d-1111-2222-3333-0123456789ab"
+
+
+def test_pods_and_mapped_jobs_through_a_running_agent(tmp_path: Path) -> None:
+    """The kubelet hangs first: everything else goes on, and the doctor says it. Then it answers."""
+    pytest.importorskip("grpc", reason="gRPC is not installed: the extra `kubernetes`")
+    tree = HostTree(tmp_path)
+    tree.process(2, name="kthreadd", parent=0, flags=0x208040, maps=(), command=())
+    socket, jobs = tmp_path / "kubelet.sock", tmp_path / "jobs"
+    jobs.mkdir()
+    (jobs / "1").write_text("4242\n", encoding="ascii")
+    settings = (
+        f'[owners]\nkubelet = "{socket}"\njob_mapping = "{jobs}"\n'
+        '[collect]\nperiod = 0.2\ntimeout = 20.0\noff = ["cpu", "memory", "pressure", "disks", "network", "rdma"]\n'
+        f'proc = "{tree.proc}"\nsys = "{tree.sys}"\n'
+    )
+    with kubelet.served(socket) as service, running_agent(tmp_path / "agent", settings, simulated=2) as client:
+        service.answer = service.hang
+        devices = {device["index"]: device["uuid"] for device in client.get("devices")["devices"]}
+        tree.process(
+            77, environment={"NVIDIA_VISIBLE_DEVICES": devices["0"], "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            cgroup=f"0::/kubepods/pod{POD_UID}/{'a' * 64}\n",
+        )  # fmt: skip
+        tree.process(78, environment={"SLURM_JOB_ID": "4242"})
+
+        def owner(pid: int) -> dict[str, Any]:
+            return _owners(client, {pid: None}).get(pid, {})
+
+        assert until(lambda: owner(78))["devices"] == [devices["1"]]
+        assert (owner(77)["job"], owner(77)["pod"]) == (f"pod-{POD_UID}", "")
+
+        def trouble() -> str:
+            states = {state["name"]: state for state in client.get("status")["collectors"]}
+            assert not states["processes"]["trouble"]
+            assert not states["job-mapping"]["trouble"]
+            return str(states["kubelet"]["trouble"])
+
+        assert "deadline_exceeded" in until(trouble)
+        (check,) = (check for check in client.get("doctor")["checks"] if check["name"] == "kubelet")
+        assert (check["works"], "did not answer" in check["why"]) == ("no", True)
+        until(lambda: client.get("query", metric="collector_failures_total", where="collector=kubelet")["series"])
+        service.answer = kubelet.containers({("ml", "bert-0"): {"train": [devices["0"]]}})
+        service.ended.set()
+        tree.process(79, environment={"TRACELOOM_JOB": "new"}, cgroup=f"0::/kubepods/pod{POD_UID}/{'b' * 64}\n")
+        until(lambda: owner(77)["pod"])
+        names = ("namespace", "pod", "container", "devices", "rank")
+        assert [owner(77)[name] for name in names] == ["ml", "bert-0", "train", [devices["0"]], 0]
+        assert not trouble()

@@ -19,7 +19,9 @@ from traceloom.agent.metrics import Reading
 from traceloom.agent.owners.pod_resources import LIMIT_S
 from traceloom.errors import TraceloomError
 
-AGAIN_S = 300.0  # the kubelet is asked when a container appears, and otherwise this often
+# The kubelet is asked when a container appears, and then at growing intervals: one that starts anew answers in part or
+# not at all.
+FIRST_S, LAST_S = 10.0, 300.0
 
 
 class PodContainer(msgspec.Struct, frozen=True):
@@ -59,26 +61,33 @@ class Kubelet:
         self.places: frozenset[Place] = frozenset()
         self.answer = KubeletAnswer()
         self._socket = Path(config.owners.kubelet) if config.owners.kubelet else None
-        self._asked = -AGAIN_S
+        self._asked: frozenset[Place] = frozenset()  # when it was asked last
+        self._error = ""  # why it did not answer then
+        self._next = 0.0  # on the monotonic clock
+        self._wait_s = FIRST_S
 
     def collect(self) -> list[Reading]:
         """Ask, where there is somebody to ask about and somebody to ask.
 
         Raises:
-            OSError: The kubelet did not answer, or not in time.
+            OSError: The kubelet did not answer when it was asked last, or not in time.
         """
         places = self.places
         if not places or self._socket is None or not self._socket.exists():
             self.answer = KubeletAnswer()
             return []
-        if places <= self.answer.places and time.monotonic() < self._asked + AGAIN_S:
-            return []
-        try:
-            rows = worker.run("pod-resources", timeout_s=2 * LIMIT_S, socket=str(self._socket))
-        except TraceloomError as error:
-            raise OSError(error.message) from error
-        self.answer = KubeletAnswer(tuple(msgspec.convert(rows, list[PodContainer])), places)
-        self._asked = time.monotonic()
+        appeared = not places <= self._asked
+        if appeared or time.monotonic() >= self._next:
+            self._asked = places
+            self._wait_s = FIRST_S if appeared else min(2 * self._wait_s, LAST_S)
+            try:
+                rows = worker.run("pod-resources", timeout_s=2 * LIMIT_S, socket=str(self._socket))
+                self.answer, self._error = KubeletAnswer(tuple(msgspec.convert(rows, list[PodContainer])), places), ""
+            except TraceloomError as error:
+                self._error = error.message
+            self._next = time.monotonic() + self._wait_s
+        if self._error:
+            raise OSError(self._error)
         return []
 
     def trouble(self) -> list[str]:
