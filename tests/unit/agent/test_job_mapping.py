@@ -57,8 +57,9 @@ def test_a_job_on_several_devices(tmp_path: Path) -> None:
 
 
 def test_several_jobs_on_a_device_are_not_told_apart(tmp_path: Path) -> None:
-    owners, _ = _owners(tmp_path, {"0": "1\n2\n", "1": "1\n"}, {1: ["GPU-0"], 2: ["GPU-1"], 3: ["GPU-0", "GPU-1"]})
-    assert [owner.job for owner in owners.values()] == ["", "1", ""]
+    used = {1: ["GPU-0"], 2: ["GPU-1"], 3: ["GPU-0", "GPU-1"], 4: ["GPU-1", "GPU-0"], 5: ["GPU-1", "MIG-0"]}
+    owners, _ = _owners(tmp_path, {"0": "1\n2\n", "1": "1\n", "2": "3\n"}, used)
+    assert [owner.job for owner in owners.values()] == ["", "1", "", "", ""]
 
 
 def test_the_job_of_a_process_is_stronger_and_has_its_devices(tmp_path: Path) -> None:

@@ -129,6 +129,14 @@ def test_a_process_of_no_pod_gets_none(served: api.ServedKubelet, socket_path: P
     assert (owners[1].pod, owners[9].pod) == ("bert-0", "")
 
 
+def test_a_pod_that_watches_all_devices_is_none_of_those_that_hold_them(
+    served: api.ServedKubelet, socket_path: Path
+) -> None:
+    served.answer = api.containers({("a", "one"): {"c": ["GPU-0"]}})
+    owners = _owners(_finder(socket_path), [_process(1, "a", FIRST)], {1: ["GPU-0", "GPU-1"]})
+    assert (owners[1].pod, owners[1].container) == ("", FIRST[:12])
+
+
 def test_pods_that_share_a_device(served: api.ServedKubelet, socket_path: Path) -> None:
     """Replicas of one device: only the name of their host tells the pods apart."""
     served.answer = api.containers({("a", "one"): {"c": ["GPU-0::0"]}, ("b", "two"): {"c": ["GPU-0::1"]}})
