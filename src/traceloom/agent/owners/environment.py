@@ -219,8 +219,8 @@ def _state_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> 
     port = environment.get(_MAIN_PORT, "")
     if run not in ("", "none"):  # what torchrun says without --rdzv-id
         state("job", _TORCHELASTIC, f"torchelastic-{run}")
-    elif (place := host if address in _LOOPBACK else address) and port and environment.get("WORLD_SIZE"):
-        state("job", "MASTER_ADDR", f"torchrun-{place}:{port}")
+    elif (location := host if address in _LOOPBACK else address) and port and environment.get("WORLD_SIZE"):
+        state("job", "MASTER_ADDR", f"torchrun-{location}:{port}")
     if run or port:
         state("scheduler", _TORCHELASTIC if run else _MAIN_PORT, "torchrun")
     if environment.get("RAY_JOB_ID"):

@@ -59,7 +59,7 @@ class OwnerFinder:
         used = used or {}
         if self._listed != devices:
             self._listed, self._devices = list(devices), HostDevices(devices, self._proc, self._sys)
-        places = {key: place for key, facts in processes.items() if (place := _place(facts)).container}
+        places = {key: location for key, facts in processes.items() if (location := _place(facts)).container}
         stated = {key: self._stated(facts, places.get(key)) for key, facts in processes.items()}
         granted = self._state_pods(processes, places, used, stated)
         _inherit_jobs(processes, stated)
@@ -86,10 +86,10 @@ class OwnerFinder:
     def _device(self, name: str) -> str:
         return self._devices.named(name) or self._devices.numbered(name)
 
-    def _stated(self, facts: ProcessFacts, place: Place | None) -> Statements:
+    def _stated(self, facts: ProcessFacts, location: Place | None) -> Statements:
         of_cgroup = of_paths(facts.cgroups.values())
         # An address of loopback is everybody's: it is this host's or this container's. A pod tells better.
-        host = "" if "job" in of_cgroup else place.container if place else self._host
+        host = "" if "job" in of_cgroup else location.container if location else self._host
         stated = statements(facts.environment, self._config.owners.variables, host=host)
         if facts.frameworks:
             framework = next(iter(facts.frameworks))
@@ -109,7 +109,7 @@ class OwnerFinder:
         stated: Mapping[str, Statements],
     ) -> dict[str, frozenset[str]]:
         """State pods and containers as the kubelet names them; the devices that it gave, by process."""
-        in_pods = {key: place for key, place in places.items() if place.pod}
+        in_pods = {key: location for key, location in places.items() if location.pod}
         answer = self.kubelet.answer
         self.kubelet.places = frozenset(in_pods.values())
         held = {
@@ -118,19 +118,19 @@ class OwnerFinder:
         }
         evidence: dict[Place, frozenset[str]] = {}
         hosts: dict[Place, str] = {}
-        for key, place in in_pods.items():
-            if place in answer.places:  # the kubelet gave devices of containers that ended to later ones
+        for key, location in in_pods.items():
+            if location in answer.places:  # the kubelet gave devices of containers that ended to later ones
                 environment = processes[key].environment
                 named = map(self._devices.named, environment.get("NVIDIA_VISIBLE_DEVICES", "").split(","))
-                evidence[place] = evidence.get(place, frozenset()).union(used.get(key, ()), filter(None, named))
-                hosts.setdefault(place, environment.get("HOSTNAME", ""))
+                evidence[location] = evidence.get(location, frozenset()).union(used.get(key, ()), filter(None, named))
+                hosts.setdefault(location, environment.get("HOSTNAME", ""))
         pods, containers = joined(held, evidence, hosts)
         granted = {}
-        for key, place in in_pods.items():
-            if place in evidence and place.pod in pods:
-                namespace, pod = pods[place.pod]
+        for key, location in in_pods.items():
+            if location in evidence and location.pod in pods:
+                namespace, pod = pods[location.pod]
                 stated[key] |= {"namespace": (namespace, "kubelet"), "pod": (pod, "kubelet")}
-                if name := containers.get(place):
+                if name := containers.get(location):
                     stated[key]["container"] = (name, "kubelet")
                     granted[key] = frozenset().union(
                         *(u for c, u in held.items() if (c.namespace, c.pod, c.container) == (namespace, pod, name))

@@ -109,21 +109,21 @@ def joined(
             that share a device.
 
     Returns:
-        Control group's pod -> (namespace, pod), and place -> name of the container.
+        Control group's pod -> (namespace, pod), and location -> name of the container.
     """
     possible: dict[str, set[tuple[str, str]]] = {}
-    for place, devices in evidence.items():
+    for location, devices in evidence.items():
         matches = {(c.namespace, c.pod) for c, uuids in held.items() if devices and devices <= uuids}
-        by_host = {match for match in matches if match[1] == hosts.get(place)}
+        by_host = {match for match in matches if match[1] == hosts.get(location)}
         if matches:
-            possible[place.pod] = possible.get(place.pod, matches) & (by_host or matches)
+            possible[location.pod] = possible.get(location.pod, matches) & (by_host or matches)
     pods = {pod: next(iter(names)) for pod, names in possible.items() if len(names) == 1}
     bearers = Counter(pods.values())  # two pods of one name are not both it
     pods = {pod: name for pod, name in pods.items() if bearers[name] == 1}
     containers: dict[Place, str] = {}
-    for place, devices in evidence.items():
+    for location, devices in evidence.items():
         names = [c.container for c, uuids in held.items()
-                 if (c.namespace, c.pod) == pods.get(place.pod) and devices and devices <= uuids]  # fmt: skip
+                 if (c.namespace, c.pod) == pods.get(location.pod) and devices and devices <= uuids]  # fmt: skip
         if len(names) == 1:
-            containers[place] = names[0]
+            containers[location] = names[0]
     return pods, containers
