@@ -75,7 +75,7 @@ class Agent:
         self.audit = AuditLog(locations.audit)
         self.accelerators = AcceleratorCollector(config)
         self.processes = OwnedProcesses(config, self.accelerators)
-        collectors: list[Collector] = [*host_collectors(config), self.accelerators, self.processes]
+        collectors: list[Collector] = [*host_collectors(config), self.accelerators, *self.processes.collectors]
         chosen = [collector for collector in collectors if collector.name not in config.collect.off]
         self.scheduler = Scheduler(self.board, chosen, self._delivered)
         self.topline = Topline(config.accelerators.reference)

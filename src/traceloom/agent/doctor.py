@@ -165,7 +165,7 @@ def by_hand(config: Config, locations: Locations) -> list[Check]:
 
     accelerators = AcceleratorCollector(config)
     owned = OwnedProcesses(config, accelerators)
-    collectors: list[Collector] = [*host_collectors(config), accelerators, owned]
+    collectors: list[Collector] = [*host_collectors(config), accelerators, *owned.collectors]
     trouble, empty = {}, set()
     try:
         for collector in collectors:

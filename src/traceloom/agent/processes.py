@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from traceloom.agent.accelerators import DeviceProcess
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.collect import Collector
 from traceloom.agent.collect.processes import Processes, ProcessFacts
 from traceloom.agent.config import Config
 from traceloom.agent.flops import declared_types
@@ -38,6 +39,9 @@ class OwnedProcesses:
         self.period_s = self.looked_at.period_s
         self.timeout_s = self.looked_at.timeout_s
         self.finder = OwnerFinder(config)
+        self.collectors: list[Collector] = [self]
+        self.collectors += [self.finder.kubelet] if config.owners.kubelet else []
+        self.collectors += [self.finder.job_mapping] if config.owners.job_mapping else []
         self.owned: dict[str, Process] = {}
         self.shares: dict[tuple[str, str], Share] = {}
         self.reporting: set[int] = set()  # pids of processes that report steps: they matter

@@ -17,6 +17,7 @@ from traceloom.workers import Worker
 
 TASKS = {
     "parquet": "traceloom.agent.publish.parquet_file:write",
+    "pod-resources": "traceloom.agent.owners.pod_resources:containers",
     "job-facts": "traceloom.agent.job_facts:of_capture",
 }
 

@@ -32,6 +32,14 @@ DASHED, JOINED = POD, POD.replace("-", "_")
             f"/kubepods.slice/kubepods-pod{JOINED}.slice/crio-{ID}.scope",
             {"job": f"pod-{POD}", "scheduler": "kubernetes", "container": ID[:12]},
         ),
+        (  # seen from another pod's namespace of control groups
+            f"/../../../burstable/pod{DASHED}/{ID}",
+            {"job": f"pod-{POD}", "scheduler": "kubernetes", "container": ID[:12]},
+        ),
+        (
+            f"/../../kubepods-pod{JOINED}.slice/cri-containerd-{ID}.scope",
+            {"job": f"pod-{POD}", "scheduler": "kubernetes", "container": ID[:12]},
+        ),
         (f"/docker/{ID}", {"container": ID[:12]}),
         (f"/system.slice/docker-{ID}.scope", {"container": ID[:12]}),
         (f"/machine.slice/libpod-{ID}.scope/container", {"container": ID[:12]}),

@@ -1,4 +1,4 @@
-"""The loop stays light: nothing that it imports brings arrays, frames or torch."""
+"""The loop stays light: nothing that it imports brings arrays, frames, torch or gRPC."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import traceloom
 
-HEAVY = {"numpy", "polars", "torch", "pandas", "pyarrow"}
+HEAVY = {"numpy", "polars", "torch", "pandas", "pyarrow", "grpc"}
 IN_A_WORKER = {"traceloom.agent.worker"}  # runs in processes of its own
 
 

@@ -99,7 +99,7 @@ class AmdAccelerator:
     def devices(self) -> list[Device]:
         """The devices whose files are there."""
         entries: dict[str, AmdDevice] = {}
-        nodes = {key: properties for properties in self._nodes() for key in _identities(properties)}
+        nodes = {key: properties for properties in _nodes(self._sys) for key in _identities(properties)}
         for index, directory in enumerate(self._cards()):
             entry = self._device(str(index), directory, nodes)
             if entry.device.uuid in entries:  # two dies of a card that have one number
@@ -174,14 +174,6 @@ class AmdAccelerator:
         for card in sorted((self._sys / "class/drm").glob("card[0-9]*"), key=lambda path: (len(path.name), path.name)):
             if _text(card / "device/vendor") == AMD:  # which connectors of a card do not have
                 yield card / "device"
-
-    def _nodes(self) -> Iterator[dict[str, int]]:
-        for node in sorted((self._sys / "class/kfd/kfd/topology/nodes").glob("[0-9]*")):
-            words = (line.split() for line in (_text(node / "properties") or "").splitlines())
-            properties = {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
-            number = _number(node / "gpu_id")
-            if number and properties.get("simd_count"):  # processors have a node, too
-                yield properties | {"gpu_id": int(number)}
 
     def _device(self, index: str, directory: Path, nodes: dict[str, dict[str, int]]) -> AmdDevice:
         pci = os.path.realpath(directory).rpartition("/")[2]
@@ -261,6 +253,22 @@ class AmdAccelerator:
         if files:
             self._traffic_thread = threading.Thread(target=measure, name="accelerator amd pcie", daemon=True)
             self._traffic_thread.start()
+
+
+def _nodes(sys: Path) -> Iterator[dict[str, int]]:
+    """The devices that KFD knows, in the order in which ROCm counts them."""
+    nodes = (sys / "class/kfd/kfd/topology/nodes").glob("[0-9]*")
+    for node in sorted(nodes, key=lambda path: (len(path.name), path.name)):
+        words = (line.split() for line in (_text(node / "properties") or "").splitlines())
+        properties = {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
+        number = _number(node / "gpu_id")
+        if number and properties.get("simd_count"):  # processors have a node, too
+            yield properties | {"gpu_id": int(number)}
+
+
+def runtime_order(sys: Path) -> list[str]:
+    """PCI addresses of the devices as ROCm counts them; "" of one that does not tell its own."""
+    return [next((key for key in _identities(node) if ":" in key), "") for node in _nodes(sys)]
 
 
 def _identities(properties: dict[str, int]) -> Iterator[str]:

@@ -31,6 +31,7 @@ OLD_TICKS_S = 0.5  # an old one that has not computed this long since has not lo
 MOST_COMMAND = 32 << 10  # bytes of a command line that are read
 MOST_ENVIRONMENT = 2 << 20
 MOST_MAPS = 16 << 20
+MOST_LETTERS = 4096  # of a variable that is kept: lists of devices are long
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -237,7 +238,7 @@ class Processes(HostCollector):
                 unreadable.append(f"{_WORDS[name]}: beyond the first {most >> 20} MiB")
         variables = (entry.partition("=") for entry in contents["environ"].decode(errors="replace").split("\0"))
         environment = {
-            name: value
+            name: value[:MOST_LETTERS]
             for name, equals, value in variables
             if equals and (name in self._listed or name.startswith(self._prefixes))
         }

@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterable
 
 _SLURM = re.compile(r"/job_(?P<job>\d+)(?:/|$)")
-# `pod1234-...` below kubepods, whose dashes systemd's driver spells as underscores.
+# `pod1234-...` below kubepods, whose dashes systemd's driver spells as underscores. Seen from a pod's own namespace of
+# control groups, the path of another one goes up from there, and need not come by kubepods.
 _POD = re.compile(
-    r"kubepods[^/]*(?:/[^/]+)*?[/-]pod"
+    r"(?:kubepods[^/]*|^/\.\.)(?:/[^/]+)*?[/-]pod"
     r"(?P<pod>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})"
 )
 _CONTAINER = re.compile(

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from traceloom.agent.owners import Owner
 from traceloom.errors import InputError, nearest
 
-MOST_LETTERS = 256  # of a value that is kept
 MOST_LABELS = 16
 LABEL = "TRACELOOM_LABEL_"
 PREFIXES = (LABEL,)
@@ -106,9 +105,14 @@ DTYPE = "TRACELOOM_DTYPE"
 INPUT_BYTES = "TRACELOOM_INPUT_BYTES_PER_STEP"
 
 DEVICES = (
-    "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
+    "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
+    "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
 )  # fmt: skip
+HOST = "HOSTNAME"  # in a pod, the pod's name
+
+# What tells two launches of one job apart whose ranks have the same numbers.
+LAUNCH = ("SLURM_STEP_ID", *_MAIN_ADDRESS, _MAIN_PORT, _TORCHELASTIC, _MPI_JOB)
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 LISTED: frozenset[str] = frozenset({
     *(variable for launcher in LAUNCHERS for variable in launcher[1:] if variable),
@@ -116,7 +120,7 @@ LISTED: frozenset[str] = frozenset({
     *(variable for scheduler in SCHEDULERS for _, variable in scheduler.fields),
     *(variable for variables in _POD.values() for variable in variables), *_POD_UID, _IN_KUBERNETES,
     "JOBSET_NAME", _TORCHELASTIC, "TORCHELASTIC_RESTART_COUNT", *_MAIN_ADDRESS, _MAIN_PORT, _MPI_JOB,
-    JOB, DTYPE, INPUT_BYTES, *DEVICES,
+    JOB, DTYPE, INPUT_BYTES, *DEVICES, HOST,
 })  # fmt: skip
 """The variables that are kept, beside those that begin with one of `PREFIXES` and those of the configuration."""
 
@@ -140,16 +144,6 @@ def check_variables(variables: Mapping[str, str]) -> None:
             )  # fmt: skip
 
 
-def kept(environment: Mapping[str, str], variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The listed variables of an environment, and those of the configuration, cut to a sane length."""
-    more = variables or {}
-    return {
-        name: value[:MOST_LETTERS]
-        for name, value in environment.items()
-        if name in LISTED or name in more or name.startswith(PREFIXES)
-    }
-
-
 def rank_of(environment: Mapping[str, str]) -> tuple[str, ...]:
     """What makes a process a rank: the launcher and the values of its variables; () where nothing does.
 
@@ -163,10 +157,13 @@ def rank_of(environment: Mapping[str, str]) -> tuple[str, ...]:
     return ()
 
 
-def statements(environment: Mapping[str, str], variables: Mapping[str, str]) -> Statements:
-    """All that an environment says of the owner. `variables` are those of the configuration, which outrank all others.
+def statements(environment: Mapping[str, str], variables: Mapping[str, str], *, host: str = "") -> Statements:
+    """All that an environment says of the owner. What it claims of the user is weaker than what the kernel says.
 
-    The name of the user is what the environment claims: what the kernel says is stronger.
+    Args:
+        environment: The listed variables of a process.
+        variables: Those of the configuration, which outrank all others.
+        host: What a loopback address means, as it makes a job only together with the host; "": such a one makes none.
     """
     stated: Statements = {}
 
@@ -198,14 +195,14 @@ def statements(environment: Mapping[str, str], variables: Mapping[str, str]) -> 
     for field, names in _POD.items():
         for name in names:
             state(field, name, environment.get(name, ""))
-    _state_other_jobs(environment, state)
+    _state_other_jobs(environment, host, state)
     labels = [name for name in sorted(environment) if name.startswith(LABEL)]
     for name in labels[:MOST_LABELS]:
         state("labels." + re.sub(r"[^a-z0-9_]", "_", name[len(LABEL) :].lower()), name, environment[name])
     return stated
 
 
-def _state_other_jobs(environment: Mapping[str, str], state: Any) -> None:
+def _state_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> None:
     """Jobs that no scheduler of batch jobs runs: of Kubernetes, torchrun, MPI."""
     in_kubernetes = _IN_KUBERNETES in environment
     address = next((environment[name] for name in _MAIN_ADDRESS if environment.get(name)), "")
@@ -222,8 +219,8 @@ def _state_other_jobs(environment: Mapping[str, str], state: Any) -> None:
     port = environment.get(_MAIN_PORT, "")
     if run not in ("", "none"):  # what torchrun says without --rdzv-id
         state("job", _TORCHELASTIC, f"torchelastic-{run}")
-    elif address and port and environment.get("WORLD_SIZE"):
-        state("job", "MASTER_ADDR", f"torchrun-{address}:{port}")
+    elif (location := host if address in _LOOPBACK else address) and port and environment.get("WORLD_SIZE"):
+        state("job", "MASTER_ADDR", f"torchrun-{location}:{port}")
     if run or port:
         state("scheduler", _TORCHELASTIC if run else _MAIN_PORT, "torchrun")
     if environment.get("RAY_JOB_ID"):

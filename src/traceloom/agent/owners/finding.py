@@ -1,23 +1,32 @@
-"""Whose each process is: its environment, control group, pod, ancestors and reports, put together."""
+"""Whose each process is: its environment, control group, pod, ancestors and devices, put together."""
 
 from __future__ import annotations
 
 import pwd
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from traceloom.agent.accelerators import Device
 from traceloom.agent.config import Config
 from traceloom.agent.owners import Owner
 from traceloom.agent.owners.cgroup import of_paths
-from traceloom.agent.owners.environment import Statements, check_variables, owner_of, statements
+from traceloom.agent.owners.devices import HostDevices, devices_of
+from traceloom.agent.owners.environment import LAUNCH, Statements, check_variables, owner_of, rank_of, statements
+from traceloom.agent.owners.job_mapping import JobMapping
+from traceloom.agent.owners.kubelet import Kubelet, Place, joined
 
 if TYPE_CHECKING:
     from traceloom.agent.collect.processes import ProcessFacts
 
+_OF_A_JOB = ("job", "name", "scheduler", "account", "partition")  # what all processes of a job have in common
+_OF_A_RANK = ("rank", "local_rank", "world_size")
+
 
 class OwnerFinder:
-    """Finds owners. `owners` and `refresh` may wait (for the name service, for the kubelet): call them from a thread.
+    """Finds owners. `owners` may wait for the name service: call it from a thread.
+
+    `kubelet` and `job_mapping` are collectors of their own: what they wait for holds up nobody else.
 
     Raises:
         InputError: `wrong-config`: `owners.variables` names a field that an owner has not.
@@ -25,8 +34,14 @@ class OwnerFinder:
 
     def __init__(self, config: Config) -> None:
         check_variables(config.owners.variables)
+        self.kubelet = Kubelet(config)
+        self.job_mapping = JobMapping(config)
         self._config = config
+        self._proc, self._sys = Path(config.collect.proc), Path(config.collect.sys)
+        self._host = config.host_name
         self._names: dict[int, str] = {}
+        self._listed: list[Device] = []
+        self._devices = HostDevices([], self._proc, self._sys)
 
     def owners(
         self,
@@ -41,29 +56,130 @@ class OwnerFinder:
             devices: The devices of this host, in order.
             used: The devices (uuids) that each process is on, by key.
         """
-        del devices, used  # not yet
-        stated = {key: self._stated(facts) for key, facts in processes.items()}
+        used = used or {}
+        if self._listed != devices:
+            self._listed, self._devices = list(devices), HostDevices(devices, self._proc, self._sys)
+        places = {key: location for key, facts in processes.items() if (location := _place(facts)).container}
+        stated = {key: self._stated(facts, places.get(key)) for key, facts in processes.items()}
+        granted = self._state_pods(processes, places, used, stated)
         _inherit_jobs(processes, stated)
+        self._state_jobs_of_devices(places, used, stated)
+        for key, facts in processes.items():
+            root = self._proc / str(facts.pid) / "root" if key in places else None
+            if match := devices_of(facts.environment, self._devices, root=root, kubelet=granted.get(key)):
+                stated[key]["devices"] = match
+        self._state_devices_of_jobs(stated)
+        _state_ranks_once(processes, stated, used, places)
         return {key: owner_of(stated[key]) for key in processes}
-
-    def refresh(self) -> None:
-        """Ask who has to be asked: the kubelet; read the mapping files again."""
 
     def troubles(self) -> list[str]:
         """What of this does not work here: sentences for the doctor."""
-        return []
+        granted = {name for container in self.kubelet.answer.containers for name in container.devices}
+        mapped = set(self.job_mapping.jobs)
+        names = {name for name in granted if name.startswith(("GPU-", "MIG-"))} | mapped  # others may be network cards
+        unknown = sorted(name for name in names if not self._device(name))
+        if not unknown:
+            return []
+        subject = f"{len(unknown)} devices that the kubelet or job mapping names are not known here, as `{unknown[0]}`"
+        return [f"{subject}: no back end of the agent lists them, or several have that name"]
 
-    def _stated(self, facts: ProcessFacts) -> Statements:
-        stated = statements(facts.environment, self._config.owners.variables)
+    def _device(self, name: str) -> str:
+        return self._devices.named(name) or self._devices.numbered(name)
+
+    def _stated(self, facts: ProcessFacts, location: Place | None) -> Statements:
+        of_cgroup = of_paths(facts.cgroups.values())
+        # An address of loopback is everybody's: it is this host's or this container's. A pod tells better.
+        host = "" if "job" in of_cgroup else location.container if location else self._host
+        stated = statements(facts.environment, self._config.owners.variables, host=host)
         if facts.frameworks:
             framework = next(iter(facts.frameworks))
             stated["framework"] = (framework, "libraries")
-        for field, value in of_paths(facts.cgroups.values()).items():
+        for field, value in of_cgroup.items():
             stated.setdefault(field, (value, "cgroup"))
         name = self._user(facts.uid)
         if name and (facts.uid or "user" not in stated):
             stated["user"] = (name, "uid")
         return stated
+
+    def _state_pods(
+        self,
+        processes: Mapping[str, ProcessFacts],
+        places: Mapping[str, Place],
+        used: Mapping[str, Collection[str]],
+        stated: Mapping[str, Statements],
+    ) -> dict[str, frozenset[str]]:
+        """State pods and containers as the kubelet names them; the devices that it gave, by process."""
+        in_pods = {key: location for key, location in places.items() if location.pod}
+        answer = self.kubelet.answer
+        self.kubelet.places = frozenset(in_pods.values())
+        held = {
+            container: self._devices.parts(filter(None, map(self._devices.named, container.devices)))
+            for container in answer.containers
+        }
+        evidence: dict[Place, frozenset[str]] = {}
+        hosts: dict[Place, str] = {}
+        for key, location in in_pods.items():
+            if location in answer.places:  # the kubelet gave devices of containers that ended to later ones
+                environment = processes[key].environment
+                named = map(self._devices.named, environment.get("NVIDIA_VISIBLE_DEVICES", "").split(","))
+                evidence[location] = evidence.get(location, frozenset()).union(used.get(key, ()), filter(None, named))
+                hosts.setdefault(location, environment.get("HOSTNAME", ""))
+        pods, containers = joined(held, evidence, hosts)
+        granted = {}
+        for key, location in in_pods.items():
+            if location in evidence and location.pod in pods:
+                namespace, pod = pods[location.pod]
+                stated[key] |= {"namespace": (namespace, "kubelet"), "pod": (pod, "kubelet")}
+                if name := containers.get(location):
+                    stated[key]["container"] = (name, "kubelet")
+                    granted[key] = frozenset().union(
+                        *(u for c, u in held.items() if (c.namespace, c.pod, c.container) == (namespace, pod, name))
+                    )
+        return granted
+
+    def _state_jobs_of_devices(
+        self, places: Mapping[str, Place], used: Mapping[str, Collection[str]], stated: Mapping[str, Statements]
+    ) -> None:
+        """State whose a process is by whose the devices are that it is on, where all of them say the same."""
+        jobs = self._mapped_jobs()
+        scheduled = {job.partition("-")[2]: job for own in stated.values() if (job := own.get("job", ("", ""))[0])}
+        for key, uuids in used.items():
+            if key not in stated or not uuids:
+                continue
+            claims: list[dict[str, tuple[str, str]]] = []
+            for uuid in uuids:
+                device = self._devices.by_uuid.get(uuid)
+                claim = {field: (value, "exporter") for field, value in device.owner.items()} if device else {}
+                listed = [job for job, held in jobs.items() if uuid in held]
+                if len(listed) == 1:
+                    claim["job"] = (scheduled.get(listed[0], listed[0]), "job mapping")
+                elif listed:  # one of them
+                    claim.pop("job", None)
+                claims.append(claim)
+            in_pod = key in places and bool(places[key].pod)
+            for field, statement in claims[0].items():
+                of_pod = field in ("namespace", "pod", "container")
+                if all(claim.get(field) == statement for claim in claims) and (in_pod or not of_pod):
+                    stated[key].setdefault(field, statement)
+
+    def _state_devices_of_jobs(self, stated: Mapping[str, Statements]) -> None:
+        """State the devices that mapping files list for a job, where nothing closer says what a process was given."""
+        jobs = self._mapped_jobs()
+        for own in stated.values():
+            job = own.get("job", ("", ""))[0]
+            uuids = jobs.get(job) or jobs.get(job.partition("-")[2])
+            if uuids and "devices" not in own:
+                own["devices"] = (tuple(uuids), "job mapping")
+
+    def _mapped_jobs(self) -> dict[str, list[str]]:
+        """Job as the mapping files name it -> its devices; of a divided one the partitions."""
+        jobs: dict[str, list[str]] = {}
+        usable = self._devices.all()
+        for name, listed in self.job_mapping.jobs.items():
+            parts = self._devices.parts([self._device(name)])
+            for job in listed:
+                jobs.setdefault(job, []).extend(part for part in usable if part in parts)
+        return jobs
 
     def _user(self, uid: int) -> str:
         """The name of a user, "" where it has none; looked up once."""
@@ -75,19 +191,73 @@ class OwnerFinder:
         return self._names[uid]
 
 
-def _inherit_jobs(processes: Mapping[str, ProcessFacts], stated: Mapping[str, Statements]) -> None:
-    """Give a process of no job that of its nearest ancestor that has one: workers whose environment was rewritten.
+def _place(facts: ProcessFacts) -> Place:
+    of_cgroup = of_paths(facts.cgroups.values())
+    pod = of_cgroup.get("job", "") if of_cgroup.get("scheduler") == "kubernetes" else ""
+    return Place(pod, of_cgroup.get("container", ""))
 
-    A rank is never inherited: of a rank and its children only one is the rank.
-    """
+
+def _ancestors(facts: ProcessFacts, by_pid: Mapping[int, ProcessFacts]) -> Iterator[ProcessFacts]:
+    """The ancestors of a process among those that matter, nearest first; a pid that was given again ends them."""
+    passed = {facts.pid}
+    ancestor = by_pid.get(facts.parent_pid)
+    while ancestor is not None and ancestor.pid not in passed:
+        yield ancestor
+        passed.add(ancestor.pid)
+        ancestor = by_pid.get(ancestor.parent_pid)
+
+
+def _inherit_jobs(processes: Mapping[str, ProcessFacts], stated: Mapping[str, Statements]) -> None:
+    """Give a process of no job that of its nearest ancestor that has one: workers whose environment was rewritten."""
     by_pid = {facts.pid: facts for facts in processes.values()}
     for key, facts in processes.items():
         if "job" in stated[key]:
             continue
-        ancestor, seen = by_pid.get(facts.parent_pid), {facts.pid}
-        while ancestor is not None and ancestor.pid not in seen and "job" not in stated[ancestor.key]:
-            seen.add(ancestor.pid)
-            ancestor = by_pid.get(ancestor.parent_pid)
-        if ancestor is not None and "job" in stated[ancestor.key]:
-            job, source = stated[ancestor.key]["job"]
-            stated[key]["job"] = (job, source if source.startswith("process ") else f"process {ancestor.pid}")
+        for ancestor in _ancestors(facts, by_pid):
+            above = stated[ancestor.key]
+            if "job" in above:
+                for field in _OF_A_JOB:
+                    if field in above:
+                        value, source = above[field]
+                        inherited = source if source.startswith("process ") else f"process {ancestor.pid}"
+                        stated[key].setdefault(field, (value, inherited))
+                break
+
+
+def _state_ranks_once(
+    processes: Mapping[str, ProcessFacts],
+    stated: Mapping[str, Statements],
+    used: Mapping[str, Collection[str]],
+    places: Mapping[str, Place],
+) -> None:
+    """Leave the rank to one of the processes that have its variables: the others wrap it, or it started them.
+
+    It is the first that is on a device, else that has a framework, else that began. Where a rank of one launcher starts
+    those of another, as a task of Slurm does that is torchrun, the inner ones are the ranks.
+    """
+    by_pid = {facts.pid: facts for facts in processes.values()}
+    ranks = {key: facts for key, facts in processes.items() if "rank" in stated[key]}
+
+    def alike(facts: ProcessFacts) -> tuple[object, ...]:
+        own = stated[facts.key]
+        numbers = (own[field][0] if field in own else None for field in _OF_A_RANK)
+        return (rank_of(facts.environment), *numbers, *map(facts.environment.get, LAUNCH), places.get(facts.key))
+
+    same: dict[tuple[object, ...], list[ProcessFacts]] = {}
+    outer: set[tuple[object, ...]] = set()
+    identities: dict[str, tuple[object, ...]] = {}
+    for key, facts in sorted(ranks.items(), key=lambda item: (item[1].start_ticks, item[1].pid)):
+        above = [ancestor for ancestor in _ancestors(facts, by_pid) if ancestor.key in ranks]
+        job: object = stated[key].get("job", ("", ""))[0]
+        if not job:  # two launches of nobody may look alike
+            job = next((other.key for other in reversed(above) if alike(other) == alike(facts)), key)
+        identities[key] = (job, *alike(facts))
+        same.setdefault(identities[key], []).append(facts)
+        launcher = rank_of(facts.environment)[:1]
+        outer.update(identities[other.key] for other in above if rank_of(other.environment)[:1] != launcher)
+    for identity, several in same.items():
+        first = min(several, key=lambda facts: (not used.get(facts.key), not facts.frameworks))
+        for facts in several:
+            if facts is not first or identity in outer:
+                for field in _OF_A_RANK:
+                    stated[facts.key].pop(field, None)

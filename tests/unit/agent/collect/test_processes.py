@@ -28,6 +28,13 @@ def tree(tmp_path: Path) -> HostTree:
     return tree
 
 
+def test_a_long_variable_is_cut(tree: HostTree) -> None:
+    tree.process(77, environment={**RANK, "RANK": "7" * (module.MOST_LETTERS + 1)})
+    processes = Processes(tree.config(), listed={"RANK"})
+    processes.collect()
+    assert _facts(processes).environment["RANK"] == "7" * module.MOST_LETTERS
+
+
 def _facts(processes: Processes) -> ProcessFacts:
     (facts,) = processes.processes.values()
     return facts
