@@ -26,6 +26,7 @@ from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.audit import AuditLog
 from traceloom.agent.board import Board
 from traceloom.agent.collect import Collector, host_collectors
+from traceloom.agent.collect.cgroups import Cgroups
 from traceloom.agent.config import Config, Locations, host_and_port
 from traceloom.agent.dyno_rpc import DynoRpc
 from traceloom.agent.guard import Guard
@@ -47,7 +48,7 @@ from traceloom.agent.publish import Publisher, publishers
 from traceloom.agent.scheduler import Scheduler
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
-from traceloom.errors import TraceloomError
+from traceloom.errors import InputError, TraceloomError, nearest
 
 LOG = logging.getLogger("traceloom.agent")
 _FORGET_S = 600.0
@@ -64,7 +65,7 @@ class Agent:
         locations: Where its files are.
 
     Raises:
-        InputError: The history is of a later version.
+        InputError: The history is of a later version; `wrong-config`: a collector is named that there is not.
     """
 
     def __init__(self, config: Config, locations: Locations) -> None:
@@ -75,7 +76,19 @@ class Agent:
         self.audit = AuditLog(locations.audit)
         self.accelerators = AcceleratorCollector(config)
         self.processes = OwnedProcesses(config, self.accelerators)
-        collectors: list[Collector] = [*host_collectors(config), self.accelerators, self.processes]
+        self.cgroups = Cgroups(config, lambda: self.processes.owned)
+        collectors: list[Collector] = [*host_collectors(config), self.accelerators, self.processes, self.cgroups]
+        names = {collector.name for collector in collectors}
+        for key, wanted in (
+            ("periods", config.collect.periods),
+            ("timeouts", config.collect.timeouts),
+            ("off", config.collect.off),
+        ):
+            for name in set(wanted) - names:
+                raise InputError(
+                    f"there is no collector `{name}`", slug="wrong-config", where=f"collect.{key}",
+                    hint=nearest(name, names) + f"there are {', '.join(sorted(names))}",
+                )  # fmt: skip
         chosen = [collector for collector in collectors if collector.name not in config.collect.off]
         self.scheduler = Scheduler(self.board, chosen, self._delivered)
         self.topline = Topline(config.accelerators.reference)
@@ -247,6 +260,9 @@ class Agent:
                 key: msgspec.structs.replace(process, steps_per_second=self.step_counts.per_second(key))
                 for key, process in self.processes.owned.items()
             }
+        elif collector is self.cgroups:
+            self.board.oom_kills = list(self.cgroups.kills)
+        self.history.keep(self.board, time.time_ns())  # at the pace of the collectors, also while they are quick
 
     async def _tick_until_stopped(self, guard: Guard) -> None:
         loop = asyncio.get_running_loop()

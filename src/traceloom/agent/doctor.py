@@ -140,10 +140,12 @@ def by_hand(config: Config, locations: Locations) -> list[Check]:
     """The same with no agent running: collectors are made, run once and closed."""
     from traceloom.agent.accelerators.collecting import AcceleratorCollector
     from traceloom.agent.collect import host_collectors
+    from traceloom.agent.collect.cgroups import Cgroups
 
     accelerators = AcceleratorCollector(config)
     owned = OwnedProcesses(config, accelerators)
-    collectors: list[Collector] = [*host_collectors(config), accelerators, owned]
+    cgroups = Cgroups(config, lambda: owned.owned)
+    collectors: list[Collector] = [*host_collectors(config), accelerators, owned, cgroups]
     trouble = {}
     try:
         for collector in collectors:

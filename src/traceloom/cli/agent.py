@@ -15,6 +15,10 @@ from traceloom.cli import options as types
 from traceloom.errors import InputError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.text import Text
+
     from traceloom.agent.client import Client
     from traceloom.agent.config import Config, Locations
 
@@ -30,6 +34,7 @@ examples:
   traceloom agent top                                    a live view
   traceloom agent query gpu_power_watts --by job --since 1h
   traceloom agent query                                  all metrics there are
+  traceloom agent events --since 1d                      errors of devices, processes killed for want of memory
   traceloom agent learn run1 --job slurm-42              FLOPs per step, types and roofline from a trace of it
   traceloom agent doctor                                 what works here, what not, and what would help
   eval "$(traceloom agent env)"; python train.py         a job that can be asked for traces
@@ -40,6 +45,7 @@ ACTIONS = {
     "ps": "processes with owner, rank, devices and step rate",
     "top": "a live view of devices and processes",
     "query": "what a metric was",
+    "events": "errors of devices, and processes killed for want of memory",
     "learn": "judge a job by a trace of it: FLOPs per step, element types, roofline, bytes copied",
     "doctor": "what works here, what not, why, and what would help",
     "env": "the variables that prepare a job",
@@ -67,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     running = parser.add_argument_group("run")
     running.add_argument("--tcp", metavar="ADDRESS", help="answer over TCP too, as 127.0.0.1:9465")
     running.add_argument("--simulate", type=types.count, metavar="N", help="make up N devices, to try it without any")
-    asking = parser.add_argument_group("query")
+    asking = parser.add_argument_group("query, events")
     asking.add_argument(
         "--since", default="10m", metavar="TIME", help="as 90s, 10m, 3h, 1d ago, or 2026-01-31T12:00 (default: 10m)"
     )
@@ -82,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--where", default="", metavar="LABEL=VALUE", help="only what this holds for; several with commas"
     )
     asking.add_argument("--raw", action="store_true", help="counters as they are, not as rates")
-    shown = parser.add_argument_group("ps, top, learn")
+    shown = parser.add_argument_group("ps, top, events, learn")
     shown.add_argument("--job", metavar="JOB", help="of this job alone; learn needs it where there are several")
     shown.add_argument(
         "--interval",
@@ -106,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
             hint="see traceloom agent --help",
         )  # fmt: skip
     return {
-        "run": _run, "status": _status, "ps": _processes, "top": _top, "query": _query, "learn": _learn,
-        "doctor": _doctor, "env": _env,
+        "run": _run, "status": _status, "ps": _processes, "top": _top, "query": _query, "events": _events,
+        "learn": _learn, "doctor": _doctor, "env": _env,
     }[args.action](args)  # fmt: skip
 
 
@@ -205,8 +211,16 @@ def _processes(args: argparse.Namespace) -> int:
     answer = client.get("processes")
     if args.job:
         answer["processes"] = [process for process in answer["processes"] if process["owner"]["job"] == args.job]
-    devices = client.get("devices")["devices"] if not args.json else []
-    return _shown(args, answer, lambda width: views.processes(answer, devices, width))
+    if args.json:
+        return _shown(args, answer, None)
+    devices, kills = client.get("devices")["devices"], _happened(client, args, "1h", "oom-kill")
+
+    def rendered(width: int) -> Iterator[Text]:
+        yield from views.processes(answer, devices, width)
+        if kills:
+            yield from views.events(kills, width)
+
+    return _shown(args, answer, rendered)
 
 
 def _top(args: argparse.Namespace) -> int:
@@ -251,6 +265,22 @@ def _query(args: argparse.Namespace) -> int:
         parameters["raw"] = "true"
     answer = _client(args).get("query", **parameters)
     return _shown(args, answer, lambda width: views.query(answer, width))
+
+
+def _events(args: argparse.Namespace) -> int:
+    from traceloom.cli import agent_views as views
+
+    happened = _happened(_client(args), args, args.since)
+    return _shown(args, {"events": happened}, lambda width: views.events(happened, width))
+
+
+def _happened(client: Client, args: argparse.Namespace, since: str, kind: str = "") -> list[dict[str, Any]]:
+    """Events, of the job that is asked for."""
+    return [
+        event
+        for event in client.get("events", since=since)["events"]
+        if (not kind or event["kind"] == kind) and (not args.job or event["job"] == args.job)
+    ]
 
 
 def _learn(args: argparse.Namespace) -> int:

@@ -104,6 +104,29 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
     )
 
 
+def events(happened: Sequence[Row], width: int) -> Iterator[Text]:
+    """A line for each event: when, of which job or device, what."""
+    if not happened:
+        yield Text("Nothing happened in this time.")
+        return
+    columns = [TextColumn("at", right=False), TextColumn("job or device", right=False)]
+    cells: list[list[Cell]] = [
+        [
+            dt.datetime.fromtimestamp(event["at_ns"] / 1e9, tz=dt.timezone.utc).astimezone().strftime("%d %b %H:%M:%S"),
+            _cut(event["job"] or event["device"] or _NONE, 24),
+        ]
+        for event in happened
+    ]
+
+    def what(row: int, left: int) -> Text:
+        event = happened[row]
+        code = "" if event["code"] is None else f" {event['code']}"
+        return Text(_cut(f"{event['kind']}{code}: {event['text']}", left))
+
+    yield from heading("Events", "oldest first", width)
+    yield from lines(columns, cells, ("", what), width)
+
+
 def top(picture: Row, width: int) -> Iterator[Text]:
     """Host, devices and processes as they are now."""
     state, host = picture["status"], picture["host"]
