@@ -101,7 +101,7 @@ class Agent:
         self._reading = ThreadPoolExecutor(2, "query")
         self._analysing = threading.Lock()
         self._stop = asyncio.Event()
-        self._ticked_ns = time.time_ns()
+        self._ticked = time.monotonic()
 
     async def run(self, ready: Callable[[], Awaitable[None] | None] = lambda: None) -> None:
         """Run until `stop` or a signal; `ready` is called when everything listens.
@@ -162,6 +162,7 @@ class Agent:
             stale_devices=len([uuid for uuid, device in self.board.devices.items() if device.stale]),
             processes=len(self.board.processes), collectors=collectors,
             history={"bytes": float(self.history.bytes()), "lost_ticks": float(sum(self.history.lost.values()))},
+            history_trouble=self.history.trouble,
             publishers={publisher.name: publisher.trouble for publisher in self.publishers},
         )  # fmt: skip
 
@@ -305,8 +306,8 @@ class Agent:
 
     def _sum_up(self) -> None:
         """What follows from the board as a whole: jobs, steps, the agent itself."""
-        now_ns = time.time_ns()
-        interval_s, self._ticked_ns = (now_ns - self._ticked_ns) / 1e9, now_ns
+        now_ns, now = time.time_ns(), time.monotonic()
+        interval_s, self._ticked = now - self._ticked, now  # a clock that jumps gives no job device time
         lost = self.history.lost
         self.board.put("steps", self.step_counts.readings(), now_ns)
         jobs = jobs_now(self.board.processes.values(), self.step_counts, self.job_facts)

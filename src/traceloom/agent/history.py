@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import math
 import sqlite3
 import threading
@@ -28,6 +29,7 @@ from traceloom.agent.config import History as Settings
 from traceloom.agent.metrics import METRICS, Series
 from traceloom.errors import InputError, newer_format
 
+LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
 _LAYOUTS_IN_MEMORY = 512
 _RETRY_S = 60.0  # after a disk that could not be written
@@ -154,27 +156,47 @@ class History:
             except sqlite3.Error as error:
                 self._fail(error)
                 self._lose(self.trouble)
+                if _is_damage(error):
+                    self._put_aside()
 
     def query(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
-        """The series of a metric on disk, of instants from `since_ns` until `until_ns`, both included."""
+        """The series of a metric on disk, of instants from `since_ns` until `until_ns`, both included.
+
+        Empty where the disk cannot be read, which `trouble` says; a damaged file is put aside.
+        """
         if self.path is None or not self.path.exists():
             return []
+        try:
+            return self._read(self.path, metric, since_ns, until_ns)
+        except sqlite3.Error as error:
+            with self._lock:
+                self.trouble = str(error)
+                if _is_damage(error) and not self._closed:
+                    self._fail(error)
+                    self._put_aside()
+            return []
+
+    def _read(self, path: Path, metric: str, since_ns: int, until_ns: int) -> list[Points]:
         series: dict[Labels, tuple[array[int], array[float]]] = {}
         layouts: dict[int, list[tuple[array[int], array[float]]]] = {}
-        with contextlib.closing(sqlite3.connect(self.path.absolute().as_uri() + "?mode=ro", uri=True)) as database:
+        with contextlib.closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as database:
             rows = database.execute(
                 "SELECT at_ns, layout, numbers FROM ticks WHERE at_ns BETWEEN ? AND ?"
                 " AND metric = (SELECT id FROM metrics WHERE name = ?)",
                 (since_ns, until_ns, metric),
             )
             for at_ns, layout, numbers in rows:
-                if layout not in layouts:
-                    text = database.execute("SELECT labels FROM layouts WHERE id = ?", (layout,)).fetchone()[0]
-                    layouts[layout] = [
-                        series.setdefault(labels, (array("q"), array("d")))
-                        for labels in msgspec.msgpack.decode(zlib.decompress(text), type=list[Labels])
-                    ]
-                for (times, values), number in zip(layouts[layout], array("d", numbers), strict=True):
+                try:
+                    if layout not in layouts:
+                        (text,) = database.execute("SELECT labels FROM layouts WHERE id = ?", (layout,)).fetchone()
+                        layouts[layout] = [
+                            series.setdefault(labels, (array("q"), array("d")))
+                            for labels in msgspec.msgpack.decode(zlib.decompress(text), type=list[Labels])
+                        ]
+                    columns = list(zip(layouts[layout], array("d", numbers), strict=True))
+                except (zlib.error, msgspec.DecodeError, ValueError, TypeError) as error:  # SQLite checks no contents
+                    raise sqlite3.DatabaseError(f"the tick of {at_ns} is damaged: {error}") from error
+                for (times, values), number in columns:
                     if not math.isnan(number):
                         times.append(at_ns)
                         values.append(number)
@@ -198,6 +220,8 @@ class History:
                 self._database.execute("PRAGMA incremental_vacuum")
             except sqlite3.Error as error:
                 self._fail(error)
+                if _is_damage(error):
+                    self._put_aside()
 
     def bytes(self) -> int:
         """The size on disk, with the log of changes beside it."""
@@ -225,14 +249,10 @@ class History:
             try:
                 self._database = self._prepared()
             except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):
+                if not _is_damage(error):
                     raise
-                aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
-                self.path.rename(aside)
-                for end in ("-wal", "-shm"):
-                    Path(f"{self.path}{end}").unlink(missing_ok=True)
+                self._put_aside()
                 self._database = self._prepared()
-                self.lost["damaged-file"] = self.lost.get("damaged-file", 0) + 1
         except (sqlite3.Error, OSError) as error:
             self._fail(error)
 
@@ -268,6 +288,22 @@ class History:
                 self._database.close()
             self._database = None
 
+    def _put_aside(self) -> None:
+        """Give a damaged file, which is closed, another name; the next write begins a new one."""
+        assert self.path is not None
+        aside = f"{self.path}.damaged-{time.time_ns()}"
+        try:
+            self.path.rename(aside)
+            for end in ("-wal", "-shm"):  # what they hold belongs to it
+                with contextlib.suppress(FileNotFoundError):
+                    Path(f"{self.path}{end}").rename(f"{aside}{end}")
+        except OSError as error:  # tried again when it is written next
+            self.trouble = str(error)
+            return
+        LOG.warning("the history is damaged and put aside as %s", aside)
+        self._again = 0.0
+        self._lose("damaged-file")
+
     def _lose(self, reason: str) -> None:
         self.lost[reason] = self.lost.get(reason, 0) + 1
 
@@ -291,6 +327,11 @@ class History:
         if len(self._layouts) > _LAYOUTS_IN_MEMORY:
             self._layouts.popitem(last=False)
         return number
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Whether the file holds what no database may: its subclasses say that a disk or a lock is in the way."""
+    return type(error) is sqlite3.DatabaseError
 
 
 def in_order(labels: Labels, times: array[int], values: array[float]) -> Points:

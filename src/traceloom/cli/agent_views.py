@@ -39,6 +39,8 @@ def status(answer: Row, width: int) -> Iterator[Text]:
     history = answer["history"]
     lost = f", {history['lost_ticks']:.0f} ticks lost" if history.get("lost_ticks") else ""
     yield Text(f"History: {units.size(int(history.get('bytes', 0)))} on disk{lost}")
+    if answer["history_trouble"]:
+        yield from paragraph(f"  in memory alone: {answer['history_trouble']}", width)
     for name, trouble in answer["publishers"].items():
         yield from paragraph(f"{name}: {trouble or 'publishes'}", width)
     yield from heading("Collectors", "period, time of the last run", width)

@@ -82,6 +82,7 @@ class StatusAnswer(Answer, frozen=True):
     processes: int
     collectors: list[CollectorAnswer]
     history: dict[str, float] = {}
+    history_trouble: str = ""  # why nothing is on disk now
     publishers: dict[str, str] = {}  # name -> "" or its last trouble
     you: Sees = "host"
 

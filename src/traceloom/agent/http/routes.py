@@ -44,10 +44,15 @@ class Asked:
         """The body of the request.
 
         Raises:
-            RequestError: `too-large`, `wrong-request`.
+            RequestError: `too-large`, `wrong-request`; `too-slow`: the client went before it was whole.
         """
+        from starlette.requests import ClientDisconnect
+
         most, headers = self.agent.config.access.request_bytes, self.request.headers
-        body = await body_of(self.request.stream(), headers.get("content-length", ""), most)
+        try:
+            body = await body_of(self.request.stream(), headers.get("content-length", ""), most)
+        except ClientDisconnect as error:
+            raise RequestError(408, "the connection ended before the request did", slug="too-slow") from error
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
