@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,24 @@ from traceloom.errors import TraceloomError
 
 
 class Running:
-    """An agent with 2 simulated devices; its files lie in a directory."""
+    """An agent with 2 simulated devices; its files lie in a directory, history and audit log on `disk`."""
 
-    def __init__(self, directory: Path, more: str = "") -> None:
+    def __init__(
+        self, directory: Path, more: str = "", *, disk: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.directory = directory
         self.socket = directory / "agent.sock"
+        disk = disk or directory
         (directory / "agent.toml").write_text(
-            f'[paths]\nsocket = "{self.socket}"\nhistory = "{directory}/agent.db"\naudit = "{directory}/audit.jsonl"\n'
+            f'[paths]\nsocket = "{self.socket}"\nhistory = "{disk}/agent.db"\naudit = "{disk}/audit.jsonl"\n'
             f"[collect]\nperiod = 0.2\n[history]\ninterval = 0.5\n{more}",
             encoding="utf-8",
         )
-        command = [
-            sys.executable,
-            "-m",
-            "traceloom",
-            "agent",
-            "run",
-            "--config",
-            str(directory / "agent.toml"),
-            "--simulate",
-            "2",
-        ]
+        command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(directory / "agent.toml")]
         self.log = (directory / "log").open("a", encoding="utf-8")
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        self.process = subprocess.Popen(
+            [*command, "--simulate", "2"], stdout=self.log, stderr=self.log, env={**os.environ, **(environment or {})}
+        )
         self.client = Client(self.socket, 30)
         try:
             until(lambda: self.socket.exists() and self._answers())
@@ -51,7 +47,7 @@ class Running:
         except TraceloomError:
             assert self.process.poll() is None, (self.directory / "log").read_text(encoding="utf-8")
             return False
-        return bool(state["history"]["bytes"]) and all(collector["runs"] for collector in state["collectors"])
+        return any(state["history"].values()) and all(collector["runs"] for collector in state["collectors"])
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ def examine(
     locations: Locations,
     collectors: Sequence[Collector],
     owned: OwnedProcesses,
-    trouble: dict[str, str],
+    *,
+    trouble: Mapping[str, str],
+    unwritten: Mapping[str, str],
 ) -> list[Check]:
     """Look at everything; blocks for as long as a file of the kernel may.
 
@@ -37,6 +39,7 @@ def examine(
         collectors: All of them.
         owned: The processes that run now, and whose they are.
         trouble: Collector -> why its last run gave nothing; "" where it did.
+        unwritten: `history`, `audit` -> why it could not be written last.
     """
     result = [_rights(config)]
     for collector in collectors:
@@ -58,7 +61,7 @@ def examine(
     result += [Check(area="owners", name="owners", works="partly", why=sentence) for sentence in owner_troubles]
     if not owner_troubles:
         result.append(Check(area="owners", name="owners", works="yes"))
-    result += _files(locations)
+    result += _files(locations, unwritten)
     result += _extras(config)
     result += _jobs(owned.owned.values(), locations)
     result.append(_stacks())
@@ -74,12 +77,15 @@ def _rights(config: Config) -> Check:
     )  # fmt: skip
 
 
-def _files(locations: Locations) -> Iterator[Check]:
+def _files(locations: Locations, unwritten: Mapping[str, str]) -> Iterator[Check]:
     for name, path in (("socket", locations.socket), ("history", locations.history), ("audit", locations.audit)):
         directory = path.parent
         while not directory.exists() and directory != directory.parent:
             directory = directory.parent
         works = os.access(directory, os.W_OK | os.X_OK)
+        if works and unwritten.get(name):
+            yield Check(area="files", name=name, works="no", why=unwritten[name], help="it is tried again")
+            continue
         yield Check(
             area="files", name=name, works="yes" if works else "no",
             why=str(path) if works else f"{directory} cannot be written",
@@ -153,7 +159,7 @@ def by_hand(config: Config, locations: Locations) -> list[Check]:
                 collector.collect()
             except OSError as error:  # noqa: PERF203  (each is a check of its own)
                 trouble[collector.name] = str(error)
-        return examine(config, locations, collectors, owned, trouble)
+        return examine(config, locations, collectors, owned, trouble=trouble, unwritten={})
     finally:
         accelerators.close()
 
@@ -162,5 +168,6 @@ def of_agent(agent: Any) -> list[Check]:
     """Of an agent that runs."""
     trouble = {state.name: state.trouble for state in agent.board.collectors.values()}
     return examine(
-        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble,
+        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble=trouble,
+        unwritten={"history": agent.history.trouble, "audit": agent.audit.trouble},
     )  # fmt: skip
