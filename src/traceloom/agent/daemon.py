@@ -52,6 +52,7 @@ from traceloom.errors import InputError, TraceloomError, nearest
 
 LOG = logging.getLogger("traceloom.agent")
 _FORGET_S = 600.0
+_LAST_TICK_S = 5.0  # that a disk has for it when the agent ends
 _MOST_READING_S = 300.0  # for a trace that a job is to be judged by
 _MOST_JOBS = 1024  # whose traces are remembered
 _MOST_REPORTING = 4096  # processes that are looked at because they report steps
@@ -291,7 +292,10 @@ class Agent:
                 next_forget = now + _FORGET_S
                 loop.run_in_executor(self._writing, self.history.forget, time.time_ns())
         if busy is not None:
-            await asyncio.wait_for(asyncio.shield(busy), 5.0)
+            try:
+                await asyncio.wait_for(asyncio.shield(busy), _LAST_TICK_S)
+            except (asyncio.TimeoutError, TimeoutError):
+                LOG.warning("the last tick of history is not written: the disk took longer than %g s", _LAST_TICK_S)
 
     async def _publish(self, publisher: Publisher) -> None:
         """Hand on a copy of the board at the publisher's pace; a slow one falls behind alone."""

@@ -16,6 +16,7 @@ import threading
 import time
 import zlib
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -32,6 +33,7 @@ from traceloom.errors import InputError, newer_format
 LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
 _LAYOUTS_IN_MEMORY = 512
+_GAP_NS = 60 * 10**9  # so long after a value in memory the disk has nothing to add
 _RETRY_S = 60.0  # after a disk that could not be written
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS metrics (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
@@ -343,7 +345,7 @@ def in_order(labels: Labels, times: array[int], values: array[float]) -> Points:
 
 
 def joined(older: list[Points], newer: list[Points]) -> list[Points]:
-    """Series of the disk up to where those in memory begin, and then these."""
+    """Series of the disk, and those in memory for the time that they cover: where a clock jumped, it has gaps."""
     rest = {points.labels: points for points in newer}
     result = []
     for points in older:
@@ -351,8 +353,13 @@ def joined(older: list[Points], newer: list[Points]) -> list[Points]:
         if after is None:
             result.append(points)
             continue
-        end = next((index for index, at in enumerate(points.times_ns) if at >= after.times_ns[0]), len(points.times_ns))
-        result.append(Points(points.labels, points.times_ns[:end] + after.times_ns, points.values[:end] + after.values))
+        end = bisect_left(points.times_ns, after.times_ns[0])
+        times, values = points.times_ns[:end], points.values[:end]
+        for at, value in zip(points.times_ns[end:], points.values[end:], strict=True):
+            if at - after.times_ns[bisect_right(after.times_ns, at) - 1] > _GAP_NS:
+                times.append(at)
+                values.append(value)
+        result.append(in_order(points.labels, times + after.times_ns, values + after.values))
     return result + list(rest.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
+from array import array
 from pathlib import Path
 
 import pytest
@@ -273,8 +274,6 @@ def test_a_day_of_400_series_fits(tmp_path: Path) -> None:
 
 
 def test_disk_and_memory_are_one_line() -> None:
-    from array import array
-
     disk = [
         Points(("a",), array("q", [1, 11, 21]), array("d", [1, 2, 3])),
         Points(("b",), array("q", [1]), array("d", [9])),
@@ -287,4 +286,17 @@ def test_disk_and_memory_are_one_line() -> None:
         ("a",): [(1, 1), (11, 2), (20, 5), (21, 6), (22, 7)],
         ("b",): [(1, 9)],
         ("c",): [(22, 4)],
+    }
+
+
+def test_what_memory_lacks_because_a_clock_jumped_comes_from_disk() -> None:
+    """An hour ahead, then two back: memory has forgotten what was before the first jump."""
+    hour = 3600 * S
+    times = [second * S for second in range(0, 60, 10)]
+    disk = [
+        Points(("a",), array("q", [at + jump for jump in (-hour, 0, hour) for at in times]), array("d", [1.0] * 18))
+    ]
+    memory = [Points(("a",), array("q", [at + jump for jump in (-hour, hour) for at in times]), array("d", [2.0] * 12))]
+    assert _pairs(joined(disk, memory)) == {
+        ("a",): [(at + jump, 1.0 if jump == 0 else 2.0) for jump in (-hour, 0, hour) for at in times]
     }
