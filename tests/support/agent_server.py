@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from traceloom.agent.accelerators import Device, DeviceProcess
+from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess
 from traceloom.agent.board import Board, CollectorState
+from traceloom.agent.collect.cgroups import OomKill
 from traceloom.agent.config import Config, Locations
 from traceloom.agent.http.answers import Check, Question, SeriesAnswer, StatusAnswer, StepsBody
 from traceloom.agent.http.app import build_app
@@ -50,6 +51,11 @@ def full_board() -> Board:
     anna, bert = process(11, ANNA, "slurm-7", 0), process(22, BERT, "slurm-8", 1, steps_per_second=2.0)
     board.processes = {anna.key: anna, bert.key: bert}
     board.device_processes = [DeviceProcess(device="GPU-0", pid=11), DeviceProcess(device="GPU-1", pid=22)]
+    board.events = [DeviceEvent(at_ns=now, device="GPU-0", kind="xid", code=79, text="fell off the bus")]
+    board.oom_kills = [
+        OomKill(at_ns=now + 1, cgroup="/slurm-7", job="slurm-7", uid=ANNA, kills=2, limit_bytes=10**9),
+        OomKill(at_ns=now + 2, cgroup="/shared", job="", uid=None, kills=1),
+    ]
     board.collectors["all"] = CollectorState("all", 10.0, ran_ns=now, seconds=0.01, runs=1)
     values = {
         "device": ("GPU-0", "GPU-1"), "process": (anna.key, bert.key), "job": ("slurm-7", "slurm-8"), "cgroup": ("/slurm-7", "/slurm-8"),

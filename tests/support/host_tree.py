@@ -32,6 +32,24 @@ class HostTree:
         """A configuration of an agent that reads this tree."""
         return Config(collect=Collect(proc=str(self.proc), sys=str(self.sys), **collect))  # type: ignore[arg-type]
 
+    def cgroups(self, **hierarchies: str) -> None:
+        """Mount hierarchies of control groups: directory below /sys/fs/cgroup -> controllers; none means version 2."""
+        lines = [
+            "23 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw",
+            "30 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw",
+        ]
+        for number, (name, controllers) in enumerate(hierarchies.items()):
+            at = f"/sys/fs/cgroup/{name}".rstrip("/").replace("_", ",")
+            kind = f"cgroup cgroup rw,{controllers}" if controllers else "cgroup2 cgroup2 rw,nsdelegate"
+            lines.append(f"{31 + number} 30 0:{29 + number} / {at} rw,nosuid,relatime shared:{9 + number} - {kind}")
+        self.write("proc/1/mountinfo", "\n".join(lines) + "\n")
+
+    def cgroup(self, path: str, **files: str) -> Path:
+        """Files of a group, below sys/fs/cgroup; `memory_current` is `memory.current`, `cpu_stat` `cpu.stat`."""
+        for name, text in files.items():
+            self.write(f"sys/fs/cgroup/{path}/{name.replace('_', '.', 1)}", text)
+        return self.sys / "fs/cgroup" / path
+
     def process(
         self, pid: int, *, start_ticks: int = 50_000, name: str = "python3", state: str = "S", parent: int = 1,
         flags: int = 0x400000, user_ticks: int = 0, system_ticks: int = 0, threads: int = 1, resident_pages: int = 100,

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 
 from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess
+from traceloom.agent.collect.cgroups import OomKill
 from traceloom.agent.metrics import METRICS, Histogram, Reading, Series
 from traceloom.agent.owners import Process
 
@@ -48,6 +49,7 @@ class Board:
         self.devices: dict[str, Device] = {}
         self.device_processes: list[DeviceProcess] = []
         self.events: list[DeviceEvent] = []  # the last ones, oldest first
+        self.oom_kills: list[OomKill] = []  # likewise
         self.processes: dict[str, Process] = {}
 
     def put(self, collector: str, readings: Iterable[Reading | Histogram], at_ns: int) -> None:

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,6 +21,9 @@ else:
 
 
 SYSTEM_SOCKET = Path("/run/traceloom/agent.sock")
+
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,11 +39,12 @@ class Paths(Section, frozen=True):
 
 
 class Collect(Section, frozen=True):
-    """What is looked at, and how often. `periods`: collector -> seconds."""
+    """What is looked at, how often, and when it is given up. `periods`, `timeouts`: collector -> seconds."""
 
-    period: float = 10.0
-    periods: dict[str, float] = {}
-    timeout: float = 2.0
+    period: Seconds = 10.0
+    periods: dict[str, Seconds] = {}
+    timeout: Seconds = 2.0
+    timeouts: dict[str, Seconds] = {}
     off: tuple[str, ...] = ()  # collectors that do not run
     proc: str = "/proc"  # where the host's are mounted in a container
     sys: str = "/sys"

@@ -26,6 +26,7 @@ from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.audit import AuditLog
 from traceloom.agent.board import Board
 from traceloom.agent.collect import Collector, host_collectors
+from traceloom.agent.collect.cgroups import Cgroups
 from traceloom.agent.config import Config, Locations, host_and_port
 from traceloom.agent.dyno_rpc import DynoRpc
 from traceloom.agent.guard import Guard
@@ -47,10 +48,11 @@ from traceloom.agent.publish import Publisher, publishers
 from traceloom.agent.scheduler import Scheduler
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
-from traceloom.errors import TraceloomError
+from traceloom.errors import InputError, TraceloomError, nearest
 
 LOG = logging.getLogger("traceloom.agent")
 _FORGET_S = 600.0
+_LAST_TICK_S = 5.0  # that a disk has for it when the agent ends
 _MOST_READING_S = 300.0  # for a trace that a job is to be judged by
 _MOST_JOBS = 1024  # whose traces are remembered
 _MOST_REPORTING = 4096  # processes that are looked at because they report steps
@@ -64,7 +66,7 @@ class Agent:
         locations: Where its files are.
 
     Raises:
-        InputError: The history is of a later version.
+        InputError: The history is of a later version; `wrong-config`: a collector is named that there is not.
     """
 
     def __init__(self, config: Config, locations: Locations) -> None:
@@ -75,7 +77,21 @@ class Agent:
         self.audit = AuditLog(locations.audit)
         self.accelerators = AcceleratorCollector(config)
         self.processes = OwnedProcesses(config, self.accelerators)
-        collectors: list[Collector] = [*host_collectors(config), self.accelerators, *self.processes.collectors]
+        self.cgroups = Cgroups(config, lambda: self.processes.owned)
+        collectors: list[Collector] = [
+            *host_collectors(config), self.accelerators, *self.processes.collectors, self.cgroups
+        ]  # fmt: skip
+        names = {collector.name for collector in collectors}
+        for key, wanted in (
+            ("periods", config.collect.periods),
+            ("timeouts", config.collect.timeouts),
+            ("off", config.collect.off),
+        ):
+            for name in set(wanted) - names:
+                raise InputError(
+                    f"there is no collector `{name}`", slug="wrong-config", where=f"collect.{key}",
+                    hint=nearest(name, names) + f"there are {', '.join(sorted(names))}",
+                )  # fmt: skip
         chosen = [collector for collector in collectors if collector.name not in config.collect.off]
         self.scheduler = Scheduler(self.board, chosen, self._delivered)
         self.topline = Topline(config.accelerators.reference)
@@ -88,7 +104,7 @@ class Agent:
         self._reading = ThreadPoolExecutor(2, "query")
         self._analysing = threading.Lock()
         self._stop = asyncio.Event()
-        self._ticked_ns = time.time_ns()
+        self._ticked = time.monotonic()
 
     async def run(self, ready: Callable[[], Awaitable[None] | None] = lambda: None) -> None:
         """Run until `stop` or a signal; `ready` is called when everything listens.
@@ -149,6 +165,7 @@ class Agent:
             stale_devices=len([uuid for uuid, device in self.board.devices.items() if device.stale]),
             processes=len(self.board.processes), collectors=collectors,
             history={"bytes": float(self.history.bytes()), "lost_ticks": float(sum(self.history.lost.values()))},
+            history_trouble=self.history.trouble,
             publishers={publisher.name: publisher.trouble for publisher in self.publishers},
         )  # fmt: skip
 
@@ -247,6 +264,9 @@ class Agent:
                 key: msgspec.structs.replace(process, steps_per_second=self.step_counts.per_second(key))
                 for key, process in self.processes.owned.items()
             }
+        elif collector is self.cgroups:
+            self.board.oom_kills = list(self.cgroups.kills)
+        self.history.keep(self.board, time.time_ns())  # at the pace of the collectors, also while they are quick
 
     async def _tick_until_stopped(self, guard: Guard) -> None:
         loop = asyncio.get_running_loop()
@@ -274,7 +294,10 @@ class Agent:
                 next_forget = now + _FORGET_S
                 loop.run_in_executor(self._writing, self.history.forget, time.time_ns())
         if busy is not None:
-            await asyncio.wait_for(asyncio.shield(busy), 5.0)
+            try:
+                await asyncio.wait_for(asyncio.shield(busy), _LAST_TICK_S)
+            except (asyncio.TimeoutError, TimeoutError):
+                LOG.warning("the last tick of history is not written: the disk took longer than %g s", _LAST_TICK_S)
 
     async def _publish(self, publisher: Publisher) -> None:
         """Hand on a copy of the board at the publisher's pace; a slow one falls behind alone."""
@@ -289,8 +312,8 @@ class Agent:
 
     def _sum_up(self) -> None:
         """What follows from the board as a whole: jobs, steps, the agent itself."""
-        now_ns = time.time_ns()
-        interval_s, self._ticked_ns = (now_ns - self._ticked_ns) / 1e9, now_ns
+        now_ns, now = time.time_ns(), time.monotonic()
+        interval_s, self._ticked = now - self._ticked, now  # a clock that jumps gives no job device time
         # Also where none was lost: of a counter that begins at 1, Prometheus does not see the first.
         lost = {"slow-disk": 0, **self.history.lost}
         self.board.put("steps", self.step_counts.readings(), now_ns)

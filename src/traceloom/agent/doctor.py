@@ -32,6 +32,7 @@ def examine(
     *,
     trouble: Mapping[str, str],
     empty: Collection[str],
+    unwritten: Mapping[str, str],
 ) -> list[Check]:
     """Look at everything; blocks for as long as a file of the kernel may.
 
@@ -42,6 +43,7 @@ def examine(
         owned: The processes that run now, and whose they are.
         trouble: Collector -> why its last run gave nothing; "" where it did.
         empty: Collectors that work and have nothing to look at.
+        unwritten: `history`, `audit` -> why it could not be written last.
     """
     result = [_rights(config)]
     for collector in collectors:
@@ -65,7 +67,7 @@ def examine(
     result += [Check(area="owners", name="owners", works="partly", why=sentence) for sentence in owner_troubles]
     if not owner_troubles:
         result.append(Check(area="owners", name="owners", works="yes"))
-    result += _files(locations)
+    result += _files(locations, unwritten)
     result += _extras(config)
     result += _jobs(owned.owned.values(), locations)
     result.append(_stacks())
@@ -97,12 +99,15 @@ def _rights(config: Config) -> Check:
     )  # fmt: skip
 
 
-def _files(locations: Locations) -> Iterator[Check]:
+def _files(locations: Locations, unwritten: Mapping[str, str]) -> Iterator[Check]:
     for name, path in (("socket", locations.socket), ("history", locations.history), ("audit", locations.audit)):
         directory = path.parent
         while not directory.exists() and directory != directory.parent:
             directory = directory.parent
         works = os.access(directory, os.W_OK | os.X_OK)
+        if works and unwritten.get(name):
+            yield Check(area="files", name=name, works="no", why=unwritten[name], help="it is tried again")
+            continue
         yield Check(
             area="files", name=name, works="yes" if works else "no",
             why=str(path) if works else f"{directory} cannot be written",
@@ -162,10 +167,12 @@ def _stacks() -> Check:
 def by_hand(config: Config, locations: Locations) -> list[Check]:
     """The same with no agent running: collectors are made, run once and closed."""
     from traceloom.agent.collect import host_collectors
+    from traceloom.agent.collect.cgroups import Cgroups
 
     accelerators = AcceleratorCollector(config)
     owned = OwnedProcesses(config, accelerators)
-    collectors: list[Collector] = [*host_collectors(config), accelerators, *owned.collectors]
+    cgroups = Cgroups(config, lambda: owned.owned)
+    collectors: list[Collector] = [*host_collectors(config), accelerators, *owned.collectors, cgroups]
     trouble, empty = {}, set()
     try:
         for collector in collectors:
@@ -174,7 +181,7 @@ def by_hand(config: Config, locations: Locations) -> list[Check]:
                     empty.add(collector.name)
             except OSError as error:  # noqa: PERF203  (each is a check of its own)
                 trouble[collector.name] = str(error)
-        return examine(config, locations, collectors, owned, trouble=trouble, empty=empty)
+        return examine(config, locations, collectors, owned, trouble=trouble, empty=empty, unwritten={})
     finally:
         accelerators.close()
 
@@ -184,5 +191,6 @@ def of_agent(agent: Any) -> list[Check]:
     trouble = {state.name: state.trouble for state in agent.board.collectors.values()}
     empty = {name for name, sheet in agent.board.sheets.items() if not sheet.values and not sheet.histograms}
     return examine(
-        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble=trouble, empty=empty
-    )
+        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble=trouble, empty=empty,
+        unwritten={"history": agent.history.trouble, "audit": agent.audit.trouble},
+    )  # fmt: skip

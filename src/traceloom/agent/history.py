@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import math
 import sqlite3
 import threading
 import time
 import zlib
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -28,8 +30,10 @@ from traceloom.agent.config import History as Settings
 from traceloom.agent.metrics import METRICS, Series
 from traceloom.errors import InputError, newer_format
 
+LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
 _LAYOUTS_IN_MEMORY = 512
+_GAP_NS = 60 * 10**9  # so long after a value in memory the disk has nothing to add
 _RETRY_S = 60.0  # after a disk that could not be written
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS metrics (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
@@ -154,27 +158,47 @@ class History:
             except sqlite3.Error as error:
                 self._fail(error)
                 self._lose(self.trouble)
+                if _is_damage(error):
+                    self._put_aside()
 
     def query(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
-        """The series of a metric on disk, of instants from `since_ns` until `until_ns`, both included."""
+        """The series of a metric on disk, of instants from `since_ns` until `until_ns`, both included.
+
+        Empty where the disk cannot be read, which `trouble` says; a damaged file is put aside.
+        """
         if self.path is None or not self.path.exists():
             return []
+        try:
+            return self._read(self.path, metric, since_ns, until_ns)
+        except sqlite3.Error as error:
+            with self._lock:
+                self.trouble = str(error)
+                if _is_damage(error) and not self._closed:
+                    self._fail(error)
+                    self._put_aside()
+            return []
+
+    def _read(self, path: Path, metric: str, since_ns: int, until_ns: int) -> list[Points]:
         series: dict[Labels, tuple[array[int], array[float]]] = {}
         layouts: dict[int, list[tuple[array[int], array[float]]]] = {}
-        with contextlib.closing(sqlite3.connect(self.path.absolute().as_uri() + "?mode=ro", uri=True)) as database:
+        with contextlib.closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as database:
             rows = database.execute(
                 "SELECT at_ns, layout, numbers FROM ticks WHERE at_ns BETWEEN ? AND ?"
                 " AND metric = (SELECT id FROM metrics WHERE name = ?)",
                 (since_ns, until_ns, metric),
             )
             for at_ns, layout, numbers in rows:
-                if layout not in layouts:
-                    text = database.execute("SELECT labels FROM layouts WHERE id = ?", (layout,)).fetchone()[0]
-                    layouts[layout] = [
-                        series.setdefault(labels, (array("q"), array("d")))
-                        for labels in msgspec.msgpack.decode(zlib.decompress(text), type=list[Labels])
-                    ]
-                for (times, values), number in zip(layouts[layout], array("d", numbers), strict=True):
+                try:
+                    if layout not in layouts:
+                        (text,) = database.execute("SELECT labels FROM layouts WHERE id = ?", (layout,)).fetchone()
+                        layouts[layout] = [
+                            series.setdefault(labels, (array("q"), array("d")))
+                            for labels in msgspec.msgpack.decode(zlib.decompress(text), type=list[Labels])
+                        ]
+                    columns = list(zip(layouts[layout], array("d", numbers), strict=True))
+                except (zlib.error, msgspec.DecodeError, ValueError, TypeError) as error:  # SQLite checks no contents
+                    raise sqlite3.DatabaseError(f"the tick of {at_ns} is damaged: {error}") from error
+                for (times, values), number in columns:
                     if not math.isnan(number):
                         times.append(at_ns)
                         values.append(number)
@@ -198,6 +222,8 @@ class History:
                 self._database.execute("PRAGMA incremental_vacuum")
             except sqlite3.Error as error:
                 self._fail(error)
+                if _is_damage(error):
+                    self._put_aside()
 
     def bytes(self) -> int:
         """The size on disk, with the log of changes beside it."""
@@ -225,14 +251,10 @@ class History:
             try:
                 self._database = self._prepared()
             except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):
+                if not _is_damage(error):
                     raise
-                aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
-                self.path.rename(aside)
-                for end in ("-wal", "-shm"):
-                    Path(f"{self.path}{end}").unlink(missing_ok=True)
+                self._put_aside()
                 self._database = self._prepared()
-                self.lost["damaged-file"] = self.lost.get("damaged-file", 0) + 1
         except (sqlite3.Error, OSError) as error:
             self._fail(error)
 
@@ -268,6 +290,22 @@ class History:
                 self._database.close()
             self._database = None
 
+    def _put_aside(self) -> None:
+        """Give a damaged file, which is closed, another name; the next write begins a new one."""
+        assert self.path is not None
+        aside = f"{self.path}.damaged-{time.time_ns()}"
+        try:
+            self.path.rename(aside)
+            for end in ("-wal", "-shm"):  # what they hold belongs to it
+                with contextlib.suppress(FileNotFoundError):
+                    Path(f"{self.path}{end}").rename(f"{aside}{end}")
+        except OSError as error:  # tried again when it is written next
+            self.trouble = str(error)
+            return
+        LOG.warning("the history is damaged and put aside as %s", aside)
+        self._again = 0.0
+        self._lose("damaged-file")
+
     def _lose(self, reason: str) -> None:
         self.lost[reason] = self.lost.get(reason, 0) + 1
 
@@ -293,6 +331,11 @@ class History:
         return number
 
 
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Whether the file holds what no database may: its subclasses say that a disk or a lock is in the way."""
+    return type(error) is sqlite3.DatabaseError
+
+
 def in_order(labels: Labels, times: array[int], values: array[float]) -> Points:
     """A series in order of time, whatever clocks did."""
     if any(later < earlier for earlier, later in pairwise(times)):
@@ -302,7 +345,7 @@ def in_order(labels: Labels, times: array[int], values: array[float]) -> Points:
 
 
 def joined(older: list[Points], newer: list[Points]) -> list[Points]:
-    """Series of the disk up to where those in memory begin, and then these."""
+    """Series of the disk, and those in memory for the time that they cover: where a clock jumped, it has gaps."""
     rest = {points.labels: points for points in newer}
     result = []
     for points in older:
@@ -310,8 +353,13 @@ def joined(older: list[Points], newer: list[Points]) -> list[Points]:
         if after is None:
             result.append(points)
             continue
-        end = next((index for index, at in enumerate(points.times_ns) if at >= after.times_ns[0]), len(points.times_ns))
-        result.append(Points(points.labels, points.times_ns[:end] + after.times_ns, points.values[:end] + after.values))
+        end = bisect_left(points.times_ns, after.times_ns[0])
+        times, values = points.times_ns[:end], points.values[:end]
+        for at, value in zip(points.times_ns[end:], points.values[end:], strict=True):
+            if at - after.times_ns[bisect_right(after.times_ns, at) - 1] > _GAP_NS:
+                times.append(at)
+                values.append(value)
+        result.append(in_order(points.labels, times + after.times_ns, values + after.values))
     return result + list(rest.values())
 
 

@@ -75,6 +75,7 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 _DEVICE = (("device", "hw.id"),)
+_CGROUP = (("cgroup", "traceloom.cgroup"), ("job", "traceloom.job"))
 _OK = (("hw.state", "ok"),)
 _DEV = "DCGM_FI_DEV_"
 _PROF = "DCGM_FI_PROF_"
@@ -100,12 +101,20 @@ _DECLARED = (
     Metric("rdma_packets_total", "counter", "", "Packets through a port of an RDMA device.", ("device", "port", "direction"), "traceloom.rdma.packets", "{packet}", (("device", "hw.id"), ("port", "traceloom.port"), ("direction", "network.io.direction"))),
     Metric("rdma_errors_total", "counter", "", "Errors, discards and congestion marks of a port of an RDMA device.", ("device", "port", "type"), "hw.errors", "{error}", (("device", "hw.id"), ("port", "traceloom.port"), ("type", "error.type"))),
     Metric("rdma_port_up", "gauge", "", "1 where the link of a port of an RDMA device is active.", ("device", "port"), "hw.status", "1", (("device", "hw.id"), ("port", "traceloom.port")), constants=_OK),
-    Metric("oom_kills_total", "counter", "", 'Processes killed for want of memory, of the host (cgroup "") or of a cgroup.', ("cgroup",), "traceloom.oom_kills", "{kill}", (("cgroup", "traceloom.cgroup"),)),
-    # Control groups of jobs
-    Metric("cgroup_cpu_seconds_total", "counter", "seconds", "Processor time of a cgroup by mode.", ("cgroup", "mode"), "container.cpu.time", "s", (("cgroup", "traceloom.cgroup"), ("mode", "cpu.mode"))),
-    Metric("cgroup_throttled_seconds_total", "counter", "seconds", "Time in which the processor quota of a cgroup was used up.", ("cgroup",), "traceloom.cgroup.throttled", "s", (("cgroup", "traceloom.cgroup"),)),
-    Metric("cgroup_memory_bytes", "gauge", "bytes", "Memory of a cgroup: used, and its limit where it has one.", ("cgroup", "state"), "container.memory.usage", "By", (("cgroup", "traceloom.cgroup"), ("state", "traceloom.state"))),
-    Metric("cgroup_pressure_seconds_total", "counter", "seconds", "Time in which tasks of a cgroup waited for a resource (PSI).", ("cgroup", "resource", "share"), "traceloom.cgroup.pressure", "s", (("cgroup", "traceloom.cgroup"), ("resource", "traceloom.resource"), ("share", "traceloom.share"))),
+    Metric("oom_kills_total", "counter", "", 'Processes killed for want of memory, of the host (cgroup "") or of a cgroup.', ("cgroup", "job"), "traceloom.oom_kills", "{kill}", _CGROUP),
+    # Control groups of processes that matter; `job` is the one whose group it is, "" where it is none's or several'
+    Metric("cgroup_cpu_seconds_total", "counter", "seconds", "Processor time of a cgroup by mode.", ("cgroup", "job", "mode"), "container.cpu.time", "s", (*_CGROUP, ("mode", "cpu.mode"))),
+    Metric("cgroup_periods_total", "counter", "", "Periods in which a processor quota of a cgroup was in force.", ("cgroup", "job"), "traceloom.cgroup.cpu.periods", "{period}", _CGROUP),
+    Metric("cgroup_throttled_periods_total", "counter", "", "Periods in which the processor quota of a cgroup was used up.", ("cgroup", "job"), "traceloom.cgroup.cpu.throttled_periods", "{period}", _CGROUP),
+    Metric("cgroup_throttled_seconds_total", "counter", "seconds", "Time in which tasks of a cgroup waited because its processor quota was used up, summed over processors.", ("cgroup", "job"), "traceloom.cgroup.cpu.throttled", "s", _CGROUP),
+    Metric("cgroup_memory_bytes", "gauge", "bytes", "Memory of a cgroup, with the files that the kernel keeps for it.", ("cgroup", "job"), "container.memory.usage", "By", _CGROUP),
+    Metric("cgroup_memory_working_set_bytes", "gauge", "bytes", "Memory of a cgroup without files that nobody used of late: what Kubernetes evicts by.", ("cgroup", "job"), "container.memory.working_set", "By", _CGROUP),
+    Metric("cgroup_memory_state_bytes", "gauge", "bytes", "Memory of a cgroup by state: anonymous, file, shared, kernel.", ("cgroup", "job", "state"), "traceloom.cgroup.memory.state", "By", (*_CGROUP, ("state", "traceloom.state"))),
+    Metric("cgroup_memory_limit_bytes", "gauge", "bytes", "Memory that a cgroup may have at most: the least limit of it and of those above it; absent without any.", ("cgroup", "job"), "traceloom.cgroup.memory.limit", "By", _CGROUP),
+    Metric("cgroup_memory_peak_bytes", "gauge", "bytes", "The most memory that a cgroup ever had.", ("cgroup", "job"), "traceloom.cgroup.memory.peak", "By", _CGROUP),
+    Metric("cgroup_swap_bytes", "gauge", "bytes", "Memory of a cgroup that was swapped out.", ("cgroup", "job"), "traceloom.cgroup.swap", "By", _CGROUP),
+    Metric("cgroup_disk_bytes_total", "counter", "bytes", "Bytes that a cgroup read from and wrote to disks.", ("cgroup", "job", "direction"), "container.disk.io", "By", (*_CGROUP, ("direction", "disk.io.direction"))),
+    Metric("cgroup_pressure_seconds_total", "counter", "seconds", "Time in which some or all tasks of a cgroup waited for a resource (PSI, cgroup v2).", ("cgroup", "job", "resource", "share"), "traceloom.cgroup.pressure", "s", (*_CGROUP, ("resource", "traceloom.resource"), ("share", "traceloom.share"))),
     # Processes: those that use a device, run a framework, or belong to a job
     Metric("process_info", "info", "", "A process: 1, with whose it is; join on `process`.", ("process", "pid", "job", "rank", "local_rank", "world_size", "user", "account", "namespace", "pod", "container", "framework", "command")),
     Metric("process_cpu_seconds_total", "counter", "seconds", "Processor time of a process by mode.", ("process", "mode"), "process.cpu.time", "s", (("process", "traceloom.process"), ("mode", "cpu.mode"))),

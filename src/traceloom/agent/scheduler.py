@@ -37,6 +37,7 @@ class Scheduler:
         self.collectors = list(collectors)
         self.delivered = delivered
         self._fast_until = 0.0
+        self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
         self._sooner: dict[str, asyncio.Event] = {}
         self._hanging: set[str] = set()
@@ -51,6 +52,7 @@ class Scheduler:
 
     async def stop(self) -> None:
         """End all tasks; threads that hang are left to die with the process."""
+        self._stopping = True  # before Python 3.12 `wait_for` may forget that it was cancelled
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -108,14 +110,14 @@ class Scheduler:
     async def _run(self, collector: Collector) -> None:
         sooner = self._sooner[collector.name]
         due = time.monotonic()
-        while True:
+        while not self._stopping:
             if await self.collect(collector):
                 self.delivered(collector)
             now = time.monotonic()
             # Where the machine slept or the collector was slow, what was missed is not made up for.
             due = max(due + self._period(collector, now), now)
             sooner.clear()
-            while (left := due - time.monotonic()) > 0:
+            while not self._stopping and (left := due - time.monotonic()) > 0:
                 try:
                     await asyncio.wait_for(sooner.wait(), left)
                 except (asyncio.TimeoutError, TimeoutError):

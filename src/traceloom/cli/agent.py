@@ -91,13 +91,22 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="one picture, then the end")
 
 
+def _add_since(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--since", default="10m", metavar="TIME", help="as 90s, 10m, 3h, 1d ago, or 2026-01-31T12:00 (default: 10m)"
+    )
+
+
+def _add_events(parser: argparse.ArgumentParser) -> None:
+    _add_job(parser)
+    _add_since(parser)
+
+
 def _add_query(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "metric", nargs="?", metavar="METRIC", help="with or without traceloom_; without any, all metrics are listed"
     )
-    parser.add_argument(
-        "--since", default="10m", metavar="TIME", help="as 90s, 10m, 3h, 1d ago, or 2026-01-31T12:00 (default: 10m)"
-    )
+    _add_since(parser)
     parser.add_argument("--until", default="", metavar="TIME", help="likewise (default: now)")
     parser.add_argument(
         "--by", default="", metavar="LABELS",
@@ -222,8 +231,16 @@ def _processes(args: argparse.Namespace) -> int:
     answer = client.get("processes")
     if args.job:
         answer["processes"] = [process for process in answer["processes"] if process["owner"]["job"] == args.job]
-    devices = client.get("devices")["devices"] if not args.json else []
-    return _shown(args, answer, lambda width: views.processes(answer, devices, width))
+    if args.json:
+        return _shown(args, answer, None)
+    devices, kills = client.get("devices")["devices"], _happened(client, args, "1h", "oom-kill")
+
+    def rendered(width: int) -> Iterator[Text]:
+        yield from views.processes(answer, devices, width)
+        if kills:
+            yield from views.events(kills, width)
+
+    return _shown(args, answer, rendered)
 
 
 def _top(args: argparse.Namespace) -> int:
@@ -292,6 +309,22 @@ def _with_zone(text: str) -> str:
         return dt.datetime.fromisoformat(text).astimezone().isoformat() if "-" in text else text
     except ValueError:
         return text
+
+
+def _events(args: argparse.Namespace) -> int:
+    from traceloom.cli import agent_views as views
+
+    happened = _happened(_client(args), args, _with_zone(args.since))
+    return _shown(args, {"events": happened}, lambda width: views.events(happened, width))
+
+
+def _happened(client: Client, args: argparse.Namespace, since: str, kind: str = "") -> list[dict[str, Any]]:
+    """Events, of the job that is asked for."""
+    return [
+        event
+        for event in client.get("events", since=since)["events"]
+        if (not kind or event["kind"] == kind) and (not args.job or event["job"] == args.job)
+    ]
 
 
 def _learn(args: argparse.Namespace) -> int:
@@ -391,6 +424,11 @@ ACTIONS = {
         "traceloom agent query host_network_bytes_total --where direction=receive --json\n"
         "then: traceloom report TRACE, for why it was so",
         _add_query, _query,
+    ),
+    "events": Action(
+        "list errors of devices, and processes killed for want of memory",
+        "traceloom agent events --since 1d\nthen: traceloom agent ps",
+        _add_events, _events,
     ),
     "learn": Action(
         "judge a job by a trace of it: FLOPs, element types, roofline",

@@ -49,6 +49,8 @@ def status(answer: Row, width: int) -> Iterator[Text]:
     history = answer["history"]
     lost = f", {history['lost_ticks']:.0f} ticks lost" if history.get("lost_ticks") else ""
     yield Text(f"History: {units.size(int(history.get('bytes', 0)))} on disk{lost}")
+    if answer["history_trouble"]:
+        yield from paragraph(f"  in memory alone: {answer['history_trouble']}", width)
     for name, trouble in answer["publishers"].items():
         yield from paragraph(f"{name}: {trouble or 'publishes'}", width)
     yield from heading("Collectors", "period, time of the last run", width)
@@ -120,6 +122,29 @@ def _command(row: Row) -> str:
     """The command without the directory of its program, which would fill a narrow terminal."""
     program, blank, words = row["command"].partition(" ")
     return f"{program.rpartition('/')[2]}{blank}{words}" if program else str(row["unreadable"])
+
+
+def events(happened: Sequence[Row], width: int) -> Iterator[Text]:
+    """A line for each event: when, of which job or device, what."""
+    if not happened:
+        yield Text("Nothing happened in this time.")
+        return
+    columns = [TextColumn("at", right=False), TextColumn("job or device", right=False)]
+    cells: list[list[Cell]] = [
+        [
+            dt.datetime.fromtimestamp(event["at_ns"] / 1e9, tz=dt.timezone.utc).astimezone().strftime("%d %b %H:%M:%S"),
+            _cut(event["job"] or event["device"] or _NONE, 24),
+        ]
+        for event in happened
+    ]
+
+    def what(row: int, left: int) -> Text:
+        event = happened[row]
+        code = "" if event["code"] is None else f" {event['code']}"
+        return Text(_cut(f"{event['kind']}{code}: {event['text']}", left))
+
+    yield from heading("Events", "oldest first", width)
+    yield from lines(columns, cells, ("", what), width)
 
 
 def top(picture: Row, width: int) -> Iterator[Text]:

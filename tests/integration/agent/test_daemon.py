@@ -10,68 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from traceloom.agent.client import Client
+from support.running_agent import Running
+from support.waiting import until
 from traceloom.cli import main
-from traceloom.errors import TraceloomError
 from traceloom.testing import TraceBuilder
 
 JOB = "import torch, time; print('up', flush=True); time.sleep(600)"
-
-
-class Running:
-    """An agent with 2 simulated devices; its files lie in a directory."""
-
-    def __init__(self, directory: Path, more: str = "") -> None:
-        self.directory = directory
-        self.socket = directory / "agent.sock"
-        (directory / "agent.toml").write_text(
-            f'[paths]\nsocket = "{self.socket}"\nhistory = "{directory}/agent.db"\naudit = "{directory}/audit.jsonl"\n'
-            f"[collect]\nperiod = 0.2\n[history]\ninterval = 0.5\n{more}",
-            encoding="utf-8",
-        )
-        command = [
-            sys.executable,
-            "-m",
-            "traceloom",
-            "agent",
-            "run",
-            "--config",
-            str(directory / "agent.toml"),
-            "--simulate",
-            "2",
-        ]
-        self.log = (directory / "log").open("a", encoding="utf-8")
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
-        self.client = Client(self.socket, 30)
-        until(lambda: self.socket.exists() and self._answers())
-
-    def _answers(self) -> bool:
-        try:
-            state = self.client.get("status")
-        except TraceloomError:
-            assert self.process.poll() is None, (self.directory / "log").read_text(encoding="utf-8")
-            return False
-        return bool(state["history"]["bytes"]) and all(collector["runs"] for collector in state["collectors"])
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        code = self.process.wait(60)
-        self.log.close()
-        return code
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < end, "it did not happen within a minute"
-        time.sleep(0.05)
-    return value
 
 
 @pytest.fixture
@@ -262,6 +212,17 @@ def test_times_without_a_zone_are_those_of_this_place(
         == 3
     )
     assert "`until` is before `since`" in capsys.readouterr().err
+
+
+def test_a_collector_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "agent.toml").write_text("[collect]\nperiods = { cgroup = 1.0 }\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(tmp_path / "agent.toml")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "wrong-config" in done.stderr
+    assert "did you mean `cgroups`" in done.stderr
 
 
 def test_who_acts_stands_in_the_audit_log(agent: Running) -> None:

@@ -41,6 +41,8 @@ def test_values_are_read(tmp_path: Path) -> None:
         ("[colect]\n", ["`colect`", "did you mean `collect`"]),
         ('[collect]\nperiod = "often"\n', ["expected `float`", "collect.period"]),
         ('[[tcp.tokens]]\nsha256 = "a"\nnam = "b"\n', ["nam"]),
+        ("[collect]\nperiod = 0\n", ["> 0", "collect.period"]),
+        ("[collect]\ntimeouts = { disks = -1 }\n", ["> 0", "collect.timeouts"]),
         ("x =\n", ["not TOML"]),
     ],
 )

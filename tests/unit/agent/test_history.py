@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
+from array import array
 from pathlib import Path
 
 import pytest
@@ -135,6 +137,70 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path) -> None:
     assert history.lost == {"damaged-file": 1}
 
 
+def _written(path: Path, ticks: int = 200) -> History:
+    history = History(path, Settings())
+    for tick in range(ticks):
+        history.write(T0 + tick * S, [(_power(f"device {device}"), float(tick)) for device in range(30)])
+    return history
+
+
+def test_a_file_that_is_damaged_while_it_is_used_is_put_aside(tmp_path: Path) -> None:
+    """Its first pages are whole, so that it opens; ticks are not."""
+    path = tmp_path / "agent.db"
+    _written(path).close()
+    content = bytearray(path.read_bytes())
+    content[4096 * 4 :] = b"\xa5" * (len(content) - 4096 * 4)
+    path.write_bytes(content)
+    history = History(path, Settings())
+    assert history.trouble == ""
+    assert history.query("gpu_power_watts", 0, 2 * T0) == []
+    assert history.lost == {"damaged-file": 1}
+    for tick in range(3):
+        history.write(T0 + tick * S, [(_power("a"), 1.0)])
+    assert _pairs(history.query("gpu_power_watts", 0, 2 * T0)) == {("a",): [(T0 + tick * S, 1.0) for tick in range(3)]}
+    assert history.trouble == ""
+    (aside,) = (
+        file for file in tmp_path.iterdir() if ".damaged-" in file.name and not file.name.endswith(("-wal", "-shm"))
+    )
+    assert aside.read_bytes()[4096 * 4 :] == content[4096 * 4 :]
+
+
+def test_damage_that_a_write_meets(tmp_path: Path) -> None:
+    path = tmp_path / "agent.db"
+    history = _written(path)
+    assert history._database is not None
+    history._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xa5" * (path.stat().st_size - 4096))
+    history._database.execute("PRAGMA shrink_memory")  # nor does the cache help
+    for tick in range(5):
+        history.write(2 * T0 + tick * S, [(_power(f"other {tick}"), 1.0)])
+    assert history.lost["damaged-file"] == 1
+    assert len(history.query("gpu_power_watts", 2 * T0, 3 * T0)) >= 3
+    assert history.trouble == ""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE layouts SET labels = x'00'", "UPDATE layouts SET labels = 7", "DELETE FROM layouts",
+        "UPDATE ticks SET numbers = x'0102'", "UPDATE ticks SET numbers = zeroblob(8)", "UPDATE ticks SET numbers = 'text'",
+    ],
+)  # fmt: skip
+def test_contents_that_mean_nothing(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "agent.db"
+    _written(path, ticks=3).close()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute(damage)
+        database.commit()
+    history = History(path, Settings())
+    assert history.query("gpu_power_watts", 0, 2 * T0) == []
+    assert history.lost == {"damaged-file": 1}
+    history.write(T0, [(_power("a"), 1.0)])
+    assert _pairs(history.query("gpu_power_watts", 0, 2 * T0)) == {("a",): [(T0, 1.0)]}
+
+
 def test_a_later_version_is_refused_and_kept(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "agent.db") as database:
         database.execute("PRAGMA user_version = 99")
@@ -208,8 +274,6 @@ def test_a_day_of_400_series_fits(tmp_path: Path) -> None:
 
 
 def test_disk_and_memory_are_one_line() -> None:
-    from array import array
-
     disk = [
         Points(("a",), array("q", [1, 11, 21]), array("d", [1, 2, 3])),
         Points(("b",), array("q", [1]), array("d", [9])),
@@ -222,4 +286,17 @@ def test_disk_and_memory_are_one_line() -> None:
         ("a",): [(1, 1), (11, 2), (20, 5), (21, 6), (22, 7)],
         ("b",): [(1, 9)],
         ("c",): [(22, 4)],
+    }
+
+
+def test_what_memory_lacks_because_a_clock_jumped_comes_from_disk() -> None:
+    """An hour ahead, then two back: memory has forgotten what was before the first jump."""
+    hour = 3600 * S
+    times = [second * S for second in range(0, 60, 10)]
+    disk = [
+        Points(("a",), array("q", [at + jump for jump in (-hour, 0, hour) for at in times]), array("d", [1.0] * 18))
+    ]
+    memory = [Points(("a",), array("q", [at + jump for jump in (-hour, hour) for at in times]), array("d", [2.0] * 12))]
+    assert _pairs(joined(disk, memory)) == {
+        ("a",): [(at + jump, 1.0 if jump == 0 else 2.0) for jump in (-hour, 0, hour) for at in times]
     }

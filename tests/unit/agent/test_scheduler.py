@@ -130,3 +130,19 @@ def test_while_a_trace_runs_all_are_quick() -> None:
         await scheduler.stop()
 
     asyncio.run(live())
+
+
+def test_it_stops_while_collectors_deliver() -> None:
+    """A task that is cancelled as its result arrives may not notice (`asyncio.wait_for` before Python 3.12)."""
+
+    async def live() -> None:
+        for _ in range(40):
+            collectors = [Made(f"quick {number}", lambda: [LOAD], period_s=1e-6) for number in range(8)]
+            scheduler = Scheduler(Board(), collectors)
+            scheduler.start()
+            await _until(lambda collectors=collectors: all(collector.runs > 2 for collector in collectors))
+            stopping = asyncio.create_task(scheduler.stop())
+            await asyncio.wait([stopping], timeout=30)
+            assert stopping.done(), "it still collects"
+
+    asyncio.run(live())

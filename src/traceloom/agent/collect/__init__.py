@@ -40,7 +40,7 @@ class HostCollector:
 
     def __init__(self, config: Config) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
-        self.timeout_s = config.collect.timeout
+        self.timeout_s = config.collect.timeouts.get(self.name, config.collect.timeout)
         self.proc = Path(config.collect.proc)
         self.sys = Path(config.collect.sys)
         self.view = self.proc / ("self" if config.collect.proc == "/proc" else "1")

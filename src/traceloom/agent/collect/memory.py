@@ -29,7 +29,7 @@ class Memory(HostCollector):
             ]
         for line in read(self.proc / "vmstat").splitlines():
             if line.startswith(b"oom_kill "):
-                readings.append(Reading("oom_kills_total", ("",), int(line.split()[1])))
+                readings.append(Reading("oom_kills_total", ("", ""), int(line.split()[1])))
         return readings
 
     def trouble(self) -> list[str]:

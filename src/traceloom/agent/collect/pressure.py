@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from traceloom.agent.collect import HostCollector, read
 from traceloom.agent.metrics import Reading
@@ -25,8 +26,7 @@ class Pressure(HostCollector):
             except OSError:  # said by `trouble`; EOPNOTSUPP where it is switched off
                 continue
             readings += [
-                Reading("host_pressure_seconds_total", (resource, share.decode()), int(waited) / 1e6)
-                for share, waited in _LINE.findall(text)
+                Reading("host_pressure_seconds_total", (resource, share), waited) for share, waited in stalls(text)
             ]
         return readings
 
@@ -37,3 +37,9 @@ class Pressure(HostCollector):
         except OSError:
             return ["pressure (PSI) is not given: start the kernel (4.20 or later, CONFIG_PSI) with psi=1"]
         return []
+
+
+def stalls(text: bytes) -> Iterator[tuple[str, float]]:
+    """`some` and `full` of a file of pressure, in seconds."""
+    for share, waited in _LINE.findall(text):
+        yield share.decode(), int(waited) / 1e6

@@ -319,8 +319,9 @@ class Processes(HostCollector):
 
 
 def main_cgroup(cgroups: dict[str, str]) -> str:
-    """The path that says most of whose a process is: cgroup v2's, else that of a controller that limits jobs."""
-    for controller in ("", "memory", "cpu", "devices", "freezer", "name=systemd"):
+    """The path that says most of whose a process is: that of a controller that limits jobs, else the only one."""
+    # In hybrid mode version 2 ("") only has names, of services rather than of the jobs that they started.
+    for controller in ("memory", "cpu", "devices", "freezer", "", "name=systemd"):
         if cgroups.get(controller, "/") != "/":
             return cgroups[controller]
     return "/" if cgroups else ""

@@ -82,6 +82,7 @@ class StatusAnswer(Answer, frozen=True):
     processes: int
     collectors: list[CollectorAnswer]
     history: dict[str, float] = {}
+    history_trouble: str = ""  # why nothing is on disk now
     publishers: dict[str, str] = {}  # name -> "" or its last trouble
     you: Sees = "host"
 
@@ -229,6 +230,34 @@ class QueryAnswer(Answer, frozen=True):
     since_ns: int
     until_ns: int
     series: list[SeriesAnswer]
+
+
+class EventAnswer(Answer, frozen=True):
+    """What happened, some time in the period before `at_ns`: to a device (xid, ecc, throttle, lost, back), or oom-kill.
+
+    `count`: how many processes were killed; `code` is that of an Xid error; "" or null: it has none.
+    """
+
+    at_ns: int
+    kind: str
+    text: str
+    device: str = ""
+    code: int | None = None
+    cgroup: str = ""
+    job: str = ""
+    count: int | None = None
+
+
+class EventParameters(Answer, frozen=True, forbid_unknown_fields=True):
+    """From when on: `1h` (ago), seconds since the epoch, or ISO 8601."""
+
+    since: str = "1h"
+
+
+class EventsAnswer(Answer, frozen=True):
+    """What happened on the host, as far as the one who asks may see it, oldest first; the agent keeps the last 1000."""
+
+    events: list[EventAnswer]
 
 
 class ClockAnswer(Answer, frozen=True):

@@ -121,13 +121,15 @@ class View:
     def __init__(self, board: Board, peer: Peer) -> None:
         self.board, self.peer = board, peer
         self.devices: dict[str, Device] = board.devices
-        self.processes = {key: self._shown(p) for key, p in board.processes.items() if self._owns(p)}
+        self.processes = {key: self._shown(p) for key, p in board.processes.items() if self._sees(p.uid)}
         self.device_processes: list[DeviceProcess] = board.device_processes
         self.jobs = {p.owner.job for p in self.processes.values() if p.owner.job}
-        self._cgroups = {p.cgroup for p in self.processes.values()} | {""}
+        others = {p.cgroup for key, p in board.processes.items() if key not in self.processes}
+        self._cgroups = {p.cgroup for p in self.processes.values()} - others | {""}
+        self.oom_kills = [kill for kill in board.oom_kills if self._sees(kill.uid)]
 
-    def _owns(self, process: Process) -> bool:
-        return self.peer.sees == "all" or (self.peer.sees == "own" and process.uid == self.peer.uid)
+    def _sees(self, uid: int | None) -> bool:
+        return self.peer.sees == "all" or (self.peer.sees == "own" and uid is not None and uid == self.peer.uid)
 
     def _shown(self, process: Process) -> Process:
         hidden = not self.peer.commands and process.uid != self.peer.uid
@@ -138,8 +140,10 @@ class View:
         if self.peer.sees == "all":
             return True
         name, labels = series
-        for label, value in zip(METRICS[name].labels, labels, strict=True):
-            if label not in _OWNED:
+        names = METRICS[name].labels
+        for label, value in zip(names, labels, strict=True):
+            # The job of a cgroup only describes it: who has all processes in the group may see it.
+            if label not in _OWNED or (label == "job" and "cgroup" in names):
                 continue
             seen = {"process": self.processes.keys(), "job": self.jobs, "cgroup": self._cgroups}[label]
             if value not in seen:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from traceloom.agent.http.peers import Peer, View
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.owners import Process
 from traceloom.errors import nearest
+from traceloom.model import units
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -42,10 +44,15 @@ class Asked:
         """The body of the request.
 
         Raises:
-            RequestError: `too-large`, `wrong-request`.
+            RequestError: `too-large`, `wrong-request`; `too-slow`: the client went before it was whole.
         """
+        from starlette.requests import ClientDisconnect
+
         most, headers = self.agent.config.access.request_bytes, self.request.headers
-        body = await body_of(self.request.stream(), headers.get("content-length", ""), most)
+        try:
+            body = await body_of(self.request.stream(), headers.get("content-length", ""), most)
+        except ClientDisconnect as error:
+            raise RequestError(408, "the connection ended before the request did", slug="too-slow") from error
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -235,6 +242,29 @@ async def _query(asked: Asked) -> forms.QueryAnswer:
     )
 
 
+async def _events(asked: Asked) -> forms.EventsAnswer:
+    try:
+        wanted = msgspec.convert(dict(asked.request.query_params), forms.EventParameters)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error)) from error
+    since_ns = moment(wanted.since, time.time_ns())
+    events = [
+        forms.EventAnswer(at_ns=event.at_ns, kind=event.kind, text=event.text, device=event.device, code=event.code)
+        for event in asked.view.board.events
+    ]
+    for kill in asked.view.oom_kills:
+        limit = "" if kill.limit_bytes is None else f", which may have {units.size(kill.limit_bytes)}"
+        events.append(
+            forms.EventAnswer(
+                at_ns=kill.at_ns, kind="oom-kill", cgroup=kill.cgroup, job=kill.job, count=kill.kills,
+                text=f"{units.counted(kill.kills, 'process')} killed for want of memory in {kill.cgroup}{limit}",
+            )
+        )  # fmt: skip
+    return forms.EventsAnswer(
+        events=sorted((event for event in events if event.at_ns >= since_ns), key=attrgetter("at_ns"))
+    )
+
+
 @cache
 def boot_id() -> str:
     """What the kernel calls this start of the host; "" where it does not say."""
@@ -315,6 +345,14 @@ ROUTES = (
         answer=forms.QueryAnswer,
         parameters=forms.QueryParameters,
         refuses=(400, 404),
+    ),
+    Route(
+        path="/api/v1/events",
+        summary="What happened: errors of devices, processes killed for want of memory",
+        answers=_events,
+        answer=forms.EventsAnswer,
+        parameters=forms.EventParameters,
+        refuses=(400,),
     ),
     Route(path="/api/v1/clock", summary="The clocks of this host", answers=_clock, answer=forms.ClockAnswer),
     Route(

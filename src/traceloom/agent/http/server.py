@@ -125,7 +125,8 @@ class AgentProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """The answer is handed over: it is the client's turn, to take it and to ask again."""
         super().on_response_complete()
-        self.go_on()
+        if not self.flow.write_paused:
+            self.go_on()
         if self.is_clients_turn() or self.transport.is_closing():
             self.wait()
 
@@ -146,8 +147,8 @@ class AgentProtocol(H11Protocol):
         self.refuse(RequestError(400, msg.rstrip("."), slug="wrong-request"))
 
     def is_clients_turn(self) -> bool:
-        """Whether a request is awaited, or the rest of it."""
-        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        """Whether a request is awaited, or the rest of it, or that an answer be taken, to however many requests."""
+        return self.flow.write_paused or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def wait(self) -> None:
         """Give the client its time."""

@@ -58,7 +58,7 @@ def test_states_of_memory_add_up(tmp_path: Path) -> None:
     assert memory == {"used": 410 * 1024, "free": 300 * 1024, "cached": 240 * 1024, "buffers": 50 * 1024}
     assert sum(memory.values()) == 1000 * 1024
     assert (values["host_swap_bytes", "used"], values["host_swap_bytes", "free"]) == (380 * 1024, 120 * 1024)
-    assert values["oom_kills_total", ""] == 3
+    assert values["oom_kills_total", "", ""] == 3
     assert Memory(tree.config()).trouble() == []
 
 
@@ -66,7 +66,7 @@ def test_a_kernel_that_counts_no_kills_has_none(tmp_path: Path) -> None:
     tree = HostTree(tmp_path)
     tree.write("proc/meminfo", MEMINFO)
     tree.write("proc/vmstat", "nr_free_pages 7\n")
-    assert ("oom_kills_total", "") not in _values(Memory(tree.config()))
+    assert ("oom_kills_total", "", "") not in _values(Memory(tree.config()))
     assert "4.13" in Memory(tree.config()).trouble()[0]
 
 

@@ -262,6 +262,10 @@ def test_twenty_thousand_processes(tree: HostTree) -> None:
             {"memory": "/slurm/uid_1/job_2", "name=systemd": "/system.slice/slurmd.service", "": "/"},
             "/slurm/uid_1/job_2",
         ),
+        (
+            {"": "/system.slice/containerd.service", "memory": "/docker/1", "name=systemd": "/system.slice/x.service"},
+            "/docker/1",
+        ),
         ({"memory": "/", "cpu": "/", "name=systemd": "/user.slice", "": "/"}, "/user.slice"),
         ({"": "/"}, "/"),
         ({}, ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import pytest
 
 from support.agent_server import ANNA, BERT, full_board
@@ -42,8 +43,22 @@ def test_a_stranger_sees_the_host_alone() -> None:
 
 def test_kills_of_the_host_are_for_everybody() -> None:
     view = View(full_board(), Peer(name="tcp", sees="host"))
-    assert view.shows(("oom_kills_total", ("",)))
-    assert not view.shows(("oom_kills_total", ("/slurm-7",)))
+    assert view.shows(("oom_kills_total", ("", "")))
+    assert not view.shows(("oom_kills_total", ("/slurm-7", "slurm-7")))
+
+
+def test_a_group_that_users_share_and_kills_in_it_are_for_nobody_in_particular() -> None:
+    board = full_board()
+    for uid, kills in ((ANNA, ["slurm-7"]), (BERT, [])):
+        assert [kill.job for kill in View(board, Peer(name="user", uid=uid, sees="own")).oom_kills] == kills
+    assert View(board, Peer(name="tcp", sees="host")).oom_kills == []
+    assert len(View(board, Peer(name="root", uid=0, sees="all")).oom_kills) == 2
+    series = ("cgroup_memory_bytes", ("/slurm-7", ""))  # of no job
+    anna = Peer(name="anna", uid=ANNA, sees="own")
+    assert View(board, anna).shows(series)
+    bert = next(process for process in board.processes.values() if process.uid == BERT)
+    board.processes[bert.key] = msgspec.structs.replace(bert, cgroup="/slurm-7")
+    assert not View(board, anna).shows(series)
 
 
 def test_who_only_reads_sees_whose_processes_are_but_no_commands() -> None:

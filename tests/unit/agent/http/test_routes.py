@@ -109,6 +109,17 @@ def test_processes_and_jobs(running: Running) -> None:
     assert [job["steps_per_second"] for job in jobs] == [None, 2.0]
 
 
+def test_what_happened_in_order_of_time(running: Running) -> None:
+    events = ask(running.socket, "/api/v1/events").json()["events"]
+    assert [(event["kind"], event["device"] or event["cgroup"], event["code"], event["count"]) for event in events] == [
+        ("xid", "GPU-0", 79, None), ("oom-kill", "/slurm-7", None, 2), ("oom-kill", "/shared", None, 1),
+    ]  # fmt: skip
+    assert events[1]["text"] == "2 processes killed for want of memory in /slurm-7, which may have 1.00 GB"
+    assert ask(running.socket, f"/api/v1/events?since={time.time() + 60}").json()["events"] == []
+    assert "yesterday" in running.refused("/api/v1/events?since=yesterday", 400)["message"]
+    running.refused("/api/v1/events?until=1h", 400)
+
+
 def test_a_query_reaches_the_history_as_it_was_meant(running: Running) -> None:
     before = time.time_ns()
     path = "/api/v1/query?metric=traceloom_gpu_busy_ratio&since=2h&until=1m&by=job,rank&where=device=GPU-0,pipe=a=b"
