@@ -56,9 +56,13 @@ def script(page: str, directory: Path, port: int) -> str:
         kept = [line for line in lines if not line.startswith(LEFT_OUT)]
         parts.append("\n".join([f"echo == block {number}", *kept]))
     text = "\n".join(parts)
-    return text.replace("127.0.0.1:9465", f"127.0.0.1:{port}").replace(
-        "/run/traceloom/agent.sock", f"{directory}/agent.sock"
-    )
+    places = {
+        "127.0.0.1:9465": f"127.0.0.1:{port}", "/run/traceloom/agent.sock": f"{directory}/agent.sock",
+        "/run/gpu-jobs": f"{directory}/gpu-jobs",
+    }  # fmt: skip
+    for place, here in places.items():
+        text = text.replace(place, here)
+    return text
 
 
 @contextmanager
@@ -79,7 +83,11 @@ def run(page: str, directory: Path, more: str = "") -> str:
         f"[collect]\nperiod = 0.5\n[history]\ninterval = 0.5\n{more}",
         encoding="utf-8",
     )
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(Path(traceloom.__file__).parents[1])}
+    (directory / "gpu-jobs").mkdir()
+    environment = {
+        **os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(Path(traceloom.__file__).parents[1]),
+        "SLURM_JOB_ID": "4242", "SLURM_JOB_GPUS": "0,1",  # as a prolog has them
+    }  # fmt: skip
     done = subprocess.run(
         ["bash", "-c", script(page, directory, free_port())],
         cwd=directory, env=environment, capture_output=True, text=True, timeout=600, check=False,
@@ -103,6 +111,10 @@ def test_commands_of_watch_a_host(tmp_path: Path) -> None:
     trace.write(tmp_path / "run1" / "rank0.json")
     with job_of_slurm(tmp_path):
         out = run("agent.md", tmp_path)
+    assert {path.name: path.read_text(encoding="ascii") for path in (tmp_path / "gpu-jobs").iterdir()} == {
+        "0": "4242\n",
+        "1": "4242\n",
+    }
     for words in ("slurm-4242", "Processes", "do not work", "traceloom_host_network_bytes_total"):
         assert words in out
 

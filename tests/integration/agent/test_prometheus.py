@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD = json.loads((ROOT / "deploy" / "agent" / "grafana-dashboard.json").read_bytes())
 TOKEN = "a-token-of-this-test"
 STEP_S, WAIT_S = 0.25, 0.05
+TRAIN = f"train-{os.getpid()}"  # an agent sees the jobs of all tests that run beside it
 # A rank that reports a step now and then. It knows the standard library alone, as a job in any language could.
 JOB = f"""
 import http.client, json, socket, sys, time
@@ -100,7 +101,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     directory = tmp_path_factory.mktemp("host")
     agent_socket, address = directory / "agent.sock", f"127.0.0.1:{free_port()}"
     environment = {
-        **os.environ, "TRACELOOM_JOB": "train", "TRACELOOM_DTYPE": "bf16", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        **os.environ, "TRACELOOM_JOB": TRAIN, "TRACELOOM_DTYPE": "bf16", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
     }  # fmt: skip
     with (directory / "log").open("wb") as log:
         job = subprocess.Popen([sys.executable, "-c", JOB, str(agent_socket)], env=environment)
@@ -149,7 +150,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 def filled(expression: str) -> str:
     """With what Grafana puts in for its variables: the job is ours, whatever else runs on this host."""
-    values = {"$instance": ".*", "$job": "train", "$__rate_interval": "20s"}
+    values = {"$instance": ".*", "$job": TRAIN, "$__rate_interval": "20s"}
     return re.sub(r"\$\w+", lambda match: values[match[0]], expression)
 
 
@@ -188,10 +189,10 @@ def test_both_names_of_a_metric_have_one_value(answers: Prometheus) -> None:
 def test_jobs_and_their_steps_are_what_the_job_reported(answers: Prometheus) -> None:
     panels = {panel["title"]: panel["targets"][0]["expr"] for panel in DASHBOARD["panels"] if "targets" in panel}
     (job,) = until_answered(answers, filled(panels["Jobs"]))
-    assert (job["metric"]["exported_job"], job["metric"]["job"]) == ("train", "traceloom")
+    assert (job["metric"]["exported_job"], job["metric"]["job"]) == (TRAIN, "traceloom")
     assert float(job["value"][1]) == 1.0
     (process,) = until_answered(answers, filled(panels["Processes on devices"]))
-    assert (process["metric"]["rank"], process["metric"]["exported_job"]) == ("0", "train")
+    assert (process["metric"]["rank"], process["metric"]["exported_job"]) == ("0", TRAIN)
     until_answered(answers, filled(panels["Mean step time by rank"]))
     assert answers.number(filled(panels["Mean step time by rank"])) == pytest.approx(STEP_S)
     until_answered(answers, filled(panels["Waits for the data loader"]))

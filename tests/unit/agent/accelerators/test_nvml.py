@@ -145,10 +145,10 @@ def test_known_activity_gives_known_flops(library: Path, tmp_path: Path) -> None
     for bound in ("low", "high"):
         assert bf16["values"]["gpu_flops", GPU, "declared", bound] == pytest.approx(matrix + vector, rel=1e-14)
         assert fp8["values"]["gpu_flops", GPU, "declared", bound] == pytest.approx(2 * matrix + vector, rel=1e-14)
-    assert unknown["values"]["gpu_flops", GPU, "ratio", "low"] == pytest.approx(matrix / 2 + vector, rel=1e-14), (
+    assert unknown["values"]["gpu_flops", GPU, "bounds", "low"] == pytest.approx(matrix / 2 + vector, rel=1e-14), (
         "FP32 work: TF32 at least"
     )
-    assert unknown["values"]["gpu_flops", GPU, "ratio", "high"] == pytest.approx(matrix + vector, rel=1e-14)
+    assert unknown["values"]["gpu_flops", GPU, "bounds", "high"] == pytest.approx(2 * matrix + vector, rel=1e-14)
     assert bf16["values"]["gpu_flop_utilization_ratio", GPU] == 0.5 * 1500 / 1980
     assert bf16["values"]["gpu_integer_ops", GPU] == 0.0
 
