@@ -132,8 +132,9 @@ class SmallAgent:
 
 def locations_in(directory: Path) -> Locations:
     return Locations(
-        directory / "run" / "agent.sock", directory / "agent.db", directory / "audit.jsonl", directory / "kineto"
-    )
+        directory / "run" / "agent.sock", directory / "agent.db", directory / "audit.jsonl", directory / "kineto",
+        directory / "requests.db", directory / "traces",
+    )  # fmt: skip
 
 
 @contextmanager
