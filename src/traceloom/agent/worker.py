@@ -18,6 +18,7 @@ from traceloom.workers import Worker
 TASKS = {
     "parquet": "traceloom.agent.publish.parquet_file:write",
     "job-facts": "traceloom.agent.job_facts:of_capture",
+    "keep-trace": "traceloom.agent.requests.keeping:keep",
 }
 
 

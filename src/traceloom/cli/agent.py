@@ -120,7 +120,7 @@ def _config(args: argparse.Namespace) -> Config:
     return configuration.Config()
 
 
-def _client(args: argparse.Namespace) -> Client:
+def client_of(args: argparse.Namespace) -> Client:
     """Asks the agent that is named; else the user's own where it runs, else root's."""
     from traceloom.agent.client import Client
     from traceloom.agent.config import SYSTEM_SOCKET, locations
@@ -194,14 +194,14 @@ def _is_installed(module: str) -> bool:
 def _status(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
-    answer = _client(args).get("status")
+    answer = client_of(args).get("status")
     return _shown(args, answer, lambda width: views.status(answer, width))
 
 
 def _processes(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
-    client = _client(args)
+    client = client_of(args)
     answer = client.get("processes")
     if args.job:
         answer["processes"] = [process for process in answer["processes"] if process["owner"]["job"] == args.job]
@@ -214,7 +214,7 @@ def _top(args: argparse.Namespace) -> int:
     from traceloom.harmless import steering
     from traceloom.report.views import terminal
 
-    client = _client(args)
+    client = client_of(args)
     while True:
         picture = {name: client.get(name) for name in ("status", "devices", "processes")}
         picture["host"] = views.host_values(client)
@@ -249,7 +249,7 @@ def _query(args: argparse.Namespace) -> int:
     parameters |= {name: getattr(args, name) for name in ("until", "by", "where") if getattr(args, name)}
     if args.raw:
         parameters["raw"] = "true"
-    answer = _client(args).get("query", **parameters)
+    answer = client_of(args).get("query", **parameters)
     return _shown(args, answer, lambda width: views.query(answer, width))
 
 
@@ -258,7 +258,7 @@ def _learn(args: argparse.Namespace) -> int:
 
     if args.subject is None:
         raise UsageError("which trace?", slug="wrong-usage", hint="traceloom agent learn TRACE --job JOB")
-    client = _client(args)
+    client = client_of(args)
     client.timeout_s = 600.0  # it reads the whole trace
     job = args.job
     if job is None:
@@ -278,7 +278,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
     try:
-        answer = _client(args).get("doctor")
+        answer = client_of(args).get("doctor")
         running = True
     except InputError as error:
         if error.slug != "no-agent" or args.socket:
@@ -294,9 +294,17 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _env(args: argparse.Namespace) -> int:
-    from traceloom.agent.environment import variables
+    """As the agent says, which makes the directory; where none runs, as the own one would have it."""
+    try:
+        values = client_of(args).get("environment")["variables"]
+    except InputError as error:
+        if error.slug != "no-agent":
+            raise
+        import os
 
-    values = variables(_locations(args, _config(args)))
+        from traceloom.agent.environment import variables
+
+        values = variables(_locations(args, _config(args)), os.geteuid())
     if args.json:
         print(json.dumps(values, indent=2))
     else:

@@ -19,6 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     """One trace of one process. Either `duration_ms` or `steps`; `start_ms` (since the epoch) 0: at once.
 
+    `fallback_ms`: how long a trace by steps is where the process has not stepped yet: libkineto makes it one by time.
     `round_up`: steps begin at a multiple of it, so that ranks that hear of it at different steps begin at the same one.
     Memory snapshots have no key: on a CPU they make libkineto spin until the process ends.
     """
@@ -28,6 +29,7 @@ class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str
     duration_ms: int = 0
     steps: int = 0
+    fallback_ms: int = 0
     round_up: int = 1
     start_ms: int = 0
     warmup_s: int = 0
@@ -62,6 +64,8 @@ class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
                 "PROFILE_START_ITERATION_ROUNDUP": str(max(1, int(self.round_up))),
                 "ACTIVITIES_ITERATIONS": str(int(self.steps)),
             }
+            if self.fallback_ms:
+                lines["ACTIVITIES_DURATION_MSECS"] = str(int(self.fallback_ms))
         else:
             lines["ACTIVITIES_DURATION_MSECS"] = str(int(self.duration_ms))
             if self.start_ms:
