@@ -50,8 +50,8 @@ class Tell(Protocol):
 class TimelineOrder(msgspec.Struct, kw_only=True):
     """What a trace is to be. `steps_per_second` says how fast a process steps, None where nobody knows.
 
-    `resumed`: the state in which an earlier agent left it. `start`: gives the instant at which all begin, once all are
-    ready; None where there is only one.
+    `resumed`: the state in which an earlier agent left it, with the instant `start_ns` that it had named. `start`:
+    gives the instant at which all begin, once all are ready; None where there is only one.
     """
 
     trace_id: str
@@ -67,6 +67,7 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
     most_bytes: int = 1 << 30
     most_kept_bytes: int = 10 << 30
     resumed: State = "queued"
+    start_ns: int | None = None
     attempt: int = 1
     steps_per_second: Callable[[str], float | None] = lambda _: None
     start: CommonStart | None = None
@@ -161,12 +162,15 @@ class TimelineProfiler:
                             raise
                         if by_time and seconds is not None:
                             seconds = min(order.most_seconds, 2 * seconds)
-                    elif error.slug in ("cancelled-by-program", "empty") and error.slug not in retried:
+                    elif error.slug not in retried and (
+                        error.slug in ("cancelled-by-program", "empty")
+                        or (error.slug == "rejected" and order.start_ns is not None)
+                    ):
                         retried.add(error.slug)
                     else:
                         raise
-                    attempt, resumed = attempt + 1, "queued"
-                    self.tell("queued", error.slug, f"once more, as {error.message}", attempt=attempt)
+                    attempt, resumed, order.start_ns = attempt + 1, "queued", None
+                    self.tell("queued", error.slug, f"once more, as {error.message}", attempt=attempt, start_ns=None)
                     pause_s = 0.0 if error.slug == "cancelled-by-program" else self._pause_s(process)
                     waited_until = max(waited_until, time.monotonic() + pause_s + _BACK_OFF_S)
                     await asyncio.sleep(pause_s)
@@ -197,11 +201,12 @@ class TimelineProfiler:
     ) -> int | None:
         """Until the file has its name; when it was to begin, where an instant was named."""
         name = self._name(attempt)
-        start_ns: int | None = None
+        start_ns = self.order.start_ns
         watch = _Watch(self.order.incoming, name)
         if watch.written() or resumed in ("written", "verified"):
-            return None
-        if resumed == "queued":
+            return start_ns
+        # Where an instant was named it may have been handed over, and an agent that was killed did not write that down.
+        if resumed == "queued" and start_ns is None:
             client = await self._ready(process, window, until)
             if self.order.start is not None:
                 self.tell("queued", "not-all-ready", "waits until all processes of the request are ready")

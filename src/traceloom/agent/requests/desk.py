@@ -256,7 +256,11 @@ class RequestDesk:
         open_targets = [target for target in request.targets if not target.ended]
         traced = {target.process for target in open_targets if target.profiler == "timeline"}
         # Those that an earlier agent had handed over have their instant already.
-        waiting = {t.process for t in open_targets if t.profiler == "timeline" and t.state == "queued"}
+        waiting = {
+            target.process
+            for target in open_targets
+            if target.profiler == "timeline" and target.state == "queued" and target.start_ns is None
+        }
         beside = any(target.profiler != "timeline" for target in open_targets)
         start = None
         if len(traced) > 1 or beside or request.wanted.at_ns:
@@ -325,7 +329,8 @@ class RequestDesk:
             incoming=self.places.incoming(request.uid), stem=target.stem, shapes=wanted.shapes, stacks=wanted.stacks,
             flops=wanted.flops, modules=wanted.modules, wait_s=most.wait, most_seconds=most.most_seconds,
             most_bytes=int(most.most_file_mb * 1e6), most_kept_bytes=int(most.most_mb_per_user * 1e6),
-            resumed=target.state, attempt=target.attempt, steps_per_second=self.steps.per_second, start=start,
+            resumed=target.state, start_ns=target.start_ns, attempt=target.attempt,
+            steps_per_second=self.steps.per_second, start=start,
         )  # fmt: skip
         return TimelineProfiler(self.registry, order, partial(self._tell, request, target))
 

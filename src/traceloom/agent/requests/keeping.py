@@ -20,6 +20,7 @@ from isal import igzip
 _PIECE = 1 << 20
 _LEVEL = 2
 _SLACK_NS = 5_000_000_000  # a busy machine begins and ends late
+_LATEST_NS = 2**61  # of what a trace says: sums of two fit into 64 bits
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -118,14 +119,13 @@ def _verified(
     if trace.trace_id != trace_id:
         raise _FaultError(slug="damaged", detail="it is the trace of another request")
     windows = [event for event in trace.traceEvents if event.ph == "X" and event.name.startswith("PyTorch Profiler (")]
-    if not windows or not isinstance(windows[0].ts, float):
+    if not windows or not isinstance(windows[0].ts, float) or not _are_times(trace, windows[0].ts, windows[0].dur):
         raise _FaultError(slug="damaged", detail="it does not say when its window was")
     began_ns = trace.baseTimeNanoseconds + round(windows[0].ts * 1000)
     ended_ns = began_ns + round(windows[0].dur * 1000)
     if duration_s is not None and not 0 < ended_ns - began_ns < duration_s * 1e9 + _SLACK_NS:
-        raise _FaultError(
-            "damaged", f"its window is {(ended_ns - began_ns) / 1e9:.3f} s, asked for were {duration_s} s"
-        )
+        lasted = (ended_ns - began_ns) / 1e9
+        raise _FaultError(slug="damaged", detail=f"its window is {lasted:.3f} s, asked for were {duration_s} s")
     if start_ns is not None and not -_SLACK_NS / 10 < began_ns - start_ns < _SLACK_NS:
         raise _FaultError(
             slug="damaged", detail=f"its window began {(began_ns - start_ns) / 1e9:+.3f} s from when it was to"
@@ -138,6 +138,10 @@ def _verified(
     if not operators:
         raise _FaultError(slug="empty", detail="no operator ran in its window")
     return {"operators": operators, "steps": count, "window_start_ns": began_ns, "window_end_ns": ended_ns}
+
+
+def _are_times(trace: _Trace, ts: float, dur: float) -> bool:
+    return 0 <= trace.baseTimeNanoseconds < _LATEST_NS and 0 <= ts < _LATEST_NS / 1000 and 0 < dur < _LATEST_NS / 1000
 
 
 def _compressed(copy: Path, target: Path, most_kept_bytes: int) -> dict[str, Any]:
