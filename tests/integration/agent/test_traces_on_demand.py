@@ -46,7 +46,7 @@ SMALL = [
     "--accumulate",
     "1",
 ]
-BERT = 40_002
+ANNA, BERT = 40_001, 40_002
 WAIT_S = 180.0
 
 
@@ -283,6 +283,64 @@ def test_nobody_traces_another_users_process(host: Host) -> None:
     lines = [json.loads(line) for line in (host.folder / "audit").read_text(encoding="utf-8").splitlines()]
     refused = [line for line in lines if line["who"] == f"uid {BERT}"]
     assert [(line["result"], line["why"]) for line in refused] == [("not-allowed", "no-such-process")] * 2
+
+
+AS_ANNA = """
+import json, os, sys, time
+from pathlib import Path
+from traceloom.agent.client import Client
+os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+client = Client(Path(sys.argv[1]), 60)
+if len(sys.argv) == 3:
+    print(json.dumps(client.get("environment")["variables"]))
+else:
+    request = client.post("requests", {"pids": [int(sys.argv[3])], "duration_s": 0.3})
+    while not request["done"]:
+        time.sleep(0.1)
+        request = client.get("requests/" + request["id"])
+    name = request["files"][1]
+    client.fetch(f"requests/{request['id']}/files/{name}", Path(sys.argv[4], name))
+    print(json.dumps(request))
+"""
+WORKS = """
+import torch
+print("up", flush=True)
+while True:
+    torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_a_user_traces_the_own_process_through_the_agent_of_root(host: Host) -> None:
+    def as_anna(*arguments: str) -> Any:
+        command = [sys.executable, "-c", AS_ANNA, str(host.folder / "socket"), str(ANNA), *arguments]
+        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    variables = as_anna()
+    assert variables["KINETO_IPC_SOCKET_DIR"] == str(host.folder / "kineto" / str(ANNA))
+    received = Path(tempfile.mkdtemp(prefix="tl"))
+    os.chown(received, ANNA, ANNA)
+    # The right to read lets it run an interpreter that may lie where only root reads; its files are its own.
+    command = [
+        "setpriv", f"--reuid={ANNA}", f"--regid={ANNA}", "--clear-groups", "--inh-caps=+dac_read_search",
+        "--ambient-caps=+dac_read_search", sys.executable, "-c", WORKS,
+    ]  # fmt: skip
+    environment = {**os.environ, **variables, "HOME": str(received)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd="/") as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            request = as_anna(str(process.pid), str(received))
+        finally:
+            process.kill()
+    assert [(target["state"], target["uid"]) for target in request["targets"]] == [("kept", ANNA)], request
+    (file,) = received.iterdir()
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == request["targets"][0]["sha256"]
+    kept = host.folder / "traces" / str(ANNA) / request["id"]
+    assert (kept.stat().st_uid, kept.stat().st_mode & 0o777) == (0, 0o700)
+    incoming = kept.parent / "incoming"
+    assert (incoming.stat().st_uid, incoming.stat().st_mode & 0o777) == (ANNA, 0o700)
+    shutil.rmtree(received)
 
 
 def test_a_process_that_ends_while_it_is_traced(host: Host) -> None:
