@@ -42,6 +42,8 @@ def _route(route: Route) -> Iterator[str]:
             fields = ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(form))
             text = " ".join((form.__doc__ or "").split())
             yield f"*{what}*: {fields}. {text}\n"
+    if route.answer is None:
+        yield f"*answer*: {route.content}.\n"
 
 
 def main() -> int:

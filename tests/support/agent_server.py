@@ -23,6 +23,11 @@ from traceloom.agent.http.app import build_app
 from traceloom.agent.http.server import Listeners, serve
 from traceloom.agent.metrics import METRICS, Histogram, Reading
 from traceloom.agent.owners import Owner, Process
+from traceloom.agent.registry import Registry
+from traceloom.agent.requests.desk import RequestDesk
+from traceloom.agent.requests.places import Places
+from traceloom.agent.requests.store import RequestStore
+from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts
 
 ANNA, BERT = 4001, 4002  # two users
@@ -89,6 +94,15 @@ class SmallAgent:
         self.learned: list[tuple[str, str, int]] = []
         self.requests: list[tuple[str, int]] = []
         self.questions: list[Question] = []
+        self.desk = RequestDesk(
+            self.config,
+            Registry(),
+            lambda: self.board.processes,
+            Steps(),
+            RequestStore(None),
+            Places(Path("/nowhere")),
+            "",
+        )
 
     def status(self) -> StatusAnswer:
         collectors = [
@@ -129,7 +143,10 @@ class SmallAgent:
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         self.told.append((pid, uid, body))
 
-    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool) -> None:
+    def environment(self, uid: int) -> dict[str, str]:
+        return {"UID": str(uid)}
+
+    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
         self.acted.append((who, pid, route, allowed))
 
     def asked(self, route: str, code: int) -> None:
@@ -138,8 +155,9 @@ class SmallAgent:
 
 def locations_in(directory: Path) -> Locations:
     return Locations(
-        directory / "run" / "agent.sock", directory / "agent.db", directory / "audit.jsonl", directory / "kineto"
-    )
+        directory / "run" / "agent.sock", directory / "agent.db", directory / "audit.jsonl", directory / "kineto",
+        directory / "requests.db", directory / "traces",
+    )  # fmt: skip
 
 
 @contextmanager

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlencode
 
 from traceloom.errors import InputError
@@ -38,13 +39,31 @@ class Client:
         """Tell it something; errors as of `get`."""
         return self._ask("POST", route, {}, json.dumps(body).encode())
 
-    def _ask(self, method: str, route: str, parameters: Mapping[str, str], body: bytes | None) -> Any:
+    def delete(self, route: str) -> Any:
+        """Cancel something; errors as of `get`."""
+        return self._ask("DELETE", route, {}, None)
+
+    def fetch(self, route: str, path: Path) -> None:
+        """Write what is at a route to a new file; errors as of `get`.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        with path.open("xb") as file:
+            self._ask("GET", route, {}, None, file)
+
+    def _ask(
+        self, method: str, route: str, parameters: Mapping[str, str], body: bytes | None, to: BinaryIO | None = None
+    ) -> Any:
         connection = _UnixConnection(self.path, self.timeout_s)
         query = f"?{urlencode(parameters)}" if parameters else ""
         try:
             headers = {"Content-Type": "application/json"} if body else {}
             connection.request(method, f"/api/v1/{route}{query}", body, headers)
             response = connection.getresponse()
+            if to is not None and response.status < 400:
+                shutil.copyfileobj(response, to, 1 << 20)
+                return None
             text = response.read()
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise InputError(

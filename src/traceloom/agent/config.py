@@ -36,6 +36,9 @@ class Paths(Section, frozen=True):
     socket: str = ""
     history: str = ""
     audit: str = ""
+    kineto: str = ""  # directory of libkineto's sockets; a short name
+    requests: str = ""
+    traces: str = ""  # directory that profilers write below, and nowhere else
 
 
 class Collect(Section, frozen=True):
@@ -111,6 +114,21 @@ class Dynolog(Section, frozen=True):
     address: str = ""  # 127.0.0.1:1778
 
 
+class Traces(Section, frozen=True):
+    """Traces on demand: what one may cost, and how much is kept."""
+
+    abstract: bool = False  # also answer at dynolog's abstract name, where any user reaches any other's processes
+    poll: int = 1  # seconds between polls of processes that `agent env` prepares
+    most_seconds: float = 60.0
+    most_steps: int = 1000
+    wait: float = 120.0  # for a process to be ready: to register, to step, to end its own profile
+    most_file_mb: float = 2000.0
+    most_mb_per_user: float = 10_000.0
+    most_requests_per_user: int = 16  # that run at a time
+    keep_days: float = 7.0
+    attach: bool = False  # into processes that nobody prepared
+
+
 class Otlp(Section, frozen=True):
     """An OTLP/HTTP receiver for metrics."""
 
@@ -141,6 +159,7 @@ class Config(Section, frozen=True):
     tcp: Tcp = Tcp()
     access: Access = Access()
     dynolog: Dynolog = Dynolog()
+    traces: Traces = Traces()
     otlp: Otlp = Otlp()
     files: Files = Files()
     compat: tuple[str, ...] = ()  # `dcgm`: also under the names of dcgm-exporter
@@ -188,12 +207,14 @@ def _refuse_unknown(table: dict[str, Any], kind: type[msgspec.Struct], above: st
 
 
 class Locations(msgspec.Struct, frozen=True):
-    """Where the agent of this user keeps its socket, history, audit log, and the directory of libkineto's sockets."""
+    """Where the agent of this user keeps its files, and the directories of libkineto's sockets and of traces."""
 
     socket: Path
     history: Path
     audit: Path
     kineto: Path
+    requests: Path
+    traces: Path
 
 
 def locations(config: Config) -> Locations:
@@ -209,7 +230,9 @@ def locations(config: Config) -> Locations:
         Path(config.paths.socket or run / "agent.sock"),
         Path(config.paths.history or state / "agent.db"),
         Path(config.paths.audit or log / "audit.jsonl"),
-        run / "kineto",
+        Path(config.paths.kineto or run / "kineto"),
+        Path(config.paths.requests or state / "requests.db"),
+        Path(config.paths.traces or state / "traces"),
     )
 
 

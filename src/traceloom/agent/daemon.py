@@ -28,7 +28,8 @@ from traceloom.agent.board import Board
 from traceloom.agent.collect import Collector, host_collectors
 from traceloom.agent.collect.cgroups import Cgroups
 from traceloom.agent.config import Config, Locations, host_and_port
-from traceloom.agent.dyno_rpc import DynoRpc
+from traceloom.agent.dyno_rpc import DynoRpc, DynoTrace, DynoTraced, wanted_of
+from traceloom.agent.environment import variables
 from traceloom.agent.guard import Guard
 from traceloom.agent.history import History, Points, joined
 from traceloom.agent.http.answers import (
@@ -42,13 +43,18 @@ from traceloom.agent.http.answers import (
 )
 from traceloom.agent.http.app import build_app
 from traceloom.agent.http.server import serve
+from traceloom.agent.ipc.sockets import KinetoSockets
 from traceloom.agent.metrics import Histogram, Reading
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.publish import Publisher, publishers
+from traceloom.agent.registry import Client, Registry
+from traceloom.agent.requests.desk import RequestDesk
+from traceloom.agent.requests.places import Places
+from traceloom.agent.requests.store import RequestStore
 from traceloom.agent.scheduler import Scheduler
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
-from traceloom.errors import InputError, TraceloomError, nearest
+from traceloom.errors import InputError, OutputError, TraceloomError, nearest
 
 LOG = logging.getLogger("traceloom.agent")
 _FORGET_S = 600.0
@@ -98,6 +104,13 @@ class Agent:
         self.step_counts = Steps()
         self.publishers: list[Publisher] = publishers(config)
         self.boot_id = _boot_id(config)
+        self.registry = Registry(config.collect.proc)
+        self.registry.listeners.append(self._polled)
+        self.desk = RequestDesk(
+            config, self.registry, lambda: self.board.processes, self.step_counts, RequestStore(locations.requests),
+            Places(locations.traces), self.boot_id,
+        )  # fmt: skip
+        self.kineto: KinetoSockets | None = None  # while it runs
         self.job_facts: dict[str, JobFacts] = {}  # what the last trace of each job tells
         self._requests: Counter[tuple[str, str]] = Counter()
         self._writing = ThreadPoolExecutor(1, "history")
@@ -122,6 +135,14 @@ class Agent:
             server = await serve(build_app(self), self.config, self.locations)
             stack.push_async_callback(server.close)
             guard.watch(self.locations.socket)
+            self.kineto = KinetoSockets(
+                self.locations.kineto, self.registry, abstract=self.config.traces.abstract,
+                interval_s=self.config.traces.poll, bound=guard.watch,
+            )  # fmt: skip
+            self.kineto.start()
+            stack.callback(self.kineto.close)
+            await self.desk.start()
+            stack.push_async_callback(self.desk.close)
             if self.config.dynolog.address:
                 rpc = DynoRpc(self, *host_and_port(self.config.dynolog.address))
                 await rpc.start()
@@ -242,16 +263,66 @@ class Agent:
         rank = owner.rank if owner.rank is not None else body.rank
         self.step_counts.report(process.key, owner.job, rank, body.steps, body.loader_wait_seconds)
 
-    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool) -> None:
+    def environment(self, uid: int) -> dict[str, str]:
+        """The variables that prepare a job of a user.
+
+        Raises:
+            RequestError: `socket-unusable`: its directory cannot be made.
+        """
+        if self.kineto is None or self.kineto.trouble:
+            why = self.kineto.trouble if self.kineto is not None else "it begins only now"
+            raise RequestError(503, f"PyTorch's profiler cannot be listened to: {why}", slug="socket-unusable")
+        try:
+            self.kineto.prepare(uid)
+        except OutputError as error:
+            raise RequestError(503, str(error), slug=error.slug, hint=error.hint) from error
+        return variables(self.locations, uid)
+
+    async def trace_as_dynolog(self, request: DynoTrace, uid: int) -> DynoTraced:
+        """Trace what matches a request of dynolog's RPC, of processes that the user may trace.
+
+        Raises:
+            TraceloomError: The configuration is not safe, or the request is refused.
+        """
+
+        def may_trace(owner: int) -> bool:
+            return uid in (0, os.geteuid(), owner)
+
+        chosen = set(request.pids) - {0}
+        matching = [
+            client
+            for client in self.registry.clients.values()
+            if client.job == request.job_id and may_trace(client.uid)
+            and (not chosen or not chosen.isdisjoint({client.pid, *client.ancestors}))
+        ][: max(request.process_limit, 0)]  # fmt: skip
+        if not matching:
+            return DynoTraced()
+        idle = [client for client in matching if not self.desk.is_traced(client.key)]
+        if idle:
+            wanted = wanted_of(request.config, tuple(client.pid for client in idle), time.time_ns())
+            taken = await self.desk.submit(wanted, f"dynolog uid {uid}", may_trace)
+            self.acts(f"dynolog uid {uid}", None, "setKinetOnDemandRequest", allowed=True, request=taken.id)
+        return DynoTraced(
+            processes_matched=[client.pid for client in matching],
+            activity_profilers_triggered=[client.pid for client in idle],
+            activity_profilers_busy=len(matching) - len(idle),
+        )
+
+    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
         """Note in the audit log who changes something, or was refused."""
         result = "done" if allowed else "not-allowed"
-        self._writing.submit(self.audit.write, who, route, result, pid=pid)
+        self._writing.submit(self.audit.write, who, route, result, pid=pid, **details)
 
     def asked(self, route: str, code: int) -> None:
         """Count a request."""
         self._requests[route, str(code)] += 1
 
     # Inside.
+
+    def _polled(self, client: Client) -> None:
+        """A process that polls matters, whether it is known to use a framework or not."""
+        if client.key not in self.board.processes and len(self.processes.reporting) < _MOST_REPORTING:
+            self.processes.reporting = self.processes.reporting | {client.pid}
 
     def _delivered(self, collector: Collector) -> None:
         if collector is self.accelerators:
@@ -293,6 +364,10 @@ class Agent:
             if now >= next_forget:
                 next_forget = now + _FORGET_S
                 loop.run_in_executor(self._writing, self.history.forget, time.time_ns())
+                self.registry.forget()
+                self.desk.forget_old()
+                if self.kineto is not None:
+                    loop.run_in_executor(self._reading, self.kineto.sweep)
         if busy is not None:
             try:
                 await asyncio.wait_for(asyncio.shield(busy), _LAST_TICK_S)

@@ -19,6 +19,7 @@ TASKS = {
     "parquet": "traceloom.agent.publish.parquet_file:write",
     "pod-resources": "traceloom.agent.owners.pod_resources:containers",
     "job-facts": "traceloom.agent.job_facts:of_capture",
+    "keep-trace": "traceloom.agent.requests.keeping:keep",
 }
 
 

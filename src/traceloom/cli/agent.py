@@ -147,7 +147,8 @@ def _socket(args: argparse.Namespace) -> Path:
     return Path(args.socket) if args.socket else own if own.exists() or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
 
 
-def _client(args: argparse.Namespace) -> Client:
+def client_of(args: argparse.Namespace) -> Client:
+    """Asks the agent that is named, else the user's own or root's."""
     from traceloom.agent.client import Client
 
     return Client(_socket(args))
@@ -220,14 +221,14 @@ def _is_installed(module: str) -> bool:
 def _status(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
-    answer = _client(args).get("status")
+    answer = client_of(args).get("status")
     return _shown(args, answer, lambda width: views.status(answer, width))
 
 
 def _processes(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
-    client = _client(args)
+    client = client_of(args)
     answer = client.get("processes")
     if args.job:
         answer["processes"] = [process for process in answer["processes"] if process["owner"]["job"] == args.job]
@@ -250,7 +251,7 @@ def _top(args: argparse.Namespace) -> int:
     from traceloom.harmless import steering
     from traceloom.report.views import terminal
 
-    client = _client(args)
+    client = client_of(args)
     live = not (args.once or args.json) and sys.stdout.isatty()
 
     def drawn(width: int) -> Iterator[Text]:
@@ -290,7 +291,7 @@ def _query(args: argparse.Namespace) -> int:
 
             terminal.put(views.metrics, sys.stdout)
         return 0
-    metric, client = plain_name(args.metric), _client(args)
+    metric, client = plain_name(args.metric), client_of(args)
     index = {device["uuid"]: device["index"] for device in client.get("devices")["devices"]}
     of_number = {f"device={number}": f"device={uuid}" for uuid, number in index.items()}
     parameters = {
@@ -314,7 +315,7 @@ def _with_zone(text: str) -> str:
 def _events(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
-    happened = _happened(_client(args), args, _with_zone(args.since))
+    happened = _happened(client_of(args), args, _with_zone(args.since))
     return _shown(args, {"events": happened}, lambda width: views.events(happened, width))
 
 
@@ -330,7 +331,7 @@ def _happened(client: Client, args: argparse.Namespace, since: str, kind: str = 
 def _learn(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
-    client = _client(args)
+    client = client_of(args)
     client.timeout_s = 600.0  # it reads the whole trace
     job = args.job
     if job is None:
@@ -350,7 +351,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
     try:
-        answer = _client(args).get("doctor")
+        answer = client_of(args).get("doctor")
         running = True
     except InputError as error:
         if error.slug != "no-agent" or args.socket:
@@ -366,15 +367,15 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _env(args: argparse.Namespace) -> int:
-    import msgspec
+    """As the agent says, which makes the directory; where none runs, as the own one would have it."""
+    try:
+        values = client_of(args).get("environment")["variables"]
+    except InputError as error:
+        if error.slug != "no-agent":
+            raise
+        from traceloom.agent.environment import variables
 
-    from traceloom.agent.config import SYSTEM_SOCKET
-    from traceloom.agent.environment import variables
-
-    where = _locations(args, _config(args))
-    if _socket(args) == SYSTEM_SOCKET:  # root's agent has its sockets beside this one
-        where = msgspec.structs.replace(where, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto"))
-    values = variables(where)
+        values = variables(_locations(args, _config(args)), os.geteuid())
     if args.json:
         print(json.dumps(values, indent=2))
     else:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import socket
 import struct
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from traceloom.agent.dyno_rpc import DynoRpc
+from traceloom.agent.dyno_rpc import DynoRpc, DynoTrace, DynoTraced, tcp_user, wanted_of
+from traceloom.agent.requests.model import Wanted
+from traceloom.errors import UsageError
 
 
 class Counters:
@@ -24,6 +28,10 @@ class Counters:
     async def resume(self) -> bool:
         self.calls.append("resume")
         return True
+
+    async def trace_as_dynolog(self, request: DynoTrace, uid: int) -> DynoTraced:
+        self.calls.append((request, uid))
+        return DynoTraced(processes_matched=[9, 8], activity_profilers_triggered=[9], activity_profilers_busy=1)
 
 
 def _frame(body: bytes) -> bytes:
@@ -67,7 +75,12 @@ def _with_server(
         ({"fn": "dcgmProfPause", "duration_s": -1}, b'{"status":false}'),
         ({"fn": "dcgmProfPause", "duration_s": "x"}, b'{"status":false}'),
         ({"fn": "dcgmProfResume"}, b'{"status":true}'),
-        ({"fn": "setKinetOnDemandRequest", "config": "A=1", "pids": [0], "job_id": 0}, b'{"status":"failed"}'),
+        ({"fn": "setKinetOnDemandRequest", "config": "A=1", "job_id": 0}, b'{"status":"failed"}'),
+        ({"fn": "setKinetOnDemandRequest", "pids": [0], "job_id": 0}, b'{"status":"failed"}'),
+        (
+            {"fn": "setKinetOnDemandRequest", "config": "A=1", "pids": [0], "job_id": 0, "process_limit": 3},
+            b'{"processesMatched":[9,8],"eventProfilersTriggered":[],"activityProfilersTriggered":[9],"eventProfilersBusy":0,"activityProfilersBusy":1}',
+        ),
         ({"fn": "unknown"}, None),
         ({}, None),
         ([], None),
@@ -114,3 +127,57 @@ def test_ten_thousand_malformed_frames(caplog: pytest.LogCaptureFixture) -> None
 
     _with_server(work)
     assert not caplog.records
+
+
+# As `dyno gputrace` 0.6.0 sends them: by duration, and by iterations with shapes and stacks.
+BY_TIME = """PROFILE_START_TIME=0
+ACTIVITIES_LOG_FILE=/tmp/trace.json
+ACTIVITIES_DURATION_MSECS=700
+PROFILE_REPORT_INPUT_SHAPES=false
+PROFILE_PROFILE_MEMORY=true
+PROFILE_MEMORY=true
+PROFILE_MEMORY_DURATION_MSECS=700
+PROFILE_WITH_STACK=false
+PROFILE_WITH_FLOPS=false
+PROFILE_WITH_MODULES=false"""
+BY_STEPS = """PROFILE_START_ITERATION=0
+PROFILE_START_ITERATION_ROUNDUP=1
+ACTIVITIES_ITERATIONS=5
+ACTIVITIES_LOG_FILE=/tmp/trace.json
+PROFILE_REPORT_INPUT_SHAPES=true
+PROFILE_WITH_STACK=true"""
+
+
+def test_configurations_of_dyno_become_typed_requests() -> None:
+    by_time = wanted_of(BY_TIME, (7, 8), 1)
+    assert by_time == Wanted(pids=(7, 8), duration_s=0.7)
+    assert wanted_of(BY_STEPS, (7,), 1) == Wanted(pids=(7,), steps=5, shapes=True, stacks=True)
+    at = wanted_of("PROFILE_START_TIME=5000\nACTIVITIES_DURATION_MSECS=10", (7,), 4_000_000_000)
+    assert at.at_ns == 5_000_000_000
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "A",
+        "A=b=c",
+        "ACTIVITIES_DURATION_MSECS=soon",
+        "ACTIVITIES_DURATION_MSECS=0",
+        "ACTIVITIES_DURATION_MSECS=-4",
+        "PROFILE_START_TIME=x",
+    ],
+)
+def test_configurations_that_could_break_a_process_are_refused(config: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        wanted_of(config, (7,), 1)
+    assert refusal.value.slug == "unsafe-value"
+
+
+def test_the_kernel_says_whose_a_connection_of_this_host_is() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        connection, peer = server.accept()
+        with connection:
+            assert tcp_user(peer, connection.getsockname()) == os.geteuid()
+            assert client.getsockname() == peer
+            assert tcp_user((peer[0], 1), connection.getsockname()) is None
+            assert tcp_user(("203.0.113.9", 5), connection.getsockname()) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -11,8 +11,12 @@ from msgspec import Meta
 from traceloom.agent.board import Board
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Kind, Series
+from traceloom.agent.requests.model import Target, Wanted
 from traceloom.agent.topline import JobFacts
 from traceloom.errors import TraceloomError
+
+if TYPE_CHECKING:
+    from traceloom.agent.requests.desk import RequestDesk
 
 Sees = Literal["all", "own", "host"]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -316,6 +320,35 @@ class StepsAnswer(Answer, frozen=True):
     steps: int
 
 
+class EnvironmentAnswer(Answer, frozen=True):
+    """The variables that prepare a job of the one who asks: PyTorch's profiler then polls this agent."""
+
+    variables: dict[str, str]
+
+
+class RequestAnswer(Answer, frozen=True):
+    """A request for traces: what was `wanted`, how far each target is, and the files that are there.
+
+    States: queued, delivered, accepted, written, verified, kept; failed, cancelled. `done`: nothing changes any more.
+    """
+
+    id: str
+    who: str
+    uid: int
+    asked_ns: int
+    boot_id: str
+    wanted: Wanted
+    targets: list[Target]
+    files: list[str]
+    done: bool
+
+
+class RequestsAnswer(Answer, frozen=True):
+    """The requests about processes of the one who asks, oldest first."""
+
+    requests: list[RequestAnswer]
+
+
 class QueryParameters(Answer, frozen=True, forbid_unknown_fields=True):
     """Which history. `since`, `until`: `10m` (ago), seconds since the epoch, or ISO 8601.
 
@@ -347,6 +380,7 @@ class Answers(Protocol):
 
     board: Board
     config: Config
+    desk: RequestDesk
 
     def status(self) -> StatusAnswer:
         """How the agent fares."""
@@ -378,7 +412,14 @@ class Answers(Protocol):
             RequestError: There is no such process that matters, or it is another user's.
         """
 
-    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool) -> None:
+    def environment(self, uid: int) -> dict[str, str]:
+        """The variables that prepare a job of a user, for whom a directory with a socket is made.
+
+        Raises:
+            RequestError: It cannot be made.
+        """
+
+    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
         """Somebody asks for something that changes something: for the audit log."""
 
     def asked(self, route: str, code: int) -> None:

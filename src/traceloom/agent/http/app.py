@@ -55,7 +55,7 @@ class Guarded:
         except RequestError as refusal:
             await _refusal(refusal)(scope, receive, counted)
         finally:
-            self.agent.asked(path if path in self.paths else "other", code)
+            self.agent.asked(scope["state"].get("route", path if path in self.paths else "other"), code)
 
     def _peer(self, scope: Scope, headers: Headers) -> Peer:
         identify: Callable[[Headers], Peer] = scope["state"]["identify"]
@@ -87,8 +87,9 @@ def build_app(agent: Answers) -> ASGIApp:
     """
 
     def endpoint(route: Route) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
+        async def respond(request: Request) -> Response:
             asked = Asked(agent, request)
+            request.state.route = route.path
             if route.acts:
                 agent.acts(asked.peer.name, asked.peer.pid, route.path, allowed=asked.peer.acts)
             if route.acts and not asked.peer.acts:
@@ -98,9 +99,12 @@ def build_app(agent: Answers) -> ASGIApp:
                     slug="not-allowed",
                     hint="`access.group`, or `may` of a token in agent.toml",
                 )
-            return Response(msgspec.json.encode(await route.answers(asked)), media_type="application/json")
+            answer = await route.answers(asked)
+            if isinstance(answer, Response):
+                return answer
+            return Response(msgspec.json.encode(answer), media_type="application/json")
 
-        return answer
+        return respond
 
     async def metrics(request: Request) -> Response:
         view = View(agent.board.copy(), request.state.peer)

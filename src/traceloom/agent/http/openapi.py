@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +49,12 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     for route in routes:
         operation: dict[str, Any] = {
             "summary": route.summary,
-            "operationId": "_".join(part for part in route.path.split("/") if part not in ("", "api", "v1")),
-            "description": (route.answer.__doc__ or "").strip(),
+            "operationId": _name(route),
+            "description": ((route.answer and route.answer.__doc__) or "").strip(),
             "responses": {
-                "200": _content(route.summary, of[route.answer]),
+                "200": _content(route.summary, of[route.answer])
+                if route.answer
+                else {"description": route.summary, "content": {route.content: {}}},
                 **{
                     str(code): _content(REFUSALS[code], of[ProblemAnswer])
                     for code in sorted({*EVERYWHERE, *route.refuses})
@@ -72,7 +75,12 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
                 }
                 for field in msgspec.structs.fields(route.parameters)
             ]
-        paths[route.path] = {route.method.lower(): operation}
+        in_path = re.findall(r"\{(\w+)\}", route.path)
+        if in_path:
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in in_path
+            ]
+        paths.setdefault(route.path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {
@@ -83,6 +91,12 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
     }
+
+
+def _name(route: Route) -> str:
+    """Of the operation: its path, and its method where that is not the usual one."""
+    words = [part.strip("{}") for part in route.path.split("/") if part not in ("", "api", "v1")]
+    return "_".join([*([] if route.method == "GET" else [route.method.lower()]), *words])
 
 
 def _content(description: str, schema: Any) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from datetime import datetime, timezone
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+from starlette.responses import FileResponse, Response, StreamingResponse
 
 from traceloom.agent import query
 from traceloom.agent.http import answers as forms
@@ -21,12 +22,16 @@ from traceloom.agent.http.limits import body_of
 from traceloom.agent.http.peers import Peer, View
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.owners import Process
+from traceloom.agent.requests.model import TraceRequest, Wanted
 from traceloom.errors import nearest
 from traceloom.model import units
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from starlette.requests import Request
 
+Body = TypeVar("Body", bound=msgspec.Struct)
 _MOST_POINTS = 500_000  # of an answer: about 10 MB of JSON
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
@@ -40,7 +45,7 @@ class Asked:
         self.peer: Peer = request.state.peer
         self.view = View(agent.board, self.peer)
 
-    async def body(self, kind: type[Answer]) -> Answer:
+    async def body(self, kind: type[Body]) -> Body:
         """The body of the request.
 
         Raises:
@@ -60,14 +65,18 @@ class Asked:
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """A route: what it is for, what it takes, what it gives. Those with `acts` need a peer that may act."""
+    """A route: what it is for, what it takes, what it gives. Those with `acts` need a peer that may act.
+
+    `answer` is None where it is no JSON.
+    """
 
     path: str
     summary: str
-    answers: Callable[[Asked], Awaitable[Answer]]
-    answer: type[Answer]
+    answers: Callable[[Asked], Awaitable[Answer | Response]]
+    answer: type[Answer] | None = None
+    content: str = "application/json"  # of an answer that is no structure
     method: str = "GET"
-    body: type[Answer] | None = None
+    body: type[msgspec.Struct] | None = None
     parameters: type[Answer] | None = None
     refuses: tuple[int, ...] = ()
     acts: bool = False
@@ -278,7 +287,6 @@ async def _clock(_asked: Asked) -> forms.ClockAnswer:
 
 async def _pause(asked: Asked) -> forms.PauseAnswer:
     body = await asked.body(forms.PauseBody)
-    assert isinstance(body, forms.PauseBody)
     until_ns = time.time_ns() + int(body.seconds * 1e9)
     return forms.PauseAnswer(paused=await asked.agent.pause(body.seconds), until_ns=until_ns)
 
@@ -292,7 +300,6 @@ async def _steps(asked: Asked) -> forms.StepsAnswer:
             hint="there the kernel says which process tells them",
         )
     body = await asked.body(forms.StepsBody)
-    assert isinstance(body, forms.StepsBody)
     asked.agent.steps(asked.peer.pid, asked.peer.uid, body)
     return forms.StepsAnswer(steps=len(body.steps))
 
@@ -304,7 +311,6 @@ async def _trace(asked: Asked) -> forms.TraceAnswer:
             hint="there the kernel says who asks, and so whose files are read",
         )  # fmt: skip
     body = await asked.body(forms.TraceBody)
-    assert isinstance(body, forms.TraceBody)
     if body.job not in asked.view.jobs:
         raise RequestError(
             404, f"there is no job `{body.job}` of yours on this host", slug="no-such-job",
@@ -314,6 +320,97 @@ async def _trace(asked: Asked) -> forms.TraceAnswer:
         raise _wrong("`path` is not absolute")
     facts = await asked.agent.learn(body.job, body.path, asked.peer.uid)
     return forms.TraceAnswer(job=body.job, **msgspec.structs.asdict(facts))
+
+
+def _may_trace(asked: Asked) -> Callable[[int], bool]:
+    """Whether the one who asks may trace processes of a user: the own ones; who may act, all.
+
+    Raises:
+        RequestError: `not-allowed`: nobody knows who it is, or it may only read.
+    """
+    peer = asked.peer
+    if peer.uid is None and not peer.acts:
+        raise RequestError(
+            403, "traces are for users of this host, over the unix socket, and for tokens that may do all",
+            slug="not-allowed", hint="over the unix socket the kernel says who asks",
+        )  # fmt: skip
+    return lambda uid: peer.acts or peer.uid == uid
+
+
+def _request_answer(request: TraceRequest) -> forms.RequestAnswer:
+    return forms.RequestAnswer(**msgspec.structs.asdict(request))
+
+
+def _own_request(asked: Asked) -> TraceRequest:
+    """The request that the path names.
+
+    Raises:
+        RequestError: `no-such-request`: there is none, or it is about another user's processes.
+    """
+    may_trace = _may_trace(asked)
+    request = asked.agent.desk.requests.get(asked.request.path_params["id"])
+    if request is None or not may_trace(request.uid):
+        raise RequestError(404, "there is no such request of yours", slug="no-such-request")
+    return request
+
+
+async def _requests(asked: Asked) -> forms.RequestsAnswer:
+    may_trace = _may_trace(asked)
+    mine = [request for request in asked.agent.desk.requests.values() if may_trace(request.uid)]
+    return forms.RequestsAnswer(requests=[_request_answer(request) for request in mine])
+
+
+async def _request_trace(asked: Asked) -> forms.RequestAnswer:
+    may_trace = _may_trace(asked)
+    wanted = await asked.body(Wanted)
+    asks = msgspec.to_builtins(wanted)
+    try:
+        request = await asked.agent.desk.submit(wanted, asked.peer.name, may_trace)
+    except RequestError as refusal:
+        asked.agent.acts(
+            asked.peer.name, asked.peer.pid, "/api/v1/requests", allowed=False, why=refusal.slug, wanted=asks
+        )
+        raise
+    pids = sorted({target.pid for target in request.targets})
+    asked.agent.acts(
+        asked.peer.name, asked.peer.pid, "/api/v1/requests", allowed=True, request=request.id, of=request.uid,
+        pids=pids, wanted=asks,
+    )  # fmt: skip
+    return _request_answer(request)
+
+
+async def _request_state(asked: Asked) -> forms.RequestAnswer:
+    return _request_answer(_own_request(asked))
+
+
+async def _cancel(asked: Asked) -> forms.RequestAnswer:
+    request = _own_request(asked)
+    asked.agent.desk.cancel(request)
+    asked.agent.acts(
+        asked.peer.name, asked.peer.pid, "/api/v1/requests/{id}", allowed=True, request=request.id, cancels=True
+    )
+    return _request_answer(request)
+
+
+async def _events(asked: Asked) -> Response:
+    request = _own_request(asked)
+
+    async def events() -> AsyncIterator[bytes]:
+        async for changed in asked.agent.desk.changes(request):
+            yield b"event: request\ndata: " + msgspec.json.encode(changed) + b"\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+async def _file(asked: Asked) -> Response:
+    path = asked.agent.desk.file(_own_request(asked), asked.request.path_params["name"])
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+async def _environment(asked: Asked) -> forms.EnvironmentAnswer:
+    if asked.peer.uid is None:
+        raise RequestError(403, "this is told over the unix socket alone", slug="not-allowed")
+    return forms.EnvironmentAnswer(variables=asked.agent.environment(asked.peer.uid))
 
 
 ROUTES = (
@@ -382,5 +479,57 @@ ROUTES = (
         method="POST",
         body=forms.TraceBody,
         refuses=(400, 403, 404, 413, 429),
+    ),
+    Route(
+        path="/api/v1/environment",
+        summary="The variables that prepare a job for traces on demand",
+        answers=_environment,
+        answer=forms.EnvironmentAnswer,
+        refuses=(403, 503),
+    ),
+    Route(
+        path="/api/v1/requests",
+        summary="Requests for traces of your processes",
+        answers=_requests,
+        answer=forms.RequestsAnswer,
+        refuses=(403,),
+    ),
+    Route(
+        path="/api/v1/requests",
+        summary="Ask for a trace",
+        answers=_request_trace,
+        answer=forms.RequestAnswer,
+        method="POST",
+        body=Wanted,
+        refuses=(400, 403, 404, 413, 503),
+    ),
+    Route(
+        path="/api/v1/requests/{id}",
+        summary="How far a request is",
+        answers=_request_state,
+        answer=forms.RequestAnswer,
+        refuses=(403, 404),
+    ),
+    Route(
+        path="/api/v1/requests/{id}",
+        summary="Cancel a request",
+        answers=_cancel,
+        answer=forms.RequestAnswer,
+        method="DELETE",
+        refuses=(403, 404),
+    ),
+    Route(
+        path="/api/v1/requests/{id}/events",
+        summary="A request at each change until it has ended, as server-sent events",
+        answers=_events,
+        content="text/event-stream",
+        refuses=(403, 404),
+    ),
+    Route(
+        path="/api/v1/requests/{id}/files/{name}",
+        summary="A file of a request",
+        answers=_file,
+        content="application/octet-stream",
+        refuses=(403, 404),
     ),
 )

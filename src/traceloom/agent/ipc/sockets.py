@@ -1,0 +1,257 @@
+"""The sockets that libkineto's clients send to: one directory per user, a socket of ours in each.
+
+Whoever can send to a client is obeyed by it. So the directory of a user is that user's alone (mode 0700), and nothing
+is ever sent to a name outside of it. A path must be the same, letter by letter, on both sides: libkineto ends its
+process where the sender's name is another one than it expects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from traceloom.agent.ipc.datagrams import MOST_BYTES, Hello, MalformedDatagramError, decode, instances_reply
+from traceloom.agent.registry import Registry
+from traceloom.errors import OutputError
+
+LOG = logging.getLogger("traceloom.agent")
+NAME = "dynolog"
+ABSTRACT = f"\0{NAME}\0".encode()  # the last NUL belongs to the name
+SETTINGS = "libkineto.conf"
+_CLIENT = re.compile(r"dynoconfigclient[0-9a-f-]{1,64}")
+_LONGEST_CLIENT = len("dynoconfigclient") + 36
+_LONGEST_PATH = 107  # of a unix socket
+_CREDENTIALS = struct.Struct("3i")
+_AT_ONCE = 256  # datagrams that are answered before the loop does something else
+_MOST_SWEPT = 4096  # names of a directory that are looked at
+
+
+class UserSocket:
+    """Our socket in the directory of a user, or the abstract one. `directory` is None for that."""
+
+    def __init__(self, listener: socket.socket, uid: int | None, directory: Path | None) -> None:
+        self.listener, self.uid, self.directory = listener, uid, directory
+        self.handle = None if directory is None else os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+    def close(self) -> None:
+        """Let go of it, and remove its name."""
+        self.listener.close()
+        if self.handle is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(NAME, dir_fd=self.handle)
+            os.close(self.handle)
+
+
+class KinetoSockets:
+    """Takes polls and answers them at once, in the agent's loop; a client that does not read loses its answer.
+
+    Args:
+        root: The directory with those of the users.
+        registry: Knows the answers.
+        abstract: Also the abstract name, which clients without KINETO_IPC_SOCKET_DIR use: any user of the host can
+            then speak to their clients.
+        interval_s: Between polls of processes that `agent env` prepares.
+        bound: Called with each socket's path once it is there.
+    """
+
+    def __init__(
+        self, root: Path, registry: Registry, *, abstract: bool = False, interval_s: int = 1,
+        bound: Callable[[Path], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.root, self.registry, self.abstract, self.interval_s = root, registry, abstract, interval_s
+        self.malformed = 0  # datagrams that nobody's libkineto sends
+        self.strangers = 0  # datagrams and addresses that do not belong to the directory's user
+        self.dropped = 0  # answers that a client did not take
+        self.trouble = ""  # why there are no sockets
+        self._bound = bound
+        self._sockets: dict[int | None, UserSocket] = {}  # by user; None is the abstract one
+        self._hellos = 0
+
+    def start(self) -> None:
+        """Make the directory and the own user's socket. What goes wrong stands in `trouble`: the agent goes on."""
+        try:
+            self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
+            status = self.root.lstat()
+            if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
+                self.trouble = f"{self.root} can be written by others, so no socket is put there"
+            elif self.abstract:
+                self._listen(None, None)
+            if not self.trouble:
+                self.prepare(os.geteuid())
+        except (OSError, OutputError) as error:
+            self.trouble = str(error)
+        if self.trouble:
+            LOG.warning("no traces on demand: %s", self.trouble)
+
+    def prepare(self, uid: int) -> Path:
+        """The directory of a user, with a socket of ours in it; made where it is not yet.
+
+        Raises:
+            OutputError: `socket-unusable`: it cannot be made.
+        """
+        directory = self.root / str(uid)
+        if uid in self._sockets:
+            return directory
+        if len(os.fsencode(directory)) + 1 + _LONGEST_CLIENT > _LONGEST_PATH:
+            raise OutputError(
+                "the name is too long for sockets below it", slug="socket-unusable", where=str(directory),
+                hint="set `paths.kineto` of agent.toml to a shorter one",
+            )  # fmt: skip
+        try:
+            self._listen(uid, directory)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            text = f"PyTorch's profiler cannot be listened to there: {reason}"
+            raise OutputError(text, slug="socket-unusable", where=str(directory)) from error
+        return directory
+
+    def close(self) -> None:
+        """Listen no more, and leave no name behind: it would delay the end of every job that knows it."""
+        for place in self._sockets.values():
+            asyncio.get_running_loop().remove_reader(place.listener.fileno())
+            place.close()
+        self._sockets.clear()
+
+    def sweep(self) -> None:
+        """Remove the sockets that clients left behind; blocks, so it is called in a thread."""
+        for place in list(self._sockets.values()):
+            if place.handle is None:
+                continue
+            with contextlib.suppress(OSError), os.scandir(place.handle) as entries:
+                names = [entry.name for _, entry in zip(range(_MOST_SWEPT), entries, strict=False)]
+                for name in filter(_CLIENT.fullmatch, names):
+                    self._remove_dead(place.handle, name)
+
+    @staticmethod
+    def _remove_dead(directory: int, name: str) -> None:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            handle = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=directory)
+            try:
+                if stat.S_ISSOCK(os.fstat(handle).st_mode):
+                    probe.connect(f"/proc/self/fd/{handle}")
+            except ConnectionRefusedError:  # nobody has it open
+                os.unlink(name, dir_fd=directory)
+            finally:
+                os.close(handle)
+
+    def _listen(self, uid: int | None, directory: Path | None) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            if directory is None:
+                listener.bind(ABSTRACT)
+            else:
+                assert uid is not None
+                self._bind(listener, uid, directory)
+            place = UserSocket(listener, uid, directory)
+        except BaseException:
+            listener.close()
+            raise
+        self._sockets[uid] = place
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._read, place)
+        if directory is not None:
+            self._bound(directory / NAME)
+
+    def _bind(self, listener: socket.socket, uid: int, directory: Path) -> None:
+        """While names are made in the directory it is ours: its user cannot put a link in their place."""
+        directory.mkdir(mode=0o700, exist_ok=True)
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.geteuid() != uid:
+                os.fchown(handle, os.geteuid(), -1)
+            os.fchmod(handle, 0o700)
+            for name in (NAME, SETTINGS):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=handle)
+            listener.bind(str(directory / NAME))
+            os.chmod(NAME, 0o666, dir_fd=handle)  # noqa: S103  (the directory lets its user in alone)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            settings = os.open(SETTINGS, flags, 0o644, dir_fd=handle)
+            try:
+                os.fchmod(settings, 0o644)
+                os.write(settings, b"ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS=%d\n" % self.interval_s)
+            finally:
+                os.close(settings)
+            if os.geteuid() != uid:
+                os.fchown(handle, uid, -1)
+        finally:
+            os.close(handle)
+
+    def _read(self, place: UserSocket) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                # Room for the credentials alone: descriptors that a stranger sends along are closed by the kernel.
+                datagram, ancillary, _, address = place.listener.recvmsg(
+                    MOST_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
+                )
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                LOG.warning("a datagram could not be read: %s", error)
+                return
+            self._take(place, datagram, ancillary, address)
+
+    def _take(
+        self, place: UserSocket, datagram: bytes, ancillary: list[tuple[int, int, bytes]], address: str | bytes | None
+    ) -> None:
+        try:
+            message = decode(datagram)  # of a longer one than any its beginning, which is none either
+        except MalformedDatagramError:
+            self.malformed += 1
+            return
+        credentials = [
+            data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
+        ]
+        if not credentials or len(credentials[0]) != _CREDENTIALS.size or not address:
+            self.strangers += 1
+            return
+        pid, uid, gid = _CREDENTIALS.unpack(credentials[0])
+        if pid <= 0 or (place.uid is not None and uid != place.uid):
+            self.strangers += 1  # 0: from a pid namespace that is none of ours
+            return
+        if isinstance(message, Hello):
+            self._hellos += 1
+            self._send(place, instances_reply(self._hellos), address)
+            return
+        client = self.registry.poll(message, pid, uid, gid)
+        if client is None:
+            return
+        reply, delivered = self.registry.answer(client)
+        if self._send(place, reply, address) and delivered is not None:
+            delivered()
+        self.registry.answered(client)
+
+    def _send(self, place: UserSocket, reply: bytes, address: str | bytes) -> bool:
+        """Answer from the socket that was asked, to one of the same kind; never wait. Whether it went."""
+        try:
+            if place.handle is None:
+                if not isinstance(address, bytes) or not address.startswith(b"\0"):
+                    self.strangers += 1
+                    return False
+                place.listener.sendto(reply, socket.MSG_DONTWAIT, address)
+                return True
+            folder, _, name = address.rpartition("/") if isinstance(address, str) else ("", "", "")
+            if folder != str(place.directory) or not _CLIENT.fullmatch(name):
+                self.strangers += 1
+                return False
+            handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.handle)
+            try:
+                status = os.fstat(handle)
+                if not stat.S_ISSOCK(status.st_mode) or status.st_uid != place.uid:
+                    self.strangers += 1
+                    return False
+                place.listener.sendto(reply, socket.MSG_DONTWAIT, f"/proc/self/fd/{handle}")
+            finally:
+                os.close(handle)
+        except OSError:  # its queue is full, or it has ended: it asks again
+            self.dropped += 1
+            return False
+        return True

@@ -1,0 +1,374 @@
+"""PyTorch's own profiler, asked for a trace of a process that polls; nothing of the process is changed.
+
+libkineto says little of what it does, so each step has its evidence: the configuration answered a poll (delivered), the
+mask of a later poll is busy or the file has begun (accepted), it has its name (written), it holds what was asked
+for (verified), it is compressed and hashed (kept).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from traceloom.agent import worker
+from traceloom.agent.ipc.configuration import TraceConfiguration
+from traceloom.agent.owners import Process
+from traceloom.agent.profilers import ProfilerError, Window
+from traceloom.agent.registry import Client, Offer, Registry, is_alive
+from traceloom.agent.requests.model import State
+from traceloom.agent.requests.places import drop
+from traceloom.errors import TraceloomError
+
+# libkineto looks at a start time a second or two after it was told, and drops one that has passed; what it drops so it
+# leaves half done, which can kill its process at the end.
+AHEAD_S = 3.0
+_USUAL_AHEAD_S = 2.0  # its own, where no start is named
+_GRACE_S = 3.0  # for a busy machine
+_SLOW_STEP_S = 30.0  # it begins with a step, and steps may be slow
+_FALLBACK_MS = 100  # of a trace by steps that libkineto makes one by time, as the process has not stepped yet
+_FIRST_GUESS_S = 1.0  # of how long the steps of several ranks take together
+_DRAIN_S = 120.0  # from the end of the window until the file has its name
+_LOOK_S = 0.1
+_KEEP_S = 600.0
+_IMPORT_S = 20.0  # a process polls while it still imports PyTorch
+_BACK_OFF_S = 3.0  # between tries of a process that does not step yet
+
+
+class Tell(Protocol):
+    """Takes the news of a target."""
+
+    def __call__(self, state: State, reason: str = "", detail: str = "", **facts: Any) -> None:
+        """Its state, why or what for it waits, and fields of `Target` that are known now."""
+
+
+class TimelineOrder(msgspec.Struct, kw_only=True):
+    """What a trace is to be. `steps_per_second` says how fast a process steps, None where nobody knows.
+
+    `resumed`: the state in which an earlier agent left it, with the instant `start_ns` that it had named. `start`:
+    gives the instant at which all begin, once all are ready; None where there is only one.
+    """
+
+    trace_id: str
+    group_id: str
+    incoming: Path
+    stem: str
+    shapes: bool = False
+    stacks: bool = False
+    flops: bool = False
+    modules: bool = False
+    wait_s: float = 120.0
+    most_seconds: float = 60.0
+    most_bytes: int = 1 << 30
+    most_kept_bytes: int = 10 << 30
+    resumed: State = "queued"
+    start_ns: int | None = None
+    attempt: int = 1
+    steps_per_second: Callable[[str], float | None] = lambda _: None
+    start: CommonStart | None = None
+
+
+class CommonStart:
+    """The instant at which all processes of a request begin: named once all are ready that can be.
+
+    Those that have to begin once more meet again: each round has an instant of its own.
+
+    Args:
+        members: Who is to be ready.
+        at_ns: The earliest of the first round, on the wall clock; 0 for as soon as can be.
+    """
+
+    def __init__(self, members: Iterable[str], at_ns: int = 0) -> None:
+        self._members = set(members)
+        self._at_ns = at_ns
+        self._ready: dict[str, float] = {}
+        self._round: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.first = self._round  # for whoever records beside them
+
+    async def ready(self, member: str, ahead_s: float) -> int:
+        """Wait for the others; when to begin, in ns of the wall clock, at least `ahead_s` from then."""
+        self._ready[member] = ahead_s
+        current = self._round
+        self._name_if_all_are_ready()
+        return await asyncio.shield(current)
+
+    def leave(self, member: str) -> None:
+        """It does not take part, or has what it needs."""
+        self._members.discard(member)
+        self._ready.pop(member, None)
+        self._name_if_all_are_ready()
+
+    def _name_if_all_are_ready(self) -> None:
+        if self._members - self._ready.keys():
+            return
+        earliest_ns = time.time_ns() + int(max(self._ready.values(), default=0.0) * 1e9)
+        if not self._round.done():
+            self._round.set_result(max(self._at_ns, earliest_ns))
+        if self._members:
+            self._round = asyncio.get_running_loop().create_future()
+            self._ready.clear()
+
+
+class TimelineProfiler:
+    """Traces one process.
+
+    Args:
+        registry: Hands configurations to processes.
+        order: What the trace is to be.
+        tell: Hears of each state.
+    """
+
+    name = "timeline"
+
+    def __init__(self, registry: Registry, order: TimelineOrder, tell: Tell) -> None:
+        self.registry, self.order, self.tell = registry, order, tell
+
+    def resources(self, process: Process) -> frozenset[str]:
+        """PyTorch's profiler takes one request at a time."""
+        return frozenset({f"kineto:{process.pid}"})
+
+    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+        """Write `directory/STEM.kineto.json.gz`.
+
+        Raises:
+            ProfilerError: `not-registered`, `expired`, `exited`, `rejected`, `cancelled-by-program`, `deadline`,
+                `damaged`, `empty`, `not-stepping`, `foreign-file`, `disk-full`, `quota`, `cannot-write`.
+        """
+        path = directory / f"{stem}.kineto.json.gz"
+        order = self.order
+        waited_until = time.monotonic() + order.wait_s
+        by_time = window.steps is None or order.start is not None
+        seconds = window.duration_s
+        if by_time and window.steps is not None:
+            rate = order.steps_per_second(process.key)
+            seconds = min(order.most_seconds, 1.5 * (window.steps + 1) / rate if rate else _FIRST_GUESS_S)
+        retried: set[str] = set()
+        resumed, attempt = order.resumed, order.attempt
+        try:
+            while True:
+                try:
+                    written_ns = await self._write(process, window, seconds if by_time else None, attempt, resumed,
+                                                   waited_until)  # fmt: skip
+                    facts = await self._keep(process, window, seconds if by_time else None, attempt, path, written_ns)
+                except ProfilerError as error:  # noqa: PERF203  (it is tried again)
+                    self._clean(attempt)
+                    if error.slug == "not-stepping":
+                        if time.monotonic() + _BACK_OFF_S > waited_until:
+                            raise
+                        if by_time and seconds is not None:
+                            seconds = min(order.most_seconds, 2 * seconds)
+                    elif error.slug not in retried and (
+                        error.slug in ("cancelled-by-program", "empty")
+                        or (error.slug == "rejected" and order.start_ns is not None)
+                    ):
+                        retried.add(error.slug)
+                    else:
+                        raise
+                    attempt, resumed, order.start_ns = attempt + 1, "queued", None
+                    self.tell("queued", error.slug, f"once more, as {error.message}", attempt=attempt, start_ns=None)
+                    pause_s = 0.0 if error.slug == "cancelled-by-program" else self._pause_s(process)
+                    waited_until = max(waited_until, time.monotonic() + pause_s + _BACK_OFF_S)
+                    await asyncio.sleep(pause_s)
+                else:
+                    self._clean(attempt)
+                    self.tell("kept", **facts, file=path.name)
+                    return [path]
+        finally:
+            self.registry.offers.pop(process.key, None)
+            if order.start is not None:
+                order.start.leave(process.key)
+
+    def _pause_s(self, process: Process) -> float:
+        """Before the next try of a process that did nothing: one that has just begun still imports PyTorch."""
+        client = self.registry.clients.get(process.key)
+        polled_s = (time.time_ns() - client.first_ns) / 1e9 if client is not None else 0.0
+        return max(_BACK_OFF_S, min(_IMPORT_S - polled_s, _IMPORT_S))
+
+    def _name(self, attempt: int) -> str:
+        return f"{self.order.trace_id}.{attempt}.trace"
+
+    def _clean(self, attempt: int) -> None:
+        """Remove what the process wrote; through the directory, so that no link is followed."""
+        drop(self.order.incoming, self._name(attempt))
+
+    async def _write(  # noqa: PLR0917  (of one try)
+        self, process: Process, window: Window, seconds: float | None, attempt: int, resumed: State, until: float
+    ) -> int | None:
+        """Until the file has its name; when it was to begin, where an instant was named."""
+        name = self._name(attempt)
+        start_ns = self.order.start_ns
+        watch = _Watch(self.order.incoming, name)
+        if watch.written() or resumed in ("written", "verified"):
+            return start_ns
+        # Where an instant was named it may have been handed over, and an agent that was killed did not write that down.
+        if resumed == "queued" and start_ns is None:
+            client = await self._ready(process, window, until)
+            if self.order.start is not None:
+                self.tell("queued", "not-all-ready", "waits until all processes of the request are ready")
+                start_ns = await self.order.start.ready(process.key, AHEAD_S + client.interval_s + 1.0)
+                self.tell("queued", start_ns=start_ns)
+            await self._deliver(process, self._configuration(window, seconds, attempt, start_ns), start_ns, until)
+        begin_s = max(0.0, (start_ns or 0) / 1e9 - time.time()) if start_ns else _USUAL_AHEAD_S
+        if seconds is None:
+            begin_s = _SLOW_STEP_S
+        await self._collected(process, watch, begin_s, seconds or self.order.most_seconds)
+        return start_ns
+
+    def _configuration(
+        self, window: Window, seconds: float | None, attempt: int, start_ns: int | None
+    ) -> TraceConfiguration:
+        order = self.order
+        return TraceConfiguration(
+            path=str(order.incoming / self._name(attempt)), trace_id=order.trace_id, group_id=order.group_id,
+            duration_ms=0 if seconds is None else max(1, round(seconds * 1000)),
+            steps=(window.steps or 0) if seconds is None else 0, fallback_ms=_FALLBACK_MS if seconds is None else 0,
+            start_ms=0 if start_ns is None or seconds is None else start_ns // 1_000_000,
+            shapes=order.shapes, stacks=order.stacks, flops=order.flops, modules=order.modules,
+        )  # fmt: skip
+
+    async def _ready(self, process: Process, window: Window, until: float) -> Client:
+        """Wait until the process polls, is idle, and steps where steps are wanted and it says whether it does."""
+        reason, detail, told = "", "", ""
+        while True:
+            client = self.registry.clients.get(process.key)
+            rate = self.order.steps_per_second(process.key)
+            if client is None:
+                reason, detail = "not-registered", "its PyTorch does not ask for traces"
+            elif client.busy:
+                reason, detail = "own-profiler", "its own profiler runs"
+            elif time.monotonic() - client.polled > 2 * client.interval_s + _GRACE_S:
+                reason, detail = "silent", "it has not polled of late: it is stopped, or very busy"
+            elif window.steps is not None and rate == 0:
+                reason, detail = "not-stepping", "it does not step"
+            else:
+                return client
+            if reason != told:
+                self.tell("queued", reason, detail)
+                told = reason
+            self._check_alive(process)
+            if time.monotonic() > until:
+                raise ProfilerError(detail, slug="not-registered" if client is None else "expired")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _deliver(
+        self, process: Process, configuration: TraceConfiguration, start_ns: int | None, until: float
+    ) -> None:
+        """Hand it over with the answer to the next poll of an idle process."""
+        text = configuration.text()
+        delivered = asyncio.Event()
+
+        def offered(_client: Client) -> str:
+            late = start_ns is not None and time.time_ns() + int(AHEAD_S * 1e9) > start_ns
+            return "" if late else text
+
+        self.registry.offers[process.key] = Offer(text=offered, delivered=delivered.set)
+        while not delivered.is_set():
+            if start_ns is not None and time.time_ns() + int(AHEAD_S * 1e9) > start_ns:
+                raise ProfilerError("it did not poll early enough before the common start", slug="expired")
+            if start_ns is None and time.monotonic() > until:
+                raise ProfilerError("it did not become ready in time", slug="expired")
+            self._check_alive(process)
+            await _set_within(delivered, _LOOK_S)
+        self.tell("delivered")
+
+    async def _collected(self, process: Process, watch: _Watch, begin_s: float, seconds: float) -> None:
+        """Watch polls and the file until it has its name."""
+        began = time.monotonic()
+        quiet_until, deadline = began + begin_s + _GRACE_S, began + begin_s + seconds + _DRAIN_S
+        polls = _Polls(process.key, quiet_until)
+        self.registry.listeners.append(polls)
+        accepted = False
+        try:
+            while not watch.written():
+                if not accepted and (polls.was_busy or watch.begun()):
+                    accepted = True
+                    self.tell("accepted")
+                if polls.idle >= 2 and not watch.written():
+                    if polls.was_busy:
+                        raise ProfilerError(
+                            "the program started a profile of its own and so cancelled it", slug="cancelled-by-program"
+                        )
+                    raise ProfilerError("PyTorch's profiler did not take it", slug="rejected")
+                if time.monotonic() > deadline:
+                    raise ProfilerError("no whole trace was written in time", slug="deadline")
+                self._check_alive(process, watch)
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self.registry.listeners.remove(polls)
+        self.tell("written")
+
+    def _check_alive(self, process: Process, watch: _Watch | None = None) -> None:
+        if is_alive(self.registry.proc, process.pid, process.start_ticks) or (watch is not None and watch.written()):
+            return
+        raise ProfilerError("the process has ended", slug="exited")
+
+    async def _keep(  # noqa: PLR0917  (of one try)
+        self, process: Process, window: Window, seconds: float | None, attempt: int, path: Path, start_ns: int | None
+    ) -> dict[str, Any]:
+        """Verify and compress, in a process of its own; the facts of the kept file."""
+        order = self.order
+        task = partial(
+            worker.run, "keep-trace", timeout_s=_KEEP_S, folder=str(order.incoming), name=self._name(attempt),
+            uid=process.uid, to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,
+            trace_id=order.trace_id, start_ns=start_ns, duration_s=seconds, steps=window.steps,
+        )  # fmt: skip
+        try:
+            facts: dict[str, Any] = await asyncio.to_thread(task)
+        except TraceloomError as error:
+            raise ProfilerError(error.message, slug="task-failed") from error
+        if "fault" in facts:
+            raise ProfilerError(facts["detail"], slug=facts["fault"])
+        if start_ns is not None:
+            facts["skew_ns"] = facts["window_start_ns"] - start_ns
+        self.tell("verified", **facts)
+        return facts
+
+
+class _Watch:
+    """The file that libkineto writes: it has another name until it is whole."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._whole, self._part = folder / name, folder / f"{name}.tmp"
+
+    def begun(self) -> bool:
+        return self._exists(self._part)
+
+    def written(self) -> bool:
+        return self._exists(self._whole)
+
+    @staticmethod
+    def _exists(path: Path) -> bool:
+        try:
+            path.lstat()
+        except OSError:
+            return False
+        return True
+
+
+class _Polls:
+    """What the polls of a process say after it was told: busy or idle; idle ones count from an instant on."""
+
+    def __init__(self, key: str, quiet_until: float) -> None:
+        self._key, self._quiet_until = key, quiet_until
+        self.was_busy = False
+        self.idle = 0
+
+    def __call__(self, client: Client) -> None:
+        if client.key != self._key:
+            return
+        if client.busy:
+            self.was_busy, self.idle = True, 0
+        elif self.was_busy or client.polled > self._quiet_until:
+            self.idle += 1
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except (asyncio.TimeoutError, TimeoutError):
+        return

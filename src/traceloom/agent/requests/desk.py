@@ -1,0 +1,468 @@
+"""Takes requests, runs them, and knows how far each is; after a restart it goes on where it was.
+
+Everything here runs in the agent's loop; the disk is a thread's, long work a process's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from traceloom import __version__
+from traceloom.agent import profilers
+from traceloom.agent.config import Config
+from traceloom.agent.http.answers import RequestError
+from traceloom.agent.owners import Process
+from traceloom.agent.profilers import Profiler, ProfilerError, Window
+from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
+from traceloom.agent.registry import Client, Registry
+from traceloom.agent.requests.keeping import write_document
+from traceloom.agent.requests.leases import Leases
+from traceloom.agent.requests.model import State, Target, TraceRequest, Wanted
+from traceloom.agent.requests.places import Places
+from traceloom.agent.requests.store import RequestStore
+from traceloom.agent.steps import Steps
+from traceloom.errors import OutputError, nearest
+
+LOG = logging.getLogger("traceloom.agent")
+CAPTURE = "capture.json"  # as docs/reference/capture-json.md describes it
+_LOOK_S = 0.2
+_MOST_TARGETS = 4096  # of a request
+_MOST_REQUESTS = 2000  # that are remembered
+
+
+class RequestDesk:
+    """All requests of this agent.
+
+    Args:
+        config: The agent's.
+        registry: Processes that poll.
+        processes: The processes that matter, by key, as they are now.
+        steps: How fast they step.
+        store: Where requests are written down.
+        places: Where their results lie.
+        boot_id: Of this host: after a restart of it no process is the same.
+    """
+
+    def __init__(  # noqa: PLR0917  (the parts of the agent)
+        self, config: Config, registry: Registry, processes: Callable[[], Mapping[str, Process]], steps: Steps,
+        store: RequestStore, places: Places, boot_id: str,
+    ) -> None:  # fmt: skip
+        self.config, self.registry, self.processes, self.steps = config, registry, processes, steps
+        self.store, self.places, self.boot_id = store, places, boot_id
+        self.requests: dict[str, TraceRequest] = {}  # oldest first
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._targets: dict[str, list[asyncio.Task[None]]] = {}
+        self._leases = Leases()
+        self._changed = asyncio.Condition()
+        self._versions: dict[str, int] = {}
+        self._disk = ThreadPoolExecutor(1, "requests")
+        self._telling: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Go on with what an earlier agent left."""
+        loop = asyncio.get_running_loop()
+        for request in await loop.run_in_executor(self._disk, self.store.load):
+            self.requests[request.id] = request
+            if not request.ended:
+                self._run(request)
+
+    async def close(self) -> None:
+        """Stop; requests stay as they are, for the next agent."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*self._telling, return_exceptions=True)
+        self._disk.shutdown()
+        self.store.close()
+
+    async def submit(self, wanted: Wanted, who: str, may_trace: Callable[[int], bool]) -> TraceRequest:
+        """Take a request, write it down, and begin.
+
+        Args:
+            wanted: What is asked for.
+            who: By whom, for the log.
+            may_trace: Whether they may trace processes of a user.
+
+        Raises:
+            RequestError: `wrong-request`, `no-such-process`, `several-users`, `no-profiler`, `quota`, `too-much`,
+                `cannot-write`.
+        """
+        self._check(wanted)
+        matching = self.matching(wanted, may_trace)
+        users = {process.uid for process in matching}
+        if len(users) != 1:
+            raise RequestError(
+                400, f"that matches processes of {len(users)} users", slug="several-users", hint="name --pid or --job"
+            )
+        uid = users.pop()
+        if sum(request.uid == uid and not request.ended for request in self.requests.values()) >= (
+            self.config.traces.most_requests_per_user
+        ):
+            raise RequestError(
+                429, "too many requests of this user run already", slug="quota", retry_s=10,
+                hint="`traces.most_requests_per_user` of agent.toml",
+            )  # fmt: skip
+        request = TraceRequest(
+            id=secrets.token_hex(6), who=who, uid=uid, asked_ns=time.time_ns(), boot_id=self.boot_id, wanted=wanted
+        )
+        request.targets = list(_targets(request, matching))
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._disk, self.places.prepare, uid, request.id)
+            await loop.run_in_executor(self._disk, self.store.put, request)
+        except OutputError as error:
+            raise RequestError(503, str(error), slug=error.slug, hint=error.hint) from error
+        self.requests[request.id] = request
+        self._run(request)
+        return request
+
+    def cancel(self, request: TraceRequest) -> None:
+        """Stop what of it has not ended; what PyTorch's profiler was told already it does, and nobody reads it."""
+        for task in self._targets.get(request.id, []):
+            task.cancel("cancelled")
+
+    async def changes(self, request: TraceRequest) -> AsyncIterator[TraceRequest]:
+        """The request now, and again after each change, until it has ended."""
+        while True:
+            version = self._versions.get(request.id, 0)
+            yield request
+            if request.ended:
+                return
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._versions.get(request.id, 0) != version)  # noqa: B023
+
+    def is_traced(self, key: str) -> bool:
+        """Whether a request for the timeline of a process has not ended."""
+        return any(
+            target.process == key and target.profiler == "timeline" and not target.ended
+            for request in self.requests.values() if not request.ended
+            for target in request.targets
+        )  # fmt: skip
+
+    def file(self, request: TraceRequest, name: str) -> Path:
+        """Where a file of a request lies.
+
+        Raises:
+            RequestError: `no-such-file`.
+        """
+        if name not in request.files:
+            raise RequestError(
+                404, f"the request has no file `{name}`", slug="no-such-file", hint=nearest(name, request.files)
+            )
+        return self.places.of_request(request.uid, request.id) / name
+
+    def forget_old(self) -> None:
+        """Delete requests that ended long ago, with their files, and what processes left; in the disk's thread."""
+        old = time.time_ns() - int(self.config.traces.keep_days * 86_400 * 1e9)
+        ended = [request for request in self.requests.values() if request.ended]
+        excess = len(self.requests) - _MOST_REQUESTS
+        for number, request in enumerate(ended):
+            if request.asked_ns < old or number < excess:
+                del self.requests[request.id]
+                self._disk.submit(self.places.remove, request.uid, request.id)
+                self._disk.submit(self.store.delete, request.id)
+        self._disk.submit(self.places.sweep)
+
+    def matching(self, wanted: Wanted, may_trace: Callable[[int], bool]) -> list[Process]:
+        """The processes that a request is about.
+
+        Raises:
+            RequestError: `no-such-process`: there are none, or none that may be traced.
+        """
+        if wanted.host not in ("", self.config.host_name):
+            raise RequestError(
+                404, f"this is {self.config.host_name}, not {wanted.host}", slug="no-such-process",
+                hint="ask the agent of that host",
+            )  # fmt: skip
+        known = dict(self.processes())
+        for client in self.registry.clients.values():
+            known.setdefault(client.key, _bare(client))
+        allowed = [process for process in known.values() if may_trace(process.uid)]
+        matches = self._workers([process for process in allowed if self._matches(process, wanted)])
+        if wanted.most_processes is not None:
+            matches = matches[: wanted.most_processes]
+        if not matches:
+            hint = "`traceloom agent ps` lists processes; others' are not traced"
+            raise RequestError(404, "no process of yours matches", slug="no-such-process", hint=hint)
+        if len(matches) > _MOST_TARGETS:
+            raise RequestError(400, f"that matches {len(matches)} processes", slug="too-much", hint="name fewer")
+        return matches
+
+    def _matches(self, process: Process, wanted: Wanted) -> bool:
+        client = self.registry.clients.get(process.key)
+        family = {process.pid, *(client.ancestors if client is not None else ())}
+        if wanted.job and process.owner.job != wanted.job:
+            return False
+        if wanted.ranks and process.owner.rank not in wanted.ranks:
+            return False
+        if wanted.pids:
+            # A launcher's pid chooses its children; of those that do not poll only the process itself.
+            return not family.isdisjoint(wanted.pids)
+        return client is not None
+
+    def _workers(self, processes: list[Process]) -> list[Process]:
+        """Without those that only serve others: launchers beside their ranks, and what a rank itself has started."""
+        if any(process.owner.rank is not None for process in processes):
+            processes = [process for process in processes if process.owner.rank is not None]
+        ranks = {(process.pid, process.owner.job, process.owner.rank) for process in processes}
+        out = []
+        for process in processes:
+            client = self.registry.clients.get(process.key)
+            above = client.ancestors if client is not None else ()
+            if process.owner.rank is None or ranks.isdisjoint(
+                (pid, process.owner.job, process.owner.rank) for pid in above
+            ):
+                out.append(process)
+        return out
+
+    def _check(self, wanted: Wanted) -> None:
+        most = self.config.traces
+        if not (wanted.pids or wanted.job or wanted.ranks or wanted.host):
+            raise RequestError(
+                400, "of which processes?", slug="wrong-request", hint="name pids, a job, ranks or a host"
+            )
+        if (wanted.steps is None) == (wanted.duration_s is None):
+            raise RequestError(400, "either steps or a duration", slug="wrong-request")
+        if (wanted.duration_s or 0) > most.most_seconds or (wanted.steps or 0) > most.most_steps:
+            raise RequestError(
+                400, f"a trace has at most {most.most_seconds:g} s or {most.most_steps} steps", slug="too-much",
+                hint="`traces.most_seconds` and `traces.most_steps` of agent.toml",
+            )  # fmt: skip
+        if wanted.at_ns and not 0 < wanted.at_ns - time.time_ns() < 86_400 * 10**9:
+            raise RequestError(400, "it is to begin in the past, or more than a day ahead", slug="wrong-request")
+        for name in wanted.profilers:
+            if not profilers.is_there(name):
+                raise RequestError(400, f"there is no profiler `{name}` in this version", slug="no-profiler")
+
+    def _run(self, request: TraceRequest) -> None:
+        task = asyncio.create_task(self._request(request), name=f"request {request.id}")
+        self._running[request.id] = task
+        task.add_done_callback(lambda _: self._running.pop(request.id, None))
+
+    async def _request(self, request: TraceRequest) -> None:
+        """All targets of a request, and at the end its capture.json."""
+        open_targets = [target for target in request.targets if not target.ended]
+        traced = {target.process for target in open_targets if target.profiler == "timeline"}
+        # Those that an earlier agent had handed over have their instant already.
+        waiting = {
+            target.process
+            for target in open_targets
+            if target.profiler == "timeline" and target.state == "queued" and target.start_ns is None
+        }
+        beside = any(target.profiler != "timeline" for target in open_targets)
+        start = None
+        if len(traced) > 1 or beside or request.wanted.at_ns:
+            start = CommonStart(waiting, request.wanted.at_ns)
+            if not waiting:
+                start.leave("")
+        tasks = [
+            asyncio.create_task(self._target(request, target, start), name=f"{request.id} {target.stem}")
+            for target in open_targets
+        ]
+        self._targets[request.id] = tasks
+        try:
+            await asyncio.gather(*tasks)
+            await self._finish(request)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._targets.pop(request.id, None)
+
+    async def _target(self, request: TraceRequest, target: Target, start: CommonStart | None) -> None:
+        holder = f"{target.profiler} of request {request.id}, process {target.pid}"
+        tell = partial(self._tell, request, target)
+        try:
+            process = self._process(request, target)
+            profiler = self._profiler(request, target, start)
+            await self._lease(holder, profiler, process, tell)
+            await self._record(request, target, process, profiler, start, tell)
+        except ProfilerError as error:
+            tell("failed", error.slug, error.message)
+        except asyncio.CancelledError as error:
+            if error.args != ("cancelled",):
+                raise  # the agent ends; the next one goes on
+            tell("cancelled", "cancelled", "it was cancelled")
+        except Exception as error:  # a profiler's defect ends its target, not the agent
+            LOG.exception("request %s, %s of process %d", request.id, target.profiler, target.pid)
+            tell("failed", "internal-error", f"{type(error).__name__}: {error}")
+        finally:
+            self._leases.give_back(holder)
+            if start is not None and target.profiler == "timeline":
+                start.leave(target.process)
+
+    def _process(self, request: TraceRequest, target: Target) -> Process:
+        if request.boot_id != self.boot_id:
+            raise ProfilerError("the host was started again since", slug="exited")
+        process = self.processes().get(target.process)
+        if process is not None:
+            return process
+        client = self.registry.clients.get(target.process)
+        if client is not None:
+            return _bare(client)
+        # After a restart of the agent nobody has been looked at yet.
+        return Process(
+            key=target.process, pid=target.pid, start_ticks=int(target.process.partition("@")[2]), started_ns=0,
+            parent_pid=0, uid=target.uid, command="",
+        )  # fmt: skip
+
+    def _profiler(self, request: TraceRequest, target: Target, start: CommonStart | None) -> Profiler:
+        if target.profiler != "timeline":
+            if target.state != "queued":
+                raise ProfilerError("the agent was started again while it recorded", slug="agent-restarted")
+            return profilers.make(target.profiler)
+        wanted, most = request.wanted, self.config.traces
+        order = TimelineOrder(
+            trace_id=f"traceloom-{request.id}-{target.stem}", group_id=f"traceloom-{request.id}",
+            incoming=self.places.incoming(request.uid), stem=target.stem, shapes=wanted.shapes, stacks=wanted.stacks,
+            flops=wanted.flops, modules=wanted.modules, wait_s=most.wait, most_seconds=most.most_seconds,
+            most_bytes=int(most.most_file_mb * 1e6), most_kept_bytes=int(most.most_mb_per_user * 1e6),
+            resumed=target.state, start_ns=target.start_ns, attempt=target.attempt,
+            steps_per_second=self.steps.per_second, start=start,
+        )  # fmt: skip
+        return TimelineProfiler(self.registry, order, partial(self._tell, request, target))
+
+    async def _lease(self, holder: str, profiler: Profiler, process: Process, tell: Any) -> None:
+        told = ""
+        until = time.monotonic() + self.config.traces.wait
+        while taken := self._leases.take(holder, profiler.resources(process)):
+            if taken != told:
+                tell("queued", "leased", f"waits: {taken}")
+                told = taken
+            if time.monotonic() > until:
+                raise ProfilerError(taken, slug="expired")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _record(  # noqa: PLR0917  (of one target)
+        self, request: TraceRequest, target: Target, process: Process, profiler: Profiler, start: CommonStart | None,
+        tell: Any,
+    ) -> None:  # fmt: skip
+        wanted = request.wanted
+        directory = self.places.of_request(request.uid, request.id)
+        if target.profiler == "timeline":
+            paths = await profiler.record(
+                process, Window(wanted.at_ns, wanted.duration_s, wanted.steps), directory, target.stem
+            )
+        else:
+            assert start is not None
+            start_ns = await asyncio.shield(start.first)
+            tell("accepted", start_ns=start_ns)
+            seconds = wanted.duration_s
+            rate = self.steps.per_second(process.key)
+            if seconds is None and rate and wanted.steps is not None:
+                seconds = wanted.steps / rate
+            paths = await profiler.record(process, Window(start_ns, seconds, wanted.steps), directory, target.stem)
+            tell("written")
+            size = await asyncio.to_thread(lambda: sum(path.stat().st_size for path in paths))
+            tell("kept", file=paths[0].name if paths else "", bytes=size)
+        request.files += sorted({path.name for path in paths} - set(request.files))
+
+    async def _finish(self, request: TraceRequest) -> None:
+        kept = [target for target in request.targets if target.state == "kept"]
+        if kept:
+            document = self._capture(request, kept)
+            path = self.places.of_request(request.uid, request.id) / CAPTURE
+            try:
+                await asyncio.to_thread(write_document, str(path), document)
+                request.files = [CAPTURE, *(name for name in request.files if name != CAPTURE)]
+            except OSError as error:
+                LOG.warning("request %s: capture.json cannot be written: %s", request.id, error)
+        request.done = True
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._disk, self.store.put, request)
+        except OutputError as error:
+            LOG.warning("request %s: %s", request.id, error)
+        await self._notify(request.id)
+
+    def _capture(self, request: TraceRequest, kept: Iterable[Target]) -> dict[str, Any]:
+        """capture.json: one entry per process that has a timeline, and what was asked for."""
+        entries: list[dict[str, Any]] = []
+        for target in kept:
+            if target.profiler != "timeline":
+                continue
+            process = self.processes().get(target.process)
+            owner = process.owner if process is not None else None
+            window = {
+                "file": target.file, "kind": "time" if request.wanted.steps is None else "steps", "first_step": None,
+                "step_count": target.steps, "start_ns": target.window_start_ns, "end_ns": target.window_end_ns,
+            }  # fmt: skip
+            entries.append(
+                {
+                    "rank": target.rank, "world_size": owner.world_size if owner else None,
+                    "local_rank": owner.local_rank if owner else None, "job": (owner.job or None) if owner else None,
+                    "name": target.stem, "host": self.config.host_name, "process": target.pid,
+                    "created_ns": request.asked_ns, "written_ns": target.since_ns, "window": window, "notices": [],
+                }
+            )  # fmt: skip
+        asked = msgspec.to_builtins(msgspec.structs.replace(request, files=[]))
+        beside: dict[str, list[str]] = {}
+        for target in kept:
+            if target.profiler in ("stacks", "telemetry"):
+                beside.setdefault(target.profiler, []).append(target.file)
+        return {
+            "format": "traceloom-capture", "version": 1, "traceloom": __version__,
+            "stage": "profiled", "run": {}, "ranks": entries, "request": asked, **beside,
+        }  # fmt: skip
+
+    def _tell(
+        self, request: TraceRequest, target: Target, state: State, reason: str = "", detail: str = "", **facts: Any
+    ) -> None:
+        """A target is in a state: in memory at once, on disk and to listeners soon."""
+        if state != target.state or reason != target.reason:
+            target.since_ns = time.time_ns()
+        target.state, target.reason, target.detail = state, reason, detail
+        for name, value in facts.items():
+            setattr(target, name, value)
+        written = msgspec.structs.replace(target)
+        task = asyncio.create_task(self._write(request.id, written))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _write(self, request: str, target: Target) -> None:
+        await self._notify(request)
+        with contextlib.suppress(OutputError):  # the store's trouble says it; the request goes on
+            await asyncio.get_running_loop().run_in_executor(self._disk, self.store.put_target, target)
+
+    async def _notify(self, request: str) -> None:
+        self._versions[request] = self._versions.get(request, 0) + 1
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _targets(request: TraceRequest, processes: Iterable[Process]) -> Iterable[Target]:
+    stems: set[str] = set()
+    once: set[str] = set()
+    for process in sorted(processes, key=lambda process: (process.owner.rank is None, process.owner.rank, process.pid)):
+        rank = process.owner.rank
+        stem = f"pid{process.pid}" if rank is None or f"rank{rank}" in stems else f"rank{rank}"
+        stems.add(stem)
+        for profiler in dict.fromkeys(request.wanted.profilers):
+            if profiler == "telemetry":  # of the host
+                if profiler in once:
+                    continue
+                once.add(profiler)
+            yield Target(
+                request=request.id, process=process.key, profiler=profiler, pid=process.pid, uid=process.uid, rank=rank,
+                stem=stem, since_ns=request.asked_ns,
+            )  # fmt: skip
+
+
+def _bare(client: Client) -> Process:
+    """A process that polls and has not been looked at yet."""
+    return Process(
+        key=client.key, pid=client.pid, start_ticks=client.start_ticks, started_ns=client.first_ns,
+        parent_pid=client.ancestors[0] if client.ancestors else 0, uid=client.uid, command="",
+    )  # fmt: skip

@@ -1,0 +1,182 @@
+"""Reads back what a process wrote, says whether it is the trace that was asked for, and keeps it.
+
+Runs in a process of its own (`worker.py`). The directory is the user's, who may be hostile: the file is opened once
+without following links, has to be a plain file of that user with one name, and is copied before it is looked at.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from isal import igzip
+
+_PIECE = 1 << 20
+_LEVEL = 2
+_SLACK_NS = 5_000_000_000  # a busy machine begins and ends late
+_LATEST_NS = 2**61  # of what a trace says: sums of two fit into 64 bits
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class _Event(msgspec.Struct):
+    name: str = ""
+    ph: str = ""
+    cat: str = ""
+    ts: float | str = 0.0
+    dur: float = 0.0
+
+
+class _Trace(msgspec.Struct):
+    traceEvents: list[_Event]  # noqa: N815  (as in the file)
+    trace_id: str = ""
+    baseTimeNanoseconds: int = 0  # noqa: N815
+
+
+class _FaultError(Exception):
+    def __init__(self, detail: str, *, slug: str) -> None:
+        super().__init__(detail)
+        self.slug = slug
+
+
+def keep(
+    *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int, trace_id: str,
+    start_ns: int | None, duration_s: float | None, steps: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Verify a trace, and keep it compressed as `to`.
+
+    Args:
+        folder: Where it was written.
+        name: The file's.
+        uid: Whose it has to be.
+        to: Where it goes, as an absolute path.
+        most_bytes: Of the file as it was written.
+        most_kept_bytes: Of all that is kept of this user.
+        trace_id: What it has to say it is.
+        start_ns: When its window was to begin; None where no instant was named.
+        duration_s: How long it was to be; None where steps were asked for.
+        steps: How many steps it has to hold at least; None where that does not matter.
+
+    Returns:
+        What it holds (`operators`, `steps`, `window_start_ns`, `window_end_ns`) and the kept file's `bytes` and
+        `sha256`; or `fault` (a slug) and `detail`.
+    """
+    target = Path(to)
+    copy = target.with_name(f".{target.name}.copy")
+    try:
+        _copy(folder, name, uid, most_bytes, copy)
+        facts = _verified(copy, trace_id, start_ns, duration_s, steps)
+        return facts | _compressed(copy, target, most_kept_bytes)
+    except _FaultError as fault:
+        return {"fault": fault.slug, "detail": str(fault)}
+    except OSError as error:
+        fault = "disk-full" if error.errno in _FULL else "cannot-write"
+        return {"fault": fault, "detail": (error.strerror or str(error)).lower()}
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _copy(folder: str, name: str, uid: int, most_bytes: int, copy: Path) -> None:
+    try:
+        directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise _FaultError(
+            slug="foreign-file", detail=f"it cannot be opened: {(error.strerror or str(error)).lower()}"
+        ) from error
+    with os.fdopen(source, "rb") as reader, copy.open("wb") as writer:
+        status = os.fstat(source)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != uid or status.st_nlink != 1:
+            raise _FaultError(slug="foreign-file", detail=f"it is no file of user {uid} with one name")
+        left = most_bytes
+        while piece := reader.read(min(_PIECE, left + 1)):
+            left -= len(piece)
+            if left < 0:
+                raise _FaultError(slug="quota", detail=f"it is larger than {most_bytes:,} bytes")
+            writer.write(piece)
+
+
+def _verified(
+    path: Path, trace_id: str, start_ns: int | None, duration_s: float | None, steps: int | None
+) -> dict[str, Any]:
+    if not path.stat().st_size:
+        raise _FaultError(slug="damaged", detail="it holds nothing")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        try:
+            trace = msgspec.json.decode(memoryview(text), type=_Trace)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _FaultError(
+                slug="damaged", detail=f"it is no whole trace: {error}"
+            ) from None  # holds a view of the file
+    if trace.trace_id != trace_id:
+        raise _FaultError(slug="damaged", detail="it is the trace of another request")
+    windows = [event for event in trace.traceEvents if event.ph == "X" and event.name.startswith("PyTorch Profiler (")]
+    if not windows or not isinstance(windows[0].ts, float) or not _are_times(trace, windows[0].ts, windows[0].dur):
+        raise _FaultError(slug="damaged", detail="it does not say when its window was")
+    began_ns = trace.baseTimeNanoseconds + round(windows[0].ts * 1000)
+    ended_ns = began_ns + round(windows[0].dur * 1000)
+    if duration_s is not None and not 0 < ended_ns - began_ns < duration_s * 1e9 + _SLACK_NS:
+        lasted = (ended_ns - began_ns) / 1e9
+        raise _FaultError(slug="damaged", detail=f"its window is {lasted:.3f} s, asked for were {duration_s} s")
+    if start_ns is not None and not -_SLACK_NS / 10 < began_ns - start_ns < _SLACK_NS:
+        raise _FaultError(
+            slug="damaged", detail=f"its window began {(began_ns - start_ns) / 1e9:+.3f} s from when it was to"
+        )
+    operators = sum(event.cat == "cpu_op" for event in trace.traceEvents)
+    marks = [event.name for event in trace.traceEvents if event.cat == "user_annotation" and event.ph == "X"]
+    count = max(sum(name.startswith(mark) for name in marks) for mark in ("Optimizer.step#", "ProfilerStep#"))
+    if steps is not None and count < steps:
+        raise _FaultError(slug="not-stepping", detail=f"it holds {count} of {steps} steps")
+    if not operators:
+        raise _FaultError(slug="empty", detail="no operator ran in its window")
+    return {"operators": operators, "steps": count, "window_start_ns": began_ns, "window_end_ns": ended_ns}
+
+
+def _are_times(trace: _Trace, ts: float, dur: float) -> bool:
+    return 0 <= trace.baseTimeNanoseconds < _LATEST_NS and 0 <= ts < _LATEST_NS / 1000 and 0 < dur < _LATEST_NS / 1000
+
+
+def _compressed(copy: Path, target: Path, most_kept_bytes: int) -> dict[str, Any]:
+    kept = sum(
+        entry.stat().st_size for entry in target.parents[1].glob("*/*") if entry.is_file() and not entry.is_symlink()
+    )
+    part = target.with_name(f".{target.name}.part")
+    digest = hashlib.sha256()
+    try:
+        with copy.open("rb") as reader, part.open("w+b") as writer:
+            with igzip.GzipFile(filename="", fileobj=writer, mode="wb", compresslevel=_LEVEL, mtime=0) as packed:
+                while piece := reader.read(_PIECE):
+                    packed.write(piece)
+            writer.seek(0)
+            while piece := writer.read(_PIECE):
+                digest.update(piece)
+            size = writer.tell()
+            os.fsync(writer.fileno())
+        if kept - copy.stat().st_size + size > most_kept_bytes:
+            raise _FaultError(slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept")
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def write_document(path: str, document: dict[str, Any]) -> None:
+    """Write `capture.json`, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    part = Path(f"{path}.part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,89 @@
+"""What a request is: targets, profilers, window; and the state of each target."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+State = Literal["queued", "delivered", "accepted", "written", "verified", "kept", "failed", "cancelled"]
+ENDED = frozenset({"kept", "failed", "cancelled"})
+ProfilerName = Literal["timeline", "stacks", "dump", "allocations", "launches", "memory", "telemetry"]
+Pid = Annotated[int, Meta(ge=1, le=2**22)]
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is asked for: of which processes, by which profilers, for how long.
+
+    Targets are those of `pids` (a launcher's chooses its children), of `job`, of `ranks`, or all that poll on `host`;
+    together they narrow each other. Either `steps` or `duration_s`. `at_ns`: when to begin, 0 at once.
+    """
+
+    pids: Annotated[tuple[Pid, ...], Meta(max_length=1024)] = ()
+    job: Annotated[str, Meta(max_length=256)] = ""
+    ranks: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=65536)] = ()
+    host: Annotated[str, Meta(max_length=256)] = ""
+    profilers: Annotated[tuple[ProfilerName, ...], Meta(min_length=1, max_length=7)] = ("timeline",)
+    steps: Annotated[int, Meta(ge=1)] | None = None
+    duration_s: Annotated[float, Meta(gt=0)] | None = None
+    at_ns: Annotated[int, Meta(ge=0)] = 0
+    shapes: bool = False
+    stacks: bool = False
+    flops: bool = False
+    modules: bool = False
+    most_processes: Annotated[int, Meta(ge=1)] | None = None  # of those that match
+
+
+class Target(msgspec.Struct, kw_only=True):
+    """One profiler of one process, and how far it is. `since_ns`: when it came into this state.
+
+    `reason` is the slug of why it failed, or of what it waits for; `detail` the sentence. `start_ns`: when it was to
+    begin, where all begin at one instant; `skew_ns`: how much later its window began. None: not known.
+    """
+
+    request: str
+    process: str  # PID@START
+    profiler: str
+    pid: int
+    uid: int
+    rank: int | None = None
+    stem: str
+    state: State = "queued"
+    since_ns: int = 0
+    reason: str = ""
+    detail: str = ""
+    attempt: int = 1
+    start_ns: int | None = None
+    skew_ns: int | None = None
+    file: str = ""
+    bytes: int | None = None
+    sha256: str = ""
+    window_start_ns: int | None = None
+    window_end_ns: int | None = None
+    operators: int | None = None
+    steps: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it changes no more."""
+        return self.state in ENDED
+
+
+class TraceRequest(msgspec.Struct, kw_only=True):
+    """A request. `uid`: whose the processes are; `files`: what lies in its directory."""
+
+    id: str
+    who: str
+    uid: int
+    asked_ns: int
+    boot_id: str
+    wanted: Wanted
+    targets: list[Target] = []
+    files: list[str] = []
+    done: bool = False  # all targets have ended, and capture.json says so
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it changes any more."""
+        return self.done

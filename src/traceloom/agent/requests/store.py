@@ -1,0 +1,130 @@
+"""Requests on disk (SQLite): one row each, one row per target. What was asked survives whatever ends the agent."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from pathlib import Path
+
+import msgspec
+
+from traceloom.agent.requests.model import Target, TraceRequest
+from traceloom.errors import InputError, OutputError, newer_format
+
+VERSION = 1
+_COLUMNS = msgspec.structs.fields(Target)
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, asked_ns INTEGER NOT NULL, document BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS targets (
+    {", ".join(field.name for field in _COLUMNS)}, PRIMARY KEY (request, process, profiler)
+) WITHOUT ROWID;
+"""
+
+
+class RequestStore:
+    """Blocks, so it is called in threads, one at a time.
+
+    Args:
+        path: The file; its directory is made. None keeps in memory alone.
+
+    Raises:
+        InputError: `newer-format`: the file is of a later version.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.trouble = ""  # why the last change is not on disk
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
+        try:
+            self._open()
+        except (OSError, sqlite3.Error) as error:  # the agent goes on; requests are refused until it can be written
+            self.trouble = str(error)
+
+    def load(self) -> list[TraceRequest]:
+        """All requests, oldest first; rows that cannot be read are left out."""
+        with self._lock:
+            if self._database is None:
+                return []
+            requests = {}
+            for (document,) in self._database.execute("SELECT document FROM requests ORDER BY asked_ns"):
+                request = msgspec.json.decode(document, type=TraceRequest)
+                requests[request.id] = request
+            names = [field.name for field in _COLUMNS]
+            for row in self._database.execute(f"SELECT {', '.join(names)} FROM targets"):  # noqa: S608  (our own names)
+                target = msgspec.convert(dict(zip(names, row, strict=True)), Target)
+                if target.request in requests:
+                    requests[target.request].targets.append(target)
+            return list(requests.values())
+
+    def put(self, request: TraceRequest) -> None:
+        """Write a request with all its targets.
+
+        Raises:
+            OutputError: `cannot-write`: it is not on disk.
+        """
+        bare = msgspec.structs.replace(request, targets=[])
+        self._write(
+            (
+                "INSERT OR REPLACE INTO requests VALUES (?, ?, ?)",
+                (request.id, request.asked_ns, msgspec.json.encode(bare)),
+            ),
+            *(_of(target) for target in request.targets),
+        )
+
+    def put_target(self, target: Target) -> None:
+        """Write the state of a target; errors as of `put`."""
+        self._write(_of(target))
+
+    def delete(self, request: str) -> None:
+        """Forget a request; errors as of `put`."""
+        self._write(
+            ("DELETE FROM targets WHERE request = ?", (request,)), ("DELETE FROM requests WHERE id = ?", (request,))
+        )
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def _write(self, *statements: tuple[str, tuple[object, ...]]) -> None:
+        with self._lock:
+            try:
+                if self._database is None:
+                    self._open()
+                assert self._database is not None
+                with self._database as database:
+                    for statement, values in statements:
+                        database.execute(statement, values)
+            except (OSError, sqlite3.Error) as error:
+                self.trouble = str(error)
+                raise OutputError(
+                    f"the request cannot be written down: {error}", slug="cannot-write", where=str(self.path)
+                ) from error
+            self.trouble = ""
+
+    def _open(self) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        database = sqlite3.connect(self.path or ":memory:", check_same_thread=False, timeout=5.0)
+        try:
+            version = database.execute("PRAGMA user_version").fetchone()[0]
+            if version > VERSION:
+                raise newer_format("database of requests", version, VERSION, self.path)
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            database.executescript(_SCHEMA)
+            database.execute(f"PRAGMA user_version = {VERSION}")
+            if self.path is not None:
+                self.path.chmod(0o600)
+        except (OSError, sqlite3.Error, InputError):
+            database.close()
+            raise
+        self._database = database
+
+
+def _of(target: Target) -> tuple[str, tuple[object, ...]]:
+    marks = ", ".join("?" * len(_COLUMNS))
+    return f"INSERT OR REPLACE INTO targets VALUES ({marks})", msgspec.structs.astuple(target)  # noqa: S608

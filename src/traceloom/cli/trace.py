@@ -1,0 +1,222 @@
+"""`traceloom trace`: asks the agent for a trace of a job that runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traceloom.cli import options as types
+from traceloom.errors import CaptureError, OutputError, PartialError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.text import Text
+
+    from traceloom.agent.client import Client
+
+DESCRIPTION = (
+    "Trace a job that runs, without stopping or changing it: the host's agent asks PyTorch's own profiler in its "
+    'processes, verifies what they write, and hands it over. The job needs `eval "$(traceloom agent env)"` before it '
+    "starts, and an agent that runs."
+)
+EXAMPLES = """\
+examples:
+  traceloom trace --job slurm-42 --steps 3 -o run        three steps of all its ranks on this host
+  traceloom trace --job slurm-42 --rank 0,3 --duration 500ms -o run
+  traceloom trace --pid 4711 --steps 3 --shapes -o run   a process, or a launcher's children
+  traceloom trace --list                                 requests and how far they are
+  traceloom trace --cancel 3f0a9c1be77d
+"""
+_LOOK_S = 0.25
+_STATES = {
+    "queued": "waits", "delivered": "told", "accepted": "records", "written": "written", "verified": "verified",
+    "kept": "kept", "failed": "failed", "cancelled": "cancelled",
+}  # fmt: skip
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    targets = parser.add_argument_group("of what")
+    targets.add_argument("--pid", type=types.ranks, metavar="PIDS", help="processes; a launcher's chooses its children")
+    targets.add_argument("--job", metavar="JOB", help="a job, as `traceloom agent ps` shows it")
+    targets.add_argument("--rank", type=types.ranks, metavar="RANKS", help="of these ranks alone")
+    targets.add_argument("--host", metavar="HOST", help="all that can be traced on this host, by its name")
+    window = parser.add_argument_group("what")
+    window.add_argument("--steps", type=types.count, metavar="N", help="so many steps; quicker than a duration")
+    window.add_argument("--duration", type=types.instant, metavar="T", help="so long, as 500ms or 2s")
+    window.add_argument("--at", metavar="TIME", help="begin then, as +30s or 2026-01-31T12:00 (default: at once)")
+    window.add_argument(
+        "--profilers", default="timeline", metavar="NAMES",
+        help="timeline, stacks, dump, allocations, launches, memory, telemetry; several with commas "
+        "(default: timeline)",
+    )  # fmt: skip
+    window.add_argument("--shapes", action="store_true", help="shapes of tensors")
+    window.add_argument("--stacks", action="store_true", help="Python stacks, which slow the job down meanwhile")
+    parser.add_argument("--list", action="store_true", help="show requests and how far they are")
+    parser.add_argument("--cancel", metavar="REQUEST", help="cancel a request")
+    parser.add_argument("-o", "--output", metavar="DIR", help="where the capture goes: a new directory")
+    parser.add_argument("--socket", metavar="PATH", help="the agent's socket (default: the user's own, else root's)")
+    parser.add_argument("--config", metavar="FILE", help="agent.toml, where it says where the socket is")
+    parser.add_argument("--json", action="store_true", help="print the request as JSON when it has ended")
+    types.add_silence(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; returns the exit code.
+
+    Raises:
+        UsageError: `wrong-usage`, `bad-time`.
+        OutputError: `file-exists`: something is at the output.
+        CaptureError: `nothing-traced`: nothing was kept.
+        PartialError: `partly-traced`: some of it was kept.
+    """
+    from traceloom.cli.agent import client_of
+
+    client = client_of(args)
+    if args.list:
+        return _list(args, client)
+    if args.cancel:
+        if not _NAME.fullmatch(args.cancel):
+            raise UsageError(f"`{args.cancel}` is no request", slug="wrong-usage", hint="traceloom trace --list")
+        answer = client.delete(f"requests/{args.cancel}")
+        print(json.dumps(answer, indent=2) if args.json else f"Request {answer['id']} is cancelled.")
+        return 0
+    return _trace(args, client)
+
+
+def _trace(args: argparse.Namespace, client: Client) -> int:
+    if (args.steps is None) == (args.duration is None):
+        raise UsageError("say either --steps N or --duration T", slug="wrong-usage", hint="see traceloom trace --help")
+    if not (args.pid or args.job or args.rank or args.host):
+        raise UsageError("of what: --pid, --job, --rank or --host?", slug="wrong-usage", hint="traceloom agent ps")
+    if args.output is None:
+        raise UsageError("where is it to go?", slug="wrong-usage", hint="-o DIR")
+    output = Path(args.output)
+    if output.exists() or output.is_symlink():
+        raise OutputError("there is something already", slug="file-exists", where=args.output, hint="name another -o")
+    duration = args.duration
+    if duration is not None and not duration.isdigit():
+        raise UsageError(f"`{duration}` is no duration, as 500ms", slug="wrong-usage")
+    wanted: dict[str, Any] = {
+        "pids": args.pid or (), "job": args.job or "", "ranks": args.rank or (), "host": args.host or "",
+        "profilers": args.profilers.split(","), "shapes": args.shapes, "stacks": args.stacks,
+        "at_ns": _instant(args.at) if args.at else 0,
+    }  # fmt: skip
+    wanted |= {"steps": args.steps} if args.steps is not None else {"duration_s": int(duration) / 1e9}
+    request = client.post("requests", wanted)
+    try:
+        request = _watched(args, client, request)
+    except KeyboardInterrupt:
+        client.delete(f"requests/{request['id']}")
+        raise
+    kept = [target for target in request["targets"] if target["state"] == "kept"]
+    if args.json:
+        print(json.dumps(request, indent=2))
+    lost = [target for target in request["targets"] if target["state"] != "kept"]
+    reasons = "; ".join(dict.fromkeys(f"{target['stem']}: {target['detail']} ({target['reason']})" for target in lost))
+    if not kept:
+        raise CaptureError(f"nothing was traced: {reasons}", slug="nothing-traced")
+    _download(client, request, output)
+    if not args.quiet and not args.json:
+        print(f"{output}: {sum(target['bytes'] or 0 for target in kept):,} bytes of {len(kept)} profiles")
+        print(f"Look: traceloom report {shlex.quote(args.output)}")
+    if lost:
+        raise PartialError(f"some of it was not traced: {reasons}", slug="partly-traced")
+    return 0
+
+
+def _watched(args: argparse.Namespace, client: Client, request: dict[str, Any]) -> dict[str, Any]:
+    """Follow a request to its end; each change of a target is a line."""
+    shown: dict[tuple[str, str], tuple[str, str]] = {}
+    began = time.monotonic()
+    while True:
+        for target in request["targets"]:
+            key, now = (target["stem"], target["profiler"]), (target["state"], target["reason"])
+            if shown.get(key) != now and not args.quiet:
+                shown[key] = now
+                print(_line(target, time.monotonic() - began), file=sys.stderr, flush=True)
+        if request["done"]:
+            return request
+        time.sleep(_LOOK_S)
+        request = client.get(f"requests/{request['id']}")
+
+
+def _line(target: dict[str, Any], seconds: float) -> str:
+    from traceloom.harmless import harmless
+
+    detail = f": {target['detail']}" if target["detail"] else ""
+    return harmless(
+        f"{seconds:6.1f} s  {target['stem']:<10} {target['profiler']:<11} {_STATES[target['state']]}{detail}"
+    )
+
+
+def _download(client: Client, request: dict[str, Any], output: Path) -> None:
+    """Fetch all files beside the place where they go, and put them there at once."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        try:
+            for name in request["files"]:
+                if _NAME.fullmatch(name):  # nothing of an answer leaves the directory
+                    client.fetch(f"requests/{request['id']}/files/{name}", folder / name)
+            folder.chmod(0o755)
+            folder.rename(output)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OutputError(
+            f"the capture cannot be written: {reason}", slug="cannot-write", where=str(output),
+            hint=f"the agent keeps it: traceloom trace --list shows request {request['id']}",
+        ) from error  # fmt: skip
+
+
+def _instant(text: str) -> int:
+    """`+30s` from now, or a date and time (of this zone where it says none); in ns since the epoch."""
+    if text.startswith("+"):
+        try:
+            return time.time_ns() + int(types.instant(text[1:]))
+        except (argparse.ArgumentTypeError, ValueError):
+            raise UsageError(f"`{text}` is no time, as +30s", slug="bad-time") from None
+    try:
+        return int(datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() * 1e9)
+    except (ValueError, OverflowError):
+        raise UsageError(f"`{text}` is no time, as +30s or 2026-01-31T12:00", slug="bad-time") from None
+
+
+def _list(args: argparse.Namespace, client: Client) -> int:
+    requests = client.get("requests")["requests"]
+    if args.json:
+        print(json.dumps(requests, indent=2))
+        return 0
+    from traceloom.report.views import terminal
+
+    terminal.put(lambda _: _listed(requests), sys.stdout)
+    return 0
+
+
+def _listed(requests: list[dict[str, Any]]) -> Iterator[Text]:
+    from rich.text import Text
+
+    for request in requests:
+        wanted = request["wanted"]
+        window = f"{wanted['steps']} steps" if wanted["steps"] is not None else f"{wanted['duration_s']:g} s"
+        asked = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        yield Text(f"{request['id']}  {asked}  {window}, by {request['who']}", "bold")
+        for target in request["targets"]:
+            yield Text(
+                f"  {target['stem']:<10} {target['profiler']:<11} {_STATES[target['state']]}  {target['detail']}"
+            )
+    if not requests:
+        yield Text("No requests.", "dim")

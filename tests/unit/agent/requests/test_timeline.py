@@ -1,0 +1,292 @@
+"""Each state of a trace has its evidence and its failure: with a stand-in that polls and writes as libkineto does."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.kineto_clients import KinetoClient
+from traceloom.agent.ipc.sockets import KinetoSockets
+from traceloom.agent.owners import Process
+from traceloom.agent.profilers import ProfilerError, Window
+from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
+from traceloom.agent.registry import Registry, parent_and_start
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
+EVERY_S = 0.05  # between polls of the stand-in
+
+
+def trace_text(trace_id: str, *, operators: int = 3, steps: int = 3, start_ns: int = 0, seconds: float = 0.5) -> str:
+    start_us = (start_ns or time.time_ns()) / 1000
+    events = [{"ph": "X", "name": "PyTorch Profiler (0)", "cat": "Trace", "ts": start_us, "dur": seconds * 1e6}]
+    events += [{"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": start_us + 1, "dur": 2.0}] * operators
+    events += [
+        {"ph": "X", "name": "Optimizer.step#SGD.step", "cat": "user_annotation", "ts": start_us, "dur": 1.0}
+    ] * steps
+    return json.dumps({"trace_id": trace_id, "baseTimeNanoseconds": 0, "traceEvents": events})
+
+
+class StandIn:
+    """Polls in a thread; `obeys(number, configuration)` does what libkineto does and gives the masks of the next polls."""
+
+    def __init__(self, directory: Path, obeys: Callable[[int, dict[str, str]], list[int]], masks: list[int]) -> None:
+        self.client = KinetoClient(directory)
+        self.obeys, self.masks = obeys, masks
+        self.told: list[dict[str, str]] = []
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        while not self.ended.wait(EVERY_S):
+            try:
+                self.client.poll(self.masks.pop(0) if self.masks else 3)
+            except (ConnectionRefusedError, FileNotFoundError):
+                return  # the agent of the test has ended
+            text = self.client.answer(10)
+            if text:
+                lines = dict(line.split("=") for line in text.splitlines())
+                self.told.append(lines)
+                self.masks = self.obeys(len(self.told), lines)
+
+    def close(self) -> None:
+        self.ended.set()
+        self.thread.join()
+        self.client.close()
+
+
+class Outcome:
+    """What became of a request: states as they were told, the error's slug or "", the facts."""
+
+    def __init__(self) -> None:
+        self.states: list[tuple[str, str]] = []
+        self.facts: dict[str, Any] = {}
+        self.slug = ""
+        self.told: list[dict[str, str]] = []
+
+    def tell(self, state: str, reason: str = "", detail: str = "", **facts: Any) -> None:
+        if (state, reason) not in self.states[-1:]:
+            self.states.append((state, reason))
+        self.facts |= facts
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="tl"))
+    for name in ("incoming", "kept/request"):
+        (folder / name).mkdir(parents=True)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def traced(
+    place: Path, obeys: Callable[[int, dict[str, str]], list[int]], window: Window, masks: tuple[int, ...] = (),
+    common: bool = False, **order: Any,
+) -> Outcome:  # fmt: skip
+    outcome = Outcome()
+
+    async def live() -> None:
+        registry = Registry()
+        sockets = KinetoSockets(place / "k", registry)
+        sockets.start()
+        assert not sockets.trouble
+        stand_in = StandIn(place / "k" / str(os.geteuid()), obeys, list(masks))
+        ticks = parent_and_start("/proc", os.getpid())[1]
+        process = Process(
+            key=f"{os.getpid()}@{ticks}", pid=os.getpid(), start_ticks=ticks, started_ns=1, parent_pid=1,
+            uid=os.geteuid(), command="",
+        )  # fmt: skip
+        wanted = TimelineOrder(
+            trace_id="traceloom-1-rank0", group_id="traceloom-1", incoming=place / "incoming", stem="rank0",
+            **{"wait_s": 30.0, "start": CommonStart([process.key]) if common else None, **order},
+        )  # fmt: skip
+        try:
+            profiler = TimelineProfiler(registry, wanted, outcome.tell)
+            await profiler.record(process, window, place / "kept" / "request", "rank0")
+        except ProfilerError as error:
+            outcome.slug = error.slug
+        finally:
+            outcome.told = stand_in.told
+            await asyncio.to_thread(stand_in.close)
+            sockets.close()
+
+    asyncio.run(live())
+    assert not list((place / "incoming").iterdir())  # nothing is left behind
+    return outcome
+
+
+STEPS = Window(0, None, 3)
+TIME = Window(0, 0.5, None)
+
+
+def write(lines: dict[str, str], **how: Any) -> None:
+    """As libkineto writes: under another name, then whole at once."""
+    path = Path(lines["ACTIVITIES_LOG_FILE"])
+    path.with_name(path.name + ".tmp").write_text(trace_text(lines["REQUEST_TRACE_ID"], **how), encoding="utf-8")
+    path.with_name(path.name + ".tmp").rename(path)
+
+
+def written(_: int, lines: dict[str, str]) -> list[int]:
+    write(lines)
+    return [1]
+
+
+def test_from_queued_to_kept(place: Path) -> None:
+    outcome = traced(place, written, STEPS)
+    assert outcome.slug == ""
+    states = [state for state, _ in outcome.states]
+    assert [state for state in states if state != "accepted"] == ["queued", "delivered", "written", "verified", "kept"]
+    packed = (place / "kept" / "request" / "rank0.kineto.json.gz").read_bytes()
+    assert json.loads(gzip.decompress(packed))["trace_id"] == "traceloom-1-rank0"
+    assert (outcome.facts["bytes"], outcome.facts["steps"], outcome.facts["operators"]) == (len(packed), 3, 3)
+    assert outcome.told[0]["ACTIVITIES_ITERATIONS"] == "3"
+
+
+def test_its_own_profile_is_waited_for(place: Path) -> None:
+    """H9: while the mask is busy nothing is told."""
+    outcome = traced(place, written, TIME, masks=(1,) * 20)
+    assert outcome.slug == ""
+    assert ("queued", "own-profiler") in outcome.states
+    assert len(outcome.told) == 1
+
+
+def test_what_is_not_taken_is_rejected(place: Path) -> None:
+    outcome = traced(place, lambda *_: [], TIME)
+    assert outcome.slug == "rejected"
+    assert len(outcome.told) == 1
+
+
+def test_what_the_program_cancels_is_tried_once_more(place: Path) -> None:
+    """H10: busy, a file that has only begun, then idle."""
+
+    def cancelled(number: int, lines: dict[str, str]) -> list[int]:
+        if number == 2:
+            write(lines)
+            return []
+        Path(lines["ACTIVITIES_LOG_FILE"] + ".tmp").write_text("", encoding="utf-8")
+        return [1, 1]
+
+    outcome = traced(place, cancelled, TIME)
+    assert outcome.slug == ""
+    assert ("queued", "cancelled-by-program") in outcome.states
+    assert len({lines["ACTIVITIES_LOG_FILE"] for lines in outcome.told}) == 2
+    again = traced(place, lambda _, lines: cancelled(1, lines), TIME)
+    assert (again.slug, len(again.told)) == ("cancelled-by-program", 2)
+
+
+def test_an_empty_trace_is_tried_once_more(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H11: it was told while PyTorch was still being imported."""
+    monkeypatch.setattr("traceloom.agent.profilers.timeline._IMPORT_S", 0.5)
+    monkeypatch.setattr("traceloom.agent.profilers.timeline._BACK_OFF_S", 0.2)
+
+    def empty(number: int, lines: dict[str, str]) -> list[int]:
+        write(lines, operators=0 if number == 1 else 2)
+        return [1]
+
+    outcome = traced(place, empty, TIME)
+    assert (outcome.slug, len(outcome.told)) == ("", 2)
+    assert ("queued", "empty") in outcome.states
+
+
+def test_steps_are_waited_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H12: a trace by steps that became one by time, as nothing steps yet, is thrown away and asked for again."""
+    monkeypatch.setattr("traceloom.agent.profilers.timeline._IMPORT_S", 0.5)
+    monkeypatch.setattr("traceloom.agent.profilers.timeline._BACK_OFF_S", 0.2)
+
+    def later(number: int, lines: dict[str, str]) -> list[int]:
+        write(lines, steps=number, operators=number - 1)
+        return [1]
+
+    outcome = traced(place, later, STEPS)
+    assert (outcome.slug, len(outcome.told), outcome.facts["steps"]) == ("", 3, 3)
+    assert ("queued", "not-stepping") in outcome.states
+    known = traced(place, written, STEPS, steps_per_second=lambda _: 0.0, wait_s=1.0)
+    assert (known.slug, known.told) == ("expired", [])
+
+
+@pytest.mark.parametrize(
+    ("how", "slug"),
+    [
+        ({"text": '{"trace_id": "traceloom-1-rank0", "traceEvents": [{"name"'}, "damaged"), ({"text": ""}, "damaged"),
+        ({"trace_id": "another"}, "damaged"), ({"seconds": 50.0}, "damaged"), ({"seconds": 1e300}, "damaged"), ({"link": "symbolic"}, "foreign-file"),
+        ({"link": "hard"}, "foreign-file"), ({"link": "pipe"}, "foreign-file"), ({"most_bytes": 10}, "quota"),
+        ({"most_kept_bytes": 10}, "quota"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_trace_is_not_kept(place: Path, how: dict[str, Any], slug: str) -> None:
+    secret = place / "secret"
+    secret.write_text(trace_text("traceloom-1-rank0"), encoding="utf-8")
+
+    def wrong(_: int, lines: dict[str, str]) -> list[int]:
+        path = Path(lines["ACTIVITIES_LOG_FILE"])
+        if "text" in how:
+            path.write_text(how["text"], encoding="utf-8")
+        elif how.get("link") == "symbolic":
+            path.symlink_to(secret)
+        elif how.get("link") == "hard":
+            path.hardlink_to(secret)
+        elif how.get("link") == "pipe":
+            os.mkfifo(path)
+        else:
+            write(
+                {**lines, "REQUEST_TRACE_ID": how.get("trace_id", lines["REQUEST_TRACE_ID"])},
+                seconds=how.get("seconds", 0.5),
+            )
+        return [1]
+
+    limits = {name: value for name, value in how.items() if name.startswith("most")}
+    outcome = traced(place, wrong, TIME, **limits)
+    assert outcome.slug == slug
+    assert not list((place / "kept" / "request").iterdir())
+    assert secret.exists()
+
+
+def test_one_that_polls_too_rarely_or_never_is_not_waited_for_for_ever(place: Path) -> None:
+    outcome = traced(place, lambda *_: [], TIME, masks=(1,) * 10_000, wait_s=1.0)
+    assert (outcome.slug, outcome.told) == ("expired", [])
+
+
+def test_a_common_start_is_told_and_measured(place: Path) -> None:
+    late_ns = 7_000_000
+
+    def at_the_instant(_: int, lines: dict[str, str]) -> list[int]:
+        write(lines, start_ns=int(lines["PROFILE_START_TIME"]) * 1_000_000 + late_ns)
+        return [1]
+
+    outcome = traced(place, at_the_instant, TIME, common=True)
+    assert outcome.slug == ""
+    start_ns = int(outcome.told[0]["PROFILE_START_TIME"]) * 1_000_000
+    assert 0 <= outcome.facts["start_ns"] - start_ns < 1_000_000  # libkineto is told milliseconds
+    assert abs(outcome.facts["skew_ns"] - late_ns) < 2_000_000
+
+
+def test_ranks_meet_in_each_round() -> None:
+    async def live() -> None:
+        start = CommonStart(["a", "b", "c"])
+        one = asyncio.create_task(start.ready("a", 1.0))
+        await asyncio.sleep(0)
+        assert not start.first.done()
+        start.leave("c")
+        other = asyncio.create_task(start.ready("b", 5.0))
+        before = time.time_ns()
+        assert await one == await other == await start.first
+        assert await one >= before + 4_900_000_000
+        again = asyncio.create_task(start.ready("b", 0.0))
+        await asyncio.sleep(0)
+        assert not again.done()
+        start.leave("a")
+        assert await again != await one
+
+    asyncio.run(live())
