@@ -45,6 +45,7 @@ from traceloom.agent.metrics import Histogram, Reading
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.publish import Publisher, publishers
 from traceloom.agent.scheduler import Scheduler
+from traceloom.agent.step_clock import StepClock
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
 from traceloom.errors import TraceloomError
@@ -75,7 +76,10 @@ class Agent:
         self.audit = AuditLog(locations.audit)
         self.accelerators = AcceleratorCollector(config)
         self.processes = OwnedProcesses(config, self.accelerators)
-        collectors: list[Collector] = [*host_collectors(config), self.accelerators, self.processes]
+        self.step_clock = StepClock(config, lambda: list(self.processes.owned.values()))
+        collectors: list[Collector] = [
+            *host_collectors(config), self.accelerators, self.processes, self.step_clock,
+        ]  # fmt: skip
         chosen = [collector for collector in collectors if collector.name not in config.collect.off]
         self.scheduler = Scheduler(self.board, chosen, self._delivered)
         self.topline = Topline(config.accelerators.reference)
@@ -116,6 +120,7 @@ class Agent:
                 stack.callback(publisher.close)
                 stack.callback(publishing.cancel)
             stack.callback(self.accelerators.close)
+            stack.callback(self.step_clock.close)
             stack.callback(self.history.close)
             stack.callback(self._writing.shutdown)
             self.scheduler.start()
@@ -247,6 +252,12 @@ class Agent:
                 key: msgspec.structs.replace(process, steps_per_second=self.step_counts.per_second(key))
                 for key, process in self.processes.owned.items()
             }
+
+        elif collector is self.step_clock:
+            for taken in self.step_clock.taken:
+                if taken.process in self.board.processes:
+                    owner = self.board.processes[taken.process].owner
+                    self.step_counts.count(taken, owner.job, owner.rank)
 
     async def _tick_until_stopped(self, guard: Guard) -> None:
         loop = asyncio.get_running_loop()
