@@ -17,6 +17,19 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 
 def compiled(source: str, path: Path, *options: str) -> Path:
     """Compile C into a program, or into a library with `-shared -fPIC`."""
-    command = ["cc", "-x", "c", "-", "-o", str(path), "-O1", "-fno-omit-frame-pointer", "-fno-inline", *options]
+    command = [
+        "cc",
+        "-x",
+        "c",
+        "-",
+        "-o",
+        str(path),
+        "-O1",
+        "-fno-omit-frame-pointer",
+        "-fno-inline",
+        "-x",
+        "none",
+        *options,
+    ]
     subprocess.run(command, input=source, text=True, check=True)
     return path
