@@ -149,7 +149,8 @@ def allocations(order: dict[str, Any]) -> list[str]:
         live: dict[tuple[str, int], int] = {}
         events = []
         for time_ns, thread, number, returns_to, stack, *values in recorded.records:
-            device, totals = _MEMORY[number].device, (None, None)
+            device = _MEMORY[number].device
+            totals: tuple[int | None, int | None] = (None, None)
             if number == _REPORT:
                 address, size, allocated, reserved, kind, _ = values
                 size -= (size >> 63) << 64

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +119,7 @@ def _functions(elf: Elf, table: SymbolTable) -> _Functions:
     return _Functions(rows["at"], ends, rows["name"], table)
 
 
-def _demangler() -> Any:
+def _demangler() -> Callable[[str], str]:
     """The function of C++'s library that every process with PyTorch has; without it names stay as linkers see them."""
     try:
         library, c = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)

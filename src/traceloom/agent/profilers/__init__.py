@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from pathlib import Path
 from typing import Protocol
 
@@ -11,17 +9,6 @@ import msgspec
 
 from traceloom.agent.owners import Process
 from traceloom.errors import TraceloomError
-
-# Name -> module and class. `timeline` is made by whoever runs requests: it needs the clients that poll.
-PROFILERS = {
-    "timeline": "traceloom.agent.profilers.timeline:TimelineProfiler",
-    "stacks": "traceloom.agent.profilers.stacks:StacksProfiler",
-    "dump": "traceloom.agent.profilers.dump:DumpProfiler",
-    "allocations": "traceloom.agent.profilers.allocations:AllocationsProfiler",
-    "launches": "traceloom.agent.profilers.launches:LaunchesProfiler",
-    "memory": "traceloom.agent.profilers.memory:MemoryProfiler",
-    "telemetry": "traceloom.agent.profilers.telemetry:TelemetryProfiler",
-}
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -52,25 +39,3 @@ class Profiler(Protocol):
         Raises:
             ProfilerError: It cannot.
         """
-
-
-def is_there(name: str) -> bool:
-    """Whether this version has the profiler."""
-    module = PROFILERS[name].partition(":")[0]
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def make(name: str) -> Profiler:
-    """A profiler by its name.
-
-    Raises:
-        ProfilerError: `no-profiler`: this version does not have it.
-    """
-    module, _, kind = PROFILERS[name].partition(":")
-    if not is_there(name):
-        raise ProfilerError(f"there is no profiler `{name}` in this version", slug="no-profiler")
-    profiler: Profiler = getattr(importlib.import_module(module), kind)()
-    return profiler
