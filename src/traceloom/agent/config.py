@@ -88,6 +88,12 @@ class Token(Section, frozen=True):
     may: str = "read"
 
 
+class Probes(Section, frozen=True):
+    """Probes of functions in processes, where the kernel and the agent's rights allow them."""
+
+    steps: bool = True  # steps and loader waits of PyTorch processes that do not report them
+
+
 class Tcp(Section, frozen=True):
     """The TCP listener: none without `address`. Beyond loopback it needs TLS, and tokens or client certificates."""
 
@@ -156,6 +162,7 @@ class Config(Section, frozen=True):
     accelerators: Accelerators = Accelerators()
     owners: Owners = Owners()
     history: History = History()
+    probes: Probes = Probes()
     tcp: Tcp = Tcp()
     access: Access = Access()
     dynolog: Dynolog = Dynolog()

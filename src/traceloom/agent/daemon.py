@@ -52,6 +52,7 @@ from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
 from traceloom.agent.scheduler import Scheduler
+from traceloom.agent.step_clock import StepClock
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
@@ -83,9 +84,11 @@ class Agent:
         self.audit = AuditLog(locations.audit)
         self.accelerators = AcceleratorCollector(config)
         self.processes = OwnedProcesses(config, self.accelerators)
+        self.step_clock = StepClock(config, lambda: list(self.processes.owned.values()))
         self.cgroups = Cgroups(config, lambda: self.processes.owned)
         collectors: list[Collector] = [
-            *host_collectors(config), self.accelerators, *self.processes.collectors, self.cgroups
+            *host_collectors(config), self.accelerators, *self.processes.collectors, self.cgroups,
+            self.step_clock,
         ]  # fmt: skip
         names = {collector.name for collector in collectors}
         for key, wanted in (
@@ -153,6 +156,7 @@ class Agent:
                 stack.callback(publisher.close)
                 stack.callback(publishing.cancel)
             stack.callback(self.accelerators.close)
+            stack.callback(self.step_clock.close)
             stack.callback(self.history.close)
             stack.callback(self._writing.shutdown)
             self.scheduler.start()
@@ -337,6 +341,11 @@ class Agent:
             }
         elif collector is self.cgroups:
             self.board.oom_kills = list(self.cgroups.kills)
+        elif collector is self.step_clock:
+            for taken in self.step_clock.taken:
+                if taken.process in self.board.processes:
+                    owner = self.board.processes[taken.process].owner
+                    self.step_counts.count(taken, owner.job, owner.rank)
         self.history.keep(self.board, time.time_ns())  # at the pace of the collectors, also while they are quick
 
     async def _tick_until_stopped(self, guard: Guard) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.bpf.support import unsupported
 from traceloom.agent.collect import Collector
 from traceloom.agent.config import Config, Locations
 from traceloom.agent.http.answers import Check
@@ -70,7 +71,7 @@ def examine(
     result += _files(locations, unwritten)
     result += _extras(config)
     result += _jobs(owned.owned.values(), locations)
-    result.append(_stacks())
+    result += [_probes(config), _stacks()]
     return result
 
 
@@ -145,6 +146,20 @@ def _jobs(processes: Iterable[Process], locations: Locations) -> Iterator[Check]
                 help=f"set KINETO_IPC_SOCKET_DIR too, below {locations.kineto}, as `traceloom agent env` prints, "
                 "or unset it (0 counts as set)",
             )  # fmt: skip
+
+
+def _probes(config: Config) -> Check:
+    """Whether functions of processes can be probed: steps, allocations and launches of what nobody prepared."""
+    why, helps = unsupported()
+    if why:
+        without = f"{why}: steps count where processes report them"
+        return Check(area="probes", name="uprobes", works="no", why=without, help=helps)
+    if not config.probes.steps:
+        return Check(
+            area="probes", name="uprobes", works="partly", why="steps are not counted: it is switched off",
+            help="probes.steps",
+        )  # fmt: skip
+    return Check(area="probes", name="uprobes", works="yes")
 
 
 def _stacks() -> Check:

@@ -185,6 +185,8 @@ _DECLARED = (
     Metric("agent_cpu_seconds_total", "counter", "seconds", "Processor time of the agent.", (), "traceloom.agent.cpu.time", "s"),
     Metric("agent_memory_bytes", "gauge", "bytes", "Resident memory of the agent.", (), "traceloom.agent.memory", "By"),
     Metric("agent_series", "gauge", "", "Series that the agent has now.", (), "traceloom.agent.series", "{series}"),
+    Metric("agent_probed_libraries", "gauge", "", "Libraries of processes that the agent has probes in.", (), "traceloom.agent.probed_libraries", "{library}"),
+    Metric("agent_probes_lost_total", "counter", "", "Calls that probes saw and could not count.", (), "traceloom.agent.probes.lost", "{call}"),
     Metric("agent_history_bytes", "gauge", "bytes", "Size of the history on disk.", (), "traceloom.agent.history", "By"),
     Metric("agent_history_lost_total", "counter", "", "Ticks of history that could not be written.", ("reason",), "traceloom.agent.history.lost", "{tick}", (("reason", "error.type"),)),
     Metric("agent_requests_total", "counter", "", "Requests by what became of them.", ("route", "code"), "traceloom.agent.requests", "{request}", (("route", "http.route"), ("code", "http.response.status_code"))),

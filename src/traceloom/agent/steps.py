@@ -1,4 +1,4 @@
-"""Steps of jobs, as their processes report them: how long they took, how long they waited for data."""
+"""Steps of jobs, as their processes report them or probes see them: how long they took and waited for data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from traceloom.agent.metrics import METRICS, Histogram, Reading
 
@@ -26,6 +27,19 @@ class _Counter:
     reported: float = 0.0  # on the monotonic clock
 
 
+class StepsTaken(NamedTuple):
+    """Steps of a process since the last look.
+
+    `buckets`: how many took at most each bound of `step_seconds`, not cumulated, the last beyond; shape (bounds + 1,).
+    `seconds`: how long they took together; `waited`: of that for data, seconds, None where it is not known.
+    """
+
+    process: str
+    buckets: tuple[int, ...]
+    seconds: float
+    waited: float | None
+
+
 class Steps:
     """Counts steps by job and rank, and their rate by process."""
 
@@ -33,6 +47,7 @@ class Steps:
         self._counters: dict[tuple[str, str], _Counter] = {}
         self._rates: dict[str, deque[tuple[float, int]]] = {}
         self._untaken: dict[str, int] = {}  # process -> steps since `take`
+        self._reporting: set[str] = set()  # processes that report themselves
 
     def report(
         self,
@@ -43,18 +58,31 @@ class Steps:
         loader_wait_seconds: float | None = None,
     ) -> None:
         """Take steps that ended since the last report; durations that are no time (NaN, negative) are left out."""
-        now = time.monotonic()
+        self._reporting.add(process)
+        durations = [duration for duration in seconds if 0 <= duration < math.inf]
+        buckets = [0] * (len(_BOUNDS) + 1)
+        for duration in durations:
+            buckets[bisect_left(_BOUNDS, duration)] += 1
+        if loader_wait_seconds is not None and not 0 <= loader_wait_seconds < math.inf:
+            loader_wait_seconds = None
+        self._add(StepsTaken(process, tuple(buckets), sum(durations), loader_wait_seconds), job, rank)
+
+    def count(self, taken: StepsTaken, job: str, rank: int | None) -> None:
+        """Take steps that were seen from outside; those of a process that reports itself are left out."""
+        if taken.process not in self._reporting:
+            self._add(taken, job, rank)
+
+    def _add(self, taken: StepsTaken, job: str, rank: int | None) -> None:
+        now, number, process = time.monotonic(), sum(taken.buckets), taken.process
         counter = self._counters.setdefault((job, "" if rank is None else str(rank)), _Counter())
         counter.reported = now
-        durations = [duration for duration in seconds if 0 <= duration < math.inf]
-        for duration in durations:
-            counter.buckets[bisect_left(_BOUNDS, duration)] += 1
-            counter.seconds += duration
-        if loader_wait_seconds is not None and 0 <= loader_wait_seconds < math.inf:
-            counter.waited = (counter.waited or 0.0) + loader_wait_seconds
-        self._untaken[process] = self._untaken.get(process, 0) + len(durations)
+        counter.buckets = [old + new for old, new in zip(counter.buckets, taken.buckets, strict=True)]
+        counter.seconds += taken.seconds
+        if taken.waited is not None:
+            counter.waited = (counter.waited or 0.0) + taken.waited
+        self._untaken[process] = self._untaken.get(process, 0) + number
         times = self._rates.setdefault(process, deque())
-        times.append((now, len(durations)))
+        times.append((now, number))
         while times[0][0] < now - _RATE_OVER_S and len(times) > 1:
             times.popleft()
 
@@ -77,6 +105,7 @@ class Steps:
     def forget(self, living: set[str]) -> None:
         """Drop processes that have ended, and ranks that have not reported for ten minutes."""
         now = time.monotonic()
+        self._reporting &= living
         self._untaken = {process: steps for process, steps in self._untaken.items() if process in living}
         self._rates = {process: times for process, times in self._rates.items() if process in living}
         self._counters = {key: counter for key, counter in self._counters.items() if counter.reported > now - _KEPT_S}

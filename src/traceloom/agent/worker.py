@@ -6,6 +6,7 @@ its task; one that crashes, hangs or swells takes nothing with it.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import sys
@@ -20,6 +21,8 @@ TASKS = {
     "pod-resources": "traceloom.agent.owners.pod_resources:containers",
     "job-facts": "traceloom.agent.job_facts:of_capture",
     "keep-trace": "traceloom.agent.requests.keeping:keep",
+    "allocations": "traceloom.agent.bpf.recording:allocations",
+    "launches": "traceloom.agent.bpf.recording:launches",
 }
 
 
@@ -49,6 +52,29 @@ def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **argum
         raise TraceloomError(
             f"the task `{task}` failed: {answer['error'] if answer else 'its process ended'}", slug="task-failed"
         )
+    return answer["result"]
+
+
+async def run_alone(task: str, **arguments: Any) -> Any:
+    """Run a task as long as it takes; where this is cancelled, its process is killed.
+
+    Raises:
+        TraceloomError: `task-failed`: it could not start, raised or was killed; the message is its own.
+    """
+    try:
+        worker = Worker("traceloom.agent.worker", quiet=True)
+    except OSError as error:
+        raise TraceloomError(f"the task `{task}` did not start: {error}", slug="task-failed") from error
+    try:
+        worker.send({"task": task, "arguments": arguments})
+        answer = await asyncio.to_thread(next, worker.answers(), None)
+    except ValueError:
+        answer = None  # it was cut while it wrote
+    finally:
+        worker.kill()
+        worker.ended()
+    if answer is None or "error" in answer:
+        raise TraceloomError(answer["error"] if answer else f"the process of `{task}` ended", slug="task-failed")
     return answer["result"]
 
 

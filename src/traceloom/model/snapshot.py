@@ -38,6 +38,7 @@ class Snapshot:
         blocks: `BLOCKS`, in the order of addresses within their segment.
         stacks: Call stacks, the innermost frame first; the first one is empty.
         notices: What was left out.
+        device_type: What its devices are, as `cuda`, `cpu`.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Snapshot:
     blocks: pl.DataFrame
     stacks: tuple[tuple[Frame, ...], ...]
     notices: tuple[Notice, ...] = ()
+    device_type: str = "cuda"
 
 
 def frame_text(frame: Sequence[Any]) -> str:

@@ -19,6 +19,8 @@ from traceloom.read.sources import SOURCES
 
 _DEPTH = 4  # levels below a directory
 _CAPTURE = "capture.json"
+# What the host agent records beside a trace; none is one.
+_BESIDE_TRACES = (".allocations.json.gz", ".launches.json.gz", ".stacks.json.gz", ".telemetry.json.gz", ".dump.json")
 _Capture = tuple[dict[str, Any], list[Notice]]
 _MOST_CAPTURE = 1 << 28  # bytes
 _OF_CAPTURE = re.compile(r"capture\.json$|(rank\d+(-pid\d+)?|pid\d+)\.\w")
@@ -127,6 +129,8 @@ def _directory(folder: Path, discovered: FoundInputs, seen: set[Path], depth: in
     for path in entries:
         if path.is_dir() and depth > 0 and not path.name.startswith("."):
             candidates |= _directory(path, discovered, seen, depth - 1)
+        elif path.name.endswith(_BESIDE_TRACES):
+            continue
         elif path.is_file() and path.name.lower().endswith(tuple(chain(*(source.endings for source in SOURCES)))):
             candidates = True
             _add(discovered, seen, Input(path, given=False))

@@ -11,9 +11,10 @@ from typing import Any
 from traceloom.errors import InputError, newer_format, unreadable
 from traceloom.files import read_small
 from traceloom.model import Trace
+from traceloom.read.allocations_file import FORMAT as ALLOCATIONS_FORMAT
 from traceloom.read.sources import head_of
 
-SNAPSHOT, TIMELINE, OUT_OF_MEMORY = "snapshot", "timeline", "out of memory"
+SNAPSHOT, TIMELINE, OUT_OF_MEMORY, ALLOCATIONS = "snapshot", "timeline", "out of memory", "allocations"
 OOM_FORMAT = "traceloom-out-of-memory"
 MOST_OOM_BYTES = 1 << 26
 _ROWS = re.compile(rb"\[\s*\[\s*-?\d+\s*,\s*-?\d+")
@@ -21,7 +22,7 @@ _STEM = re.compile(r"(rank\d+(?:-pid\d+)?|pid\d+)")
 
 
 def kind_of(path: Path) -> str | None:
-    """`SNAPSHOT`, `TIMELINE` or `OUT_OF_MEMORY`; None for anything else (a trace, a directory, no file)."""
+    """`SNAPSHOT`, `TIMELINE`, `OUT_OF_MEMORY` or `ALLOCATIONS`; None for anything else (a trace, no file)."""
     head = head_of(path)
     if head is None:
         return None
@@ -31,6 +32,8 @@ def kind_of(path: Path) -> str | None:
         return TIMELINE
     if head.lstrip().startswith(b"{") and OOM_FORMAT.encode() in head[:200]:
         return OUT_OF_MEMORY
+    if head.lstrip().startswith(b"{") and ALLOCATIONS_FORMAT.encode() in head[:200]:
+        return ALLOCATIONS
     return None
 
 

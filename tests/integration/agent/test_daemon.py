@@ -16,12 +16,19 @@ from typing import Any
 
 import pytest
 
+from support.probes import needs_probes
 from support.running_agent import Running
 from support.waiting import until
 from traceloom.cli import main
 from traceloom.testing import TraceBuilder
 
 JOB = "import torch, time; print('up', flush=True); time.sleep(600)"
+
+
+def steps_of(agent: Running, pid: int) -> float | None:
+    """Steps per second of a process; others on this host may take some too."""
+    rows = agent.client.get("processes")["processes"]
+    return next((row["steps_per_second"] for row in rows if row["pid"] == pid), None)
 
 
 @pytest.fixture
@@ -120,8 +127,33 @@ def test_steps_that_a_job_reports(agent: Running) -> None:
             lambda: agent.client.get("query", metric="dataloader_wait_seconds_total", where="job=mine")["series"]
         )
         assert series[0]["labels"] == {"job": "mine", "rank": "3"}
-        rows = until(lambda: [row for row in agent.client.get("processes")["processes"] if row["steps_per_second"]])
-        assert rows[0]["pid"] == job.pid
+        until(lambda: steps_of(agent, job.pid))
+    finally:
+        job.kill()
+        job.wait()
+
+
+@pytest.mark.torch
+@needs_probes
+def test_steps_of_a_process_that_nobody_prepared(agent: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import time, torch\nlayer = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(layer.parameters())\n"
+        "data = torch.utils.data.DataLoader(torch.randn(10**6, 2))\n"
+        "for batch in data:\n    layer(batch).sum().backward(); time.sleep(0.02); optimizer.step()\n"
+    )
+    environment = {**os.environ, "SLURM_JOB_ID": "77", "RANK": "1", "WORLD_SIZE": "2"}
+    job = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        until(lambda: steps_of(agent, job.pid))
+        waited = until(
+            lambda: agent.client.get("query", metric="dataloader_wait_seconds_total", where="job=slurm-77")["series"]
+        )
+        assert waited[0]["labels"] == {"job": "slurm-77", "rank": "1"}
+        assert main(["agent", "ps", "--socket", str(agent.socket), "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["processes"]
+        assert next(row for row in rows if row["pid"] == job.pid)["steps_per_second"] > 0
+        assert main(["agent", "doctor", "--socket", str(agent.socket)]) == 0
+        assert "✓ uprobes" in capsys.readouterr().out
     finally:
         job.kill()
         job.wait()
@@ -148,7 +180,7 @@ def test_a_job_is_judged_by_its_own_trace(
         return main(["agent", "learn", str(path), "--socket", str(agent.socket), *more])
 
     try:
-        until(lambda: [row for row in agent.client.get("processes")["processes"] if row["steps_per_second"]])
+        until(lambda: steps_of(agent, job.pid))
         assert learn(tmp_path / "none.json", "--job", "judged") == 3
         assert "none.json" in capsys.readouterr().err
         assert learn(path, "--job", "jugded") == 3

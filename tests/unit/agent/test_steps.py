@@ -8,7 +8,7 @@ import pytest
 
 from traceloom.agent import steps as module
 from traceloom.agent.metrics import Histogram, Reading
-from traceloom.agent.steps import Steps
+from traceloom.agent.steps import Steps, StepsTaken
 
 
 class _Clock:
@@ -63,3 +63,19 @@ def test_who_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     steps.forget({"1@1"})
     assert [reading.labels for reading in steps.readings()] == [("job", "0")]
     assert steps.per_second("2@1") is None
+
+
+def test_steps_that_are_seen_from_outside_count_where_none_are_reported() -> None:
+    steps, buckets = Steps(), [0] * (len(module._BOUNDS) + 1)
+    buckets[3], buckets[-1] = 2, 1
+    steps.count(StepsTaken("1@1", tuple(buckets), 100.0, None), "job", 0)
+    (histogram,) = steps.readings()
+    assert isinstance(histogram, Histogram)
+    assert (histogram.number, histogram.total) == (3, 100.0)
+    assert (histogram.counts[2], histogram.counts[3], histogram.counts[-1]) == (0, 2, 2)
+    steps.report("1@1", "job", 0, [0.1])
+    steps.count(StepsTaken("1@1", tuple(buckets), 100.0, 1.0), "job", 0)  # the same steps once more
+    (histogram,) = steps.readings()
+    assert isinstance(histogram, Histogram)
+    assert histogram.number == 4
+    assert steps.take("1@1") == 4

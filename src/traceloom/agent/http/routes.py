@@ -392,7 +392,7 @@ async def _cancel(asked: Asked) -> forms.RequestAnswer:
     return _request_answer(request)
 
 
-async def _events(asked: Asked) -> Response:
+async def _request_events(asked: Asked) -> Response:
     request = _own_request(asked)
 
     async def events() -> AsyncIterator[bytes]:
@@ -521,7 +521,7 @@ ROUTES = (
     Route(
         path="/api/v1/requests/{id}/events",
         summary="A request at each change until it has ended, as server-sent events",
-        answers=_events,
+        answers=_request_events,
         content="text/event-stream",
         refuses=(403, 404),
     ),

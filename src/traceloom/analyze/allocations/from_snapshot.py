@@ -98,7 +98,7 @@ def explain_snapshot(snapshot: Snapshot, rank: int | None = None) -> Explained:
             "time_ns": times,
             "address": events["address"].cast(pl.UInt64),
             "bytes": events["change"],
-            "device_type": pl.repeat("cuda", events.height, eager=True, dtype=pl.String),
+            "device_type": pl.repeat(snapshot.device_type, events.height, eager=True, dtype=pl.String),
             "device": events["device"],
             "allocated_bytes": events["allocated"] if right else nothing,
             "reserved_bytes": events["reserved"] if right else nothing,
@@ -164,7 +164,7 @@ def _early(snapshot: Snapshot, history: pl.DataFrame) -> dict[str, list[object]]
     return {
         "address": early["address"].to_list(),
         "bytes": early["requested_bytes"].to_list(),
-        "device_type": ["cuda"] * early.height,
+        "device_type": [snapshot.device_type] * early.height,
         "device": early["device"].to_list(),
         "owner": ["other"] * early.height,
         "name": [texts[number] for number in early["stack"].to_list()],

@@ -14,11 +14,21 @@ from traceloom.files import note_input, with_addresses
 from traceloom.model import Notice, Session, Trace
 from traceloom.model.snapshot import Snapshot
 from traceloom.read import load
-from traceloom.read.memory_files import OUT_OF_MEMORY, SNAPSHOT, TIMELINE, beside, kind_of, rank_of, read_out_of_memory
+from traceloom.read.allocations_file import read_allocations
+from traceloom.read.memory_files import (
+    ALLOCATIONS,
+    OUT_OF_MEMORY,
+    SNAPSHOT,
+    TIMELINE,
+    beside,
+    kind_of,
+    rank_of,
+    read_out_of_memory,
+)
 from traceloom.read.memory_timeline import MemoryTimeline, read_timeline
 from traceloom.read.snapshot import read_snapshot
 
-SNAPSHOT_ENDING, REPORT_ENDING = ".memory.pickle", ".oom.json"
+SNAPSHOT_ENDING, REPORT_ENDING, ALLOCATIONS_ENDING = ".memory.pickle", ".oom.json", ".allocations.json.gz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +123,8 @@ def find(paths: list[str], *, cache: bool = True) -> Sources:
     """Tell by their content what the files are, and read them.
 
     Args:
-        paths: Runs, traces, snapshots (pickles), timelines, reports of memory that ran out; directories are runs.
+        paths: Runs, traces, snapshots (pickles), timelines, reports of memory that ran out, allocations that probes
+            recorded; directories are runs.
         cache: Look into the cache of read traces.
 
     Raises:
@@ -131,6 +142,8 @@ def find(paths: list[str], *, cache: bool = True) -> Sources:
             out.timelines.append(read_timeline(path))
         elif kind == OUT_OF_MEMORY:
             out.reports.append(OutOfMemoryReport(rank_of(path), text, read_out_of_memory(path)))
+        elif kind == ALLOCATIONS:
+            _add_allocations(path, out)
         else:
             rest.append(text)
     if not rest:
@@ -161,7 +174,16 @@ def _without_traces(paths: list[str], out: Sources) -> bool:
             note_input(path)
             out.snapshots.append((rank_of(path), read_snapshot(path)))
             has_files = True
+        for path in sorted(folder.glob(f"*{ALLOCATIONS_ENDING}")):
+            note_input(path)
+            _add_allocations(path, out)
+            has_files = True
     return has_files
+
+
+def _add_allocations(path: Path, out: Sources) -> None:
+    rank, snapshots = read_allocations(path)
+    out.snapshots += [(rank, snapshot) for snapshot in snapshots]
 
 
 def _beside(trace: Trace, out: Sources) -> None:
@@ -170,6 +192,9 @@ def _beside(trace: Trace, out: Sources) -> None:
         snapshot = beside(trace, SNAPSHOT_ENDING)
         if snapshot is not None:
             out.attached[trace.meta.path] = read_snapshot(snapshot)
+        allocations = beside(trace, ALLOCATIONS_ENDING)
+        if allocations is not None:
+            _add_allocations(allocations, out)
         report = beside(trace, REPORT_ENDING)
         if report is not None and str(report) not in {other.path for other in out.reports}:
             out.reports.append(OutOfMemoryReport(trace.rank, str(report), read_out_of_memory(report)))

@@ -1,0 +1,211 @@
+"""What probes cost: a hit, a step with the step clock and without, an allocation; how long attaching takes.
+
+    python benchmarks/probes.py [--pairs 20] [--steps 40]
+
+Needs root (or CAP_BPF and CAP_PERFMON), PyTorch and a C compiler. One training loop runs all the while; blocks of its
+steps with and without probes take turns. Times are processor time of the loop, which uses one thread and waits for
+nothing: what else the machine does counts little, what the kernel does for the probes counts in full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import gzip
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from traceloom.agent.bpf.mappings import mappings, open_mapped
+from traceloom.agent.bpf.step_probes import StepProbes
+from traceloom.agent.bpf.support import unsupported
+from traceloom.agent.owners import Process
+from traceloom.agent.profilers import Window
+from traceloom.agent.profilers.allocations import AllocationsProfiler
+
+LIMIT = 0.01  # of a step
+JOB = """
+import json, sys, time
+import torch
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+optimizer = torch.optim.AdamW(model.parameters())
+batches = iter(torch.utils.data.DataLoader(torch.randn(10**6, 256), batch_size=64))
+def step():
+    loss = model(next(batches)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+def allocation():
+    torch.empty(1000)
+print("ready", flush=True)
+for line in sys.stdin:
+    what, number = json.loads(line)
+    call = {"step": step, "allocation": allocation}[what]
+    start = time.process_time()
+    for _ in range(number):
+        call()
+    print((time.process_time() - start) / number, flush=True)
+"""
+
+
+# The functions that the step clock probes, with nothing in them.
+STAND_IN = """
+struct text { const char *letters; unsigned long length; };
+void *_ZN5torch8autograd8profiler25record_function_enter_newE(void *result, const struct text *name) {
+    __asm__ volatile("" : : "r"(name)); return result;
+}
+void _ZN5torch8autograd8profilerL24record_function_exit_newE(void *record) { __asm__ volatile("" : : "r"(record)); }
+void enter(const char *name, int number) {
+    struct text text = {name, 0};
+    for (int i = 0; i < number; i++) _ZN5torch8autograd8profiler25record_function_enter_newE(&text, &text);
+}
+void leave(const char *name, int number) {
+    for (int i = 0; i < number; i++) _ZN5torch8autograd8profilerL24record_function_exit_newE((void *)name);
+}
+"""
+
+
+def hits(options: list[str], calls: int = 50_000, times: int = 7) -> dict[str, float]:
+    """Seconds that a probe adds to a call: medians of the processor time of a loop in C."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "standin.so")
+        command = ["cc", "-x", "c", "-", "-o", str(path), "-O1", *options, "-fno-inline", "-shared", "-fPIC"]
+        subprocess.run(command, input=STAND_IN, text=True, check=True)
+        library = ctypes.CDLL(str(path))
+
+        def seconds(call: str, name: bytes) -> float:
+            function = getattr(library, call)
+            results = []
+            for _ in range(times):
+                start = time.process_time()
+                function(name, calls)
+                results.append((time.process_time() - start) / calls)
+            return statistics.median(results)
+
+        cases = {
+            "a range begins": ("enter", b"forward"), "a step": ("enter", b"Optimizer.step#AdamW.step"),
+            "a range ends": ("leave", b""),
+        }  # fmt: skip
+        before = {name: seconds(*case) for name, case in cases.items()}
+        probes = StepProbes()
+        attached, _ = probes.attach(os.open(path, os.O_RDONLY))
+        after = {name: seconds(*case) for name, case in cases.items()}
+        attached.close()
+        probes.close()
+    return {name: after[name] - before[name] for name in cases}
+
+
+class Job:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", JOB], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.line()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def seconds(self, what: str, number: int) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([what, number]) + "\n")
+        self.process.stdin.flush()
+        return float(self.line())
+
+
+@contextlib.contextmanager
+def step_clock(pid: int, times: list[float]) -> Iterator[None]:
+    start = time.perf_counter()
+    probes = StepProbes()
+    library = next(mapping for mapping in mappings(pid) if mapping.path.endswith("/libtorch_cpu.so"))
+    attached, lacks = probes.attach(open_mapped(pid, library))
+    times.append(time.perf_counter() - start)
+    assert not lacks, lacks
+    yield
+    attached.close()
+    probes.close()
+
+
+def paired(job: Job, what: str, number: int, pairs: int, attaching: list[float]) -> tuple[float, float, list[float]]:
+    """Medians of the seconds per call without and with probes, and the differences of the pairs."""
+    job.seconds(what, number)
+    without, with_probes = [], []
+    for _ in range(pairs):
+        for probed in random.sample((False, True), 2):
+            if probed:
+                with step_clock(job.process.pid, attaching):
+                    with_probes.append(job.seconds(what, number))
+            else:
+                without.append(job.seconds(what, number))
+    differences = [after - before for before, after in zip(without, with_probes, strict=True)]
+    return statistics.median(without), statistics.median(with_probes), differences
+
+
+async def allocations(job: Job, start_ticks: int, directory: Path) -> tuple[float, Path]:
+    """Seconds per allocation and its free while they are recorded, and what was recorded."""
+    process = Process(
+        key="job", pid=job.process.pid, start_ticks=start_ticks, started_ns=0, parent_pid=0, uid=0, command=""
+    )
+    recording = asyncio.create_task(AllocationsProfiler().record(process, Window(0, 3.0, None), directory, "rank0"))
+    before = await asyncio.to_thread(job.seconds, "allocation", 2000)
+    slowest = before
+    while not recording.done():
+        slowest = max(slowest, await asyncio.to_thread(job.seconds, "allocation", 2000))
+    (path,) = await recording
+    return slowest, path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    if why := unsupported()[0]:
+        sys.exit(f"no probes here: {why}")
+    job = Job()
+    attaching: list[float] = []
+    try:
+        # The kernel does a push itself, as most functions begin; any other instruction the processor steps through.
+        hit_s = hits(["-fno-omit-frame-pointer", "-fcf-protection=none"])
+        for name, seconds in hit_s.items():
+            print(f"a hit, {name}: {seconds * 1e9:.0f} ns")
+        stepped = hits(["-fomit-frame-pointer", "-fcf-protection=none"])["a range begins"]
+        print(f"a hit, a function that does not begin with a push: {stepped * 1e9:.0f} ns")
+        without, with_probes, differences = paired(job, "step", args.steps, args.pairs, attaching)
+        share = statistics.median(differences) / without
+        spread = statistics.quantiles([difference / without for difference in differences], n=4)
+        verdict = "within" if share <= LIMIT else "ABOVE"
+        print(f"a step: {without * 1e3:.3f} -> {with_probes * 1e3:.3f} ms (medians of {args.pairs} blocks each)")
+        print(
+            f"the step clock costs {share:+.2%} of a step (quartiles of pairs {spread[0]:+.2%} to {spread[2]:+.2%}), "
+            f"{verdict} the limit of {LIMIT:.0%}"
+        )
+        # A step has three ranges: of the loader, of the optimizer, of zero_grad.
+        of_step = 2 * hit_s["a range begins"] + hit_s["a step"] + 3 * hit_s["a range ends"]
+        print(f"by its six hits: {of_step * 1e6:.2f} us = {of_step / without:.3%} of a step")
+        median = statistics.median(attaching)
+        print(f"load and attach: median {median * 1e3:.1f} ms, most {max(attaching) * 1e3:.1f} ms")
+        plain = job.seconds("allocation", 50_000)
+        with tempfile.TemporaryDirectory() as folder:
+            stat = Path(f"/proc/{job.process.pid}/stat").read_text()
+            recorded, path = asyncio.run(allocations(job, int(stat.rpartition(")")[2].split()[19]), Path(folder)))
+            document = json.loads(gzip.decompress(path.read_bytes()))
+        print(f"an allocation and its free: {plain * 1e6:.2f} -> {recorded * 1e6:.2f} us with stacks")
+        print(f"recorded {len(document['events']):,} in 3 s, lost {document['lost']:,}")
+    finally:
+        job.process.kill()
+        job.process.communicate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Calls of functions in one process as records: what they were called with, what they gave, how long they took."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R4, R6, R7, R8, R10, Helper, Program
+from traceloom.agent.bpf.kernel import Map, MapKind, load, machine
+from traceloom.agent.bpf.ring import Ring
+from traceloom.agent.bpf.uprobes import Uprobes
+
+# A record: time (monotonic clock, ns), process << 32 | thread, number of the function, where it returns to, number of
+# its stack (negative: none), and six values whose meaning is the function's.
+RECORD = struct.Struct("<QQQQq6Q")
+VALUES = 6
+MOST_FRAMES = 64
+
+_RING_BYTES = 1 << 23
+_MOST_STACKS = 1 << 14
+_MOST_INSIDE = 4096  # calls that have begun and not ended
+_RECORD_AT = -RECORD.size
+_FUNCTION_AT, _RETURNS_AT, _STACK_AT, _VALUES_AT = (_RECORD_AT + offset for offset in (16, 24, 32, 40))
+_KEY_AT, _ZERO_AT = _RECORD_AT - 16, _RECORD_AT - 24
+_OF_THE_PROCESS = 1 << 8  # a stack of it, not of the kernel
+
+
+class Value(NamedTuple):
+    """Where a value of a call is: an argument, so far `above` the stack's end, or `behind` the address that it is.
+
+    `size` bytes count; `shift` of them are left out below.
+    """
+
+    argument: int | None = None
+    above: int | None = None
+    behind: int | None = None
+    size: int = 8
+    shift: int = 0
+
+
+class Call(NamedTuple):
+    """A function that is watched.
+
+    Attributes:
+        beginning: How its name begins, as the linker has it.
+        values: Of a call when it begins.
+        pointer: Argument with the address at which the function stores its result; -1: it gives it itself.
+            None: nothing is done when it ends.
+        timed: Its end is recorded: value 5 is when it began.
+        stacks: Whether the stack is recorded.
+    """
+
+    beginning: str
+    values: tuple[Value, ...]
+    pointer: int | None = None
+    timed: bool = False
+    stacks: bool = False
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is recorded when it ends, not when it begins."""
+        return self.pointer is not None or self.timed
+
+
+class CallProbes:
+    """Probes of calls in one process, and their records.
+
+    A record of a function that `ends` is made when it returned; value 4 is its result, or what it stored at the
+    pointer. One that returned an error while it should have stored something makes none.
+
+    Raises:
+        OSError: The kernel does not have them, or does not let us.
+    """
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self.ring = Ring(RECORD.size, _RING_BYTES)
+        self._stacks = Map(MapKind.STACKS, 4, 8 * MOST_FRAMES, _MOST_STACKS)
+        self._inside = Map(MapKind.LRU_HASH, 16, RECORD.size, _MOST_INSIDE)
+        self._lost = Map(MapKind.ARRAY, 4, 8, 1)
+        self._programs: list[int] = []
+        self._probes: list[Uprobes] = []
+
+    def attach(self, descriptor: int, calls: Iterable[tuple[int, Call]]) -> list[int]:
+        """Watch functions of a library; the numbers of those that it has.
+
+        Raises:
+            OSError: The file is no library, or the kernel does not let us.
+        """
+        probes = Uprobes(descriptor, self._process)
+        self._probes.append(probes)
+        attached = []
+        # What frees comes first: nothing that is allocated meanwhile may seem to be kept.
+        for number, call in sorted(calls, key=lambda numbered: numbered[1].ends):
+            function = probes.elf.find(call.beginning)
+            if function is None:
+                continue
+            if call.ends:
+                probes.attach(function, self._load(self._leaving(number, call)), at_return=True)
+                probes.attach(function, self._load(self._entering(number, call)))
+            else:
+                probes.attach(function, self._load(self._entering(number, call)))
+            attached.append(number)
+        return attached
+
+    def stack(self, number: int) -> tuple[int, ...]:
+        """The addresses of a stack, innermost first."""
+        content = self._stacks.get(struct.pack("<I", number)) or b""
+        return tuple(address for (address,) in struct.iter_unpack("<Q", content) if address)
+
+    def lost(self) -> int:
+        """Calls whose record found no room."""
+        (number,) = struct.unpack("<Q", self._lost.get(bytes(4)) or bytes(8))
+        return int(number)
+
+    def detach(self) -> None:
+        """Take the probes away; what they recorded is kept."""
+        for probes in self._probes:
+            probes.close()
+        self._probes = []
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.detach()
+        for program in self._programs:
+            os.close(program)
+        for held in (self.ring, self._stacks, self._inside, self._lost):
+            held.close()
+
+    def _load(self, write: Callable[[Program], None]) -> int:
+        program = Program()
+        program.do(R6, "=", R1)
+        for offset in range(_RECORD_AT, 0, 8):
+            program.store(R10, offset, 0)
+        program.call(Helper.TIME_NS)
+        program.store(R10, _RECORD_AT, R0)
+        program.do(R8, "=", R0)
+        program.call(Helper.PROCESS_AND_THREAD)
+        program.store(R10, _RECORD_AT + 8, R0)
+        program.do(R7, "=", R0)
+        write(program)
+        program.label("end")
+        program.exit()
+        self._programs.append(load(program.encoded(), "call"))
+        return self._programs[-1]
+
+    def _entering(self, number: int, call: Call) -> Callable[[Program], None]:
+        def write(program: Program) -> None:
+            program.store(R10, _FUNCTION_AT, number)
+            for index, value in enumerate(call.values):
+                _read(program, value, _VALUES_AT + 8 * index)
+            if not call.ends:
+                self._put(program, call)
+                return
+            if call.pointer is not None and call.pointer >= 0:
+                program.load(R1, R6, machine().arguments[call.pointer])
+                program.store(R10, _VALUES_AT + 8 * 4, R1)
+            _key(program, number)
+            program.on_map(Helper.MAP_UPDATE, self._inside.descriptor, _KEY_AT, _RECORD_AT)
+
+        return write
+
+    def _leaving(self, number: int, call: Call) -> Callable[[Program], None]:
+        def write(program: Program) -> None:
+            _key(program, number)
+            program.on_map(Helper.MAP_LOOKUP, self._inside.descriptor, _KEY_AT)
+            program.jump_if(R0, "==", 0, "end")
+            for offset in range(16, RECORD.size, 8):
+                program.load(R1, R0, offset)
+                program.store(R10, _RECORD_AT + offset, R1)
+            program.load(R1, R0, 0)
+            program.store(R10, _VALUES_AT + 8 * 5, R1)
+            program.on_map(Helper.MAP_DELETE, self._inside.descriptor, _KEY_AT)
+            program.load(R1, R6, machine().result)
+            if call.pointer is not None and call.pointer >= 0:
+                program.do(R1, "<<=", 32)  # the result is an int; what is above it, is not
+                program.jump_if(R1, "!=", 0, "end")
+                program.load(R3, R10, _VALUES_AT + 8 * 4)
+                program.read_user(_VALUES_AT + 8 * 4, 8)
+                program.jump_if(R0, "!=", 0, "end")
+            elif call.pointer is not None:
+                program.jump_if(R1, "==", 0, "end")
+                program.store(R10, _VALUES_AT + 8 * 4, R1)
+            self._put(program, call)
+
+        return write
+
+    def _put(self, program: Program, call: Call) -> None:
+        """Take the stack, and hand over the record."""
+        if call.stacks:
+            program.do(R1, "=", R6)
+            program.map(R2, self._stacks.descriptor)
+            program.do(R3, "=", _OF_THE_PROCESS)
+            program.call(Helper.STACK_ID)
+            program.store(R10, _STACK_AT, R0)
+            if not call.ends:
+                # Unwinding by frame pointers leaves out the caller, as the function has not stored its own yet.
+                returns_to = machine().returns_to
+                if returns_to is not None:
+                    program.load(R1, R6, returns_to)
+                    program.store(R10, _RETURNS_AT, R1)
+                else:
+                    program.load(R3, R6, machine().stack)
+                    program.read_user(_RETURNS_AT, 8)
+        else:
+            program.do(R1, "=", -1)
+            program.store(R10, _STACK_AT, R1)
+        program.map(R1, self.ring.map.descriptor)
+        program.address(R2, _RECORD_AT)
+        program.do(R3, "=", RECORD.size)
+        program.do(R4, "=", 1)  # nobody is woken: records are fetched in time
+        program.call(Helper.RING_OUTPUT)
+        program.jump_if(R0, "==", 0, "end")
+        program.store(R10, _ZERO_AT, 0)
+        program.on_map(Helper.MAP_LOOKUP, self._lost.descriptor, _ZERO_AT)
+        program.jump_if(R0, "==", 0, "end")
+        program.do(R1, "=", 1)
+        program.add_at(R0, 0, R1)
+
+
+def _key(program: Program, number: int) -> None:
+    """A call that has begun is known by its thread and its function."""
+    program.store(R10, _KEY_AT, R7)
+    program.store(R10, _KEY_AT + 8, number)
+
+
+def _read(program: Program, value: Value, to: int) -> None:
+    """Put a value of the call that begins onto the stack."""
+    if value.argument is not None:
+        program.load(R1, R6, machine().arguments[value.argument])
+        if value.behind is None:
+            if value.shift:
+                program.do(R1, ">>=", 8 * value.shift)
+            program.store(R10, to, R1, value.size)
+            return
+        program.do(R3, "=", R1)
+        program.do(R3, "+=", value.behind)
+    else:
+        assert value.above is not None
+        program.load(R3, R6, machine().stack)
+        program.do(R3, "+=", value.above)
+    program.read_user(to, value.size)
