@@ -28,6 +28,7 @@ from traceloom.agent.board import Board
 from traceloom.agent.collect import Collector, host_collectors
 from traceloom.agent.config import Config, Locations, host_and_port
 from traceloom.agent.dyno_rpc import DynoRpc
+from traceloom.agent.grouping import GroupedStacks, grouped
 from traceloom.agent.guard import Guard
 from traceloom.agent.history import History, Points, joined
 from traceloom.agent.http.answers import (
@@ -42,9 +43,11 @@ from traceloom.agent.http.answers import (
 from traceloom.agent.http.app import build_app
 from traceloom.agent.http.server import serve
 from traceloom.agent.metrics import Histogram, Reading
+from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.publish import Publisher, publishers
 from traceloom.agent.scheduler import Scheduler
+from traceloom.agent.stacks import look
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
 from traceloom.errors import TraceloomError
@@ -53,6 +56,7 @@ LOG = logging.getLogger("traceloom.agent")
 _FORGET_S = 600.0
 _MOST_READING_S = 300.0  # for a trace that a job is to be judged by
 _MOST_JOBS = 1024  # whose traces are remembered
+_MOST_STACK_QUESTIONS = 8  # at once; each looks at every process of a job
 _MOST_REPORTING = 4096  # processes that are looked at because they report steps
 
 
@@ -87,6 +91,8 @@ class Agent:
         self._writing = ThreadPoolExecutor(1, "history")
         self._reading = ThreadPoolExecutor(2, "query")
         self._analysing = threading.Lock()
+        self._looking = asyncio.Lock()
+        self._stack_questions = 0  # that are answered or wait
         self._stop = asyncio.Event()
         self._ticked_ns = time.time_ns()
 
@@ -211,6 +217,22 @@ class Agent:
             self._analysing.release()
         self.job_facts = dict([*self.job_facts.items(), (job, facts)][-_MOST_JOBS:])
         return facts
+
+    async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
+        """What all threads of processes do now, as `grouping.grouped`; one question after the other.
+
+        Raises:
+            RequestError: `busy`: several wait already.
+        """
+        if self._stack_questions >= _MOST_STACK_QUESTIONS:
+            raise RequestError(429, "others are looked at", slug="busy", retry_s=5)
+        self._stack_questions += 1
+        try:
+            async with self._looking:
+                looked = await look(processes, native=native)
+        finally:
+            self._stack_questions -= 1
+        return await asyncio.to_thread(grouped, processes, looked.dumps, looked.reasons)
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         """Steps that a process reports."""

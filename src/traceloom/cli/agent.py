@@ -31,6 +31,7 @@ examples:
   traceloom agent query gpu_power_watts --by job --since 1h
   traceloom agent query                                  all metrics there are
   traceloom agent learn run1 --job slurm-42              FLOPs per step, types and roofline from a trace of it
+  traceloom agent stacks --job slurm-42                  where its ranks are, equal stacks together
   traceloom agent doctor                                 what works here, what not, and what would help
   eval "$(traceloom agent env)"; python train.py         a job that can be asked for traces
 """
@@ -41,6 +42,7 @@ ACTIONS = {
     "top": "a live view of devices and processes",
     "query": "what a metric was",
     "learn": "judge a job by a trace of it: FLOPs per step, element types, roofline, bytes copied",
+    "stacks": "what all threads of a job or process do now, equal stacks together, ranks that are elsewhere first",
     "doctor": "what works here, what not, why, and what would help",
     "env": "the variables that prepare a job",
 }
@@ -82,8 +84,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--where", default="", metavar="LABEL=VALUE", help="only what this holds for; several with commas"
     )
     asking.add_argument("--raw", action="store_true", help="counters as they are, not as rates")
-    shown = parser.add_argument_group("ps, top, learn")
-    shown.add_argument("--job", metavar="JOB", help="of this job alone; learn needs it where there are several")
+    shown = parser.add_argument_group("ps, top, learn, stacks")
+    shown.add_argument(
+        "--job", metavar="JOB", help="of this job alone; learn and stacks need it where there are several"
+    )
+    shown.add_argument("--pid", type=types.count, metavar="PID", help="of stacks: of this process alone")
+    shown.add_argument(
+        "--native",
+        action="store_true",
+        help="of stacks: C and C++ too; a process stands still while it is looked at",
+    )
     shown.add_argument(
         "--interval",
         type=types.positive,
@@ -107,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     return {
         "run": _run, "status": _status, "ps": _processes, "top": _top, "query": _query, "learn": _learn,
-        "doctor": _doctor, "env": _env,
+        "stacks": _stacks, "doctor": _doctor, "env": _env,
     }[args.action](args)  # fmt: skip
 
 
@@ -260,17 +270,31 @@ def _learn(args: argparse.Namespace) -> int:
         raise UsageError("which trace?", slug="wrong-usage", hint="traceloom agent learn TRACE --job JOB")
     client = _client(args)
     client.timeout_s = 600.0  # it reads the whole trace
-    job = args.job
-    if job is None:
-        jobs = [row["job"] for row in client.get("jobs")["jobs"]]
-        if len(jobs) != 1:
-            raise UsageError(
-                f"of which of {len(jobs)} jobs is it?" if jobs else "no job of yours runs on this host",
-                slug="no-such-job", hint="--job JOB; `traceloom agent ps` lists them",
-            )  # fmt: skip
-        job = jobs[0]
-    answer = client.post("traces", {"path": str(Path(args.subject).absolute()), "job": job})
+    answer = client.post("traces", {"path": str(Path(args.subject).absolute()), "job": _job(args, client)})
     return _shown(args, answer, lambda _: views.learned(answer))
+
+
+def _job(args: argparse.Namespace, client: Client) -> str:
+    """The job that is named, else the only one there is."""
+    if args.job is not None:
+        return str(args.job)
+    jobs = [str(row["job"]) for row in client.get("jobs")["jobs"]]
+    if len(jobs) != 1:
+        raise UsageError(
+            f"which of {len(jobs)} jobs?" if jobs else "no job of yours runs on this host",
+            slug="no-such-job", hint="--job JOB; `traceloom agent ps` lists them",
+        )  # fmt: skip
+    return jobs[0]
+
+
+def _stacks(args: argparse.Namespace) -> int:
+    from traceloom.cli import agent_views as views
+
+    client = _client(args)
+    client.timeout_s = 300.0  # symbols of native code are hundreds of MB per process
+    which = {"pid": str(args.pid)} if args.pid is not None else {"job": _job(args, client)}
+    answer = client.get("stacks", **which, native="true" if args.native else "false")
+    return _shown(args, answer, lambda width: views.stacks(answer, width, native=args.native))
 
 
 def _doctor(args: argparse.Namespace) -> int:
