@@ -50,9 +50,11 @@ class Scheduler:
 
     async def stop(self) -> None:
         """End all tasks; threads that hang are left to die with the process."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Until Python 3.12, `wait_for` loses a cancellation that comes in the moment in which it is done.
+        while waiting := [task for task in self._tasks if not task.done()]:
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting, timeout=0.1)
 
     def fast(self, seconds: float) -> None:
         """Collect every 100 ms for so long: while a trace runs."""

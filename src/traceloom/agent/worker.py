@@ -17,6 +17,7 @@ from traceloom.workers import Worker
 
 TASKS = {
     "parquet": "traceloom.agent.publish.parquet_file:write",
+    "stacks": "traceloom.agent.profilers.chrome_stacks:convert",
     "job-facts": "traceloom.agent.job_facts:of_capture",
 }
 

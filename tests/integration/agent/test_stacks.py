@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +23,7 @@ from support.gloo_job import hanging_job, line_of_hang
 from traceloom.agent.owners import Owner, Process
 from traceloom.agent.profilers import ProfilerError, Window, py_spy
 from traceloom.agent.profilers.dump import Dump, StackDump, take
+from traceloom.agent.profilers.stacks import Stacks
 from traceloom.agent.stacks import hang_bundle, look
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
@@ -147,3 +153,117 @@ def test_the_rank_that_stops_before_a_collective_is_named(tmp_path: Path) -> Non
     document = msgspec.json.decode((directory / "stacks.json").read_bytes())
     assert document["sentence"] == bundle.sentence
     assert [group["ranks"] for group in document["groups"] if group["elsewhere"]] == [[1]]
+
+
+PHASES = """
+import sys, time
+def fast(): spin(0.3)
+def slow(): spin(0.5)
+def spin(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end: pass
+print("up", flush=True)
+while True:
+    for phase in (fast, slow):
+        start = time.time_ns()
+        phase()
+        print(phase.__name__, start, time.time_ns(), flush=True)
+"""
+# What a sample's time may be off by: a tick of the clock of files, and what a loaded machine does between two calls.
+TOLERANCE_NS = 25_000_000
+
+
+def _recorded(directory: Path, stem: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(gzip.decompress((directory / f"{stem}.stacks.json.gz").read_bytes()))
+    return document
+
+
+def test_samples_lie_in_the_phases_that_the_program_says_itself(tmp_path: Path) -> None:
+    program = subprocess.Popen([sys.executable, "-c", PHASES], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    try:
+        assert program.stdout.readline() == "up\n"
+        process = process_of(program.pid, 0)
+        window = Window(time.time_ns() + 300_000_000, 4.0, None)
+        (path,) = asyncio.run(Stacks().record(process, window, tmp_path, "rank0"))
+    finally:
+        program.kill()
+        lines = program.communicate()[0].splitlines()
+    assert path == tmp_path / "rank0.stacks.json.gz"
+    truth = [(name, int(start), int(end)) for name, start, end in (line.split() for line in lines[:-1])]
+    document = _recorded(tmp_path, "rank0")
+    assert document["threads"][0] == {"id": program.pid, "name": "MainThread"}
+    names = [frame[0] for frame in document["frames"]]
+    seen: Counter[str] = Counter()
+    for time_ns, thread, period_ns, frames in document["samples"]:
+        assert thread == 0
+        assert window.start_ns <= time_ns < time_ns + period_ns <= window.start_ns + 4_000_000_000
+        phases = {"fast", "slow"} & {names[frame] for frame in frames}
+        if not phases:
+            continue
+        (phase,) = phases
+        seen[phase] += period_ns
+        assert any(
+            name == phase and start - TOLERANCE_NS <= time_ns <= end + TOLERANCE_NS for name, start, end in truth
+        ), (phase, time_ns)
+    within = (window.start_ns, window.start_ns + 4_000_000_000)
+    for phase in ("fast", "slow"):
+        real = sum(max(0, min(end, within[1]) - max(start, within[0])) for name, start, end in truth if name == phase)
+        assert seen[phase] == pytest.approx(real, rel=0.25)
+
+
+def test_a_recording_that_is_cancelled_leaves_nothing(sleeping: subprocess.Popen[str], tmp_path: Path) -> None:
+    def spies() -> list[str]:
+        mark = f"--pid\0{sleeping.pid}\0".encode()
+        return [entry.name for entry in Path("/proc").iterdir() if entry.name.isdecimal() and mark in _command(entry)]
+
+    async def cancelled() -> None:
+        recording = asyncio.create_task(
+            Stacks().record(process_of(sleeping.pid), Window(0, 600.0, None), tmp_path, "rank0")
+        )
+        deadline = time.monotonic() + 60
+        while not spies():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        recording.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await recording
+
+    asyncio.run(cancelled())
+    assert spies() == []
+    assert list(tmp_path.iterdir()) == []
+    assert sleeping.poll() is None
+
+
+def _command(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_process_that_ends_in_the_window_keeps_what_it_did(tmp_path: Path) -> None:
+    code = "import sys; print('up', flush=True); sys.stdin.readline()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        program.stdout.readline()
+
+        async def recorded() -> None:
+            recording = asyncio.create_task(
+                Stacks().record(process_of(program.pid, 0), Window(0, 600.0, None), tmp_path, "rank0")
+            )
+            await asyncio.sleep(2)
+            program.communicate("\n")
+            await recording
+
+        asyncio.run(recorded())
+    assert [sample[1] for sample in _recorded(tmp_path, "rank0")["samples"]] == [0]
+
+
+def test_stacks_need_a_time(sleeping: subprocess.Popen[str], tmp_path: Path) -> None:
+    with pytest.raises(ProfilerError) as raised:
+        asyncio.run(Stacks().record(process_of(sleeping.pid), Window(0, None, 3), tmp_path, "rank0"))
+    assert raised.value.slug == "no-duration"

@@ -98,7 +98,7 @@ async def said(process: Process, *arguments: str, seconds: float, most_bytes: in
             assert running.stdout is not None
             assert running.stderr is not None
             text, errors = await asyncio.wait_for(
-                asyncio.gather(_whole(running.stdout, most_bytes), _whole(running.stderr, _ERROR_BYTES)), seconds
+                asyncio.gather(whole(running.stdout, most_bytes), whole(running.stderr, _ERROR_BYTES)), seconds
             )
             code = await asyncio.wait_for(running.wait(), seconds)
     except (asyncio.TimeoutError, TimeoutError) as error:
@@ -113,7 +113,7 @@ async def said(process: Process, *arguments: str, seconds: float, most_bytes: in
     return text
 
 
-async def _whole(stream: asyncio.StreamReader, most: int) -> bytes:
+async def whole(stream: asyncio.StreamReader, most: int) -> bytes:
     """All of a stream; one byte more than `most` where it is longer, and the rest of it is dropped."""
     text = b""
     while piece := await stream.read(1 << 16):
