@@ -1,0 +1,158 @@
+"""Stacks and telemetry that lie beside the traces of a capture; what is damaged in them is left out and counted.
+
+They are known by their names: beside `rank0.kineto.json.gz` lie `rank0.stacks.json.gz` and `HOST.telemetry.json.gz`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import polars as pl
+from msgspec import Meta, Struct
+
+from traceloom.errors import InputError
+from traceloom.files import open_regular
+from traceloom.model.beside import SAMPLES, TELEMETRY, no_samples, no_telemetry
+from traceloom.model.notice import Notice
+from traceloom.model.trace import Trace
+from traceloom.packed import UnpackedFile
+
+VERSION = 1  # of both formats, the latest that is read
+_MOST_BYTES = 256 << 20  # of text
+_MOST_FRAMES = 8_000_000  # of all samples of a file
+_STACKS, _TELEMETRY = ".stacks.json.gz", ".telemetry.json.gz"
+Whole = Annotated[int, Meta(ge=-(2**62), le=2**62)]
+Index = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class _Thread(Struct):
+    id: Whole
+    name: str = ""
+
+
+class _StacksFile(Struct):
+    """The content of a stacks file."""
+
+    format: str
+    version: int
+    pid: Whole
+    threads: list[_Thread]
+    frames: list[tuple[str, str, Whole]]
+    samples: list[tuple[Whole, Index, Whole, list[Index]]]
+
+
+class _Series(Struct):
+    metric: str
+    times_ns: list[Whole]
+    values: list[float | None]
+    unit: str = ""
+    kind: str = ""
+    labels: dict[str, str] = {}
+
+
+class _TelemetryFile(Struct):
+    """The content of a telemetry file."""
+
+    format: str
+    version: int
+    host: str
+    series: list[_Series]
+
+
+_File = TypeVar("_File", _StacksFile, _TelemetryFile)
+
+
+def read_samples(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
+    """The stack samples beside these traces (`model.beside`), and what was wrong with them."""
+    frames, notices = [no_samples()], []
+    for trace in traces:
+        path = Path(trace.meta.path)
+        beside = path.with_name(path.name.partition(".kineto")[0] + _STACKS)
+        if not path.name.startswith(beside.name.removesuffix(_STACKS) + ".kineto") or not beside.is_file():
+            continue
+        if trace.meta.clock != "unix":
+            message = "stack samples are left out: the times of the trace are of another clock"
+            notices.append(Notice("damaged-stacks", "warning", message, rank=trace.rank, where=str(beside)))
+            continue
+        try:
+            frame, odd = _samples(_decoded(beside, _StacksFile, "traceloom-stacks"), trace.rank)
+        except (OSError, ValueError, InputError) as error:
+            notices.append(_left_out("damaged-stacks", beside, error, trace.rank))
+            continue
+        frames.append(frame)
+        if odd:
+            message = f"stack samples that cannot be right and are left out: {odd:,}"
+            notices.append(Notice("damaged-stacks", "warning", message, odd, rank=trace.rank, where=str(beside)))
+    return pl.concat(frames), notices
+
+
+def read_telemetry(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
+    """The telemetry in the directories of these traces (`model.beside`), and what was wrong with it."""
+    frames, notices = [no_telemetry()], []
+    folders = dict.fromkeys(Path(trace.meta.path).parent for trace in traces if ".kineto" in Path(trace.meta.path).name)
+    for path in (path for folder in folders for path in sorted(folder.glob(f"*{_TELEMETRY}"))):
+        try:
+            frame, odd = _telemetry(_decoded(path, _TelemetryFile, "traceloom-telemetry"))
+        except (OSError, ValueError, InputError) as error:
+            notices.append(_left_out("damaged-telemetry", path, error, None))
+            continue
+        frames.append(frame)
+        if odd:
+            message = f"series of telemetry whose times and values do not match, left out: {odd:,}"
+            notices.append(Notice("damaged-telemetry", "warning", message, odd, where=str(path)))
+    return pl.concat(frames), notices
+
+
+def _left_out(slug: str, path: Path, error: Exception, rank: int | None) -> Notice:
+    what = "stack samples" if slug == "damaged-stacks" else "telemetry"
+    return Notice(slug, "warning", f"the {what} cannot be read and are left out: {error}", rank=rank, where=str(path))
+
+
+def _decoded(path: Path, kind: type[_File], name: str) -> _File:
+    """Raises OSError, ValueError or InputError where it is no such file."""
+    with open_regular(path) as file:
+        unpacked = UnpackedFile(file)
+        text = io.BytesIO()
+        for piece in unpacked:
+            if text.write(piece) and text.tell() > _MOST_BYTES:
+                raise ValueError("it is larger than anybody reads")
+    if unpacked.fault:
+        raise ValueError(unpacked.fault)
+    document = msgspec.json.decode(text.getvalue(), type=kind)
+    if document.format != name or not 1 <= document.version <= VERSION:
+        raise ValueError(f"it is `{document.format[:40]}` in version {document.version}")
+    return document
+
+
+def _samples(document: _StacksFile, rank: int | None) -> tuple[pl.DataFrame, int]:
+    names = [f"{file}({line}): {function}" if line else function for function, file, line in document.frames]
+    threads, left = document.threads, _MOST_FRAMES
+    rows: list[tuple[Any, ...]] = []
+    for time_ns, thread, period_ns, stack in document.samples:
+        left -= len(stack)
+        if thread < len(threads) and period_ns >= 0 and left >= 0 and all(frame < len(names) for frame in stack):
+            own = threads[thread]
+            frames = [names[frame] for frame in stack]
+            rows.append((rank, document.pid, own.id, own.name, time_ns, period_ns, frames))
+    frame = pl.DataFrame(rows, schema=SAMPLES, orient="row").sort("thread", "time_ns", maintain_order=True)
+    return frame, len(document.samples) - len(rows)
+
+
+def _telemetry(document: _TelemetryFile) -> tuple[pl.DataFrame, int]:
+    good = [series for series in document.series if len(series.times_ns) == len(series.values)]
+    frames = [no_telemetry()]
+    for series in good:
+        labels = msgspec.json.encode(series.labels, order="sorted").decode()
+        texts = {"host": document.host, "metric": series.metric, "labels": labels}
+        texts |= {"unit": series.unit, "kind": series.kind}
+        frame = pl.DataFrame(
+            {"time_ns": series.times_ns, "value": series.values}, schema_overrides={"value": pl.Float64}
+        )
+        frame = frame.with_columns(pl.lit(text).alias(name) for name, text in texts.items()).drop_nulls("value")
+        frames.append(frame.select(pl.col(name).cast(kind) for name, kind in TELEMETRY.items()))
+    by_series = ("metric", "labels", "time_ns")
+    return pl.concat(frames).sort(*by_series, maintain_order=True), len(document.series) - len(good)

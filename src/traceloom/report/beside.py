@@ -1,0 +1,169 @@
+"""What was recorded beside the traces, put into them, so that it is drawn on the same time axis as their events.
+
+Only views do this: no analysis takes stack samples for events, or telemetry for counters of the trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from traceloom.model import Session, Trace
+from traceloom.model.beside import no_telemetry
+from traceloom.model.category import OTHER
+from traceloom.model.schema import SCHEMAS
+from traceloom.report.window import renumbered
+
+_PREFIX = "traceloom_"
+# Of some hundred series those whose shape explains a timeline; the others are in the telemetry file.
+_DRAWN = (
+    "gpu_power_watts", "gpu_sm_active_ratio", "gpu_dram_active_ratio", "gpu_busy_ratio", "gpu_clock_hertz",
+    "host_cpu_seconds_total", "host_network_bytes_total", "rdma_bytes_total", "host_disk_bytes_total",
+    "process_cpu_seconds_total", "process_disk_bytes_total",
+)  # fmt: skip
+_SPANS = {
+    "name": pl.String, "start_ns": pl.Int64, "nested_end_ns": pl.Int64, "depth": pl.UInt16, "parent": pl.Int64,
+    "lane": pl.UInt32,
+}  # fmt: skip
+_IDLE = ("idle", "iowait")
+_REFERENCES = ("parent", "op", "launch")
+
+
+def with_beside(session: Session) -> Session:
+    """The session with stack samples as spans of lanes of their own, and telemetry as counters.
+
+    Both are cut to the time of the trace. The counters of a host stand in the first of its traces; counters that only
+    grow become rates per second.
+    """
+    if not session.samples.height and not session.telemetry.height:
+        return session
+    traces, hosts = [], set()
+    for trace in session.traces:
+        if trace.events.height:
+            if trace.meta.host not in hosts:
+                trace = _with_telemetry(trace, session.telemetry)  # noqa: PLW2901
+            hosts.add(trace.meta.host)
+            trace = _with_samples(trace, session.samples.filter(pl.col("rank").eq_missing(trace.rank)))  # noqa: PLW2901
+        traces.append(trace)
+    return replace(session, traces=tuple(traces))
+
+
+def _with_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
+    spans = [
+        (*span, len(trace.lanes) + lane)
+        for lane, (_, rows) in enumerate(groupby(samples.iter_rows(named=True), key=itemgetter("thread")))
+        for span in _spans(list(rows), trace.start_ns, trace.end_ns)
+    ]
+    if not spans:
+        return trace
+    of_spans = pl.DataFrame(spans, schema=_SPANS, orient="row")
+    first = trace.events.height
+    # A parent is the number of a span in its lane, from 0.
+    begins = of_spans.with_row_index("at").group_by("lane", maintain_order=True).agg(pl.col("at").min().alias("base"))
+    of_spans = of_spans.join(begins, on="lane", how="left", maintain_order="left").with_columns(
+        parent=(pl.col("parent") + pl.col("base").cast(pl.Int64) + first).cast(pl.UInt32),
+        category=pl.lit(OTHER), duration_ns=pl.col("nested_end_ns") - pl.col("start_ns"),
+    )  # fmt: skip
+    schema = SCHEMAS["events"]
+    added = of_spans.select(
+        (pl.col(name) if name in of_spans.columns else pl.lit(None)).cast(kind).alias(name)
+        for name, kind in schema.items()
+    ).with_columns(event=pl.int_range(first, first + pl.len(), dtype=pl.UInt32))
+    events = pl.concat([trace.events, added])
+    # The order of events: by start, the longer first.
+    order = np.lexsort((-events["duration_ns"].to_numpy(), events["start_ns"].to_numpy()))
+    row = np.empty(events.height, dtype=np.int64)
+    row[order] = np.arange(events.height)
+    events = renumbered(events[order].with_columns(event=pl.int_range(pl.len(), dtype=pl.UInt32)), row, _REFERENCES)
+    frames = {
+        name: renumbered(frame, row, ("event",))
+        for name, frame in trace.frames().items()
+        if name != "events" and "event" in frame.columns
+    }
+    frames["flows"] = renumbered(trace.flows, row, ("source", "target"))
+    frames["allocations"] = renumbered(trace.allocations, row, ("op",))
+    lanes = _lanes(samples, of_spans, len(trace.lanes))
+    return replace(trace, events=events, lanes=pl.concat([trace.lanes, lanes]), **frames)
+
+
+def _spans(rows: list[dict[str, object]], low: int, high: int) -> list[tuple[str, int, int, int, int | None]]:
+    """Calls from the samples of a thread, in order of their start: name, start, end, depth, number of the caller.
+
+    A call goes on for as long as it is seen in sample after sample with the same callers.
+    """
+    spans: list[list[object]] = []
+    open_calls: list[int] = []  # numbers of spans, the outermost first
+    reached = low
+    for sample in rows:
+        start, stack = max(int(sample["time_ns"]), reached), list(sample["stack"])  # type: ignore[call-overload]
+        end = min(int(sample["time_ns"]) + int(sample["period_ns"]), high)  # type: ignore[call-overload]
+        if end <= start:
+            continue
+        same = 0
+        if start == reached:
+            while same < min(len(open_calls), len(stack)) and spans[open_calls[same]][0] == stack[same]:
+                same += 1
+        del open_calls[same:]
+        for depth in range(same, len(stack)):
+            parent = open_calls[-1] if open_calls else None
+            open_calls.append(len(spans))
+            spans.append([stack[depth], start, end, depth, parent])
+        for number in open_calls:
+            spans[number][2] = end
+        reached = end
+    return [tuple(span) for span in spans]  # type: ignore[misc]
+
+
+def _lanes(samples: pl.DataFrame, spans: pl.DataFrame, first: int) -> pl.DataFrame:
+    counted = spans.group_by("lane").agg(
+        events=pl.len(), busy_ns=pl.col("duration_ns").filter(pl.col("depth") == 0).sum()
+    )
+    name = pl.when(pl.col("thread_name") == "").then(pl.format("thread {}", "thread")).otherwise("thread_name")
+    threads = samples.group_by("thread", maintain_order=True).agg(pl.col("thread_name").first())
+    rows = threads.with_row_index("lane", offset=first)
+    rows = rows.with_columns(kind=pl.lit("host"), name=pl.format("{} · sampled stacks", name))
+    rows = rows.join(counted, on="lane", how="left", maintain_order="left").with_columns(
+        pl.col("events", "busy_ns").fill_null(0)
+    )
+    # Without a process it stands behind the threads of the trace, and is none of them.
+    return rows.select(
+        (pl.col(name) if name in rows.columns else pl.lit(None)).cast(kind).alias(name)
+        for name, kind in SCHEMAS["lanes"].items()
+    )
+
+
+def _with_telemetry(trace: Trace, telemetry: pl.DataFrame) -> Trace:
+    hosts = telemetry["host"].unique().to_list()
+    own = telemetry if len(hosts) == 1 else telemetry.filter(pl.col("host") == (trace.meta.host or ""))
+    chosen = own.filter(pl.col("metric").is_in([_PREFIX + name for name in _DRAWN]))
+    curves = []
+    for (metric, labels, kind), curve in (chosen if chosen.height else no_telemetry()).group_by(
+        "metric", "labels", "kind", maintain_order=True
+    ):
+        values = msgspec.json.decode(str(labels), type=dict[str, str])
+        if values.get("mode") in _IDLE or values.get("interface") == "lo":
+            continue
+        name = str(metric).removeprefix(_PREFIX)
+        curve = curve.unique("time_ns", keep="last", maintain_order=True)  # noqa: PLW2901
+        if kind == "counter":
+            # What grew between two readings is known at the second; a value holds from its time on.
+            rate = pl.col("value").diff().shift(-1) / pl.col("time_ns").diff().shift(-1) * 1e9
+            curve = curve.with_columns(value=rate).drop_nulls("value").filter(pl.col("value") >= 0)  # noqa: PLW2901
+            name = name.removesuffix("_total") + "/s"
+        # The last value before the trace holds at its start.
+        before = curve.filter(pl.col("time_ns") < trace.start_ns).tail(1).with_columns(time_ns=pl.lit(trace.start_ns))
+        inside = pl.concat([before, curve.filter(pl.col("time_ns").is_between(trace.start_ns, trace.end_ns))])
+        curves.append(inside.select("time_ns", "value", name=pl.lit(name), key=pl.lit(" ".join(values.values()))))
+    if not curves:
+        return trace
+    added = pl.concat(curves)
+    added = added.select(
+        (pl.col(name) if name in added.columns else pl.lit(None)).cast(kind).alias(name)
+        for name, kind in SCHEMAS["counters"].items()
+    )
+    return replace(trace, counters=pl.concat([trace.counters, added]).sort("time_ns", maintain_order=True))
