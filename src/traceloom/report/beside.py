@@ -22,10 +22,16 @@ from traceloom.report.window import renumbered
 _PREFIX = "traceloom_"
 # Of some hundred series those whose shape explains a timeline; the others are in the telemetry file.
 _DRAWN = (
-    "gpu_power_watts", "gpu_sm_active_ratio", "gpu_dram_active_ratio", "gpu_busy_ratio", "gpu_clock_hertz",
+    "gpu_power_watts", "gpu_sm_active_ratio", "gpu_dram_active_ratio", "gpu_busy_ratio",
     "host_cpu_seconds_total", "host_network_bytes_total", "rdma_bytes_total", "host_disk_bytes_total",
     "process_cpu_seconds_total", "process_disk_bytes_total",
 )  # fmt: skip
+# A call as it is shown: the function first, and of its file what is not the place where packages, or programs, are.
+_SHORTER = (
+    (r"^.*/(?:site-packages|dist-packages|lib/python3\.\d+)/", ""),
+    (r"^/.*/", ""),
+    (r"^(.+?)\((\d+)\): (.+)$", "$3 ($1:$2)"),
+)
 _SPANS = {
     "name": pl.String, "start_ns": pl.Int64, "nested_end_ns": pl.Int64, "depth": pl.UInt16, "parent": pl.Int64,
     "lane": pl.UInt32,
@@ -62,6 +68,8 @@ def _with_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
     if not spans:
         return trace
     of_spans = pl.DataFrame(spans, schema=_SPANS, orient="row")
+    for pattern, shorter in _SHORTER:
+        of_spans = of_spans.with_columns(pl.col("name").str.replace(pattern, shorter))
     first = trace.events.height
     # A parent is the number of a span in its lane, from 0.
     begins = of_spans.with_row_index("at").group_by("lane", maintain_order=True).agg(pl.col("at").min().alias("base"))
@@ -126,7 +134,7 @@ def _lanes(samples: pl.DataFrame, spans: pl.DataFrame, first: int) -> pl.DataFra
     name = pl.when(pl.col("thread_name") == "").then(pl.format("thread {}", "thread")).otherwise("thread_name")
     threads = samples.group_by("thread", maintain_order=True).agg(pl.col("thread_name").first())
     rows = threads.with_row_index("lane", offset=first)
-    rows = rows.with_columns(kind=pl.lit("host"), name=pl.format("{} · sampled stacks", name))
+    rows = rows.with_columns(kind=pl.lit("host"), name=pl.format("stacks · {}", name))
     rows = rows.join(counted, on="lane", how="left", maintain_order="left").with_columns(
         pl.col("events", "busy_ns").fill_null(0)
     )

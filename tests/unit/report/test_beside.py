@@ -40,9 +40,9 @@ def _spans(session: Session) -> dict[str, list[tuple[str, float, float, int]]]:
     trace.check()
     events = trace.events.join(trace.lanes.select("lane", lane_name="name"), on="lane", maintain_order="left")
     out: dict[str, list[tuple[str, float, float, int]]] = {}
-    for row in events.filter(pl.col("lane_name").str.ends_with("sampled stacks")).iter_rows(named=True):
+    for row in events.filter(pl.col("lane_name").str.starts_with("stacks")).iter_rows(named=True):
         start = (row["start_ns"] - BASE) / US
-        span = (row["name"].rpartition(" ")[2], start, start + row["duration_ns"] / US, row["depth"])
+        span = (row["name"].partition(" ")[0], start, start + row["duration_ns"] / US, row["depth"])
         out.setdefault(row["lane_name"], []).append(span)
     return out
 
@@ -56,26 +56,43 @@ def test_calls_go_on_as_long_as_they_are_seen_with_the_same_callers(tmp_path: Pa
         [200, 1, 10, [2]],
     ]
     assert _spans(_session(tmp_path, samples)) == {
-        "MainThread · sampled stacks": [
+        "stacks · MainThread": [
             ("main", 200, 400, 0), ("step", 200, 350, 1), ("load", 300, 350, 2), ("load", 350, 400, 1),
             ("main", 700, 720, 0),
         ],
-        "loader · sampled stacks": [("load", 200, 210, 0)],
+        "stacks · loader": [("load", 200, 210, 0)],
     }  # fmt: skip
+
+
+def test_a_call_is_shown_by_its_function_and_what_matters_of_its_file(tmp_path: Path) -> None:
+    files = [
+        "/x/lib/python3.11/site-packages/torch/optim/adam.py",
+        "/usr/lib/python3.11/queue.py",
+        "/a/(b): c/d.py",
+        "<string>",
+    ]
+    directory = tmp_path / "capture"
+    directory.mkdir()
+    frames = [*([f"f{at}", file, 7] for at, file in enumerate(files)), ["c10d::Work::wait", "libtorch_cpu.so", 0]]
+    TraceBuilder(0, 1, base_ns=BASE).op("aten::mm", 100, 400).write(directory / "rank0.kineto.json.gz")
+    sample = [BASE + 200 * US, 0, US, list(range(len(frames)))]
+    put(directory / "rank0.stacks.json.gz", stacks([sample], frames=frames))
+    (trace,) = with_beside(load(directory, cache=False)).traces
+    assert trace.events.filter(pl.col("category") == "other").sort("depth")["name"].to_list() == [
+        "f0 (torch/optim/adam.py:7)", "f1 (queue.py:7)", "f2 (d.py:7)", "f3 (<string>:7)", "c10d::Work::wait",
+    ]  # fmt: skip
 
 
 def test_what_lies_outside_the_trace_is_cut_off(tmp_path: Path) -> None:
     samples = [[0, 0, 150, [0]], [990, 0, 500, [0, 1]], [2000, 0, 5, [2]]]
     assert _spans(_session(tmp_path, samples)) == {
-        "MainThread · sampled stacks": [("main", 100, 150, 0), ("main", 990, 1000, 0), ("step", 990, 1000, 1)]
+        "stacks · MainThread": [("main", 100, 150, 0), ("main", 990, 1000, 0), ("step", 990, 1000, 1)]
     }
 
 
 def test_samples_that_overlap_are_cut_so_that_spans_nest(tmp_path: Path) -> None:
     spans = _spans(_session(tmp_path, [[200, 0, 200, [0, 1]], [300, 0, 200, [2]]]))
-    assert spans == {
-        "MainThread · sampled stacks": [("main", 200, 400, 0), ("step", 200, 400, 1), ("load", 400, 500, 0)]
-    }
+    assert spans == {"stacks · MainThread": [("main", 200, 400, 0), ("step", 200, 400, 1), ("load", 400, 500, 0)]}
 
 
 def test_the_events_of_the_trace_are_as_they_were(tmp_path: Path) -> None:
@@ -86,7 +103,7 @@ def test_the_events_of_the_trace_are_as_they_were(tmp_path: Path) -> None:
     assert kept.select(columns).equals(before.events.select(columns))
     for column in ("parent", "op", "launch"):
         names = [trace.events["name"].gather(trace.events[column].drop_nulls()).to_list() for trace in (before, after)]
-        assert names[0] == [name for name in names[1] if "(" not in name]
+        assert names[0] == [name for name in names[1] if ".py:" not in name]
     assert after.lanes.head(before.lanes.height).equals(before.lanes)
 
 
@@ -131,8 +148,8 @@ def test_perfetto_has_samples_and_telemetry_on_the_axis_of_the_events(tmp_path: 
     rows = json.loads(handle.getvalue())["traceEvents"]
     threads = {row["tid"]: row["args"]["name"] for row in rows if row.get("name") == "thread_name"}
     spans = {row["name"]: row for row in rows if row["ph"] == "X"}
-    step = spans["/a/train.py(20): step"]
-    assert threads[step["tid"]] == "MainThread · sampled stacks"
+    step = spans["step (train.py:20)"]
+    assert threads[step["tid"]] == "stacks · MainThread"
     assert (step["ts"], step["dur"]) == (210, 20)  # the trace begins at 100 us
     kernel = spans["gemm"]
     assert kernel["ts"] <= step["ts"] < step["ts"] + step["dur"] <= kernel["ts"] + kernel["dur"]
