@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
@@ -184,10 +185,9 @@ def _sentence(groups: Sequence[StackGroup], unseen: Sequence[Unseen], steps: Map
         places: dict[tuple[str, str], list[StackGroup]] = defaultdict(list)
         for group in groups:
             if group.elsewhere is is_elsewhere:
-                waits = "" if is_elsewhere else group.waits_in
-                in_general = waits == ANY_COLLECTIVE
-                place = "a collective" if in_general else f"`{waits}`" if waits else _place(group.frames)
-                places["wait" if waits else "be", place].append(group)
+                in_general = group.waits_in == ANY_COLLECTIVE
+                waits = "a collective" if in_general else group.waits_in and f"`{group.waits_in}`"
+                places["wait" if waits else "be", waits or _place(group.frames)].append(group)
         for (verb, place), same in places.items():
             who = [member for group in same for member in (group.ranks or group.pids)]
             is_single = len(who) == 1
@@ -196,8 +196,8 @@ def _sentence(groups: Sequence[StackGroup], unseen: Sequence[Unseen], steps: Map
             plural = kind + ("" if is_single else "s" if kind == "rank" else "es")
             parts.append(f"{plural} {numbers(who)} {does} in {place}{_counted(same, steps) if is_elsewhere else ''}")
     for each in unseen:
-        who = f"process {each.pid}" if each.rank is None else f"rank {each.rank}"
-        parts.append(f"{who} is not seen: {each.reason}")
+        name = f"process {each.pid}" if each.rank is None else f"rank {each.rank}"
+        parts.append(f"{name} is not seen: {each.reason}")
     return "; ".join(parts)
 
 
@@ -218,5 +218,5 @@ def numbers(values: Iterable[int]) -> str:
             runs[-1].append(value)
         else:
             runs.append([value])
-    texts = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else list(map(str, run)) for run in runs]
-    return ", ".join(text for parts in texts for text in parts)
+    parts = ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else list(map(str, run)) for run in runs)
+    return ", ".join(chain.from_iterable(parts))

@@ -5,9 +5,11 @@ Only views do this: no analysis takes stack samples for events, or telemetry for
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,6 +42,16 @@ _IDLE = ("idle", "iowait")
 _REFERENCES = ("parent", "op", "launch")
 
 
+class _Span(NamedTuple):
+    """A call that was seen; `caller` is its number among those of the thread."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    depth: int
+    caller: int | None
+
+
 def with_beside(session: Session) -> Session:
     """The session with stack samples as spans of lanes of their own, and telemetry as counters.
 
@@ -62,8 +74,10 @@ def with_beside(session: Session) -> Session:
 def _with_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
     spans = [
         (*span, len(trace.lanes) + lane)
-        for lane, (_, rows) in enumerate(groupby(samples.iter_rows(named=True), key=itemgetter("thread")))
-        for span in _spans(list(rows), trace.start_ns, trace.end_ns)
+        for lane, (_, rows) in enumerate(
+            groupby(samples.select("thread", "time_ns", "period_ns", "stack").iter_rows(), key=itemgetter(0))
+        )
+        for span in _spans((row[1:] for row in rows), trace.start_ns, trace.end_ns)
     ]
     if not spans:
         return trace
@@ -88,7 +102,7 @@ def _with_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
     row = np.empty(events.height, dtype=np.int64)
     row[order] = np.arange(events.height)
     events = renumbered(events[order].with_columns(event=pl.int_range(pl.len(), dtype=pl.UInt32)), row, _REFERENCES)
-    frames = {
+    frames: dict[str, Any] = {
         name: renumbered(frame, row, ("event",))
         for name, frame in trace.frames().items()
         if name != "events" and "event" in frame.columns
@@ -99,32 +113,31 @@ def _with_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
     return replace(trace, events=events, lanes=pl.concat([trace.lanes, lanes]), **frames)
 
 
-def _spans(rows: list[dict[str, object]], low: int, high: int) -> list[tuple[str, int, int, int, int | None]]:
-    """Calls from the samples of a thread, in order of their start: name, start, end, depth, number of the caller.
+def _spans(samples: Iterable[tuple[int, int, list[str]]], low: int, high: int) -> list[_Span]:
+    """Calls from the samples of a thread (time, period, stack), in order of their start, between two times.
 
     A call goes on for as long as it is seen in sample after sample with the same callers.
     """
-    spans: list[list[object]] = []
+    spans: list[_Span] = []
     open_calls: list[int] = []  # numbers of spans, the outermost first
     reached = low
-    for sample in rows:
-        start, stack = max(int(sample["time_ns"]), reached), list(sample["stack"])  # type: ignore[call-overload]
-        end = min(int(sample["time_ns"]) + int(sample["period_ns"]), high)  # type: ignore[call-overload]
+    for time_ns, period_ns, stack in samples:
+        start, end = max(time_ns, reached), min(time_ns + period_ns, high)
         if end <= start:
             continue
         same = 0
         if start == reached:
-            while same < min(len(open_calls), len(stack)) and spans[open_calls[same]][0] == stack[same]:
+            while same < min(len(open_calls), len(stack)) and spans[open_calls[same]].name == stack[same]:
                 same += 1
         del open_calls[same:]
         for depth in range(same, len(stack)):
-            parent = open_calls[-1] if open_calls else None
+            caller = open_calls[-1] if open_calls else None
             open_calls.append(len(spans))
-            spans.append([stack[depth], start, end, depth, parent])
+            spans.append(_Span(stack[depth], start, end, depth, caller))
         for number in open_calls:
-            spans[number][2] = end
+            spans[number] = spans[number]._replace(end_ns=end)
         reached = end
-    return [tuple(span) for span in spans]  # type: ignore[misc]
+    return spans
 
 
 def _lanes(samples: pl.DataFrame, spans: pl.DataFrame, first: int) -> pl.DataFrame:

@@ -59,7 +59,7 @@ def test_the_rank_that_loads_while_others_wait_comes_first() -> None:
     [
         ([LOADING, REDUCING], "rank 0 is in `load_batch` (data.py:31); rank 1 waits in `all_reduce`"),
         ([REDUCING] * 5, "ranks 0-4 wait in `all_reduce`"),
-        ([REDUCING, IN_BARRIER, REDUCING], "rank 1 is in `train` (train.py:20); ranks 0, 2 wait in `all_reduce`"),
+        ([REDUCING, IN_BARRIER, REDUCING], "rank 1 waits in `barrier`; ranks 0, 2 wait in `all_reduce`"),
         ([REDUCING, IN_BARRIER], "rank 0 waits in `all_reduce`; rank 1 waits in `barrier`"),
         ([REDUCING, WAITING, LOADING], "rank 2 is in `load_batch` (data.py:31); rank 0 waits in `all_reduce`; rank 1 waits in a collective"),
         ([REDUCING, WAITING, REDUCING], "rank 1 waits in a collective; ranks 0, 2 wait in `all_reduce`"),
@@ -70,6 +70,12 @@ def test_the_rank_that_loads_while_others_wait_comes_first() -> None:
 )  # fmt: skip
 def test_who_is_where(stacks: list[Sequence[Frame]], sentence: str) -> None:
     assert sorted(_job(*stacks).sentence.split("; ")) == sorted(sentence.split("; "))
+
+
+def test_who_waits_in_another_collective_than_most_is_elsewhere() -> None:
+    stacks = _job(REDUCING, IN_BARRIER, REDUCING)
+    assert [(group.ranks, group.elsewhere) for group in stacks.groups] == [((1,), True), ((0, 2), False)]
+    assert stacks.sentence.startswith("rank 1 waits in `barrier`")
 
 
 def test_what_is_even_is_not_decided() -> None:

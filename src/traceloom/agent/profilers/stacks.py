@@ -10,6 +10,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from traceloom.agent import worker
 from traceloom.agent.owners import Process
@@ -22,6 +23,14 @@ _LEAD_S = 0.5  # it is started so long before the window, as it first reads the 
 _READY_S = 30.0
 _END_S = 60.0
 _TICK_NS = int(time.clock_getres(5) * 1e9)  # of CLOCK_REALTIME_COARSE, which file systems take their times from
+
+
+class _Sampled(NamedTuple):
+    """What puts py-spy's file onto the wall clock, and the threads that were there at its end (`chrome_stacks`)."""
+
+    began_ns: int
+    opened_ns: int
+    threads: list[int]
 
 
 class Stacks:
@@ -60,10 +69,11 @@ class Stacks:
         end_ns = start_ns + int(window.duration_s * 1e9)
         await asyncio.sleep(max(0.0, (start_ns - time.time_ns()) / 1e9 - _LEAD_S))
         with tempfile.TemporaryDirectory(prefix="traceloom-stacks-") as name:
-            base = await self._sample(process, end_ns, Path(name))
+            clock = await self._sample(process, end_ns, Path(name))
             convert = partial(
                 worker.run, "stacks", source=f"{name}/samples", target=f"{name}/stacks", pid=process.pid,
-                rank=process.owner.rank, start_ns=start_ns, end_ns=end_ns, rate=self.rate, **base,
+                rank=process.owner.rank, start_ns=start_ns, end_ns=end_ns, rate=self.rate,
+                began_ns=clock.began_ns, opened_ns=clock.opened_ns, threads=clock.threads,
             )  # fmt: skip
             try:
                 await asyncio.to_thread(convert)
@@ -72,7 +82,7 @@ class Stacks:
             content = await asyncio.to_thread(Path(name, "stacks").read_bytes)
         return [await asyncio.to_thread(new_file, directory / f"{stem}.stacks.json.gz", content)]
 
-    async def _sample(self, process: Process, end_ns: int, directory: Path) -> dict[str, object]:
+    async def _sample(self, process: Process, end_ns: int, directory: Path) -> _Sampled:
         """Let py-spy write `samples` until then; what is needed to put its clock onto the wall clock."""
         # It ends by itself should the agent be killed meanwhile.
         longest_s = math.ceil((end_ns - time.time_ns()) / 1e9 + _READY_S)
@@ -106,7 +116,7 @@ class Stacks:
         if running.returncode:
             raise spy.failure(text)
         opened_ns = (await asyncio.to_thread(directory.stat)).st_mtime_ns + _TICK_NS // 2
-        return {"began_ns": began_ns, "opened_ns": opened_ns, "threads": threads}
+        return _Sampled(began_ns, opened_ns, threads)
 
 
 def _threads(pid: int) -> list[int]:
