@@ -41,3 +41,11 @@ def put(path: Path, document: dict[str, Any]) -> Path:
     """Write it, compressed."""
     path.write_bytes(gzip.compress(json.dumps(document).encode()))
     return path
+
+
+def allocations(events: list[list[Any]], **more: Any) -> dict[str, Any]:
+    """An allocations file."""
+    return {
+        "format": "traceloom-allocations", "version": 1, "pid": 77, "rank": 0, "frames": [["f+0x1", "libc10.so"]],
+        "stacks": [[0]], "events": events, "lost": 0,
+    } | more  # fmt: skip

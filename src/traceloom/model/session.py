@@ -12,7 +12,7 @@ import polars as pl
 from traceloom.errors import UsageError, broken
 from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.model.beside import SAMPLES, TELEMETRY, no_samples, no_telemetry
+from traceloom.model.beside import ALLOCATIONS, SAMPLES, TELEMETRY, no_allocations, no_samples, no_telemetry
 from traceloom.model.notice import Notice
 from traceloom.model.trace import Trace
 
@@ -30,6 +30,7 @@ class Session:
         notices: Notices about the run as a whole; those of a rank stand in its trace.
         samples: Stacks of its threads that were taken from outside (`traceloom.model.beside`); mostly none.
         telemetry: What its hosts and devices did meanwhile, likewise.
+        allocations: What its allocators did, seen from outside, likewise; those of a trace stand in the trace.
     """
 
     traces: tuple[Trace, ...]
@@ -38,6 +39,7 @@ class Session:
     notices: tuple[Notice, ...] = ()
     samples: pl.DataFrame = field(default_factory=no_samples)
     telemetry: pl.DataFrame = field(default_factory=no_telemetry)
+    allocations: pl.DataFrame = field(default_factory=no_allocations)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -73,7 +75,9 @@ class Session:
             have = f"it has {', '.join(map(str, present))}" if present else "its traces do not say their ranks"
             raise UsageError(f"rank {missing[0]} is not in this run; {have}", slug="no-such-rank")
         kept = tuple(trace for trace in self.traces if trace.rank in ranks)
-        return replace(self, traces=kept, samples=self.samples.filter(pl.col("rank").is_in(ranks)))
+        of_ranks = pl.col("rank").is_in(ranks)
+        samples, allocations = self.samples.filter(of_ranks), self.allocations.filter(of_ranks)
+        return replace(self, traces=kept, samples=samples, allocations=allocations)
 
     def all_notices(self) -> tuple[Notice, ...]:
         """The run's notices, then those of every rank."""
@@ -83,7 +87,8 @@ class Session:
         """Check every trace, and the frames beside them."""
         for trace in self.traces:
             trace.check()
-        for name, frame, columns in (("samples", self.samples, SAMPLES), ("telemetry", self.telemetry, TELEMETRY)):
+        for name, columns in (("samples", SAMPLES), ("telemetry", TELEMETRY), ("allocations", ALLOCATIONS)):
+            frame: pl.DataFrame = getattr(self, name)
             if frame.schema != columns:
                 raise broken("columns", f"frame {name} has {frame.schema}, expected {columns}")
         if (self.samples["period_ns"] < 0).any():

@@ -1,12 +1,13 @@
-"""Stacks and telemetry that lie beside the traces of a capture; what is damaged in them is left out and counted.
+"""Stacks, allocations and telemetry that lie beside the traces of a capture; what is damaged is left out and counted.
 
-They are known by their names: beside `rank0.kineto.json.gz` lie `rank0.stacks.json.gz` and `HOST.telemetry.json.gz`.
+They are known by their names: beside `rank0.kineto.json.gz` lie `rank0.stacks.json.gz`, `rank0.allocations.json.gz` and
+`HOST.telemetry.json.gz`.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -16,7 +17,7 @@ from msgspec import Meta, Struct
 
 from traceloom.errors import InputError
 from traceloom.files import open_regular
-from traceloom.model.beside import SAMPLES, TELEMETRY, no_samples, no_telemetry
+from traceloom.model.beside import ALLOCATIONS, SAMPLES, TELEMETRY, no_allocations, no_samples, no_telemetry
 from traceloom.model.notice import Notice
 from traceloom.model.trace import Trace
 from traceloom.packed import UnpackedFile
@@ -24,7 +25,7 @@ from traceloom.packed import UnpackedFile
 VERSION = 1  # of both formats, the latest that is read
 _MOST_BYTES = 256 << 20  # of text
 _MOST_FRAMES = 8_000_000  # of all samples of a file
-_STACKS, _TELEMETRY = ".stacks.json.gz", ".telemetry.json.gz"
+_STACKS, _ALLOCATIONS, _TELEMETRY = (f".{kind}.json.gz" for kind in ("stacks", "allocations", "telemetry"))
 Whole = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 Index = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -63,30 +64,61 @@ class _TelemetryFile(Struct):
     series: list[_Series]
 
 
-_File = TypeVar("_File", _StacksFile, _TelemetryFile)
+class _AllocationsFile(Struct):
+    """The content of an allocations file, as far as it is read here: its stacks are for `traceloom memory`."""
+
+    format: str
+    version: int
+    pid: Whole
+    events: list[tuple[Whole, Whole, int, Whole, str, Whole, Whole | None, Whole | None]]
+
+
+_File = TypeVar("_File", _StacksFile, _TelemetryFile, _AllocationsFile)
 
 
 def read_samples(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
     """The stack samples beside these traces (`model.beside`), and what was wrong with them."""
-    frames, notices = [no_samples()], []
+
+    def read(path: Path, rank: int | None) -> tuple[pl.DataFrame, int]:
+        return _samples(_decoded(path, _StacksFile, "traceloom-stacks"), rank)
+
+    return _of_ranks(traces, _STACKS, no_samples(), read, "stack samples", slug="damaged-stacks")
+
+
+def read_allocations(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
+    """The allocations beside these traces (`model.beside`), and what was wrong with them."""
+
+    def read(path: Path, rank: int | None) -> tuple[pl.DataFrame, int]:
+        return _allocations(_decoded(path, _AllocationsFile, "traceloom-allocations"), rank)
+
+    return _of_ranks(traces, _ALLOCATIONS, no_allocations(), read, "allocations", slug="damaged-allocations")
+
+
+def _of_ranks(
+    traces: Iterable[Trace], ending: str, empty: pl.DataFrame,
+    read: Callable[[Path, int | None], tuple[pl.DataFrame, int]], what: str, *, slug: str,
+) -> tuple[pl.DataFrame, list[Notice]]:  # fmt: skip
+    """What lies beside the trace of each rank. `read` gives its rows and how many cannot be right."""
+    frames, notices = [empty], []
     for trace in traces:
         path = Path(trace.meta.path)
-        beside = path.with_name(path.name.partition(".kineto")[0] + _STACKS)
-        if not path.name.startswith(beside.name.removesuffix(_STACKS) + ".kineto") or not beside.is_file():
+        stem, kineto, _ = path.name.partition(".kineto")
+        beside = path.with_name(stem + ending)
+        if not kineto or not beside.is_file():
             continue
         if trace.meta.clock != "unix":
-            message = "stack samples are left out: the times of the trace are of another clock"
-            notices.append(Notice("damaged-stacks", "warning", message, rank=trace.rank, where=str(beside)))
+            message = f"{what} are left out: the times of the trace are of another clock"
+            notices.append(Notice(slug, "warning", message, rank=trace.rank, where=str(beside)))
             continue
         try:
-            frame, odd = _samples(_decoded(beside, _StacksFile, "traceloom-stacks"), trace.rank)
+            frame, odd = read(beside, trace.rank)
         except (OSError, ValueError, InputError) as error:
-            notices.append(_left_out("damaged-stacks", beside, error, trace.rank))
+            notices.append(_left_out(slug, what, beside, error, trace.rank))
             continue
         frames.append(frame)
         if odd:
-            message = f"stack samples that cannot be right and are left out: {odd:,}"
-            notices.append(Notice("damaged-stacks", "warning", message, odd, rank=trace.rank, where=str(beside)))
+            message = f"{what} that cannot be right and are left out: {odd:,}"
+            notices.append(Notice(slug, "warning", message, odd, rank=trace.rank, where=str(beside)))
     return pl.concat(frames), notices
 
 
@@ -98,7 +130,7 @@ def read_telemetry(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]
         try:
             frame, odd = _telemetry(_decoded(path, _TelemetryFile, "traceloom-telemetry"))
         except (OSError, ValueError, InputError) as error:
-            notices.append(_left_out("damaged-telemetry", path, error, None))
+            notices.append(_left_out("damaged-telemetry", "telemetry", path, error, None))
             continue
         frames.append(frame)
         if odd:
@@ -107,9 +139,8 @@ def read_telemetry(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]
     return pl.concat(frames), notices
 
 
-def _left_out(slug: str, path: Path, error: Exception, rank: int | None) -> Notice:
-    what = "stack samples" if slug == "damaged-stacks" else "telemetry"
-    return Notice(slug, "warning", f"the {what} cannot be read and are left out: {error}", rank=rank, where=str(path))
+def _left_out(slug: str, what: str, path: Path, error: Exception, rank: int | None) -> Notice:
+    return Notice(slug, "warning", f"{what} cannot be read and left out: {error}", rank=rank, where=str(path))
 
 
 def _decoded(path: Path, kind: type[_File], name: str) -> _File:
@@ -140,6 +171,16 @@ def _samples(document: _StacksFile, rank: int | None) -> tuple[pl.DataFrame, int
             rows.append((rank, document.pid, own.id, own.name, time_ns, period_ns, frames))
     frame = pl.DataFrame(rows, schema=SAMPLES, orient="row").sort("thread", "time_ns", maintain_order=True)
     return frame, len(document.samples) - len(rows)
+
+
+def _allocations(document: _AllocationsFile, rank: int | None) -> tuple[pl.DataFrame, int]:
+    rows = [
+        (rank, document.pid, thread, time_ns, address, size, device, allocated, reserved)
+        for time_ns, thread, address, size, device, _, allocated, reserved in document.events
+        if 0 <= address < 2**64
+    ]
+    frame = pl.DataFrame(rows, schema=ALLOCATIONS, orient="row").sort("time_ns", maintain_order=True)
+    return frame, len(document.events) - len(rows)
 
 
 def _telemetry(document: _TelemetryFile) -> tuple[pl.DataFrame, int]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from traceloom.errors import InputError, UsageError
 from traceloom.files import is_address, note_input, with_addresses
 from traceloom.model import Notice, Session, Trace, units
-from traceloom.read.beside import read_samples, read_telemetry
+from traceloom.read.beside import read_allocations, read_samples, read_telemetry
 from traceloom.read.inputs import FoundInputs, Input, find, job_of, of_jobs
 from traceloom.read.ranks import Report, read_all
 from traceloom.read.runs import Peek, group, names
@@ -201,9 +201,10 @@ def _loaded(
             notices += discovered.notices.get(folder, [])
         samples, of_samples = read_samples(traces)
         telemetry, of_telemetry = read_telemetry(traces)
-        notices += of_samples + of_telemetry
+        allocations, of_allocations = read_allocations(traces)
+        notices += of_samples + of_telemetry + of_allocations
         session = Session(tuple(traces), with_addresses(label), capture, tuple(notices))
-        sessions.append(replace(session, samples=samples, telemetry=telemetry))
+        sessions.append(replace(session, samples=samples, telemetry=telemetry, allocations=allocations))
     if not sessions:
         raise refused[0]
     refusals = tuple(Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in refused)

@@ -16,7 +16,6 @@ import numpy as np
 import polars as pl
 
 from traceloom.model import Session, Trace
-from traceloom.model.beside import no_telemetry
 from traceloom.model.category import OTHER
 from traceloom.model.schema import SCHEMAS
 from traceloom.report.window import renumbered
@@ -53,12 +52,12 @@ class _Span(NamedTuple):
 
 
 def with_beside(session: Session) -> Session:
-    """The session with stack samples as spans of lanes of their own, and telemetry as counters.
+    """The session with stack samples as spans of lanes of their own; telemetry and allocated memory as counters.
 
-    Both are cut to the time of the trace. The counters of a host stand in the first of its traces; counters that only
+    All are cut to the time of the trace. The counters of a host stand in the first of its traces; counters that only
     grow become rates per second.
     """
-    if not session.samples.height and not session.telemetry.height:
+    if not session.samples.height and not session.telemetry.height and not session.allocations.height:
         return session
     traces, hosts = [], set()
     for trace in session.traces:
@@ -66,7 +65,9 @@ def with_beside(session: Session) -> Session:
             if trace.meta.host not in hosts:
                 trace = _with_telemetry(trace, session.telemetry)  # noqa: PLW2901
             hosts.add(trace.meta.host)
-            trace = _with_samples(trace, session.samples.filter(pl.col("rank").eq_missing(trace.rank)))  # noqa: PLW2901
+            of_rank = pl.col("rank").eq_missing(trace.rank)
+            trace = _with_allocations(trace, session.allocations.filter(of_rank))  # noqa: PLW2901
+            trace = _with_samples(trace, session.samples.filter(of_rank))  # noqa: PLW2901
         traces.append(trace)
     return replace(session, traces=tuple(traces))
 
@@ -163,9 +164,7 @@ def _with_telemetry(trace: Trace, telemetry: pl.DataFrame) -> Trace:
     own = telemetry if len(hosts) == 1 else telemetry.filter(pl.col("host") == (trace.meta.host or ""))
     chosen = own.filter(pl.col("metric").is_in([_PREFIX + name for name in _DRAWN]))
     curves = []
-    for (metric, labels, kind), curve in (chosen if chosen.height else no_telemetry()).group_by(
-        "metric", "labels", "kind", maintain_order=True
-    ):
+    for (metric, labels, kind), curve in chosen.group_by("metric", "labels", "kind", maintain_order=True):
         values = msgspec.json.decode(str(labels), type=dict[str, str])
         if values.get("mode") in _IDLE or values.get("interface") == "lo":
             continue
@@ -176,15 +175,36 @@ def _with_telemetry(trace: Trace, telemetry: pl.DataFrame) -> Trace:
             rate = pl.col("value").diff().shift(-1) / pl.col("time_ns").diff().shift(-1) * 1e9
             curve = curve.with_columns(value=rate).drop_nulls("value").filter(pl.col("value") >= 0)  # noqa: PLW2901
             name = name.removesuffix("_total") + "/s"
+        curves.append((name, " ".join(values.values()), curve))
+    return _with_counters(trace, curves)
+
+
+def _with_allocations(trace: Trace, allocations: pl.DataFrame) -> Trace:
+    """The bytes that each allocator has given out: as it says itself, else since the recording began."""
+    curves = []
+    for (device,), events in allocations.group_by("device_name", maintain_order=True):
+        value = pl.coalesce("allocated_bytes", pl.col("bytes").cum_sum()).cast(pl.Float64).alias("value")
+        curves.append(("allocated_bytes", str(device), events.select("time_ns", value)))
+    return _with_counters(trace, curves)
+
+
+def _with_counters(trace: Trace, curves: list[tuple[str, str, pl.DataFrame]]) -> Trace:
+    """The trace with curves (name, key, values by time) among its counters, cut to its time."""
+    added = []
+    for name, key, curve in curves:
         # The last value before the trace holds at its start.
-        before = curve.filter(pl.col("time_ns") < trace.start_ns).tail(1).with_columns(time_ns=pl.lit(trace.start_ns))
+        before = (
+            curve.filter(pl.col("time_ns") < trace.start_ns)
+            .tail(1)
+            .with_columns(time_ns=pl.lit(trace.start_ns, dtype=pl.Int64))
+        )
         inside = pl.concat([before, curve.filter(pl.col("time_ns").is_between(trace.start_ns, trace.end_ns))])
-        curves.append(inside.select("time_ns", "value", name=pl.lit(name), key=pl.lit(" ".join(values.values()))))
-    if not curves:
+        added.append(inside.select("time_ns", "value", name=pl.lit(name), key=pl.lit(key)))
+    if not added:
         return trace
-    added = pl.concat(curves)
-    added = added.select(
-        (pl.col(name) if name in added.columns else pl.lit(None)).cast(kind).alias(name)
+    rows = pl.concat(added)
+    rows = rows.select(
+        (pl.col(name) if name in rows.columns else pl.lit(None)).cast(kind).alias(name)
         for name, kind in SCHEMAS["counters"].items()
     )
-    return replace(trace, counters=pl.concat([trace.counters, added]).sort("time_ns", maintain_order=True))
+    return replace(trace, counters=pl.concat([trace.counters, rows]).sort("time_ns", maintain_order=True))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from support.beside import put, series, stacks, telemetry
+from support.beside import allocations, put, series, stacks, telemetry
 from traceloom.errors import InvariantError
 from traceloom.model import Session
-from traceloom.model.beside import SAMPLES, TELEMETRY
+from traceloom.model.beside import ALLOCATIONS, SAMPLES, TELEMETRY
 from traceloom.read import load
 from traceloom.testing import TraceBuilder
 
@@ -60,6 +60,21 @@ def test_telemetry_is_that_of_the_hosts(tmp_path: Path) -> None:
         ("node1", BASE, "traceloom_host_load_ratio", "{}", 0.5, "", "gauge"),
         ("node2", BASE, "traceloom_host_load_ratio", "{}", 0.25, "", "gauge"),
     ]
+
+
+def test_allocations_are_those_of_the_rank(tmp_path: Path) -> None:
+    _trace(tmp_path)
+    given = [BASE + 20, 78, 2**63 + 5, 512, "cuda:0", 0, 512, 2048]
+    taken = [BASE + 30, 78, 2**63 + 5, -512, "cuda:0", -1, None, None]
+    wrong = [BASE + 40, 78, 2**64, 512, "cuda:0", 0, 512, 2048]
+    put(tmp_path / "rank0.allocations.json.gz", allocations([taken, given, wrong]))
+    session = _load(tmp_path)
+    assert session.allocations.schema == ALLOCATIONS
+    assert session.allocations.rows() == [
+        (0, 77, 78, BASE + 20, 2**63 + 5, 512, "cuda:0", 512, 2048),
+        (0, 77, 78, BASE + 30, 2**63 + 5, -512, "cuda:0", None, None),
+    ]
+    assert [(notice.slug, notice.count) for notice in session.notices] == [("damaged-allocations", 1)]
 
 
 def test_a_run_without_either_has_empty_frames(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from support.beside import put, series, stacks, telemetry
+from support.beside import allocations, put, series, stacks, telemetry
 from traceloom.model import Session
 from traceloom.read import load
 from traceloom.report.beside import with_beside
@@ -135,6 +135,21 @@ def test_a_counter_that_begins_anew_has_no_rate_there(tmp_path: Path) -> None:
     reset = series("host_network_bytes_total", times, [500, 10, 20], "counter", interface="eth0", direction="receive")
     assert _counters(_session(tmp_path, None, reset)) == {
         "host_network_bytes/s receive eth0": [(250, pytest.approx(1e5))]
+    }
+
+
+def test_allocated_memory_is_a_curve_for_each_device(tmp_path: Path) -> None:
+    events = [
+        [BASE + 50 * US, 77, 1, 100, "cpu", 0, None, None],
+        [BASE + 150 * US, 77, 2, 200, "cpu", 0, None, None],
+        [BASE + 160 * US, 77, 3, 10, "cuda:0", 0, 5000, 8000],
+        [BASE + 250 * US, 77, 1, -100, "cpu", -1, None, None],
+        [BASE + 3000 * US, 77, 2, -200, "cpu", -1, None, None],
+    ]
+    put(tmp_path / "rank0.allocations.json.gz", allocations(events))
+    assert _counters(_session(tmp_path)) == {
+        "allocated_bytes cpu": [(100, 100), (150, 300), (250, 200)],
+        "allocated_bytes cuda:0": [(160, 5000)],  # its own total counts where it says one
     }
 
 
