@@ -98,8 +98,7 @@ def _with_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
         for name, kind in schema.items()
     ).with_columns(event=pl.int_range(first, first + pl.len(), dtype=pl.UInt32))
     events = pl.concat([trace.events, added])
-    # The order of events: by start, the longer first.
-    order = np.lexsort((-events["duration_ns"].to_numpy(), events["start_ns"].to_numpy()))
+    order = np.argsort(events["start_ns"].to_numpy(), kind="stable")  # those of the trace keep their order
     row = np.empty(events.height, dtype=np.int64)
     row[order] = np.arange(events.height)
     events = renumbered(events[order].with_columns(event=pl.int_range(pl.len(), dtype=pl.UInt32)), row, _REFERENCES)
@@ -108,6 +107,10 @@ def _with_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
         for name, frame in trace.frames().items()
         if name != "events" and "event" in frame.columns
     }
+    if trace.sources.height == first:  # a row for each event, found by its number
+        nowhere = added.select("event", offset=pl.lit(0, pl.Int64), length=pl.lit(0, pl.Int32))
+        sources = pl.concat([trace.sources, nowhere])[order]
+        frames["sources"] = sources.with_columns(event=pl.int_range(pl.len(), dtype=pl.UInt32))
     frames["flows"] = renumbered(trace.flows, row, ("source", "target"))
     frames["allocations"] = renumbered(trace.allocations, row, ("op",))
     lanes = _lanes(samples, of_spans, len(trace.lanes))

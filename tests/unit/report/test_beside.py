@@ -12,7 +12,7 @@ import pytest
 
 from support.beside import allocations, put, series, stacks, telemetry
 from traceloom.model import Session
-from traceloom.read import load
+from traceloom.read import arguments, load
 from traceloom.report.beside import with_beside
 from traceloom.report.exports import perfetto
 from traceloom.testing import TraceBuilder
@@ -23,7 +23,7 @@ US = 1000
 
 def _session(directory: Path, samples: list[list[Any]] | None = None, *curves: dict[str, Any]) -> Session:
     """A trace from 100 to 1000 us after the base: an op with a launch and its kernel, a later op."""
-    builder = TraceBuilder(0, 1, host="node1", base_ns=BASE).op("aten::mm", 100, 400)
+    builder = TraceBuilder(0, 1, host="node1", base_ns=BASE).op("aten::mm", 100, 400, shapes=[[2, 3]])
     builder.launch("cudaLaunchKernel", 200, 10, correlation=1).kernel("gemm", 300, 50, correlation=1)
     builder.op("aten::add", 600, 400).write(directory / "rank0.kineto.json.gz")
     if samples is not None:
@@ -105,6 +105,9 @@ def test_the_events_of_the_trace_are_as_they_were(tmp_path: Path) -> None:
         names = [trace.events["name"].gather(trace.events[column].drop_nulls()).to_list() for trace in (before, after)]
         assert names[0] == [name for name in names[1] if ".py:" not in name]
     assert after.lanes.head(before.lanes.height).equals(before.lanes)
+    assert after.sources.height == after.events.height
+    mm = after.events.filter(pl.col("name") == "aten::mm")["event"].item()
+    assert arguments(after, mm) == arguments(before, 0)  # events are found again in the file
 
 
 def _counters(session: Session) -> dict[str, list[tuple[float, float]]]:
