@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.beside import put, series, stacks, telemetry
 from traceloom import load
 from traceloom.model import Session
 from traceloom.report import document
@@ -86,6 +87,20 @@ def run_of(*kernels: str, name: str = "made") -> Session:
     return Session(tuple(trace(rank, kernels) for rank in (0, 1)), name)
 
 
+def run_with_stacks(folder: Path) -> Session:
+    """An operator with its kernel, and beside it what an agent saw: stacks of a thread, power of the device."""
+    folder.mkdir()
+    base = 1_700_000_000_000_000_000
+    builder = TraceBuilder(0, 1, host="node1", base_ns=base).op("aten::mm", 100, 400)
+    builder.launch("cudaLaunchKernel", 200, 10, correlation=1).kernel("gemm", 300, 50, correlation=1)
+    builder.write(folder / "rank0.kineto.json.gz")
+    seen = [[base + 110_000, 0, 190_000, [0, 1]], [base + 300_000, 0, 50_000, [0, 1, 2]]]
+    put(folder / "rank0.stacks.json.gz", stacks(seen))
+    power = series("gpu_power_watts", [base + 150_000, base + 250_000], [100, 400], device="GPU-0")
+    put(folder / "node1.telemetry.json.gz", telemetry(power))
+    return load(folder, cache=False)
+
+
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The files of two pages: `plain` and `hostile`."""
@@ -108,6 +123,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rooted.launch("cudaLaunchKernel", 630, 5, correlation=1)
     rooted.kernel("gemm", 650, 20, correlation=1, grid=[7, 16, 32], block=[256, 1, 1], **{"shared memory": 4096})
     runs["rooted"] = load(rooted.write(folder / "rooted.json"))
+    runs["beside"] = run_with_stacks(folder / "beside")
     out["numbers"] = folder / "numbers.html"
     out["numbers"].write_text(framed(**NUMBERS, **one_after_the_other([("s", "S", "", numbers())])), encoding="utf-8")
     for name, session in runs.items():

@@ -18,11 +18,13 @@ from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess
 from traceloom.agent.board import Board, CollectorState
 from traceloom.agent.collect.cgroups import OomKill
 from traceloom.agent.config import Config, Locations
+from traceloom.agent.grouping import GroupedStacks, grouped
 from traceloom.agent.http.answers import Check, Question, SeriesAnswer, StatusAnswer, StepsBody
 from traceloom.agent.http.app import build_app
 from traceloom.agent.http.server import Listeners, serve
 from traceloom.agent.metrics import METRICS, Histogram, Reading
 from traceloom.agent.owners import Owner, Process
+from traceloom.agent.profilers.dump import Frame, StackDump, ThreadStack
 from traceloom.agent.registry import Registry
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
@@ -92,6 +94,7 @@ class SmallAgent:
         self.acted: list[tuple[str, int | None, str, bool]] = []
         self.told: list[tuple[int, int, StepsBody]] = []
         self.learned: list[tuple[str, str, int]] = []
+        self.looked_at: list[tuple[list[int], bool]] = []
         self.requests: list[tuple[str, int]] = []
         self.questions: list[Question] = []
         self.desk = RequestDesk(
@@ -139,6 +142,18 @@ class SmallAgent:
     async def learn(self, job: str, path: str, user: int) -> JobFacts:
         self.learned.append((job, path, user))
         return JobFacts(flops_per_step=2e9)
+
+    async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
+        self.looked_at.append(([process.pid for process in processes], native))
+        frames = (Frame("main", "/a/train.py", 3),)
+        threads = [ThreadStack(id=process.pid, name="MainThread", active=True, frames=frames) for process in processes]
+        dumps = {
+            process.pid: StackDump(
+                time_ns=1, pid=process.pid, rank=process.owner.rank, native=native, threads=(thread,)
+            )
+            for process, thread in zip(processes, threads, strict=True)
+        }
+        return grouped(processes, dumps, {})
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         self.told.append((pid, uid, body))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -51,6 +51,7 @@ class Board:
         self.events: list[DeviceEvent] = []  # the last ones, oldest first
         self.oom_kills: list[OomKill] = []  # likewise
         self.processes: dict[str, Process] = {}
+        self.watchers: list[Callable[[str, Sheet], None]] = []  # hear of every sheet as it is put
 
     def put(self, collector: str, readings: Iterable[Reading | Histogram], at_ns: int) -> None:
         """Replace what a collector delivered before.
@@ -69,6 +70,8 @@ class Board:
             else:
                 sheet.values[series] = reading.value
         self.sheets[collector] = sheet
+        for watcher in self.watchers:
+            watcher(collector, sheet)
 
     def stale(self, collector: str) -> None:
         """Take off what a collector delivered: it is no longer true."""

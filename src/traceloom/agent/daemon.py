@@ -30,6 +30,7 @@ from traceloom.agent.collect.cgroups import Cgroups
 from traceloom.agent.config import Config, Locations, host_and_port
 from traceloom.agent.dyno_rpc import DynoRpc, DynoTrace, DynoTraced, wanted_of
 from traceloom.agent.environment import variables
+from traceloom.agent.grouping import GroupedStacks, grouped
 from traceloom.agent.guard import Guard
 from traceloom.agent.history import History, Points, joined
 from traceloom.agent.http.answers import (
@@ -45,6 +46,7 @@ from traceloom.agent.http.app import build_app
 from traceloom.agent.http.server import serve
 from traceloom.agent.ipc.sockets import KinetoSockets
 from traceloom.agent.metrics import Histogram, Reading
+from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.publish import Publisher, publishers
 from traceloom.agent.registry import Client, Registry
@@ -52,6 +54,7 @@ from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
 from traceloom.agent.scheduler import Scheduler
+from traceloom.agent.stacks import look
 from traceloom.agent.step_clock import StepClock
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
@@ -62,6 +65,7 @@ _FORGET_S = 600.0
 _LAST_TICK_S = 5.0  # that a disk has for it when the agent ends
 _MOST_READING_S = 300.0  # for a trace that a job is to be judged by
 _MOST_JOBS = 1024  # whose traces are remembered
+_MOST_STACK_QUESTIONS = 8  # at once; each looks at every process of a job
 _MOST_REPORTING = 4096  # processes that are looked at because they report steps
 
 
@@ -119,6 +123,8 @@ class Agent:
         self._writing = ThreadPoolExecutor(1, "history")
         self._reading = ThreadPoolExecutor(2, "query")
         self._analysing = threading.Lock()
+        self._looking = asyncio.Lock()
+        self._stack_questions = 0  # that are answered or wait
         self._stop = asyncio.Event()
         self._ticked = time.monotonic()
 
@@ -253,6 +259,22 @@ class Agent:
             self._analysing.release()
         self.job_facts = dict([*self.job_facts.items(), (job, facts)][-_MOST_JOBS:])
         return facts
+
+    async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
+        """What all threads of processes do now, as `grouping.grouped`; one question after the other.
+
+        Raises:
+            RequestError: `busy`: several wait already.
+        """
+        if self._stack_questions >= _MOST_STACK_QUESTIONS:
+            raise RequestError(429, "others are looked at", slug="busy", retry_s=5)
+        self._stack_questions += 1
+        try:
+            async with self._looking:
+                looked = await look(processes, native=native)
+        finally:
+            self._stack_questions -= 1
+        return await asyncio.to_thread(grouped, processes, looked.dumps, looked.reasons)
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         """Steps that a process reports."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from traceloom.agent.config import Config, Locations
 from traceloom.agent.http.answers import Check
 from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses
+from traceloom.agent.profilers import py_spy
 from traceloom.model.units import counted
 
 _EXTRAS = (
@@ -166,7 +165,7 @@ def _stacks() -> Check:
     """Whether py-spy is there and may look into processes."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     restricted = os.geteuid() != 0 and scope.exists() and scope.read_text(encoding="ascii").strip() not in {"", "0"}
-    if shutil.which("py-spy") is None and not Path(sys.executable).with_name("py-spy").exists():
+    if not py_spy.path():
         return Check(
             area="stacks", name="py-spy", works="no", why="it is not installed", help="pip install 'traceloom[agent]'"
         )

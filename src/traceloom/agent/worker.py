@@ -19,6 +19,7 @@ from traceloom.workers import Worker
 TASKS = {
     "parquet": "traceloom.agent.publish.parquet_file:write",
     "pod-resources": "traceloom.agent.owners.pod_resources:containers",
+    "stacks": "traceloom.agent.profilers.chrome_stacks:convert",
     "job-facts": "traceloom.agent.job_facts:of_capture",
     "keep-trace": "traceloom.agent.requests.keeping:keep",
     "allocations": "traceloom.agent.bpf.recording:allocations",

@@ -118,6 +118,14 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="counters as they are, not as rates")
 
 
+def _add_stacks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--job", metavar="JOB", help="of this job; needed where there are several")
+    parser.add_argument("--pid", type=types.count, metavar="PID", help="of this process alone")
+    parser.add_argument(
+        "--native", action="store_true", help="C and C++ too; a process stands still while it is looked at"
+    )
+
+
 def _add_learn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a trace or a recorded run")
     parser.add_argument("--job", metavar="JOB", help="the job that it is of; needed where there are several")
@@ -333,17 +341,31 @@ def _learn(args: argparse.Namespace) -> int:
 
     client = client_of(args)
     client.timeout_s = 600.0  # it reads the whole trace
-    job = args.job
-    if job is None:
-        jobs = [row["job"] for row in client.get("jobs")["jobs"]]
-        if len(jobs) != 1:
-            raise UsageError(
-                f"of which of {len(jobs)} jobs is it?" if jobs else "no job of yours runs on this host",
-                slug="no-such-job", hint="--job JOB; `traceloom agent ps` lists them",
-            )  # fmt: skip
-        job = jobs[0]
-    answer = client.post("traces", {"path": str(Path(args.trace).absolute()), "job": job})
+    answer = client.post("traces", {"path": str(Path(args.trace).absolute()), "job": _job(args, client)})
     return _shown(args, answer, lambda _: views.learned(answer))
+
+
+def _job(args: argparse.Namespace, client: Client) -> str:
+    """The job that is named, else the only one there is."""
+    if args.job is not None:
+        return str(args.job)
+    jobs = [str(row["job"]) for row in client.get("jobs")["jobs"]]
+    if len(jobs) != 1:
+        raise UsageError(
+            f"which of {len(jobs)} jobs?" if jobs else "no job of yours runs on this host",
+            slug="no-such-job", hint="--job JOB; `traceloom agent ps` lists them",
+        )  # fmt: skip
+    return jobs[0]
+
+
+def _stacks(args: argparse.Namespace) -> int:
+    from traceloom.cli import agent_views as views
+
+    client = client_of(args)
+    client.timeout_s = 300.0  # symbols of native code are hundreds of MB per process
+    which = {"pid": str(args.pid)} if args.pid is not None else {"job": _job(args, client)}
+    answer = client.get("stacks", **which, native="true" if args.native else "false")
+    return _shown(args, answer, lambda width: views.stacks(answer, width, native=args.native))
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -436,6 +458,13 @@ ACTIONS = {
         "traceloom agent learn run1 --job slurm-42\n"
         "then: traceloom agent query job_flops_error_ratio --where job=slurm-42",
         _add_learn, _learn,
+    ),
+    "stacks": Action(
+        "show what all threads of a job or process do now, equal stacks together",
+        "traceloom agent stacks --job slurm-42    ranks that are elsewhere than the others first\n"
+        "traceloom agent stacks --pid 4711 --native\n"
+        "then: traceloom trace --job slurm-42 --steps 3",
+        _add_stacks, _stacks,
     ),
     "doctor": Action(
         "say what works here, what not, why, and what would help",

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from pathlib import PurePosixPath
 from statistics import fmean
 from typing import Any
 
 from rich.text import Text
 
 from traceloom.agent.client import Client
+from traceloom.agent.grouping import numbers
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.harmless import harmless
 from traceloom.model import units
@@ -313,6 +315,33 @@ def learned(answer: Row) -> Iterator[Text]:
     )
     for name, value, metric in facts:
         yield Text(f"  {name:<17}{value or 'not in the trace':<28}{metric}")
+
+
+def stacks(answer: Row, width: int, *, native: bool) -> Iterator[Text]:
+    """Where the ranks are in a sentence, then each group of equal stacks, from the outermost call to the innermost."""
+    yield from paragraph(answer["sentence"], width, "bold")
+    titles = {"rank": "Main threads", "worker": "Other processes of the job", "thread": "Other threads"}
+    for role, groups in groupby(answer["groups"], key=itemgetter("role")):
+        yield from heading(titles[role], "from the outermost call to the innermost", width)
+        for group in groups:
+            ranks, pids = numbers(group["ranks"]), numbers(group["pids"])
+            who = f"{'rank' if len(group['ranks']) == 1 else 'ranks'} {ranks}" if ranks else ""
+            who = f"process {pids} of {who}" if who and role == "worker" else who or f"process {pids}"
+            calls = " > ".join(
+                function if line else function.partition("<")[0]  # templates of C++ fill pages
+                for function, _, line in group["frames"]
+                if function != "<module>" and not function.startswith("pybind11::")
+            )
+            innermost = next(((file, line) for _, file, line in reversed(group["frames"]) if line), None)
+            where = f" ({PurePosixPath(innermost[0]).name}:{innermost[1]})" if innermost else ""
+            thread = f" {harmless(group['thread'])}" if group["thread"] else ""
+            text = f"{calls or 'no call that can be seen'}{where}"
+            yield from paragraph(f"{who}{thread}: {text}", width, SEVERITY["warning"][1] if group["elsewhere"] else "")
+    if not native and any(group["elsewhere"] for group in answer["groups"]):
+        yield from paragraph(
+            "A wait inside C++ (work.wait(), backward) looks like the Python that called it; --native tells which.",
+            width, DIM,
+        )  # fmt: skip
 
 
 def doctor(answer: Row, width: int, *, running: bool) -> Iterator[Text]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, NoReturn
 
 import polars as pl
 
-from traceloom.errors import UsageError
+from traceloom.errors import UsageError, broken
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.model.beside import ALLOCATIONS, SAMPLES, TELEMETRY, no_allocations, no_samples, no_telemetry
 from traceloom.model.notice import Notice
 from traceloom.model.trace import Trace
 
@@ -27,12 +28,18 @@ class Session:
         name: What the user gave: the directory or file.
         capture: The run's capture.json, where it was recorded by `traceloom record`.
         notices: Notices about the run as a whole; those of a rank stand in its trace.
+        samples: Stacks of its threads that were taken from outside (`traceloom.model.beside`); mostly none.
+        telemetry: What its hosts and devices did meanwhile, likewise.
+        allocations: What its allocators did, seen from outside, likewise; those of a trace stand in the trace.
     """
 
     traces: tuple[Trace, ...]
     name: str
     capture: dict[str, Any] | None = None
     notices: tuple[Notice, ...] = ()
+    samples: pl.DataFrame = field(default_factory=no_samples)
+    telemetry: pl.DataFrame = field(default_factory=no_telemetry)
+    allocations: pl.DataFrame = field(default_factory=no_allocations)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -68,16 +75,24 @@ class Session:
             have = f"it has {', '.join(map(str, present))}" if present else "its traces do not say their ranks"
             raise UsageError(f"rank {missing[0]} is not in this run; {have}", slug="no-such-rank")
         kept = tuple(trace for trace in self.traces if trace.rank in ranks)
-        return Session(kept, self.name, self.capture, self.notices)
+        of_ranks = pl.col("rank").is_in(ranks)
+        samples, allocations = self.samples.filter(of_ranks), self.allocations.filter(of_ranks)
+        return replace(self, traces=kept, samples=samples, allocations=allocations)
 
     def all_notices(self) -> tuple[Notice, ...]:
         """The run's notices, then those of every rank."""
         return self.notices + tuple(n.of_rank(t.rank) for t in self.traces for n in t.notices)
 
     def check(self) -> None:
-        """Check every trace."""
+        """Check every trace, and the frames beside them."""
         for trace in self.traces:
             trace.check()
+        for name, columns in (("samples", SAMPLES), ("telemetry", TELEMETRY), ("allocations", ALLOCATIONS)):
+            frame: pl.DataFrame = getattr(self, name)
+            if frame.schema != columns:
+                raise broken("columns", f"frame {name} has {frame.schema}, expected {columns}")
+        if (self.samples["period_ns"] < 0).any():
+            raise broken("order", "stack samples have negative periods")
 
     @property
     def kernels(self) -> pl.DataFrame:

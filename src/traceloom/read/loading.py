@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from traceloom.errors import InputError, UsageError
 from traceloom.files import is_address, note_input, with_addresses
 from traceloom.model import Notice, Session, Trace, units
+from traceloom.read.beside import read_allocations, read_samples, read_telemetry
 from traceloom.read.inputs import FoundInputs, Input, find, job_of, of_jobs
 from traceloom.read.ranks import Report, read_all
 from traceloom.read.runs import Peek, group, names
@@ -198,11 +199,15 @@ def _loaded(
         capture = None if document is None else of_jobs(document, jobs)
         for folder in dict.fromkeys(source.capture for source in run if source.capture is not None):
             notices += discovered.notices.get(folder, [])
-        sessions.append(Session(tuple(traces), with_addresses(label), capture, tuple(notices)))
+        samples, of_samples = read_samples(traces)
+        telemetry, of_telemetry = read_telemetry(traces)
+        allocations, of_allocations = read_allocations(traces)
+        notices += of_samples + of_telemetry + of_allocations
+        session = Session(tuple(traces), with_addresses(label), capture, tuple(notices))
+        sessions.append(replace(session, samples=samples, telemetry=telemetry, allocations=allocations))
     if not sessions:
         raise refused[0]
     refusals = tuple(Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in refused)
     if refusals:
-        first = sessions[0]
-        sessions[0] = Session(first.traces, first.name, first.capture, first.notices + refusals)
+        sessions[0] = replace(sessions[0], notices=sessions[0].notices + refusals)
     return Loaded(tuple(sessions), refusals)

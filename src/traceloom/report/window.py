@@ -41,19 +41,19 @@ def cut(trace: Trace, steps: tuple[int, int]) -> Trace:
     kept = trace.events.filter(chosen)
     row = np.full(trace.events.height, -1, dtype=np.int64)
     row[kept["event"].to_numpy()] = np.arange(kept.height)
-    events = _renumbered(kept.with_row_index("new").drop("event").rename({"new": "event"}), row, _REFERENCES)
+    events = renumbered(kept.with_row_index("new").drop("event").rename({"new": "event"}), row, _REFERENCES)
     frames: dict[str, Any] = {
-        name: _renumbered(frame, row, ("event",)).drop_nulls("event")
+        name: renumbered(frame, row, ("event",)).drop_nulls("event")
         for name, frame in trace.frames().items()
         if name != "events" and "event" in frame.columns
     }
-    frames["flows"] = _renumbered(trace.flows, row, ("source", "target")).drop_nulls(["source", "target"])
+    frames["flows"] = renumbered(trace.flows, row, ("source", "target")).drop_nulls(["source", "target"])
     kept_steps = trace.steps.filter(chosen)
     start, end = kept_steps["start_ns"].min(), kept_steps["end_ns"].max()
     inside = pl.col("time_ns").is_between(start, end, closed="left") if kept_steps.height else pl.lit(False)
     for name in ("allocations", "counters", "marks"):
         frames[name] = getattr(trace, name).filter(inside)
-    frames["allocations"] = _renumbered(frames["allocations"], row, ("op",))
+    frames["allocations"] = renumbered(frames["allocations"], row, ("op",))
     # Parents and depths anew: an event whose parents began before the first step is a root now.
     nesting_lanes = trace.lanes.filter(pl.col("kind").is_in(["host", "other"]))["lane"]
     nesting = nest(
@@ -89,7 +89,7 @@ def cut(trace: Trace, steps: tuple[int, int]) -> Trace:
     )
 
 
-def _renumbered(frame: pl.DataFrame, row: NDArray[np.int64], columns: tuple[str, ...]) -> pl.DataFrame:
+def renumbered(frame: pl.DataFrame, row: NDArray[np.int64], columns: tuple[str, ...]) -> pl.DataFrame:
     """The frame with its references to events pointing to their new rows; null where the event is gone."""
     new = pl.Series(row).replace(-1, None).cast(Event)
     return frame.with_columns(new.gather(frame[column]).alias(column) for column in columns)

@@ -76,6 +76,48 @@ def test_verbs_show_what_it_knows(
     assert "KINETO_IPC_SOCKET_DIR" in shown("env")
 
 
+def test_stacks_of_a_job_are_shown_with_the_rank_that_is_elsewhere(
+    agent: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "ranks.py").write_text(
+        "import os, time\ndef load_batch():\n    time.sleep(600)\ndef step():\n    time.sleep(600)\n"
+        "print('up', flush=True)\nload_batch() if os.environ['RANK'] == '1' else step()\n",
+        encoding="utf-8",
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "ranks.py")], stdout=subprocess.PIPE,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "TRACELOOM_JOB": "run1"},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        for child in ranks:
+            assert child.stdout is not None
+            child.stdout.readline()
+        until(lambda: [job for job in agent.client.get("jobs")["jobs"] if job["ranks"] == [0, 1, 2]])
+
+        def shown(*words: str) -> str:
+            assert main(["agent", "stacks", *words, "--socket", str(agent.socket)]) == 0
+            return capsys.readouterr().out
+
+        lines = until(lambda: (text := shown("--job", "run1")) and "in `step`" in text and text).splitlines()
+        assert lines[0].strip() == "rank 1 is in `load_batch` (ranks.py:3); ranks 0, 2 are in `step` (ranks.py:5)"
+        assert [line.strip() for line in lines if " > " in line or "load_batch (" in line] == [
+            "rank 1: load_batch (ranks.py:3)"
+        ]
+        answer = json.loads(shown("--pid", str(ranks[0].pid), "--json"))
+        assert [group["ranks"] for group in answer["groups"]] == [[0]]
+        assert [frame[0] for frame in answer["groups"][0]["frames"]] == ["<module>", "step"]
+    finally:
+        for child in ranks:
+            child.kill()
+            child.communicate()
+    audit = [json.loads(line) for line in (agent.directory / "audit.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert any("/api/v1/stacks" in json.dumps(line) for line in audit)
+
+
 @pytest.mark.torch
 def test_a_pytorch_process_is_seen_with_owner_and_rank(agent: Running, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLURM_JOB_ID": "4242", "MY_PASSWORD": "not-to-be-kept"}

@@ -10,7 +10,9 @@ from msgspec import Meta
 
 from traceloom.agent.board import Board
 from traceloom.agent.config import Config
+from traceloom.agent.grouping import GroupedStacks, StackGroup, Unseen
 from traceloom.agent.metrics import Kind, Series
+from traceloom.agent.owners import Process
 from traceloom.agent.requests.model import Target, Wanted
 from traceloom.agent.topline import JobFacts
 from traceloom.errors import TraceloomError
@@ -302,6 +304,23 @@ class TraceAnswer(Answer, frozen=True):
     copied_bytes_per_step: float | None
 
 
+class StacksParameters(Answer, frozen=True, forbid_unknown_fields=True):
+    """Of which processes: a job, or one pid. `native`: C and C++ too; a process stands still while it is looked at."""
+
+    job: str = ""
+    pid: Annotated[int, Meta(ge=0)] = 0
+    native: bool = False
+
+
+class StacksAnswer(Answer, frozen=True):
+    """What all threads did at one moment: equal stacks together, those of ranks that are elsewhere first."""
+
+    at_ns: int
+    sentence: str
+    groups: tuple[StackGroup, ...]
+    unseen: tuple[Unseen, ...]
+
+
 class StepsBody(Answer, frozen=True, forbid_unknown_fields=True):
     """Steps that a job finished since it last told; `steps` are their durations in seconds."""
 
@@ -403,6 +422,13 @@ class Answers(Protocol):
 
         Raises:
             RequestError: `user` cannot read it, or another one is being read.
+        """
+
+    async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
+        """What all threads of processes do now.
+
+        Raises:
+            RequestError: `busy`: others are looked at.
         """
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:

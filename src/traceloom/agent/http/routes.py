@@ -63,6 +63,17 @@ class Asked:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _wrong(str(error)) from error
 
+    def parameters(self, kind: type[Answer]) -> Answer:
+        """What stands behind the question mark.
+
+        Raises:
+            RequestError: `wrong-request`.
+        """
+        try:
+            return msgspec.convert(dict(self.request.query_params), kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise _wrong(str(error)) from error
+
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """A route: what it is for, what it takes, what it gives. Those with `acts` need a peer that may act.
@@ -204,10 +215,8 @@ def moment(text: str, now_ns: int) -> int:
 
 
 async def _query(asked: Asked) -> forms.QueryAnswer:
-    try:
-        wanted = msgspec.convert(dict(asked.request.query_params), forms.QueryParameters, strict=False)
-    except msgspec.ValidationError as error:
-        raise _wrong(str(error)) from error
+    wanted = asked.parameters(forms.QueryParameters)
+    assert isinstance(wanted, forms.QueryParameters)
     name = wanted.metric.removeprefix(PREFIX)
     metric = METRICS.get(name)
     if metric is None:
@@ -413,6 +422,34 @@ async def _environment(asked: Asked) -> forms.EnvironmentAnswer:
     return forms.EnvironmentAnswer(variables=asked.agent.environment(asked.peer.uid))
 
 
+async def _stacks(asked: Asked) -> forms.StacksAnswer:
+    wanted = asked.parameters(forms.StacksParameters)
+    assert isinstance(wanted, forms.StacksParameters)
+    if bool(wanted.job) == bool(wanted.pid):
+        raise _wrong("it takes either `job` or `pid`")
+    view = asked.view
+    processes = [
+        process
+        for process in view.processes.values()
+        if (process.owner.job == wanted.job if wanted.job else process.pid == wanted.pid)
+    ]
+    if not processes:
+        what = f"job `{wanted.job}`" if wanted.job else f"process {wanted.pid} that matters"
+        raise RequestError(
+            404, f"there is no {what} of yours on this host", slug="no-such-job" if wanted.job else "no-such-process",
+            hint=nearest(wanted.job, view.jobs) + "`traceloom agent ps` lists them",
+        )  # fmt: skip
+    # A token that only reads sees no command lines of others: where their programs are, it sees even less.
+    allowed = asked.peer.acts or all(process.uid == asked.peer.uid for process in processes)
+    asked.agent.acts(asked.peer.name, asked.peer.pid, "/api/v1/stacks", allowed=allowed)
+    if not allowed:
+        raise RequestError(403, "stacks are for whose the processes are, and for root", slug="not-allowed")
+    stacks = await asked.agent.stacks(processes, native=wanted.native)
+    return forms.StacksAnswer(
+        at_ns=time.time_ns(), sentence=stacks.sentence, groups=stacks.groups, unseen=stacks.unseen
+    )
+
+
 ROUTES = (
     Route(path="/healthz", summary="Whether the agent lives", answers=_healthz, answer=forms.Health, refuses=(503,)),
     Route(path="/api/v1/status", summary="The agent and how it fares", answers=_status, answer=forms.StatusAnswer),
@@ -450,6 +487,14 @@ ROUTES = (
         answer=forms.EventsAnswer,
         parameters=forms.EventParameters,
         refuses=(400,),
+    ),
+    Route(
+        path="/api/v1/stacks",
+        summary="What all threads of a process or a job do now, equal stacks together",
+        answers=_stacks,
+        answer=forms.StacksAnswer,
+        parameters=forms.StacksParameters,
+        refuses=(400, 403, 404, 429),
     ),
     Route(path="/api/v1/clock", summary="The clocks of this host", answers=_clock, answer=forms.ClockAnswer),
     Route(

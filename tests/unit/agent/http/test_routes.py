@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,13 @@ import jsonschema
 import msgspec
 import pytest
 
-from support.agent_server import SmallAgent, ask, listening
+from support.agent_server import SmallAgent, ask, full_board, listening
 from traceloom.agent.board import Board
-from traceloom.agent.config import Access, Config
+from traceloom.agent.config import Access, Config, Tcp, Token
 from traceloom.agent.http.answers import RequestError
 from traceloom.agent.http.openapi import document
 from traceloom.agent.http.routes import ROUTES, boot_id, moment
+from traceloom.agent.owners import Owner
 from traceloom.agent.requests.model import Wanted
 
 DOCUMENT = document(ROUTES)
@@ -25,7 +27,7 @@ BODIES = {
     "/api/v1/steps": {"steps": [0.1, 0.2], "rank": 3},
     "/api/v1/traces": {"path": "/tmp/run1", "job": "slurm-7"},
 }
-QUERIES = {"/api/v1/query": "?metric=gpu_busy_ratio"}
+QUERIES = {"/api/v1/query": "?metric=gpu_busy_ratio", "/api/v1/stacks": "?job=slurm-7"}
 
 
 class Running:
@@ -239,6 +241,59 @@ def test_traces_that_are_not_taken(running: Running, body: bytes, status: int, s
     before = len(running.agent.learned)
     assert running.refused("/api/v1/traces", status, method="POST", body=body)["slug"] == slug
     assert len(running.agent.learned) == before
+
+
+def test_stacks_are_those_of_a_job_or_a_process(running: Running) -> None:
+    reply = ask(running.socket, "/api/v1/stacks?job=slurm-8&native=true").json()
+    assert running.agent.looked_at[-1] == ([22], True)
+    assert [(group["ranks"], group["frames"]) for group in reply["groups"]] == [([1], [["main", "/a/train.py", 3]])]
+    assert ask(running.socket, "/api/v1/stacks?pid=11").status == 200
+    assert running.agent.looked_at[-1] == ([11], False)
+    assert running.agent.acted[-1][2:] == ("/api/v1/stacks", True)
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "slug"),
+    [
+        ("", 400, "wrong-request"),
+        ("?job=slurm-7&pid=11", 400, "wrong-request"),
+        ("?pid=-1", 400, "wrong-request"),
+        ("?job=slurm-9", 404, "no-such-job"),
+        ("?pid=1", 404, "no-such-process"),
+    ],
+)
+def test_stacks_that_are_not_looked_at(running: Running, query: str, status: int, slug: str) -> None:
+    before = len(running.agent.looked_at)
+    assert running.refused(f"/api/v1/stacks{query}", status)["slug"] == slug
+    assert len(running.agent.looked_at) == before
+
+
+def test_processes_of_no_job_are_not_those_of_a_pid(tmp_path: Path) -> None:
+    board = full_board()
+    board.processes = {
+        key: msgspec.structs.replace(process, owner=Owner()) for key, process in board.processes.items()
+    }  # fmt: skip
+    agent = SmallAgent(board=board)
+    with listening(agent, tmp_path) as listeners:
+        assert ask(listeners.socket_path, "/api/v1/stacks?pid=11").status == 200
+    assert agent.looked_at == [([11], False)]
+
+
+def test_who_only_reads_sees_no_stacks(tmp_path: Path) -> None:
+    digests = [hashlib.sha256(secret).hexdigest() for secret in (b"reads", b"acts")]
+    tokens = (Token(sha256=digests[0], name="reads"), Token(sha256=digests[1], name="acts", may="all"))
+    agent = SmallAgent(Config(tcp=Tcp(address="127.0.0.1:0", tokens=tokens)))
+    with listening(agent, tmp_path) as listeners:
+        assert listeners.tcp_address is not None
+        replies = [
+            ask(listeners.tcp_address, "/api/v1/stacks?job=slurm-7", Authorization=f"Bearer {secret}")
+            for secret in ("reads", "acts")
+        ]
+        assert ask(listeners.tcp_address, "/api/v1/stacks?job=slurm-7").status == 404  # it sees no jobs at all
+    assert [reply.status for reply in replies] == [403, 200]
+    assert replies[0].json()["error"]["slug"] == "not-allowed"
+    assert agent.looked_at == [([11], False)]
+    assert [allowed for *_, allowed in agent.acted] == [False, True]
 
 
 def test_the_clock(running: Running) -> None:

@@ -15,6 +15,7 @@ import polars as pl
 
 from traceloom.harmless import UNSAFE, harmless
 from traceloom.model import Session, Trace
+from traceloom.report.beside import with_beside
 from traceloom.report.exports.perfetto.counters import counters
 from traceloom.report.exports.perfetto.path import path_arrows, path_track
 from traceloom.report.exports.perfetto.texts import encoded, microseconds, with_arrows
@@ -28,7 +29,7 @@ __all__ = ["microseconds", "write"]
 
 
 def write(session: Session, epoch_ns: int, handle: BinaryIO, path: dict[str, Any] | None = None) -> None:
-    """Write the whole session.
+    """Write the whole session, and what was recorded beside it.
 
     Every event stands in it exactly once. Times are microseconds after `epoch_ns` with their nanoseconds as decimals.
     Host events end where their parent ends, where they would outlive it.
@@ -39,6 +40,7 @@ def write(session: Session, epoch_ns: int, handle: BinaryIO, path: dict[str, Any
         handle: Where to write; uncompressed JSON.
         path: `critical_path` of the report document, whose times count from `epoch_ns`; None for none.
     """
+    session = with_beside(session)
     times: list[Any] = [epoch_ns]
     for trace in session.traces:
         frames = (trace.allocations, trace.counters, trace.marks)

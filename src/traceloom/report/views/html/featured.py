@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from traceloom.model import Session
 from traceloom.report.names import rank_name
@@ -40,7 +40,7 @@ class Featured:
         """These ranks, cut to the step."""
         traces = (whole.traces[position] for position in self.positions)
         shown = tuple(trace if self.step is None else cut(trace, (self.step, self.step)) for trace in traces)
-        return Session(shown, whole.name, whole.capture, whole.notices)
+        return replace(whole, traces=shown)
 
     def document(self, whole: Row) -> Row:
         """The document with only these ranks in what is told rank by rank."""

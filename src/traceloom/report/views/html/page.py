@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from traceloom.model import Session, units
+from traceloom.report.beside import with_beside
 from traceloom.report.names import rank_name
 from traceloom.report.table import Row
 from traceloom.report.views.html import capture, featured, findings, inputs, navigation, overview, sections, timeline
@@ -40,7 +41,9 @@ def render(document: dict[str, Any], session: Session) -> str:
         communication = {row["name"] for row in kernels if row.get("category") == "communication"}
         curves = (document.get("memory") or {}).get("curve") or []
         epoch_ns = int(document["epoch_ns"]) if document.get("epoch_ns") else drawn.epoch_ns
-        view = timeline.build(drawn, communication, curves, path=document.get("critical_path"), epoch_ns=epoch_ns)
+        view = timeline.build(
+            with_beside(drawn), communication, curves, path=document.get("critical_path"), epoch_ns=epoch_ns
+        )
     note = "" if few is None else f'<p class="quiet">{prose(few.sentence(document))}</p>'
     events = '<p class="quiet absent">Timeline: the trace has no events.</p>'
     if view is not None:
