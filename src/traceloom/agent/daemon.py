@@ -48,6 +48,7 @@ from traceloom.agent.ipc.sockets import KinetoSockets
 from traceloom.agent.metrics import Histogram, Reading
 from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses, jobs_now
+from traceloom.agent.profilers.telemetry import TelemetryProfiler
 from traceloom.agent.publish import Publisher, publishers
 from traceloom.agent.registry import Client, Registry
 from traceloom.agent.requests.desk import RequestDesk
@@ -116,6 +117,7 @@ class Agent:
         self.desk = RequestDesk(
             config, self.registry, lambda: self.board.processes, self.step_counts, RequestStore(locations.requests),
             Places(locations.traces), self.boot_id,
+            {"telemetry": partial(TelemetryProfiler, self.board, self.scheduler, config.host_name)},
         )  # fmt: skip
         self.kineto: KinetoSockets | None = None  # while it runs
         self.job_facts: dict[str, JobFacts] = {}  # what the last trace of each job tells

@@ -12,7 +12,7 @@ import msgspec
 from traceloom.agent.owners import Process
 from traceloom.errors import TraceloomError
 
-# Name -> module and class. `timeline` is made by whoever runs requests: it needs the clients that poll.
+# Name -> module and class. `timeline` and `telemetry` are made by who has the parts of the agent that they need.
 PROFILERS = {
     "timeline": "traceloom.agent.profilers.timeline:TimelineProfiler",
     "stacks": "traceloom.agent.profilers.stacks:StacksProfiler",

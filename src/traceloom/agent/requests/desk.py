@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -52,12 +53,14 @@ class RequestDesk:
         store: Where requests are written down.
         places: Where their results lie.
         boot_id: Of this host: after a restart of it no process is the same.
+        parts: Makes those profilers that need parts of the agent, by name.
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
         self, config: Config, registry: Registry, processes: Callable[[], Mapping[str, Process]], steps: Steps,
-        store: RequestStore, places: Places, boot_id: str,
+        store: RequestStore, places: Places, boot_id: str, parts: Mapping[str, Callable[[], Profiler]] | None = None,
     ) -> None:  # fmt: skip
+        self.parts = parts or {}
         self.config, self.registry, self.processes, self.steps = config, registry, processes, steps
         self.store, self.places, self.boot_id = store, places, boot_id
         self.requests: dict[str, TraceRequest] = {}  # oldest first
@@ -117,7 +120,7 @@ class RequestDesk:
         request = TraceRequest(
             id=secrets.token_hex(6), who=who, uid=uid, asked_ns=time.time_ns(), boot_id=self.boot_id, wanted=wanted
         )
-        request.targets = list(_targets(request, matching))
+        request.targets = list(_targets(request, matching, self.config.host_name))
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._disk, self.places.prepare, uid, request.id)
@@ -322,7 +325,7 @@ class RequestDesk:
         if target.profiler != "timeline":
             if target.state != "queued":
                 raise ProfilerError("the agent was started again while it recorded", slug="agent-restarted")
-            return profilers.make(target.profiler)
+            return self.parts.get(target.profiler, partial(profilers.make, target.profiler))()
         wanted, most = request.wanted, self.config.traces
         order = TimelineOrder(
             trace_id=f"traceloom-{request.id}-{target.stem}", group_id=f"traceloom-{request.id}",
@@ -442,7 +445,7 @@ class RequestDesk:
             self._changed.notify_all()
 
 
-def _targets(request: TraceRequest, processes: Iterable[Process]) -> Iterable[Target]:
+def _targets(request: TraceRequest, processes: Iterable[Process], host: str) -> Iterable[Target]:
     stems: set[str] = set()
     once: set[str] = set()
     for process in sorted(processes, key=lambda process: (process.owner.rank is None, process.owner.rank, process.pid)):
@@ -450,13 +453,13 @@ def _targets(request: TraceRequest, processes: Iterable[Process]) -> Iterable[Ta
         stem = f"pid{process.pid}" if rank is None or f"rank{rank}" in stems else f"rank{rank}"
         stems.add(stem)
         for profiler in dict.fromkeys(request.wanted.profilers):
-            if profiler == "telemetry":  # of the host
-                if profiler in once:
-                    continue
-                once.add(profiler)
+            of_host = profiler == "telemetry"
+            if of_host and profiler in once:
+                continue
+            once.add(profiler)
             yield Target(
                 request=request.id, process=process.key, profiler=profiler, pid=process.pid, uid=process.uid, rank=rank,
-                stem=stem, since_ns=request.asked_ns,
+                stem=re.sub(r"[^\w.-]", "_", host) if of_host else stem, since_ns=request.asked_ns,
             )  # fmt: skip
 
 
