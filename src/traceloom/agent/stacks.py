@@ -69,8 +69,11 @@ async def hang_bundle(processes: Sequence[Process], directory: Path, steps: Mapp
         ProfilerError: `cannot-write`.
     """
     looked = await look(processes, native=True)
-    stacks = grouped(processes, looked.dumps, looked.reasons, steps)
-    return await asyncio.to_thread(_written, directory, processes, looked.dumps, stacks)
+    # A debugger may hold a process, or native calls may not be had here: then Python's alone.
+    again = await look([process for process in processes if process.pid in looked.reasons])
+    dumps = looked.dumps | again.dumps
+    stacks = grouped(processes, dumps, again.reasons, steps)
+    return await asyncio.to_thread(_written, directory, processes, dumps, stacks)
 
 
 def _written(
