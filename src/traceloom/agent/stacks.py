@@ -16,7 +16,7 @@ from traceloom.agent.profilers.dump import StackDump
 
 MOST_PROCESSES = 256
 _AT_ONCE = 8  # py-spy waits for the disk first (symbols), computes later; ranks of a host are about as many
-_NATIVE_AT_ONCE = 2  # each holds the symbols of torch: some 500 MB
+_NATIVE_AT_ONCE = 2  # each holds the symbols of torch: 105 MB of its build for processors, more of that for CUDA
 
 
 class StackDumps(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +69,11 @@ async def hang_bundle(processes: Sequence[Process], directory: Path, steps: Mapp
         ProfilerError: `cannot-write`.
     """
     looked = await look(processes, native=True)
-    stacks = grouped(processes, looked.dumps, looked.reasons, steps)
-    return await asyncio.to_thread(_written, directory, processes, looked.dumps, stacks)
+    # A debugger may hold a process, or native calls may not be had here: then Python's alone.
+    again = await look([process for process in processes if process.pid in looked.reasons])
+    dumps = looked.dumps | again.dumps
+    stacks = grouped(processes, dumps, again.reasons, steps)
+    return await asyncio.to_thread(_written, directory, processes, dumps, stacks)
 
 
 def _written(

@@ -134,6 +134,24 @@ def test_a_file_that_is_there_is_not_replaced(sleeping: subprocess.Popen[str], t
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_bundle_has_pythons_calls_where_native_ones_cannot_be_had(
+    sleeping: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "bin" / "py-spy"
+    program.parent.mkdir()
+    refuses = 'case "$*" in *--native*) echo "Error: it is traced already" >&2; exit 1;; esac'
+    program.write_text(f'#!/bin/sh\n{refuses}\nexec {py_spy.path()} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    with pytest.raises(ProfilerError, match="it is traced already"):
+        asyncio.run(take(process_of(sleeping.pid), native=True))
+    (tmp_path / "bundle").mkdir()
+    bundle = asyncio.run(hang_bundle([process_of(sleeping.pid, 0)], tmp_path / "bundle"))
+    assert bundle.sentence == "rank 0 is in `<module>` (<string>:7)"
+    assert [group.thread for group in bundle.stacks.groups] == ["", "loader"]
+    assert bundle.stacks.unseen == ()
+
+
 @pytest.mark.torch
 def test_the_rank_that_stops_before_a_collective_is_named(tmp_path: Path) -> None:
     directory = tmp_path / "bundle"
