@@ -23,7 +23,7 @@ from pathlib import Path
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import Window
 from traceloom.agent.profilers.dump import take
-from traceloom.agent.profilers.stacks import Stacks
+from traceloom.agent.profilers.stacks import StacksProfiler
 
 PROGRAM = """
 import time, torch
@@ -84,7 +84,7 @@ def main() -> None:
         for turn in range(args.turns):
             window = Window(0, args.seconds, None)
             during("alone", lambda: asyncio.sleep(args.seconds))
-            during("sampled", lambda: Stacks().record(process, window, directory, f"turn{turn}"))  # noqa: B023
+            during("sampled", lambda: StacksProfiler().record(process, window, directory, f"turn{turn}"))  # noqa: B023
             during("dumps", dumps)
             during("native dump", lambda: take(process, native=True))
         program.kill()

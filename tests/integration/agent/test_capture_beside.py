@@ -13,7 +13,7 @@ import pytest
 
 from traceloom.agent.owners import Owner, Process
 from traceloom.agent.profilers import Window
-from traceloom.agent.profilers.stacks import Stacks
+from traceloom.agent.profilers.stacks import StacksProfiler
 from traceloom.read import load
 from traceloom.report.beside import with_beside
 
@@ -65,7 +65,7 @@ def test_a_sample_taken_in_a_range_lies_in_it(tmp_path: Path) -> None:
             window = Window(time.time_ns() + 600_000_000, WINDOW_NS / 1e9, None)
 
             async def recorded() -> None:
-                recording = asyncio.create_task(Stacks().record(process, window, tmp_path, "rank0"))
+                recording = asyncio.create_task(StacksProfiler().record(process, window, tmp_path, "rank0"))
                 await asyncio.sleep(0.6)
                 assert program.stdin is not None
                 program.stdin.write("\n")

@@ -22,8 +22,8 @@ import pytest
 from support.gloo_job import hanging_job, line_of_hang
 from traceloom.agent.owners import Owner, Process
 from traceloom.agent.profilers import ProfilerError, Window, py_spy
-from traceloom.agent.profilers.dump import Dump, StackDump, take
-from traceloom.agent.profilers.stacks import Stacks
+from traceloom.agent.profilers.dump import DumpProfiler, StackDump, take
+from traceloom.agent.profilers.stacks import StacksProfiler
 from traceloom.agent.stacks import hang_bundle, look
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
@@ -57,7 +57,7 @@ def sleeping() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_all_threads_of_a_process(sleeping: subprocess.Popen[str], tmp_path: Path) -> None:
-    (path,) = asyncio.run(Dump().record(process_of(sleeping.pid, 3), Window(0, None, None), tmp_path, "rank3"))
+    (path,) = asyncio.run(DumpProfiler().record(process_of(sleeping.pid, 3), Window(0, None, None), tmp_path, "rank3"))
     assert path == tmp_path / "rank3.dump.json"
     dump = msgspec.json.decode(path.read_bytes(), type=StackDump)
     assert (dump.format, dump.pid, dump.rank, dump.native) == ("traceloom-dump", sleeping.pid, 3, False)
@@ -129,7 +129,7 @@ def test_another_users_process_is_not_looked_at_without_the_right(
 def test_a_file_that_is_there_is_not_replaced(sleeping: subprocess.Popen[str], tmp_path: Path) -> None:
     (tmp_path / "rank0.dump.json").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ProfilerError) as raised:
-        asyncio.run(Dump().record(process_of(sleeping.pid), Window(0, None, None), tmp_path, "rank0"))
+        asyncio.run(DumpProfiler().record(process_of(sleeping.pid), Window(0, None, None), tmp_path, "rank0"))
     assert raised.value.slug == "cannot-write"
     assert not (tmp_path / "elsewhere").exists()
 
@@ -203,7 +203,7 @@ def test_samples_lie_in_the_phases_that_the_program_says_itself(tmp_path: Path) 
         assert program.stdout.readline() == "up\n"
         process = process_of(program.pid, 0)
         window = Window(time.time_ns() + 300_000_000, 4.0, None)
-        (path,) = asyncio.run(Stacks().record(process, window, tmp_path, "rank0"))
+        (path,) = asyncio.run(StacksProfiler().record(process, window, tmp_path, "rank0"))
     finally:
         program.kill()
         lines = program.communicate()[0].splitlines()
@@ -238,7 +238,7 @@ def test_a_recording_that_is_cancelled_leaves_nothing(sleeping: subprocess.Popen
 
     async def cancelled() -> None:
         recording = asyncio.create_task(
-            Stacks().record(process_of(sleeping.pid), Window(0, 600.0, None), tmp_path, "rank0")
+            StacksProfiler().record(process_of(sleeping.pid), Window(0, 600.0, None), tmp_path, "rank0")
         )
         deadline = time.monotonic() + 60
         while not spies():
@@ -272,7 +272,7 @@ def test_a_process_that_ends_in_the_window_keeps_what_it_did(tmp_path: Path) -> 
 
         async def recorded() -> None:
             recording = asyncio.create_task(
-                Stacks().record(process_of(program.pid, 0), Window(0, 600.0, None), tmp_path, "rank0")
+                StacksProfiler().record(process_of(program.pid, 0), Window(0, 600.0, None), tmp_path, "rank0")
             )
             await asyncio.sleep(2)
             program.communicate("\n")
@@ -284,5 +284,5 @@ def test_a_process_that_ends_in_the_window_keeps_what_it_did(tmp_path: Path) -> 
 
 def test_stacks_need_a_time(sleeping: subprocess.Popen[str], tmp_path: Path) -> None:
     with pytest.raises(ProfilerError) as raised:
-        asyncio.run(Stacks().record(process_of(sleeping.pid), Window(0, None, 3), tmp_path, "rank0"))
+        asyncio.run(StacksProfiler().record(process_of(sleeping.pid), Window(0, None, 3), tmp_path, "rank0"))
     assert raised.value.slug == "no-duration"

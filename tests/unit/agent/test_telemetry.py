@@ -16,7 +16,7 @@ from support.agent_server import full_board
 from traceloom.agent.board import Board
 from traceloom.agent.metrics import METRICS, Histogram, Reading
 from traceloom.agent.profilers import ProfilerError, Window
-from traceloom.agent.profilers.telemetry import Telemetry
+from traceloom.agent.profilers.telemetry import TelemetryProfiler
 from traceloom.agent.scheduler import Scheduler
 
 
@@ -41,7 +41,7 @@ def _recorded(board: Board, directory: Path, seconds: float, more: Callable[[Sch
         scheduler = Scheduler(board, [Counting()])
         scheduler.start()
         try:
-            telemetry = Telemetry(board, scheduler, "node1")
+            telemetry = TelemetryProfiler(board, scheduler, "node1")
             process = board.processes["11@100"]
             recording = asyncio.create_task(
                 telemetry.record(process, Window(0, seconds, None), directory, "node1")
@@ -90,7 +90,7 @@ def test_nobody_watches_when_it_is_over_or_cancelled(tmp_path: Path) -> None:
 
     async def cancelled() -> None:
         recording = asyncio.create_task(
-            Telemetry(board, Scheduler(board, []), "node1").record(
+            TelemetryProfiler(board, Scheduler(board, []), "node1").record(
                 board.processes["11@100"], Window(0, 600.0, None), tmp_path, "other"
             )
         )
@@ -107,7 +107,7 @@ def test_nobody_watches_when_it_is_over_or_cancelled(tmp_path: Path) -> None:
 
 def test_a_window_without_a_time_and_a_file_that_is_there(tmp_path: Path) -> None:
     board = full_board()
-    telemetry = Telemetry(board, Scheduler(board, []), "node1")
+    telemetry = TelemetryProfiler(board, Scheduler(board, []), "node1")
     for window, slug in ((Window(0, None, 3), "no-duration"), (Window(0, 0.1, None), "cannot-write")):
         (tmp_path / "node1.telemetry.json.gz").touch()
         with pytest.raises(ProfilerError) as raised:

@@ -91,7 +91,7 @@ async def take(process: Process, *, native: bool = False) -> StackDump:
     )  # fmt: skip
 
 
-class Dump:
+class DumpProfiler:
     """The profiler `dump`: the stacks of the moment at which the window begins.
 
     Args:

@@ -33,7 +33,7 @@ class _Sampled(NamedTuple):
     threads: list[int]
 
 
-class Stacks:
+class StacksProfiler:
     """The profiler `stacks`.
 
     A sample is a stack and the time for which it was seen again and again; between two looks nothing is known. Times

@@ -22,7 +22,7 @@ _MOST_VALUES = 4_000_000  # 64 MB: 1,000 series for more than six minutes
 _AGENT = ("agent_", "collector_")  # metrics about the agent itself
 
 
-class Telemetry:
+class TelemetryProfiler:
     """The profiler `telemetry`: one file per host, whichever of a job's processes it is asked for.
 
     The series are those of the host and its devices, which everybody sees, and of the processes, the job and the
