@@ -122,7 +122,6 @@ class Traces(Section, frozen=True):
     most_mb_per_user: float = 10_000.0
     most_requests_per_user: int = 16  # that run at a time
     keep_days: float = 7.0
-    attach: bool = False  # into processes that nobody prepared
 
 
 class Otlp(Section, frozen=True):

@@ -76,7 +76,10 @@ class KinetoSockets:
         self._hellos = 0
 
     def start(self) -> None:
-        """Make the directory and the own user's socket. What goes wrong stands in `trouble`: the agent goes on."""
+        """Make the directory, and the sockets of the own user and of all whom an earlier agent listened to.
+
+        What goes wrong stands in `trouble`: the agent goes on.
+        """
         try:
             self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
             status = self.root.lstat()
@@ -85,7 +88,9 @@ class KinetoSockets:
             elif self.abstract:
                 self._listen(None, None)
             if not self.trouble:
-                self.prepare(os.geteuid())
+                before = {int(path.name) for path in self.root.iterdir() if path.name.isdigit()}  # jobs poll there
+                for uid in sorted({os.geteuid(), *(before if os.geteuid() == 0 else ())}):
+                    self.prepare(uid)
         except (OSError, OutputError) as error:
             self.trouble = str(error)
         if self.trouble:
@@ -221,7 +226,7 @@ class KinetoSockets:
             self._hellos += 1
             self._send(place, instances_reply(self._hellos), address)
             return
-        client = self.registry.poll(message, pid, uid, gid)
+        client = self.registry.poll(message, pid, uid, gid, address)
         if client is None:
             return
         reply, delivered = self.registry.answer(client)
