@@ -132,7 +132,6 @@ class Traces(Section, frozen=True):
     most_mb_per_user: float = 10_000.0
     most_requests_per_user: int = 16  # that run at a time
     keep_days: float = 7.0
-    attach: bool = False  # into processes that nobody prepared
 
 
 class Otlp(Section, frozen=True):
@@ -225,7 +224,10 @@ class Locations(msgspec.Struct, frozen=True):
 
 
 def locations(config: Config) -> Locations:
-    """The locations of an agent of this user: the system's for root, else XDG's."""
+    """The locations of an agent of this user: the system's for root, else XDG's.
+
+    What is not named lies beside the socket or the history that is, so that two agents do not share it.
+    """
     if os.geteuid() == 0:
         run, state, log = Path("/run/traceloom"), Path("/var/lib/traceloom"), Path("/var/log/traceloom")
     else:
@@ -233,6 +235,8 @@ def locations(config: Config) -> Locations:
         run = Path(runtime, "traceloom") if runtime else Path(tempfile.gettempdir(), f"traceloom-{os.geteuid()}")
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state", "traceloom")
         log = state
+    run = Path(config.paths.socket).parent if config.paths.socket else run
+    state = Path(config.paths.history).parent if config.paths.history else state
     return Locations(
         Path(config.paths.socket or run / "agent.sock"),
         Path(config.paths.history or state / "agent.db"),

@@ -204,7 +204,18 @@ def of_agent(agent: Any) -> list[Check]:
     """Of an agent that runs."""
     trouble = {state.name: state.trouble for state in agent.board.collectors.values()}
     empty = {name for name, sheet in agent.board.sheets.items() if not sheet.values and not sheet.histograms}
-    return examine(
+    checks = examine(
         agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble=trouble, empty=empty,
         unwritten={"history": agent.history.trouble, "audit": agent.audit.trouble},
     )  # fmt: skip
+    for name, why, key in (
+        ("sockets", agent.kineto.trouble if agent.kineto is not None else "they are not open yet", "kineto"),
+        ("requests", agent.desk.store.trouble, "requests"),
+    ):
+        checks.append(
+            Check(
+                area="traces", name=name, works="no" if why else "yes", why=why,
+                help=f"`paths.{key}` of agent.toml names another place" if why else "",
+            )
+        )  # fmt: skip
+    return checks

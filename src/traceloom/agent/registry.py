@@ -35,6 +35,7 @@ class Client(msgspec.Struct, kw_only=True):
     gid: int
     start_ticks: int
     ancestors: tuple[int, ...] = ()
+    address: str | bytes = ""
     own_pid: int = 0
     job: int = 0
     mask: int = 0
@@ -69,15 +70,33 @@ class Registry:
         self.listeners: list[Callable[[Client], None]] = []  # called after each poll
         self._keys: dict[int, str] = {}
 
-    def poll(self, poll: Poll, pid: int, uid: int, gid: int) -> Client | None:
-        """Note a poll of a process; None where it has ended meanwhile, or there are too many."""
+    def poll(self, poll: Poll, pid: int, uid: int, gid: int, address: str | bytes = "") -> Client | None:
+        """Note a poll of a process; None where it has ended meanwhile, or there are too many.
+
+        Two processes never have the same `address`: where it is that of the last poll of this pid, so is the process.
+        """
+        client = self.by_pid(pid)
+        if client is None or not address or client.address != address:
+            client = self._identified(pid, uid, gid)
+            if client is None:
+                return None
+        now = time.monotonic()
+        if client.polls:
+            client.interval_s = min(max(now - client.polled, 0.1), 60.0)
+        client.uid, client.gid, client.address = uid, gid, address  # it may have given up its rights since
+        client.own_pid, client.job, client.mask, client.busy = poll.pids[0], poll.job, poll.mask, poll.busy
+        client.polls += 1
+        client.polled = now
+        return client
+
+    def _identified(self, pid: int, uid: int, gid: int) -> Client | None:
+        """The client that a process is, a new one where it has not polled before."""
         try:
             parent, ticks = parent_and_start(self.proc, pid)
         except (OSError, ValueError, IndexError):
             return None
         key = f"{pid}@{ticks}"
         client = self.clients.get(key)
-        now = time.monotonic()
         if client is None:
             if len(self.clients) >= MOST_CLIENTS:
                 self.forget()
@@ -89,12 +108,6 @@ class Registry:
                 ancestors=tuple(ancestors(self.proc, parent)),
             )  # fmt: skip
             self._keys[pid] = key
-        elif client.polls:
-            client.interval_s = min(max(now - client.polled, 0.1), 60.0)
-        client.uid, client.gid = uid, gid  # it may have given up its rights since
-        client.own_pid, client.job, client.mask, client.busy = poll.pids[0], poll.job, poll.mask, poll.busy
-        client.polls += 1
-        client.polled = now
         return client
 
     def answer(self, client: Client) -> tuple[bytes, Callable[[], None] | None]:

@@ -44,7 +44,7 @@ VERBS = {
     "show": "show what a graph or a Chakra workload is made of",
     "generate": "make a small workload with known answers",
     "anonymize": "make traces that can be shared, and say what they still tell",
-    "trace": "trace a running job that nobody prepared to be recorded",
+    "trace": "trace a job that runs",
     "agent": "watch a host: its devices, its processes and whose they are",
     "explain": "say what an error, a notice or a finding means, and what to do",
     "completion": "print what makes a shell complete verbs and options",
@@ -62,8 +62,7 @@ verbs:
              traceloom record -o run -- python train.py
   report   {VERBS["report"]}
              traceloom report run -o report.html
-  whatif   {VERBS["whatif"]}
-             traceloom whatif run --set 'kernels ~ gemm * 0.5'
+  whatif   {VERBS["whatif"]}: traceloom whatif run --set 'kernels ~ gemm * 0.5'
   simulate {VERBS["simulate"]}
              traceloom simulate run --machine machine.toml
   calibrate {VERBS["calibrate"]}
@@ -87,8 +86,7 @@ verbs:
              traceloom generate pipeline --ranks 4 -o pipe/
   anonymize {VERBS["anonymize"]}
              traceloom anonymize run -o shared
-  trace    {VERBS["trace"]}
-             traceloom trace --job slurm-42 --steps 3 -o run
+  trace    {VERBS["trace"]}: traceloom trace --job slurm-42 --steps 3 -o run
   agent    {VERBS["agent"]}: traceloom agent run
   explain  {VERBS["explain"]}
              traceloom explain data-starved

@@ -97,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _trace(args: argparse.Namespace, client: Client) -> int:
     if (args.steps is None) == (args.duration is None):
-        raise UsageError("say either --steps N or --duration T", slug="wrong-usage", hint="see traceloom trace --help")
+        raise UsageError(
+            "a trace needs either --steps N or --duration T", slug="wrong-usage", hint="see traceloom trace --help"
+        )
     if not (args.pid or args.job or args.rank or args.host):
         raise UsageError("of what: --pid, --job, --rank or --host?", slug="wrong-usage", hint="traceloom agent ps")
     if args.output is None:

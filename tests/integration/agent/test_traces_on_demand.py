@@ -149,6 +149,11 @@ def _steps_in(path: Path) -> int:
     return sum(event["name"].startswith("Optimizer.step#") and event.get("ph") == "X" for event in events)
 
 
+def test_the_doctor_says_that_traces_can_be_taken(host: Host) -> None:
+    checks = {(check["area"], check["name"]): check["works"] for check in host.client.get("doctor")["checks"]}
+    assert checks["traces", "sockets"] == checks["traces", "requests"] == "yes"
+
+
 def test_a_rank_by_steps(host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "run"
     assert host.trace("--job", host.job_name, "--rank", "1", "--steps", "3", "--shapes", "-o", str(output)) == 0

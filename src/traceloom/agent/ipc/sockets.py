@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -74,22 +75,39 @@ class KinetoSockets:
         self._bound = bound
         self._sockets: dict[int | None, UserSocket] = {}  # by user; None is the abstract one
         self._hellos = 0
+        self._lock: int | None = None
 
     def start(self) -> None:
-        """Make the directory and the own user's socket. What goes wrong stands in `trouble`: the agent goes on."""
+        """Make the directory, and the sockets of the own user and of all whom an earlier agent listened to.
+
+        What goes wrong stands in `trouble`: the agent goes on.
+        """
         try:
             self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
             status = self.root.lstat()
             if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
                 self.trouble = f"{self.root} can be written by others, so no socket is put there"
+            elif not self._lock_root():
+                self.trouble = f"another agent has the sockets in {self.root}; `paths.kineto` names another place"
             elif self.abstract:
                 self._listen(None, None)
             if not self.trouble:
-                self.prepare(os.geteuid())
+                before = {int(path.name) for path in self.root.iterdir() if path.name.isdigit()}  # jobs poll there
+                for uid in sorted({os.geteuid(), *(before if os.geteuid() == 0 else ())}):
+                    self.prepare(uid)
         except (OSError, OutputError) as error:
             self.trouble = str(error)
         if self.trouble:
             LOG.warning("no traces on demand: %s", self.trouble)
+
+    def _lock_root(self) -> bool:
+        """Whether the directory is ours: the kernel drops the lock of an agent that has ended."""
+        self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def prepare(self, uid: int) -> Path:
         """The directory of a user, with a socket of ours in it; made where it is not yet.
@@ -119,6 +137,9 @@ class KinetoSockets:
             asyncio.get_running_loop().remove_reader(place.listener.fileno())
             place.close()
         self._sockets.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def sweep(self) -> None:
         """Remove the sockets that clients left behind; blocks, so it is called in a thread."""
@@ -221,7 +242,7 @@ class KinetoSockets:
             self._hellos += 1
             self._send(place, instances_reply(self._hellos), address)
             return
-        client = self.registry.poll(message, pid, uid, gid)
+        client = self.registry.poll(message, pid, uid, gid, address)
         if client is None:
             return
         reply, delivered = self.registry.answer(client)

@@ -174,6 +174,7 @@ class RequestDesk:
         for number, request in enumerate(ended):
             if request.asked_ns < old or number < excess:
                 del self.requests[request.id]
+                self._versions.pop(request.id, None)
                 self._disk.submit(self.places.remove, request.uid, request.id)
                 self._disk.submit(self.store.delete, request.id)
         self._disk.submit(self.places.sweep)
@@ -379,7 +380,8 @@ class RequestDesk:
             path = self.places.of_request(request.uid, request.id) / CAPTURE
             try:
                 await asyncio.to_thread(write_document, str(path), document)
-                request.files = [CAPTURE, *(name for name in request.files if name != CAPTURE)]
+                # What an earlier agent kept is there, too.
+                request.files = sorted(path.name for path in path.parent.iterdir() if not path.name.startswith("."))
             except OSError as error:
                 LOG.warning("request %s: capture.json cannot be written: %s", request.id, error)
         request.done = True

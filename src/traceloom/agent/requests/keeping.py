@@ -75,8 +75,10 @@ def keep(
     except _FaultError as fault:
         return {"fault": fault.slug, "detail": str(fault)}
     except OSError as error:
-        slug = "disk-full" if error.errno in _FULL else "cannot-write"
-        return {"fault": slug, "detail": (error.strerror or str(error)).lower()}
+        return {
+            "fault": "disk-full" if error.errno in _FULL else "cannot-write",
+            "detail": (error.strerror or str(error)).lower(),
+        }
     finally:
         copy.unlink(missing_ok=True)
 
