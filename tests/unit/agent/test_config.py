@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.config import Config, host_and_port, load, locations
+from traceloom.agent.config import Config, Paths, host_and_port, load, locations
 from traceloom.errors import InputError
 
 
@@ -68,6 +68,14 @@ def test_a_user_has_places_of_the_own(tmp_path: Path, monkeypatch: pytest.Monkey
     assert own.history == tmp_path / "state" / "traceloom" / "agent.db"
     monkeypatch.setattr("os.geteuid", lambda: 0)
     assert locations(Config()).socket == Path("/run/traceloom/agent.sock")
+
+
+def test_what_is_not_named_lies_beside_what_is() -> None:
+    """A second agent, which names a socket and a history of its own, shares nothing with the first."""
+    other = locations(Config(paths=Paths(socket="/run/other/agent.sock", history="/var/lib/other/agent.db")))
+    assert (other.kineto, other.requests, other.traces) == (
+        Path("/run/other/kineto"), Path("/var/lib/other/requests.db"), Path("/var/lib/other/traces"),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

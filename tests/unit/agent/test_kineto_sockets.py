@@ -20,6 +20,7 @@ import pytest
 from support.kineto_clients import KinetoClient, request
 from traceloom.agent.ipc.sockets import KinetoSockets
 from traceloom.agent.registry import Client, Offer, Registry
+from traceloom.errors import OutputError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix credentials are Linux's")
 root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, to be other users")
@@ -325,3 +326,31 @@ def test_a_pid_that_is_given_again_is_another_client(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "50")
     registry.forget()
     assert not registry.clients
+
+
+def test_a_second_agent_takes_no_sockets_of_the_first(place: Path) -> None:
+    first, second = KinetoSockets(place, Registry()), KinetoSockets(place, Registry())
+
+    def work() -> str | None:
+        client = KinetoClient(place / str(os.geteuid()))
+        client.poll()
+        answer = client.answer()
+        client.close()
+        return answer
+
+    async def live() -> str | None:
+        first.start()
+        second.start()
+        assert second.trouble.startswith("another agent has the sockets")
+        with pytest.raises(OutputError, match="another agent"):
+            second.prepare(os.geteuid())
+        second.close()
+        answer = await asyncio.to_thread(work)
+        first.close()
+        third = KinetoSockets(place, Registry())
+        third.start()
+        assert not third.trouble, "the first has ended"
+        third.close()
+        return answer
+
+    assert asyncio.run(live()) == ""

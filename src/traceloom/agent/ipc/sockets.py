@@ -104,7 +104,7 @@ class KinetoSockets:
         """Whether the directory is ours: the kernel drops the lock of an agent that has ended."""
         self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
@@ -118,6 +118,8 @@ class KinetoSockets:
         directory = self.root / str(uid)
         if uid in self._sockets:
             return directory
+        if self.trouble:
+            raise OutputError(self.trouble, slug="socket-unusable")
         if len(os.fsencode(directory)) + 1 + _LONGEST_CLIENT > _LONGEST_PATH:
             raise OutputError(
                 "the name is too long for sockets below it", slug="socket-unusable", where=str(directory),
