@@ -94,6 +94,19 @@ os._exit(0)  # nothing is freed
 """
 
 
+STEPPING = """
+import itertools, time, torch
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(layer.parameters())
+print("ready", flush=True)
+for number in itertools.count(1):
+    torch.zeros(50_000 + number)
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+"""
+
+
 class Talking:
     """A program that does a round for each line, and says so."""
 
@@ -264,6 +277,23 @@ def test_allocations_of_stock_pytorch(tmp_path: Path) -> None:
     assert sum(size == 333 * 4 for size in frees.values()) <= 1
     names = {name for name, _ in document["frames"]}
     assert any(name.startswith("at::") for name in names), names
+
+
+@pytest.mark.torch
+@needs_probes
+def test_a_window_of_steps_ends_with_them(tmp_path: Path) -> None:
+    """Each step allocates a size of its own: those between are whole, and few come after the last."""
+    job = Talking(sys.executable, "-c", STEPPING)
+    try:
+        assert job.line() == "ready\n"
+        (path,) = asyncio.run(AllocationsProfiler().record(job.facts, Window(0, None, 4), tmp_path, "pid1"))
+        assert job.process.poll() is None
+    finally:
+        job.end()
+    events = json.loads(gzip.decompress(path.read_bytes()))["events"]
+    counted = sorted({size // 4 - 50_000 for _, _, _, size, *_ in events if size > 200_000})
+    assert len(counted) >= 4
+    assert counted == list(range(counted[0], counted[-1] + 1))
 
 
 @needs_probes
