@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import importlib.util
 import json
 import os
 import re
@@ -91,6 +92,31 @@ for line in sys.stdin:
         torch.zeros(333)
     print("done", flush=True)
 os._exit(0)  # nothing is freed
+"""
+
+
+REPORTING = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+report = library["_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"]
+report.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_uint16]
+print("ready", flush=True)
+for line in sys.stdin:
+    report(0x7F0000007000, 4096, 5000, 9000, 0x0101)
+    report(0x7F0000007000, -4096, 904, 9000, 0x0101)
+    report(0x7F0000009000, 64, 64, 64, 0xFF00)  # of the host: it is seen where it is allocated
+    print("done", flush=True)
+"""
+STEPPING = """
+import itertools, time, torch
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(layer.parameters())
+print("ready", flush=True)
+for number in itertools.count(1):
+    torch.zeros(50_000 + number)
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
 """
 
 
@@ -264,6 +290,47 @@ def test_allocations_of_stock_pytorch(tmp_path: Path) -> None:
     assert sum(size == 333 * 4 for size in frees.values()) <= 1
     names = {name for name, _ in document["frames"]}
     assert any(name.startswith("at::") for name in names), names
+
+
+@pytest.mark.torch
+@needs_probes
+def test_what_pytorchs_device_allocator_reports(tmp_path: Path) -> None:
+    """Its function is called as the allocator of CUDA does for each block: on device 1 (type 1), then on the host."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    job = Talking(sys.executable, "-c", REPORTING, str(Path(torch.origin).parent / "lib" / "libc10.so"))
+    try:
+        assert job.line() == "ready\n"
+        document = record(AllocationsProfiler(), job, tmp_path, "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE")
+    finally:
+        job.end()
+    events = [(address, size, device, *totals) for _, _, address, size, device, _, *totals in document["events"]]
+    made = (0x7F0000007000, 4096, "cuda:1", 5000, 9000)
+    freed = (0x7F0000007000, -4096, "cuda:1", 904, 9000)
+    assert len(events) >= 10
+    assert events == ([made, freed] * len(events))[: len(events)]
+    names = {
+        document["frames"][document["stacks"][stack][0]][0] for *_, stack, _, _ in document["events"] if stack >= 0
+    }
+    assert {name.partition("(")[0] for name in names} == {"c10::reportMemoryUsageToProfiler"}
+
+
+@pytest.mark.torch
+@needs_probes
+def test_a_window_of_steps_ends_with_them(tmp_path: Path) -> None:
+    """Each step allocates a size of its own: those between are whole, and few come after the last."""
+    job = Talking(sys.executable, "-c", STEPPING)
+    try:
+        assert job.line() == "ready\n"
+        (path,) = asyncio.run(AllocationsProfiler().record(job.facts, Window(0, None, 4), tmp_path, "pid1"))
+        assert job.process.poll() is None
+    finally:
+        job.end()
+    events = json.loads(gzip.decompress(path.read_bytes()))["events"]
+    counted = sorted({size // 4 - 50_000 for _, _, _, size, *_ in events if size > 200_000})
+    assert len(counted) >= 4
+    assert counted == list(range(counted[0], counted[-1] + 1))
 
 
 @needs_probes
