@@ -315,6 +315,8 @@ def learned(answer: Row) -> Iterator[Text]:
     )
     for name, value, metric in facts:
         yield Text(f"  {name:<17}{value or 'not in the trace':<28}{metric}")
+    if flops is None:
+        yield Text("FLOPs are counted from shapes of tensors: traceloom trace --shapes, or traceloom record.", DIM)
 
 
 def stacks(answer: Row, width: int, *, native: bool) -> Iterator[Text]:

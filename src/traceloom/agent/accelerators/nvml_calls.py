@@ -10,6 +10,8 @@ def why_not(nvml: Any, code: int) -> str:
     """An error of NVML, and what would help."""
     if code == nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
         return "the driver is too old for it: newer drivers have it"
+    if code == nvml.NVML_ERROR_INVALID_ARGUMENT:  # as driver 580 says of metrics that came after it
+        return "the driver does not know it: newer drivers may"
     if code == nvml.NVML_ERROR_NOT_SUPPORTED:
         return "this device, or its driver, does not have it"
     if code == nvml.NVML_ERROR_NO_PERMISSION:

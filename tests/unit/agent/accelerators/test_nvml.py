@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.nvml import H100, compiled, steps, with_device
+from traceloom.agent.accelerators.nvml_calls import why_not
 from traceloom.agent.device_models import device_model
 
 MIB = 1 << 20
@@ -426,3 +427,9 @@ def test_no_driver_is_no_failure(tmp_path: Path, library: Path) -> None:
     ]
     (answer,) = steps(library, tmp_path, {"script": "init !18\n"})
     assert "was updated while it ran" in answer["trouble"][0]
+
+
+def test_a_metric_that_a_driver_does_not_know_is_said_so() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    assert why_not(pynvml, pynvml.NVML_ERROR_INVALID_ARGUMENT) == "the driver does not know it: newer drivers may"
+    assert why_not(pynvml, pynvml.NVML_ERROR_TIMEOUT) == "Timeout"
