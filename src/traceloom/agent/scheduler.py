@@ -37,6 +37,7 @@ class Scheduler:
         self.collectors = list(collectors)
         self.delivered = delivered
         self._fast_until = 0.0
+        self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
         self._sooner: dict[str, asyncio.Event] = {}
         self._hanging: set[str] = set()
@@ -51,11 +52,10 @@ class Scheduler:
 
     async def stop(self) -> None:
         """End all tasks; threads that hang are left to die with the process."""
-        # Until Python 3.12, `wait_for` loses a cancellation that comes in the moment in which it is done.
-        while waiting := [task for task in self._tasks if not task.done()]:
-            for task in waiting:
-                task.cancel()
-            await asyncio.wait(waiting, timeout=0.1)
+        self._stopping = True  # before Python 3.12 `wait_for` may forget that it was cancelled
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def fast(self, seconds: float) -> None:
         """Collect every 100 ms for so long: while a trace runs."""
@@ -110,14 +110,14 @@ class Scheduler:
     async def _run(self, collector: Collector) -> None:
         sooner = self._sooner[collector.name]
         due = time.monotonic()
-        while True:
+        while not self._stopping:
             if await self.collect(collector):
                 self.delivered(collector)
             now = time.monotonic()
             # Where the machine slept or the collector was slow, what was missed is not made up for.
             due = max(due + self._period(collector, now), now)
             sooner.clear()
-            while (left := due - time.monotonic()) > 0:
+            while not self._stopping and (left := due - time.monotonic()) > 0:
                 try:
                     await asyncio.wait_for(sooner.wait(), left)
                 except (asyncio.TimeoutError, TimeoutError):
