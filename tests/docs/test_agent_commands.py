@@ -21,7 +21,7 @@ from traceloom.testing import TraceBuilder
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 # What a test must not do here: install, and change the system. Everything else runs.
-LEFT_OUT = ("pip", "sudo", "python3", "cp", "systemctl")
+LEFT_OUT = ("pip", "sudo", "python3", "cp", "systemctl", "traceloom agent stacks --pid 4711")
 # In a shell, `agent run` goes on in the background until the page starts another one, and `top` gives one picture.
 FUNCTIONS = """
 set -euo pipefail

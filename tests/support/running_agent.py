@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +26,11 @@ class Running:
         self.directory = directory
         self.socket = directory / "agent.sock"
         disk = disk or directory
+        self.short = Path(tempfile.mkdtemp(prefix="tl"))  # names of sockets are short
+        self.short.chmod(0o755)
         (directory / "agent.toml").write_text(
             f'[paths]\nsocket = "{self.socket}"\nhistory = "{disk}/agent.db"\naudit = "{disk}/audit.jsonl"\n'
+            f'kineto = "{self.short}/k"\n'
             f"[collect]\nperiod = 0.2\n[history]\ninterval = 0.5\n{more}",
             encoding="utf-8",
         )
@@ -52,6 +57,7 @@ class Running:
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         code = self.process.wait(60)
+        shutil.rmtree(self.short, ignore_errors=True)
         self.log.close()
         return code
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from traceloom.agent.owners import Process
 from traceloom.agent.steps import StepsTaken
 
 _LIBRARY = "libtorch_cpu.so"
+_CLOSING_S = 2.0  # for a run that is under way
 _MOST_LIBRARIES = 64  # of different files; each has two probes
 
 
@@ -52,6 +54,7 @@ class StepClock:
         self._on = config.probes.steps
         self._proc = Path(config.collect.proc)
         self._processes = processes
+        self._busy, self._closed = threading.Lock(), False
         self._probes: StepProbes | None = None
         self._libraries: dict[tuple[int, int], _Library] = {}
         self._looked: set[str] = set()  # processes whose library is known
@@ -64,6 +67,10 @@ class StepClock:
         Raises:
             OSError: The kernel refuses now what it allowed before.
         """
+        with self._busy:
+            return [] if self._closed else self._collected()
+
+    def _collected(self) -> list[Reading]:
         self.taken = []
         if not self._on or (self._probes is None and any(unsupported())):
             return []
@@ -105,13 +112,17 @@ class StepClock:
         return sentences
 
     def close(self) -> None:
-        """Take all probes away."""
+        """Take all probes away, when a run that is under way has ended; else the kernel does, with the process."""
+        if not self._busy.acquire(timeout=_CLOSING_S):
+            return
+        self._closed = True
         for library in self._libraries.values():
             library.probes.close()
         self._libraries = {}
         if self._probes is not None:
             self._probes.close()
             self._probes = None
+        self._busy.release()
 
     def _look(self, process: Process, probes: StepProbes) -> None:
         """Attach to the library of a process, unless that has been done for another one."""

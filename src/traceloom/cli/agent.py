@@ -395,9 +395,15 @@ def _env(args: argparse.Namespace) -> int:
     except InputError as error:
         if error.slug != "no-agent":
             raise
+        import msgspec
+
+        from traceloom.agent.config import SYSTEM_SOCKET
         from traceloom.agent.environment import variables
 
-        values = variables(_locations(args, _config(args)), os.geteuid())
+        where = _locations(args, _config(args))
+        if _socket(args) == SYSTEM_SOCKET:  # root's agent has its sockets beside this one
+            where = msgspec.structs.replace(where, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto"))
+        values = variables(where, os.geteuid())
     if args.json:
         print(json.dumps(values, indent=2))
     else:

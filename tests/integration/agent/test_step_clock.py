@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -208,3 +209,26 @@ def test_switched_off_it_touches_nothing(job: Job, clock: Callable[..., StepCloc
     job.run(3)
     assert steps.collect() == []
     assert steps.taken == []
+
+
+def test_it_ends_while_a_run_is_under_way(job: Job, clock: Callable[..., StepClock]) -> None:
+    """The run is in a thread that nobody can stop; what it holds is not closed beneath it."""
+    watched = clock([job.facts])
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            while not watched._closed:
+                watched.collect()
+        except BaseException as error:  # noqa: BLE001  (told below)
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    watched.collect()
+    watched.close()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert watched.collect() == []

@@ -74,15 +74,24 @@ class Host:
         self.log = (folder / "log").open("a", encoding="utf-8")
         self.agent = self.start()
         variables = self.client.get("environment")["variables"]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE)]
+        self.job_name = f"traced-{os.getpid()}"  # other tests run jobs on this host, too
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, "-m", *torchrun, str(EXAMPLE)]
         self.job_log = folder / "job"
         with self.job_log.open("w", encoding="utf-8") as out:
             self.job = subprocess.Popen(
                 [*command, "--steps", "1000000", *SMALL], stdout=out, stderr=out,
-                env={**os.environ, **variables, "TORCHELASTIC_ERROR_FILE": str(folder / "error")},
+                env={
+                    **os.environ, **variables, "TRACELOOM_JOB": self.job_name,
+                    "TORCHELASTIC_ERROR_FILE": str(folder / "error"),
+                },
             )  # fmt: skip
-        until(self._steps, "the job steps")
-        self.job_name = until(self._named, "the agent knows both ranks")
+        try:
+            until(self._steps, "the job steps")
+            until(self._named, "the agent knows both ranks")
+        except BaseException:
+            self.close()
+            raise
 
     def start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(self.folder / "agent.toml")]
@@ -101,10 +110,9 @@ class Host:
         assert self.job.poll() is None, text
         return "step   9" in text
 
-    def _named(self) -> str | None:
-        ranks = [row for row in self.client.get("processes")["processes"] if row["owner"]["world_size"] == 2]
-        jobs = {row["owner"]["job"] for row in ranks}
-        return jobs.pop() if {row["owner"]["rank"] for row in ranks} == {0, 1} and len(jobs) == 1 else None
+    def _named(self) -> bool:
+        owners = [row["owner"] for row in self.client.get("processes")["processes"]]
+        return {0, 1} <= {owner["rank"] for owner in owners if owner["job"] == self.job_name}
 
     def trace(self, *words: str) -> int:
         return main(["trace", "--config", str(self.folder / "agent.toml"), *words])
