@@ -51,6 +51,16 @@ _ON_GPU: dict[str, tuple[str, Columns]] = {
         "A recorded step against a pass of the replay; medians.",
         [*_WHOLE, "recorded_gpu_ns", "replayed_gpu_ns", "gpu_ratio"],
     ),
+    "coverage": (
+        "What became of the recorded ops; shares of a rank add up.",
+        ["?rank", "outcome", "reason", "count", "count_share", "recorded_ns", "time_share", "recorded_gpu_ns",
+         "gpu_share"],
+    ),
+    "collectives": (
+        "Of one each: its GPU work where both sides know that, else the call and the wait for it.",
+        ["?rank", "kind", "+group", "group_size", "size_bytes", "count", "on_gpu", "recorded_ns", "replayed_ns",
+         "ratio", "recorded_gb_per_s", "replayed_gb_per_s", "+asynchronous"],
+    ),
     "ops": (
         "GPU work that ops launched, by their name and shapes, over all ranks: where most was lost or won comes first.",
         ["gpu_lost_ns", "recorded_gpu_ns", "replayed_gpu_ns", "gpu_ratio", "+recorded_ns", "+replayed_ns", "calls",
