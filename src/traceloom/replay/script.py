@@ -53,7 +53,7 @@ _JOIN = """\
         raise SystemExit(f"run it with: torchrun --nproc-per-node {WORLD} {os.path.basename(__file__)}")
     if DEVICE.startswith("cuda"):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if DEVICE.startswith("cuda") else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.startswith("cuda") else "gloo")
     rank = dist.get_rank()
     group.update({name: dist.new_group(ranks) for name, ranks in GROUPS.items()})
 """

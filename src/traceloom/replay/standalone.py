@@ -23,13 +23,14 @@ def on_storage(
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, strides)
 
 
-def stand_in(nanoseconds: int, *tensors: tuple[Sequence[int], Sequence[int], torch.dtype], device: str) -> list[Any]:
-    """Take the time of an op that cannot be run here, and give tensors of zeros for its own."""
+def stand_in(nanoseconds: int, *tensors: tuple[Sequence[int], Sequence[int], torch.dtype, str]) -> list[Any]:
+    """Take the time of an op that cannot be run here, and give tensors of zeros for its own, each on its device."""
     import torch
 
     end = time.perf_counter_ns() + nanoseconds
     made = [
-        torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_() for shape, strides, dtype in tensors
+        torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+        for shape, strides, dtype, device in tensors
     ]
     while time.perf_counter_ns() < end:
         pass
