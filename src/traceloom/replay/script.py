@@ -43,7 +43,7 @@ _OPTIONS = """\
     options = parser.parse_args()
     DEVICE = options.device
     if DEVICE.startswith("cuda") and not torch.cuda.is_available():
-        print("There is no CUDA device here; it runs on the processor.")
+        print("There is no CUDA device here; it runs on the processor, as far as that has the same ops.")
         DEVICE = "cpu"
     torch.manual_seed(0)
     torch.set_flush_denormal(True)
