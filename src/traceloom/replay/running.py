@@ -487,24 +487,19 @@ def run_passes(
     return RankReplayed(
         execution.plan.rank, tuple(walls), tuple(processor),
         ops.join(on_gpu, on="op", how="left", maintain_order="left"), execution.peak_bytes(), resident,
-        _counted(execution.plan, program.failures), _counted(execution.plan, program.replaced), execution.stand_ins,
-        tuple(notices),
+        _with_arguments(execution.plan, program.failures), _with_arguments(execution.plan, program.replaced),
+        execution.stand_ins, tuple(notices),
     )  # fmt: skip
 
 
-def _counted(plan: RankPlan, texts: dict[int, str]) -> pl.DataFrame:
-    """Ops about which there is something to say; those that do the same with the same arguments are one row."""
-    ops = plan.ops.select("op", "node", "name", "call").join(
-        pl.DataFrame({"op": list(texts), "text": list(texts.values())}, schema={"op": pl.UInt32, "text": pl.String}),
-        on="op",
-    )
-    arguments = plan.calls.select("call", "arguments")
+def _with_arguments(plan: RankPlan, texts: dict[int, str]) -> pl.DataFrame:
+    """Ops about which there is something to say, and the arguments with which they were called."""
+    about = pl.DataFrame({"op": list(texts), "text": list(texts.values())}, schema={"op": pl.UInt32, "text": pl.String})
     return (
-        ops.join(arguments, on="call", how="left")
-        .group_by("name", "text", "arguments", maintain_order=True)
-        .agg(pl.col("op", "node").first(), pl.len().cast(pl.Int64).alias("count"))
+        plan.ops.select("op", "node", "name", "call")
+        .join(about, on="op", maintain_order="left")
+        .join(plan.calls.select("call", "arguments"), on="call", how="left", maintain_order="left")
         .with_columns(pl.concat_str("text", pl.format(" (arguments {})", "arguments"), ignore_nulls=True))
-        .sort("op")
         .select(*FAILURES)
     )
 

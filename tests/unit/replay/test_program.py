@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
-from support.plans import PlanBuilder, small_plan
+from support.plans import PlanBuilder, groups, small_plan
 
 torch = pytest.importorskip("torch")
 
 from traceloom.errors import CheckError, InputError  # noqa: E402
 from traceloom.replay.assembling import geometries, hand_overs, keeps_host  # noqa: E402
+from traceloom.replay.comparison import compare_replay  # noqa: E402
+from traceloom.replay.plan import ReplayPlan  # noqa: E402
+from traceloom.replay.replayed import Replayed  # noqa: E402
 from traceloom.replay.running import (  # noqa: E402
     Execution,
     RunOptions,
@@ -122,7 +125,7 @@ def test_a_view_keeps_its_storage_and_may_be_of_another_type() -> None:
     assert torch.equal(registers[kept_bits].view(torch.float32), -registers[x])
 
 
-def test_an_op_that_fails_is_replaced_and_counted_once_per_kind_of_call() -> None:
+def test_an_op_that_fails_is_replaced_each_time_and_counted() -> None:
     build = PlanBuilder()
     x, w = build.tensor(8, 4, external=True), build.tensor(5, 6, external=True)
     for _ in range(2):
@@ -131,9 +134,12 @@ def test_an_op_that_fails_is_replaced_and_counted_once_per_kind_of_call() -> Non
         build.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [product], [result])
     execution = execute(build)
     replayed = run_passes(execution, RunOptions(iterations=1))
-    (failure,) = replayed.failures.to_dicts()
-    assert (failure["op"], failure["node"], failure["name"], failure["count"]) == (0, 100, "aten::mm", 2)
-    assert "cannot be multiplied" in failure["text"]
+    assert replayed.failures.select("op", "node", "name").rows() == [(0, 100, "aten::mm"), (2, 102, "aten::mm")]
+    assert replayed.failures["text"].str.contains("cannot be multiplied").all()
+    plan = ReplayPlan({0: execution.plan}, groups(1), source="made by hand")
+    comparison = compare_replay(plan, Replayed("made by hand", "cpu", "fast", 0, {}, {0: replayed}))
+    assert dict(comparison.coverage.select("outcome", "count").iter_rows()) == {"run": 2, "failed": 2}
+    assert comparison.not_run.select("name", "count").rows() == [("aten::mm", 2)]
     with pytest.raises(CheckError, match="cannot be multiplied"):
         execute(build, strict=True)
 
