@@ -117,7 +117,10 @@ def test_an_asynchronous_collective_is_compared_by_its_kernel_alone(*, on_gpu: b
     assert comparison.collectives["ratio"].to_list() == [1.0 if on_gpu else None]
     document = report.build(comparison)
     assert any("is not compared" in limit for limit in document["limits"]) != on_gpu
-    assert "Of one each: its GPU work where both" in "\n".join(line.plain for line in render(document, 100))
+    lines = [line.plain for line in render(document, 100)]
+    assert "Of one each: its GPU work where both" in "\n".join(lines)
+    (shown,) = (line.split() for line in lines if line.startswith(" all_reduce"))
+    assert ("yes" if on_gpu else "no") in shown
 
 
 def test_a_collective_on_a_gpu_takes_as_long_as_its_kernel(comparison: ReplayComparison) -> None:

@@ -76,5 +76,8 @@ def tables(document: Row) -> Iterator[Table]:
         rows = document[key]
         if key == "ops":
             rows = [row | {"op": f"{row['name']} {row['shapes']}"} for row in rows]
+        if key == "collectives":
+            answers = {True: "yes", False: "no"}
+            rows = [row | {name: answers[row[name]] for name in ("on_gpu", "asynchronous")} for row in rows]
         if rows:
             yield replace(table(f"replay_json.{key}", title, columns, rows, note, key=f"replay-{key}"), path="")
