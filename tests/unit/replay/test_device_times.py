@@ -139,6 +139,8 @@ def test_every_view_shows_the_gpu_work(comparison: ReplayComparison) -> None:
     html = page.render(document, comparison)
     assert "GPU work" in html
     assert html.count("<circle class=") == 2
+    assert "GPU work that a call launched." in html
+    assert "These are times of the host; GPU work is not drawn." in html
 
 
 def test_without_gpu_work_nothing_is_said_of_it() -> None:
@@ -146,4 +148,5 @@ def test_without_gpu_work_nothing_is_said_of_it() -> None:
     document = report.build(comparison)
     assert "GPU" not in document["sentence"]
     assert "GPU recorded" not in "\n".join(line.plain for line in render(document, 100))
+    assert "These are times of the host" not in page.render(document, comparison)
     assert comparison.whole["gpu_ratio"].to_list() == [None]
