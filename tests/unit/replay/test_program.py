@@ -19,6 +19,7 @@ from traceloom.replay.running import (  # noqa: E402
     Execution,
     RunOptions,
     copied_asynchronously,
+    device_of,
     import_ops,
     is_known,
     run_passes,
@@ -245,6 +246,20 @@ def test_namespaces_of_imported_modules_are_told(tmp_path: Any, monkeypatch: pyt
     )
     monkeypatch.chdir(tmp_path)
     assert import_ops(["replay_test_ops"]) == {"replay_test"}
+
+
+def test_a_device_that_is_not_here_is_refused_and_another_is_said() -> None:
+    build = PlanBuilder()
+    x = build.tensor(4, external=True, device="cuda:0")
+    build.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [x], [build.tensor(4, device="cuda:0")])
+    of_gpu = ReplayPlan({0: build.build()}, groups(1))
+    device, notices = device_of(of_gpu, RunOptions(device="cpu"), 0)
+    assert (device.type, [notice.slug for notice in notices]) == ("cpu", ["other-device"])
+    assert "recorded on cuda, replayed on cpu" in notices[0].message
+    assert device_of(small_plan(), RunOptions(), 0) == (torch.device("cpu"), ())
+    with pytest.raises(InputError, match="has no device of the kind hpu here") as caught:
+        device_of(of_gpu, RunOptions(device="hpu"), 0)
+    assert caught.value.slug == "no-device"
 
 
 def test_of_a_recording_with_a_gpu_the_host_keeps_its_tensors() -> None:
