@@ -20,7 +20,7 @@ import msgspec
 import polars as pl
 
 import traceloom
-from traceloom.errors import InputError, TraceloomError, UsageError
+from traceloom.errors import CheckError, InputError, TraceloomError, UsageError
 from traceloom.model import units
 from traceloom.model.notice import Notice
 from traceloom.replay import binding
@@ -355,8 +355,17 @@ class Execution:
         with torch.no_grad():
             self._contents = _Contents(plan, device, options.seed, assembly.needed)
             self.program, self.stand_ins = assembly.program(self._contents.tensors)
-            self.program.settle(strict=options.strict)
+            self.program.settle(*([self._end] if options.strict else []))
             self._contents.find_changes(self.program.registers, assembly.written_unseen)
+
+    def _end(self, op: int, text: str) -> None:
+        """End the run at an op that failed."""
+        row = _with_arguments(self.plan, {op: text}).row(0, named=True)
+        raise CheckError(
+            f"{row['name']}: {row['text']}",
+            slug="op-failed",
+            where=f"op {op}" if row["node"] is None else f"node {row['node']}",
+        )
 
     def once(
         self,

@@ -141,8 +141,9 @@ def test_an_op_that_fails_is_replaced_each_time_and_counted() -> None:
     comparison = compare_replay(plan, Replayed("made by hand", "cpu", "fast", 0, {}, {0: replayed}))
     assert dict(comparison.coverage.select("outcome", "count").iter_rows()) == {"run": 2, "failed": 2}
     assert comparison.not_run.select("name", "count").rows() == [("aten::mm", 2)]
-    with pytest.raises(CheckError, match="cannot be multiplied"):
+    with pytest.raises(CheckError, match=r"^aten::mm: .*cannot be multiplied.* \(arguments \[") as caught:
         execute(build, strict=True)
+    assert (caught.value.slug, caught.value.where) == ("op-failed", "node 100")
 
 
 def test_a_shape_that_depends_on_data_is_replaced_by_the_recorded_one() -> None:
