@@ -226,7 +226,7 @@ def _numbers(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
     )
     lines = [
         f"STEP_NS: int | None = {round(step) if isinstance(step, (int, float)) else None}  # recorded, the median",
-        "# recorded: how often each op was called, and the nanoseconds that its calls took together",
+        "# recorded: how often each op was called, and the nanoseconds of the host that its calls took together",
         "RECORDED = {",
         *(f"    {name!a}: ({calls}, {total})," for name, calls, total in recorded.iter_rows()),
         "}",
