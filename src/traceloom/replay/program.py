@@ -49,8 +49,8 @@ class Geometry:
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
-        place = "cpu" if self.on_host else device
-        whole = torch.zeros(-(-self.bytes // dtype.itemsize), dtype=dtype, device=place)
+        target = "cpu" if self.on_host else device
+        whole = torch.zeros(-(-self.bytes // dtype.itemsize), dtype=dtype, device=target)
         if dtype.is_floating_point and dtype.itemsize > 1:
             whole.fill_(1)
         return whole.as_strided(self.shape, self.strides, self.offset)
