@@ -156,7 +156,7 @@ def ran(**changes: Any) -> Replayed:
         },
         schema=OPS,
     )
-    failures = [{"op": 2, "node": 102, "name": "aten::relu", "text": "no", "count": 1}]
+    failures = [{"op": 2, "node": 102, "name": "aten::relu", "text": "no"}]
     stand_ins = [{"op": 3, "node": 103, "name": "mine::op", "reason": "custom-op", "text": "unknown here"}]
     about: dict[str, Any] = {
         "rank": 0, "iteration_ns": (12 * _MS, 10 * _MS), "iteration_cpu_ns": (11 * _MS,) * 2, "ops": ops,

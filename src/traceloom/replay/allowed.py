@@ -42,6 +42,10 @@ _UNSAFE = frozenset({
 })  # fmt: skip
 
 
+NEVER_GIVEN = frozenset({"pin_memory", "unsafe"})
+"""Arguments that are left to their defaults: pinning is of one device alone, and indices are always checked."""
+
+
 class Refusal(NamedTuple):
     """Why an op is not run: `custom-op` where the user may allow its namespace, `refused-op` where nobody may."""
 

@@ -55,7 +55,7 @@ class Manner:
 
 def keeps_host(plan: RankPlan, device: torch.device) -> bool:
     """Whether what was recorded on processors stays there: beside an accelerator, then and now."""
-    return device.type != "cpu" and not plan.storages["device"].is_in(["cpu", "meta"]).all()
+    return device.type != "cpu" and plan.has_accelerator
 
 
 def geometries(plan: RankPlan, device: torch.device) -> list[Geometry]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from traceloom.errors import InputError
-from traceloom.replay.allowed import refusal
+from traceloom.replay.allowed import NEVER_GIVEN, refusal
 from traceloom.replay.schema import OperatorSchema, SchemaArgument, UnreadableSchemaError, parse_schema
 from traceloom.replay.twins import PINNING, twin_of
 
@@ -219,7 +219,7 @@ def _value(
 
     if isinstance(value, list):
         return [_value(part, argument, (*path, at), device, places) for at, part in enumerate(value)]
-    if argument.name in {"pin_memory", "unsafe"}:  # of this device alone; indices are always checked
+    if argument.name in NEVER_GIVEN:
         return None if argument.type.optional else False
     if not isinstance(value, dict):
         return value

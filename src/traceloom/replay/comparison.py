@@ -28,8 +28,9 @@ WHOLE = schema(
     "recorded_ops_ns replayed_ops_ns ops_ratio recorded_gpu_ns replayed_gpu_ns gpu_ratio peak_bytes",
     {**_RATIO, **dict.fromkeys(("cpu_ratio", "ops_ratio", "gpu_ratio"), pl.Float64)},
 )
-COVERAGE = schema("rank outcome reason count recorded_ns count_share time_share",
-                  {"outcome": pl.Enum(OUTCOMES), "count_share": pl.Float64, "time_share": pl.Float64})
+COVERAGE = schema("rank outcome reason count recorded_ns recorded_gpu_ns count_share time_share gpu_share",
+                  {"outcome": pl.Enum(OUTCOMES), "count_share": pl.Float64, "time_share": pl.Float64,
+                   "gpu_share": pl.Float64})
 NOT_RUN = schema("rank outcome reason name text count recorded_ns", {"outcome": pl.Enum(OUTCOMES), "text": pl.String})
 OPS = schema("name shapes calls recorded_ns replayed_ns lost_ns ratio p10_ratio p50_ratio p90_ratio",
              "recorded_gpu_ns replayed_gpu_ns gpu_lost_ns gpu_ratio",
@@ -37,8 +38,9 @@ OPS = schema("name shapes calls recorded_ns replayed_ns lost_ns ratio p10_ratio 
 EACH = schema("rank op node name shapes scope phase thread gap_ns recorded_ns replayed_ns ratio",
               "recorded_gpu_ns replayed_gpu_ns gpu_ratio",
               {**_OP, **_RATIO, "gpu_ratio": pl.Float64, "scope": pl.String, "phase": pl.String, "thread": pl.Int32})
-COLLECTIVES = schema("rank kind group group_size asynchronous size_bytes count recorded_ns replayed_ns ratio",
-                     "recorded_gb_per_s replayed_gb_per_s", {**_RATIO, "group_size": pl.Int32})
+COLLECTIVES = schema("rank kind group group_size asynchronous size_bytes count on_gpu recorded_ns replayed_ns ratio",
+                     "recorded_gb_per_s replayed_gb_per_s",
+                     {**_RATIO, "group_size": pl.Int32, "on_gpu": pl.Boolean})
 CONTENTS = schema("rank content evidence count bytes", {"content": pl.String})
 # fmt: on
 HOLES = schema("rank name count recorded_ns")
@@ -64,8 +66,9 @@ class ReplayComparison(Result):
             the GPU work of those whose GPU work both sides measured (null where there are none);
             peak_bytes of the replay's tensors. The recorded times of the whole are null where a part of a step was
             replayed, or its time is not known.
-        coverage: What became of the ops: rank, outcome, reason (null: it ran), count, recorded_ns, and their shares of
-            all ops of the rank; shares add up to 1. Time shares are null where no op was timed.
+        coverage: What became of the ops: rank, outcome, reason (null: it ran), count, recorded_ns, recorded_gpu_ns (the
+            GPU work that they launched; null: none), and their shares of all ops of the rank; shares add up to 1. Time
+            shares are null where no op was timed, those of GPU work where none was recorded.
         not_run: Ops that did not run as they are: rank, outcome, reason, name, text, count, recorded_ns.
         holes: Compiled graphs, whose kernels for the CPU no host trace has: rank, name, count and recorded_ns.
         ops: By name and shapes of inputs, over all ranks: calls, recorded_ns and replayed_ns (sums), lost_ns (how much
@@ -76,8 +79,8 @@ class ReplayComparison(Result):
         each: Every op that ran and was timed on both sides, in order; gap_ns is what its thread did before it when
             recorded.
         collectives: By rank, kind, group and size: count, recorded_ns and replayed_ns of one (medians; of its GPU work
-            where both sides know that), bandwidths on the bus (10^9 B/s), which are null for asynchronous ones without
-            GPU work: they end later than their calls.
+            where both sides know that, which on_gpu says, else of its calls), bandwidths on the bus (10^9 B/s), which
+            are null for asynchronous ones without GPU work: they end later than their calls.
         contents: What tensors from outside held: rank, content, evidence (how that is known), count, bytes.
         long_count: Ops of `each` that took `LONG_NS` at least when recorded: by their GPU work where that is known.
         long_ratios: 10th, 50th and 90th percentile of their ratios; None where there are none.
@@ -104,8 +107,8 @@ class ReplayComparison(Result):
 
     def check(self) -> None:
         """Raise InvariantError where shares of a rank do not add up to 1, or a count is not what its parts come to."""
-        sums = self.coverage.group_by("rank").agg(pl.sum("count_share"), pl.sum("time_share"), pl.sum("count"))
-        for share in ("count_share", "time_share"):
+        sums = self.coverage.group_by("rank").agg(pl.sum("count_share", "time_share", "gpu_share", "count"))
+        for share in ("count_share", "time_share", "gpu_share"):
             wrong = sums.filter((pl.col(share) - 1).abs() > 1e-9, pl.col(share) != 0)
             if wrong.height:
                 raise broken("account", f"the shares of coverage of rank {wrong['rank'][0]} do not add up to 1")
@@ -202,11 +205,15 @@ def _about_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
 
 
 def _coverage(about: pl.DataFrame) -> pl.DataFrame:
-    parts = about.group_by("rank", "outcome", "reason").agg(pl.len().alias("count"), pl.sum("recorded_ns"))
+    gpu = pl.col("recorded_gpu_ns")
+    parts = about.group_by("rank", "outcome", "reason").agg(
+        pl.len().alias("count"), pl.sum("recorded_ns"), pl.when(gpu.is_not_null().any()).then(gpu.sum())
+    )
     order = pl.col("outcome").cast(pl.Enum(OUTCOMES))
     return parts.with_columns(
         (pl.col("count") / pl.sum("count")).alias("count_share"),
         pl.when(pl.sum("recorded_ns") > 0).then(pl.col("recorded_ns") / pl.sum("recorded_ns")).alias("time_share"),
+        pl.when(gpu.sum() > 0).then(gpu / gpu.sum()).alias("gpu_share"),
     ).sort(order, -pl.col("recorded_ns"), -pl.col("count").cast(pl.Int64), "reason")
 
 

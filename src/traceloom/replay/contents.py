@@ -372,9 +372,9 @@ class _Finder:
                     data.setdefault(source, values)
             written |= {self.storage[inputs[number]] for number in mutated if number < len(inputs)}
             if call is not None and call.base in _SAME and inputs and outputs and outputs[0] is not None:
-                given, made = inputs[0], outputs[0]
-                if (self.shapes[given], self.dtypes[given]) == (self.shapes[made], self.dtypes[made]):
-                    copied[made] = copied.get(given, given)
+                source, made = inputs[0], outputs[0]
+                if (self.shapes[source], self.dtypes[source]) == (self.shapes[made], self.dtypes[made]):
+                    copied[made] = copied.get(source, source)
         return ranges, data, refused
 
     def unwritten(self) -> set[int]:

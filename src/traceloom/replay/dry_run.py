@@ -17,7 +17,7 @@ import polars as pl
 from msgspec import Struct
 from msgspec.structs import replace
 
-from traceloom.replay.binding import Bound, Unbindable, bind, need_torch
+from traceloom.replay.binding import KEEPS_MEMORY, Bound, Unbindable, bind, need_torch
 from traceloom.replay.kernels import KERNEL_REASONS
 from traceloom.replay.plan import COLLECTIVE, GUESSED_STRIDES, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
 from traceloom.replay.standalone import flat
@@ -219,16 +219,16 @@ class _Outcomes:
         self._calls: Counter[Any] = Counter()
 
     def of(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Why an op is not looked at or not run; None where it gives what was recorded, or exchanges with others."""
+        """Why an op is not looked at or not run; None where it gives what was recorded, or nothing."""
         call = row["call"]
-        if row["action"] in {COLLECTIVE, WAIT}:
+        if row["action"] in {COLLECTIVE, WAIT} or row["name"] == KEEPS_MEMORY:
             return None
-        bound = None if call is None or call in self._kernels else self._bind(call, META)
-        if row["action"] == STAND_IN or not isinstance(bound, Bound):
+        if call is None or call in self._kernels:
             reason = row["reason"] or STAND_IN
-            return (
-                bound if isinstance(bound, tuple) else (reason, KERNEL_REASONS.get(reason, "a stand-in takes its time"))
-            )
+            return reason, KERNEL_REASONS.get(reason, "a stand-in takes its time")
+        bound = self._bind(call, META)  # of a stand-in, too: what --import names may bring it
+        if isinstance(bound, tuple):
+            return bound
         geometries = [None if tensor is None else self._alike[tensor] for tensor in (*row["inputs"], *row["outputs"])]
         key = call, *geometries
         self._calls[key] += 1
@@ -340,4 +340,6 @@ class _Outcomes:
 def _trust(compared: _Compared) -> int:
     """0 for an op that gives what was recorded; more, the less there is to learn from what it did."""
     why, wrong = compared
-    return (None, DATA_DEPENDENT, "", NO_META_KERNEL, FAILS).index(("" if wrong else None) if why is None else why[0])
+    reason = ("" if wrong else None) if why is None else why[0]
+    order = (None, DATA_DEPENDENT, "", NO_META_KERNEL)
+    return order.index(reason) if reason in order else len(order)  # it fails, or that device has no such op

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from traceloom.replay.allowed import refusal
+from traceloom.replay.allowed import NEVER_GIVEN, refusal
 from traceloom.replay.plan import ITEM_BYTES
 from traceloom.replay.schema import OperatorSchema, UnreadableSchemaError, ValueType, parse_schema
 from traceloom.replay.twins import twin_of
@@ -40,17 +40,21 @@ class CallText:
         schema: As the trace has it.
         arguments: JSON, as `traceloom.replay.plan` describes it.
         further: Namespaces that are allowed besides PyTorch's own.
+        keeps_host: Whether what was recorded on the host's processors stays there.
 
     Raises:
         UnwritableError: the op is refused, or one of its arguments cannot be sent.
     """
 
-    def __init__(self, schema: str, arguments: str, further: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, schema: str, arguments: str, further: frozenset[str] = frozenset(), *, keeps_host: bool = False
+    ) -> None:
         try:
             self.schema = parse_schema(schema)
         except UnreadableSchemaError as error:
             raise UnwritableError(str(error)) from None
         self.function = _path(self.schema, further)
+        self._keeps_host = keeps_host
         self._values = json.loads(arguments)
         self.write([f"t{k}" for k in range(_inputs(self._values))])
 
@@ -74,7 +78,9 @@ class CallText:
         named: list[str] = []
         kept = 0
         for argument, value in zip(self.schema.arguments, self._values, strict=False):
-            is_default = argument.has_default and _same(value, argument.default)
+            is_default = argument.has_default and (argument.name in NEVER_GIVEN or _same(value, argument.default))
+            if self._keeps_host and value == {"device": "cpu"}:
+                value = "cpu"  # noqa: PLW2901  (as torch takes it)
             if argument.keyword_only:
                 if not is_default:
                     named.append(f"{_identifier(argument.name)}={_literal(value, argument.type, names)}")

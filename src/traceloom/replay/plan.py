@@ -272,6 +272,11 @@ class RankPlan:
         lives = pl.DataFrame({"first_op": first, "last_op": last})
         return replace(self, storages=self.storages.with_columns(lives.get_columns()))
 
+    @property
+    def has_accelerator(self) -> bool:
+        """Whether some of its tensors were on another device than the host's processors."""
+        return not self.storages["device"].is_in(["cpu", "meta"]).all()
+
     def peak_bytes(self, storages: pl.DataFrame | None = None) -> int:
         """Most bytes of storages that live at the same time; without what ops allocate within themselves.
 

@@ -269,6 +269,12 @@ class _RankPlanner:
         if strange := unknown_type(types) or unknown_type(output_types):
             self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
             return
+        if any(tensor.is_symbolic for tensor in (*read, *returned)):
+            text = (
+                "shapes of its tensors are symbols, which PyTorch does not write: record a step that compiles nothing"
+            )
+            self.leave_out(row, "symbolic-shape", text)
+            return
         if self._pending:
             self.wait_for(read)
         numbers = self.plain_numbers(row, schema) if has_numbers and not all(t.shape for t in read) else {}

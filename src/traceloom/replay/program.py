@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from traceloom.errors import CheckError
 from traceloom.replay.standalone import flat
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ class Geometry:
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
-        place = "cpu" if self.on_host else device
-        whole = torch.zeros(-(-self.bytes // dtype.itemsize), dtype=dtype, device=place)
+        target = "cpu" if self.on_host else device
+        whole = torch.zeros(-(-self.bytes // dtype.itemsize), dtype=dtype, device=target)
         if dtype.is_floating_point and dtype.itemsize > 1:
             whole.fill_(1)
         return whole.as_strided(self.shape, self.strides, self.offset)
@@ -191,14 +190,11 @@ class Program:
         self._lanes: list[list[_Call]] = [[] for _ in range(lanes)]
         self._times = [[0] * len(instructions) for _ in range(4)]
 
-    def settle(self, *, strict: bool = False) -> None:
+    def settle(self, failed: Callable[[int, str], object] = lambda _op, _text: None) -> None:
         """Run the first pass: one op after another, each result looked at.
 
         Args:
-            strict: Stop at the first op that fails.
-
-        Raises:
-            CheckError: slug `op-failed`, with `strict`.
+            failed: Told of each op that fails, with what it said; what it raises ends the pass.
         """
         registers = self.registers.copy()
         alive = _Alive(registers)
@@ -211,8 +207,7 @@ class Program:
                 if not instruction.fallible:
                     raise
                 text = f"{type(error).__name__}: {error}"
-                if strict:
-                    raise CheckError(text, slug="op-failed", where=f"op {instruction.op}") from error
+                failed(instruction.op, text)
                 self.failures[instruction.op] = text
                 # What an op changes in place is there already.
                 instruction.outputs = tuple(

@@ -45,6 +45,9 @@ class RankText:
         self.ops: list[Op] = plan.ops.to_dicts()
         self._tensors = plan.tensors.to_dicts()
         self._storages = plan.storages.to_dicts()
+        # Beside an accelerator the host keeps its tensors, as in the replay: counters of steps that are looked at would
+        # be waited for elsewhere.
+        self._keeps_host = plan.has_accelerator
         first = plan.tensors.group_by("storage", maintain_order=True).agg(pl.first("dtype"))
         self._dtypes = dict(first.iter_rows())
         self._data: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
@@ -52,7 +55,7 @@ class RankText:
             if len(values) <= _MOST_WRITTEN:
                 self._data[self._tensors[tensor]["storage"]].append((tensor, values))
         calls = plan.calls.select("schema", "arguments").iter_rows()
-        self._calls = [_call(schema, arguments, further) for schema, arguments in calls]
+        self._calls = [_call(schema, arguments, further, keeps_host=self._keeps_host) for schema, arguments in calls]
         self._numbers: dict[Hashable, int] = {}
         self.lines: list[ProgramLine] = []
         self.meanings: list[Op] = []
@@ -79,7 +82,7 @@ class RankText:
         elif op["action"] == COLLECTIVE and not alone:
             for register in received:
                 if register not in made:  # what a functional collective receives is made by it
-                    key = "empty", self._geometry(register)
+                    key = "empty", self._geometry(register), self._device(register)
                     self._add(key, {**op, "action": "empty", "outputs": [register]}, (), [register])
             row = collectives[op["collective"]]
             key = (row["kind"], row["group"], row["peer"], *row["splits_in"], None, *row["splits_out"], len(taken))
@@ -91,7 +94,8 @@ class RankText:
                 self._add("wait", op, [len(self._tensors) + op["collective"]], ())
         else:
             new = [register for register in received if register not in made]
-            key = ("stand-in", op["name"], self.recorded_ns(op), *map(self._geometry, new))
+            made_as = [(self._geometry(register), self._device(register)) for register in new]
+            key = ("stand-in", op["name"], self.recorded_ns(op), *made_as)
             self._add(key, {**op, "action": "stand-in", "outputs": new}, taken, new)
 
     def _add(self, key: Hashable, about: Op, reads: Iterable[int], writes: Iterable[int]) -> None:
@@ -103,6 +107,11 @@ class RankText:
     def _geometry(self, register: int) -> tuple[Any, ...]:
         row = self._tensors[register]
         return row["dtype"], row["offset"], tuple(row["shape"]), tuple(row["strides"])
+
+    def _device(self, register: int) -> str:
+        """Where a register is, as text."""
+        storage = self._storages[self._tensors[register]["storage"]]
+        return "'cpu'" if self._keeps_host and storage["device"] == "cpu" else "DEVICE"
 
     def _like(self, register: int) -> str:
         """Shape, strides and type of a register, as arguments."""
@@ -130,13 +139,15 @@ class RankText:
             dtype, *geometry = self._geometry(op["outputs"][0])
             return f"on_storage({', '.join([names[0], dtype_text(dtype), *map(str, geometry)])})"
         if op["action"] == "empty":
-            dtype, _, shape, strides = self._geometry(op["outputs"][0])
-            return f"torch.empty_strided({shape}, {strides}, dtype={dtype_text(dtype)}, device=DEVICE)"
+            (register,) = op["outputs"]
+            dtype, _, shape, strides = self._geometry(register)
+            like = f"{shape}, {strides}, dtype={dtype_text(dtype)}"
+            return f"torch.empty_strided({like}, device={self._device(register)})"
         if op["action"] == WAIT:
             return f"{names[0]}.wait()"
         if op["action"] == "stand-in":
-            tensors = "".join(f"({self._like(register)}), " for register in op["outputs"])
-            return f"stand_in({self.recorded_ns(op)}, {tensors}device=DEVICE)"
+            tensors = "".join(f", ({self._like(register)}, {self._device(register)})" for register in op["outputs"])
+            return f"stand_in({self.recorded_ns(op)}{tensors})"
         if op["action"] == COLLECTIVE:
             return collective_text(op, names[: op["sent"]], names[op["sent"] :])
         call = self._calls[op["call"]]
@@ -164,7 +175,9 @@ class RankText:
                 content = {None: "floats", "data": "integers"}.get(storage["content"], storage["content"])
                 bounds = "".join(f", {side}={storage[side]}" for side in ("low", "high") if storage[side] is not None)
                 seed = self._seed + number
-                base = f"filled({elements}, {dtype_text(whole)}, {content!r}{bounds}, seed={seed}).to(DEVICE)"
+                base = f"filled({elements}, {dtype_text(whole)}, {content!r}{bounds}, seed={seed})"
+                if self._device(register) == "DEVICE":
+                    base += ".to(DEVICE)"
                 if number not in self._data and (dtype, offset) == (whole, 0) and _is_whole(shape, strides, elements):
                     on[number] = name(register)
                     yield f"{name(register)} = {base}" + (f".view({shape})" if len(shape) != 1 else "")
@@ -195,9 +208,9 @@ class RankText:
         return function(f"case_{number}", "", "Callable[[], Any]", about, lines)
 
 
-def _call(schema: str, arguments: str, further: frozenset[str]) -> CallText | UnwritableError:
+def _call(schema: str, arguments: str, further: frozenset[str], *, keeps_host: bool) -> CallText | UnwritableError:
     try:
-        return CallText(schema, arguments, further)
+        return CallText(schema, arguments, further, keeps_host=keeps_host)
     except UnwritableError as error:
         return error
 

@@ -17,8 +17,8 @@ _TEXT = {"op": pl.UInt32, "node": pl.Int64, "text": pl.String}
 OPS = schema(
     "op durations_ns cpu_ns gpu_ns", {"op": pl.UInt32, "durations_ns": pl.List(pl.Int64), "cpu_ns": pl.List(pl.Int64)}
 )
-FAILURES = schema("op node name text count", _TEXT)
-REPLACED = schema("op node name text count", _TEXT)
+FAILURES = schema("op node name text", _TEXT)
+REPLACED = schema("op node name text", _TEXT)
 STAND_INS = schema("op node name reason text", _TEXT)
 _FRAMES = {"ops": OPS, "failures": FAILURES, "replaced": REPLACED, "stand_ins": STAND_INS}
 
@@ -33,7 +33,7 @@ class RankReplayed(Result):
         iteration_cpu_ns: What the process computed meanwhile.
         ops: op (row of the plan's `ops`); durations_ns and cpu_ns of it in passes with a timer around each op; gpu_ns,
             the time of the GPU work that it launched, the median over passes that were profiled, null where none was.
-        failures: Ops that raised: op, node, name, text, count. Their outputs were replaced.
+        failures: Ops that raised: op, node, name, text. Their outputs were replaced.
         replaced: Ops that gave another shape than recorded, which depends on data: the same columns.
         stand_ins: Ops that were not run as they are: op, node, name, reason, text.
         peak_bytes: Most bytes of tensors alive at once; on an accelerator as its allocator says.

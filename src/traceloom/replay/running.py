@@ -20,7 +20,7 @@ import msgspec
 import polars as pl
 
 import traceloom
-from traceloom.errors import InputError, TraceloomError, UsageError
+from traceloom.errors import CheckError, InputError, TraceloomError, UsageError
 from traceloom.model import units
 from traceloom.model.notice import Notice
 from traceloom.replay import binding
@@ -355,8 +355,17 @@ class Execution:
         with torch.no_grad():
             self._contents = _Contents(plan, device, options.seed, assembly.needed)
             self.program, self.stand_ins = assembly.program(self._contents.tensors)
-            self.program.settle(strict=options.strict)
+            self.program.settle(*([self._end] if options.strict else []))
             self._contents.find_changes(self.program.registers, assembly.written_unseen)
+
+    def _end(self, op: int, text: str) -> None:
+        """End the run at an op that failed."""
+        row = _with_arguments(self.plan, {op: text}).row(0, named=True)
+        raise CheckError(
+            f"{row['name']}: {row['text']}",
+            slug="op-failed",
+            where=f"op {op}" if row["node"] is None else f"node {row['node']}",
+        )
 
     def once(
         self,
@@ -487,24 +496,19 @@ def run_passes(
     return RankReplayed(
         execution.plan.rank, tuple(walls), tuple(processor),
         ops.join(on_gpu, on="op", how="left", maintain_order="left"), execution.peak_bytes(), resident,
-        _counted(execution.plan, program.failures), _counted(execution.plan, program.replaced), execution.stand_ins,
-        tuple(notices),
+        _with_arguments(execution.plan, program.failures), _with_arguments(execution.plan, program.replaced),
+        execution.stand_ins, tuple(notices),
     )  # fmt: skip
 
 
-def _counted(plan: RankPlan, texts: dict[int, str]) -> pl.DataFrame:
-    """Ops about which there is something to say; those that do the same with the same arguments are one row."""
-    ops = plan.ops.select("op", "node", "name", "call").join(
-        pl.DataFrame({"op": list(texts), "text": list(texts.values())}, schema={"op": pl.UInt32, "text": pl.String}),
-        on="op",
-    )
-    arguments = plan.calls.select("call", "arguments")
+def _with_arguments(plan: RankPlan, texts: dict[int, str]) -> pl.DataFrame:
+    """Ops about which there is something to say, and the arguments with which they were called."""
+    about = pl.DataFrame({"op": list(texts), "text": list(texts.values())}, schema={"op": pl.UInt32, "text": pl.String})
     return (
-        ops.join(arguments, on="call", how="left")
-        .group_by("name", "text", "arguments", maintain_order=True)
-        .agg(pl.col("op", "node").first(), pl.len().cast(pl.Int64).alias("count"))
+        plan.ops.select("op", "node", "name", "call")
+        .join(about, on="op", maintain_order="left")
+        .join(plan.calls.select("call", "arguments"), on="call", how="left", maintain_order="left")
         .with_columns(pl.concat_str("text", pl.format(" (arguments {})", "arguments"), ignore_nulls=True))
-        .sort("op")
         .select(*FAILURES)
     )
 

@@ -43,7 +43,7 @@ _OPTIONS = """\
     options = parser.parse_args()
     DEVICE = options.device
     if DEVICE.startswith("cuda") and not torch.cuda.is_available():
-        print("There is no CUDA device here; it runs on the processor.")
+        print("There is no CUDA device here; it runs on the processor, as far as that has the same ops.")
         DEVICE = "cpu"
     torch.manual_seed(0)
     torch.set_flush_denormal(True)
@@ -53,7 +53,7 @@ _JOIN = """\
         raise SystemExit(f"run it with: torchrun --nproc-per-node {WORLD} {os.path.basename(__file__)}")
     if DEVICE.startswith("cuda"):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if DEVICE.startswith("cuda") else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.startswith("cuda") else "gloo")
     rank = dist.get_rank()
     group.update({name: dist.new_group(ranks) for name, ranks in GROUPS.items()})
 """
@@ -226,7 +226,7 @@ def _numbers(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
     )
     lines = [
         f"STEP_NS: int | None = {round(step) if isinstance(step, (int, float)) else None}  # recorded, the median",
-        "# recorded: how often each op was called, and the nanoseconds that its calls took together",
+        "# recorded: how often each op was called, and the nanoseconds of the host that its calls took together",
         "RECORDED = {",
         *(f"    {name!a}: ({calls}, {total})," for name, calls, total in recorded.iter_rows()),
         "}",

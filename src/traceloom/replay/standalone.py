@@ -23,13 +23,14 @@ def on_storage(
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, strides)
 
 
-def stand_in(nanoseconds: int, *tensors: tuple[Sequence[int], Sequence[int], torch.dtype], device: str) -> list[Any]:
-    """Take the time of an op that cannot be run here, and give tensors of zeros for its own."""
+def stand_in(nanoseconds: int, *tensors: tuple[Sequence[int], Sequence[int], torch.dtype, str]) -> list[Any]:
+    """Take the time of an op that cannot be run here, and give tensors of zeros for its own, each on its device."""
     import torch
 
     end = time.perf_counter_ns() + nanoseconds
     made = [
-        torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_() for shape, strides, dtype in tensors
+        torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+        for shape, strides, dtype, device in tensors
     ]
     while time.perf_counter_ns() < end:
         pass
@@ -84,7 +85,7 @@ def timed(call: Callable[[], Any], runs: int, device: str) -> list[int]:
 
 
 def by_name(call: Callable[[], Any]) -> dict[str, float]:
-    """Nanoseconds of one run in each op that no other op called."""
+    """Nanoseconds of the host, in one run, in each op that no other op called; of GPU work that is its launch."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -98,7 +99,7 @@ def by_name(call: Callable[[], Any]) -> dict[str, float]:
 
 def compared(recorded: Mapping[str, tuple[int, int]], here: Mapping[str, float]) -> Iterator[str]:
     """What the calls of each op took together, recorded and here, as lines."""
-    yield f"{'recorded':>13} {'here':>13} {'ratio':>7}  calls of"
+    yield f"{'recorded':>13} {'here':>13} {'ratio':>7}  calls of (time of the host)"
     for name, (calls, nanoseconds) in recorded.items():
         now = here.get(name)
         ratio = f"{now / nanoseconds:7.2f}" if now is not None and nanoseconds else f"{'-':>7}"

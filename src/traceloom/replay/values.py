@@ -80,6 +80,11 @@ class RecordedTensor(NamedTuple):
     end_bytes: int
 
     @property
+    def is_symbolic(self) -> bool:
+        """Whether its lengths were symbols: PyTorch writes none, and no storage; even a scalar has an element."""
+        return not (self.storage or self.elements or self.shape)
+
+    @property
     def identity(self) -> int:
         """The number of its storage; of a tensor without one (sparse, symbolic) its own, which is below 0 here."""
         return self.storage or -self.number

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +246,34 @@ def test_errors_of_a_rank_are_those_of_the_whole() -> None:
     with pytest.raises(InputError) as caught:
         replay(plan_of(2), RunOptions(memory_limit=10))
     assert caught.value.slug == "too-little-memory"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved plan in which two ranks exchange something."""
+    path = tmp_path_factory.mktemp("plans") / "run.plan"
+    ReplayPlan({rank: all_reduces(rank, [4]) for rank in range(2)}, groups(2), world_size=2, threads=1).save(path)
+    return path
+
+
+def under_torchrun(plan: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "traceloom", "replay", str(plan)]
+    return subprocess.run(
+        [sys.executable, "-m", *command, "--iterations", "1", *options], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=300,
+    )  # fmt: skip
+
+
+def test_processes_of_torchrun_take_a_rank_each_and_the_first_answers(two_ranks: Path) -> None:
+    done = under_torchrun(two_ranks, "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer = json.loads(done.stdout)
+    assert [row["rank"] for row in answer["whole"]] == [0, 1]
+    assert {(row["outcome"], row["count"]) for row in answer["coverage"]} == {("run", 2)}
+
+
+def test_torchrun_with_another_number_of_processes_is_refused(two_ranks: Path) -> None:
+    done = under_torchrun(two_ranks, "--ranks", "0")
+    assert done.returncode != 0
+    assert "torchrun started 2 processes for 1 rank" in done.stderr
+    assert "wrong-world-size" in done.stderr

@@ -155,3 +155,5 @@ def test_compiled_graphs_spend_time_that_no_op_explains() -> None:
     comparison = compare_replay(replace(plan, ranks={0: replace(plan.ranks[0], holes=holes)}), ran())
     assert comparison.holes["recorded_ns"].to_list() == [MS]
     assert any("compiled kernels" in limit for limit in report.build(comparison)["limits"])
+    assert any("waiting, kernels of compiled code." in limit for limit in report.limits(comparison))
+    assert any("loading, waiting. The pace" in limit for limit in report.limits(compare_replay(plan, ran())))

@@ -64,7 +64,9 @@ def comparison() -> ReplayComparison:
     recorded = pl.Series("gpu_ns", [2 * MS, MS, MS, None, 64_000], dtype=pl.Int64)
     replayed = pl.Series("gpu_ns", [3 * MS, MS, None, None, 32_000], dtype=pl.Int64)
     plan = replace(plan, ranks={0: replace(rank, ops=rank.ops.with_columns(recorded))})
-    return compare_replay(plan, replace(result, ranks={0: replace(here, ops=here.ops.with_columns(replayed))}))
+    return compare_replay(
+        plan, replace(result, device="cuda", ranks={0: replace(here, ops=here.ops.with_columns(replayed))})
+    )
 
 
 def test_ops_are_ranked_by_gpu_time_where_there_is_any(comparison: ReplayComparison) -> None:
@@ -78,6 +80,49 @@ def test_ops_are_ranked_by_gpu_time_where_there_is_any(comparison: ReplayCompari
     assert (comparison.long_count, comparison.long_ratios) == (3, (pytest.approx(0.6), 1.0, pytest.approx(1.4)))
 
 
+def test_coverage_is_of_gpu_work_too(comparison: ReplayComparison) -> None:
+    """The relu of 1 ms failed; of the products and the all_reduce, 3.064 ms, all ran."""
+    rows = {row["outcome"]: (row["recorded_gpu_ns"], row["gpu_share"]) for row in comparison.coverage.to_dicts()}
+    assert rows == {
+        "run": (3 * MS + 64_000, pytest.approx(3.064 / 4.064)),
+        "failed": (MS, pytest.approx(1 / 4.064)),
+        "stand-in": (None, None),
+        "left-out": (None, None),
+    }
+
+
+def test_what_no_ratio_has_is_said() -> None:
+    """The first product's replay shows no GPU work, and of the second none was recorded."""
+    plan, result = timed_plan(), ran()
+    rank, here = plan.ranks[0], result.ranks[0]
+    recorded = pl.Series("gpu_ns", [2 * MS, None, None, None, 64_000], dtype=pl.Int64)
+    replayed = pl.Series("gpu_ns", [None, 3 * MS, None, None, 32_000], dtype=pl.Int64)
+    plan = replace(plan, ranks={0: replace(rank, ops=rank.ops.with_columns(recorded))})
+    result = replace(result, ranks={0: replace(here, ops=here.ops.with_columns(replayed))})
+    limits = [limit.replace("\N{NARROW NO-BREAK SPACE}", " ") for limit in report.limits(compare_replay(plan, result))]
+    assert any("2 ops is known of one side alone (2.00 ms as recorded, 3.00 ms here)" in limit for limit in limits), (
+        limits
+    )
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_an_asynchronous_collective_is_compared_by_its_kernel_alone(*, on_gpu: bool) -> None:
+    plan, result = timed_plan(), ran()
+    rank, here = plan.ranks[0], result.ranks[0]
+    work = pl.Series("gpu_ns", [MS, None, None, None, MS if on_gpu else None], dtype=pl.Int64)
+    later = rank.collectives.with_columns(pl.lit(value=True).alias("asynchronous"))
+    plan = replace(plan, ranks={0: replace(rank, ops=rank.ops.with_columns(work), collectives=later)})
+    comparison = compare_replay(plan, replace(result, ranks={0: replace(here, ops=here.ops.with_columns(work))}))
+    assert comparison.collectives["on_gpu"].to_list() == [on_gpu]
+    assert comparison.collectives["ratio"].to_list() == [1.0 if on_gpu else None]
+    document = report.build(comparison)
+    assert any("is not compared" in limit for limit in document["limits"]) != on_gpu
+    lines = [line.plain for line in render(document, 100)]
+    assert "Of one each: its GPU work where both" in "\n".join(lines)
+    (shown,) = (line.split() for line in lines if line.startswith(" all_reduce"))
+    assert ("yes" if on_gpu else "no") in shown
+
+
 def test_a_collective_on_a_gpu_takes_as_long_as_its_kernel(comparison: ReplayComparison) -> None:
     (row,) = comparison.collectives.to_dicts()
     assert (row["recorded_ns"], row["replayed_ns"], row["ratio"]) == (64_000, 32_000, 0.5)
@@ -88,11 +133,14 @@ def test_every_view_shows_the_gpu_work(comparison: ReplayComparison) -> None:
     document = report.build(comparison)
     jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
     assert "its GPU work took 1.32 times as long as recorded" in document["sentence"]
+    assert "70.0 % of the time of its ops and 75.4 % of its GPU work ran" in document["sentence"]
     lines = "\n".join(line.plain for line in render(document, 100))
     assert "GPU recorded" in lines
     html = page.render(document, comparison)
     assert "GPU work" in html
     assert html.count("<circle class=") == 2
+    assert "GPU work that a call launched." in html
+    assert "These are times of the host; GPU work is not drawn." in html
 
 
 def test_without_gpu_work_nothing_is_said_of_it() -> None:
@@ -100,4 +148,5 @@ def test_without_gpu_work_nothing_is_said_of_it() -> None:
     document = report.build(comparison)
     assert "GPU" not in document["sentence"]
     assert "GPU recorded" not in "\n".join(line.plain for line in render(document, 100))
+    assert "These are times of the host" not in page.render(document, comparison)
     assert comparison.whole["gpu_ratio"].to_list() == [None]

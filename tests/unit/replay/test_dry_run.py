@@ -10,11 +10,11 @@ import pytest
 
 from support.plans import PlanBuilder, small_plan
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from traceloom.cli import main
-from traceloom.replay.dry_run import dry_run, dry_run_rank
-from traceloom.replay.plan import PLAN_SCHEMAS
+from traceloom.cli import main  # noqa: E402
+from traceloom.replay.dry_run import dry_run, dry_run_rank  # noqa: E402
+from traceloom.replay.plan import PLAN_SCHEMAS  # noqa: E402
 
 pytestmark = pytest.mark.torch
 MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
@@ -74,6 +74,45 @@ def test_why_an_op_was_not_looked_at(schema: str, arguments: list[Any], reason: 
     assert (left.reason, left.count, left.duration_ns) == (reason, 1, 11)
     assert (result.covered, result.looked_at) == (covered, 0)
     assert (result.duration_ns, result.covered_ns) == (11, 11 * covered)
+
+
+def test_an_op_whose_twin_on_the_cpu_takes_other_arguments_ends_nothing() -> None:
+    """Its schema names arguments otherwise, which is of no matter here, but its twin's are found by those names."""
+    build = PlanBuilder()
+    x, weight = build.tensor(2, 3, 4, external=True), build.tensor(3, external=True)
+    schema = (
+        "aten::cudnn_batch_norm(Tensor input, Tensor weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, "
+        "bool training, float factor, float epsilon) -> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    build.run(schema, [T[0], T[1], None, None, None, True, 0.1, 0.1], [x, weight], [build.tensor(2, 3, 5)])
+    result = dry_run_rank(build.build())
+    assert [(wrong.name, wrong.here) for wrong in result.wrong] == [
+        ("aten::cudnn_batch_norm", "float32[2, 3, 4] by [12, 4, 1]")
+    ]
+
+
+def test_what_keeps_memory_for_a_stream_runs_and_gives_nothing() -> None:
+    build = PlanBuilder()
+    x = build.tensor(4, external=True, device="cuda:0")
+    keep = "aten::record_stream(Tensor(a!) self, Stream s) -> ()"
+    build.run(keep, [T[0], {"object": "Stream"}], [x], [])
+    build.rows["ops"][-1] |= {"action": "stand-in", "reason": "refused-op"}  # as it is planned
+    result = dry_run_rank(build.build())
+    assert (result.ops, result.covered, result.looked_at, result.left) == (1, 1, 0, ())
+
+
+def test_an_op_that_an_import_brings_is_looked_at() -> None:
+    library = torch.library.Library("dry_run_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: 2 * x, "Meta")
+    build = PlanBuilder()
+    x = build.tensor(4, external=True)
+    build.run("dry_run_test::twice(Tensor x) -> Tensor", T[:1], [x], [build.tensor(4)])
+    build.rows["ops"][-1] |= {"action": "stand-in", "reason": "custom-op"}
+    plan = build.build()
+    assert [left.reason for left in dry_run_rank(plan).left] == ["custom-op"]
+    result = dry_run_rank(plan, further=frozenset({"dry_run_test"}))
+    assert (result.covered, result.looked_at, result.left) == (1, 1, ())
 
 
 def test_coverage_counts_what_the_plan_leaves_out_and_what_is_exchanged() -> None:

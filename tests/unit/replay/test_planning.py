@@ -182,6 +182,20 @@ def test_an_op_of_another_namespace_has_a_stand_in_that_makes_what_it_made(tmp_p
     assert versions(plan, 1) == versions(plan, 0, "outputs")
 
 
+def test_an_op_on_symbolic_shapes_is_left_out_with_what_to_do(tmp_path: Path) -> None:
+    """PyTorch writes neither lengths nor a storage of such a tensor; a scalar and a tensor without elements have both."""
+    made = HostTraceBuilder()
+    symbolic: Value = ([7, 0, 0, 0, 0, ""], [], "Tensor(float)")
+    made.op("aten::relu", schema=RELU, inputs=[symbolic], outputs=[tensor(30, 4)])
+    made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[symbolic])
+    made.op("aten::relu", schema=RELU, inputs=[tensor(40)], outputs=[tensor(50)])
+    made.op("aten::relu", schema=RELU, inputs=[tensor(0, 0)], outputs=[tensor(60, 0)])
+    plan = plan_of(made, tmp_path)
+    assert plan.left_out["reason"].to_list() == ["symbolic-shape"] * 2
+    assert plan.left_out["text"].str.contains("record a step that compiles nothing").all()
+    assert plan.ops["name"].to_list() == ["aten::relu"] * 2
+
+
 @pytest.mark.parametrize("text", ["nonsense", "aten::mm(Tensor self", "__import__('os')"])
 def test_an_unreadable_schema_is_left_out_and_its_result_comes_from_outside(text: str, tmp_path: Path) -> None:
     made = HostTraceBuilder()

@@ -6,16 +6,20 @@ from typing import Any
 
 import pytest
 
-from support.plans import PlanBuilder, small_plan
+from support.plans import PlanBuilder, groups, small_plan
 
 torch = pytest.importorskip("torch")
 
 from traceloom.errors import CheckError, InputError  # noqa: E402
 from traceloom.replay.assembling import geometries, hand_overs, keeps_host  # noqa: E402
+from traceloom.replay.comparison import compare_replay  # noqa: E402
+from traceloom.replay.plan import ReplayPlan  # noqa: E402
+from traceloom.replay.replayed import Replayed  # noqa: E402
 from traceloom.replay.running import (  # noqa: E402
     Execution,
     RunOptions,
     copied_asynchronously,
+    device_of,
     import_ops,
     is_known,
     run_passes,
@@ -122,7 +126,7 @@ def test_a_view_keeps_its_storage_and_may_be_of_another_type() -> None:
     assert torch.equal(registers[kept_bits].view(torch.float32), -registers[x])
 
 
-def test_an_op_that_fails_is_replaced_and_counted_once_per_kind_of_call() -> None:
+def test_an_op_that_fails_is_replaced_each_time_and_counted() -> None:
     build = PlanBuilder()
     x, w = build.tensor(8, 4, external=True), build.tensor(5, 6, external=True)
     for _ in range(2):
@@ -131,11 +135,15 @@ def test_an_op_that_fails_is_replaced_and_counted_once_per_kind_of_call() -> Non
         build.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [product], [result])
     execution = execute(build)
     replayed = run_passes(execution, RunOptions(iterations=1))
-    (failure,) = replayed.failures.to_dicts()
-    assert (failure["op"], failure["node"], failure["name"], failure["count"]) == (0, 100, "aten::mm", 2)
-    assert "cannot be multiplied" in failure["text"]
-    with pytest.raises(CheckError, match="cannot be multiplied"):
+    assert replayed.failures.select("op", "node", "name").rows() == [(0, 100, "aten::mm"), (2, 102, "aten::mm")]
+    assert replayed.failures["text"].str.contains("cannot be multiplied").all()
+    plan = ReplayPlan({0: execution.plan}, groups(1), source="made by hand")
+    comparison = compare_replay(plan, Replayed("made by hand", "cpu", "fast", 0, {}, {0: replayed}))
+    assert dict(comparison.coverage.select("outcome", "count").iter_rows()) == {"run": 2, "failed": 2}
+    assert comparison.not_run.select("name", "count").rows() == [("aten::mm", 2)]
+    with pytest.raises(CheckError, match=r"^aten::mm: .*cannot be multiplied.* \(arguments \[") as caught:
         execute(build, strict=True)
+    assert (caught.value.slug, caught.value.where) == ("op-failed", "node 100")
 
 
 def test_a_shape_that_depends_on_data_is_replaced_by_the_recorded_one() -> None:
@@ -239,6 +247,20 @@ def test_namespaces_of_imported_modules_are_told(tmp_path: Any, monkeypatch: pyt
     )
     monkeypatch.chdir(tmp_path)
     assert import_ops(["replay_test_ops"]) == {"replay_test"}
+
+
+def test_a_device_that_is_not_here_is_refused_and_another_is_said() -> None:
+    build = PlanBuilder()
+    x = build.tensor(4, external=True, device="cuda:0")
+    build.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [x], [build.tensor(4, device="cuda:0")])
+    of_gpu = ReplayPlan({0: build.build()}, groups(1))
+    device, notices = device_of(of_gpu, RunOptions(device="cpu"), 0)
+    assert (device.type, [notice.slug for notice in notices]) == ("cpu", ["other-device"])
+    assert "recorded on cuda, replayed on cpu" in notices[0].message
+    assert device_of(small_plan(), RunOptions(), 0) == (torch.device("cpu"), ())
+    with pytest.raises(InputError, match="has no device of the kind hpu here") as caught:
+        device_of(of_gpu, RunOptions(device="hpu"), 0)
+    assert caught.value.slug == "no-device"
 
 
 def test_of_a_recording_with_a_gpu_the_host_keeps_its_tensors() -> None:

@@ -204,13 +204,54 @@ def test_arguments_are_literals() -> None:
         "aten::full_like(Tensor self, Scalar fill_value, *, ScalarType? dtype=None, Layout? layout=None, "
         "Device? device=None, bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor"
     )
-    arguments = [T0, {"float": "-inf"}, {"dtype": "float64"}, None, {"device": "cuda:3"}, False, None]
+    arguments = [T0, {"float": "-inf"}, {"dtype": "float64"}, None, {"device": "cuda:3"}, True, None]
     build.run(schema, arguments, [x], [y])
     build.run("aten::random_.from(Tensor(a!) self, int from, int? to, *, Generator? generator=None) -> Tensor(a!)",
               [T0, 0, 5, {"generator": None}], [y], [y])  # fmt: skip
     text = write_script(plan_of(build.build()))
-    assert "aten.full_like.default(w[0], float('-inf'), dtype=torch.float64, device=DEVICE, pin_memory=False)" in text
+    assert "aten.full_like.default(w[0], float('-inf'), dtype=torch.float64, device=DEVICE)" in text
     assert "getattr(aten.random_, 'from')(t0, 0, 5, generator=None)" in text
+
+
+@pytest.mark.torch
+def test_beside_a_gpu_the_host_keeps_its_tensors() -> None:
+    """A batch from the host, a counter of steps that is looked at there, and a custom op that makes one of each."""
+    torch = pytest.importorskip("torch")
+    to_copy = (
+        "aten::_to_copy(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, "
+        "bool? pin_memory=None, bool non_blocking=False, MemoryFormat? memory_format=None) -> Tensor"
+    )
+    build = PlanBuilder()
+    batch, count = build.tensor(2, 3, external=True), build.tensor(1, external=True)
+    weight, result = (build.tensor(2, 3, external=True, device="cuda:0") for _ in range(2))
+    there, new = build.tensor(2, 3, device="cuda:0"), build.tensor(2, 3)
+    zeros = (
+        "aten::zeros(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, "
+        "bool? pin_memory=None) -> Tensor"
+    )
+    build.run(to_copy, [T0, None, None, {"device": "cuda:0"}, None, True, None], [batch], [there])
+    build.run(ADD, [T0, T1, 1], [result, there], [result])
+    build.run(ADD, [T0, T1, 1], [result, weight], [result])
+    build.run(zeros, [[2, 3], None, None, {"device": "cpu"}, True], [], [new])
+    build.run(ADD, [T0, T1, 1], [batch, new], [batch])
+    build.run("aten::item(Tensor self) -> Scalar", [T0], [count], [None])
+    made, made_there = build.tensor(2, 3), build.tensor(2, 3, device="cuda:0")
+    build.add("mine::both", [weight], [made, made_there], action="stand-in", durations_ns=[1000])
+    build.run(ADD, [T0, T1, 1], [batch, made], [batch])
+    build.run(ADD, [T0, T1, 1], [result, made_there], [result])
+    plan = build.build()
+    text = write_script(plan_of(plan))
+    assert 'DEVICE = "cuda"' in text.replace("'", '"')
+    script = namespace(text)
+    for device in ("meta", "cpu"):  # tensors of both do not go together, and a meta tensor has no item
+        script["DEVICE"] = device
+        w = script["outside"]()
+        assert sorted(tensor.device.type for tensor in w.values()) == sorted(["cpu", "cpu", device, device])
+        with torch.no_grad():
+            script["step"](w)
+    moved = namespace(write_script(plan_of(replace(plan, storages=plan.storages.with_columns(device=pl.lit("cpu"))))))
+    moved["DEVICE"] = "meta"
+    assert {tensor.device.type for tensor in moved["outside"]().values()} == {"meta"}, "recorded on processors alone"
 
 
 def test_collectives_of_all_ranks_stand_in_one_file() -> None:

@@ -8,6 +8,7 @@ _UNTIMED = "no timed step is recorded"
 _A_PART = "no timed step is recorded, or a part of one is replayed"
 _NO_CPU = "the recording does not say, or a part of a step is replayed"
 _NO_GPU = "one of the sides launched no GPU work, or its GPU work was not recorded"
+_NO_WORK = "they launched no GPU work, or it was not recorded"
 _ASYNCHRONOUS = "it is asynchronous, and ends later than its call"
 
 REPLAY: dict[str, Column] = {
@@ -48,6 +49,12 @@ REPLAY: dict[str, Column] = {
         "coverage.recorded_ns": Column("time", "Recorded", "what they took in a timed step"),
         "coverage.count_share": Column("share", "Of ops", "of all ops of the rank"),
         "coverage.time_share": Column("share", "Of time", "of the recorded time of all ops of the rank", _UNTIMED),
+        "coverage.recorded_gpu_ns": Column(
+            "time", "GPU recorded", "GPU work that they launched in a timed step", _NO_WORK
+        ),
+        "coverage.gpu_share": Column(
+            "share", "Of GPU work", "of the recorded GPU work of all ops of the rank", _NO_WORK
+        ),
         "not_run.rank": Column("count", "Rank", "number of the rank"),
         "not_run.outcome": Column("text", "Outcome", "failed, other-shape (than recorded), stand-in or left-out"),
         "not_run.reason": Column("text", "Why", "stable name of the reason"),
@@ -82,6 +89,7 @@ REPLAY: dict[str, Column] = {
             "bytes", "Message", "size of the message that bandwidth is defined on", "it moves nothing"
         ),
         "collectives.count": Column("count", "Count", "how many"),
+        "collectives.on_gpu": Column("text", "On GPU", "whether times are of GPU work, which both sides know then"),
         "collectives.recorded_ns": Column(
             "time", "Recorded", "its GPU work, or the call and the wait for it; median", _UNTIMED
         ),

@@ -91,7 +91,7 @@ class Measurement(Result):
         if samples.height and not recorded.one_clock:
             text = "ranks have no clock in common: times are the slowest rank's, after a barrier"
             notices.append(Notice("no-common-clock", "info", text))
-        known = find(recorded.device)
+        published = find(recorded.device)
         flops = {name: rate for name, rate in peaks.items() if name != "memory"}
         hosts = task.ranks // task.per_host
         machine = Machine(
@@ -101,7 +101,7 @@ class Measurement(Result):
             if samples.height
             else f"traceloom measure {__version__}: {kernels.height} kernels",
             per_host=task.per_host,
-            device=known if isinstance(known, Peak) else Peak(recorded.device, flops, peaks.get("memory")),
+            device=published if isinstance(published, Peak) else Peak(recorded.device, flops, peaks.get("memory")),
             transfers=measured_transfers(transfers),
         )
         environment: dict[str, str | int] = {

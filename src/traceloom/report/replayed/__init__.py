@@ -64,7 +64,11 @@ def sentence(comparison: ReplayComparison) -> str:
     if row["gpu_ratio"] is not None:
         answer += f"; its GPU work took {row['gpu_ratio']:.2f} times as long as recorded"
     timed = comparison.coverage["time_share"].is_not_null().any()
-    return f"{answer}. {units.share(covered(comparison), 1)} of {'the time of its ops' if timed else 'its ops'} ran."
+    ran = f"{units.share(covered(comparison), 1)} of {'the time of its ops' if timed else 'its ops'}"
+    on_gpus = comparison.coverage.drop_nulls("recorded_gpu_ns")
+    if comparison.device != "cpu" and (work := int(on_gpus["recorded_gpu_ns"].sum())):
+        ran += f" and {units.share(int(on_gpus.filter(outcome='run')['recorded_gpu_ns'].sum()), work)} of its GPU work"
+    return f"{answer}. {ran} ran."
 
 
 def limits(comparison: ReplayComparison) -> Iterator[str]:
@@ -76,9 +80,18 @@ def limits(comparison: ReplayComparison) -> Iterator[str]:
     if comparison.pace == "fast" and row["recorded_ns"] and row["recorded_ns"] > in_ops:
         outside = row["recorded_ns"] - in_ops
         share = units.share(outside, row["recorded_ns"])
+        compiled = comparison.holes.filter(rank=row["rank"]).height
+        between = "Python, loading, waiting, kernels of compiled code" if compiled else "Python, loading, waiting"
         yield (
-            f"{units.duration(outside)} of the recorded step ({share}) passed between ops: Python, loading, waiting, "
-            "kernels of compiled code. The pace `fast` leaves it out; --pace recorded keeps it."
+            f"{units.duration(outside)} of the recorded step ({share}) passed between ops: {between}. The pace `fast` "
+            "leaves it out; --pace recorded keeps it."
+        )
+    of_one_side = comparison.each.filter(pl.col("recorded_gpu_ns").is_null() != pl.col("replayed_gpu_ns").is_null())
+    if on_gpu(comparison.whole.iter_rows(named=True)) and of_one_side.height:
+        recorded, here = (units.duration(int(of_one_side[f"{side}_gpu_ns"].sum())) for side in ("recorded", "replayed"))
+        yield (
+            f"GPU work of {units.counted(of_one_side.height, 'op')} is known of one side alone ({recorded} as "
+            f"recorded, {here} here): it is in no ratio."
         )
     if hidden := int(comparison.holes["recorded_ns"].sum()):
         took = units.duration(hidden)
@@ -91,7 +104,7 @@ def limits(comparison: ReplayComparison) -> Iterator[str]:
             f"What {tensors} of {units.count(int(contents['count'].sum()))} from outside held is a guess ({size}): ops "
             "whose time depends on contents may differ."
         )
-    if comparison.collectives["asynchronous"].any():
+    if comparison.collectives.filter("asynchronous", pl.col("on_gpu").not_()).height:
         yield "Asynchronous communication goes on after its calls: how long it took is not compared."
     if comparison.recorded_torch and comparison.torch and comparison.recorded_torch != comparison.torch:
         yield f"It was recorded with torch {comparison.recorded_torch} and replayed with {comparison.torch}."

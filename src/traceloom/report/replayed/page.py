@@ -27,6 +27,8 @@ _ABOUT_TIMELINE = (
     "its median; the recorded ones with the host's gaps between them. What was not timed on both sides is not drawn."
 )
 _ABOUT_SCATTER = "Above the line the replay took longer, below it less."
+_GPU_SCATTER = f"GPU work that a call launched. {_ABOUT_SCATTER}"
+_HOST_TIMELINE = f"{_ABOUT_TIMELINE} These are times of the host; GPU work is not drawn."
 
 
 def render(document: Row, comparison: ReplayComparison) -> str:
@@ -114,9 +116,9 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
     yield "limits", "What it cannot show", "What these times do not tell.", f"<ul>{listed}</ul>"
     side = "_gpu" if on_gpu(document["whole"]) else ""
     if picture := scatter(document["ops"], f"recorded{side}_ns", f"replayed{side}_ns"):
-        yield "scatter", "Recorded and replayed", _ABOUT_SCATTER, picture
+        yield "scatter", "Recorded and replayed", _GPU_SCATTER if side else _ABOUT_SCATTER, picture
     if view is not None:
         note = f'<p class="quiet">{prose(view.said)}</p>' if view.said else ""
-        yield "timeline", "Timelines", _ABOUT_TIMELINE, note + asset("timeline.html")
+        yield "timeline", "Timelines", _HOST_TIMELINE if side else _ABOUT_TIMELINE, note + asset("timeline.html")
     for each in tables(document):
         yield standing(each)

@@ -9,9 +9,10 @@ from traceloom.report.replayed import on_gpu
 from traceloom.report.sections.section import Columns, table
 from traceloom.report.table import Col, Row, Table
 
+_WHOLE_MORE: Columns = ["+recorded_ops_ns", "+replayed_ops_ns", "+ops_ratio", "+peak_bytes"]
 _WHOLE: Columns = [
     "?rank", "recorded_ns", "replayed_ns", "ratio", "recorded_cpu_ns", "replayed_cpu_ns", "cpu_ratio",
-    "+recorded_ops_ns", "+replayed_ops_ns", "+ops_ratio", "+peak_bytes",
+    *_WHOLE_MORE,
 ]  # fmt: skip
 _OP = Col("op", "Op and shapes", "name", "shapes of the tensors that it takes")
 _TABLES: tuple[tuple[str, str, str, Columns], ...] = (
@@ -49,7 +50,18 @@ _TABLES: tuple[tuple[str, str, str, Columns], ...] = (
 _ON_GPU: dict[str, tuple[str, Columns]] = {
     "whole": (
         "A recorded step against a pass of the replay; medians.",
-        [*_WHOLE, "recorded_gpu_ns", "replayed_gpu_ns", "gpu_ratio"],
+        ["?rank", "recorded_ns", "replayed_ns", "ratio", "+recorded_cpu_ns", "+replayed_cpu_ns", "cpu_ratio",
+         "recorded_gpu_ns", "replayed_gpu_ns", "gpu_ratio", *_WHOLE_MORE],
+    ),
+    "coverage": (
+        "What became of the recorded ops; shares of a rank add up.",
+        ["?rank", "outcome", "reason", "count", "count_share", "recorded_ns", "time_share", "+recorded_gpu_ns",
+         "gpu_share"],
+    ),
+    "collectives": (
+        "Of one each: its GPU work where both sides know that, else the call and the wait for it.",
+        ["?rank", "kind", "+group", "group_size", "size_bytes", "count", "on_gpu", "recorded_ns", "replayed_ns",
+         "ratio", "recorded_gb_per_s", "replayed_gb_per_s", "+asynchronous"],
     ),
     "ops": (
         "GPU work that ops launched, by their name and shapes, over all ranks: where most was lost or won comes first.",
@@ -66,5 +78,8 @@ def tables(document: Row) -> Iterator[Table]:
         rows = document[key]
         if key == "ops":
             rows = [row | {"op": f"{row['name']} {row['shapes']}"} for row in rows]
+        if key == "collectives":
+            answers = {True: "yes", False: "no"}
+            rows = [row | {name: answers[row[name]] for name in ("on_gpu", "asynchronous")} for row in rows]
         if rows:
             yield replace(table(f"replay_json.{key}", title, columns, rows, note, key=f"replay-{key}"), path="")
