@@ -32,7 +32,7 @@ _WORKS = {
     "partly": ("work in part", *SEVERITY["warning"]),
     "no": ("do not work", *SEVERITY["error"]),
 }
-_AREAS = ("rights", "devices", "collect", "owners", "jobs", "stacks", "files", "extras")
+_AREAS = ("rights", "devices", "collect", "owners", "jobs", "traces", "probes", "stacks", "files", "extras")
 
 
 def status(answer: Row, width: int) -> Iterator[Text]:

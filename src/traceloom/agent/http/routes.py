@@ -111,7 +111,10 @@ async def _status(asked: Asked) -> forms.StatusAnswer:
 
 
 async def _doctor(asked: Asked) -> forms.DoctorAnswer:
-    return forms.DoctorAnswer(checks=await asked.agent.doctor())
+    checks = await asked.agent.doctor()
+    if asked.peer.sees != "all":  # they name processes, whosever
+        checks = [check for check in checks if check.area != "jobs"]
+    return forms.DoctorAnswer(checks=checks)
 
 
 def _values_by(view: View, label: str) -> dict[str, list[ValueAnswer]]:

@@ -109,6 +109,8 @@ DEVICES = (
     "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
 )  # fmt: skip
 HOST = "HOSTNAME"  # in a pod, the pod's name
+# By which PyTorch's profiler finds whoever asks it for traces. That the first is set counts, whatever its value.
+POLLS, POLLED_DIRECTORY = "KINETO_USE_DAEMON", "KINETO_IPC_SOCKET_DIR"
 
 # What tells two launches of one job apart whose ranks have the same numbers.
 LAUNCH = ("SLURM_STEP_ID", *_MAIN_ADDRESS, _MAIN_PORT, _TORCHELASTIC, _MPI_JOB)
@@ -120,7 +122,7 @@ LISTED: frozenset[str] = frozenset({
     *(variable for scheduler in SCHEDULERS for _, variable in scheduler.fields),
     *(variable for variables in _POD.values() for variable in variables), *_POD_UID, _IN_KUBERNETES,
     "JOBSET_NAME", _TORCHELASTIC, "TORCHELASTIC_RESTART_COUNT", *_MAIN_ADDRESS, _MAIN_PORT, _MPI_JOB,
-    JOB, DTYPE, INPUT_BYTES, *DEVICES, HOST,
+    JOB, DTYPE, INPUT_BYTES, *DEVICES, HOST, POLLS, POLLED_DIRECTORY,
 })  # fmt: skip
 """The variables that are kept, beside those that begin with one of `PREFIXES` and those of the configuration."""
 
