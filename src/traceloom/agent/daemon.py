@@ -193,8 +193,7 @@ class Agent:
         return StatusAnswer(
             version=__version__, host=self.config.host_name, boot_id=self.boot_id, pid=os.getpid(), uid=os.geteuid(),
             started_ns=self.board.started_ns, now_ns=time.time_ns(),
-            series=sum(len(sheet.values) + len(sheet.histograms) for sheet in self.board.sheets.values()),
-            devices=len(self.board.devices),
+            series=self.board.series(), devices=len(self.board.devices),
             stale_devices=len([uuid for uuid, device in self.board.devices.items() if device.stale]),
             processes=len(self.board.processes), collectors=collectors,
             history={"bytes": float(self.history.bytes()), "lost_ticks": float(sum(self.history.lost.values()))},
@@ -437,7 +436,7 @@ class Agent:
             ),
             Reading("agent_cpu_seconds_total", (), used.ru_utime + used.ru_stime),
             Reading("agent_memory_bytes", (), float(_resident_bytes())),
-            Reading("agent_series", (), float(sum(len(sheet.values) for sheet in self.board.sheets.values()))),
+            Reading("agent_series", (), float(self.board.series())),
             *self.scheduler.readings(),
             *(Reading("agent_history_lost_total", (reason,), float(ticks)) for reason, ticks in lost.items()),
             *(Reading("agent_requests_total", labels, float(number)) for labels, number in self._requests.items()),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from traceloom.agent.accelerators import DeviceProcess
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.collect import Collector
 from traceloom.agent.collect.processes import Processes, ProcessFacts
@@ -63,7 +62,11 @@ class OwnedProcesses:
         self.shares = shares(on_devices, keys)
         self.owned = {key: _process(process, owners[key], used.get(key, ())) for key, process in facts.items()}
         readings += (_info(process) for process in self.owned.values())
-        readings += _on_devices(on_devices, keys)
+        readings += (
+            Reading("process_gpu_memory_bytes", (keys.get(each.pid, f"{each.pid}@"), each.device), each.memory_bytes)
+            for each in on_devices
+            if each.memory_bytes is not None
+        )
         readings += (
             Reading("process_gpu_share_ratio", (process, device), share.part)
             for (device, process), share in self.shares.items()
@@ -94,16 +97,6 @@ def _info(process: Process) -> Reading:
         "framework": owner.framework, "command": process.command[:_COMMAND_SHOWN],
     }  # fmt: skip
     return Reading("process_info", tuple(values[label] for label in METRICS["process_info"].labels), 1.0)
-
-
-def _on_devices(processes: Iterable[DeviceProcess], keys: dict[int, str]) -> Iterator[Reading]:
-    held: dict[tuple[str, str], int] = {}
-    for process in processes:  # one process may be listed several times, once per context
-        if process.memory_bytes is not None:
-            key = (keys.get(process.pid, f"{process.pid}@"), process.device)
-            held[key] = held.get(key, 0) + process.memory_bytes
-    for labels, size in held.items():
-        yield Reading("process_gpu_memory_bytes", labels, size)
 
 
 def _jobs(processes: Iterable[Process]) -> Iterator[Reading]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from support.probes import needs_probes
+from traceloom.agent.bpf import step_probes
 from traceloom.agent.config import Config, Probes
 from traceloom.agent.metrics import METRICS
 from traceloom.agent.owners import Owner, Process
@@ -200,6 +202,19 @@ def test_of_a_pid_that_is_used_again_nothing_old_counts(job: Job, clock: Callabl
     )  # fmt: skip
     steps.collect()
     assert steps.taken == []
+
+
+def test_calls_that_there_is_no_room_for_are_counted(
+    job: Job, clock: Callable[..., StepClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Waits of the loader take it, so that no step has one, or steps do, or another program of this host.
+    monkeypatch.setattr(step_probes, "_MOST_MARKS", 1)
+    steps = clock([job.facts])
+    before = {reading.metric: reading.value for reading in steps.collect()}["agent_probes_lost_total"]
+    job.run(4)
+    after = {reading.metric: reading.value for reading in steps.collect()}["agent_probes_lost_total"]
+    assert after - before >= 4
+    assert re.fullmatch(r"\d+ steps were not counted: too many processes have some", steps.trouble()[0])
 
 
 def test_switched_off_it_touches_nothing(job: Job, clock: Callable[..., StepClock]) -> None:

@@ -9,6 +9,7 @@ from support.host_tree import HostTree
 from traceloom.agent.accelerators import Device, DeviceProcess, Sample
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.accelerators.watched import Watched
+from traceloom.agent.metrics import METRICS
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.steps import Steps
 
@@ -31,10 +32,11 @@ def test_several_processes_on_a_device_and_several_devices_of_one(tmp_path: Path
         at_ns=1,
         devices=[Device(uuid=f"GPU-{number}", index=str(number), vendor="nvidia", model="H") for number in range(4)],
         processes=[
-            DeviceProcess(device="GPU-0", pid=30, busy_ratio=0.6),
-            DeviceProcess(device="GPU-0", pid=31, busy_ratio=0.2),
-            DeviceProcess(device="GPU-1", pid=32),
-            DeviceProcess(device="GPU-2", pid=32),
+            DeviceProcess(device="GPU-0", pid=30, busy_ratio=0.6, memory_bytes=5_000),
+            DeviceProcess(device="GPU-0", pid=31, busy_ratio=0.2, memory_bytes=0),
+            DeviceProcess(device="GPU-1", pid=32),  # the driver does not say how much
+            DeviceProcess(device="GPU-2", pid=32, memory_bytes=90),
+            DeviceProcess(device="GPU-3", pid=99, memory_bytes=8),  # of another pid namespace, or ended
         ],
     )
     config = tree.config()
@@ -58,7 +60,17 @@ def test_several_processes_on_a_device_and_several_devices_of_one(tmp_path: Path
     key = {pid: process.key for pid, process in processes.items()}
     assert shares == {
         (key[30], "GPU-0"): 0.75, (key[31], "GPU-0"): 0.25, (key[32], "GPU-1"): 1.0, (key[32], "GPU-2"): 1.0,
+        ("99@", "GPU-3"): 1.0,
     }  # fmt: skip
+    assert values(readings, "process_gpu_memory_bytes") == {
+        (key[30], "GPU-0"): 5_000, (key[31], "GPU-0"): 0, (key[32], "GPU-2"): 90, ("99@", "GPU-3"): 8,
+    }  # fmt: skip
+    names = METRICS["job_info"].labels
+    jobs = [dict(zip(names, labels, strict=True)) for labels in values(readings, "job_info")]
+    assert sorted((job["job"], job["scheduler"], job["framework"], job["world_size"]) for job in jobs) == [
+        ("slurm-1", "slurm", "pytorch", "2"), ("slurm-2", "slurm", "pytorch", "2"),
+    ]  # fmt: skip
+    assert values(readings, "job_processes") == {("slurm-1",): 2, ("slurm-2",): 4}
     ranks = {labels[0]: labels[3] for labels in values(readings, "process_info")}
     assert sorted(rank for rank in ranks.values() if rank) == ["0", "0", "1"]
     held = {job.job: set(job.devices) for job in jobs_now(processes.values(), Steps(), {})}
