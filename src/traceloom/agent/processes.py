@@ -38,7 +38,7 @@ class OwnedProcesses:
         self.period_s = self.looked_at.period_s
         self.timeout_s = self.looked_at.timeout_s
         self.finder = OwnerFinder(config)
-        self.collectors: list[Collector] = [self]
+        self.collectors: list[Collector] = [self, self.finder.framework_versions]
         self.collectors += [self.finder.kubelet] if config.owners.kubelet else []
         self.collectors += [self.finder.job_mapping] if config.owners.job_mapping else []
         self.owned: dict[str, Process] = {}

@@ -107,7 +107,7 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
         framework = f"{owner['framework']} {owner['framework_version']}".strip()
         cells.append([
             str(row["pid"]), _cut(owner["user"] or str(row["uid"]), 12), _cut(owner["job"] or _NONE, width // 5), rank,
-            _cut(framework or _NONE, 16), ",".join(index.get(uuid, uuid[:8]) for uuid in row["devices"]) or _NONE,
+            _cut(framework or _NONE, 20), ",".join(index.get(uuid, uuid[:8]) for uuid in row["devices"]) or _NONE,
             _NONE if memory is None else units.size(int(memory)),
             _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}",
         ])  # fmt: skip

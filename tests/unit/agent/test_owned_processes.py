@@ -75,3 +75,39 @@ def test_several_processes_on_a_device_and_several_devices_of_one(tmp_path: Path
     assert sorted(rank for rank in ranks.values() if rank) == ["0", "0", "1"]
     held = {job.job: set(job.devices) for job in jobs_now(processes.values(), Steps(), {})}
     assert held == {"slurm-1": {"GPU-0"}, "slurm-2": {"GPU-0", "GPU-1", "GPU-2"}}
+
+
+def test_versions_of_frameworks_are_those_installed_beside_the_library(tmp_path: Path) -> None:
+    tree = HostTree(tmp_path)
+    site = "/opt/torch/lib/python3.12/site-packages"
+    libraries = {
+        30: f"{site}/torch/lib/libtorch_cpu.so", 31: f"{site}/jaxlib/xla_extension.so",
+        32: f"{site}/tensorflow/libtensorflow_cc.so.2", 33: "/usr/lib/libtorch_cpu.so",
+    }  # fmt: skip
+    for pid, library in libraries.items():
+        tree.process(pid, maps=(library,))
+        (tree.proc / str(pid) / "root").symlink_to(tmp_path / "container")
+    for name in (
+        "torch-2.13.0+cpu", "torch_geometric-2.6.1", "torchvision-0.28.0", "tensorflow_cpu-2.20.0",
+        "tensorflow_datasets-4.9", "jaxlib-0.8.1", "jaxlib-0.8.2",
+    ):  # fmt: skip
+        (tmp_path / f"container{site}" / f"{name}.dist-info").mkdir(parents=True)
+    accelerators = AcceleratorCollector(tree.config(), [Watched("by-hand", ByHand)])
+    accelerators.close()
+    owned = OwnedProcesses(tree.config(), accelerators)
+
+    def versions() -> dict[int, tuple[str, str]]:
+        for collector in owned.collectors:
+            collector.collect()
+        owners = {process.pid: process.owner for process in owned.owned.values()}
+        return {pid: (owner.framework, owner.framework_version) for pid, owner in owners.items()}
+
+    assert versions()[30] == ("pytorch", "")  # it is known to the next run
+    assert versions() == {
+        30: ("pytorch", "2.13.0+cpu"), 31: ("jax", ""),  # which of two it is, is not known
+        32: ("tensorflow", "2.20.0"), 33: ("pytorch", ""),
+    }  # fmt: skip
+    tree.process(30, start_ticks=60_000, maps=(libraries[30],))
+    (tree.proc / "30/root").unlink()  # another process of the same pid, whose files are not to be seen
+    versions()
+    assert versions()[30] == ("pytorch", "")

@@ -322,15 +322,14 @@ class StacksAnswer(Answer, frozen=True):
 
 
 class StepsBody(Answer, frozen=True, forbid_unknown_fields=True):
-    """Steps that a job finished since it last told; `steps` are their durations in seconds."""
+    """Steps that a job finished since it last told: durations in seconds, waits for data where it knows them.
+
+    `rank` counts where nothing else tells it.
+    """
 
     steps: Annotated[list[Annotated[float, Meta(ge=0, le=1e6)]], Meta(max_length=100_000)] = []
-    loader_wait_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    loader_wait_seconds: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     rank: Annotated[int, Meta(ge=0)] | None = None
-    world_size: Annotated[int, Meta(ge=1)] | None = None
-    framework: Annotated[str, Meta(max_length=64)] = ""
-    torch: Annotated[str, Meta(max_length=64)] = ""
-    input_bytes: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class StepsAnswer(Answer, frozen=True):

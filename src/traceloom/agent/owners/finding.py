@@ -13,6 +13,7 @@ from traceloom.agent.owners import Owner
 from traceloom.agent.owners.cgroup import of_paths
 from traceloom.agent.owners.devices import HostDevices, devices_of
 from traceloom.agent.owners.environment import LAUNCH, Statements, check_variables, owner_of, rank_of, statements
+from traceloom.agent.owners.framework_versions import FrameworkVersions
 from traceloom.agent.owners.job_mapping import JobMapping
 from traceloom.agent.owners.kubelet import Kubelet, Place, joined
 
@@ -26,7 +27,8 @@ _OF_A_RANK = ("rank", "local_rank", "world_size")
 class OwnerFinder:
     """Finds owners. `owners` may wait for the name service: call it from a thread.
 
-    `kubelet` and `job_mapping` are collectors of their own: what they wait for holds up nobody else.
+    `kubelet`, `job_mapping` and `framework_versions` are collectors of their own: what they wait for holds up nobody
+    else.
 
     Raises:
         InputError: `wrong-config`: `owners.variables` names a field that an owner has not.
@@ -36,6 +38,7 @@ class OwnerFinder:
         check_variables(config.owners.variables)
         self.kubelet = Kubelet(config)
         self.job_mapping = JobMapping(config)
+        self.framework_versions = FrameworkVersions(config)
         self._config = config
         self._proc, self._sys = Path(config.collect.proc), Path(config.collect.sys)
         self._host = config.host_name
@@ -59,6 +62,7 @@ class OwnerFinder:
         used = used or {}
         if self._listed != devices:
             self._listed, self._devices = list(devices), HostDevices(devices, self._proc, self._sys)
+        self.framework_versions.wanted = dict(processes)
         places = {key: location for key, facts in processes.items() if (location := _place(facts)).container}
         stated = {key: self._stated(facts, places.get(key)) for key, facts in processes.items()}
         granted = self._state_pods(processes, places, used, stated)
@@ -92,8 +96,10 @@ class OwnerFinder:
         host = "" if "job" in of_cgroup else location.container if location else self._host
         stated = statements(facts.environment, self._config.owners.variables, host=host)
         if facts.frameworks:
-            framework = next(iter(facts.frameworks))
+            framework, library = next(iter(facts.frameworks.items()))
             stated["framework"] = (framework, "libraries")
+            if version := self.framework_versions.versions.get((facts.key, library)):
+                stated["framework_version"] = (version, "packages")
         for field, value in of_cgroup.items():
             stated.setdefault(field, (value, "cgroup"))
         name = self._user(facts.uid)
