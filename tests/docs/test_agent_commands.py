@@ -16,7 +16,7 @@ import yaml
 
 import traceloom
 from support.prometheus import free_port, prometheus, until
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.testing import TraceBuilder
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
@@ -152,7 +152,7 @@ def test_configurations_of_the_page_about_prometheus(tmp_path: Path) -> None:
     ):
         try:
             until((tmp_path / "agent.sock").exists)
-            assert Client(tmp_path / "agent.sock", 60).get("status")["host"]
+            assert AgentClient(tmp_path / "agent.sock", 60).get("status")["host"]
             with prometheus(tmp_path / "prometheus", yaml.safe_dump(configuration)) as server:
                 until(lambda: len(server.ask("traceloom_gpu_busy_ratio")) == 2)
                 until(lambda: server.ask('traceloom_job_info{exported_job="slurm-4242", job="traceloom"}'))

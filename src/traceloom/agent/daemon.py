@@ -50,7 +50,7 @@ from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
 from traceloom.agent.publish import Publisher, publishers
-from traceloom.agent.registry import Client, Registry
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
@@ -112,7 +112,7 @@ class Agent:
         self.step_counts = Steps()
         self.publishers: list[Publisher] = publishers(config)
         self.boot_id = _boot_id(config)
-        self.registry = Registry(config.collect.proc)
+        self.registry = ProfilerRegistry(config.collect.proc)
         self.registry.listeners.append(self._polled)
         self.desk = RequestDesk(
             config, self.registry, lambda: self.board.processes, self.step_counts, RequestStore(locations.requests),
@@ -346,7 +346,7 @@ class Agent:
 
     # Inside.
 
-    def _polled(self, client: Client) -> None:
+    def _polled(self, client: ProfilerClient) -> None:
         """A process that polls matters, whether it is known to use a framework or not."""
         if client.key not in self.board.processes and len(self.processes.reporting) < _MOST_REPORTING:
             self.processes.reporting = self.processes.reporting | {client.pid}

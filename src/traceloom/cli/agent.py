@@ -21,7 +21,7 @@ from traceloom.errors import InputError, UsageError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from traceloom.agent.client import Client
+    from traceloom.agent.client import AgentClient
     from traceloom.agent.config import Config, Locations
 
 DESCRIPTION = (
@@ -38,7 +38,7 @@ What each can do: traceloom agent query --help.
 """
 
 
-class Action(NamedTuple):
+class AgentAction(NamedTuple):
     """What the agent's verb can do: in a sentence, with examples, its options, and how it is done."""
 
     text: str
@@ -155,11 +155,11 @@ def _socket(args: argparse.Namespace) -> Path:
     return Path(args.socket) if args.socket else own if own.exists() or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
 
 
-def client_of(args: argparse.Namespace) -> Client:
+def client_of(args: argparse.Namespace) -> AgentClient:
     """Asks the agent that is named, else the user's own or root's."""
-    from traceloom.agent.client import Client
+    from traceloom.agent.client import AgentClient
 
-    return Client(_socket(args))
+    return AgentClient(_socket(args))
 
 
 def _locations(args: argparse.Namespace, config: Config) -> Locations:
@@ -327,7 +327,7 @@ def _events(args: argparse.Namespace) -> int:
     return _shown(args, {"events": happened}, lambda width: views.events(happened, width))
 
 
-def _happened(client: Client, args: argparse.Namespace, since: str, kind: str = "") -> list[dict[str, Any]]:
+def _happened(client: AgentClient, args: argparse.Namespace, since: str, kind: str = "") -> list[dict[str, Any]]:
     """Events, of the job that is asked for."""
     return [
         event
@@ -345,7 +345,7 @@ def _learn(args: argparse.Namespace) -> int:
     return _shown(args, answer, lambda _: views.learned(answer))
 
 
-def _job(args: argparse.Namespace, client: Client) -> str:
+def _job(args: argparse.Namespace, client: AgentClient) -> str:
     """The job that is named, else the only one there is."""
     if args.job is not None:
         return str(args.job)
@@ -417,30 +417,30 @@ def _shown(args: argparse.Namespace, answer: Any, rendered: Any) -> int:
 
 
 ACTIONS = {
-    "run": Action(
+    "run": AgentAction(
         "run the agent until Ctrl-C",
         "traceloom agent run\n"
         "traceloom agent run --simulate 8 --tcp 127.0.0.1:9465    for Prometheus too\n"
         "then: traceloom agent ps",
         _add_run, _run,
     ),
-    "status": Action(
+    "status": AgentAction(
         "say how the agent fares",
         "traceloom agent status\nthen: traceloom agent doctor, where something fails",
         lambda _: None, _status,
     ),
-    "ps": Action(
+    "ps": AgentAction(
         "list processes with owner, rank, devices and step rate",
         "traceloom agent ps --job slurm-42\nthen: traceloom agent query process_memory_bytes --by job",
         _add_job, _processes,
     ),
-    "top": Action(
+    "top": AgentAction(
         "show devices and processes as they are now, again and again",
         "traceloom agent top\ntraceloom agent top --once --json    for programs\n"
         "then: traceloom agent query gpu_busy_ratio --since 1h",
         _add_top, _top,
     ),
-    "query": Action(
+    "query": AgentAction(
         "show what a metric was: over time, by job, rank, user or device",
         "traceloom agent query                                all metrics there are\n"
         "traceloom agent query gpu_power_watts --by job --since 1h\n"
@@ -448,31 +448,31 @@ ACTIONS = {
         "then: traceloom report TRACE, for why it was so",
         _add_query, _query,
     ),
-    "events": Action(
+    "events": AgentAction(
         "list errors of devices, and processes killed for want of memory",
         "traceloom agent events --since 1d\nthen: traceloom agent ps",
         _add_events, _events,
     ),
-    "learn": Action(
+    "learn": AgentAction(
         "judge a job by a trace of it: FLOPs, element types, roofline",
         "traceloom agent learn run1 --job slurm-42\n"
         "then: traceloom agent query job_flops_error_ratio --where job=slurm-42",
         _add_learn, _learn,
     ),
-    "stacks": Action(
+    "stacks": AgentAction(
         "show what all threads of a job or process do now, equal stacks together",
         "traceloom agent stacks --job slurm-42    ranks that are elsewhere than the others first\n"
         "traceloom agent stacks --pid 4711 --native\n"
         "then: traceloom trace --job slurm-42 --steps 3",
         _add_stacks, _stacks,
     ),
-    "doctor": Action(
+    "doctor": AgentAction(
         "say what works here, what not, why, and what would help",
         "traceloom agent doctor    of the agent that runs, else of one that you would run\n"
         "then: traceloom agent run",
         lambda _: None, _doctor,
     ),
-    "env": Action(
+    "env": AgentAction(
         "print the variables that prepare a job",
         'eval "$(traceloom agent env)"; python train.py    a job that can be asked for traces\n'
         "then: traceloom agent ps",

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.agent.grouping import numbers
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.harmless import harmless
@@ -203,7 +203,7 @@ def _on_device(device: Row, width: int) -> Text:
     )
 
 
-def host_values(client: Client) -> Row:
+def host_values(client: AgentClient) -> Row:
     """Busy share of processors and used memory, from the last minute."""
     result: Row = {"cpu": None, "memory": None}
     rates = {

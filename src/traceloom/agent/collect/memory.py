@@ -6,7 +6,7 @@ from traceloom.agent.collect import HostCollector, read
 from traceloom.agent.metrics import Reading
 
 
-class Memory(HostCollector):
+class HostMemory(HostCollector):
     """Reads /proc/meminfo, and `oom_kill` of /proc/vmstat (since Linux 4.13)."""
 
     name = "memory"

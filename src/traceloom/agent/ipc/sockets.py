@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from traceloom.agent.ipc.datagrams import MOST_BYTES, Hello, MalformedDatagramError, decode, instances_reply
-from traceloom.agent.registry import Registry
+from traceloom.agent.registry import ProfilerRegistry
 from traceloom.errors import OutputError
 
 LOG = logging.getLogger("traceloom.agent")
@@ -64,7 +64,7 @@ class KinetoSockets:
     """
 
     def __init__(
-        self, root: Path, registry: Registry, *, abstract: bool = False, interval_s: int = 1,
+        self, root: Path, registry: ProfilerRegistry, *, abstract: bool = False, interval_s: int = 1,
         bound: Callable[[Path], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.root, self.registry, self.abstract, self.interval_s = root, registry, abstract, interval_s

@@ -51,7 +51,7 @@ LAUNCHERS = (
 MPI = LAUNCHERS[1:7]
 
 
-class Scheduler(NamedTuple):
+class BatchScheduler(NamedTuple):
     """Which variables of a scheduler name the job, the first that is set, and what else they say of it."""
 
     name: str
@@ -61,7 +61,7 @@ class Scheduler(NamedTuple):
 
 # The parts of a heterogeneous job of Slurm have ids of their own; the first one's is that of all.
 SCHEDULERS = (
-    Scheduler(
+    BatchScheduler(
         "slurm", ("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID_PACK_GROUP_0", "SLURM_JOB_ID", "SLURM_JOBID"),
         (
             ("name", "SLURM_JOB_NAME"), ("user", "SLURM_JOB_USER"), ("account", "SLURM_JOB_ACCOUNT"),
@@ -70,19 +70,19 @@ SCHEDULERS = (
             ("labels.slurm_step", "SLURM_STEP_ID"),
         ),
     ),
-    Scheduler(
+    BatchScheduler(
         "lsf", ("LSB_JOBID",),
         (
             ("name", "LSB_JOBNAME"), ("user", "LSFUSER"), ("account", "LSB_PROJECT_NAME"), ("partition", "LSB_QUEUE"),
             ("labels.lsf_array_task", "LSB_JOBINDEX"),
         ),
     ),
-    Scheduler(
+    BatchScheduler(
         "pbs", ("PBS_JOBID",),
         (("name", "PBS_JOBNAME"), ("user", "PBS_O_LOGNAME"), ("account", "PBS_ACCOUNT"), ("partition", "PBS_QUEUE")),
     ),
-    Scheduler("flux", ("FLUX_JOB_ID",)),
-    Scheduler("ray", ("RAY_JOB_ID",), (("labels.ray_cluster", "RAY_CLUSTER_NAME"),)),
+    BatchScheduler("flux", ("FLUX_JOB_ID",)),
+    BatchScheduler("ray", ("RAY_JOB_ID",), (("labels.ray_cluster", "RAY_CLUSTER_NAME"),)),
 )  # fmt: skip
 
 # Of the downward API of Kubernetes everybody names the variables; these names are usual.

@@ -15,7 +15,7 @@ from traceloom.agent.owners.devices import HostDevices, devices_of
 from traceloom.agent.owners.environment import LAUNCH, Statements, check_variables, owner_of, rank_of, statements
 from traceloom.agent.owners.framework_versions import FrameworkVersions
 from traceloom.agent.owners.job_mapping import JobMapping
-from traceloom.agent.owners.kubelet import Kubelet, Place, joined
+from traceloom.agent.owners.kubelet import ContainerPlace, Kubelet, joined
 
 if TYPE_CHECKING:
     from traceloom.agent.collect.processes import ProcessFacts
@@ -90,7 +90,7 @@ class OwnerFinder:
     def _device(self, name: str) -> str:
         return self._devices.named(name) or self._devices.numbered(name)
 
-    def _stated(self, facts: ProcessFacts, location: Place | None) -> Statements:
+    def _stated(self, facts: ProcessFacts, location: ContainerPlace | None) -> Statements:
         of_cgroup = of_paths(facts.cgroups.values())
         # An address of loopback is everybody's: it is this host's or this container's. A pod tells better.
         host = "" if "job" in of_cgroup else location.container if location else self._host
@@ -110,7 +110,7 @@ class OwnerFinder:
     def _state_pods(
         self,
         processes: Mapping[str, ProcessFacts],
-        places: Mapping[str, Place],
+        places: Mapping[str, ContainerPlace],
         used: Mapping[str, Collection[str]],
         stated: Mapping[str, Statements],
     ) -> dict[str, frozenset[str]]:
@@ -122,8 +122,8 @@ class OwnerFinder:
             container: self._devices.parts(filter(None, map(self._devices.named, container.devices)))
             for container in answer.containers
         }
-        evidence: dict[Place, frozenset[str]] = {}
-        hosts: dict[Place, str] = {}
+        evidence: dict[ContainerPlace, frozenset[str]] = {}
+        hosts: dict[ContainerPlace, str] = {}
         for key, location in in_pods.items():
             if location in answer.places:  # the kubelet gave devices of containers that ended to later ones
                 environment = processes[key].environment
@@ -144,7 +144,10 @@ class OwnerFinder:
         return granted
 
     def _state_jobs_of_devices(
-        self, places: Mapping[str, Place], used: Mapping[str, Collection[str]], stated: Mapping[str, Statements]
+        self,
+        places: Mapping[str, ContainerPlace],
+        used: Mapping[str, Collection[str]],
+        stated: Mapping[str, Statements],
     ) -> None:
         """State whose a process is by whose the devices are that it is on, where all of them say the same."""
         jobs = self._mapped_jobs()
@@ -197,10 +200,10 @@ class OwnerFinder:
         return self._names[uid]
 
 
-def _place(facts: ProcessFacts) -> Place:
+def _place(facts: ProcessFacts) -> ContainerPlace:
     of_cgroup = of_paths(facts.cgroups.values())
     pod = of_cgroup.get("job", "") if of_cgroup.get("scheduler") == "kubernetes" else ""
-    return Place(pod, of_cgroup.get("container", ""))
+    return ContainerPlace(pod, of_cgroup.get("container", ""))
 
 
 def _ancestors(facts: ProcessFacts, by_pid: Mapping[int, ProcessFacts]) -> Iterator[ProcessFacts]:
@@ -234,7 +237,7 @@ def _state_ranks_once(
     processes: Mapping[str, ProcessFacts],
     stated: Mapping[str, Statements],
     used: Mapping[str, Collection[str]],
-    places: Mapping[str, Place],
+    places: Mapping[str, ContainerPlace],
 ) -> None:
     """Leave the rank to one of the processes that have its variables: the others wrap it, or it started them.
 

@@ -20,7 +20,7 @@ from traceloom.agent import worker
 from traceloom.agent.ipc.configuration import TraceConfiguration
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import ProfilerError, Window
-from traceloom.agent.registry import Client, Offer, Registry, is_alive
+from traceloom.agent.registry import Offer, ProfilerClient, ProfilerRegistry, is_alive
 from traceloom.agent.requests.model import State
 from traceloom.agent.requests.places import drop
 from traceloom.errors import TraceloomError
@@ -125,7 +125,7 @@ class TimelineProfiler:
 
     name = "timeline"
 
-    def __init__(self, registry: Registry, order: TimelineOrder, tell: Tell) -> None:
+    def __init__(self, registry: ProfilerRegistry, order: TimelineOrder, tell: Tell) -> None:
         self.registry, self.order, self.tell = registry, order, tell
 
     def resources(self, process: Process) -> frozenset[str]:
@@ -231,7 +231,7 @@ class TimelineProfiler:
             shapes=order.shapes, stacks=order.stacks, flops=order.flops, modules=order.modules,
         )  # fmt: skip
 
-    async def _ready(self, process: Process, window: Window, until: float) -> Client:
+    async def _ready(self, process: Process, window: Window, until: float) -> ProfilerClient:
         """Wait until the process polls, is idle, and steps where steps are wanted and it says whether it does."""
         reason, detail, told = "", "", ""
         while True:
@@ -262,7 +262,7 @@ class TimelineProfiler:
         text = configuration.text()
         delivered = asyncio.Event()
 
-        def offered(_client: Client) -> str:
+        def offered(_client: ProfilerClient) -> str:
             late = start_ns is not None and time.time_ns() + int(AHEAD_S * 1e9) > start_ns
             return "" if late else text
 
@@ -358,7 +358,7 @@ class _Polls:
         self.was_busy = False
         self.idle = 0
 
-    def __call__(self, client: Client) -> None:
+    def __call__(self, client: ProfilerClient) -> None:
         if client.key != self._key:
             return
         if client.busy:

@@ -26,7 +26,7 @@ from traceloom.agent.http.answers import RequestError
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import Profiler, ProfilerError, Window
 from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
-from traceloom.agent.registry import Client, Registry
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
 from traceloom.agent.requests.keeping import write_document
 from traceloom.agent.requests.leases import Leases
 from traceloom.agent.requests.model import State, Target, TraceRequest, Wanted
@@ -57,7 +57,7 @@ class RequestDesk:
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
-        self, config: Config, registry: Registry, processes: Callable[[], Mapping[str, Process]], steps: Steps,
+        self, config: Config, registry: ProfilerRegistry, processes: Callable[[], Mapping[str, Process]], steps: Steps,
         store: RequestStore, places: Places, boot_id: str, parts: Mapping[str, Callable[[], Profiler]] | None = None,
     ) -> None:  # fmt: skip
         self.parts = parts or {}
@@ -465,7 +465,7 @@ def _targets(request: TraceRequest, processes: Iterable[Process], host: str) -> 
             )  # fmt: skip
 
 
-def _bare(client: Client) -> Process:
+def _bare(client: ProfilerClient) -> Process:
     """A process that polls and has not been looked at yet."""
     return Process(
         key=client.key, pid=client.pid, start_ticks=client.start_ticks, started_ns=client.first_ns,
