@@ -56,7 +56,7 @@ from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
 from traceloom.agent.scheduler import Scheduler
 from traceloom.agent.stacks import look
-from traceloom.agent.step_clock import StepClock
+from traceloom.agent.step_clock import ProbedStepClock
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
@@ -89,7 +89,7 @@ class Agent:
         self.audit = AuditLog(locations.audit)
         self.accelerators = AcceleratorCollector(config)
         self.processes = OwnedProcesses(config, self.accelerators)
-        self.step_clock = StepClock(config, lambda: list(self.processes.owned.values()))
+        self.step_clock = ProbedStepClock(config, lambda: list(self.processes.owned.values()))
         self.cgroups = Cgroups(config, lambda: self.processes.owned)
         collectors: list[Collector] = [
             *host_collectors(config), self.accelerators, *self.processes.collectors, self.cgroups,

@@ -19,7 +19,7 @@ from traceloom.agent.bpf import step_probes
 from traceloom.agent.config import Config, Probes
 from traceloom.agent.metrics import METRICS
 from traceloom.agent.owners import Owner, Process
-from traceloom.agent.step_clock import StepClock
+from traceloom.agent.step_clock import ProbedStepClock
 
 pytestmark = [pytest.mark.torch, needs_probes]
 
@@ -110,11 +110,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 @pytest.fixture
-def clock() -> Iterator[Callable[..., StepClock]]:
-    clocks: list[StepClock] = []
+def clock() -> Iterator[Callable[..., ProbedStepClock]]:
+    clocks: list[ProbedStepClock] = []
 
-    def make(processes: list[Process], config: Config | None = None) -> StepClock:
-        clocks.append(StepClock(config or Config(), lambda: processes))
+    def make(processes: list[Process], config: Config | None = None) -> ProbedStepClock:
+        clocks.append(ProbedStepClock(config or Config(), lambda: processes))
         return clocks[-1]
 
     yield make
@@ -122,7 +122,7 @@ def clock() -> Iterator[Callable[..., StepClock]]:
         made.close()
 
 
-def test_steps_and_waits_are_those_that_the_program_measures(job: Job, clock: Callable[..., StepClock]) -> None:
+def test_steps_and_waits_are_those_that_the_program_measures(job: Job, clock: Callable[..., ProbedStepClock]) -> None:
     steps = clock([job.facts])
     assert {reading.metric: reading.value for reading in steps.collect()}["agent_probed_libraries"] == 1
     assert steps.taken == []
@@ -152,7 +152,7 @@ def test_steps_and_waits_are_those_that_the_program_measures(job: Job, clock: Ca
 
 
 def test_of_two_optimizers_the_first_counts_and_profiler_steps_come_before_both(
-    job: Job, clock: Callable[..., StepClock]
+    job: Job, clock: Callable[..., ProbedStepClock]
 ) -> None:
     steps = clock([job.facts])
     steps.collect()
@@ -169,7 +169,7 @@ def test_of_two_optimizers_the_first_counts_and_profiler_steps_come_before_both(
 
 
 def test_a_library_is_probed_once_for_all_its_processes(
-    job: Job, clock: Callable[..., StepClock], tmp_path: Path
+    job: Job, clock: Callable[..., ProbedStepClock], tmp_path: Path
 ) -> None:
     other = Job(tmp_path)
     processes = [job.facts, other.facts]
@@ -190,7 +190,7 @@ def test_a_library_is_probed_once_for_all_its_processes(
     assert readings["agent_probed_libraries"] == 0
 
 
-def test_of_a_pid_that_is_used_again_nothing_old_counts(job: Job, clock: Callable[..., StepClock]) -> None:
+def test_of_a_pid_that_is_used_again_nothing_old_counts(job: Job, clock: Callable[..., ProbedStepClock]) -> None:
     processes = [job.facts]
     steps = clock(processes)
     steps.collect()
@@ -205,7 +205,7 @@ def test_of_a_pid_that_is_used_again_nothing_old_counts(job: Job, clock: Callabl
 
 
 def test_calls_that_there_is_no_room_for_are_counted(
-    job: Job, clock: Callable[..., StepClock], monkeypatch: pytest.MonkeyPatch
+    job: Job, clock: Callable[..., ProbedStepClock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Waits of the loader take it, so that no step has one, or steps do, or another program of this host.
     monkeypatch.setattr(step_probes, "_MOST_MARKS", 1)
@@ -217,7 +217,7 @@ def test_calls_that_there_is_no_room_for_are_counted(
     assert re.fullmatch(r"\d+ steps were not counted: too many processes have some", steps.trouble()[0])
 
 
-def test_switched_off_it_touches_nothing(job: Job, clock: Callable[..., StepClock]) -> None:
+def test_switched_off_it_touches_nothing(job: Job, clock: Callable[..., ProbedStepClock]) -> None:
     steps = clock([job.facts], Config(probes=Probes(steps=False)))
     assert steps.collect() == []
     job.run(3)
