@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from traceloom.agent.owners import Process
+from traceloom.agent.owners.environment import RANKS_HERE
 from traceloom.agent.profilers.dump import Frame, StackDump, ThreadStack
 
 Role = Literal["rank", "thread", "worker"]
@@ -122,7 +123,7 @@ def _absent(processes: Iterable[Process]) -> list[int]:
     """Ranks that are missing among those of this host: between its lowest and its highest."""
     ranks = {process.owner.rank for process in processes if process.owner.rank is not None}
     worlds = {process.owner.world_size for process in processes if process.owner.world_size is not None}
-    sizes = {int(text) for p in processes if (text := p.declared.get("LOCAL_WORLD_SIZE", "")).isdecimal()}
+    sizes = {int(text) for p in processes if (text := p.declared.get(RANKS_HERE, "")).isdecimal()}
     if len(worlds) == 1 and worlds == sizes:  # the whole job is here
         return sorted(set(range(min(worlds.pop(), 4096))) - ranks)
     return sorted(set(range(min(ranks), max(ranks))) - ranks) if ranks and max(ranks) - min(ranks) < 4096 else []

@@ -108,6 +108,7 @@ DEVICES = (
     "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
 )  # fmt: skip
+RANKS_HERE = "LOCAL_WORLD_SIZE"  # how many ranks torchrun started on this host
 HOST = "HOSTNAME"  # in a pod, the pod's name
 # By which PyTorch's profiler finds whoever asks it for traces. That the first is set counts, whatever its value.
 POLLS, POLLED_DIRECTORY = "KINETO_USE_DAEMON", "KINETO_IPC_SOCKET_DIR"
@@ -122,7 +123,7 @@ LISTED: frozenset[str] = frozenset({
     *(variable for scheduler in SCHEDULERS for _, variable in scheduler.fields),
     *(variable for variables in _POD.values() for variable in variables), *_POD_UID, _IN_KUBERNETES,
     "JOBSET_NAME", _TORCHELASTIC, "TORCHELASTIC_RESTART_COUNT", *_MAIN_ADDRESS, _MAIN_PORT, _MPI_JOB,
-    JOB, DTYPE, INPUT_BYTES, *DEVICES, HOST, POLLS, POLLED_DIRECTORY,
+    JOB, DTYPE, INPUT_BYTES, *DEVICES, RANKS_HERE, HOST, POLLS, POLLED_DIRECTORY,
 })  # fmt: skip
 """The variables that are kept, beside those that begin with one of `PREFIXES` and those of the configuration."""
 

@@ -8,6 +8,7 @@ for (verified), it is compressed and hashed (kept).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -273,7 +274,8 @@ class TimelineProfiler:
             if start_ns is None and time.monotonic() > until:
                 raise ProfilerError("it did not become ready in time", slug="expired")
             self._check_alive(process)
-            await _set_within(delivered, _LOOK_S)
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await asyncio.wait_for(delivered.wait(), _LOOK_S)
         self.tell("delivered")
 
     async def _collected(self, process: Process, watch: _Watch, begin_s: float, seconds: float) -> None:
@@ -365,10 +367,3 @@ class _Polls:
             self.was_busy, self.idle = True, 0
         elif self.was_busy or client.polled > self._quiet_until:
             self.idle += 1
-
-
-async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except (asyncio.TimeoutError, TimeoutError):
-        return
