@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "The agent of a host: what its devices and processes do, and whose they are. `run` starts it, as root for the "
-    "whole host or as a user for the own processes; the others ask it."
+    "whole host, or as a user for that user's processes; the other actions ask it."
 )
 EXAMPLES = """\
 examples:
@@ -61,10 +61,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action.add_options(own)
         own.add_argument(
             "--config", metavar="FILE",
-            help="agent.toml (default: /etc/traceloom/agent.toml or that of the user, where there is one)",
+            help="agent.toml (default: root's in /etc/traceloom, a user's in ~/.config/traceloom, if there is one)",
         )  # fmt: skip
         own.add_argument(
-            "--socket", metavar="PATH", help="the agent's socket (default: that of root's agent, else the user's)"
+            "--socket",
+            metavar="PATH",
+            help="the agent's socket (default: that of your own agent if it runs, else root's)",
         )
         if name != "run":
             own.add_argument("--json", action="store_true", help="print the answer as JSON")
@@ -80,7 +82,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", metavar="JOB", help="of this job alone")
+    parser.add_argument("--job", metavar="JOB", help="only this job")
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
@@ -88,12 +90,15 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=types.positive, default=2.0, metavar="S", help="seconds between pictures (default: 2)"
     )
-    parser.add_argument("--once", action="store_true", help="one picture, then the end")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
 
 
 def _add_since(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--since", default="10m", metavar="TIME", help="as 90s, 10m, 3h, 1d ago, or 2026-01-31T12:00 (default: 10m)"
+        "--since",
+        default="10m",
+        metavar="TIME",
+        help="how far back, as 90s, 10m or 1d; or from when, as 2026-01-31T12:00 (default: 10m)",
     )
 
 
@@ -107,28 +112,31 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
         "metric", nargs="?", metavar="METRIC", help="with or without traceloom_; without any, all metrics are listed"
     )
     _add_since(parser)
-    parser.add_argument("--until", default="", metavar="TIME", help="likewise (default: now)")
+    parser.add_argument("--until", default="", metavar="TIME", help="the end, written likewise (default: now)")
     parser.add_argument(
         "--by", default="", metavar="LABELS",
-        help="sum up by these: job, rank, user, device, process, or labels of the metric",
+        help="sum up by these, with commas: job, rank, user, device, process, or labels of the metric",
     )  # fmt: skip
     parser.add_argument(
-        "--where", default="", metavar="LABEL=VALUE", help="only what this holds for, as device=0; several with commas"
+        "--where",
+        default="",
+        metavar="LABEL=VALUE",
+        help="only where this holds, as device=0; several with commas",
     )
     parser.add_argument("--raw", action="store_true", help="counters as they are, not as rates")
 
 
 def _add_stacks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", metavar="JOB", help="of this job; needed where there are several")
-    parser.add_argument("--pid", type=types.count, metavar="PID", help="of this process alone")
+    parser.add_argument("--job", metavar="JOB", help="this job; needed if there are several")
+    parser.add_argument("--pid", type=types.count, metavar="PID", help="only this process")
     parser.add_argument(
-        "--native", action="store_true", help="C and C++ too; a process stands still while it is looked at"
+        "--native", action="store_true", help="calls of C and C++ too; a process stands still while it is looked at"
     )
 
 
 def _add_learn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a trace or a recorded run")
-    parser.add_argument("--job", metavar="JOB", help="the job that it is of; needed where there are several")
+    parser.add_argument("--job", metavar="JOB", help="the job that was traced; needed if there are several")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -425,7 +433,7 @@ ACTIONS = {
         _add_run, _run,
     ),
     "status": AgentAction(
-        "say how the agent fares",
+        "show how the agent itself is doing",
         "traceloom agent status\nthen: traceloom agent doctor, where something fails",
         lambda _: None, _status,
     ),
@@ -467,8 +475,8 @@ ACTIONS = {
         _add_stacks, _stacks,
     ),
     "doctor": AgentAction(
-        "say what works here, what not, why, and what would help",
-        "traceloom agent doctor    of the agent that runs, else of one that you would run\n"
+        "say what works here, what does not, why, and what would help",
+        "traceloom agent doctor    for the agent that runs, or for one that you would run\n"
         "then: traceloom agent run",
         lambda _: None, _doctor,
     ),
