@@ -111,10 +111,10 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
             _NONE if memory is None else units.size(int(memory)),
             _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}",
         ])  # fmt: skip
-    known = [at for at in range(len(columns)) if any(row[at] != _NONE for row in cells)]  # the others say nothing
+    filled = [at for at in range(len(columns)) if any(row[at] != _NONE for row in cells)]  # the others say nothing
     yield from lines(
-        [columns[at] for at in known],
-        [[row[at] for at in known] for row in cells],
+        [columns[at] for at in filled],
+        [[row[at] for at in filled] for row in cells],
         ("command", lambda row, left: _cut(_command(rows[row]), left)),
         width,
     )

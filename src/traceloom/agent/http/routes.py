@@ -368,8 +368,8 @@ def _own_request(asked: Asked) -> TraceRequest:
 
 async def _requests(asked: Asked) -> forms.RequestsAnswer:
     may_trace = _may_trace(asked)
-    mine = [request for request in asked.agent.desk.requests.values() if may_trace(request.uid)]
-    return forms.RequestsAnswer(requests=[_request_answer(request) for request in mine])
+    own = [request for request in asked.agent.desk.requests.values() if may_trace(request.uid)]
+    return forms.RequestsAnswer(requests=[_request_answer(request) for request in own])
 
 
 async def _request_trace(asked: Asked) -> forms.RequestAnswer:

@@ -234,7 +234,7 @@ class TimelineProfiler:
 
     async def _ready(self, process: Process, window: Window, until: float) -> ProfilerClient:
         """Wait until the process polls, is idle, and steps where steps are wanted and it says whether it does."""
-        reason, detail, told = "", "", ""
+        reason, detail, last_reason = "", "", ""
         while True:
             client = self.registry.clients.get(process.key)
             rate = self.order.steps_per_second(process.key)
@@ -248,9 +248,9 @@ class TimelineProfiler:
                 reason, detail = "not-stepping", "it does not step"
             else:
                 return client
-            if reason != told:
+            if reason != last_reason:
                 self.tell("queued", reason, detail)
-                told = reason
+                last_reason = reason
             self._check_alive(process)
             if time.monotonic() > until:
                 raise ProfilerError(detail, slug="not-registered" if client is None else "expired")

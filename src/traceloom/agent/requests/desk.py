@@ -190,10 +190,10 @@ class RequestDesk:
                 404, f"this is {self.config.host_name}, not {wanted.host}", slug="no-such-process",
                 hint="ask the agent of that host",
             )  # fmt: skip
-        known = dict(self.processes())
+        candidates = dict(self.processes())
         for client in self.registry.clients.values():
-            known.setdefault(client.key, _bare(client))
-        allowed = [process for process in known.values() if may_trace(process.uid)]
+            candidates.setdefault(client.key, _bare(client))
+        allowed = [process for process in candidates.values() if may_trace(process.uid)]
         matches = self._workers([process for process in allowed if self._matches(process, wanted)])
         if wanted.most_processes is not None:
             matches = matches[: wanted.most_processes]
@@ -339,12 +339,12 @@ class RequestDesk:
         return TimelineProfiler(self.registry, order, partial(self._tell, request, target))
 
     async def _lease(self, holder: str, profiler: Profiler, process: Process, tell: Any) -> None:
-        told = ""
+        last_holder = ""
         until = time.monotonic() + self.config.traces.wait
         while taken := self._leases.take(holder, profiler.resources(process)):
-            if taken != told:
+            if taken != last_holder:
                 tell("queued", "leased", f"waits: {taken}")
-                told = taken
+                last_holder = taken
             if time.monotonic() > until:
                 raise ProfilerError(taken, slug="expired")
             await asyncio.sleep(_LOOK_S)
