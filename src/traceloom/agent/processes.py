@@ -12,14 +12,13 @@ from traceloom.agent.config import Config
 from traceloom.agent.flops import declared_types
 from traceloom.agent.metrics import METRICS, Reading
 from traceloom.agent.owners import Owner, Process
-from traceloom.agent.owners.environment import LISTED, PREFIXES
+from traceloom.agent.owners.environment import DTYPE, INPUT_BYTES, LISTED, PREFIXES
 from traceloom.agent.owners.finding import OwnerFinder
 from traceloom.agent.owners.masking import masked
 from traceloom.agent.owners.sharing import Share, shares
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, JobNow
 
-_TYPE, _INPUT_BYTES = "TRACELOOM_DTYPE", "TRACELOOM_INPUT_BYTES_PER_STEP"  # what a job declares of itself
 _COMMAND_SHOWN = 200  # letters in the metric; all of it stands in the answer of /api/v1/processes
 
 
@@ -125,8 +124,8 @@ def jobs_now(processes: Iterable[Process], steps: Steps, facts: Mapping[str, Job
     for job, some in members.items():
         taken = [number for process in some if (number := steps.take(process.key)) is not None]
         rates = [rate for process in some if (rate := steps.per_second(process.key)) is not None]
-        inputs = [size for process in some if (size := _number(process.declared.get(_INPUT_BYTES, ""))) is not None]
-        types = {process.declared[_TYPE] for process in some if _TYPE in process.declared}
+        inputs = [size for process in some if (size := _number(process.declared.get(INPUT_BYTES, ""))) is not None]
+        types = {process.declared[DTYPE] for process in some if DTYPE in process.declared}
         jobs.append(
             JobNow(
                 job=job,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from support.devices import ByHand, values
 from support.host_tree import HostTree
 from traceloom.agent.accelerators import Device, DeviceProcess, Sample
@@ -111,3 +113,26 @@ def test_versions_of_frameworks_are_those_installed_beside_the_library(tmp_path:
     (tree.proc / "30/root").unlink()  # another process of the same pid, whose files are not to be seen
     versions()
     assert versions()[30] == ("pytorch", "")
+
+
+@pytest.mark.parametrize(
+    ("types", "sizes", "expected"),
+    [
+        (("bf16", "bf16"), ("1e6", "1e6"), (True, 1e6)),
+        (("bf16", "fp8"), ("many", "2e6"), (False, 2e6)),  # two types are none; what is no number is left out
+        (("", ""), ("-1", "inf"), (False, None)),
+    ],
+)
+def test_what_a_job_declares_of_itself(
+    tmp_path: Path, types: tuple[str, ...], sizes: tuple[str, ...], expected: tuple[bool, float | None]
+) -> None:
+    tree = HostTree(tmp_path)
+    for rank, (dtype, size) in enumerate(zip(types, sizes, strict=True)):
+        declared = {"TRACELOOM_JOB": "run1", "TRACELOOM_INPUT_BYTES_PER_STEP": size}
+        tree.process(30 + rank, environment={**declared, **({"TRACELOOM_DTYPE": dtype} if dtype else {})})
+    accelerators = AcceleratorCollector(tree.config(), [Watched("by-hand", ByHand)])
+    accelerators.close()
+    owned = OwnedProcesses(tree.config(), accelerators)
+    owned.collect()
+    (job,) = jobs_now(owned.owned.values(), Steps(), {})
+    assert (job.declared_types is not None, job.input_bytes_per_step) == expected

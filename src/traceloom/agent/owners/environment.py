@@ -122,7 +122,7 @@ LISTED: frozenset[str] = frozenset({
     *(variable for scheduler in SCHEDULERS for variable in scheduler.job),
     *(variable for scheduler in SCHEDULERS for _, variable in scheduler.fields),
     *(variable for variables in _POD.values() for variable in variables), *_POD_UID, _IN_KUBERNETES,
-    "JOBSET_NAME", _TORCHELASTIC, "TORCHELASTIC_RESTART_COUNT", *_MAIN_ADDRESS, _MAIN_PORT, _MPI_JOB,
+    "JOBSET_NAME", _TORCHELASTIC, *_MAIN_ADDRESS, _MAIN_PORT, _MPI_JOB,
     JOB, DTYPE, INPUT_BYTES, *DEVICES, RANKS_HERE, HOST, POLLS, POLLED_DIRECTORY,
 })  # fmt: skip
 """The variables that are kept, beside those that begin with one of `PREFIXES` and those of the configuration."""
