@@ -47,7 +47,8 @@ class ProbedStepClock:
 
     def __init__(self, config: Config, processes: Callable[[], Iterable[Process]]) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
-        self.timeout_s = max(config.collect.timeout, 10.0)  # the first look into a library may wait for a slow disk
+        # The first look into a library may wait for a slow disk.
+        self.timeout_s = config.collect.timeouts.get(self.name, max(config.collect.timeout, 10.0))
         self.taken: list[StepsTaken] = []  # of the last run
         self._on = config.probes.steps
         self._proc = Path(config.collect.proc)

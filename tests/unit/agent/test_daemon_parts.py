@@ -15,7 +15,7 @@ import pytest
 
 from support.agent_server import locations_in, process
 from traceloom.agent.accelerators import Device
-from traceloom.agent.config import Accelerators, Config, Files
+from traceloom.agent.config import Accelerators, Collect, Config, Files, Owners
 from traceloom.agent.daemon import Agent
 from traceloom.agent.metrics import METRICS, Histogram, Reading, Series
 
@@ -76,6 +76,28 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
             assert agent.board.sheets["agent"].values["agent_history_lost_total", ("full-disk",)] == 3
 
     asyncio.run(live())
+
+
+def test_every_collector_has_a_period_and_a_time_out_of_its_own(tmp_path: Path) -> None:
+    mapping = tmp_path / "jobs"
+    names = (
+        "cpu", "memory", "pressure", "disks", "network", "rdma", "accelerators", "processes", "frameworks", "kubelet",
+        "job-mapping", "cgroups", "probes",
+    )  # fmt: skip
+    config = Config(
+        accelerators=Accelerators(backends=("simulated",), simulated=1),
+        collect=Collect(
+            periods={name: 30.0 + at for at, name in enumerate(names)},
+            timeouts={name: 5.0 + at for at, name in enumerate(names)},
+        ),
+        owners=Owners(job_mapping=str(mapping)),
+    )
+    agent = Agent(config, locations_in(tmp_path))
+    agent.accelerators.close()
+    agent.history.close()
+    assert {collector.name: (collector.period_s, collector.timeout_s) for collector in agent.scheduler.collectors} == {
+        name: (30.0 + at, 5.0 + at) for at, name in enumerate(names)
+    }
 
 
 def _device_seconds(agent: Agent) -> float:

@@ -57,7 +57,7 @@ class Kubelet:
 
     def __init__(self, config: Config) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
-        self.timeout_s = 3 * LIMIT_S
+        self.timeout_s = config.collect.timeouts.get(self.name, 3 * LIMIT_S)
         self.places: frozenset[ContainerPlace] = frozenset()
         self.answer = KubeletAnswer()
         self._socket = Path(config.owners.kubelet) if config.owners.kubelet else None
