@@ -23,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-from traceloom.agent.config import History as Settings
+from traceloom.agent.config import HistorySettings
 from traceloom.agent.history import History
 
 LIMITS = {"processor": 0.01, "memory": 64e6, "memory with OTLP": 76e6, "query": 0.020, "day": 200e6, "hour": 0.050}
@@ -144,7 +144,7 @@ def queries(connection: Unix, pid: int) -> None:
 def a_day(directory: Path) -> None:
     """8,640 ticks of 400 series in ten metrics; then random hours of random series."""
     path = directory / "day.db"
-    history = History(path, Settings(most_mb=10_000))
+    history = History(path, HistorySettings(most_mb=10_000))
     metrics = [
         "gpu_power_watts", "gpu_busy_ratio", "gpu_sm_active_ratio", "gpu_dram_active_ratio", "gpu_memory_used_bytes",
         "gpu_energy_joules_total", "gpu_clock_hertz", "gpu_temperature_celsius", "gpu_pipe_active_ratio", "gpu_flops",

@@ -16,7 +16,7 @@ import yaml
 
 import traceloom
 from support.prometheus import free_port, prometheus, until
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.testing import TraceBuilder
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
@@ -58,7 +58,7 @@ def script(page: str, directory: Path, port: int) -> str:
     text = "\n".join(parts)
     places = {
         "127.0.0.1:9465": f"127.0.0.1:{port}", "/run/traceloom/agent.sock": f"{directory}/agent.sock",
-        "/run/gpu-jobs": f"{directory}/gpu-jobs",
+        "/run/gpu-jobs": f"{directory}/gpu-jobs", "--pid 4711": '--pid "$JOB"',
     }  # fmt: skip
     for place, here in places.items():
         text = text.replace(place, here)
@@ -66,17 +66,17 @@ def script(page: str, directory: Path, port: int) -> str:
 
 
 @contextmanager
-def job_of_slurm(directory: Path) -> Iterator[None]:
-    """A process of the job that the pages speak of."""
+def job_of_slurm() -> Iterator[int]:
+    """A process of the job that the pages speak of: its pid."""
     environment = {**os.environ, "SLURM_JOB_ID": "4242"}
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment) as process:
         try:
-            yield
+            yield process.pid
         finally:
             process.kill()
 
 
-def run(page: str, directory: Path, more: str = "") -> str:
+def run(page: str, directory: Path, more: str = "", *, pid: int = 0) -> str:
     """Run the page; what it printed."""
     (directory / "agent.toml").write_text(
         f'[paths]\nsocket = "{directory}/agent.sock"\nhistory = "{directory}/agent.db"\naudit = "{directory}/audit.jsonl"\n'
@@ -87,6 +87,7 @@ def run(page: str, directory: Path, more: str = "") -> str:
     environment = {
         **os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(Path(traceloom.__file__).parents[1]),
         "SLURM_JOB_ID": "4242", "SLURM_JOB_GPUS": "0,1",  # as a prolog has them
+        "JOB": str(pid),
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "-c", script(page, directory, free_port())],
@@ -109,8 +110,8 @@ def test_commands_of_watch_a_host(tmp_path: Path) -> None:
         trace.copy("Memcpy HtoD (Pinned -> Device)", 1000.0 * step + 30, 90, bytes=1_000_000, correlation=step + 1)
     (tmp_path / "run1").mkdir()
     trace.write(tmp_path / "run1" / "rank0.json")
-    with job_of_slurm(tmp_path):
-        out = run("agent.md", tmp_path)
+    with job_of_slurm() as pid:
+        out = run("agent.md", tmp_path, pid=pid)
     assert {path.name: path.read_text(encoding="ascii") for path in (tmp_path / "gpu-jobs").iterdir()} == {
         "0": "4242\n",
         "1": "4242\n",
@@ -146,13 +147,13 @@ def test_configurations_of_the_page_about_prometheus(tmp_path: Path) -> None:
     configuration["scrape_configs"][0]["scrape_interval"] = "1s"
     command = [sys.executable, "-m", "traceloom", "agent", "run", "--simulate", "2", "--tcp", address]
     with (
-        job_of_slurm(tmp_path),
+        job_of_slurm(),
         (tmp_path / "log").open("wb") as log,
         subprocess.Popen([*command, "--config", str(tmp_path / "agent.toml")], stdout=log, stderr=log) as agent,
     ):
         try:
             until((tmp_path / "agent.sock").exists)
-            assert Client(tmp_path / "agent.sock", 60).get("status")["host"]
+            assert AgentClient(tmp_path / "agent.sock", 60).get("status")["host"]
             with prometheus(tmp_path / "prometheus", yaml.safe_dump(configuration)) as server:
                 until(lambda: len(server.ask("traceloom_gpu_busy_ratio")) == 2)
                 until(lambda: server.ask('traceloom_job_info{exported_job="slurm-4242", job="traceloom"}'))

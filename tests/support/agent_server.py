@@ -25,7 +25,7 @@ from traceloom.agent.http.server import Listeners, serve
 from traceloom.agent.metrics import METRICS, Histogram, Reading
 from traceloom.agent.owners import Owner, Process
 from traceloom.agent.profilers.dump import Frame, StackDump, ThreadStack
-from traceloom.agent.registry import Registry
+from traceloom.agent.registry import ProfilerRegistry
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
@@ -99,7 +99,7 @@ class SmallAgent:
         self.questions: list[Question] = []
         self.desk = RequestDesk(
             self.config,
-            Registry(),
+            ProfilerRegistry(),
             lambda: self.board.processes,
             Steps(),
             RequestStore(None),

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.waiting import until
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.errors import TraceloomError
 
 
@@ -39,7 +39,7 @@ class Running:
         self.process = subprocess.Popen(
             [*command, "--simulate", "2"], stdout=self.log, stderr=self.log, env={**os.environ, **(environment or {})}
         )
-        self.client = Client(self.socket, 30)
+        self.client = AgentClient(self.socket, 30)
         try:
             until(lambda: self.socket.exists() and self._answers())
         except BaseException:
@@ -63,7 +63,7 @@ class Running:
 
 
 @contextmanager
-def running_agent(directory: Path, settings: str = "", simulated: int = 0) -> Iterator[Client]:
+def running_agent(directory: Path, settings: str = "", simulated: int = 0) -> Iterator[AgentClient]:
     """Run it, with more tables of agent.toml; it must end in order, and without a traceback."""
     directory.mkdir(parents=True, exist_ok=True)
     path, log = directory / "agent.sock", directory / "log"
@@ -77,7 +77,7 @@ def running_agent(directory: Path, settings: str = "", simulated: int = 0) -> It
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
-        client = Client(path, 30)
+        client = AgentClient(path, 30)
 
         def answers() -> bool:
             assert process.poll() is None, log.read_text(encoding="utf-8")

@@ -83,6 +83,10 @@ class Board:
         board.sheets = dict(self.sheets)
         return board
 
+    def series(self) -> int:
+        """How many series there are; a histogram is one."""
+        return sum(len(sheet.values) + len(sheet.histograms) for sheet in self.sheets.values())
+
     def values(self) -> Iterator[tuple[Series, float, int]]:
         """Every series with its value and its time."""
         for sheet in self.sheets.values():

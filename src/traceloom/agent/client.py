@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 from traceloom.errors import InputError
 
 
-class Client:
+class AgentClient:
     """Asks an agent; one connection per question.
 
     Args:

@@ -26,11 +26,11 @@ SYSTEM_SOCKET = Path("/run/traceloom/agent.sock")
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ConfigTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the file."""
 
 
-class Paths(Section, frozen=True):
+class Paths(ConfigTable, frozen=True):
     """Where the agent keeps things; "" takes the usual one: of the system for root, else of the user (XDG)."""
 
     socket: str = ""
@@ -41,7 +41,7 @@ class Paths(Section, frozen=True):
     traces: str = ""  # directory that profilers write below, and nowhere else
 
 
-class Collect(Section, frozen=True):
+class Collect(ConfigTable, frozen=True):
     """What is looked at, how often, and when it is given up. `periods`, `timeouts`: collector -> seconds."""
 
     period: Seconds = 10.0
@@ -53,7 +53,7 @@ class Collect(Section, frozen=True):
     sys: str = "/sys"
 
 
-class Accelerators(Section, frozen=True):
+class Accelerators(ConfigTable, frozen=True):
     """Back ends, in order; empty: those that find devices. `scrape` are addresses of exporters."""
 
     backends: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Accelerators(Section, frozen=True):
     reference: str = "A100 SXM 80GB"  # device that reference-device seconds are counted in
 
 
-class Owners(Section, frozen=True):
+class Owners(ConfigTable, frozen=True):
     """Where ownership is read, beside the environment of processes."""
 
     kubelet: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
@@ -71,7 +71,7 @@ class Owners(Section, frozen=True):
     variables: dict[str, str] = {}  # variable of the environment -> field of Owner, or `labels.NAME`
 
 
-class History(Section, frozen=True):
+class HistorySettings(ConfigTable, frozen=True):
     """How long what was is kept."""
 
     interval: float = 10.0
@@ -80,7 +80,7 @@ class History(Section, frozen=True):
     recent_seconds: int = 600
 
 
-class Token(Section, frozen=True):
+class Token(ConfigTable, frozen=True):
     """Who may come over TCP: the SHA-256 of the token in hex, and what it may do: `read` or `all`."""
 
     sha256: str
@@ -88,13 +88,13 @@ class Token(Section, frozen=True):
     may: str = "read"
 
 
-class Probes(Section, frozen=True):
+class Probes(ConfigTable, frozen=True):
     """Probes of functions in processes, where the kernel and the agent's rights allow them."""
 
     steps: bool = True  # steps and loader waits of PyTorch processes that do not report them
 
 
-class Tcp(Section, frozen=True):
+class Tcp(ConfigTable, frozen=True):
     """The TCP listener: none without `address`. Beyond loopback it needs TLS, and tokens or client certificates."""
 
     address: str = ""  # 127.0.0.1:9465
@@ -104,7 +104,7 @@ class Tcp(Section, frozen=True):
     tokens: tuple[Token, ...] = ()
 
 
-class Access(Section, frozen=True):
+class Access(ConfigTable, frozen=True):
     """Who may see what over the unix socket, and how much."""
 
     group: str = ""  # sees all, as root does
@@ -114,13 +114,13 @@ class Access(Section, frozen=True):
     seconds: float = 10.0  # for a client to send its request and take the answer
 
 
-class Dynolog(Section, frozen=True):
+class Dynolog(ConfigTable, frozen=True):
     """dynolog's RPC: no authentication, therefore off unless an address is given."""
 
     address: str = ""  # 127.0.0.1:1778
 
 
-class Traces(Section, frozen=True):
+class Traces(ConfigTable, frozen=True):
     """Traces on demand: what one may cost, and how much is kept."""
 
     abstract: bool = False  # also answer at dynolog's abstract name, where any user reaches any other's processes
@@ -134,7 +134,7 @@ class Traces(Section, frozen=True):
     keep_days: float = 7.0
 
 
-class Otlp(Section, frozen=True):
+class Otlp(ConfigTable, frozen=True):
     """An OTLP/HTTP receiver for metrics."""
 
     endpoint: str = ""
@@ -143,7 +143,7 @@ class Otlp(Section, frozen=True):
     timeout: float = 10.0
 
 
-class Files(Section, frozen=True):
+class Files(ConfigTable, frozen=True):
     """Metrics as files: JSON lines, rotated; Parquet, one file per hour."""
 
     json_lines: str = ""
@@ -152,7 +152,7 @@ class Files(Section, frozen=True):
     parquet_days: float = 7.0
 
 
-class Config(Section, frozen=True):
+class Config(ConfigTable, frozen=True):
     """All of `agent.toml`."""
 
     host: str = ""  # "": the name of this host
@@ -160,7 +160,7 @@ class Config(Section, frozen=True):
     collect: Collect = Collect()
     accelerators: Accelerators = Accelerators()
     owners: Owners = Owners()
-    history: History = History()
+    history: HistorySettings = HistorySettings()
     probes: Probes = Probes()
     tcp: Tcp = Tcp()
     access: Access = Access()

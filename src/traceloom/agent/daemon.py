@@ -50,13 +50,13 @@ from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
 from traceloom.agent.publish import Publisher, publishers
-from traceloom.agent.registry import Client, Registry
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
 from traceloom.agent.scheduler import Scheduler
 from traceloom.agent.stacks import look
-from traceloom.agent.step_clock import StepClock
+from traceloom.agent.step_clock import ProbedStepClock
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
@@ -89,7 +89,7 @@ class Agent:
         self.audit = AuditLog(locations.audit)
         self.accelerators = AcceleratorCollector(config)
         self.processes = OwnedProcesses(config, self.accelerators)
-        self.step_clock = StepClock(config, lambda: list(self.processes.owned.values()))
+        self.step_clock = ProbedStepClock(config, lambda: list(self.processes.owned.values()))
         self.cgroups = Cgroups(config, lambda: self.processes.owned)
         collectors: list[Collector] = [
             *host_collectors(config), self.accelerators, *self.processes.collectors, self.cgroups,
@@ -112,7 +112,7 @@ class Agent:
         self.step_counts = Steps()
         self.publishers: list[Publisher] = publishers(config)
         self.boot_id = _boot_id(config)
-        self.registry = Registry(config.collect.proc)
+        self.registry = ProfilerRegistry(config.collect.proc)
         self.registry.listeners.append(self._polled)
         self.desk = RequestDesk(
             config, self.registry, lambda: self.board.processes, self.step_counts, RequestStore(locations.requests),
@@ -193,8 +193,7 @@ class Agent:
         return StatusAnswer(
             version=__version__, host=self.config.host_name, boot_id=self.boot_id, pid=os.getpid(), uid=os.geteuid(),
             started_ns=self.board.started_ns, now_ns=time.time_ns(),
-            series=sum(len(sheet.values) + len(sheet.histograms) for sheet in self.board.sheets.values()),
-            devices=len(self.board.devices),
+            series=self.board.series(), devices=len(self.board.devices),
             stale_devices=len([uuid for uuid, device in self.board.devices.items() if device.stale]),
             processes=len(self.board.processes), collectors=collectors,
             history={"bytes": float(self.history.bytes()), "lost_ticks": float(sum(self.history.lost.values()))},
@@ -347,7 +346,7 @@ class Agent:
 
     # Inside.
 
-    def _polled(self, client: Client) -> None:
+    def _polled(self, client: ProfilerClient) -> None:
         """A process that polls matters, whether it is known to use a framework or not."""
         if client.key not in self.board.processes and len(self.processes.reporting) < _MOST_REPORTING:
             self.processes.reporting = self.processes.reporting | {client.pid}
@@ -437,7 +436,7 @@ class Agent:
             ),
             Reading("agent_cpu_seconds_total", (), used.ru_utime + used.ru_stime),
             Reading("agent_memory_bytes", (), float(_resident_bytes())),
-            Reading("agent_series", (), float(sum(len(sheet.values) for sheet in self.board.sheets.values()))),
+            Reading("agent_series", (), float(self.board.series())),
             *self.scheduler.readings(),
             *(Reading("agent_history_lost_total", (reason,), float(ticks)) for reason, ticks in lost.items()),
             *(Reading("agent_requests_total", labels, float(number)) for labels, number in self._requests.items()),

@@ -10,14 +10,18 @@ from typing import Any
 
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.bpf.support import unsupported
-from traceloom.agent.collect import Collector
+from traceloom.agent.collect import Collector, read
 from traceloom.agent.config import Config, Locations
 from traceloom.agent.http.answers import Check
+from traceloom.agent.ipc.sockets import ABSTRACT, NAME
 from traceloom.agent.owners import Process
+from traceloom.agent.owners.environment import POLLED_DIRECTORY, POLLS
 from traceloom.agent.processes import OwnedProcesses
 from traceloom.agent.profilers import py_spy
 from traceloom.model.units import counted
 
+_ABSTRACT_SHOWN = ABSTRACT.decode().replace("\0", "@")  # as the kernel lists it
+_MOST_SOCKETS = 16 << 20  # bytes of that list
 _EXTRAS = (
     ("otlp", "opentelemetry.sdk", "metrics by OTLP"),
     ("kubernetes", "grpc", "pods of devices, from the kubelet"),
@@ -69,7 +73,7 @@ def examine(
         result.append(Check(area="owners", name="owners", works="yes"))
     result += _files(locations, unwritten)
     result += _extras(config)
-    result += _jobs(owned.owned.values(), locations)
+    result += _jobs(owned.owned.values(), Path(config.collect.proc))
     result += [_probes(config), _stacks()]
     return result
 
@@ -130,21 +134,46 @@ def _extras(config: Config) -> Iterator[Check]:
             )  # fmt: skip
 
 
-def _jobs(processes: Iterable[Process], locations: Locations) -> Iterator[Check]:
-    """Processes whose environment would cost them seconds, or hides them."""
-    for process in processes:
-        directory = process.declared.get("KINETO_IPC_SOCKET_DIR", "")
-        if (
-            "KINETO_USE_DAEMON" in process.declared
-            and not Path(directory or "/nonexistent", "dynolog").exists()
-            and not directory
-        ):
+def _jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
+    """Processes whose PyTorch asks for traces where nobody listens, by the directory that they ask in.
+
+    The kernel's list of sockets is asked, and never their files: a user may have put anything in their place.
+    """
+    here = _socket_names(proc / "net/unix") if (proc / "net/unix").exists() else set()
+    unheard: dict[str, list[int]] = {}
+    for process in sorted(processes, key=lambda process: process.pid):
+        if POLLS not in process.declared:
+            continue
+        directory = process.declared.get(POLLED_DIRECTORY, "")
+        try:
+            names = _socket_names(proc / str(process.pid) / "net/unix")
+        except OSError:  # it has ended, or what is in its container cannot be seen
+            continue
+        # An abstract name is one of its network namespace alone.
+        if not (f"{directory}/{NAME}" in names | here if directory else _ABSTRACT_SHOWN in names):
+            unheard.setdefault(directory, []).append(process.pid)
+    for directory, pids in unheard.items():
+        name = f"process {pids[0]}" + (f" and {len(pids) - 1} more" if len(pids) > 1 else "")
+        if directory:
             yield Check(
-                area="jobs", name=f"process {process.pid}", works="partly",
-                why="KINETO_USE_DAEMON is set and no daemon listens: the process ends some 8 s later than it could",
-                help=f"set KINETO_IPC_SOCKET_DIR too, below {locations.kineto}, as `traceloom agent env` prints, "
-                "or unset it (0 counts as set)",
+                area="jobs", name=name, works="no",
+                why=f"no agent listens in {directory}: it cannot be traced, and where a socket was left behind there "
+                "it ends some 5 s later than it could",
+                help="run an agent whose `paths.kineto` has that directory, "
+                "or start the job again with what `traceloom agent env` prints",
             )  # fmt: skip
+        else:
+            yield Check(
+                area="jobs", name=name, works="no",
+                why=f"{POLLS} is set and no daemon listens: it cannot be traced, and ends some 8 s later than it could",
+                help=f"set {POLLED_DIRECTORY} too, as `traceloom agent env` prints, or unset {POLLS} (0 counts as set)",
+            )  # fmt: skip
+
+
+def _socket_names(path: Path) -> set[str]:
+    """Names of unix sockets that are open in a network namespace, NUL written as `@`: the last column of the list."""
+    lines = read(path, _MOST_SOCKETS).decode(errors="replace").splitlines()[1:]
+    return {columns[7] for line in lines if len(columns := line.split(maxsplit=7)) == 8}
 
 
 def _probes(config: Config) -> Check:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from traceloom.agent.config import Locations
 from traceloom.agent.ipc.sockets import SETTINGS
+from traceloom.agent.owners.environment import POLLED_DIRECTORY, POLLS
 
 
 def variables(locations: Locations, uid: int) -> dict[str, str]:
@@ -15,8 +16,8 @@ def variables(locations: Locations, uid: int) -> dict[str, str]:
     """
     directory = locations.kineto / str(uid)
     return {
-        "KINETO_USE_DAEMON": "1",
-        "KINETO_IPC_SOCKET_DIR": str(directory),
+        POLLS: "1",
+        POLLED_DIRECTORY: str(directory),
         "KINETO_CONFIG": str(directory / SETTINGS),
         "TRACELOOM_AGENT": str(locations.socket),
     }

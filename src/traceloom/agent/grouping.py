@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from traceloom.agent.owners import Process
+from traceloom.agent.owners.environment import RANKS_HERE
 from traceloom.agent.profilers.dump import Frame, StackDump, ThreadStack
 
 Role = Literal["rank", "thread", "worker"]
@@ -122,7 +123,7 @@ def _absent(processes: Iterable[Process]) -> list[int]:
     """Ranks that are missing among those of this host: between its lowest and its highest."""
     ranks = {process.owner.rank for process in processes if process.owner.rank is not None}
     worlds = {process.owner.world_size for process in processes if process.owner.world_size is not None}
-    sizes = {int(text) for p in processes if (text := p.declared.get("LOCAL_WORLD_SIZE", "")).isdecimal()}
+    sizes = {int(text) for p in processes if (text := p.declared.get(RANKS_HERE, "")).isdecimal()}
     if len(worlds) == 1 and worlds == sizes:  # the whole job is here
         return sorted(set(range(min(worlds.pop(), 4096))) - ranks)
     return sorted(set(range(min(ranks), max(ranks))) - ranks) if ranks and max(ranks) - min(ranks) < 4096 else []
@@ -159,12 +160,12 @@ def _elsewhere(groups: Sequence[StackGroup]) -> list[StackGroup]:
         places = [_place(group.frames) for group in groups]
         judged = list(groups)
     sizes: Counter[str] = Counter()
-    for place, group in zip(places, judged, strict=True):
-        sizes[place] += len(group.pids)
+    for location, group in zip(places, judged, strict=True):
+        sizes[location] += len(group.pids)
     most = sizes.most_common(2)
     if len(most) < 2 or most[0][1] == most[1][1]:
         return []
-    return [group for place, group in zip(places, judged, strict=True) if place != most[0][0]]
+    return [group for location, group in zip(places, judged, strict=True) if location != most[0][0]]
 
 
 def _place(frames: Sequence[Frame]) -> str:
@@ -188,13 +189,13 @@ def _sentence(groups: Sequence[StackGroup], unseen: Sequence[Unseen], steps: Map
                 in_general = group.waits_in == ANY_COLLECTIVE
                 waits = "a collective" if in_general else group.waits_in and f"`{group.waits_in}`"
                 places["wait" if waits else "be", waits or _place(group.frames)].append(group)
-        for (verb, place), same in places.items():
+        for (verb, location), same in places.items():
             who = [member for group in same for member in (group.ranks or group.pids)]
             is_single = len(who) == 1
             does = {"wait": "waits" if is_single else "wait", "be": "is" if is_single else "are"}[verb]
             kind = "rank" if same[0].ranks else "process"
             plural = kind + ("" if is_single else "s" if kind == "rank" else "es")
-            parts.append(f"{plural} {numbers(who)} {does} in {place}{_counted(same, steps) if is_elsewhere else ''}")
+            parts.append(f"{plural} {numbers(who)} {does} in {location}{_counted(same, steps) if is_elsewhere else ''}")
     for each in unseen:
         name = f"process {each.pid}" if each.rank is None else f"rank {each.rank}"
         parts.append(f"{name} is not seen: {each.reason}")

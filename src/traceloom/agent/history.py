@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from traceloom.agent.board import Board
-from traceloom.agent.config import History as Settings
+from traceloom.agent.config import HistorySettings
 from traceloom.agent.metrics import METRICS, Series
 from traceloom.errors import InputError, newer_format
 
@@ -74,7 +74,7 @@ class History:
         InputError: `newer-format`: the file is of a later version.
     """
 
-    def __init__(self, path: Path | None, settings: Settings) -> None:
+    def __init__(self, path: Path | None, settings: HistorySettings) -> None:
         self.path = path
         self.settings = settings
         self.lost: dict[str, int] = {}  # reason -> ticks that could not be written

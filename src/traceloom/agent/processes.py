@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from traceloom.agent.accelerators import DeviceProcess
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.collect import Collector
 from traceloom.agent.collect.processes import Processes, ProcessFacts
@@ -13,14 +12,13 @@ from traceloom.agent.config import Config
 from traceloom.agent.flops import declared_types
 from traceloom.agent.metrics import METRICS, Reading
 from traceloom.agent.owners import Owner, Process
-from traceloom.agent.owners.environment import LISTED, PREFIXES
+from traceloom.agent.owners.environment import DTYPE, INPUT_BYTES, LISTED, PREFIXES
 from traceloom.agent.owners.finding import OwnerFinder
 from traceloom.agent.owners.masking import masked
 from traceloom.agent.owners.sharing import Share, shares
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, JobNow
 
-_TYPE, _INPUT_BYTES = "TRACELOOM_DTYPE", "TRACELOOM_INPUT_BYTES_PER_STEP"  # what a job declares of itself
 _COMMAND_SHOWN = 200  # letters in the metric; all of it stands in the answer of /api/v1/processes
 
 
@@ -39,7 +37,7 @@ class OwnedProcesses:
         self.period_s = self.looked_at.period_s
         self.timeout_s = self.looked_at.timeout_s
         self.finder = OwnerFinder(config)
-        self.collectors: list[Collector] = [self]
+        self.collectors: list[Collector] = [self, self.finder.framework_versions]
         self.collectors += [self.finder.kubelet] if config.owners.kubelet else []
         self.collectors += [self.finder.job_mapping] if config.owners.job_mapping else []
         self.owned: dict[str, Process] = {}
@@ -63,7 +61,11 @@ class OwnedProcesses:
         self.shares = shares(on_devices, keys)
         self.owned = {key: _process(process, owners[key], used.get(key, ())) for key, process in facts.items()}
         readings += (_info(process) for process in self.owned.values())
-        readings += _on_devices(on_devices, keys)
+        readings += (
+            Reading("process_gpu_memory_bytes", (keys.get(each.pid, f"{each.pid}@"), each.device), each.memory_bytes)
+            for each in on_devices
+            if each.memory_bytes is not None
+        )
         readings += (
             Reading("process_gpu_share_ratio", (process, device), share.part)
             for (device, process), share in self.shares.items()
@@ -96,16 +98,6 @@ def _info(process: Process) -> Reading:
     return Reading("process_info", tuple(values[label] for label in METRICS["process_info"].labels), 1.0)
 
 
-def _on_devices(processes: Iterable[DeviceProcess], keys: dict[int, str]) -> Iterator[Reading]:
-    held: dict[tuple[str, str], int] = {}
-    for process in processes:  # one process may be listed several times, once per context
-        if process.memory_bytes is not None:
-            key = (keys.get(process.pid, f"{process.pid}@"), process.device)
-            held[key] = held.get(key, 0) + process.memory_bytes
-    for labels, size in held.items():
-        yield Reading("process_gpu_memory_bytes", labels, size)
-
-
 def _jobs(processes: Iterable[Process]) -> Iterator[Reading]:
     members: dict[str, list[Process]] = {}
     for process in processes:
@@ -132,8 +124,8 @@ def jobs_now(processes: Iterable[Process], steps: Steps, facts: Mapping[str, Job
     for job, some in members.items():
         taken = [number for process in some if (number := steps.take(process.key)) is not None]
         rates = [rate for process in some if (rate := steps.per_second(process.key)) is not None]
-        inputs = [size for process in some if (size := _number(process.declared.get(_INPUT_BYTES, ""))) is not None]
-        types = {process.declared[_TYPE] for process in some if _TYPE in process.declared}
+        inputs = [size for process in some if (size := _number(process.declared.get(INPUT_BYTES, ""))) is not None]
+        types = {process.declared[DTYPE] for process in some if DTYPE in process.declared}
         jobs.append(
             JobNow(
                 job=job,

@@ -22,7 +22,7 @@ _MOST_ANCESTORS = 10
 _SILENT_S = 900.0  # a stopped process polls again when it goes on; it is forgotten when it has ended
 
 
-class Client(msgspec.Struct, kw_only=True):
+class ProfilerClient(msgspec.Struct, kw_only=True):
     """A process that polls. Its identity is (boot, pid, start time); `key` is `PID@START` as of processes.
 
     `pid`, `uid` and `ancestors` are what the kernel says, whatever the process says of itself; `own_pid` is what it
@@ -52,11 +52,11 @@ class Offer(msgspec.Struct, kw_only=True):
     `text` gives it when that comes, "" to wait for another poll; `delivered` is called once it has been handed over.
     """
 
-    text: Callable[[Client], str]
+    text: Callable[[ProfilerClient], str]
     delivered: Callable[[], None]
 
 
-class Registry:
+class ProfilerRegistry:
     """Answers polls from memory. Used from the loop's thread alone.
 
     Args:
@@ -65,12 +65,12 @@ class Registry:
 
     def __init__(self, proc: str = "/proc") -> None:
         self.proc = proc
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[str, ProfilerClient] = {}
         self.offers: dict[str, Offer] = {}  # of clients, by key
-        self.listeners: list[Callable[[Client], None]] = []  # called after each poll
+        self.listeners: list[Callable[[ProfilerClient], None]] = []  # called after each poll
         self._keys: dict[int, str] = {}
 
-    def poll(self, poll: Poll, pid: int, uid: int, gid: int, address: str | bytes = "") -> Client | None:
+    def poll(self, poll: Poll, pid: int, uid: int, gid: int, address: str | bytes = "") -> ProfilerClient | None:
         """Note a poll of a process; None where it has ended meanwhile, or there are too many.
 
         Two processes never have the same `address`: where it is that of the last poll of this pid, so is the process.
@@ -89,7 +89,7 @@ class Registry:
         client.polled = now
         return client
 
-    def _identified(self, pid: int, uid: int, gid: int) -> Client | None:
+    def _identified(self, pid: int, uid: int, gid: int) -> ProfilerClient | None:
         """The client that a process is, a new one where it has not polled before."""
         try:
             parent, ticks = parent_and_start(self.proc, pid)
@@ -103,14 +103,14 @@ class Registry:
                 if len(self.clients) >= MOST_CLIENTS:
                     return None
             self.clients.pop(self._keys.get(pid, ""), None)  # an earlier process of this pid
-            client = self.clients[key] = Client(
+            client = self.clients[key] = ProfilerClient(
                 key=key, pid=pid, uid=uid, gid=gid, start_ticks=ticks, first_ns=time.time_ns(),
                 ancestors=tuple(ancestors(self.proc, parent)),
             )  # fmt: skip
             self._keys[pid] = key
         return client
 
-    def answer(self, client: Client) -> tuple[bytes, Callable[[], None] | None]:
+    def answer(self, client: ProfilerClient) -> tuple[bytes, Callable[[], None] | None]:
         """The datagram that answers the poll of a client, and what to call once it is sent."""
         offer = self.offers.get(client.key)
         text = "" if offer is None or client.busy else offer.text(client)
@@ -118,12 +118,12 @@ class Registry:
             return configuration_reply(""), None
         return configuration_reply(text), lambda: self._delivered(client.key, offer)
 
-    def answered(self, client: Client) -> None:
+    def answered(self, client: ProfilerClient) -> None:
         """Let those hear of a poll who wait for it."""
         for listener in list(self.listeners):
             listener(client)
 
-    def by_pid(self, pid: int) -> Client | None:
+    def by_pid(self, pid: int) -> ProfilerClient | None:
         """The client that has this pid now."""
         return self.clients.get(self._keys.get(pid, ""))
 

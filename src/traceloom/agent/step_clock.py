@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from traceloom.agent.bpf.mappings import mappings, open_mapped
-from traceloom.agent.bpf.step_probes import LOADER, PROFILER_STEP, Mark, StepProbes
+from traceloom.agent.bpf.step_probes import LOADER, PROFILER_STEP, StepMark, StepProbes
 from traceloom.agent.bpf.support import unsupported
 from traceloom.agent.bpf.uprobes import Uprobes
 from traceloom.agent.collect.processes import TICKS_PER_S
@@ -37,7 +37,7 @@ class _Library(NamedTuple):
     lacks: str
 
 
-class StepClock:
+class ProbedStepClock:
     """Attaches probes to the libraries of PyTorch processes, and reads what they counted.
 
     Args:
@@ -49,7 +49,8 @@ class StepClock:
 
     def __init__(self, config: Config, processes: Callable[[], Iterable[Process]]) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
-        self.timeout_s = max(config.collect.timeout, 10.0)  # the first look into a library may wait for a slow disk
+        # The first look into a library may wait for a slow disk.
+        self.timeout_s = config.collect.timeouts.get(self.name, max(config.collect.timeout, 10.0))
         self.taken: list[StepsTaken] = []  # of the last run
         self._on = config.probes.steps
         self._proc = Path(config.collect.proc)
@@ -59,7 +60,7 @@ class StepClock:
         self._libraries: dict[tuple[int, int], _Library] = {}
         self._looked: set[str] = set()  # processes whose library is known
         self._refused: dict[str, str] = {}  # process -> why it has no probes
-        self._last: dict[str, dict[tuple[int, int], Mark]] = {}
+        self._last: dict[str, dict[tuple[int, int], StepMark]] = {}
 
     def collect(self) -> list[Reading]:
         """Attach to what is new, let go of what has ended, and count; without the right to it nothing is done.
@@ -157,11 +158,11 @@ class StepClock:
                 library.probes.close()
                 del self._libraries[file]
 
-    def _since_last(self, process: Process, marks: dict[tuple[int, int], Mark]) -> StepsTaken | None:
+    def _since_last(self, process: Process, marks: dict[tuple[int, int], StepMark]) -> StepsTaken | None:
         """What a process has done since the last run; None where it has done nothing."""
         before = self._last.get(process.key, {})
         self._last[process.key] = marks
-        nothing = Mark(0, 0, 0, 0, (0,) * len(next(iter(marks.values())).buckets))
+        nothing = StepMark(0, 0, 0, 0, (0,) * len(next(iter(marks.values())).buckets))
         clocks = [key for key, mark in marks.items() if mark.number > before.get(key, nothing).number]
         wait = marks.get((LOADER, 0))
         waited_ns = wait.total_ns - before.get((LOADER, 0), nothing).total_ns if wait else None

@@ -21,12 +21,12 @@ from traceloom.errors import InputError, UsageError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from traceloom.agent.client import Client
+    from traceloom.agent.client import AgentClient
     from traceloom.agent.config import Config, Locations
 
 DESCRIPTION = (
     "The agent of a host: what its devices and processes do, and whose they are. `run` starts it, as root for the "
-    "whole host or as a user for the own processes; the others ask it."
+    "whole host, or as a user for that user's processes; the other actions ask it."
 )
 EXAMPLES = """\
 examples:
@@ -38,7 +38,7 @@ What each can do: traceloom agent query --help.
 """
 
 
-class Action(NamedTuple):
+class AgentAction(NamedTuple):
     """What the agent's verb can do: in a sentence, with examples, its options, and how it is done."""
 
     text: str
@@ -61,10 +61,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action.add_options(own)
         own.add_argument(
             "--config", metavar="FILE",
-            help="agent.toml (default: /etc/traceloom/agent.toml or that of the user, where there is one)",
+            help="agent.toml (default: root's in /etc/traceloom, a user's in ~/.config/traceloom, if there is one)",
         )  # fmt: skip
         own.add_argument(
-            "--socket", metavar="PATH", help="the agent's socket (default: that of root's agent, else the user's)"
+            "--socket",
+            metavar="PATH",
+            help="the agent's socket (default: that of your own agent if it runs, else root's)",
         )
         if name != "run":
             own.add_argument("--json", action="store_true", help="print the answer as JSON")
@@ -80,7 +82,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", metavar="JOB", help="of this job alone")
+    parser.add_argument("--job", metavar="JOB", help="only this job")
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
@@ -88,12 +90,15 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=types.positive, default=2.0, metavar="S", help="seconds between pictures (default: 2)"
     )
-    parser.add_argument("--once", action="store_true", help="one picture, then the end")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
 
 
 def _add_since(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--since", default="10m", metavar="TIME", help="as 90s, 10m, 3h, 1d ago, or 2026-01-31T12:00 (default: 10m)"
+        "--since",
+        default="10m",
+        metavar="TIME",
+        help="how far back, as 90s, 10m or 1d; or from when, as 2026-01-31T12:00 (default: 10m)",
     )
 
 
@@ -107,28 +112,31 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
         "metric", nargs="?", metavar="METRIC", help="with or without traceloom_; without any, all metrics are listed"
     )
     _add_since(parser)
-    parser.add_argument("--until", default="", metavar="TIME", help="likewise (default: now)")
+    parser.add_argument("--until", default="", metavar="TIME", help="the end, written likewise (default: now)")
     parser.add_argument(
         "--by", default="", metavar="LABELS",
-        help="sum up by these: job, rank, user, device, process, or labels of the metric",
+        help="sum up by these, with commas: job, rank, user, device, process, or labels of the metric",
     )  # fmt: skip
     parser.add_argument(
-        "--where", default="", metavar="LABEL=VALUE", help="only what this holds for, as device=0; several with commas"
+        "--where",
+        default="",
+        metavar="LABEL=VALUE",
+        help="only where this holds, as device=0; several with commas",
     )
     parser.add_argument("--raw", action="store_true", help="counters as they are, not as rates")
 
 
 def _add_stacks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", metavar="JOB", help="of this job; needed where there are several")
-    parser.add_argument("--pid", type=types.count, metavar="PID", help="of this process alone")
+    parser.add_argument("--job", metavar="JOB", help="this job; needed if there are several")
+    parser.add_argument("--pid", type=types.count, metavar="PID", help="only this process")
     parser.add_argument(
-        "--native", action="store_true", help="C and C++ too; a process stands still while it is looked at"
+        "--native", action="store_true", help="calls of C and C++ too; a process stands still while it is looked at"
     )
 
 
 def _add_learn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a trace or a recorded run")
-    parser.add_argument("--job", metavar="JOB", help="the job that it is of; needed where there are several")
+    parser.add_argument("--job", metavar="JOB", help="the job that was traced; needed if there are several")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,11 +163,11 @@ def _socket(args: argparse.Namespace) -> Path:
     return Path(args.socket) if args.socket else own if own.exists() or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
 
 
-def client_of(args: argparse.Namespace) -> Client:
+def client_of(args: argparse.Namespace) -> AgentClient:
     """Asks the agent that is named, else the user's own or root's."""
-    from traceloom.agent.client import Client
+    from traceloom.agent.client import AgentClient
 
-    return Client(_socket(args))
+    return AgentClient(_socket(args))
 
 
 def _locations(args: argparse.Namespace, config: Config) -> Locations:
@@ -327,7 +335,7 @@ def _events(args: argparse.Namespace) -> int:
     return _shown(args, {"events": happened}, lambda width: views.events(happened, width))
 
 
-def _happened(client: Client, args: argparse.Namespace, since: str, kind: str = "") -> list[dict[str, Any]]:
+def _happened(client: AgentClient, args: argparse.Namespace, since: str, kind: str = "") -> list[dict[str, Any]]:
     """Events, of the job that is asked for."""
     return [
         event
@@ -345,7 +353,7 @@ def _learn(args: argparse.Namespace) -> int:
     return _shown(args, answer, lambda _: views.learned(answer))
 
 
-def _job(args: argparse.Namespace, client: Client) -> str:
+def _job(args: argparse.Namespace, client: AgentClient) -> str:
     """The job that is named, else the only one there is."""
     if args.job is not None:
         return str(args.job)
@@ -423,30 +431,30 @@ def _shown(args: argparse.Namespace, answer: Any, rendered: Any) -> int:
 
 
 ACTIONS = {
-    "run": Action(
+    "run": AgentAction(
         "run the agent until Ctrl-C",
         "traceloom agent run\n"
         "traceloom agent run --simulate 8 --tcp 127.0.0.1:9465    for Prometheus too\n"
         "then: traceloom agent ps",
         _add_run, _run,
     ),
-    "status": Action(
-        "say how the agent fares",
+    "status": AgentAction(
+        "show how the agent itself is doing",
         "traceloom agent status\nthen: traceloom agent doctor, where something fails",
         lambda _: None, _status,
     ),
-    "ps": Action(
+    "ps": AgentAction(
         "list processes with owner, rank, devices and step rate",
         "traceloom agent ps --job slurm-42\nthen: traceloom agent query process_memory_bytes --by job",
         _add_job, _processes,
     ),
-    "top": Action(
+    "top": AgentAction(
         "show devices and processes as they are now, again and again",
         "traceloom agent top\ntraceloom agent top --once --json    for programs\n"
         "then: traceloom agent query gpu_busy_ratio --since 1h",
         _add_top, _top,
     ),
-    "query": Action(
+    "query": AgentAction(
         "show what a metric was: over time, by job, rank, user or device",
         "traceloom agent query                                all metrics there are\n"
         "traceloom agent query gpu_power_watts --by job --since 1h\n"
@@ -454,31 +462,31 @@ ACTIONS = {
         "then: traceloom report TRACE, for why it was so",
         _add_query, _query,
     ),
-    "events": Action(
+    "events": AgentAction(
         "list errors of devices, and processes killed for want of memory",
         "traceloom agent events --since 1d\nthen: traceloom agent ps",
         _add_events, _events,
     ),
-    "learn": Action(
+    "learn": AgentAction(
         "judge a job by a trace of it: FLOPs, element types, roofline",
         "traceloom agent learn run1 --job slurm-42\n"
         "then: traceloom agent query job_flops_error_ratio --where job=slurm-42",
         _add_learn, _learn,
     ),
-    "stacks": Action(
+    "stacks": AgentAction(
         "show what all threads of a job or process do now, equal stacks together",
         "traceloom agent stacks --job slurm-42    ranks that are elsewhere than the others first\n"
         "traceloom agent stacks --pid 4711 --native\n"
         "then: traceloom trace --job slurm-42 --steps 3",
         _add_stacks, _stacks,
     ),
-    "doctor": Action(
-        "say what works here, what not, why, and what would help",
-        "traceloom agent doctor    of the agent that runs, else of one that you would run\n"
+    "doctor": AgentAction(
+        "say what works here, what does not, why, and what would help",
+        "traceloom agent doctor    for the agent that runs, or for one that you would run\n"
         "then: traceloom agent run",
         lambda _: None, _doctor,
     ),
-    "env": Action(
+    "env": AgentAction(
         "print the variables that prepare a job",
         'eval "$(traceloom agent env)"; python train.py    a job that can be asked for traces\n'
         "then: traceloom agent ps",

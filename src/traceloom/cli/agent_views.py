@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.agent.grouping import numbers
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.harmless import harmless
@@ -32,7 +32,7 @@ _WORKS = {
     "partly": ("work in part", *SEVERITY["warning"]),
     "no": ("do not work", *SEVERITY["error"]),
 }
-_AREAS = ("rights", "devices", "collect", "owners", "jobs", "stacks", "files", "extras")
+_AREAS = ("rights", "devices", "collect", "owners", "jobs", "traces", "probes", "stacks", "files", "extras")
 
 
 def status(answer: Row, width: int) -> Iterator[Text]:
@@ -107,14 +107,14 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
         framework = f"{owner['framework']} {owner['framework_version']}".strip()
         cells.append([
             str(row["pid"]), _cut(owner["user"] or str(row["uid"]), 12), _cut(owner["job"] or _NONE, width // 5), rank,
-            _cut(framework or _NONE, 16), ",".join(index.get(uuid, uuid[:8]) for uuid in row["devices"]) or _NONE,
+            _cut(framework or _NONE, 20), ",".join(index.get(uuid, uuid[:8]) for uuid in row["devices"]) or _NONE,
             _NONE if memory is None else units.size(int(memory)),
             _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}",
         ])  # fmt: skip
-    known = [at for at in range(len(columns)) if any(row[at] != _NONE for row in cells)]  # the others say nothing
+    filled = [at for at in range(len(columns)) if any(row[at] != _NONE for row in cells)]  # the others say nothing
     yield from lines(
-        [columns[at] for at in known],
-        [[row[at] for at in known] for row in cells],
+        [columns[at] for at in filled],
+        [[row[at] for at in filled] for row in cells],
         ("command", lambda row, left: _cut(_command(rows[row]), left)),
         width,
     )
@@ -203,7 +203,7 @@ def _on_device(device: Row, width: int) -> Text:
     )
 
 
-def host_values(client: Client) -> Row:
+def host_values(client: AgentClient) -> Row:
     """Busy share of processors and used memory, from the last minute."""
     result: Row = {"cpu": None, "memory": None}
     rates = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from traceloom.agent.client import Client
+    from traceloom.agent.client import AgentClient
 
 DESCRIPTION = (
     "Trace a job that runs, without stopping or changing it: the host's agent asks PyTorch's own profiler in its "
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     return _trace(args, client)
 
 
-def _trace(args: argparse.Namespace, client: Client) -> int:
+def _trace(args: argparse.Namespace, client: AgentClient) -> int:
     if (args.steps is None) == (args.duration is None):
         raise UsageError(
             "a trace needs either --steps N or --duration T", slug="wrong-usage", hint="see traceloom trace --help"
@@ -138,7 +138,7 @@ def _trace(args: argparse.Namespace, client: Client) -> int:
     return 0
 
 
-def _watched(args: argparse.Namespace, client: Client, request: dict[str, Any]) -> dict[str, Any]:
+def _watched(args: argparse.Namespace, client: AgentClient, request: dict[str, Any]) -> dict[str, Any]:
     """Follow a request to its end; each change of a target is a line."""
     shown: dict[tuple[str, str], tuple[str, str]] = {}
     began = time.monotonic()
@@ -163,7 +163,7 @@ def _line(target: dict[str, Any], seconds: float) -> str:
     )
 
 
-def _download(client: Client, request: dict[str, Any], output: Path) -> None:
+def _download(client: AgentClient, request: dict[str, Any], output: Path) -> None:
     """Fetch all files beside the place where they go, and put them there at once."""
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -197,7 +197,7 @@ def _instant(text: str) -> int:
         raise UsageError(f"`{text}` is no time, as +30s or 2026-01-31T12:00", slug="bad-time") from None
 
 
-def _list(args: argparse.Namespace, client: Client) -> int:
+def _list(args: argparse.Namespace, client: AgentClient) -> int:
     requests = client.get("requests")["requests"]
     if args.json:
         print(json.dumps(requests, indent=2))

@@ -16,7 +16,7 @@ from support.host_tree import HostTree
 from support.running_agent import running_agent
 from support.waiting import until
 from traceloom.agent.accelerators import Device
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.agent.owners.devices import HostDevices, devices_of
 
 RANK = """
@@ -38,7 +38,7 @@ def _environment(**more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(NO_JOB_OF_OURS)} | more
 
 
-def _owners(client: Client, pids: dict[int, Any]) -> dict[int, dict[str, Any]]:
+def _owners(client: AgentClient, pids: dict[int, Any]) -> dict[int, dict[str, Any]]:
     rows = client.get("processes")["processes"]
     return {row["pid"]: row["owner"] for row in rows if row["pid"] in pids}
 

@@ -21,7 +21,7 @@ from support.prometheus import Prometheus, free_port, prometheus, until
 from traceloom.agent.accelerators import DeviceEvent, DeviceProcess, Sample
 from traceloom.agent.accelerators.recorded import SampleWriter
 from traceloom.agent.accelerators.simulated import SimulatedAccelerator
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.agent.config import Accelerators, Config
 from traceloom.errors import TraceloomError
 
@@ -133,7 +133,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             def begun() -> Any:
                 assert agent.poll() is None, (directory / "log").read_text(encoding="utf-8")
                 try:
-                    return Client(agent_socket).get("status")["devices"] == 8
+                    return AgentClient(agent_socket).get("status")["devices"] == 8
                 except TraceloomError:
                     return False
 

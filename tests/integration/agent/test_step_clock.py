@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 
 from support.probes import needs_probes
+from traceloom.agent.bpf import step_probes
 from traceloom.agent.config import Config, Probes
 from traceloom.agent.metrics import METRICS
 from traceloom.agent.owners import Owner, Process
-from traceloom.agent.step_clock import StepClock
+from traceloom.agent.step_clock import ProbedStepClock
 
 pytestmark = [pytest.mark.torch, needs_probes]
 
@@ -109,11 +111,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 @pytest.fixture
-def clock() -> Iterator[Callable[..., StepClock]]:
-    clocks: list[StepClock] = []
+def clock() -> Iterator[Callable[..., ProbedStepClock]]:
+    clocks: list[ProbedStepClock] = []
 
-    def make(processes: list[Process], config: Config | None = None) -> StepClock:
-        clocks.append(StepClock(config or Config(), lambda: processes))
+    def make(processes: list[Process], config: Config | None = None) -> ProbedStepClock:
+        clocks.append(ProbedStepClock(config or Config(), lambda: processes))
         return clocks[-1]
 
     yield make
@@ -121,7 +123,7 @@ def clock() -> Iterator[Callable[..., StepClock]]:
         made.close()
 
 
-def test_steps_and_waits_are_those_that_the_program_measures(job: Job, clock: Callable[..., StepClock]) -> None:
+def test_steps_and_waits_are_those_that_the_program_measures(job: Job, clock: Callable[..., ProbedStepClock]) -> None:
     steps = clock([job.facts])
     assert {reading.metric: reading.value for reading in steps.collect()}["agent_probed_libraries"] == 1
     assert steps.taken == []
@@ -151,7 +153,7 @@ def test_steps_and_waits_are_those_that_the_program_measures(job: Job, clock: Ca
 
 
 def test_of_two_optimizers_the_first_counts_and_profiler_steps_come_before_both(
-    job: Job, clock: Callable[..., StepClock]
+    job: Job, clock: Callable[..., ProbedStepClock]
 ) -> None:
     steps = clock([job.facts])
     steps.collect()
@@ -168,7 +170,7 @@ def test_of_two_optimizers_the_first_counts_and_profiler_steps_come_before_both(
 
 
 def test_a_library_is_probed_once_for_all_its_processes(
-    job: Job, clock: Callable[..., StepClock], tmp_path: Path
+    job: Job, clock: Callable[..., ProbedStepClock], tmp_path: Path
 ) -> None:
     other = Job(tmp_path)
     processes = [job.facts, other.facts]
@@ -189,7 +191,7 @@ def test_a_library_is_probed_once_for_all_its_processes(
     assert readings["agent_probed_libraries"] == 0
 
 
-def test_of_a_pid_that_is_used_again_nothing_old_counts(job: Job, clock: Callable[..., StepClock]) -> None:
+def test_of_a_pid_that_is_used_again_nothing_old_counts(job: Job, clock: Callable[..., ProbedStepClock]) -> None:
     processes = [job.facts]
     steps = clock(processes)
     steps.collect()
@@ -203,7 +205,20 @@ def test_of_a_pid_that_is_used_again_nothing_old_counts(job: Job, clock: Callabl
     assert steps.taken == []
 
 
-def test_switched_off_it_touches_nothing(job: Job, clock: Callable[..., StepClock]) -> None:
+def test_calls_that_there_is_no_room_for_are_counted(
+    job: Job, clock: Callable[..., ProbedStepClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Waits of the loader take it, so that no step has one, or steps do, or another program of this host.
+    monkeypatch.setattr(step_probes, "_MOST_MARKS", 1)
+    steps = clock([job.facts])
+    before = {reading.metric: reading.value for reading in steps.collect()}["agent_probes_lost_total"]
+    job.run(4)
+    after = {reading.metric: reading.value for reading in steps.collect()}["agent_probes_lost_total"]
+    assert after - before >= 4
+    assert re.fullmatch(r"\d+ steps were not counted: too many processes have some", steps.trouble()[0])
+
+
+def test_switched_off_it_touches_nothing(job: Job, clock: Callable[..., ProbedStepClock]) -> None:
     steps = clock([job.facts], Config(probes=Probes(steps=False)))
     assert steps.collect() == []
     job.run(3)

@@ -21,7 +21,7 @@ import pytest
 
 from support.running_agent import Running
 from support.waiting import until
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.errors import TraceloomError
 
 NOBODY = 65534
@@ -169,7 +169,7 @@ def test_it_is_stopped_for_a_while(tmp_path: Path) -> None:
         agent.process.send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
         with pytest.raises(TraceloomError, match="does not answer"):
-            Client(agent.socket, 4.0).get("status")
+            AgentClient(agent.socket, 4.0).get("status")
         paused_s = time.monotonic() - stopped
         agent.process.send_signal(signal.SIGCONT)
         states = agent.client.get("status")["collectors"]
@@ -186,12 +186,12 @@ def test_it_is_stopped_for_a_while(tmp_path: Path) -> None:
 AS_NOBODY = """
 import json, os, sys
 from pathlib import Path
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.errors import TraceloomError
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
-client = Client(Path(sys.argv[1]), 30)
+client = AgentClient(Path(sys.argv[1]), 30)
 def post(route, body):
     try:
         return client.post(route, body)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
 from traceloom.read import load
@@ -70,7 +70,7 @@ class Host:
             + f'[collect]\nperiod = 1.0\n[dynolog]\naddress = "127.0.0.1:{self.rpc_port}"\n',
             encoding="utf-8",
         )  # fmt: skip
-        self.client = Client(folder / "socket", 60)
+        self.client = AgentClient(folder / "socket", 60)
         self.log = (folder / "log").open("a", encoding="utf-8")
         self.agent = self.start()
         variables = self.client.get("environment")["variables"]
@@ -266,10 +266,10 @@ def test_a_request_outlives_a_kill_of_the_agent(host: Host) -> None:
 AS_BERT = """
 import os, sys
 from pathlib import Path
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 from traceloom.errors import TraceloomError
 os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
-client = Client(Path(sys.argv[1]), 60)
+client = AgentClient(Path(sys.argv[1]), 60)
 def asked(call, *words):
     try:
         print(call(*words))
@@ -301,9 +301,9 @@ def test_nobody_traces_another_users_process(host: Host) -> None:
 AS_ANNA = """
 import json, os, sys, time
 from pathlib import Path
-from traceloom.agent.client import Client
+from traceloom.agent.client import AgentClient
 os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
-client = Client(Path(sys.argv[1]), 60)
+client = AgentClient(Path(sys.argv[1]), 60)
 if len(sys.argv) == 3:
     print(json.dumps(client.get("environment")["variables"]))
 else:

@@ -3,16 +3,101 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.agent_server import locations_in, process
 from traceloom.agent.accelerators import Device
-from traceloom.agent.config import Accelerators, Config
+from traceloom.agent.config import Accelerators, Collect, Config, Files, Owners
 from traceloom.agent.daemon import Agent
-from traceloom.agent.metrics import Reading
+from traceloom.agent.metrics import METRICS, Histogram, Reading, Series
+
+
+@contextmanager
+def made(directory: Path, files: Files | None = None) -> Iterator[Agent]:
+    """An agent that does not run."""
+    config = Config(accelerators=Accelerators(backends=("simulated",), simulated=1), files=files or Files())
+    agent = Agent(config, locations_in(directory))
+    try:
+        yield agent
+    finally:
+        agent.accelerators.close()
+        agent.history.close()
+
+
+def sizes(directory: Path, pattern: str) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir() if re.fullmatch(pattern, file.name))
+
+
+def test_the_agent_measures_itself(tmp_path: Path) -> None:
+    async def live() -> None:
+        # A file stands where the directory of the metrics' file would have to be.
+        (tmp_path / "in-the-way").touch()
+        with made(tmp_path, Files(json_lines=str(tmp_path / "in-the-way" / "metrics.jsonl"))) as agent:
+            steps = METRICS["step_seconds"]
+            histogram = Histogram("step_seconds", ("slurm-7", "0"), (0,) * len(steps.bounds), 1, 99.0)
+            agent.board.put("some", [Reading("host_load_ratio", (), 0.5), histogram], time.time_ns())
+            agent.asked("/metrics", 200)
+            agent.asked("/metrics", 200)
+            agent.asked("/api/v1/query", 404)
+            agent.history.write(time.time_ns(), [(("host_load_ratio", ()), 0.5)])
+            on_disk = sizes(tmp_path, r"agent\.db(-wal)?")
+            for publisher in agent.publishers:
+                publisher.put(agent.board.copy())
+            collector = agent.scheduler.collectors[0]
+            began = time.monotonic()
+            await agent.scheduler.collect(collector)
+            took = time.monotonic() - began
+            used = time.process_time()
+            agent._sum_up()
+            values: dict[Series, float] = agent.board.sheets["agent"].values
+            assert used * 0.99 <= values["agent_cpu_seconds_total", ()] <= time.process_time() * 1.01
+            resident = psutil.Process(os.getpid()).memory_info().rss
+            assert values["agent_memory_bytes", ()] == pytest.approx(resident, rel=0.2)
+            assert values["agent_history_bytes", ()] == on_disk > 0
+            assert values["agent_history_lost_total", ("slow-disk",)] == 0
+            assert values["agent_requests_total", ("/metrics", "200")] == 2
+            assert values["agent_requests_total", ("/api/v1/query", "404")] == 1
+            assert values["agent_export_failures_total", ("json_lines",)] == 1
+            assert 0 < values["collector_seconds", (collector.name,)] <= took
+            of_others = [sheet for name, sheet in agent.board.sheets.items() if name != "agent"]
+            number = sum(len(sheet.values) + len(sheet.histograms) for sheet in of_others)
+            assert values["agent_series", ()] == number >= 2  # as it was when the agent counted
+
+            agent.history.lost["full-disk"] = 3
+            agent._sum_up()
+            assert agent.board.sheets["agent"].values["agent_history_lost_total", ("full-disk",)] == 3
+
+    asyncio.run(live())
+
+
+def test_every_collector_has_a_period_and_a_time_out_of_its_own(tmp_path: Path) -> None:
+    mapping = tmp_path / "jobs"
+    names = (
+        "cpu", "memory", "pressure", "disks", "network", "rdma", "accelerators", "processes", "frameworks", "kubelet",
+        "job-mapping", "cgroups", "probes",
+    )  # fmt: skip
+    config = Config(
+        accelerators=Accelerators(backends=("simulated",), simulated=1),
+        collect=Collect(
+            periods={name: 30.0 + at for at, name in enumerate(names)},
+            timeouts={name: 5.0 + at for at, name in enumerate(names)},
+        ),
+        owners=Owners(job_mapping=str(mapping)),
+    )
+    agent = Agent(config, locations_in(tmp_path))
+    agent.accelerators.close()
+    agent.history.close()
+    assert {collector.name: (collector.period_s, collector.timeout_s) for collector in agent.scheduler.collectors} == {
+        name: (30.0 + at, 5.0 + at) for at, name in enumerate(names)
+    }
 
 
 def _device_seconds(agent: Agent) -> float:
@@ -24,8 +109,7 @@ def test_a_clock_that_jumps_gives_jobs_no_device_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: int
 ) -> None:
     async def live() -> None:
-        agent = Agent(Config(accelerators=Accelerators(backends=("simulated",), simulated=1)), locations_in(tmp_path))
-        try:
+        with made(tmp_path) as agent:
             job = process(11, 1000, "slurm-7", 0)
             agent.board.processes = {job.key: job}
             agent.board.devices = {"GPU-0": Device(uuid="GPU-0", index="0", vendor="nvidia", model="H100")}
@@ -36,9 +120,6 @@ def test_a_clock_that_jumps_gives_jobs_no_device_time(
             before = _device_seconds(agent)
             agent._sum_up()
             assert before <= _device_seconds(agent) < abs(jump_s) / 2
-        finally:
-            agent.accelerators.close()
-            agent.history.close()
 
     asyncio.run(live())
 
@@ -47,8 +128,7 @@ def test_memory_has_what_collectors_deliver_between_two_ticks(tmp_path: Path) ->
     """While a trace runs they deliver ten times a second."""
 
     async def live() -> None:
-        agent = Agent(Config(accelerators=Accelerators(backends=("simulated",), simulated=1)), locations_in(tmp_path))
-        try:
+        with made(tmp_path) as agent:
             cpu = next(collector for collector in agent.scheduler.collectors if collector.name == "cpu")
             now_ns = time.time_ns()
             for turn in range(5):
@@ -56,8 +136,5 @@ def test_memory_has_what_collectors_deliver_between_two_ticks(tmp_path: Path) ->
                 agent._delivered(cpu)
             (points,) = agent.history.recent("host_load_ratio", now_ns, now_ns + 10**9)
             assert list(points.values) == [turn / 8 for turn in range(5)]
-        finally:
-            agent.accelerators.close()
-            agent.history.close()
 
     asyncio.run(live())

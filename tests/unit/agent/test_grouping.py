@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from support.devices import ByHand
+from support.host_tree import HostTree
+from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.accelerators.watched import Watched
 from traceloom.agent.grouping import GroupedStacks, grouped, numbers, waits_in
 from traceloom.agent.owners import Owner, Process
+from traceloom.agent.processes import OwnedProcesses
 from traceloom.agent.profilers.dump import Frame, StackDump, ThreadStack
 
 TORCH = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -43,6 +49,20 @@ def _job(*stacks: Sequence[Frame]) -> GroupedStacks:
     """One rank for each stack, with pids from 100."""
     dumps = {100 + rank: _dump(100 + rank, frames) for rank, frames in enumerate(stacks)}
     return grouped([_process(100 + rank, rank) for rank in range(len(stacks))], dumps, {})
+
+
+def test_a_rank_that_ended_is_missed_by_what_torchrun_told_the_others(tmp_path: Path) -> None:
+    """The last one of a job whose ranks are all on this host: its number lies beyond those that are there."""
+    tree = HostTree(tmp_path)
+    for rank in range(3):
+        torchrun = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+        tree.process(100 + rank, environment={**torchrun, "TRACELOOM_JOB": "run1"})
+    accelerators = AcceleratorCollector(tree.config(), [Watched("by-hand", ByHand)])
+    accelerators.close()
+    owned = OwnedProcesses(tree.config(), accelerators)
+    owned.collect()
+    stacks = grouped(list(owned.owned.values()), {100 + rank: _dump(100 + rank, REDUCING) for rank in range(3)}, {})
+    assert stacks.sentence.endswith("rank 3 is not seen: it has no process on this host")
 
 
 def test_the_rank_that_loads_while_others_wait_comes_first() -> None:

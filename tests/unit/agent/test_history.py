@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.agent.board import Board
-from traceloom.agent.config import History as Settings
+from traceloom.agent.config import HistorySettings
 from traceloom.agent.history import History, Points, joined
 from traceloom.agent.metrics import Reading, Series
 from traceloom.errors import InputError
@@ -31,7 +31,7 @@ def _pairs(points: list[Points]) -> dict[tuple[str, ...], list[tuple[int, float]
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    history = History(tmp_path / "deep" / "agent.db", Settings())
+    history = History(tmp_path / "deep" / "agent.db", HistorySettings())
     for tick in range(5):
         values = [(_power("a"), 100.0 + tick), (("gpu_busy_ratio", ("a",)), tick / 10)]
         history.write(T0 + tick * S, values + ([(_power("b"), 7.5)] if tick == 2 else []))
@@ -44,11 +44,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_restart_keeps_it(tmp_path: Path) -> None:
-    first = History(tmp_path / "agent.db", Settings())
+    first = History(tmp_path / "agent.db", HistorySettings())
     first.write(T0, [(_power("a"), 1.0)])
     first.close()
     first.write(T0 + S, [(_power("a"), 9.0)])  # after its end: nothing
-    second = History(tmp_path / "agent.db", Settings())
+    second = History(tmp_path / "agent.db", HistorySettings())
     second.write(T0 + 2 * S, [(_power("a"), 2.0)])
     assert _pairs(second.query("gpu_power_watts", T0, T0 + 9 * S)) == {("a",): [(T0, 1.0), (T0 + 2 * S, 2.0)]}
 
@@ -63,7 +63,7 @@ def test_any_ticks_in_any_order(
     tmp_path_factory: pytest.TempPathFactory, ticks: list[tuple[int, dict[str, float]]]
 ) -> None:
     """Clocks jump, devices come and go: every value is there once, in order of time."""
-    history = History(tmp_path_factory.mktemp("history") / "agent.db", Settings())
+    history = History(tmp_path_factory.mktemp("history") / "agent.db", HistorySettings())
     expected: dict[tuple[str, ...], list[tuple[int, float]]] = {}
     for second, values in ticks:
         history.write(T0 + second * S, [(_power(device), value) for device, value in values.items()])
@@ -75,7 +75,7 @@ def test_any_ticks_in_any_order(
 
 
 def test_memory_keeps_the_pace_of_the_collectors() -> None:
-    history, board = History(None, Settings(recent_seconds=10)), Board()
+    history, board = History(None, HistorySettings(recent_seconds=10)), Board()
     for second in range(30):
         board.put("devices", [Reading("gpu_power_watts", ("a",), float(second))], T0 + second * S)
         if second % 10 == 0:
@@ -89,7 +89,7 @@ def test_memory_keeps_the_pace_of_the_collectors() -> None:
 
 
 def test_memory_is_bounded_when_the_clock_jumps_back() -> None:
-    history, board = History(None, Settings(recent_seconds=10)), Board()
+    history, board = History(None, HistorySettings(recent_seconds=10)), Board()
     for second in range(1000):
         board.put("devices", [Reading("gpu_power_watts", ("a",), 1.0)], T0 - second * S)
         history.keep(board, T0 - second * S)
@@ -97,7 +97,7 @@ def test_memory_is_bounded_when_the_clock_jumps_back() -> None:
 
 
 def test_old_ticks_are_forgotten(tmp_path: Path) -> None:
-    history = History(tmp_path / "agent.db", Settings(hours=1))
+    history = History(tmp_path / "agent.db", HistorySettings(hours=1))
     for hour in range(4):
         history.write(T0 + hour * 3600 * S, [(_power(f"gpu{hour}"), float(hour))])
     history.forget(T0 + 3 * 3600 * S)
@@ -114,7 +114,7 @@ def test_old_ticks_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_the_size_is_bounded(tmp_path: Path) -> None:
-    history = History(tmp_path / "agent.db", Settings(most_mb=0.5))
+    history = History(tmp_path / "agent.db", HistorySettings(most_mb=0.5))
     for tick in range(1500):
         history.write(T0 + tick * S, [(_power(str(device)), float(tick)) for device in range(100)])
         if tick % 100 == 0:
@@ -129,7 +129,7 @@ def test_the_size_is_bounded(tmp_path: Path) -> None:
 def test_a_damaged_file_is_put_aside(tmp_path: Path) -> None:
     path = tmp_path / "agent.db"
     path.write_bytes(b"this is no database" * 1000)
-    history = History(path, Settings())
+    history = History(path, HistorySettings())
     history.write(T0, [(_power("a"), 1.0)])
     assert len(history.query("gpu_power_watts", T0, T0)) == 1
     aside = [file for file in tmp_path.iterdir() if ".damaged-" in file.name]
@@ -138,7 +138,7 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path) -> None:
 
 
 def _written(path: Path, ticks: int = 200) -> History:
-    history = History(path, Settings())
+    history = History(path, HistorySettings())
     for tick in range(ticks):
         history.write(T0 + tick * S, [(_power(f"device {device}"), float(tick)) for device in range(30)])
     return history
@@ -151,7 +151,7 @@ def test_a_file_that_is_damaged_while_it_is_used_is_put_aside(tmp_path: Path) ->
     content = bytearray(path.read_bytes())
     content[4096 * 4 :] = b"\xa5" * (len(content) - 4096 * 4)
     path.write_bytes(content)
-    history = History(path, Settings())
+    history = History(path, HistorySettings())
     assert history.trouble == ""
     assert history.query("gpu_power_watts", 0, 2 * T0) == []
     assert history.lost == {"damaged-file": 1}
@@ -194,7 +194,7 @@ def test_contents_that_mean_nothing(tmp_path: Path, damage: str) -> None:
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute(damage)
         database.commit()
-    history = History(path, Settings())
+    history = History(path, HistorySettings())
     assert history.query("gpu_power_watts", 0, 2 * T0) == []
     assert history.lost == {"damaged-file": 1}
     history.write(T0, [(_power("a"), 1.0)])
@@ -205,13 +205,13 @@ def test_a_later_version_is_refused_and_kept(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "agent.db") as database:
         database.execute("PRAGMA user_version = 99")
     with pytest.raises(InputError) as raised:
-        History(tmp_path / "agent.db", Settings())
+        History(tmp_path / "agent.db", HistorySettings())
     assert raised.value.slug == "newer-format"
 
 
 def test_a_disk_that_cannot_be_written_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no directory", encoding="utf-8")
-    history = History(tmp_path / "file" / "agent.db", Settings())
+    history = History(tmp_path / "file" / "agent.db", HistorySettings())
     history.write(T0, [(_power("a"), 1.0)])
     history.write(T0 + S, [(_power("a"), 2.0)])
     assert sum(history.lost.values()) == 2
@@ -227,7 +227,7 @@ def test_a_disk_that_cannot_be_written_is_counted(tmp_path: Path, monkeypatch: p
 
 def test_a_full_disk_loses_ticks_but_nothing_before(tmp_path: Path) -> None:
     """SQLite is told that its file may not grow: as a full disk, it refuses to write."""
-    history = History(tmp_path / "agent.db", Settings())
+    history = History(tmp_path / "agent.db", HistorySettings())
     history.write(T0, [(_power("a"), 1.0)])
     assert history._database is not None
     history._database.execute("PRAGMA max_page_count = 1")
@@ -239,7 +239,7 @@ def test_a_full_disk_loses_ticks_but_nothing_before(tmp_path: Path) -> None:
 
 
 def test_questions_while_it_writes(tmp_path: Path) -> None:
-    history = History(tmp_path / "agent.db", Settings())
+    history = History(tmp_path / "agent.db", HistorySettings())
     ended = threading.Event()
 
     def write() -> None:
@@ -258,7 +258,7 @@ def test_questions_while_it_writes(tmp_path: Path) -> None:
 
 def test_a_day_of_400_series_fits(tmp_path: Path) -> None:
     """An hour of it, times 24: at most 200 MB."""
-    history = History(tmp_path / "agent.db", Settings())
+    history = History(tmp_path / "agent.db", HistorySettings())
     values = [
         *((_power(f"GPU-{device:036}"), 312.5) for device in range(100)),
         *(

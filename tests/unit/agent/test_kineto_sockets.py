@@ -19,7 +19,7 @@ import pytest
 
 from support.kineto_clients import KinetoClient, request
 from traceloom.agent.ipc.sockets import KinetoSockets
-from traceloom.agent.registry import Client, Offer, Registry
+from traceloom.agent.registry import Offer, ProfilerClient, ProfilerRegistry
 from traceloom.errors import OutputError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix credentials are Linux's")
@@ -51,7 +51,7 @@ def served(sockets: KinetoSockets, work: Callable[[], Any]) -> Any:
 
 
 def test_a_poll_is_answered_and_the_kernel_says_who_asks(place: Path) -> None:
-    registry = Registry()
+    registry = ProfilerRegistry()
     sockets = KinetoSockets(place, registry)
 
     def work() -> str | None:
@@ -73,7 +73,7 @@ def test_a_poll_is_answered_and_the_kernel_says_who_asks(place: Path) -> None:
 
 
 def test_an_offer_waits_for_an_idle_poll_and_is_handed_over_once(place: Path) -> None:
-    registry = Registry()
+    registry = ProfilerRegistry()
     sockets = KinetoSockets(place, registry)
     delivered: list[str] = []
     seen: list[tuple[int, bool]] = []
@@ -97,7 +97,7 @@ def test_an_offer_waits_for_an_idle_poll_and_is_handed_over_once(place: Path) ->
 
 
 def test_malformed_datagrams_change_nothing(place: Path) -> None:
-    registry = Registry()
+    registry = ProfilerRegistry()
     sockets = KinetoSockets(place, registry)
     chance = random.Random(9)
 
@@ -117,7 +117,7 @@ def test_malformed_datagrams_change_nothing(place: Path) -> None:
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(place: Path) -> None:
-    registry = Registry()
+    registry = ProfilerRegistry()
     sockets = KinetoSockets(place, registry)
 
     def work() -> tuple[str | None, int]:
@@ -137,7 +137,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(place: Path) -> None:
 
 
 def test_nothing_is_sent_to_a_name_outside_of_the_directory(place: Path) -> None:
-    registry = Registry()
+    registry = ProfilerRegistry()
     sockets = KinetoSockets(place, registry)
 
     def work() -> list[str | None]:
@@ -166,7 +166,7 @@ def test_nothing_is_sent_to_a_name_outside_of_the_directory(place: Path) -> None
 
 
 def test_the_abstract_name_is_there_where_it_is_switched_on(place: Path) -> None:
-    registry = Registry()
+    registry = ProfilerRegistry()
 
     def work() -> tuple[str | None, str | None]:
         client = KinetoClient(None)
@@ -181,7 +181,7 @@ def test_the_abstract_name_is_there_where_it_is_switched_on(place: Path) -> None
 
     sockets = KinetoSockets(place, registry, abstract=True)
     assert served(sockets, work) == ("", None)
-    without = KinetoSockets(place, Registry())
+    without = KinetoSockets(place, ProfilerRegistry())
 
     def nobody() -> None:
         client = KinetoClient(None)
@@ -193,7 +193,7 @@ def test_the_abstract_name_is_there_where_it_is_switched_on(place: Path) -> None
 
 
 def test_sockets_that_clients_left_are_swept_and_living_ones_stay(place: Path) -> None:
-    sockets = KinetoSockets(place, Registry())
+    sockets = KinetoSockets(place, ProfilerRegistry())
 
     def work() -> list[str]:
         directory = place / str(os.geteuid())
@@ -209,13 +209,13 @@ def test_sockets_that_clients_left_are_swept_and_living_ones_stay(place: Path) -
 
 
 def test_a_directory_with_a_long_name_or_open_to_others_gets_no_socket(place: Path) -> None:
-    long = KinetoSockets(place / ("n" * 60), Registry())
+    long = KinetoSockets(place / ("n" * 60), ProfilerRegistry())
     served(long, lambda: None)
     assert "too long" in long.trouble
     opened = place.parent / "open"
     opened.mkdir()
     opened.chmod(0o777)
-    shared = KinetoSockets(opened, Registry())
+    shared = KinetoSockets(opened, ProfilerRegistry())
     served(shared, lambda: None)
     assert "written by others" in shared.trouble
 
@@ -237,7 +237,7 @@ client = KinetoClient(Path(sys.argv[1])); client.poll(); print(repr(client.answe
 
 @root
 def test_a_user_has_a_directory_alone_and_reaches_no_other(place: Path) -> None:
-    registry = Registry()
+    registry = ProfilerRegistry()
     sockets = KinetoSockets(place, registry)
 
     tests = str(Path(__file__).resolve().parents[2])
@@ -279,14 +279,14 @@ def test_a_user_who_changes_the_directory_changes_nothing_of_others(place: Path)
     target.write_text("kept", encoding="utf-8")
 
     async def live() -> None:
-        sockets = KinetoSockets(place, Registry())
+        sockets = KinetoSockets(place, ProfilerRegistry())
         sockets.start()
         sockets.prepare(ANNA)
         sockets.close()
         for name in ("dynolog", "libkineto.conf"):
             (place / str(ANNA) / name).unlink(missing_ok=True)
             (place / str(ANNA) / name).symlink_to(target)
-        again = KinetoSockets(place, Registry())
+        again = KinetoSockets(place, ProfilerRegistry())
         again.start()  # jobs of hers may poll there
         assert not again.trouble
         assert stat.S_ISSOCK((place / str(ANNA) / "dynolog").lstat().st_mode)
@@ -306,7 +306,7 @@ def test_a_pid_that_is_given_again_is_another_client(tmp_path: Path) -> None:
         fields = ["S", str(parent), *["0"] * 17, str(start), "0"]
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a ) b) {' '.join(fields)}\n", encoding="utf-8")
 
-    registry = Registry(str(tmp_path))
+    registry = ProfilerRegistry(str(tmp_path))
     process(50, 40, 900)
     process(40, 30, 800)
     process(30, 1, 700)
@@ -316,7 +316,7 @@ def test_a_pid_that_is_given_again_is_another_client(tmp_path: Path) -> None:
     assert (first.key, first.ancestors) == ("50@900", (40, 30))
     registry.offers[first.key] = Offer(text=lambda _: "A=1\n", delivered=lambda: None)
     process(50, 40, 901)
-    second: Client | None = registry.poll(poll, 50, 2, 2)
+    second: ProfilerClient | None = registry.poll(poll, 50, 2, 2)
     assert second is not None
     assert (second.key, second.polls, list(registry.clients)) == ("50@901", 1, ["50@901"])
     assert registry.by_pid(50) is second
@@ -329,7 +329,7 @@ def test_a_pid_that_is_given_again_is_another_client(tmp_path: Path) -> None:
 
 
 def test_a_second_agent_takes_no_sockets_of_the_first(place: Path) -> None:
-    first, second = KinetoSockets(place, Registry()), KinetoSockets(place, Registry())
+    first, second = KinetoSockets(place, ProfilerRegistry()), KinetoSockets(place, ProfilerRegistry())
 
     def work() -> str | None:
         client = KinetoClient(place / str(os.geteuid()))
@@ -347,7 +347,7 @@ def test_a_second_agent_takes_no_sockets_of_the_first(place: Path) -> None:
         second.close()
         answer = await asyncio.to_thread(work)
         first.close()
-        third = KinetoSockets(place, Registry())
+        third = KinetoSockets(place, ProfilerRegistry())
         third.start()
         assert not third.trouble, "the first has ended"
         third.close()

@@ -15,7 +15,7 @@ from traceloom.agent.collect.processes import ProcessFacts
 from traceloom.agent.config import Config, Owners
 from traceloom.agent.owners import Owner
 from traceloom.agent.owners.finding import OwnerFinder
-from traceloom.agent.owners.kubelet import Kubelet, Place, PodContainer, joined
+from traceloom.agent.owners.kubelet import ContainerPlace, Kubelet, PodContainer, joined
 from traceloom.agent.owners.pod_resources import containers, decoded
 
 grpc = pytest.importorskip("grpc", reason="gRPC is not installed: the extra `kubernetes`")
@@ -176,11 +176,11 @@ def test_it_is_asked_when_a_container_appears_and_not_before(served: api.ServedK
     kubelet = Kubelet(Config(owners=Owners(kubelet=str(socket_path))))
     kubelet.collect()
     assert served.asked == 0
-    kubelet.places = frozenset({Place("p", "c")})
+    kubelet.places = frozenset({ContainerPlace("p", "c")})
     kubelet.collect()
     kubelet.collect()
     assert served.asked == 1
-    kubelet.places |= {Place("p", "d")}
+    kubelet.places |= {ContainerPlace("p", "d")}
     kubelet.collect()
     assert served.asked == 2
 
@@ -194,13 +194,13 @@ def test_without_a_socket_there_is_nothing_to_say(socket_path: Path) -> None:
 def test_a_kubelet_that_refuses(served: api.ServedKubelet, socket_path: Path) -> None:
     served.answer = lambda context: context.abort(grpc.StatusCode.UNIMPLEMENTED, "the feature gate is off")
     kubelet = Kubelet(Config(owners=Owners(kubelet=str(socket_path))))
-    kubelet.places = frozenset({Place("p", "c")})
+    kubelet.places = frozenset({ContainerPlace("p", "c")})
     for _ in range(2):  # it is asked seldom, and the trouble remains
         with pytest.raises(OSError, match="unimplemented: the feature gate is off"):
             kubelet.collect()
     assert served.asked == 1
     served.answer = api.containers({("n", "p"): {"c": ["GPU-0"]}})
-    kubelet.places |= {Place("p", "d")}
+    kubelet.places |= {ContainerPlace("p", "d")}
     assert kubelet.collect() == []
 
 
@@ -231,7 +231,7 @@ def test_devices_that_nobody_knows_are_said(served: api.ServedKubelet, socket_pa
 
 
 def test_containers_that_cannot_be_told_apart_have_no_name() -> None:
-    place, other = Place("p", "c1"), Place("p", "c2")
+    place, other = ContainerPlace("p", "c1"), ContainerPlace("p", "c2")
     held = {
         PodContainer("n", "pod", name, ("GPU-0",)): frozenset({"GPU-0"}) for name in ("a", "b")
     }  # two containers of a pod on replicas of one device

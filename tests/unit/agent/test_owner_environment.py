@@ -78,7 +78,10 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0", "PMI_RANK": "1", "PMI_SIZE": "2"},
         {"rank": 1, "world_size": 2, "local_rank": 0},
     ),
-    "MVAPICH 3": ({"MVP_COMM_WORLD_RANK": "1", "MVP_COMM_WORLD_SIZE": "2"}, {"rank": 1, "world_size": 2}),
+    "MVAPICH 3": (
+        {"MVP_COMM_WORLD_RANK": "1", "MVP_COMM_WORLD_LOCAL_RANK": "0", "MVP_COMM_WORLD_SIZE": "2"},
+        {"rank": 1, "local_rank": 0, "world_size": 2},
+    ),
     "PALS": ({"PALS_RANKID": "9", "PALS_LOCAL_RANKID": "1", "PMI_SIZE": "16", "PBS_JOBID": "7.x"}, {"rank": 9, "local_rank": 1, "world_size": 16, "job": "pbs-7.x"}),
     "Ray": (
         {"RAY_JOB_ID": "01000000", "RAY_CLUSTER_NAME": "rc"},
@@ -128,6 +131,30 @@ def test_launchers_and_schedulers(case: str) -> None:
     environment, expected = CASES[case]
     owner = _owner(**environment)
     assert {field: getattr(owner, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "field", "value"),
+    [
+        ("SLURM_JOBID", "job", "slurm-x9"),
+        ("SLURM_JOB_ID_PACK_GROUP_0", "job", "slurm-x9"),
+        ("POD_UID", "job", "pod-x9"),
+        ("K8S_POD_UID", "job", "pod-x9"),
+        ("MY_POD_UID", "job", "pod-x9"),
+        ("POD_NAME", "pod", "x9"),
+        ("K8S_POD_NAME", "pod", "x9"),
+        ("MY_POD_NAME", "pod", "x9"),
+        ("POD_NAMESPACE", "namespace", "x9"),
+        ("K8S_POD_NAMESPACE", "namespace", "x9"),
+        ("MY_POD_NAMESPACE", "namespace", "x9"),
+        ("CONTAINER_NAME", "container", "x9"),
+        ("K8S_CONTAINER_NAME", "container", "x9"),
+    ],
+)
+def test_other_names_of_the_same(variable: str, field: str, value: str) -> None:
+    assert variable in LISTED
+    owner = _owner(**{variable: "x9"})
+    assert (getattr(owner, field), owner.sources[field]) == (value, variable)
 
 
 def test_every_case_needs_only_what_is_kept() -> None:

@@ -32,7 +32,8 @@ class AcceleratorCollector:
 
     def __init__(self, config: Config, watched: Sequence[Watched] | None = None) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
-        self.timeout_s = LIMIT_S + 1.0  # the back ends are given up before the collector is
+        # The back ends are given up before the collector is.
+        self.timeout_s = config.collect.timeouts.get(self.name, LIMIT_S + 1.0)
         self.back_ends = back_ends(config) if watched is None else list(watched)
         self.devices: dict[str, Device] = {}
         self.device_processes: list[DeviceProcess] = []

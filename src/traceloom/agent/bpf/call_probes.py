@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R4, R6, R7, R8, R10, Helper, Program
+from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R4, R6, R7, R8, R10, Helper, ProbeProgram
 from traceloom.agent.bpf.kernel import Map, MapKind, load, machine
 from traceloom.agent.bpf.ring import Ring
 from traceloom.agent.bpf.uprobes import Uprobes
@@ -40,7 +40,7 @@ class Value(NamedTuple):
     shift: int = 0
 
 
-class Call(NamedTuple):
+class ProbedCall(NamedTuple):
     """A function that is watched.
 
     Attributes:
@@ -83,7 +83,7 @@ class CallProbes:
         self._programs: list[int] = []
         self._probes: list[Uprobes] = []
 
-    def attach(self, descriptor: int, calls: Iterable[tuple[int, Call]]) -> list[int]:
+    def attach(self, descriptor: int, calls: Iterable[tuple[int, ProbedCall]]) -> list[int]:
         """Watch functions of a library; the numbers of those that it has.
 
         Raises:
@@ -129,8 +129,8 @@ class CallProbes:
         for held in (self.ring, self._stacks, self._inside, self._lost):
             held.close()
 
-    def _load(self, write: Callable[[Program], None]) -> int:
-        program = Program()
+    def _load(self, write: Callable[[ProbeProgram], None]) -> int:
+        program = ProbeProgram()
         program.do(R6, "=", R1)
         for offset in range(_RECORD_AT, 0, 8):
             program.store(R10, offset, 0)
@@ -146,8 +146,8 @@ class CallProbes:
         self._programs.append(load(program.encoded(), "call"))
         return self._programs[-1]
 
-    def _entering(self, number: int, call: Call) -> Callable[[Program], None]:
-        def write(program: Program) -> None:
+    def _entering(self, number: int, call: ProbedCall) -> Callable[[ProbeProgram], None]:
+        def write(program: ProbeProgram) -> None:
             program.store(R10, _FUNCTION_AT, number)
             for index, value in enumerate(call.values):
                 _read(program, value, _VALUES_AT + 8 * index)
@@ -162,8 +162,8 @@ class CallProbes:
 
         return write
 
-    def _leaving(self, number: int, call: Call) -> Callable[[Program], None]:
-        def write(program: Program) -> None:
+    def _leaving(self, number: int, call: ProbedCall) -> Callable[[ProbeProgram], None]:
+        def write(program: ProbeProgram) -> None:
             _key(program, number)
             program.on_map(Helper.MAP_LOOKUP, self._inside.descriptor, _KEY_AT)
             program.jump_if(R0, "==", 0, "end")
@@ -187,7 +187,7 @@ class CallProbes:
 
         return write
 
-    def _put(self, program: Program, call: Call) -> None:
+    def _put(self, program: ProbeProgram, call: ProbedCall) -> None:
         """Take the stack, and hand over the record."""
         if call.stacks:
             program.do(R1, "=", R6)
@@ -220,13 +220,13 @@ class CallProbes:
         program.add_at(R0, 0, R1)
 
 
-def _key(program: Program, number: int) -> None:
+def _key(program: ProbeProgram, number: int) -> None:
     """A call that has begun is known by its thread and its function."""
     program.store(R10, _KEY_AT, R7)
     program.store(R10, _KEY_AT + 8, number)
 
 
-def _read(program: Program, value: Value, to: int) -> None:
+def _read(program: ProbeProgram, value: Value, to: int) -> None:
     """Put a value of the call that begins onto the stack."""
     if value.argument is not None:
         program.load(R1, R6, machine().arguments[value.argument])

@@ -51,7 +51,7 @@ _A_MAP = 1  # source of a wide number that is a map's descriptor
 _NUMBERS = range(-(2**31), 2**31)
 
 
-class Program:
+class ProbeProgram:
     """A program that is being written, one instruction after the other."""
 
     def __init__(self) -> None:

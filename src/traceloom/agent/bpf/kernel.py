@@ -25,7 +25,7 @@ _ATTRIBUTES = 112  # bytes of perf_event_attr that are used
 _LOG_BYTES = 1 << 20
 
 
-class Machine(NamedTuple):
+class Architecture(NamedTuple):
     """A processor architecture: numbers of system calls, and where the registers of a process lie in pt_regs."""
 
     bpf: int
@@ -39,12 +39,12 @@ class Machine(NamedTuple):
 
 
 MACHINES = {
-    "x86_64": Machine(321, 298, (112, 104, 96, 88, 72, 64), 80, 152, None, 1),
-    "aarch64": Machine(280, 241, tuple(range(0, 64, 8)), 0, 248, 240, 0),
+    "x86_64": Architecture(321, 298, (112, 104, 96, 88, 72, 64), 80, 152, None, 1),
+    "aarch64": Architecture(280, 241, tuple(range(0, 64, 8)), 0, 248, 240, 0),
 }
 
 
-def machine() -> Machine:
+def machine() -> Architecture:
     """This one.
 
     Raises:

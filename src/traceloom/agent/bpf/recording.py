@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from traceloom.agent.bpf.call_probes import RECORD, Call, CallProbes, Value
+from traceloom.agent.bpf.call_probes import RECORD, CallProbes, ProbedCall, Value
 from traceloom.agent.bpf.mappings import Mapping, mappings, open_mapped
 from traceloom.agent.bpf.step_probes import LOADER, StepProbes
 from traceloom.agent.bpf.support import unsupported
@@ -55,28 +55,28 @@ class _Memory(NamedTuple):
     library: str
     device: str
     frees: bool
-    call: Call
+    call: ProbedCall
 
 
 def _allocates(name: str, library: str = "libcudart.so", device: str = _DRIVER) -> _Memory:
-    return _Memory(library, device, False, Call(f"{name}\0", _SIZE_SECOND, pointer=0, stacks=True))
+    return _Memory(library, device, False, ProbedCall(f"{name}\0", _SIZE_SECOND, pointer=0, stacks=True))
 
 
 def _frees(name: str, library: str = "libcudart.so", device: str = _DRIVER) -> _Memory:
-    return _Memory(library, device, True, Call(f"{name}\0", _ADDRESS_FIRST))
+    return _Memory(library, device, True, ProbedCall(f"{name}\0", _ADDRESS_FIRST))
 
 
 # Of a C++ function the name tells its arguments' types: another signature is another name, and is not found.
 _MEMORY = (
     _Memory(
         "libc10.so", "", False,
-        Call(
+        ProbedCall(
             "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE\0",
             (*(Value(argument=index) for index in range(4)), Value(argument=4, size=2)), stacks=True,
         ),
     ),
-    _Memory("libc10.so", "cpu", False, Call("_ZN3c109alloc_cpuEm\0", _ADDRESS_FIRST, pointer=-1, stacks=True)),
-    _Memory("libc10.so", "cpu", True, Call("_ZN3c108free_cpuEPv\0", _ADDRESS_FIRST)),
+    _Memory("libc10.so", "cpu", False, ProbedCall("_ZN3c109alloc_cpuEm\0", _ADDRESS_FIRST, pointer=-1, stacks=True)),
+    _Memory("libc10.so", "cpu", True, ProbedCall("_ZN3c108free_cpuEPv\0", _ADDRESS_FIRST)),
     _allocates("cudaMalloc"), _allocates("cudaMallocAsync"), _allocates("cudaMallocManaged"),
     _frees("cudaFree"), _frees("cudaFreeAsync"),
     _allocates("cudaHostAlloc", device=_PINNED), _allocates("cudaMallocHost", device=_PINNED),
@@ -106,21 +106,21 @@ class _Launch(NamedTuple):
 
     library: str
     kind: str
-    call: Call
+    call: ProbedCall
 
 
 def _waits(name: str) -> _Launch:
-    return _Launch("libcudart.so", "wait", Call(f"{name}\0", _ADDRESS_FIRST, timed=True))
+    return _Launch("libcudart.so", "wait", ProbedCall(f"{name}\0", _ADDRESS_FIRST, timed=True))
 
 
 def _launches() -> tuple[_Launch, ...]:
     by_value = _BY_VALUE[os.uname().machine]
     return (
-        _Launch("libcudart.so", "function", Call("cudaLaunchKernel\0", by_value)),
-        _Launch("libcudart.so", "function", Call("cudaLaunchKernelExC\0", _LAUNCH_OF_CONFIG)),
-        _Launch("libamdhip64.so", "function", Call("hipLaunchKernel\0", by_value)),
+        _Launch("libcudart.so", "function", ProbedCall("cudaLaunchKernel\0", by_value)),
+        _Launch("libcudart.so", "function", ProbedCall("cudaLaunchKernelExC\0", _LAUNCH_OF_CONFIG)),
+        _Launch("libamdhip64.so", "function", ProbedCall("hipLaunchKernel\0", by_value)),
         # Its stream is its second argument: the sixth value.
-        _Launch("libcudart.so", "graph", Call("cudaGraphLaunch\0", (Value(argument=0), Value(argument=1)))),
+        _Launch("libcudart.so", "graph", ProbedCall("cudaGraphLaunch\0", (Value(argument=0), Value(argument=1)))),
         _waits("cudaStreamSynchronize"), _waits("cudaDeviceSynchronize"), _waits("cudaEventSynchronize"),
         _waits("cudaMemcpy"),
     )  # fmt: skip
@@ -212,7 +212,7 @@ def launches(order: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _recorded(watched: Sequence[tuple[str, Call]], order: Order) -> Iterator[_Recorded]:
+def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterator[_Recorded]:
     """Probe the process for as long as is asked."""
     why, helps = unsupported()
     if why:
@@ -262,7 +262,7 @@ def _recorded(watched: Sequence[tuple[str, Call]], order: Order) -> Iterator[_Re
         yield _Recorded(records, offset_ns, lost + probes.lost(), probes, symbols)
 
 
-def _attach(probes: CallProbes, pid: int, watched: Sequence[tuple[str, Call]]) -> list[int]:
+def _attach(probes: CallProbes, pid: int, watched: Sequence[tuple[str, ProbedCall]]) -> list[int]:
     """Watch what the libraries of the process have; once per file."""
     attached: list[int] = []
     files: dict[int, Mapping] = {}
@@ -304,7 +304,7 @@ def _steps(pid: int) -> Iterator[Any]:
 class _Stacks:
     """Stacks as numbers of frames, each once."""
 
-    def __init__(self, recorded: _Recorded, calls: Sequence[Call]) -> None:
+    def __init__(self, recorded: _Recorded, calls: Sequence[ProbedCall]) -> None:
         self.frames: list[tuple[str, str]] = []
         self.stacks: list[list[int]] = []
         self._recorded, self._calls = recorded, calls
@@ -319,7 +319,7 @@ class _Stacks:
             self._known[key] = self._add(self._calls[call], stack, returns_to)
         return self._known[key]
 
-    def _add(self, call: Call, stack: int, returns_to: int) -> int:
+    def _add(self, call: ProbedCall, stack: int, returns_to: int) -> int:
         addresses = list(self._recorded.probes.stack(stack)) if stack >= 0 else []
         name = self._recorded.symbols.name
         if call.ends:  # the stack begins where the call returned to

@@ -11,7 +11,7 @@ import os
 import struct
 from typing import NamedTuple
 
-from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R4, R6, R7, R8, R9, R10, Helper, Program
+from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R4, R6, R7, R8, R9, R10, Helper, ProbeProgram
 from traceloom.agent.bpf.kernel import Map, MapKind, load, machine
 from traceloom.agent.bpf.uprobes import Uprobes
 from traceloom.agent.metrics import METRICS
@@ -32,7 +32,7 @@ _NUMBER, _TOTAL, _FIRST, _LAST, _BUCKETS = 0, 8, 16, 24, 32
 _WAIT = struct.Struct("<QQ")  # since when, how many calls deep
 
 
-class Mark(NamedTuple):
+class StepMark(NamedTuple):
     """Calls of one name in one process. Times: monotonic clock of the host, ns.
 
     `number` durations took `total_ns`; `buckets` has how many are at most each bound of `step_seconds`, not cumulated,
@@ -81,15 +81,15 @@ class StepProbes:
             raise
         return probes, ""
 
-    def marks(self) -> dict[int, dict[tuple[int, int], Mark]]:
+    def marks(self) -> dict[int, dict[tuple[int, int], StepMark]]:
         """By process: (kind, which of its kind) -> what was counted."""
-        result: dict[int, dict[tuple[int, int], Mark]] = {}
+        result: dict[int, dict[tuple[int, int], StepMark]] = {}
         for key in self._marks.keys():  # noqa: SIM118  (it is no dict)
             value = self._marks.get(key)
             if value is not None:
                 process, kind, which = _KEY.unpack(key)
                 number, total, first, last, *buckets = _COUNTED.unpack(value)
-                result.setdefault(process, {})[kind, which] = Mark(number, total, first, last, tuple(buckets))
+                result.setdefault(process, {})[kind, which] = StepMark(number, total, first, last, tuple(buckets))
         return result
 
     def forget(self, process: int) -> None:
@@ -110,10 +110,10 @@ class StepProbes:
         os.close(self._enter)
         os.close(self._exit)
 
-    def _entering(self) -> Program:
+    def _entering(self) -> ProbeProgram:
         """record_function_enter_new(const std::string& name, ...) begins."""
         name, pointer, thread, wait = -_NAME_BYTES, -72, -80, -96
-        program = Program()
+        program = ProbeProgram()
         program.do(R6, "=", R1)
         # A std::string begins with the address of its text, which ends with 0, in both ABIs of libstdc++.
         program.load(R3, R6, machine().arguments[machine().hidden_result])
@@ -159,10 +159,10 @@ class StepProbes:
         program.exit()
         return program
 
-    def _leaving(self) -> Program:
+    def _leaving(self) -> ProbeProgram:
         """record_function_exit_new begins."""
         thread = -80
-        program = Program()
+        program = ProbeProgram()
         program.call(Helper.PROCESS_AND_THREAD)
         program.do(R7, "=", R0)
         program.store(R10, thread, R7)
@@ -183,7 +183,7 @@ class StepProbes:
         program.exit()
         return program
 
-    def _count(self, program: Program, *, since_last: bool) -> None:
+    def _count(self, program: ProbeProgram, *, since_last: bool) -> None:
         """Count for the mark (process of R7, kind R2, which R9) at R8: since the last one, or since R6."""
         key, fresh, zero = -112, -112 - _COUNTED.size, -120 - _COUNTED.size
         program.do(R7, ">>=", 32)
@@ -231,7 +231,7 @@ class StepProbes:
         program.add_at(R3, _BUCKETS, R2)
 
 
-def _unless_begins(program: Program, position: int, word: bytes, to: str) -> None:
+def _unless_begins(program: ProbeProgram, position: int, word: bytes, to: str) -> None:
     """Go on at the label unless the text on the stack begins with a word of 9 to 16 bytes."""
     for start in (0, 8):
         part = word[start : start + 8]

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from traceloom.agent.bpf.elf import Elf
-from traceloom.agent.bpf.instructions import Program
+from traceloom.agent.bpf.instructions import ProbeProgram
 from traceloom.agent.bpf.kernel import UPROBE_TYPE, Map, MapKind, attach, load, machine
 
 _HOST_PROCESSES = "pid:[4026531836]"  # the first namespace, whose numbers the kernel gives to programs
@@ -37,7 +37,7 @@ def unsupported() -> tuple[str, str]:
         Map(MapKind.RING, 0, 0, os.sysconf("SC_PAGE_SIZE")).close()
     except OSError as error:
         return f"the kernel has no ring buffers for programs: {_reason(error)}", "a kernel of 5.8 or later"
-    program = Program()
+    program = ProbeProgram()
     program.exit()
     try:
         loaded = load(program.encoded(), "support")

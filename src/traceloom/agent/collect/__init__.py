@@ -67,8 +67,8 @@ def host_collectors(config: Config) -> list[Collector]:
     """All that look at the host itself; that of processes is made where owners are known."""
     from traceloom.agent.collect.cpu import Cpu
     from traceloom.agent.collect.disks import Disks
-    from traceloom.agent.collect.memory import Memory
+    from traceloom.agent.collect.memory import HostMemory
     from traceloom.agent.collect.network import Network, Rdma
     from traceloom.agent.collect.pressure import Pressure
 
-    return [Cpu(config), Memory(config), Pressure(config), Disks(config), Network(config), Rdma(config)]
+    return [Cpu(config), HostMemory(config), Pressure(config), Disks(config), Network(config), Rdma(config)]

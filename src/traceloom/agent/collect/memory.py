@@ -6,7 +6,7 @@ from traceloom.agent.collect import HostCollector, read
 from traceloom.agent.metrics import Reading
 
 
-class Memory(HostCollector):
+class HostMemory(HostCollector):
     """Reads /proc/meminfo, and `oom_kill` of /proc/vmstat (since Linux 4.13)."""
 
     name = "memory"
@@ -27,13 +27,19 @@ class Memory(HostCollector):
                 Reading("host_swap_bytes", ("used",), swapped),
                 Reading("host_swap_bytes", ("free",), sizes["SwapFree"]),
             ]
-        for line in read(self.proc / "vmstat").splitlines():
-            if line.startswith(b"oom_kill "):
-                readings.append(Reading("oom_kills_total", ("", ""), int(line.split()[1])))
+        if (kills := self._kills()) is not None:
+            readings.append(Reading("oom_kills_total", ("", ""), kills))
         return readings
 
     def trouble(self) -> list[str]:
         """Kernels that do not count kills."""
-        if b"\noom_kill " in read(self.proc / "vmstat"):
+        if self._kills() is not None:
             return []
-        return ["kills for want of memory are not counted: this kernel is older than 4.13"]
+        return ["kills for want of memory are not counted: no `oom_kill` in /proc/vmstat (Linux 4.13 or later has it)"]
+
+    def _kills(self) -> int | None:
+        try:
+            lines = read(self.proc / "vmstat").splitlines()
+        except OSError:  # of some sandboxes it is not there
+            return None
+        return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)

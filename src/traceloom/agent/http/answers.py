@@ -35,11 +35,11 @@ class RequestError(TraceloomError):
         self.retry_s = retry_s
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class HttpAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What a route answers with."""
 
 
-class Problem(Answer, frozen=True):
+class RequestProblem(HttpAnswer, frozen=True):
     """Why a request is refused: a stable name, a sentence, what to do."""
 
     slug: str
@@ -47,20 +47,20 @@ class Problem(Answer, frozen=True):
     hint: str = ""
 
 
-class ProblemAnswer(Answer, frozen=True):
+class ProblemAnswer(HttpAnswer, frozen=True):
     """The body of every answer that is no success."""
 
-    error: Problem
+    error: RequestProblem
 
 
-class Health(Answer, frozen=True):
+class Health(HttpAnswer, frozen=True):
     """Whether the agent lives: its loop answers, and something was collected of late."""
 
     healthy: bool
     reason: str = ""
 
 
-class CollectorAnswer(Answer, frozen=True):
+class CollectorAnswer(HttpAnswer, frozen=True):
     """How a collector fares. `ran_ns`: when it last ran, null: never; `trouble`: why it gave nothing then."""
 
     name: str
@@ -72,7 +72,7 @@ class CollectorAnswer(Answer, frozen=True):
     trouble: str = ""
 
 
-class StatusAnswer(Answer, frozen=True):
+class StatusAnswer(HttpAnswer, frozen=True):
     """The agent and how it fares. `you`: what the one who asks may see."""
 
     version: str
@@ -93,7 +93,7 @@ class StatusAnswer(Answer, frozen=True):
     you: Sees = "host"
 
 
-class Check(Answer, frozen=True):
+class Check(HttpAnswer, frozen=True):
     """A thing that the doctor looked at. `works`: yes, no, or partly; `why` not, and what would `help`."""
 
     area: str
@@ -103,13 +103,13 @@ class Check(Answer, frozen=True):
     help: str = ""
 
 
-class DoctorAnswer(Answer, frozen=True):
+class DoctorAnswer(HttpAnswer, frozen=True):
     """What works on this host and what does not."""
 
     checks: list[Check]
 
 
-class ValueAnswer(Answer, frozen=True):
+class ValueAnswer(HttpAnswer, frozen=True):
     """The latest value of a series, by its labels."""
 
     metric: str
@@ -118,7 +118,7 @@ class ValueAnswer(Answer, frozen=True):
     at_ns: int
 
 
-class DeviceAnswer(Answer, frozen=True):
+class DeviceAnswer(HttpAnswer, frozen=True):
     """A device or a partition of one: what is measured of it now; of who is on it what the one who asks may see."""
 
     uuid: str
@@ -140,13 +140,13 @@ class DeviceAnswer(Answer, frozen=True):
     values: list[ValueAnswer]
 
 
-class DevicesAnswer(Answer, frozen=True):
+class DevicesAnswer(HttpAnswer, frozen=True):
     """All devices of the host."""
 
     devices: list[DeviceAnswer]
 
 
-class OwnerAnswer(Answer, frozen=True):
+class OwnerAnswer(HttpAnswer, frozen=True):
     """Whose a process is; "" or null: not known. `sources`: where each was read."""
 
     job: str
@@ -168,7 +168,7 @@ class OwnerAnswer(Answer, frozen=True):
     sources: dict[str, str]
 
 
-class ProcessAnswer(Answer, frozen=True):
+class ProcessAnswer(HttpAnswer, frozen=True):
     """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it is not shown."""
 
     key: str
@@ -186,14 +186,14 @@ class ProcessAnswer(Answer, frozen=True):
     values: list[ValueAnswer]
 
 
-class ProcessesAnswer(Answer, frozen=True):
+class ProcessesAnswer(HttpAnswer, frozen=True):
     """The processes that the one who asks may see; `hidden`: how many there are besides."""
 
     processes: list[ProcessAnswer]
     hidden: int
 
 
-class JobAnswer(Answer, frozen=True):
+class JobAnswer(HttpAnswer, frozen=True):
     """A job: its part on this host."""
 
     job: str
@@ -212,14 +212,14 @@ class JobAnswer(Answer, frozen=True):
     values: list[ValueAnswer]
 
 
-class JobsAnswer(Answer, frozen=True):
+class JobsAnswer(HttpAnswer, frozen=True):
     """The jobs that the one who asks may see; `hidden`: how many there are besides."""
 
     jobs: list[JobAnswer]
     hidden: int
 
 
-class SeriesAnswer(Answer, frozen=True):
+class SeriesAnswer(HttpAnswer, frozen=True):
     """One series of a history: times in ns since the epoch, one value for each."""
 
     labels: dict[str, str]
@@ -227,7 +227,7 @@ class SeriesAnswer(Answer, frozen=True):
     values: list[float]
 
 
-class QueryAnswer(Answer, frozen=True):
+class QueryAnswer(HttpAnswer, frozen=True):
     """What a metric was."""
 
     metric: str
@@ -238,7 +238,7 @@ class QueryAnswer(Answer, frozen=True):
     series: list[SeriesAnswer]
 
 
-class EventAnswer(Answer, frozen=True):
+class EventAnswer(HttpAnswer, frozen=True):
     """What happened, some time in the period before `at_ns`: to a device (xid, ecc, throttle, lost, back), or oom-kill.
 
     `count`: how many processes were killed; `code` is that of an Xid error; "" or null: it has none.
@@ -254,19 +254,19 @@ class EventAnswer(Answer, frozen=True):
     count: int | None = None
 
 
-class EventParameters(Answer, frozen=True, forbid_unknown_fields=True):
+class EventParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """From when on: `1h` (ago), seconds since the epoch, or ISO 8601."""
 
     since: str = "1h"
 
 
-class EventsAnswer(Answer, frozen=True):
+class EventsAnswer(HttpAnswer, frozen=True):
     """What happened on the host, as far as the one who asks may see it, oldest first; the agent keeps the last 1000."""
 
     events: list[EventAnswer]
 
 
-class ClockAnswer(Answer, frozen=True):
+class ClockAnswer(HttpAnswer, frozen=True):
     """The clocks of this host, read one after the other: to measure how far two hosts are apart."""
 
     wall_ns: int
@@ -274,27 +274,27 @@ class ClockAnswer(Answer, frozen=True):
     boot_id: str
 
 
-class PauseBody(Answer, frozen=True, forbid_unknown_fields=True):
+class PauseBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """For how long another profiler needs the hardware counters."""
 
     seconds: Seconds
 
 
-class PauseAnswer(Answer, frozen=True):
+class PauseAnswer(HttpAnswer, frozen=True):
     """Back ends that let go of their counters, and until when."""
 
     paused: list[str]
     until_ns: int
 
 
-class TraceBody(Answer, frozen=True, forbid_unknown_fields=True):
+class TraceBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """A trace or capture of a job of this host: an absolute path."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     job: str
 
 
-class TraceAnswer(Answer, frozen=True):
+class TraceAnswer(HttpAnswer, frozen=True):
     """What the trace tells of the job, per process and step; null: it does not say."""
 
     job: str
@@ -304,7 +304,7 @@ class TraceAnswer(Answer, frozen=True):
     copied_bytes_per_step: float | None
 
 
-class StacksParameters(Answer, frozen=True, forbid_unknown_fields=True):
+class StacksParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """Of which processes: a job, or one pid. `native`: C and C++ too; a process stands still while it is looked at."""
 
     job: str = ""
@@ -312,7 +312,7 @@ class StacksParameters(Answer, frozen=True, forbid_unknown_fields=True):
     native: bool = False
 
 
-class StacksAnswer(Answer, frozen=True):
+class StacksAnswer(HttpAnswer, frozen=True):
     """What all threads did at one moment: equal stacks together, those of ranks that are elsewhere first."""
 
     at_ns: int
@@ -321,31 +321,30 @@ class StacksAnswer(Answer, frozen=True):
     unseen: tuple[Unseen, ...]
 
 
-class StepsBody(Answer, frozen=True, forbid_unknown_fields=True):
-    """Steps that a job finished since it last told; `steps` are their durations in seconds."""
+class StepsBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """Steps that a job finished since it last told: durations in seconds, waits for data where it knows them.
+
+    `rank` counts where nothing else tells it.
+    """
 
     steps: Annotated[list[Annotated[float, Meta(ge=0, le=1e6)]], Meta(max_length=100_000)] = []
-    loader_wait_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    loader_wait_seconds: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     rank: Annotated[int, Meta(ge=0)] | None = None
-    world_size: Annotated[int, Meta(ge=1)] | None = None
-    framework: Annotated[str, Meta(max_length=64)] = ""
-    torch: Annotated[str, Meta(max_length=64)] = ""
-    input_bytes: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class StepsAnswer(Answer, frozen=True):
+class StepsAnswer(HttpAnswer, frozen=True):
     """What was taken."""
 
     steps: int
 
 
-class EnvironmentAnswer(Answer, frozen=True):
+class EnvironmentAnswer(HttpAnswer, frozen=True):
     """The variables that prepare a job of the one who asks: PyTorch's profiler then polls this agent."""
 
     variables: dict[str, str]
 
 
-class RequestAnswer(Answer, frozen=True):
+class RequestAnswer(HttpAnswer, frozen=True):
     """A request for traces: what was `wanted`, how far each target is, and the files that are there.
 
     States: queued, delivered, accepted, written, verified, kept; failed, cancelled. `done`: nothing changes any more.
@@ -362,13 +361,13 @@ class RequestAnswer(Answer, frozen=True):
     done: bool
 
 
-class RequestsAnswer(Answer, frozen=True):
+class RequestsAnswer(HttpAnswer, frozen=True):
     """The requests about processes of the one who asks, oldest first."""
 
     requests: list[RequestAnswer]
 
 
-class QueryParameters(Answer, frozen=True, forbid_unknown_fields=True):
+class QueryParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """Which history. `since`, `until`: `10m` (ago), seconds since the epoch, or ISO 8601.
 
     `by`: labels, with commas between, to sum or average over all others; `where`: `label=value`, with commas between.

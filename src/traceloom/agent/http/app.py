@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
-from traceloom.agent.http.answers import Answers, Problem, ProblemAnswer, RequestError
+from traceloom.agent.http.answers import Answers, ProblemAnswer, RequestError, RequestProblem
 from traceloom.agent.http.limits import Rates
 from traceloom.agent.http.openapi import document
 from traceloom.agent.http.peers import Peer, View
@@ -76,7 +76,7 @@ def _refusal(refusal: RequestError) -> Response:
     headers = {"Retry-After": str(refusal.retry_s)} if refusal.retry_s else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    answer = ProblemAnswer(error=Problem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
+    answer = ProblemAnswer(error=RequestProblem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
     return Response(msgspec.json.encode(answer), refusal.status, headers, media_type="application/json")
 
 

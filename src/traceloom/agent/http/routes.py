@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from traceloom.agent import query
 from traceloom.agent.http import answers as forms
-from traceloom.agent.http.answers import Answer, Answers, RequestError, ValueAnswer
+from traceloom.agent.http.answers import Answers, HttpAnswer, RequestError, ValueAnswer
 from traceloom.agent.http.limits import body_of
 from traceloom.agent.http.peers import Peer, View
 from traceloom.agent.metrics import METRICS, PREFIX
@@ -63,7 +63,7 @@ class Asked:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _wrong(str(error)) from error
 
-    def parameters(self, kind: type[Answer]) -> Answer:
+    def parameters(self, kind: type[HttpAnswer]) -> HttpAnswer:
         """What stands behind the question mark.
 
         Raises:
@@ -83,12 +83,12 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     summary: str
-    answers: Callable[[Asked], Awaitable[Answer | Response]]
-    answer: type[Answer] | None = None
+    answers: Callable[[Asked], Awaitable[HttpAnswer | Response]]
+    answer: type[HttpAnswer] | None = None
     content: str = "application/json"  # of an answer that is no structure
     method: str = "GET"
     body: type[msgspec.Struct] | None = None
-    parameters: type[Answer] | None = None
+    parameters: type[HttpAnswer] | None = None
     refuses: tuple[int, ...] = ()
     acts: bool = False
 
@@ -111,7 +111,10 @@ async def _status(asked: Asked) -> forms.StatusAnswer:
 
 
 async def _doctor(asked: Asked) -> forms.DoctorAnswer:
-    return forms.DoctorAnswer(checks=await asked.agent.doctor())
+    checks = await asked.agent.doctor()
+    if asked.peer.sees != "all":  # they name processes, whosever
+        checks = [check for check in checks if check.area != "jobs"]
+    return forms.DoctorAnswer(checks=checks)
 
 
 def _values_by(view: View, label: str) -> dict[str, list[ValueAnswer]]:
@@ -365,8 +368,8 @@ def _own_request(asked: Asked) -> TraceRequest:
 
 async def _requests(asked: Asked) -> forms.RequestsAnswer:
     may_trace = _may_trace(asked)
-    mine = [request for request in asked.agent.desk.requests.values() if may_trace(request.uid)]
-    return forms.RequestsAnswer(requests=[_request_answer(request) for request in mine])
+    own = [request for request in asked.agent.desk.requests.values() if may_trace(request.uid)]
+    return forms.RequestsAnswer(requests=[_request_answer(request) for request in own])
 
 
 async def _request_trace(asked: Asked) -> forms.RequestAnswer:

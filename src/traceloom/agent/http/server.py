@@ -28,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from traceloom.agent.config import Config, Locations, Tcp, host_and_port
-from traceloom.agent.http.answers import Problem, ProblemAnswer, RequestError
+from traceloom.agent.http.answers import ProblemAnswer, RequestError, RequestProblem
 from traceloom.agent.http.limits import Connections
 from traceloom.agent.http.peers import Peer, tcp_peer, unix_peer
 from traceloom.errors import InputError, OutputError
@@ -176,7 +176,7 @@ class AgentProtocol(H11Protocol):
     def refuse(self, refusal: RequestError) -> None:
         """Answer without the application, and close."""
         body = msgspec.json.encode(
-            ProblemAnswer(error=Problem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
+            ProblemAnswer(error=RequestProblem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
         )
         retry = b"Retry-After: %d\r\n" % refusal.retry_s if refusal.retry_s else b""
         self.transport.write(

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from traceloom.agent.ipc.datagrams import MOST_BYTES, Hello, MalformedDatagramError, decode, instances_reply
-from traceloom.agent.registry import Registry
+from traceloom.agent.registry import ProfilerRegistry
 from traceloom.errors import OutputError
 
 LOG = logging.getLogger("traceloom.agent")
@@ -64,7 +64,7 @@ class KinetoSockets:
     """
 
     def __init__(
-        self, root: Path, registry: Registry, *, abstract: bool = False, interval_s: int = 1,
+        self, root: Path, registry: ProfilerRegistry, *, abstract: bool = False, interval_s: int = 1,
         bound: Callable[[Path], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.root, self.registry, self.abstract, self.interval_s = root, registry, abstract, interval_s
@@ -135,9 +135,9 @@ class KinetoSockets:
 
     def close(self) -> None:
         """Listen no more, and leave no name behind: it would delay the end of every job that knows it."""
-        for place in self._sockets.values():
-            asyncio.get_running_loop().remove_reader(place.listener.fileno())
-            place.close()
+        for user_socket in self._sockets.values():
+            asyncio.get_running_loop().remove_reader(user_socket.listener.fileno())
+            user_socket.close()
         self._sockets.clear()
         if self._lock is not None:
             os.close(self._lock)
@@ -145,13 +145,13 @@ class KinetoSockets:
 
     def sweep(self) -> None:
         """Remove the sockets that clients left behind; blocks, so it is called in a thread."""
-        for place in list(self._sockets.values()):
-            if place.handle is None:
+        for user_socket in list(self._sockets.values()):
+            if user_socket.handle is None:
                 continue
-            with contextlib.suppress(OSError), os.scandir(place.handle) as entries:
+            with contextlib.suppress(OSError), os.scandir(user_socket.handle) as entries:
                 names = [entry.name for _, entry in zip(range(_MOST_SWEPT), entries, strict=False)]
                 for name in filter(_CLIENT.fullmatch, names):
-                    self._remove_dead(place.handle, name)
+                    self._remove_dead(user_socket.handle, name)
 
     @staticmethod
     def _remove_dead(directory: int, name: str) -> None:
@@ -174,12 +174,12 @@ class KinetoSockets:
             else:
                 assert uid is not None
                 self._bind(listener, uid, directory)
-            place = UserSocket(listener, uid, directory)
+            user_socket = UserSocket(listener, uid, directory)
         except BaseException:
             listener.close()
             raise
-        self._sockets[uid] = place
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._read, place)
+        self._sockets[uid] = user_socket
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._read, user_socket)
         if directory is not None:
             self._bound(directory / NAME)
 
@@ -208,11 +208,11 @@ class KinetoSockets:
         finally:
             os.close(handle)
 
-    def _read(self, place: UserSocket) -> None:
+    def _read(self, user_socket: UserSocket) -> None:
         for _ in range(_AT_ONCE):
             try:
                 # Room for the credentials alone: descriptors that a stranger sends along are closed by the kernel.
-                datagram, ancillary, _, address = place.listener.recvmsg(
+                datagram, ancillary, _, address = user_socket.listener.recvmsg(
                     MOST_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
                 )
             except (BlockingIOError, InterruptedError):
@@ -220,10 +220,14 @@ class KinetoSockets:
             except OSError as error:
                 LOG.warning("a datagram could not be read: %s", error)
                 return
-            self._take(place, datagram, ancillary, address)
+            self._take(user_socket, datagram, ancillary, address)
 
     def _take(
-        self, place: UserSocket, datagram: bytes, ancillary: list[tuple[int, int, bytes]], address: str | bytes | None
+        self,
+        user_socket: UserSocket,
+        datagram: bytes,
+        ancillary: list[tuple[int, int, bytes]],
+        address: str | bytes | None,
     ) -> None:
         try:
             message = decode(datagram)  # of a longer one than any its beginning, which is none either
@@ -237,41 +241,41 @@ class KinetoSockets:
             self.strangers += 1
             return
         pid, uid, gid = _CREDENTIALS.unpack(credentials[0])
-        if pid <= 0 or (place.uid is not None and uid != place.uid):
+        if pid <= 0 or (user_socket.uid is not None and uid != user_socket.uid):
             self.strangers += 1  # 0: from a pid namespace that is none of ours
             return
         if isinstance(message, Hello):
             self._hellos += 1
-            self._send(place, instances_reply(self._hellos), address)
+            self._send(user_socket, instances_reply(self._hellos), address)
             return
         client = self.registry.poll(message, pid, uid, gid, address)
         if client is None:
             return
         reply, delivered = self.registry.answer(client)
-        if self._send(place, reply, address) and delivered is not None:
+        if self._send(user_socket, reply, address) and delivered is not None:
             delivered()
         self.registry.answered(client)
 
-    def _send(self, place: UserSocket, reply: bytes, address: str | bytes) -> bool:
+    def _send(self, user_socket: UserSocket, reply: bytes, address: str | bytes) -> bool:
         """Answer from the socket that was asked, to one of the same kind; never wait. Whether it went."""
         try:
-            if place.handle is None:
+            if user_socket.handle is None:
                 if not isinstance(address, bytes) or not address.startswith(b"\0"):
                     self.strangers += 1
                     return False
-                place.listener.sendto(reply, socket.MSG_DONTWAIT, address)
+                user_socket.listener.sendto(reply, socket.MSG_DONTWAIT, address)
                 return True
             folder, _, name = address.rpartition("/") if isinstance(address, str) else ("", "", "")
-            if folder != str(place.directory) or not _CLIENT.fullmatch(name):
+            if folder != str(user_socket.directory) or not _CLIENT.fullmatch(name):
                 self.strangers += 1
                 return False
-            handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.handle)
+            handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=user_socket.handle)
             try:
                 status = os.fstat(handle)
-                if not stat.S_ISSOCK(status.st_mode) or status.st_uid != place.uid:
+                if not stat.S_ISSOCK(status.st_mode) or status.st_uid != user_socket.uid:
                     self.strangers += 1
                     return False
-                place.listener.sendto(reply, socket.MSG_DONTWAIT, f"/proc/self/fd/{handle}")
+                user_socket.listener.sendto(reply, socket.MSG_DONTWAIT, f"/proc/self/fd/{handle}")
             finally:
                 os.close(handle)
         except OSError:  # its queue is full, or it has ended: it asks again

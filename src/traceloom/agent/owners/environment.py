@@ -51,7 +51,7 @@ LAUNCHERS = (
 MPI = LAUNCHERS[1:7]
 
 
-class Scheduler(NamedTuple):
+class BatchScheduler(NamedTuple):
     """Which variables of a scheduler name the job, the first that is set, and what else they say of it."""
 
     name: str
@@ -61,7 +61,7 @@ class Scheduler(NamedTuple):
 
 # The parts of a heterogeneous job of Slurm have ids of their own; the first one's is that of all.
 SCHEDULERS = (
-    Scheduler(
+    BatchScheduler(
         "slurm", ("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID_PACK_GROUP_0", "SLURM_JOB_ID", "SLURM_JOBID"),
         (
             ("name", "SLURM_JOB_NAME"), ("user", "SLURM_JOB_USER"), ("account", "SLURM_JOB_ACCOUNT"),
@@ -70,19 +70,19 @@ SCHEDULERS = (
             ("labels.slurm_step", "SLURM_STEP_ID"),
         ),
     ),
-    Scheduler(
+    BatchScheduler(
         "lsf", ("LSB_JOBID",),
         (
             ("name", "LSB_JOBNAME"), ("user", "LSFUSER"), ("account", "LSB_PROJECT_NAME"), ("partition", "LSB_QUEUE"),
             ("labels.lsf_array_task", "LSB_JOBINDEX"),
         ),
     ),
-    Scheduler(
+    BatchScheduler(
         "pbs", ("PBS_JOBID",),
         (("name", "PBS_JOBNAME"), ("user", "PBS_O_LOGNAME"), ("account", "PBS_ACCOUNT"), ("partition", "PBS_QUEUE")),
     ),
-    Scheduler("flux", ("FLUX_JOB_ID",)),
-    Scheduler("ray", ("RAY_JOB_ID",), (("labels.ray_cluster", "RAY_CLUSTER_NAME"),)),
+    BatchScheduler("flux", ("FLUX_JOB_ID",)),
+    BatchScheduler("ray", ("RAY_JOB_ID",), (("labels.ray_cluster", "RAY_CLUSTER_NAME"),)),
 )  # fmt: skip
 
 # Of the downward API of Kubernetes everybody names the variables; these names are usual.
@@ -108,7 +108,10 @@ DEVICES = (
     "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
 )  # fmt: skip
+RANKS_HERE = "LOCAL_WORLD_SIZE"  # how many ranks torchrun started on this host
 HOST = "HOSTNAME"  # in a pod, the pod's name
+# By which PyTorch's profiler finds whoever asks it for traces. That the first is set counts, whatever its value.
+POLLS, POLLED_DIRECTORY = "KINETO_USE_DAEMON", "KINETO_IPC_SOCKET_DIR"
 
 # What tells two launches of one job apart whose ranks have the same numbers.
 LAUNCH = ("SLURM_STEP_ID", *_MAIN_ADDRESS, _MAIN_PORT, _TORCHELASTIC, _MPI_JOB)
@@ -119,8 +122,8 @@ LISTED: frozenset[str] = frozenset({
     *(variable for scheduler in SCHEDULERS for variable in scheduler.job),
     *(variable for scheduler in SCHEDULERS for _, variable in scheduler.fields),
     *(variable for variables in _POD.values() for variable in variables), *_POD_UID, _IN_KUBERNETES,
-    "JOBSET_NAME", _TORCHELASTIC, "TORCHELASTIC_RESTART_COUNT", *_MAIN_ADDRESS, _MAIN_PORT, _MPI_JOB,
-    JOB, DTYPE, INPUT_BYTES, *DEVICES, HOST,
+    "JOBSET_NAME", _TORCHELASTIC, *_MAIN_ADDRESS, _MAIN_PORT, _MPI_JOB,
+    JOB, DTYPE, INPUT_BYTES, *DEVICES, RANKS_HERE, HOST, POLLS, POLLED_DIRECTORY,
 })  # fmt: skip
 """The variables that are kept, beside those that begin with one of `PREFIXES` and those of the configuration."""
 

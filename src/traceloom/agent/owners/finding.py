@@ -13,8 +13,9 @@ from traceloom.agent.owners import Owner
 from traceloom.agent.owners.cgroup import of_paths
 from traceloom.agent.owners.devices import HostDevices, devices_of
 from traceloom.agent.owners.environment import LAUNCH, Statements, check_variables, owner_of, rank_of, statements
+from traceloom.agent.owners.framework_versions import FrameworkVersions
 from traceloom.agent.owners.job_mapping import JobMapping
-from traceloom.agent.owners.kubelet import Kubelet, Place, joined
+from traceloom.agent.owners.kubelet import ContainerPlace, Kubelet, joined
 
 if TYPE_CHECKING:
     from traceloom.agent.collect.processes import ProcessFacts
@@ -26,7 +27,8 @@ _OF_A_RANK = ("rank", "local_rank", "world_size")
 class OwnerFinder:
     """Finds owners. `owners` may wait for the name service: call it from a thread.
 
-    `kubelet` and `job_mapping` are collectors of their own: what they wait for holds up nobody else.
+    `kubelet`, `job_mapping` and `framework_versions` are collectors of their own: what they wait for holds up nobody
+    else.
 
     Raises:
         InputError: `wrong-config`: `owners.variables` names a field that an owner has not.
@@ -36,6 +38,7 @@ class OwnerFinder:
         check_variables(config.owners.variables)
         self.kubelet = Kubelet(config)
         self.job_mapping = JobMapping(config)
+        self.framework_versions = FrameworkVersions(config)
         self._config = config
         self._proc, self._sys = Path(config.collect.proc), Path(config.collect.sys)
         self._host = config.host_name
@@ -59,6 +62,7 @@ class OwnerFinder:
         used = used or {}
         if self._listed != devices:
             self._listed, self._devices = list(devices), HostDevices(devices, self._proc, self._sys)
+        self.framework_versions.wanted = dict(processes)
         places = {key: location for key, facts in processes.items() if (location := _place(facts)).container}
         stated = {key: self._stated(facts, places.get(key)) for key, facts in processes.items()}
         granted = self._state_pods(processes, places, used, stated)
@@ -86,14 +90,16 @@ class OwnerFinder:
     def _device(self, name: str) -> str:
         return self._devices.named(name) or self._devices.numbered(name)
 
-    def _stated(self, facts: ProcessFacts, location: Place | None) -> Statements:
+    def _stated(self, facts: ProcessFacts, location: ContainerPlace | None) -> Statements:
         of_cgroup = of_paths(facts.cgroups.values())
         # An address of loopback is everybody's: it is this host's or this container's. A pod tells better.
         host = "" if "job" in of_cgroup else location.container if location else self._host
         stated = statements(facts.environment, self._config.owners.variables, host=host)
         if facts.frameworks:
-            framework = next(iter(facts.frameworks))
+            framework, library = next(iter(facts.frameworks.items()))
             stated["framework"] = (framework, "libraries")
+            if version := self.framework_versions.versions.get((facts.key, library)):
+                stated["framework_version"] = (version, "packages")
         for field, value in of_cgroup.items():
             stated.setdefault(field, (value, "cgroup"))
         name = self._user(facts.uid)
@@ -104,7 +110,7 @@ class OwnerFinder:
     def _state_pods(
         self,
         processes: Mapping[str, ProcessFacts],
-        places: Mapping[str, Place],
+        places: Mapping[str, ContainerPlace],
         used: Mapping[str, Collection[str]],
         stated: Mapping[str, Statements],
     ) -> dict[str, frozenset[str]]:
@@ -116,8 +122,8 @@ class OwnerFinder:
             container: self._devices.parts(filter(None, map(self._devices.named, container.devices)))
             for container in answer.containers
         }
-        evidence: dict[Place, frozenset[str]] = {}
-        hosts: dict[Place, str] = {}
+        evidence: dict[ContainerPlace, frozenset[str]] = {}
+        hosts: dict[ContainerPlace, str] = {}
         for key, location in in_pods.items():
             if location in answer.places:  # the kubelet gave devices of containers that ended to later ones
                 environment = processes[key].environment
@@ -138,7 +144,10 @@ class OwnerFinder:
         return granted
 
     def _state_jobs_of_devices(
-        self, places: Mapping[str, Place], used: Mapping[str, Collection[str]], stated: Mapping[str, Statements]
+        self,
+        places: Mapping[str, ContainerPlace],
+        used: Mapping[str, Collection[str]],
+        stated: Mapping[str, Statements],
     ) -> None:
         """State whose a process is by whose the devices are that it is on, where all of them say the same."""
         jobs = self._mapped_jobs()
@@ -191,10 +200,10 @@ class OwnerFinder:
         return self._names[uid]
 
 
-def _place(facts: ProcessFacts) -> Place:
+def _place(facts: ProcessFacts) -> ContainerPlace:
     of_cgroup = of_paths(facts.cgroups.values())
     pod = of_cgroup.get("job", "") if of_cgroup.get("scheduler") == "kubernetes" else ""
-    return Place(pod, of_cgroup.get("container", ""))
+    return ContainerPlace(pod, of_cgroup.get("container", ""))
 
 
 def _ancestors(facts: ProcessFacts, by_pid: Mapping[int, ProcessFacts]) -> Iterator[ProcessFacts]:
@@ -228,7 +237,7 @@ def _state_ranks_once(
     processes: Mapping[str, ProcessFacts],
     stated: Mapping[str, Statements],
     used: Mapping[str, Collection[str]],
-    places: Mapping[str, Place],
+    places: Mapping[str, ContainerPlace],
 ) -> None:
     """Leave the rank to one of the processes that have its variables: the others wrap it, or it started them.
 

@@ -26,7 +26,7 @@ class JobMapping:
 
     def __init__(self, config: Config) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
-        self.timeout_s = config.collect.timeout
+        self.timeout_s = config.collect.timeouts.get(self.name, config.collect.timeout)
         self.jobs: Mapping[str, tuple[str, ...]] = {}
         self._directory = Path(config.owners.job_mapping) if config.owners.job_mapping else None
         self._troubles: list[str] = []

@@ -33,7 +33,7 @@ class PodContainer(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
 
 
-class Place(msgspec.Struct, frozen=True):
+class ContainerPlace(msgspec.Struct, frozen=True):
     """Where a process is: what its control group calls the pod and the container."""
 
     pod: str
@@ -44,7 +44,7 @@ class KubeletAnswer(msgspec.Struct, frozen=True):
     """What the kubelet said when these containers were there already; of later ones it tells nothing."""
 
     containers: tuple[PodContainer, ...] = ()
-    places: frozenset[Place] = frozenset()
+    places: frozenset[ContainerPlace] = frozenset()
 
 
 class Kubelet:
@@ -57,11 +57,11 @@ class Kubelet:
 
     def __init__(self, config: Config) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
-        self.timeout_s = 3 * LIMIT_S
-        self.places: frozenset[Place] = frozenset()
+        self.timeout_s = config.collect.timeouts.get(self.name, 3 * LIMIT_S)
+        self.places: frozenset[ContainerPlace] = frozenset()
         self.answer = KubeletAnswer()
         self._socket = Path(config.owners.kubelet) if config.owners.kubelet else None
-        self._asked: frozenset[Place] = frozenset()  # when it was asked last
+        self._asked: frozenset[ContainerPlace] = frozenset()  # when it was asked last
         self._error = ""  # why it did not answer then
         self._next = 0.0  # on the monotonic clock
         self._wait_s = FIRST_S
@@ -97,9 +97,9 @@ class Kubelet:
 
 def joined(
     held: Mapping[PodContainer, frozenset[str]],
-    evidence: Mapping[Place, frozenset[str]],
-    hosts: Mapping[Place, str],
-) -> tuple[dict[str, tuple[str, str]], dict[Place, str]]:
+    evidence: Mapping[ContainerPlace, frozenset[str]],
+    hosts: Mapping[ContainerPlace, str],
+) -> tuple[dict[str, tuple[str, str]], dict[ContainerPlace, str]]:
     """Which pods and containers there are behind control groups; those that cannot be told apart are left out.
 
     Args:
@@ -120,7 +120,7 @@ def joined(
     pods = {pod: next(iter(names)) for pod, names in possible.items() if len(names) == 1}
     bearers = Counter(pods.values())  # two pods of one name are not both it
     pods = {pod: name for pod, name in pods.items() if bearers[name] == 1}
-    containers: dict[Place, str] = {}
+    containers: dict[ContainerPlace, str] = {}
     for location, devices in evidence.items():
         names = [c.container for c, uuids in held.items()
                  if (c.namespace, c.pod) == pods.get(location.pod) and devices and devices <= uuids]  # fmt: skip

@@ -52,7 +52,7 @@ class _Frame(msgspec.Struct):
     line: int
 
 
-class _Thread(msgspec.Struct):
+class _DumpedThread(msgspec.Struct):
     thread_id: int
     active: bool
     frames: list[_Frame]
@@ -60,7 +60,7 @@ class _Thread(msgspec.Struct):
     os_thread_id: int | None = None
 
 
-_THREADS = msgspec.json.Decoder(list[_Thread])
+_THREADS = msgspec.json.Decoder(list[_DumpedThread])
 
 
 async def take(process: Process, *, native: bool = False) -> StackDump:

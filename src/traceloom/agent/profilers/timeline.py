@@ -8,6 +8,7 @@ for (verified), it is compressed and hashed (kept).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,7 +21,7 @@ from traceloom.agent import worker
 from traceloom.agent.ipc.configuration import TraceConfiguration
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import ProfilerError, Window
-from traceloom.agent.registry import Client, Offer, Registry, is_alive
+from traceloom.agent.registry import Offer, ProfilerClient, ProfilerRegistry, is_alive
 from traceloom.agent.requests.model import State
 from traceloom.agent.requests.places import drop
 from traceloom.errors import TraceloomError
@@ -125,7 +126,7 @@ class TimelineProfiler:
 
     name = "timeline"
 
-    def __init__(self, registry: Registry, order: TimelineOrder, tell: Tell) -> None:
+    def __init__(self, registry: ProfilerRegistry, order: TimelineOrder, tell: Tell) -> None:
         self.registry, self.order, self.tell = registry, order, tell
 
     def resources(self, process: Process) -> frozenset[str]:
@@ -231,9 +232,9 @@ class TimelineProfiler:
             shapes=order.shapes, stacks=order.stacks, flops=order.flops, modules=order.modules,
         )  # fmt: skip
 
-    async def _ready(self, process: Process, window: Window, until: float) -> Client:
+    async def _ready(self, process: Process, window: Window, until: float) -> ProfilerClient:
         """Wait until the process polls, is idle, and steps where steps are wanted and it says whether it does."""
-        reason, detail, told = "", "", ""
+        reason, detail, last_reason = "", "", ""
         while True:
             client = self.registry.clients.get(process.key)
             rate = self.order.steps_per_second(process.key)
@@ -247,9 +248,9 @@ class TimelineProfiler:
                 reason, detail = "not-stepping", "it does not step"
             else:
                 return client
-            if reason != told:
+            if reason != last_reason:
                 self.tell("queued", reason, detail)
-                told = reason
+                last_reason = reason
             self._check_alive(process)
             if time.monotonic() > until:
                 raise ProfilerError(detail, slug="not-registered" if client is None else "expired")
@@ -262,7 +263,7 @@ class TimelineProfiler:
         text = configuration.text()
         delivered = asyncio.Event()
 
-        def offered(_client: Client) -> str:
+        def offered(_client: ProfilerClient) -> str:
             late = start_ns is not None and time.time_ns() + int(AHEAD_S * 1e9) > start_ns
             return "" if late else text
 
@@ -273,7 +274,8 @@ class TimelineProfiler:
             if start_ns is None and time.monotonic() > until:
                 raise ProfilerError("it did not become ready in time", slug="expired")
             self._check_alive(process)
-            await _set_within(delivered, _LOOK_S)
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await asyncio.wait_for(delivered.wait(), _LOOK_S)
         self.tell("delivered")
 
     async def _collected(self, process: Process, watch: _Watch, begin_s: float, seconds: float) -> None:
@@ -358,17 +360,10 @@ class _Polls:
         self.was_busy = False
         self.idle = 0
 
-    def __call__(self, client: Client) -> None:
+    def __call__(self, client: ProfilerClient) -> None:
         if client.key != self._key:
             return
         if client.busy:
             self.was_busy, self.idle = True, 0
         elif self.was_busy or client.polled > self._quiet_until:
             self.idle += 1
-
-
-async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except (asyncio.TimeoutError, TimeoutError):
-        return

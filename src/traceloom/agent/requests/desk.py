@@ -26,7 +26,7 @@ from traceloom.agent.http.answers import RequestError
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import Profiler, ProfilerError, Window
 from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
-from traceloom.agent.registry import Client, Registry
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
 from traceloom.agent.requests.keeping import write_document
 from traceloom.agent.requests.leases import Leases
 from traceloom.agent.requests.model import State, Target, TraceRequest, Wanted
@@ -57,7 +57,7 @@ class RequestDesk:
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
-        self, config: Config, registry: Registry, processes: Callable[[], Mapping[str, Process]], steps: Steps,
+        self, config: Config, registry: ProfilerRegistry, processes: Callable[[], Mapping[str, Process]], steps: Steps,
         store: RequestStore, places: Places, boot_id: str, parts: Mapping[str, Callable[[], Profiler]] | None = None,
     ) -> None:  # fmt: skip
         self.parts = parts or {}
@@ -190,10 +190,10 @@ class RequestDesk:
                 404, f"this is {self.config.host_name}, not {wanted.host}", slug="no-such-process",
                 hint="ask the agent of that host",
             )  # fmt: skip
-        known = dict(self.processes())
+        candidates = dict(self.processes())
         for client in self.registry.clients.values():
-            known.setdefault(client.key, _bare(client))
-        allowed = [process for process in known.values() if may_trace(process.uid)]
+            candidates.setdefault(client.key, _bare(client))
+        allowed = [process for process in candidates.values() if may_trace(process.uid)]
         matches = self._workers([process for process in allowed if self._matches(process, wanted)])
         if wanted.most_processes is not None:
             matches = matches[: wanted.most_processes]
@@ -339,12 +339,12 @@ class RequestDesk:
         return TimelineProfiler(self.registry, order, partial(self._tell, request, target))
 
     async def _lease(self, holder: str, profiler: Profiler, process: Process, tell: Any) -> None:
-        told = ""
+        last_holder = ""
         until = time.monotonic() + self.config.traces.wait
         while taken := self._leases.take(holder, profiler.resources(process)):
-            if taken != told:
+            if taken != last_holder:
                 tell("queued", "leased", f"waits: {taken}")
-                told = taken
+                last_holder = taken
             if time.monotonic() > until:
                 raise ProfilerError(taken, slug="expired")
             await asyncio.sleep(_LOOK_S)
@@ -465,7 +465,7 @@ def _targets(request: TraceRequest, processes: Iterable[Process], host: str) -> 
             )  # fmt: skip
 
 
-def _bare(client: Client) -> Process:
+def _bare(client: ProfilerClient) -> Process:
     """A process that polls and has not been looked at yet."""
     return Process(
         key=client.key, pid=client.pid, start_ticks=client.start_ticks, started_ns=client.first_ns,

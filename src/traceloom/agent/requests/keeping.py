@@ -24,7 +24,7 @@ _LATEST_NS = 2**61  # of what a trace says: sums of two fit into 64 bits
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class _Event(msgspec.Struct):
+class _Operator(msgspec.Struct):
     name: str = ""
     ph: str = ""
     cat: str = ""
@@ -33,7 +33,7 @@ class _Event(msgspec.Struct):
 
 
 class _Trace(msgspec.Struct):
-    traceEvents: list[_Event]  # noqa: N815  (as in the file)
+    traceEvents: list[_Operator]  # noqa: N815  (as in the file)
     trace_id: str = ""
     baseTimeNanoseconds: int = 0  # noqa: N815
 

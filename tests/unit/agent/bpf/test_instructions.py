@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R6, R7, R10, Helper, Program
+from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R6, R7, R10, Helper, ProbeProgram
 
 
 def test_instructions_are_those_of_the_instruction_set() -> None:
     """Bytes as `llvm-mc --arch=bpf --show-encoding` prints them."""
-    program = Program()
+    program = ProbeProgram()
     program.do(R6, "=", R1)  # r6 = r1
     program.load(R3, R6, 104)  # r3 = *(u64 *)(r6 + 104)
     program.do(R2, "=", -8)  # r2 = -8
@@ -44,11 +44,11 @@ def test_instructions_are_those_of_the_instruction_set() -> None:
 
 def test_a_number_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="wide"):
-        Program().do(R1, "=", 1 << 31)
+        ProbeProgram().do(R1, "=", 1 << 31)
 
 
 def test_a_jump_to_nowhere_is_a_defect() -> None:
-    program = Program()
+    program = ProbeProgram()
     program.jump("nowhere")
     with pytest.raises(KeyError, match="nowhere"):
         program.encoded()

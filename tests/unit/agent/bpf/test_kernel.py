@@ -13,7 +13,7 @@ import pytest
 
 from support.probes import compiled, needs_compiler, needs_probes
 from traceloom.agent.bpf import support
-from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R4, R6, R10, Helper, Program
+from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R4, R6, R10, Helper, ProbeProgram
 from traceloom.agent.bpf.kernel import Map, MapKind, load, machine
 from traceloom.agent.bpf.ring import Ring
 from traceloom.agent.bpf.uprobes import Uprobes
@@ -38,7 +38,7 @@ def test_a_map_keeps_what_is_put() -> None:
 
 @needs_probes
 def test_a_program_that_the_kernel_refuses_says_why() -> None:
-    program = Program()
+    program = ProbeProgram()
     program.load(R1, R2)  # nothing is in R2
     program.exit()
     with pytest.raises(OSError, match=r"refuses the program wrong: .*R2 !read_ok"):
@@ -53,7 +53,7 @@ def test_a_probe_sees_arguments_and_results_of_every_process(tmp_path: Path) -> 
     ring, lost = Ring(16, 4096), Map(MapKind.ARRAY, 4, 8, 1)
     programs = []
     for register in (machine().arguments[0], machine().result):
-        program = Program()
+        program = ProbeProgram()
         program.load(R6, R1, register)
         program.call(Helper.PROCESS_AND_THREAD)
         program.store(R10, -16, R0)
@@ -112,7 +112,7 @@ def test_a_probe_sees_arguments_and_results_of_every_process(tmp_path: Path) -> 
 def test_a_probe_of_one_process_leaves_others_alone(tmp_path: Path) -> None:
     path = compiled(LIBRARY, tmp_path / "lib.so", "-shared", "-fPIC")
     calls = Map(MapKind.ARRAY, 4, 8, 1)
-    program = Program()
+    program = ProbeProgram()
     program.store(R10, -4, 0, 4)
     program.map(R1, calls.descriptor)
     program.do(R2, "=", R10)

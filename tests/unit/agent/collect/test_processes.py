@@ -66,6 +66,21 @@ def test_a_process_of_a_job(tree: HostTree) -> None:
 
 
 @pytest.mark.parametrize(
+    "variable",
+    [
+        "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK",
+        "RAY_JOB_ID", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID", "JOB_COMPLETION_INDEX", "TRACELOOM_JOB",
+    ],
+)  # fmt: skip
+def test_a_variable_that_only_a_job_has_makes_a_process_matter(tree: HostTree, variable: str) -> None:
+    tree.process(77, environment={variable: "1"})
+    tree.process(78, environment={variable.lower(): "1", "WORLD_SIZE": "1"})
+    processes = Processes(tree.config())
+    processes.collect()
+    assert (_facts(processes).pid, _facts(processes).environment) == (77, {variable: "1"})
+
+
+@pytest.mark.parametrize(
     ("library", "framework"),
     [
         (TORCH, "pytorch"),

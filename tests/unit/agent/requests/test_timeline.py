@@ -22,7 +22,7 @@ from traceloom.agent.ipc.sockets import KinetoSockets
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import ProfilerError, Window
 from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
-from traceloom.agent.registry import Registry, parent_and_start
+from traceloom.agent.registry import ProfilerRegistry, parent_and_start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
 EVERY_S = 0.05  # between polls of the stand-in
@@ -98,7 +98,7 @@ def traced(
     outcome = Outcome()
 
     async def live() -> None:
-        registry = Registry()
+        registry = ProfilerRegistry()
         sockets = KinetoSockets(place / "k", registry)
         sockets.start()
         assert not sockets.trouble

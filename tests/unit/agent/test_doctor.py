@@ -1,0 +1,102 @@
+"""The doctor: what it says of jobs whose profiler asks where nobody listens."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from support.agent_server import SmallAgent, ask, listening, locations_in
+from support.host_tree import HostTree
+from traceloom.agent.config import Config, Tcp
+from traceloom.agent.doctor import by_hand
+from traceloom.agent.http.answers import Check
+
+TORCH = "/opt/venv/lib/python3.12/site-packages/torch/lib/libtorch_cpu.so"
+HEADER = "Num       RefCount Protocol Flags    Type St Inode Path\n"
+OTHERS = "0000000019f3790d: 00000003 00000000 00000000 0001 03  1057\n"
+POLLS = {"KINETO_USE_DAEMON": "0"}
+PREPARED = {**POLLS, "KINETO_IPC_SOCKET_DIR": "/run/traceloom/kineto/1000"}
+
+
+def listed(*names: str) -> str:
+    """The kernel's list of open unix sockets."""
+    lines = (f"00000000fa13e224: 00000002 00000000 00000000 0002 01 632871 {name}\n" for name in names)
+    return HEADER + OTHERS + "".join(lines)
+
+
+def of_jobs(tree: HostTree, directory: Path) -> list[Check]:
+    return [check for check in by_hand(tree.config(), locations_in(directory)) if check.area == "jobs"]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> HostTree:
+    tree = HostTree(tmp_path)
+    tree.write("proc/net/unix", listed())
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("environment", "here", "there", "unheard"),
+    [
+        ({}, (), (), ""),
+        ({"KINETO_IPC_SOCKET_DIR": "/tmp/a"}, (), (), ""),  # without the other it does not poll
+        (POLLS, (), (), "8 s later"),
+        (POLLS, (), ("@dynolog@",), ""),
+        (POLLS, ("@dynolog@",), (), "8 s later"),  # another network namespace has other abstract names
+        (POLLS, (), ("@dynolog",), "8 s later"),
+        (PREPARED, (), (), "no agent listens in /run/traceloom/kineto/1000"),
+        (PREPARED, ("/run/traceloom/kineto/1000/dynolog",), (), ""),
+        (PREPARED, (), ("/run/traceloom/kineto/1000/dynolog",), ""),
+        (PREPARED, ("/run/traceloom/kineto/1001/dynolog",), ("@dynolog@",), "no agent listens in"),
+    ],
+)
+def test_a_process_that_polls_where_nobody_listens(
+    tree: HostTree, tmp_path: Path, environment: Mapping[str, str], here: tuple[str, ...], there: tuple[str, ...],
+    unheard: str,
+) -> None:  # fmt: skip
+    tree.process(77, environment=environment, maps=(TORCH,))
+    tree.write("proc/net/unix", listed(*here))
+    tree.write("proc/77/net/unix", listed(*there))
+    checks = of_jobs(tree, tmp_path)
+    assert [(check.name, unheard in check.why) for check in checks] == ([("process 77", True)] if unheard else [])
+
+
+def test_processes_of_a_directory_are_one_check(tree: HostTree, tmp_path: Path) -> None:
+    for pid in (77, 78, 79):
+        tree.process(pid, environment=PREPARED if pid < 79 else POLLS, maps=(TORCH,))
+        tree.write(f"proc/{pid}/net/unix", listed())
+    assert [check.name for check in of_jobs(tree, tmp_path)] == ["process 77 and 1 more", "process 79"]
+
+
+def test_a_process_whose_sockets_cannot_be_seen_is_not_judged(tree: HostTree, tmp_path: Path) -> None:
+    tree.process(77, environment=POLLS, maps=(TORCH,))
+    assert of_jobs(tree, tmp_path) == []
+
+
+def test_a_real_socket_is_listed_as_the_doctor_reads_it(tree: HostTree, tmp_path: Path) -> None:
+    """The list is this kernel's own; when the socket is closed its file is left behind, as by an agent that died."""
+    tree.process(77, environment={**POLLS, "KINETO_IPC_SOCKET_DIR": str(tmp_path)}, maps=(TORCH,))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "dynolog"))
+        tree.write("proc/77/net/unix", Path("/proc/net/unix").read_bytes())
+        assert of_jobs(tree, tmp_path) == []
+    tree.write("proc/77/net/unix", Path("/proc/net/unix").read_bytes())
+    assert (tmp_path / "dynolog").exists()
+    (check,) = of_jobs(tree, tmp_path)
+    assert (check.works, "cannot be traced" in check.why) == ("no", True)
+
+
+class WithJobs(SmallAgent):
+    async def doctor(self) -> list[Check]:
+        return [*await super().doctor(), Check(area="jobs", name="process 77", works="no")]
+
+
+def test_who_does_not_see_all_hears_of_no_processes(tmp_path: Path) -> None:
+    with listening(WithJobs(Config(tcp=Tcp(address="127.0.0.1:0"))), tmp_path) as listeners:
+        assert listeners.tcp_address is not None
+        asked: tuple[Path | tuple[str, int], ...] = (listeners.socket_path, listeners.tcp_address)
+        areas = [[check["area"] for check in ask(where, "/api/v1/doctor").json()["checks"]] for where in asked]
+    assert areas == [["devices", "jobs"], ["devices"]]
