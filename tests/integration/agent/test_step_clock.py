@@ -226,7 +226,7 @@ def test_switched_off_it_touches_nothing(job: Job, clock: Callable[..., ProbedSt
     assert steps.taken == []
 
 
-def test_it_ends_while_a_run_is_under_way(job: Job, clock: Callable[..., StepClock]) -> None:
+def test_it_ends_while_a_run_is_under_way(job: Job, clock: Callable[..., ProbedStepClock]) -> None:
     """The run is in a thread that nobody can stop; what it holds is not closed beneath it."""
     watched = clock([job.facts])
     failures: list[BaseException] = []
