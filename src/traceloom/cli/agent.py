@@ -175,8 +175,8 @@ def _locations(args: argparse.Namespace, config: Config) -> Locations:
 
     from traceloom.agent.config import locations
 
-    usual = locations(config)
-    return msgspec.structs.replace(usual, socket=Path(args.socket)) if args.socket else usual
+    paths = msgspec.structs.replace(config.paths, socket=args.socket or config.paths.socket)
+    return locations(msgspec.structs.replace(config, paths=paths))
 
 
 def _run(args: argparse.Namespace) -> int:
