@@ -22,9 +22,9 @@ from traceloom.testing import TraceBuilder
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, without a window."""
+    """Chromium, without a window. While Playwright runs, no other loop can: it ends with the module."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
