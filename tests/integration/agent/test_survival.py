@@ -144,6 +144,8 @@ def test_a_clock_that_jumps(tmp_path: Path) -> None:
     try:
         began_ns = agent.client.get("status")["now_ns"]
         assert abs(began_ns - time.time_ns()) < 600e9
+        until(lambda: agent.client.get("query", metric="gpu_power_watts", since="1m")["series"])
+        until(partial(_has_more_than, _ticks(tmp_path / "agent.db"), tmp_path / "agent.db"))  # of this hour
         for hours in (1, -1):
             clock.write_text(f"{3600 * hours:+d}", encoding="ascii")
             until(partial(_is_ahead, agent, hours))
