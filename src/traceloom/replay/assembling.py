@@ -144,6 +144,7 @@ class Assembly:
         self._numbers: dict[int, Any] = {}
         self._collectives = plan.collectives.to_dicts()
         calls = plan.calls.select("call", "schema", "arguments")
+        self._keeps_host = keeps_host(plan, manner.device)
         self._bound = [self._bind(*call) for call in calls.iter_rows()]
         self._storage = plan.tensors["storage"].to_list()
         self.needed, self.written_unseen = self._find_needed()
@@ -202,8 +203,7 @@ class Assembly:
         try:
             if kernels is not None and call in kernels.calls:
                 return kernels.bind(call, arguments)
-            stays = keeps_host(self._plan, self._manner.device)
-            return self._manner.bind(schema, arguments, self._manner.device, **({"keeps_host": True} if stays else {}))
+            return self._manner.bind(schema, arguments, self._manner.device, keeps_host=self._keeps_host)
         except Unbindable as error:
             return error
 
