@@ -30,7 +30,7 @@ from traceloom.agent.bpf.step_probes import StepProbes
 from traceloom.agent.bpf.support import unsupported
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import Window
-from traceloom.agent.profilers.allocations import AllocationsProfiler
+from traceloom.agent.profilers.probed import AllocationsProfiler
 
 LIMIT = 0.01  # of a step
 JOB = """

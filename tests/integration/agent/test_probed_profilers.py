@@ -24,8 +24,7 @@ from traceloom.agent.bpf.elf import Elf
 from traceloom.agent.bpf.mappings import mappings
 from traceloom.agent.owners import Owner, Process
 from traceloom.agent.profilers import ProfilerError, Window
-from traceloom.agent.profilers.allocations import AllocationsProfiler
-from traceloom.agent.profilers.launches import LaunchesProfiler
+from traceloom.agent.profilers.probed import AllocationsProfiler, LaunchesProfiler
 from traceloom.cli import main
 
 RUNTIME = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from pathlib import Path
 from typing import Protocol
 
@@ -17,9 +16,8 @@ PROFILERS = {
     "timeline": "traceloom.agent.profilers.timeline:TimelineProfiler",
     "stacks": "traceloom.agent.profilers.stacks:StacksProfiler",
     "dump": "traceloom.agent.profilers.dump:DumpProfiler",
-    "allocations": "traceloom.agent.profilers.allocations:AllocationsProfiler",
-    "launches": "traceloom.agent.profilers.launches:LaunchesProfiler",
-    "memory": "traceloom.agent.profilers.memory:MemoryProfiler",
+    "allocations": "traceloom.agent.profilers.probed:AllocationsProfiler",
+    "launches": "traceloom.agent.profilers.probed:LaunchesProfiler",
     "telemetry": "traceloom.agent.profilers.telemetry:TelemetryProfiler",
 }
 
@@ -56,11 +54,7 @@ class Profiler(Protocol):
 
 def is_there(name: str) -> bool:
     """Whether this version has the profiler."""
-    module = PROFILERS[name].partition(":")[0]
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    return name in PROFILERS
 
 
 def make(name: str) -> Profiler:
@@ -69,8 +63,8 @@ def make(name: str) -> Profiler:
     Raises:
         ProfilerError: `no-profiler`: this version does not have it.
     """
-    module, _, kind = PROFILERS[name].partition(":")
     if not is_there(name):
         raise ProfilerError(f"there is no profiler `{name}` in this version", slug="no-profiler")
+    module, _, kind = PROFILERS[name].partition(":")
     profiler: Profiler = getattr(importlib.import_module(module), kind)()
     return profiler
