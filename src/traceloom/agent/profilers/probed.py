@@ -33,7 +33,8 @@ class ProbedProfiler:
                 self.name,
                 order={
                     "pid": process.pid, "start_ticks": process.start_ticks, "rank": process.owner.rank,
-                    "path": str(path), "start_ns": window.start_ns, "duration_s": window.duration_s, "steps": window.steps,
+                    "path": str(path), "start_ns": window.start_ns, "duration_s": window.duration_s,
+                    "steps": window.steps,
                 },
             )  # fmt: skip
         except TraceloomError as error:
