@@ -57,6 +57,23 @@ class UnpackedFile:
             return f"the gzip data ends at byte {self.read} of the compressed file, before its end mark"
         return f"the gzip data is corrupt near byte {self.read} of the compressed file"
 
+    def whole(self, most_bytes: int, what: str, path: str | Path) -> bytes:
+        """All of the text up to `damage`; `what` and `path` name the file in errors.
+
+        Raises:
+            InputError: `gzip-bomb`: it has more bytes than that; `unreadable`.
+        """
+        pieces = []
+        try:
+            for piece in self:
+                pieces.append(piece)
+                if self.given > most_bytes:
+                    message = f"the {what} has more than {most_bytes / 1e9:.1f} GB of text"
+                    raise InputError(message, slug="gzip-bomb", where=str(path))
+        except OSError as error:
+            raise unreadable(path, error) from error
+        return b"".join(pieces)
+
     def __iter__(self) -> Iterator[bytes]:
         if not self.packed:
             for piece in self._stored(self.PIECE):

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import polars as pl
 
-from traceloom.errors import InputError, newer_format, unreadable
+from traceloom.errors import InputError, newer_format
 from traceloom.model.notice import Notice
 from traceloom.model.snapshot import BLOCKS, ENTRIES, SEGMENTS, Frame, Snapshot
 from traceloom.packed import UnpackedFile, open_file
@@ -78,22 +78,13 @@ def read_allocations(path: str | Path) -> tuple[int | None, list[Snapshot]]:
 
 
 def _document(path: str | Path) -> _Document:
-    pieces, size = [], 0
     with open_file(path) as stream:
         file = _AllocationsFile(stream)
-        try:
-            for piece in file:
-                pieces.append(piece)
-                size += len(piece)
-                if size > _MOST_BYTES:
-                    message = f"the file has more than {_MOST_BYTES / 1e9:.1f} GB of text"
-                    raise InputError(message, slug="gzip-bomb", where=str(path))
-        except OSError as error:
-            raise unreadable(path, error) from error
+        text = file.whole(_MOST_BYTES, "file", path)
     if file.damage:
         raise _damaged(path, "its gzip is cut or damaged")
     try:
-        document = msgspec.json.decode(b"".join(pieces), type=_Document)
+        document = msgspec.json.decode(text, type=_Document)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _damaged(path, str(error)[:200]) from error
     if document.format != FORMAT:

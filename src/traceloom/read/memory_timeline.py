@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from traceloom.array_types import Ints
-from traceloom.errors import InputError, unreadable
+from traceloom.errors import InputError
 from traceloom.packed import UnpackedFile, open_file
 
 CATEGORIES = (
@@ -64,21 +64,13 @@ def read_timeline(path: str | Path) -> MemoryTimeline:
     Raises:
         InputError: `unreadable`, `gzip-bomb`; `not-a-memory-timeline`: cut, no JSON, or other rows.
     """
-    pieces = []
     with open_file(path) as stream:
         file = _TimelineFile(stream)
-        try:
-            for piece in file:
-                pieces.append(piece)
-                if file.given > MOST_BYTES:
-                    message = f"the timeline has more than {MOST_BYTES / 1e9:.1f} GB of text"
-                    raise InputError(message, slug="gzip-bomb", where=str(path))
-        except OSError as error:
-            raise unreadable(path, error) from error
+        text = file.whole(MOST_BYTES, "timeline", path)
     if file.damage:
         raise _bad(path, "its gzip is cut or damaged")
     try:
-        document = json.loads(b"".join(pieces))
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _bad(path, "it is cut, or no JSON") from error
     return timeline_of(document, str(path))
