@@ -35,3 +35,8 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("the public traces (../shared/data) are not on this machine")
     return SHARED_DATA
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Bytes never name a test: compressed ones hold the time, so two workers would collect different tests."""
+    return argname if isinstance(val, bytes) and not val.isascii() else None

@@ -113,6 +113,7 @@ def test_samples_that_cannot_be_right_are_left_out_and_counted(tmp_path: Path, b
         json.dumps(stacks([[BASE, -1, 10, [0]]])).encode(),
         json.dumps([1]).encode(),
     ],
+    ids=["empty", "no JSON", "cut", "cut later", "version", "format", "no frame", "overflow", "negative", "a list"],
 )
 def test_a_file_of_stacks_that_cannot_be_read_is_a_notice(tmp_path: Path, content: bytes) -> None:
     _trace(tmp_path)
