@@ -134,6 +134,15 @@ class Traces(ConfigTable, frozen=True):
     keep_days: float = 7.0
 
 
+class FleetLink(ConfigTable, frozen=True):
+    """The fleet's service that this host belongs to: none without `server`. Beyond loopback it needs https."""
+
+    server: str = ""  # https://fleet.example:8443
+    ca: str = ""  # certificates to trust instead of the system's
+    token_file: str = ""  # the token of enrolment, needed once; else TRACELOOM_FLEET_TOKEN
+    heartbeat: Seconds = 10.0
+
+
 class Otlp(ConfigTable, frozen=True):
     """An OTLP/HTTP receiver for metrics."""
 
@@ -166,6 +175,7 @@ class Config(ConfigTable, frozen=True):
     access: Access = Access()
     dynolog: Dynolog = Dynolog()
     traces: Traces = Traces()
+    fleet: FleetLink = FleetLink()
     otlp: Otlp = Otlp()
     files: Files = Files()
     compat: tuple[str, ...] = ()  # `dcgm`: also under the names of dcgm-exporter

@@ -59,6 +59,7 @@ from traceloom.agent.stacks import look
 from traceloom.agent.step_clock import ProbedStepClock
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
+from traceloom.agent.uplink.link import Uplink
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
 
 LOG = logging.getLogger("traceloom.agent")
@@ -119,6 +120,9 @@ class Agent:
             Places(locations.traces), self.boot_id,
             {"telemetry": partial(TelemetryProfiler, self.board, self.scheduler, config.host_name)},
         )  # fmt: skip
+        self.uplink: Uplink | None = None
+        if config.fleet.server:
+            self.uplink = Uplink(config, locations.history.parent, self.board, self.desk, self.topline, self.boot_id)
         self.kineto: KinetoSockets | None = None  # while it runs
         self.job_facts: dict[str, JobFacts] = {}  # what the last trace of each job tells
         self._requests: Counter[tuple[str, str]] = Counter()
@@ -154,6 +158,9 @@ class Agent:
             stack.callback(self.kineto.close)
             await self.desk.start()
             stack.push_async_callback(self.desk.close)
+            if self.uplink is not None:
+                self.uplink.start()
+                stack.push_async_callback(self.uplink.close)
             if self.config.dynolog.address:
                 rpc = DynoRpc(self, *host_and_port(self.config.dynolog.address))
                 await rpc.start()
@@ -427,6 +434,8 @@ class Agent:
         jobs = jobs_now(self.board.processes.values(), self.step_counts, self.job_facts)
         self.accelerators.element_types = element_types(jobs)
         self.board.put("jobs", self.topline.readings(self.board, interval_s, self.processes.shares, jobs), now_ns)
+        if self.uplink is not None and (ended := self.uplink.tick()):
+            self._writing.submit(self.uplink.backlog.put, ended)
         used, system = resource.getrusage(resource.RUSAGE_SELF), os.uname()
         readings: list[Reading | Histogram] = [
             Reading(

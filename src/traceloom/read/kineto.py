@@ -162,7 +162,7 @@ class _FileEvents:
 def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Trace:
     """The trace of a decoded file; `capture` is this rank's part of capture.json."""
     columns, file_notices = decoded.columns, decoded.damage.notices()
-    made = _FileEvents(columns, md.base_ns(decoded.metadata))
+    made = _FileEvents(columns, md.base_ns(decoded.metadata, capture))
     # Of device-side events: the arguments, else pid and tid; NULL on the host.
     device, stream = made.spread("device", "device"), made.spread("stream", "device")
     on_device = lookup(_ON_DEVICE, made.category)
