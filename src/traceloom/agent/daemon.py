@@ -205,7 +205,8 @@ class Agent:
             processes=len(self.board.processes), collectors=collectors,
             history={"bytes": float(self.history.bytes()), "lost_ticks": float(sum(self.history.lost.values()))},
             history_trouble=self.history.trouble,
-            publishers={publisher.name: publisher.trouble for publisher in self.publishers},
+            publishers={publisher.name: publisher.trouble for publisher in self.publishers}
+            | ({f"fleet {self.uplink.config.fleet.server}": self.uplink.trouble} if self.uplink is not None else {}),
         )  # fmt: skip
 
     async def doctor(self) -> list[Check]:
