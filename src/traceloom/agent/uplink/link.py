@@ -23,6 +23,7 @@ from traceloom.agent.board import Board
 from traceloom.agent.config import Config
 from traceloom.agent.http.answers import RequestError
 from traceloom.agent.owners import Process
+from traceloom.agent.registry import ProfilerClient
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.model import TraceRequest
 from traceloom.agent.topline import Topline
@@ -54,6 +55,7 @@ _WAIT_S = 30.0  # that the service keeps a question for work
 _LOOK_S = 0.5
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 _MOST_UPLOADS = 3  # of a request's files, before the host gives up
+_IMPORTED_NS = 15_000_000_000  # after its first poll a process has imported PyTorch, where nobody sees it step
 _ARM_S = 20.0  # for a process to appear that the service says is here
 
 
@@ -285,7 +287,7 @@ class Uplink:
                 processes=[
                     ArmedProcess(
                         key=process.key, pid=process.pid, job=process.owner.job, rank=process.owner.rank,
-                        ready=process.key in clients and not clients[process.key].busy,
+                        ready=_is_ready(process, clients.get(process.key)),
                         steps_per_second=process.steps_per_second,
                     )
                     for process in matching
@@ -370,6 +372,13 @@ class Membership(msgspec.Struct, frozen=True):
     server: str
     host: str
     credential: str
+
+
+def _is_ready(process: Process, client: ProfilerClient | None) -> bool:
+    """Whether a trace that begins now holds something: a process polls while it still imports PyTorch."""
+    if client is None or client.busy:
+        return False
+    return process.steps_per_second is not None or time.time_ns() - client.first_ns > _IMPORTED_NS
 
 
 def _who(request: str) -> str:
