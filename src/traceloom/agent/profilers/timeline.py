@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,8 +44,11 @@ _BACK_OFF_S = 3.0  # between tries of a process that does not step yet
 class Tell(Protocol):
     """Takes the news of a target."""
 
-    def __call__(self, state: State, reason: str = "", detail: str = "", **facts: Any) -> None:
-        """Its state, why or what for it waits, and fields of `Target` that are known now."""
+    def __call__(self, state: State, reason: str = "", detail: str = "", **facts: Any) -> Awaitable[None]:
+        """Its state, why or what for it waits, and fields of `Target` that are known now.
+
+        It need not be awaited; who does, waits until it is on disk.
+        """
 
 
 class TimelineOrder(msgspec.Struct, kw_only=True):
@@ -150,6 +153,8 @@ class TimelineProfiler:
             seconds = min(order.most_seconds, 1.5 * (window.steps + 1) / rate if rate else _FIRST_GUESS_S)
         retried: set[str] = set()
         resumed, attempt = order.resumed, order.attempt
+        if resumed in ("written", "verified") and not _Watch(order.incoming, self._name(attempt)).written():
+            resumed, order.start_ns = "queued", None  # it was thrown away, and the agent killed before it said why
         try:
             while True:
                 try:
@@ -176,8 +181,9 @@ class TimelineProfiler:
                     waited_until = max(waited_until, time.monotonic() + pause_s + _BACK_OFF_S)
                     await asyncio.sleep(pause_s)
                 else:
+                    # An agent that is killed before this is on disk looks at the file once more.
+                    await self.tell("kept", **facts, file=path.name)
                     self._clean(attempt)
-                    self.tell("kept", **facts, file=path.name)
                     return [path]
         finally:
             self.registry.offers.pop(process.key, None)
@@ -204,7 +210,7 @@ class TimelineProfiler:
         name = self._name(attempt)
         start_ns = self.order.start_ns
         watch = _Watch(self.order.incoming, name)
-        if watch.written() or resumed in ("written", "verified"):
+        if watch.written():
             return start_ns
         # Where an instant was named it may have been handed over, and an agent that was killed did not write that down.
         if resumed == "queued" and start_ns is None:

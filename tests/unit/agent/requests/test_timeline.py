@@ -76,10 +76,13 @@ class Outcome:
         self.slug = ""
         self.told: list[dict[str, str]] = []
 
-    def tell(self, state: str, reason: str = "", detail: str = "", **facts: Any) -> None:
+    def tell(self, state: str, reason: str = "", detail: str = "", **facts: Any) -> asyncio.Future[None]:
         if (state, reason) not in self.states[-1:]:
             self.states.append((state, reason))
         self.facts |= facts
+        on_disk: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        on_disk.set_result(None)
+        return on_disk
 
 
 @pytest.fixture
