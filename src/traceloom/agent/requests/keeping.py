@@ -86,7 +86,8 @@ def keep(
             "detail": (error.strerror or str(error)).lower(),
         }
     finally:
-        copy.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a disk that has become read-only
+            copy.unlink(missing_ok=True)
 
 
 def _copy(folder: str, name: str, uid: int, most_bytes: int, copy: Path) -> None:
@@ -179,7 +180,8 @@ def _compressed(copy: Path, target: Path, most_kept_bytes: int) -> dict[str, Any
             raise _FaultError(slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept")
         part.replace(target)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
