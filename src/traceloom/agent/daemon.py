@@ -50,7 +50,7 @@ from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
 from traceloom.agent.publish import Publisher, publishers
-from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry, is_alive
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
@@ -320,15 +320,22 @@ class Agent:
             client
             for client in self.registry.clients.values()
             if client.job == request.job_id and may_trace(client.uid)
+            and is_alive(self.registry.proc, client.pid, client.start_ticks)
             and (not chosen or not chosen.isdisjoint({client.pid, *client.ancestors}))
         ][: max(request.process_limit, 0)]  # fmt: skip
+        acts = partial(self.acts, f"dynolog uid {uid}", None, "setKinetOnDemandRequest")
         if not matching:
+            acts(allowed=False, why="no-such-process", job=request.job_id, pids=request.pids)
             return DynoTraced()
         idle = [client for client in matching if not self.desk.is_traced(client.key)]
         if idle:
-            wanted = wanted_of(request.config, tuple(client.pid for client in idle), time.time_ns())
-            taken = await self.desk.submit(wanted, f"dynolog uid {uid}", may_trace)
-            self.acts(f"dynolog uid {uid}", None, "setKinetOnDemandRequest", allowed=True, request=taken.id)
+            try:
+                wanted = wanted_of(request.config, tuple(client.pid for client in idle), time.time_ns())
+                taken = await self.desk.submit(wanted, f"dynolog uid {uid}", may_trace)
+            except TraceloomError as error:
+                acts(allowed=False, why=error.slug, pids=[client.pid for client in idle])
+                raise
+            acts(allowed=True, request=taken.id, pids=[client.pid for client in idle])
         return DynoTraced(
             processes_matched=[client.pid for client in matching],
             activity_profilers_triggered=[client.pid for client in idle],
@@ -348,7 +355,9 @@ class Agent:
 
     def _polled(self, client: ProfilerClient) -> None:
         """A process that polls matters, whether it is known to use a framework or not."""
-        if client.key not in self.board.processes and len(self.processes.reporting) < _MOST_REPORTING:
+        if client.key in self.board.processes or client.pid in self.processes.reporting:
+            return
+        if len(self.processes.reporting) < _MOST_REPORTING:
             self.processes.reporting = self.processes.reporting | {client.pid}
 
     def _delivered(self, collector: Collector) -> None:

@@ -26,7 +26,7 @@ from traceloom.agent.http.answers import RequestError
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import Profiler, ProfilerError, Window
 from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
-from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry, is_alive
 from traceloom.agent.requests.keeping import write_document
 from traceloom.agent.requests.leases import Leases
 from traceloom.agent.requests.model import State, Target, TraceRequest, Wanted
@@ -194,7 +194,13 @@ class RequestDesk:
         for client in self.registry.clients.values():
             candidates.setdefault(client.key, _bare(client))
         allowed = [process for process in candidates.values() if may_trace(process.uid)]
-        matches = self._workers([process for process in allowed if self._matches(process, wanted)])
+        # Those that have ended are remembered for a while, as the ranks of a job that was started again.
+        matches = self._workers(
+            [
+                process for process in allowed
+                if self._matches(process, wanted) and is_alive(self.registry.proc, process.pid, process.start_ticks)
+            ]
+        )  # fmt: skip
         if wanted.most_processes is not None:
             matches = matches[: wanted.most_processes]
         if not matches:
@@ -424,8 +430,8 @@ class RequestDesk:
 
     def _tell(
         self, request: TraceRequest, target: Target, state: State, reason: str = "", detail: str = "", **facts: Any
-    ) -> None:
-        """A target is in a state: in memory at once, on disk and to listeners soon."""
+    ) -> asyncio.Task[None]:
+        """A target is in a state: in memory at once, on disk and to listeners when the task has ended."""
         if state != target.state or reason != target.reason:
             target.since_ns = time.time_ns()
         target.state, target.reason, target.detail = state, reason, detail
@@ -435,6 +441,7 @@ class RequestDesk:
         task = asyncio.create_task(self._write(request.id, written))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+        return task
 
     async def _write(self, request: str, target: Target) -> None:
         await self._notify(request)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from traceloom.errors import OutputError
 
-_INCOMING = "incoming"
+INCOMING = "incoming"
 _LEFT_OVER_S = 3600.0
 
 
@@ -34,7 +34,7 @@ class Places:
 
     def incoming(self, uid: int) -> Path:
         """Where the processes of a user write."""
-        return self.root / str(uid) / _INCOMING
+        return self.root / str(uid) / INCOMING
 
     def of_request(self, uid: int, request: str) -> Path:
         """Where the result of a request lies."""
@@ -82,7 +82,7 @@ class Places:
         old = time.time() - _LEFT_OVER_S
         with contextlib.suppress(OSError):
             for path in self.root.iterdir():
-                folder = path / _INCOMING
+                folder = path / INCOMING
                 with contextlib.suppress(OSError), _opened(folder) as handle, os.scandir(handle) as entries:
                     for entry in entries:
                         with contextlib.suppress(OSError):  # a directory, or gone meanwhile
