@@ -376,6 +376,13 @@ def _stacks(args: argparse.Namespace) -> int:
     return _shown(args, answer, lambda width: views.stacks(answer, width, native=args.native))
 
 
+def _hangs(args: argparse.Namespace) -> int:
+    from traceloom.cli import agent_views as views
+
+    answer = client_of(args).get("hangs", **({"job": args.job} if args.job else {}))
+    return _shown(args, answer, lambda width: views.hangs(answer, width))
+
+
 def _doctor(args: argparse.Namespace) -> int:
     """Of the agent that runs; where none does, of this host as this user would run one."""
     from traceloom.cli import agent_views as views
@@ -479,6 +486,12 @@ ACTIONS = {
         "traceloom agent stacks --pid 4711 --native\n"
         "then: traceloom trace --job slurm-42 --steps 3",
         _add_stacks, _stacks,
+    ),
+    "hangs": AgentAction(
+        "list jobs that make no steps any more, with the rank that the others wait for",
+        "traceloom agent hangs --job slurm-42\n"
+        "then: traceloom agent stacks --job slurm-42, for what they do now",
+        _add_job, _hangs,
     ),
     "doctor": AgentAction(
         "say what works here, what does not, why, and what would help",
