@@ -117,8 +117,9 @@ TRAINING = """
 
 # No PyTorch: it reports its steps, or does what `control` says: KIND of all, or `KIND RANK` of one.
 REPORTING = """
-    import os, pathlib, time
+    import contextlib, os, pathlib, time
     from traceloom.agent.client import AgentClient
+    from traceloom.errors import TraceloomError
 
     CONTROL = pathlib.Path(os.environ["CONTROL"])
     RANK = os.environ["RANK"]
@@ -164,7 +165,8 @@ REPORTING = """
     while True:
         kind = mode()
         if kind == "step":
-            client.post("steps", {"steps": [0.05]})
+            with contextlib.suppress(TraceloomError):  # the agent starts again
+                client.post("steps", {"steps": [0.05]})
             time.sleep(0.05)
         elif kind == "idle":
             wait_for_others()

@@ -16,8 +16,8 @@ from support.agent_server import SmallAgent, ask, full_board, listening
 from traceloom.agent.board import Board
 from traceloom.agent.config import Access, Config, Tcp, Token
 from traceloom.agent.http.answers import RequestError
-from traceloom.agent.http.openapi import document
 from traceloom.agent.http.moments import moment
+from traceloom.agent.http.openapi import document
 from traceloom.agent.http.routes import ROUTES, boot_id
 from traceloom.agent.owners import Owner
 from traceloom.agent.requests.model import Wanted
