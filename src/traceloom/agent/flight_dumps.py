@@ -90,12 +90,12 @@ def _asked(process: Process, rank: int, since_ns: int, proc: str) -> tuple[bytes
         answer, end = connection.getresponse(), time.monotonic() + _ANSWER_S
         if answer.status != http.HTTPStatus.OK:
             raise NoFlightDumpError(f"its control server answers {answer.status}")
-        data = b""
+        data = bytearray()
         while piece := answer.read1(1 << 16):  # one that drips never ends
             data += piece
             if len(data) > MOST_BYTES or time.monotonic() > end:
                 raise NoFlightDumpError("its control server does not come to an end")
-    return data, "asked its control server"
+    return bytes(data), "asked its control server"
 
 
 def _piped(process: Process, rank: int, since_ns: int, proc: str) -> tuple[bytes, str]:

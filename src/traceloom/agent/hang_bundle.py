@@ -380,11 +380,11 @@ def page(report: HangReport, stacks: GroupedStacks) -> str:
         for each in report.members
     ]
     parts = [
-        "# A job hangs", _block(textwrap.fill(harmless(report.sentence), 100)),
+        "# A job hangs", _block(textwrap.wrap(report.sentence, 100)),
         "## Witnesses",
-        _block("\n".join(f"{each.source}: {harmless(each.sentence)}" for each in report.witnesses)),
+        _block(f"{each.source}: {each.sentence}" for each in report.witnesses),
         "## Processes",
-        _block("\n".join([f"{'rank':>5}  {'pid':>8}  {'state':<26}  {'steps':>8}  flight record", *members])),
+        _block([f"{'rank':>5}  {'pid':>8}  {'state':<26}  {'steps':>8}  flight record", *members]),
         "## Stacks", "From the outermost call to the innermost; ranks that are elsewhere than the others first.",
     ]  # fmt: skip
     for role, groups in groupby(stacks.groups, key=attrgetter("role")):
@@ -396,10 +396,10 @@ def page(report: HangReport, stacks: GroupedStacks) -> str:
             calls = [
                 f"  {frame.function} ({frame.file}{f':{frame.line}' if frame.line else ''})" for frame in group.frames
             ]
-            parts.append(_block("\n".join(harmless(line) for line in (first, *calls))))
+            parts.append(_block([first, *calls]))
     if report.devices:
-        parts += ["## Devices", _block("\n".join(harmless(line) for line in _device_lines(report)))]
-    parts += ["## Files", _block("\n".join((*report.files, *(f"{n}: {why}" for n, why in report.left_out.items()))))]
+        parts += ["## Devices", _block(_device_lines(report))]
+    parts += ["## Files", _block((*report.files, *(f"{name}: {why}" for name, why in report.left_out.items())))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -413,5 +413,5 @@ def _device_lines(report: HangReport) -> Iterable[str]:
                 yield f"  {ago} before: {event.kind}{'' if event.code is None else f' {event.code}'} {event.text}"
 
 
-def _block(text: str) -> str:
-    return "```text\n" + text.replace("```", "'''") + "\n```"
+def _block(lines: Iterable[str]) -> str:
+    return "\n".join(["```text", *(harmless(line).replace("```", "'''") for line in lines), "```"])

@@ -134,6 +134,13 @@ def _add_stacks(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_env(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--flight-recorder", action="store_true",
+        help="also those by which NCCL tells its collectives when the job hangs; it makes a pipe per rank in /tmp",
+    )  # fmt: skip
+
+
 def _add_learn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a trace or a recorded run")
     parser.add_argument("--job", metavar="JOB", help="the job that was traced; needed if there are several")
@@ -419,6 +426,10 @@ def _env(args: argparse.Namespace) -> int:
         if _socket(args) == SYSTEM_SOCKET:  # root's agent has its sockets beside this one
             where = msgspec.structs.replace(where, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto"))
         values = variables(where, os.geteuid())
+    if args.flight_recorder:
+        from traceloom.agent.environment import flight_variables
+
+        values = values | flight_variables()
     if args.json:
         print(json.dumps(values, indent=2))
     else:
@@ -503,6 +514,6 @@ ACTIONS = {
         "print the variables that prepare a job",
         'eval "$(traceloom agent env)"; python train.py    a job that can be asked for traces\n'
         "then: traceloom agent ps",
-        lambda _: None, _env,
+        _add_env, _env,
     ),
 }  # fmt: skip
