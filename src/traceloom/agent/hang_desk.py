@@ -126,8 +126,12 @@ class HangDesk:
             if record.state == "hangs" and same_boot:
                 self.watch.resume(record.hang)
                 self._open[record.hang.key] = record.id
-            lost = record.state == "hangs" and not same_boot
-            self.records.append(msgspec.structs.replace(record, state="unknown") if lost else record)
+            changes: dict[str, object] = {}
+            if record.state == "hangs" and not same_boot:
+                changes["state"] = "unknown"
+            if not record.sentence and not record.no_bundle:
+                changes["no_bundle"] = "the agent ended while it looked"
+            self.records.append(msgspec.structs.replace(record, **changes))
 
     async def close(self) -> None:
         """End what is under way; a bundle that is not whole stays as it is."""

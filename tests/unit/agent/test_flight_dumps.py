@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.waiting import until
+from traceloom.agent.environment import flight_variables
 from traceloom.agent.flight_dumps import NoFlightDumpError, fetch
 from traceloom.agent.flight_records import MOST_BYTES
 from traceloom.agent.owners import Owner, Process
@@ -99,6 +100,21 @@ def test_the_pipe_makes_it_write_a_dump_that_is_read_when_it_is_whole(short: Pat
         nccl.communicate()
     assert pickle.loads(dump.data) == {"version": "2.10", "entries": [], "asked": True}
     assert (dump.kind, dump.how) == ("pickle", "asked by its pipe")
+
+
+def test_what_agent_env_prepares_is_what_is_asked_for() -> None:
+    variables, others = flight_variables(), flight_variables()
+    assert variables != others  # of two jobs on one host neither takes the other's pipe away
+    pipe = Path(f"{variables['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}3.pipe")
+    dump = Path(f"{variables['TORCH_FR_DUMP_TEMP_FILE']}3")
+    nccl = started(NCCL, str(pipe), str(dump))
+    try:
+        assert fetch(rank(nccl.pid, **variables), time.time_ns()).how == "asked by its pipe"
+    finally:
+        nccl.kill()
+        nccl.communicate()
+        pipe.unlink()
+        dump.unlink(missing_ok=True)
 
 
 def test_a_pipe_that_another_process_has_is_not_written_to(short: Path) -> None:

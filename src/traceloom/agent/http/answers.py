@@ -341,7 +341,8 @@ class HangAnswer(HttpAnswer, frozen=True):
     """A job whose processes make, or made, no steps: since when, of which processes (pids), and what became of it.
 
     `state`: hangs, recovered, ended, or unknown: the agent did not run when it ended. `ranks`: whom the others wait
-    for. `directory`: the bundle, "" where there is none, and `no_bundle` why; its `files`.
+    for. `directory`: the bundle, "" where there is none, and `no_bundle` why; its `files`. Who may not see stacks of
+    the job sees no `sentence`, and no bundle.
     """
 
     id: str
