@@ -32,6 +32,7 @@ from traceloom.agent.dyno_rpc import DynoRpc, DynoTrace, DynoTraced, wanted_of
 from traceloom.agent.environment import variables
 from traceloom.agent.grouping import GroupedStacks, grouped
 from traceloom.agent.guard import Guard
+from traceloom.agent.hang_bundle import known_waits
 from traceloom.agent.hang_desk import HangDesk
 from traceloom.agent.history import History, Points, joined
 from traceloom.agent.http.answers import (
@@ -281,9 +282,11 @@ class Agent:
         try:
             async with self._looking:
                 looked = await look(processes, native=native)
+                # A wait inside C++ looks like the Python that called it: the flight recorder tells, where it is on.
+                waits = await known_waits(processes)
         finally:
             self._stack_questions -= 1
-        return await asyncio.to_thread(grouped, processes, looked.dumps, looked.reasons)
+        return await asyncio.to_thread(grouped, processes, looked.dumps, looked.reasons, waits=waits)
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         """Steps that a process reports."""

@@ -255,10 +255,10 @@ def judged(records: Sequence[FlightRecord]) -> FlightVerdict:
         text = f"{_ranks(who)} wait for each other: {'; '.join(parts)}"
         return FlightVerdict(kind="cycle", sentence=text, ranks=tuple(who), waits=names)
     stall = stalls[0]
-    everybody = "all ranks" if len(stall.members) > 1 else _ranks(stall.members)
+    has = "has" if len(stall.members) == 1 else "have"
     return FlightVerdict(
         kind="all-in", waits=names, group=stall.group, operation=stall.first.operation, sequence=stall.first.sequence,
-        sentence=f"{everybody} of this host have queued {_collective(stall, by_rank)} and it does not end",
+        sentence=f"{_ranks(stall.members)} {has} queued {_collective(stall, by_rank)}, and it does not end",
     )  # fmt: skip
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 import textwrap
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -29,6 +30,7 @@ from traceloom.agent.grouping import GroupedStacks, grouped, main_processes, num
 from traceloom.agent.hangs import Hang
 from traceloom.agent.metrics import Series
 from traceloom.agent.owners import Process
+from traceloom.agent.owners.environment import DUMP_PIPE, WORKER_SERVER
 from traceloom.agent.profilers import telemetry
 from traceloom.agent.profilers.dump import StackDump, new_file
 from traceloom.agent.stacks import look
@@ -39,6 +41,7 @@ from traceloom.model import units
 VERSION = 1
 LOG = logging.getLogger("traceloom.agent")
 _MOST_RECORDS = 64  # flight records of a bundle
+_MOST_ASKED = 256 << 20  # bytes of those that are only judged
 _JUDGING_S = 120.0
 
 
@@ -116,9 +119,8 @@ class HangReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Flights(msgspec.Struct, frozen=True, kw_only=True):
-    """Records that were had, by rank, and how each was had or why not, by pid."""
+    """How each record was had or why not, by pid, and what they say."""
 
-    dumps: dict[int, FlightDump]
     notes: dict[int, str]
     verdict: FlightVerdict | None = None
 
@@ -142,11 +144,31 @@ class _Folder:
         return path
 
 
+class _Account(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of the processes of a hang, and what follows from it."""
+
+    dumps: dict[int, StackDump]
+    stacks: GroupedStacks
+    flight_notes: dict[int, str]
+    sentence: str
+    ranks: tuple[int, ...]
+    witnesses: tuple[Witness, ...]
+
+
+async def known_waits(processes: Sequence[Process]) -> dict[int, str]:
+    """The collectives that ranks wait in by their flight records, pid -> collective; of those that can be asked."""
+    if not any(process.declared.get(name) for process in processes for name in (WORKER_SERVER, DUMP_PIPE)):
+        return {}
+    with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
+        flights = await _flights(processes, time.time_ns(), _Folder(Path(name), _MOST_ASKED))
+    return _waits(processes, flights.verdict)
+
+
 async def sentence_of(hang: Hang, processes: Sequence[Process]) -> tuple[str, tuple[int, ...]]:
-    """Who is where and whom they wait for, from Python's stacks and states alone: nothing is kept."""
-    looked = await look(processes)
-    stacks = await asyncio.to_thread(grouped, processes, looked.dumps, looked.reasons, _steps(hang), ended=_ended(hang))
-    return _judged(hang, processes, stacks, stacks, None)[:2]
+    """Who is where, and the ranks that the others wait for; nothing is kept."""
+    with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
+        account = await _account(hang, processes, _Folder(Path(name), _MOST_ASKED))
+    return account.sentence, account.ranks
 
 
 async def write_bundle(hang: Hang, scene: HangScene, directory: Path, most_bytes: int) -> HangReport:
@@ -166,38 +188,50 @@ async def write_bundle(hang: Hang, scene: HangScene, directory: Path, most_bytes
     """
     folder = _Folder(directory, most_bytes)
     processes = scene.processes
+    account = await _account(hang, processes, folder)
+    owner = max((process.owner for process in processes), key=lambda owner: len(owner.sources))
+    steps = _steps(hang)
+    await asyncio.to_thread(_write_stacks, folder, processes, account)
+    await asyncio.to_thread(_write_telemetry, folder, scene)
+    report = HangReport(
+        host=scene.host, job=hang.job, uid=hang.uid, name=owner.name, world_size=owner.world_size,
+        since_ns=hang.since_ns, seen_ns=hang.seen_ns, median_step_seconds=hang.median_s, sentence=account.sentence,
+        ranks=account.ranks, witnesses=account.witnesses, devices=scene.devices, events=scene.events,
+        members=tuple(
+            HangMember(
+                pid=process.pid, rank=process.owner.rank, state=_state(process) or "ended", command=process.command,
+                steps=steps.get(process.pid), flight=account.flight_notes.get(process.pid, ""),
+            )
+            for process in processes
+        ),
+        files=(*folder.files, "hang.json", "hang.md"), left_out=folder.left_out,
+    )  # fmt: skip
+    await asyncio.to_thread(_write_report, folder.directory, report, account.stacks)
+    return report
+
+
+async def _account(hang: Hang, processes: Sequence[Process], folder: _Folder) -> _Account:
+    """Look at the processes, and judge; flight records are put into the folder."""
     looked = await look(processes)
-    flights = await _flights(processes, hang, folder)
+    flights = await _flights(processes, hang.since_ns, folder)
     # Native calls last: a process stands still for them. One that is stopped would not answer.
     native = await look([process for process in processes if _state(process) not in ("T", "t")], native=True)
     dumps = looked.dumps | native.dumps
     reasons = {pid: reason for pid, reason in looked.reasons.items() if pid not in dumps}
-    by_rank = {process.owner.rank: process.pid for process in processes if process.pid in main_processes(processes)}
-    waits = {by_rank[rank]: name for rank, name in (flights.verdict.waits if flights.verdict else {}).items()}
     group = partial(grouped, processes, dumps, reasons, _steps(hang), ended=_ended(hang))
-    alone, stacks = await asyncio.to_thread(group), await asyncio.to_thread(group, waits=waits)
+    alone = await asyncio.to_thread(group)
+    stacks = await asyncio.to_thread(group, waits=_waits(processes, flights.verdict))
     sentence, ranks, witnesses = _judged(hang, processes, alone, stacks, flights.verdict)
-    owner = max((process.owner for process in processes), key=lambda owner: len(owner.sources))
-    steps = _steps(hang)
-    report = HangReport(
-        host=scene.host, job=hang.job, uid=hang.uid, name=owner.name, world_size=owner.world_size,
-        since_ns=hang.since_ns, seen_ns=hang.seen_ns, median_step_seconds=hang.median_s, sentence=sentence, ranks=ranks,
-        witnesses=witnesses, devices=scene.devices, events=scene.events,
-        members=tuple(
-            HangMember(
-                pid=process.pid, rank=process.owner.rank, state=_state(process) or "ended", command=process.command,
-                steps=steps.get(process.pid), flight=flights.notes.get(process.pid, ""),
-            )
-            for process in processes
-        ),
-    )  # fmt: skip
-    await asyncio.to_thread(_write_stacks, folder, processes, dumps, stacks)
-    await asyncio.to_thread(_write_telemetry, folder, scene)
-    report = msgspec.structs.replace(
-        report, files=(*folder.files, "hang.json", "hang.md"), left_out=dict(folder.left_out)
+    return _Account(
+        dumps=dumps, stacks=stacks, flight_notes=flights.notes, sentence=sentence, ranks=ranks, witnesses=witnesses
     )
-    await asyncio.to_thread(_write_report, folder.directory, report, stacks)
-    return report
+
+
+def _waits(processes: Sequence[Process], verdict: FlightVerdict | None) -> dict[int, str]:
+    """Pid -> collective, of the ranks that wait by their flight records."""
+    mains = main_processes(processes)
+    waits = verdict.waits if verdict else {}
+    return {p.pid: waits[p.owner.rank] for p in processes if p.pid in mains and p.owner.rank in waits}
 
 
 def _steps(hang: Hang) -> dict[int, int]:
@@ -222,7 +256,7 @@ def _state(process: Process) -> str:
     return fields[0].decode() if int(fields[19]) == process.start_ticks else ""
 
 
-async def _flights(processes: Sequence[Process], hang: Hang, folder: _Folder) -> _Flights:
+async def _flights(processes: Sequence[Process], since_ns: int, folder: _Folder) -> _Flights:
     """Ask every rank for its record, and a process of its own for what they say."""
     dumps: dict[int, FlightDump] = {}
     notes: dict[int, str] = {}
@@ -232,7 +266,7 @@ async def _flights(processes: Sequence[Process], hang: Hang, folder: _Folder) ->
     async def take(process: Process) -> None:
         assert process.owner.rank is not None
         try:
-            dumps[process.owner.rank] = await asyncio.to_thread(fetch, process, hang.since_ns)
+            dumps[process.owner.rank] = await asyncio.to_thread(fetch, process, since_ns)
             notes[process.pid] = dumps[process.owner.rank].how
         except NoFlightDumpError as error:
             notes[process.pid] = str(error)
@@ -244,16 +278,16 @@ async def _flights(processes: Sequence[Process], hang: Hang, folder: _Folder) ->
         if path := await asyncio.to_thread(folder.put, name, each.data):
             paths[str(rank)] = str(path)
     if not paths:
-        return _Flights(dumps=dumps, notes=notes)
+        return _Flights(notes=notes)
     try:
         task = partial(worker.run, "flight-records", timeout_s=_JUDGING_S, files=paths)
         findings = msgspec.convert(await asyncio.to_thread(task), FlightFindings, strict=False)
     except (TraceloomError, msgspec.ValidationError) as error:
-        LOG.warning("the flight records of job %s were not understood: %s", hang.job, error)
-        return _Flights(dumps=dumps, notes=notes)
+        LOG.warning("flight records of job %s were not understood: %s", processes[0].owner.job, error)
+        return _Flights(notes=notes)
     pids = {str(process.owner.rank): process.pid for process in ranks}
     notes |= {pids[rank]: f"its record is not understood: {why}" for rank, why in findings.bad.items()}
-    return _Flights(dumps=dumps, notes=notes, verdict=findings.verdict)
+    return _Flights(notes=notes, verdict=findings.verdict)
 
 
 def _judged(
@@ -329,19 +363,17 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {numbers(ranks)}"
 
 
-def _write_stacks(
-    folder: _Folder, processes: Sequence[Process], dumps: Mapping[int, StackDump], stacks: GroupedStacks
-) -> None:
+def _write_stacks(folder: _Folder, processes: Sequence[Process], account: _Account) -> None:
     document = {"format": "traceloom-stack-groups", "version": 1, "time_ns": time.time_ns()}
-    folder.put("stacks.json", msgspec.json.encode(document | msgspec.to_builtins(stacks)))
+    folder.put("stacks.json", msgspec.json.encode(document | msgspec.to_builtins(account.stacks)))
     ranks: set[int] = set()
     for process in processes:
         rank = process.owner.rank
-        if process.pid in dumps:
+        if process.pid in account.dumps:
             is_first = rank is not None and rank not in ranks  # what a rank starts has its number too
             stem = f"rank{rank}" if is_first else f"pid{process.pid}"
             ranks |= {rank} if rank is not None else set()
-            folder.put(f"{stem}.dump.json", msgspec.json.encode(dumps[process.pid]))
+            folder.put(f"{stem}.dump.json", msgspec.json.encode(account.dumps[process.pid]))
 
 
 def _write_telemetry(folder: _Folder, scene: HangScene) -> None:

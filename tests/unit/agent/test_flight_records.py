@@ -104,9 +104,7 @@ def test_all_are_in_it() -> None:
     started = dump([*DONE, entry("0", 4, state="started")])
     result = verdict(started, started)
     assert (result.kind, result.ranks) == ("all-in", ())
-    assert result.sentence == (
-        "all ranks of this host have queued `all_reduce` number 4 of default_pg and it does not end"
-    )
+    assert result.sentence == "ranks 0, 1 have queued `all_reduce` number 4 of default_pg, and it does not end"
 
 
 def test_a_rank_waits_for_a_message() -> None:

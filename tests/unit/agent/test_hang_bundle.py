@@ -6,10 +6,12 @@ import asyncio
 import gzip
 import json
 import os
+import pickle
 import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -106,8 +108,8 @@ def test_a_job_that_works_too_long_is_told_as_that() -> None:
     )
 
 
-@pytest.fixture
-def sleeping() -> Iterator[Process]:
+@contextmanager
+def napping(rank: int) -> Iterator[Process]:
     child = subprocess.Popen(
         [sys.executable, "-c", "import time\ndef nap(): time.sleep(3600)\nprint('up', flush=True)\nnap()"],
         stdout=subprocess.PIPE,
@@ -115,9 +117,15 @@ def sleeping() -> Iterator[Process]:
     assert child.stdout is not None
     child.stdout.readline()
     ticks = int(Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
-    yield msgspec.structs.replace(process(0), pid=child.pid, key=f"{child.pid}@{ticks}", start_ticks=ticks)
+    yield msgspec.structs.replace(process(rank), pid=child.pid, key=f"{child.pid}@{ticks}", start_ticks=ticks)
     child.kill()
     child.communicate()
+
+
+@pytest.fixture
+def sleeping() -> Iterator[Process]:
+    with napping(0) as each:
+        yield each
 
 
 def scene(of: Process, host: str = "node-1") -> HangScene:
@@ -145,6 +153,46 @@ def test_a_bundle_has_all_of_it(sleeping: Process, tmp_path: Path) -> None:
     assert "10.0 s before: xid 79 Xid 79: fallen off the bus" in text
     (member,) = report.members
     assert (member.steps, member.flight) == (9, "it was not started for that")
+
+
+def nccl_dump(last: int) -> bytes:
+    """As the watchdog of ProcessGroupNCCL writes it: three collectives are done, those after are not."""
+    entries = [
+        {
+            "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": number, "p2p_seq_id": 0,
+            "profiling_name": "nccl:all_reduce", "state": "completed" if number < 4 else "started", "is_p2p": False,
+            "retired": number < 4, "time_created_ns": number, "time_discovered_started_ns": 1,
+            "time_discovered_completed_ns": 2 if number < 4 else None, "frames": [],
+        }
+        for number in range(1, last + 1)
+    ]  # fmt: skip
+    return pickle.dumps({"version": "2.10", "entries": entries, "pg_status": {}, "pg_config": {}}, 2)
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["sound", "hostile"])
+def test_what_the_watchdogs_of_nccl_have_written_is_kept_and_judged(tmp_path: Path, hostile: bool) -> None:
+    (tmp_path / "dump0").write_bytes(nccl_dump(4))
+    (tmp_path / "dump1").write_bytes(b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R." if hostile else nccl_dump(3))
+    (tmp_path / "bundle").mkdir()
+    with napping(0) as first, napping(1) as second:
+        processes = tuple(
+            msgspec.structs.replace(each, declared={"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{tmp_path}/dump"})
+            for each in (first, second)
+        )
+        both = msgspec.structs.replace(scene(first), processes=processes)
+        report = asyncio.run(write_bundle(hang(*processes), both, tmp_path / "bundle", 10**8))
+    assert (tmp_path / "bundle" / "flight_rank_0").read_bytes() == nccl_dump(4)
+    notes = {member.rank: member.flight for member in report.members}
+    assert notes[0] == "its watchdog has written it"
+    if hostile:
+        assert "more than plain values" in notes[1]
+        assert "flight_rank_1" not in report.files
+        assert "rank 0 has queued `all_reduce` number 4 of default_pg, and it does not end" in report.sentence
+        assert report.ranks == (1,)  # by its stack alone
+    else:
+        assert report.ranks == (1,)
+        assert "by the flight recorder, rank 1 has not queued `all_reduce` number 4" in report.sentence
+        assert "rank 0 waits in `all_reduce`" in report.sentence  # which its stack, in `nap`, does not show
 
 
 def test_a_bundle_is_no_larger_than_it_may_be(sleeping: Process, tmp_path: Path) -> None:

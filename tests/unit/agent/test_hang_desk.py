@@ -112,7 +112,7 @@ def test_only_the_newest_bundles_stay(sleeping: Process, tmp_path: Path) -> None
     assert [what for what, _ in desk.noted] == ["hang", "hang-over", "hang"]
 
 
-@pytest.mark.parametrize("why", ["off", "one-an-hour", "no-directory"])
+@pytest.mark.parametrize("why", ["off", pytest.param("one-an-hour", marks=pytest.mark.thorough), "no-directory"])
 def test_without_a_bundle_there_is_the_sentence_or_the_reason(sleeping: Process, tmp_path: Path, why: str) -> None:
     changes = {"off": {"bundles": False}, "one-an-hour": {"every": 3600.0}, "no-directory": {}}[why]
     desk = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, **changes))
