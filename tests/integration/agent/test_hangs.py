@@ -196,6 +196,34 @@ def test_a_job_that_works_without_steps_does_not_hang(tmp_path: Path) -> None:
         assert "ranks 0, 1 are in `wait_for_others` (train.py:" in hang["sentence"]
 
 
+@pytest.mark.thorough
+def test_a_checkpoint_that_takes_long_is_no_hang(tmp_path: Path) -> None:
+    if not _are_writes_counted(tmp_path):
+        pytest.skip("the kernel does not count writes to this file system for processes")
+    name = f"hang-checkpoint-{os.getpid()}"
+    with (
+        running_agent(tmp_path / "agent", SETTINGS) as client,
+        reporting_job(tmp_path, 2, name, tmp_path / "agent/agent.sock") as job,
+    ):
+        stepping(client, name)
+        job.tell("checkpoint 0")  # the other waits for it
+        waited(client, name, 10)
+        assert not hangs(client, name)
+
+
+def _are_writes_counted(directory: Path) -> bool:
+    def written() -> int:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+        return int(dict(line.split(": ") for line in lines)["write_bytes"])
+
+    before = written()
+    with (directory / "counted").open("wb") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+    return written() - before >= 1 << 20
+
+
 def waited(client: AgentClient, name: str, seconds: float) -> None:
     """The job makes no steps for longer than a hang takes to be seen, by the agent's own clock."""
     before = hangs(client, name)
