@@ -19,6 +19,8 @@ from traceloom.agent.board import Board, CollectorState
 from traceloom.agent.collect.cgroups import OomKill
 from traceloom.agent.config import Config, Locations
 from traceloom.agent.grouping import GroupedStacks, grouped
+from traceloom.agent.hang_desk import HangDesk
+from traceloom.agent.history import History
 from traceloom.agent.http.answers import Check, Question, SeriesAnswer, StatusAnswer, StepsBody
 from traceloom.agent.http.app import build_app
 from traceloom.agent.http.server import Listeners, serve
@@ -106,6 +108,10 @@ class SmallAgent:
             Places(Path("/nowhere")),
             "",
         )
+        self.hangs = HangDesk(
+            self.config, self.board, History(None, self.config.history), Steps(), places=self.desk.places,
+            path=Path("/nowhere/hangs.json"), boot_id="", note=lambda _what, _details: None,
+        )  # fmt: skip
 
     def status(self) -> StatusAnswer:
         collectors = [
@@ -171,7 +177,7 @@ class SmallAgent:
 def locations_in(directory: Path) -> Locations:
     return Locations(
         directory / "run" / "agent.sock", directory / "agent.db", directory / "audit.jsonl", directory / "kineto",
-        directory / "requests.db", directory / "traces",
+        directory / "requests.db", directory / "traces", directory / "hangs.json",
     )  # fmt: skip
 
 

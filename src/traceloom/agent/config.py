@@ -38,6 +38,7 @@ class Paths(ConfigTable, frozen=True):
     audit: str = ""
     kineto: str = ""  # directory of libkineto's sockets; a short name
     requests: str = ""
+    hangs: str = ""  # what is known of hangs, for the next start
     traces: str = ""  # directory that profilers write below, and nowhere else
 
 
@@ -134,6 +135,19 @@ class Traces(ConfigTable, frozen=True):
     keep_days: float = 7.0
 
 
+class Hangs(ConfigTable, frozen=True):
+    """Jobs that make no steps any more: when that is a hang, and what is kept of one."""
+
+    watch: bool = True
+    bundles: bool = True  # keep stacks, collectives, devices and telemetry of a job that hangs
+    steps: float = 10.0  # no step for so many of the process's median steps
+    least: Seconds = 60.0  # and at least for so long
+    busy: Seconds = 1800.0  # for so long a job that works without steps (checkpoint, evaluation) does not hang
+    every: Seconds = 3600.0  # between two bundles of a job
+    most_mb: float = 100.0  # of a bundle
+    most_bundles_per_user: int = 16
+
+
 class Otlp(ConfigTable, frozen=True):
     """An OTLP/HTTP receiver for metrics."""
 
@@ -166,6 +180,7 @@ class Config(ConfigTable, frozen=True):
     access: Access = Access()
     dynolog: Dynolog = Dynolog()
     traces: Traces = Traces()
+    hangs: Hangs = Hangs()
     otlp: Otlp = Otlp()
     files: Files = Files()
     compat: tuple[str, ...] = ()  # `dcgm`: also under the names of dcgm-exporter
@@ -221,6 +236,7 @@ class Locations(msgspec.Struct, frozen=True):
     kineto: Path
     requests: Path
     traces: Path
+    hangs: Path
 
 
 def locations(config: Config) -> Locations:
@@ -244,6 +260,7 @@ def locations(config: Config) -> Locations:
         Path(config.paths.kineto or run / "kineto"),
         Path(config.paths.requests or state / "requests.db"),
         Path(config.paths.traces or state / "traces"),
+        Path(config.paths.hangs or state / "hangs.json"),
     )
 
 

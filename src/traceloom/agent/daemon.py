@@ -32,6 +32,8 @@ from traceloom.agent.dyno_rpc import DynoRpc, DynoTrace, DynoTraced, wanted_of
 from traceloom.agent.environment import variables
 from traceloom.agent.grouping import GroupedStacks, grouped
 from traceloom.agent.guard import Guard
+from traceloom.agent.hang_bundle import known_waits
+from traceloom.agent.hang_desk import HangDesk
 from traceloom.agent.history import History, Points, joined
 from traceloom.agent.http.answers import (
     Check,
@@ -119,6 +121,11 @@ class Agent:
             Places(locations.traces), self.boot_id,
             {"telemetry": partial(TelemetryProfiler, self.board, self.scheduler, config.host_name)},
         )  # fmt: skip
+        self.hangs = HangDesk(
+            config, self.board, self.history, self.step_counts, places=self.desk.places, path=locations.hangs,
+            boot_id=self.boot_id,
+            note=lambda what, details: self.acts("agent", os.getpid(), what, allowed=True, **details),
+        )  # fmt: skip
         self.kineto: KinetoSockets | None = None  # while it runs
         self.job_facts: dict[str, JobFacts] = {}  # what the last trace of each job tells
         self._requests: Counter[tuple[str, str]] = Counter()
@@ -154,6 +161,8 @@ class Agent:
             stack.callback(self.kineto.close)
             await self.desk.start()
             stack.push_async_callback(self.desk.close)
+            await self.hangs.start()
+            stack.push_async_callback(self.hangs.close)
             if self.config.dynolog.address:
                 rpc = DynoRpc(self, *host_and_port(self.config.dynolog.address))
                 await rpc.start()
@@ -273,9 +282,11 @@ class Agent:
         try:
             async with self._looking:
                 looked = await look(processes, native=native)
+                # A wait inside C++ looks like the Python that called it: the flight recorder tells, where it is on.
+                waits = await known_waits(processes)
         finally:
             self._stack_questions -= 1
-        return await asyncio.to_thread(grouped, processes, looked.dumps, looked.reasons)
+        return await asyncio.to_thread(grouped, processes, looked.dumps, looked.reasons, waits=waits)
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         """Steps that a process reports."""
@@ -390,6 +401,7 @@ class Agent:
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), 1.0)
             self.history.keep(self.board, time.time_ns())
+            self.hangs.look()
             now = time.monotonic()
             if now < next_tick and not self._stop.is_set():
                 continue
@@ -433,6 +445,7 @@ class Agent:
         # Also where none was lost: of a counter that begins at 1, Prometheus does not see the first.
         lost = {"slow-disk": 0, **self.history.lost}
         self.board.put("steps", self.step_counts.readings(), now_ns)
+        self.board.put("hangs", self.hangs.readings(), now_ns)
         jobs = jobs_now(self.board.processes.values(), self.step_counts, self.job_facts)
         self.accelerators.element_types = element_types(jobs)
         self.board.put("jobs", self.topline.readings(self.board, interval_s, self.processes.shares, jobs), now_ns)

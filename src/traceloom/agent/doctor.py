@@ -240,6 +240,7 @@ def of_agent(agent: Any) -> list[Check]:
     for name, why, key in (
         ("sockets", agent.kineto.trouble if agent.kineto is not None else "they are not open yet", "kineto"),
         ("requests", agent.desk.store.trouble, "requests"),
+        ("hangs", agent.hangs.trouble, "hangs"),
     ):
         checks.append(
             Check(

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 from traceloom.agent.metrics import METRICS, Histogram, Reading
@@ -15,6 +16,7 @@ from traceloom.agent.metrics import METRICS, Histogram, Reading
 _BOUNDS = METRICS["step_seconds"].bounds
 _RATE_OVER_S = 60.0
 _KEPT_S = 600.0  # after the last report of a (job, rank)
+_PACED = 64  # times that steps were heard of
 
 
 @dataclass(slots=True)
@@ -40,14 +42,39 @@ class StepsTaken(NamedTuple):
     waited: float | None
 
 
+class Pace(NamedTuple):
+    """How a process steps. `last`, `lived`: when a step, and a step or a batch, was last heard of, monotonic seconds.
+
+    `median_s`: of the time of its steps; `every_s`: of the time between two news of steps; both seconds.
+    """
+
+    steps: int
+    last: float
+    lived: float
+    median_s: float
+    every_s: float
+
+
+@dataclass(slots=True)
+class _Pacing:
+    """Of one process: its last times of steps, as means of what was heard of at once, and the times between."""
+
+    steps: int = 0
+    last: float = 0.0
+    lived: float = 0.0
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_PACED))
+    between: deque[float] = field(default_factory=lambda: deque(maxlen=_PACED))
+
+
 class Steps:
-    """Counts steps by job and rank, and their rate by process."""
+    """Counts steps by job and rank, and their rate and pace by process."""
 
     def __init__(self) -> None:
         self._counters: dict[tuple[str, str], _Counter] = {}
         self._rates: dict[str, deque[tuple[float, int]]] = {}
         self._untaken: dict[str, int] = {}  # process -> steps since `take`
         self._reporting: set[str] = set()  # processes that report themselves
+        self._paces: dict[str, _Pacing] = {}
 
     def report(
         self,
@@ -68,9 +95,11 @@ class Steps:
         self._add(StepsTaken(process, tuple(buckets), sum(durations), loader_wait_seconds), job, rank)
 
     def count(self, taken: StepsTaken, job: str, rank: int | None) -> None:
-        """Take steps that were seen from outside; those of a process that reports itself are left out."""
+        """Take steps that were seen from outside; of a process that reports itself they only show that it lives."""
         if taken.process not in self._reporting:
             self._add(taken, job, rank)
+        elif taken.process in self._paces:
+            self._paces[taken.process].lived = time.monotonic()
 
     def _add(self, taken: StepsTaken, job: str, rank: int | None) -> None:
         now, number, process = time.monotonic(), sum(taken.buckets), taken.process
@@ -81,10 +110,34 @@ class Steps:
         if taken.waited is not None:
             counter.waited = (counter.waited or 0.0) + taken.waited
         self._untaken[process] = self._untaken.get(process, 0) + number
+        self._note_pace(taken, now, number)
         times = self._rates.setdefault(process, deque())
         times.append((now, number))
         while times[0][0] < now - _RATE_OVER_S and len(times) > 1:
             times.popleft()
+
+    def _note_pace(self, taken: StepsTaken, now: float, number: int) -> None:
+        pacing = self._paces.setdefault(taken.process, _Pacing())
+        pacing.lived = now
+        if number:
+            pacing.between.append(now - pacing.last if pacing.steps else taken.seconds)
+            pacing.steps += number
+            pacing.last = now
+            pacing.times.append(taken.seconds / number)
+
+    def pace(self, process: str) -> Pace | None:
+        """How a process steps; None of one that has not made a step."""
+        pacing = self._paces.get(process)
+        if pacing is None or not pacing.steps:
+            return None
+        return Pace(pacing.steps, pacing.last, pacing.lived, median(pacing.times), median(pacing.between))
+
+    def resume(self, process: str, pace: Pace) -> None:
+        """Take up the pace of a process from before this agent began; a step it makes from now on is its next."""
+        if process not in self._paces:
+            now = time.monotonic()
+            times, between = deque([pace.median_s], maxlen=_PACED), deque([pace.every_s], maxlen=_PACED)
+            self._paces[process] = _Pacing(pace.steps, now, now, times, between)
 
     def per_second(self, process: str) -> float | None:
         """Steps per second of a process over the last minute; None where it has not reported twice."""
@@ -108,6 +161,7 @@ class Steps:
         self._reporting &= living
         self._untaken = {process: steps for process, steps in self._untaken.items() if process in living}
         self._rates = {process: times for process, times in self._rates.items() if process in living}
+        self._paces = {process: pacing for process, pacing in self._paces.items() if process in living}
         self._counters = {key: counter for key, counter in self._counters.items() if counter.reported > now - _KEPT_S}
 
     def readings(self) -> list[Reading | Histogram]:

@@ -109,7 +109,7 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
             str(row["pid"]), _cut(owner["user"] or str(row["uid"]), 12), _cut(owner["job"] or _NONE, width // 5), rank,
             _cut(framework or _NONE, 20), ",".join(index.get(uuid, uuid[:8]) for uuid in row["devices"]) or _NONE,
             _NONE if memory is None else units.size(int(memory)),
-            _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}",
+            _pace(row),
         ])  # fmt: skip
     filled = [at for at in range(len(columns)) if any(row[at] != _NONE for row in cells)]  # the others say nothing
     yield from lines(
@@ -118,6 +118,14 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
         ("command", lambda row, left: _cut(_command(rows[row]), left)),
         width,
     )
+
+
+def _pace(row: Row) -> Cell:
+    """Steps per second, or for how long it hangs."""
+    if (since_ns := row.get("hung_since_ns")) is not None:
+        since = max(time.time_ns() - since_ns, 0)
+        return Text(f"hangs {units.duration(since)}", SEVERITY["error"][1])
+    return _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}"
 
 
 def _command(row: Row) -> str:
@@ -344,6 +352,30 @@ def stacks(answer: Row, width: int, *, native: bool) -> Iterator[Text]:
             "A wait inside C++ (work.wait(), backward) looks like the Python that called it; --native tells which.",
             width, DIM,
         )  # fmt: skip
+
+
+def hangs(answer: Row, width: int) -> Iterator[Text]:
+    """Each hang: of which job, since when, what became of it, whom the others wait for, where its bundle is."""
+    if not answer["hangs"]:
+        watched = answer["watched"]
+        text = f"No job of yours hangs; steps are known of {units.counted(len(watched), 'job')}."
+        yield from paragraph(text if watched else "No job of yours hangs, as far as is known.", width)
+        if not watched:
+            yield from paragraph(
+                "A hang is seen of jobs whose steps are known: by probes (`traceloom agent doctor`), or reported.",
+                width,
+                DIM,
+            )
+    for hang in answer["hangs"]:
+        lasted = None if hang["over_ns"] is None else units.duration(max(hang["over_ns"] - hang["since_ns"], 0))
+        became = {
+            "hangs": "hangs", "recovered": f"went on after {lasted}", "ended": f"ended after {lasted}",
+            "unknown": "hung when the host or the agent ended",
+        }[hang["state"]]  # fmt: skip
+        style = SEVERITY["error"][1] if hang["state"] == "hangs" else DIM
+        yield Text.assemble((harmless(hang["job"]), "bold"), f"  since {_clock(hang['since_ns'])}  ", (became, style))
+        yield from paragraph(hang["sentence"] or "its processes are being looked at", width, indent=2)
+        yield from paragraph(hang["directory"] or f"no bundle: {hang['no_bundle'] or 'not yet'}", width, DIM, indent=2)
 
 
 def doctor(answer: Row, width: int, *, running: bool) -> Iterator[Text]:

@@ -18,6 +18,7 @@ from traceloom.agent.topline import JobFacts
 from traceloom.errors import TraceloomError
 
 if TYPE_CHECKING:
+    from traceloom.agent.hang_desk import HangDesk
     from traceloom.agent.requests.desk import RequestDesk
 
 Sees = Literal["all", "own", "host"]
@@ -33,6 +34,11 @@ class RequestError(TraceloomError):
         super().__init__(message, slug=slug, hint=hint)
         self.status = status
         self.retry_s = retry_s
+
+
+def wrong_request(message: str) -> RequestError:
+    """The refusal of a request that is not as it has to be."""
+    return RequestError(400, f"the request is wrong: {message[:1].lower()}{message[1:]}", slug="wrong-request")
 
 
 class HttpAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,7 +175,10 @@ class OwnerAnswer(HttpAnswer, frozen=True):
 
 
 class ProcessAnswer(HttpAnswer, frozen=True):
-    """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it is not shown."""
+    """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it is not shown.
+
+    `hung_since_ns`: since when it makes no steps, where it is part of a hang.
+    """
 
     key: str
     pid: int
@@ -181,6 +190,7 @@ class ProcessAnswer(HttpAnswer, frozen=True):
     cgroup: str
     devices: tuple[str, ...]
     steps_per_second: float | None
+    hung_since_ns: int | None
     unreadable: str
     owner: OwnerAnswer
     values: list[ValueAnswer]
@@ -321,6 +331,43 @@ class StacksAnswer(HttpAnswer, frozen=True):
     unseen: tuple[Unseen, ...]
 
 
+class HangParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """Of which job; "": of all."""
+
+    job: str = ""
+
+
+class HangAnswer(HttpAnswer, frozen=True):
+    """A job whose processes make, or made, no steps: since when, of which processes (pids), and what became of it.
+
+    `state`: hangs, recovered, ended, or unknown: the agent did not run when it ended. `ranks`: whom the others wait
+    for. `directory`: the bundle, "" where there is none, and `no_bundle` why; its `files`. Who may not see stacks of
+    the job sees no `sentence`, and no bundle.
+    """
+
+    id: str
+    job: str
+    uid: int
+    state: Literal["hangs", "recovered", "ended", "unknown"]
+    since_ns: int
+    seen_ns: int
+    over_ns: int | None
+    median_step_seconds: float
+    pids: list[int]
+    sentence: str
+    ranks: tuple[int, ...]
+    directory: str
+    files: tuple[str, ...]
+    no_bundle: str
+
+
+class HangsAnswer(HttpAnswer, frozen=True):
+    """The last hangs of jobs of the one who asks, oldest first. `watched`: jobs now whose steps are known."""
+
+    hangs: list[HangAnswer]
+    watched: list[str]
+
+
 class StepsBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """Steps that a job finished since it last told: durations in seconds, waits for data where it knows them.
 
@@ -399,6 +446,7 @@ class Answers(Protocol):
     board: Board
     config: Config
     desk: RequestDesk
+    hangs: HangDesk
 
     def status(self) -> StatusAnswer:
         """How the agent fares."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Iterator
@@ -11,13 +12,19 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from starlette.requests import Request
 
-from support.agent_server import SmallAgent, ask, full_board, listening
+from support.agent_server import ANNA, BERT, SmallAgent, ask, full_board, listening
 from traceloom.agent.board import Board
 from traceloom.agent.config import Access, Config, Tcp, Token
+from traceloom.agent.hang_desk import HangRecord
+from traceloom.agent.hangs import Hang, HungProcess
 from traceloom.agent.http.answers import RequestError
+from traceloom.agent.http.moments import moment
 from traceloom.agent.http.openapi import document
-from traceloom.agent.http.routes import ROUTES, boot_id, moment
+from traceloom.agent.http.peers import Peer
+from traceloom.agent.http.routes import ROUTES, Asked, boot_id
+from traceloom.agent.http.routes import _hangs as hangs_of
 from traceloom.agent.owners import Owner
 from traceloom.agent.requests.model import Wanted
 
@@ -290,6 +297,50 @@ def test_who_only_reads_sees_no_stacks(tmp_path: Path) -> None:
     assert replies[0].json()["error"]["slug"] == "not-allowed"
     assert agent.looked_at == [([11], False)]
     assert [allowed for *_, allowed in agent.acted] == [False, True]
+
+
+def test_hangs_are_those_of_the_own_jobs_and_who_only_reads_sees_no_stacks_of_them(tmp_path: Path) -> None:
+    digests = [hashlib.sha256(secret).hexdigest() for secret in (b"reads", b"acts")]
+    tokens = (Token(sha256=digests[0], name="reads"), Token(sha256=digests[1], name="acts", may="all"))
+    agent = SmallAgent(Config(tcp=Tcp(address="127.0.0.1:0", tokens=tokens)))
+    for uid, job, pid in ((ANNA, "slurm-7", 11), (BERT, "slurm-8", 22)):
+        member = HungProcess(key=f"{pid}@100", pid=pid, rank=0, steps=9)
+        hang = Hang(job=job, uid=uid, processes=(member,), since_ns=1, seen_ns=61, median_s=0.5)
+        agent.hangs.records.append(
+            HangRecord(id=f"of-{uid}", hang=hang, sentence="rank 0 is in `f`", directory="/t/1", files=("hang.md",))
+        )
+    agent.hangs.watch.hangs[hang.key] = hang
+    agent.hangs._open[hang.key] = f"of-{BERT}"
+    with listening(agent, tmp_path) as listeners:
+        address = listeners.tcp_address
+        assert address is not None
+        read, act = (
+            ask(address, "/api/v1/hangs", Authorization=f"Bearer {secret}").json()["hangs"]
+            for secret in ("reads", "acts")
+        )
+        (of_job,) = ask(address, "/api/v1/hangs?job=slurm-8", Authorization="Bearer acts").json()["hangs"]
+        assert ask(address, "/api/v1/hangs").json() == {"hangs": [], "watched": []}  # it sees the host alone
+        rows = ask(address, "/api/v1/processes", Authorization="Bearer acts").json()["processes"]
+    _check(act[0], "HangAnswer")
+    assert [(row["id"], row["sentence"], row["directory"], row["files"]) for row in act] == [
+        (f"of-{uid}", "rank 0 is in `f`", "/t/1", ["hang.md"]) for uid in (ANNA, BERT)
+    ]
+    assert [(row["id"], row["sentence"], row["directory"], row["files"]) for row in read] == [
+        (f"of-{uid}", "", "", []) for uid in (ANNA, BERT)
+    ]
+    assert of_job["pids"] == [22]
+    assert [row["hung_since_ns"] for row in rows] == [None, 1]
+
+
+def test_a_user_sees_the_own_hangs_alone() -> None:
+    agent = SmallAgent()
+    for uid in (ANNA, BERT):
+        hang = Hang(job="j", uid=uid, processes=(), since_ns=1, seen_ns=61, median_s=0.5)
+        agent.hangs.records.append(HangRecord(id=f"of-{uid}", hang=hang))
+    peer = Peer(name=f"uid {ANNA}", uid=ANNA, sees="own")
+    request = Request({"type": "http", "query_string": b"", "state": {"peer": peer}})
+    answer = asyncio.run(hangs_of(Asked(agent, request)))
+    assert [row.id for row in answer.hangs] == [f"of-{ANNA}"]
 
 
 def test_the_clock(running: Running) -> None:
