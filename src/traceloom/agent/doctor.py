@@ -247,4 +247,16 @@ def of_agent(agent: Any) -> list[Check]:
                 help=f"`paths.{key}` of agent.toml names another place" if why else "",
             )
         )  # fmt: skip
+    troubles = agent.triggers.trouble()
+    for name in agent.triggers.rules:
+        why = troubles.get(name, "")
+        checks.append(
+            Check(
+                area="triggers", name=name, works="no" if why else "yes",
+                why=f"it can never fire as things are: {why}" if why else "",
+                help="`[[triggers]]` of agent.toml; `traceloom agent query` lists metrics" if why else "",
+            )
+        )  # fmt: skip
+    if agent.triggers.store.trouble:
+        checks.append(Check(area="triggers", name="budget", works="partly", why=agent.triggers.store.trouble))
     return checks

@@ -376,6 +376,13 @@ def _stacks(args: argparse.Namespace) -> int:
     return _shown(args, answer, lambda width: views.stacks(answer, width, native=args.native))
 
 
+def _triggers(args: argparse.Namespace) -> int:
+    from traceloom.cli import agent_views as views
+
+    answer = client_of(args).get("triggers")
+    return _shown(args, answer, lambda width: views.triggers(answer, width))
+
+
 def _doctor(args: argparse.Namespace) -> int:
     """Of the agent that runs; where none does, of this host as this user would run one."""
     from traceloom.cli import agent_views as views
@@ -479,6 +486,11 @@ ACTIONS = {
         "traceloom agent stacks --pid 4711 --native\n"
         "then: traceloom trace --job slurm-42 --steps 3",
         _add_stacks, _stacks,
+    ),
+    "triggers": AgentAction(
+        "list rules by which traces are taken unasked: what they did, why not, and what is left of their budget",
+        "traceloom agent triggers\nthen: traceloom trace --list",
+        lambda _: None, _triggers,
     ),
     "doctor": AgentAction(
         "say what works here, what does not, why, and what would help",
