@@ -15,7 +15,8 @@ from support.triggers import START_NS, Rules, rule, worker
 from traceloom.agent.config import TriggerBudget
 
 DAY_S = 86_400.0
-SHARE, MB_PER_DAY, MB_PER_TRACE = 0.0005, 12.0, 3.0
+MB_PER_TRACE = 3.0
+BUDGETS = st.sampled_from([(0.0003, 1000.0), (0.5, 12.0), (0.0005, 24.0)])  # share, MB per day
 RULES = tuple(
     rule(f'on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0\n{text}', name)
     for name, text in (
@@ -26,21 +27,25 @@ RULES = tuple(
 # (seconds until then, devices that are hot, share of what was set aside that is measured, whether the agent restarts)
 EVENTS = st.lists(
     st.tuples(
-        st.one_of(st.floats(1, 100), st.floats(100, 20_000)), st.sets(st.integers(0, 2)), st.floats(0, 1), st.booleans()
+        st.one_of(st.floats(1, 100), st.floats(100, 20_000)), st.sets(st.integers(0, 2), min_size=1),
+        st.floats(0.5, 1), st.booleans(),
     ),
-    max_size=40,
+    min_size=10, max_size=40,
 )  # fmt: skip
 
 
 @settings(max_examples=25)
-@given(EVENTS)
-def test_cooldown_and_budget_are_never_exceeded(events: list[tuple[float, set[int], float, bool]]) -> None:
+@given(EVENTS, BUDGETS)
+def test_cooldown_and_budget_are_never_exceeded(
+    events: list[tuple[float, set[int], float, bool]], limits: tuple[float, float]
+) -> None:
+    share, mb_per_day = limits
     workers = [worker(number, f"job{number // 2}", number, (f"GPU-{number}",)) for number in range(3)]
     fired: dict[tuple[str, str], list[float]] = defaultdict(list)
     costs: list[tuple[float, str, float, int]] = []  # at, process, seconds, bytes
 
     async def begun(folder: Path, now_ns: int) -> Rules:
-        budget = TriggerBudget(share=SHARE, mb_per_day=MB_PER_DAY, mb_per_trace=MB_PER_TRACE)
+        budget = TriggerBudget(share=share, mb_per_day=mb_per_day, mb_per_trace=MB_PER_TRACE)
         rules = Rules(*RULES, folder=folder, budget=budget)
         rules.now_ns = now_ns
         rules.run(*workers)
@@ -78,6 +83,6 @@ def test_cooldown_and_budget_are_never_exceeded(events: list[tuple[float, set[in
         assert all(later - earlier >= cooldown for earlier, later in pairwise(instants))
     for end, *_ in costs:
         day = [cost for cost in costs if end - DAY_S < cost[0] <= end]
-        assert sum(size for *_, size in day) <= MB_PER_DAY * 1e6
+        assert sum(size for *_, size in day) <= mb_per_day * 1e6
         for process in workers:
-            assert sum(took for _, key, took, _ in day if key == process.key) <= SHARE * DAY_S + 1e-6
+            assert sum(took for _, key, took, _ in day if key == process.key) <= share * DAY_S + 1e-6

@@ -49,9 +49,9 @@ _UNTRACED = frozenset({"not-registered", "expired", "exited", "leased", "no-prof
 
 
 class _Tried(NamedTuple):
-    """What became of a rule and a target last: which occurrence it was, and from when on it is tried again."""
+    """What became of a rule and a target last: which occurrences those were, and from when on they are tried again."""
 
-    episode: str
+    episodes: frozenset[str]
     again_ns: int
     noted_ns: int  # when a refusal was last in the audit log
 
@@ -121,9 +121,12 @@ class Triggers:
         for name, rule in self.rules.items():
             watch = self.watches[name]
             try:
+                wanted: dict[str, tuple[Chosen, list[Firing]]] = {}  # the same of several ranks is one occurrence
                 for firing in () if watch is None else watch.look(now_ns):
                     for target in self._targets(rule, firing):
-                        await self._try(rule, firing, target, now_ns)
+                        wanted.setdefault(target.key, (target, []))[1].append(firing)
+                for target, firings in wanted.values():
+                    await self._try(rule, firings, target, now_ns)
             except Exception as error:  # a defect of one rule must not stop the others
                 if name not in self._defects:
                     LOG.exception("trigger %s has a defect", name)
@@ -182,11 +185,11 @@ class Triggers:
         own = [process for process in owned_so(processes, rule.where) if os.geteuid() in (0, process.uid)]
         return chosen(rule, own, self._board, self._desk.registry.clients.keys(), self._desk.steps)
 
-    async def _try(self, rule: TriggerRule, firing: Firing, target: Chosen, now_ns: int) -> None:
+    async def _try(self, rule: TriggerRule, firings: list[Firing], target: Chosen, now_ns: int) -> None:
         """Make the request, or count why there is none; once per occurrence, and now and then while it goes on."""
-        key = (rule.name, target.key)
-        tried = self._tried.get(key)
-        if tried is not None and tried.episode == firing.episode and now_ns < tried.again_ns:
+        key, episodes = (rule.name, target.key), frozenset(firing.episode for firing in firings)
+        tried, firing = self._tried.get(key), firings[0]
+        if tried is not None and episodes <= tried.episodes and now_ns < tried.again_ns:
             return
         cooling = self.ledger.cooling(rule.name, target.key, rule.cooldown, now_ns)
         if cooling:
@@ -200,7 +203,7 @@ class Triggers:
             again_ns = now_ns + (cooldown_ns if cooling else _AGAIN_NS)
             noted_ns = self._refused(rule, firing, target, refusal, tried, now_ns)
         self._tried.pop(key, None)  # the one that was tried last stands last
-        self._tried[key] = _Tried(firing.episode, again_ns, noted_ns)
+        self._tried[key] = _Tried(episodes, again_ns, noted_ns)
         if len(self._tried) > _MOST_TRIED:
             del self._tried[next(iter(self._tried))]
 

@@ -89,6 +89,23 @@ def test_refusals_are_counted_by_reason_and_noted_once_a_minute(tmp_path: Path) 
     asyncio.run(live())
 
 
+def test_the_same_of_several_ranks_is_one_occurrence(tmp_path: Path) -> None:
+    async def live() -> None:
+        rules = Rules(rule(HOT + "cooldown = 1000"), folder=tmp_path)
+        rules.run(*(worker(number, rank=number, devices=(f"GPU-{number}",)) for number in range(8)))
+        made = []
+        for second in range(300):
+            hot_ones = 7 if second < 250 else 8
+            rules.put("gpu_power_watts", {(f"GPU-{number}",): 9.0 for number in range(hot_ones)})
+            made += await rules.after(1)
+            await rules.ended()
+        assert [len(request.targets) for request in made] == [8]
+        assert rules.refusals() == {"cooldown": 1}, "of the one that came later"
+        await rules.close()
+
+    asyncio.run(live())
+
+
 def test_a_process_is_traced_for_its_share_of_time_at_most(tmp_path: Path) -> None:
     """A young process counts as one of an hour: 0.1 % of that are 3.6 s."""
 
