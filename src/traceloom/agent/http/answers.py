@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from traceloom.agent.board import Board
-from traceloom.agent.config import Config
+from traceloom.agent.config import AnyRule, Config
 from traceloom.agent.grouping import GroupedStacks, StackGroup, Unseen
 from traceloom.agent.metrics import Kind, Series
 from traceloom.agent.owners import Process
@@ -407,7 +407,7 @@ class TriggerAnswer(HttpAnswer, frozen=True):
     last: FiredAnswer | None
     last_refusal: RefusedAnswer | None
     trouble: str
-    rule: dict[str, str | float | int | bool | list[str | int] | dict[str, str] | None] | None
+    rule: AnyRule | None
 
 
 class TriggersAnswer(HttpAnswer, frozen=True):

@@ -30,7 +30,7 @@ def triggers_answer(triggers: Triggers, budget: TriggerBudget, peer: Peer) -> Tr
                 name=name, on=on(rule), target=rule.target, cooldown_seconds=rule.cooldown, fired=counts.fired,
                 refusals=dict(counts.refusals), traced_seconds=counts.traced_seconds, kept_bytes=counts.kept_bytes,
                 last=FiredAnswer(**last) if last else None, last_refusal=RefusedAnswer(**refusal) if refusal else None,
-                trouble=troubles.get(name, ""), rule=msgspec.to_builtins(rule) if peer.sees == "all" else None,
+                trouble=troubles.get(name, ""), rule=rule if peer.sees == "all" else None,
             )
         )  # fmt: skip
     return TriggersAnswer(
