@@ -107,7 +107,7 @@ class RequestDesk:
             RequestError: `wrong-request`, `no-such-process`, `several-users`, `no-profiler`, `quota`, `too-much`,
                 `cannot-write`.
         """
-        self._check(wanted)
+        self.check(wanted)
         matching = self.matching(wanted, may_trace)
         users = {process.uid for process in matching}
         if len(users) != 1:
@@ -237,7 +237,12 @@ class RequestDesk:
                 out.append(process)
         return out
 
-    def _check(self, wanted: Wanted) -> None:
+    def check(self, wanted: Wanted) -> None:
+        """Look at a request as such, whomever it is about.
+
+        Raises:
+            RequestError: `wrong-request`, `too-much`, `no-profiler`.
+        """
         most = self.config.traces
         if not (wanted.pids or wanted.job or wanted.ranks or wanted.host):
             raise RequestError(

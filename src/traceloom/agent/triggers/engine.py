@@ -35,7 +35,7 @@ from traceloom.agent.triggers.ledger import DAY_NS, Charge, Ledger
 from traceloom.agent.triggers.metric import MetricWatch, of_rule
 from traceloom.agent.triggers.regression import StepRegressionWatch
 from traceloom.agent.triggers.store import Fired, Refused, RuleCounts, TriggerStore
-from traceloom.agent.triggers.targets import Chosen, Refusal, chosen, concerned, owned_so
+from traceloom.agent.triggers.targets import Chosen, ProcessIndex, Refusal, chosen, owned_so
 from traceloom.agent.triggers.values import SeriesValues
 
 LOG = logging.getLogger("traceloom.agent")
@@ -84,6 +84,7 @@ class Triggers:
             board, [of_rule(rule) for rule in config.triggers if isinstance(rule, MetricRule)]
         )  # fmt: skip
         self._more = watches or {}
+        self._index = ProcessIndex(board)
         self.watches: dict[str, Watch | None] = {
             name: self._watch(rule, now_ns) for name, rule in self.rules.items()
         }  # fmt: skip
@@ -154,7 +155,12 @@ class Triggers:
         """Rule -> why it can never fire as things are; only those that cannot."""
         troubles = {}
         for name, watch in self.watches.items():
-            why = f"this agent does not watch for `{on(self.rules[name])}`" if watch is None else watch.trouble()
+            rule = self.rules[name]
+            why = f"this agent does not watch for `{on(rule)}`" if watch is None else watch.trouble()
+            try:
+                self._desk.check(_wanted(rule, (os.getpid(),), ""))
+            except RequestError as error:
+                why = error.message
             if why := self._defects.get(name, "") or why:
                 troubles[name] = why
         return troubles
@@ -163,7 +169,7 @@ class Triggers:
         if on(rule) in self._more:
             return self._more[on(rule)](rule)
         if isinstance(rule, MetricRule):
-            return MetricWatch(rule, self._values, lambda labels: bool(concerned(self._board, labels)))
+            return MetricWatch(rule, self._values, lambda labels: bool(self._index.concerned(labels)))
         if isinstance(rule, OomKillRule):
             return OomKillWatch(self._board)
         if isinstance(rule, XidRule):
@@ -176,14 +182,14 @@ class Triggers:
 
     def _targets(self, rule: TriggerRule, firing: Firing) -> Iterable[Chosen]:
         """Whom a rule is to trace; of what only happened it is said where nobody is left."""
-        processes = concerned(self._board, firing.labels)
+        processes = self._index.concerned(firing.labels)
         if not processes and firing.labels and not firing.lasts:
             asked = {label: value for label, value in rule.where.items() if label in OWNER_LABELS}
             if all(firing.labels.get(label) == value for label, value in asked.items()):
                 key = next(filter(None, firing.labels.values()), "")
                 return [Chosen(key, (), Refusal("no-such-process", "none of its processes is left on this host"))]
         own = [process for process in owned_so(processes, rule.where) if os.geteuid() in (0, process.uid)]
-        return chosen(rule, own, self._board, self._desk.registry.clients.keys(), self._desk.steps)
+        return chosen(rule, own, self._index, self._desk.registry.clients.keys(), self._desk.steps)
 
     async def _try(self, rule: TriggerRule, firings: list[Firing], target: Chosen, now_ns: int) -> None:
         """Make the request, or count why there is none; once per occurrence, and now and then while it goes on."""
@@ -211,11 +217,7 @@ class Triggers:
         """Ask the desk; why not, where it is refused."""
         if target.refusal is not None:
             return target.refusal
-        steps = USUAL_STEPS if rule.steps is None and rule.duration is None else rule.steps
-        wanted = Wanted(
-            pids=tuple(process.pid for process in target.processes), job=target.processes[0].owner.job,
-            profilers=rule.profilers, steps=steps, duration_s=rule.duration, shapes=rule.shapes, stacks=rule.stacks,
-        )  # fmt: skip
+        wanted = _wanted(rule, tuple(process.pid for process in target.processes), target.processes[0].owner.job)
         uid, cause = target.processes[0].uid, Cause(rule=rule.name, target=target.key, what=firing.what)
 
         def may_trace(owner: int) -> bool:
@@ -251,10 +253,8 @@ class Triggers:
         """Count it, and note it in the audit log once a minute at most; when that was."""
         counts = self.counts[rule.name]
         counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
-        members = target.processes or tuple(
-            process for process in self._board.processes.values() if target.key in (process.owner.job, process.key)
-        )
-        uid = members[0].uid if members else -1
+        members = target.processes or self._index.concerned(firing.labels)
+        uid = members[0].uid if members else -1  # nobody's
         counts.last_refusal = Refused(
             at_ns=now_ns, target=target.key, what=firing.what, uid=uid, reason=refusal.reason, detail=refusal.detail
         )
@@ -312,6 +312,15 @@ class Triggers:
         if charges or gone or changed:
             rules = {name: copy.deepcopy(self.counts[name]) for name in changed}
             self._disk.submit(self.store.put, copy.deepcopy(charges or []), rules, gone or [])
+
+
+def _wanted(rule: TriggerRule, pids: tuple[int, ...], job: str) -> Wanted:
+    """What a rule asks the desk for."""
+    steps = USUAL_STEPS if rule.steps is None and rule.duration is None else rule.steps
+    return Wanted(
+        pids=pids, job=job, profilers=rule.profilers, steps=steps, duration_s=rule.duration, shapes=rule.shapes,
+        stacks=rule.stacks,
+    )  # fmt: skip
 
 
 def _traced(target: Target, reserved: float) -> float:

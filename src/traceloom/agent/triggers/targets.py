@@ -26,22 +26,54 @@ class Chosen(NamedTuple):
     refusal: Refusal | None = None
 
 
-def concerned(board: Board, labels: Mapping[str, str]) -> list[Process]:
-    """The processes that labels name, as `Firing` has them."""
-    processes: Iterable[Process] = board.processes.values()
-    if "process" in labels:
-        process = board.processes.get(labels["process"])
-        return [process] if process is not None else []
-    if "device" in labels:
-        whole = labels["device"]
-        devices = {whole} | {uuid for uuid, device in board.devices.items() if device.parent == whole}
-        return [each for each in processes if not devices.isdisjoint((*each.devices, *each.owner.devices))]
-    if "cgroup" in labels:
-        return [each for each in processes if each.cgroup == labels["cgroup"]]
-    if "job" in labels:
-        ranks = (labels.get("rank"), "") if labels.get("rank") else ()
-        return [each for each in processes if each.owner.job == labels["job"] and (not ranks or _rank(each) in ranks)]
-    return list(processes)
+class ProcessIndex:
+    """The board's processes by job, device and cgroup, so that what a rule sees finds those that it is about.
+
+    Args:
+        board: Whose processes are replaced as a whole when they are looked at again.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._processes: Mapping[str, Process] | None = None
+        self._by: dict[tuple[str, str], list[Process]] = {}
+
+    def concerned(self, labels: Mapping[str, str]) -> list[Process]:
+        """The processes that labels name, as `Firing` has them."""
+        if "process" in labels:
+            process = self._board.processes.get(labels["process"])
+            return [process] if process is not None else []
+        if "device" in labels:
+            whole = labels["device"]
+            parts = [uuid for uuid, device in self._board.devices.items() if device.parent == whole]
+            members = [process for uuid in (whole, *parts) for process in self._of("device", uuid)]
+            return list({process.key: process for process in members}.values())
+        if "cgroup" in labels:
+            return self._of("cgroup", labels["cgroup"])
+        if "job" in labels:
+            rank = labels.get("rank")
+            members = self._of("job", labels["job"])
+            # A process may have told its rank with its steps, and nothing else knows it.
+            of_rank = [each for each in members if _rank(each) == rank] or [each for each in members if not _rank(each)]
+            return of_rank if rank else members
+        return list(self._board.processes.values())
+
+    def of_job(self, uid: int, job: str) -> list[Process]:
+        """The processes of a job that are a user's."""
+        return [process for process in self._of("job", job) if process.uid == uid]
+
+    def _of(self, label: str, value: str) -> list[Process]:
+        if self._processes is not self._board.processes:
+            self._processes, self._by = self._board.processes, {}
+            for process in self._processes.values():
+                devices = dict.fromkeys((*process.devices, *process.owner.devices))
+                for key in (
+                    ("job", process.owner.job),
+                    ("cgroup", process.cgroup),
+                    *(("device", uuid) for uuid in devices),
+                ):
+                    self._by.setdefault(key, []).append(process)
+        return self._by.get((label, value), [])
 
 
 def owned_so(processes: Iterable[Process], where: Mapping[str, str]) -> list[Process]:
@@ -55,27 +87,27 @@ def owned_so(processes: Iterable[Process], where: Mapping[str, str]) -> list[Pro
 
 
 def chosen(
-    rule: TriggerRule, processes: Iterable[Process], board: Board, polling: Collection[str], steps: Steps
+    rule: TriggerRule, processes: Iterable[Process], index: ProcessIndex, polling: Collection[str], steps: Steps
 ) -> Iterator[Chosen]:
     """Whom a rule traces where something is about these processes.
 
     Args:
         rule: Says which of them.
         processes: Those that it is about.
-        board: Has the others of their jobs.
+        index: Has the others of their jobs.
         polling: Keys of processes whose PyTorch asks for traces.
         steps: How fast they step.
     """
     groups: dict[tuple[int, str], list[Process]] = {}
-    for process in processes:
+    for process in _without_launchers(list(processes)):
         job = process.owner.job
         of_job = bool(job) and rule.target != "process"
         groups.setdefault((process.uid, job if of_job else process.key), []).append(process)
     for (uid, key), members in groups.items():
         some = members
         if members[0].owner.job == key:
-            some = [each for each in board.processes.values() if (each.uid, each.owner.job) == (uid, key)]
-        some = [each for each in some if each.owner.rank is not None] or some  # launchers do not step
+            some = index.of_job(uid, key)
+        some = _without_launchers(some)
         if "timeline" in rule.profilers:
             some = [each for each in some if each.key in polling]
         if not some:
@@ -84,6 +116,12 @@ def chosen(
             yield _slowest_and_median(rule, key, some, steps)
         else:
             yield Chosen(key, tuple(some))
+
+
+def _without_launchers(processes: list[Process]) -> list[Process]:
+    """Without those that have no rank while others of their job have one."""
+    ranked = {each.owner.job for each in processes if each.owner.rank is not None}
+    return [each for each in processes if each.owner.rank is not None or each.owner.job not in ranked]
 
 
 def _slowest_and_median(rule: TriggerRule, key: str, processes: list[Process], steps: Steps) -> Chosen:

@@ -14,6 +14,8 @@ import pytest
 from support.triggers import START_NS, Rules, rule, worker
 from traceloom.agent.config import TriggerBudget
 from traceloom.agent.metrics import Reading
+from traceloom.agent.owners import Process
+from traceloom.agent.profilers import Window
 from traceloom.agent.requests.model import TraceRequest
 from traceloom.agent.triggers.store import TriggerStore
 from traceloom.errors import InputError
@@ -145,6 +147,38 @@ def test_bytes_of_a_day_are_measured_and_set_aside_until_then(tmp_path: Path) ->
         await rules.close()
 
     asyncio.run(live())
+
+
+class Writes:
+    """A profiler that writes a hundred bytes."""
+
+    name = "dump"
+
+    def resources(self, process: Process) -> frozenset[str]:
+        return frozenset()
+
+    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+        path = directory / f"{stem}.dump.json"
+        path.write_bytes(b"x" * 100)
+        return [path]
+
+
+@pytest.mark.parametrize(("mb", "state"), [(0.0001, "kept"), (0.00009, "failed")])
+def test_a_file_that_is_larger_than_a_trace_may_be_is_not_kept(tmp_path: Path, mb: float, state: str) -> None:
+    async def live() -> None:
+        text = HOT + 'profilers = ["dump"]\nduration = 0.1'
+        rules = Rules(rule(text), folder=tmp_path, budget=TriggerBudget(mb_per_trace=mb))
+        rules.desk.parts = {"dump": Writes}
+        rules.run(WORKER, polling=False)
+        (request,) = await hot(rules, 2)
+        (target,) = request.targets
+        assert (target.state, target.reason) == (state, "" if state == "kept" else "quota")
+        await rules.after(1)
+        assert rules.triggers.counts["rule"].kept_bytes == (100 if state == "kept" else 0)
+        await rules.close()
+
+    asyncio.run(live())
+    assert len(list(tmp_path.glob("traces/*/*/*.dump.json"))) == (state == "kept")
 
 
 def test_who_is_traced_already_is_not_traced_twice(tmp_path: Path) -> None:

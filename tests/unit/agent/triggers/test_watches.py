@@ -104,6 +104,29 @@ def test_whom_it_traces(more: str, ranks: list[list[int]]) -> None:
     live(of(f'on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0\n{more}'), test)
 
 
+@pytest.mark.parametrize("target", ["process", "job"])
+def test_a_launcher_that_polls_too_is_not_traced_beside_its_ranks(target: str) -> None:
+    async def test(rules: Rules) -> None:
+        rules.run(worker(0), worker(1, rank=0), worker(2, rank=1))
+        made = await rules.after(3600)
+        assert sorted(each.pid for request in made for each in request.targets) == [worker(2).pid, worker(1).pid]
+
+    live(of(f'on = "cadence"\nevery = 3600\ntarget = "{target}"'), test)
+
+
+def test_a_partition_of_a_device_with_an_error() -> None:
+    async def test(rules: Rules) -> None:
+        rules.board.devices = {
+            uuid: Device(uuid=uuid, index="0", vendor="nvidia", model="", parent=parent)
+            for uuid, parent in (("GPU-9", ""), ("GPU-1", "GPU-9"))
+        }
+        rules.board.events = [DeviceEvent(at_ns=1, device="GPU-9", kind="xid", code=94)]
+        (request,) = await rules.after(1)
+        assert [target.rank for target in request.targets] == [1]
+
+    live(of('on = "xid"\ntarget = "process"'), test)
+
+
 def test_the_absent_are_forgotten_with_those_whom_they_were_of() -> None:
     async def test(rules: Rules) -> None:
         rules.put("gpu_power_watts", {("GPU-0",): 9.0})
@@ -319,6 +342,7 @@ def test_the_slowest_rank_and_a_median_one(by: str, waits: dict[int, float | Non
         ('on = "metric"\nmetric = "gpu_power_limit_watts"\nabove = 5.0\nwhere = { device = "GPU-9" }', "no series of `gpu_power_limit_watts` has the labels"),
         ('on = "step-regression"', "no steps of any process are known"),
         ('on = "hang"', "this agent does not watch for `hang`"),
+        ('on = "cadence"\nevery = 60\nsteps = 5000', "a trace has at most 60 s or 1000 steps"),
     ],
 )  # fmt: skip
 def test_a_rule_that_can_never_fire_is_known(text: str, words: str) -> None:
