@@ -66,6 +66,7 @@ from traceloom.errors import InputError, OutputError, TraceloomError, nearest
 LOG = logging.getLogger("traceloom.agent")
 _FORGET_S = 600.0
 _TRIGGERS_S = 1.0  # between looks at the rules
+_AFTER_DEFECT_S = 60.0
 _LAST_TICK_S = 5.0  # that a disk has for it when the agent ends
 _MOST_READING_S = 300.0  # for a trace that a job is to be judged by
 _MOST_JOBS = 1024  # whose traces are remembered
@@ -216,7 +217,8 @@ class Agent:
 
     async def doctor(self) -> list[Check]:
         """What works here and what does not."""
-        return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.of_agent(self))
+        idle = self.triggers.trouble()  # which is the loop's to say
+        return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.of_agent(self, idle))
 
     async def query(self, question: Question) -> Sequence[SeriesAnswer]:
         """What was.
@@ -423,7 +425,11 @@ class Agent:
         await self.triggers.start(self._steady_ns())
         while True:
             await asyncio.sleep(_TRIGGERS_S)
-            await self.triggers.tick(self._steady_ns())
+            try:
+                await self.triggers.tick(self._steady_ns())
+            except Exception:
+                LOG.exception("triggers have a defect: they are looked at again in a minute")
+                await asyncio.sleep(_AFTER_DEFECT_S)
 
     def _steady_ns(self) -> int:
         """Nanoseconds since the epoch, of a clock that is set when the agent begins and never jumps."""

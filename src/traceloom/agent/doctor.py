@@ -229,8 +229,8 @@ def by_hand(config: Config, locations: Locations) -> list[Check]:
         accelerators.close()
 
 
-def of_agent(agent: Any) -> list[Check]:
-    """Of an agent that runs."""
+def of_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
+    """Of an agent that runs; `idle`: triggers that cannot fire, and why."""
     trouble = {state.name: state.trouble for state in agent.board.collectors.values()}
     empty = {name for name, sheet in agent.board.sheets.items() if not sheet.values and not sheet.histograms}
     checks = examine(
@@ -247,14 +247,13 @@ def of_agent(agent: Any) -> list[Check]:
                 help=f"`paths.{key}` of agent.toml names another place" if why else "",
             )
         )  # fmt: skip
-    troubles = agent.triggers.trouble()
     for name in agent.triggers.rules:
-        why = troubles.get(name, "")
+        why = idle.get(name, "")
         checks.append(
             Check(
-                area="triggers", name=name, works="no" if why else "yes",
-                why=f"it can never fire as things are: {why}" if why else "",
-                help="`[[triggers]]` of agent.toml; `traceloom agent query` lists metrics" if why else "",
+                area="triggers", name=name, works="partly" if why else "yes",
+                why=f"as things are it cannot fire: {why}" if why else "",
+                help="where that is not as it should be: `[[triggers]]` of agent.toml" if why else "",
             )
         )  # fmt: skip
     if agent.triggers.store.trouble:

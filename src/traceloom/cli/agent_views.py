@@ -394,7 +394,7 @@ def triggers(answer: Row, width: int) -> Iterator[Text]:
             yield from paragraph(f"last refusal {when}, {refusal['target']}: {why}", width, DIM, indent=2)
         if rule["trouble"]:
             yield from paragraph(
-                f"it can never fire as things are: {rule['trouble']}", width, SEVERITY["warning"][1], indent=2
+                f"as things are it cannot fire: {rule['trouble']}", width, SEVERITY["warning"][1], indent=2
             )
 
 

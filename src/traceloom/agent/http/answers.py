@@ -391,7 +391,7 @@ class RefusedAnswer(HttpAnswer, frozen=True):
 
 
 class TriggerAnswer(HttpAnswer, frozen=True):
-    """A rule, and what it has done. `trouble`: why it can never fire as things are; `rule`: as agent.toml has it.
+    """A rule, and what it has done. `trouble`: why it cannot fire as things are; `rule`: as agent.toml has it.
 
     `last`, `last_refusal`: null: never, or about another user's processes; `rule` is null for those who do not see all.
     """

@@ -36,4 +36,4 @@ class Watch(Protocol):
         """
 
     def trouble(self) -> str:
-        """Why it can never fire as things are, and what would help; "" where it can."""
+        """Why it cannot fire as things are; "" where it can."""

@@ -44,6 +44,7 @@ _AGAIN_NS = 60 * 10**9  # after a refusal, while what the rule watches for goes 
 _NEVER_NS = 1 << 63
 _GUESSED_STEP_S = 1.0  # where nobody knows how fast a process steps
 _MOST_TRIED = 8192  # (rule, target) that are remembered
+_REASONS = ("cooldown", "budget-share", "budget-bytes", "traced", "not-registered", "no-steps", "no-such-process")
 # Failures of a target by which its process was not traced at all.
 _UNTRACED = frozenset({"not-registered", "expired", "exited", "leased", "no-profiler", "not-stepping"})
 
@@ -146,13 +147,14 @@ class Triggers:
                 Reading("trigger_kept_bytes_total", (name,), float(counts.kept_bytes)),
                 *(
                     Reading("trigger_refusals_total", (name, reason), float(number))
-                    for reason, number in counts.refusals.items()
+                    # Also those that never happened: of a counter that begins at 1, Prometheus does not see the first.
+                    for reason, number in (dict.fromkeys(_REASONS, 0) | counts.refusals).items()
                 ),
             ]
         return readings if self.rules else []
 
     def trouble(self) -> dict[str, str]:
-        """Rule -> why it can never fire as things are; only those that cannot."""
+        """Rule -> why it cannot fire as things are; only those that cannot."""
         troubles = {}
         for name, watch in self.watches.items():
             rule = self.rules[name]
@@ -188,7 +190,9 @@ class Triggers:
             if all(firing.labels.get(label) == value for label, value in asked.items()):
                 key = next(filter(None, firing.labels.values()), "")
                 return [Chosen(key, (), Refusal("no-such-process", "none of its processes is left on this host"))]
-        own = [process for process in owned_so(processes, rule.where) if os.geteuid() in (0, process.uid)]
+        # What the series itself says of them needs no other witness: a rank may be known from its steps alone.
+        where = {label: value for label, value in rule.where.items() if firing.labels.get(label) != value}
+        own = [process for process in owned_so(processes, where) if os.geteuid() in (0, process.uid)]
         return chosen(rule, own, self._index, self._desk.registry.clients.keys(), self._desk.steps)
 
     async def _try(self, rule: TriggerRule, firings: list[Firing], target: Chosen, now_ns: int) -> None:

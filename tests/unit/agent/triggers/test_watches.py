@@ -104,6 +104,18 @@ def test_whom_it_traces(more: str, ranks: list[list[int]]) -> None:
     live(of(f'on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0\n{more}'), test)
 
 
+def test_a_rank_that_only_its_steps_tell() -> None:
+    async def test(rules: Rules) -> None:
+        rules.run(worker(0), worker(1, "other"))
+        for total in (0.0, 9.0):
+            rules.put("dataloader_wait_seconds_total", {("job", "3"): total})
+            made = await rules.after(10)
+        assert [target.pid for request in made for target in request.targets] == [worker(0).pid]
+
+    text = 'on = "metric"\nmetric = "dataloader_wait_seconds_total"\nabove = 0.3\nwhere = { rank = "3", job = "job" }'
+    live(of(text), test)
+
+
 @pytest.mark.parametrize("target", ["process", "job"])
 def test_a_launcher_that_polls_too_is_not_traced_beside_its_ranks(target: str) -> None:
     async def test(rules: Rules) -> None:
