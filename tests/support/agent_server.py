@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess
+from traceloom.agent.audit import AuditLog
 from traceloom.agent.board import Board, CollectorState
 from traceloom.agent.collect.cgroups import OomKill
 from traceloom.agent.config import Config, Locations
@@ -33,6 +35,8 @@ from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts
+from traceloom.agent.triggers.engine import Triggers
+from traceloom.agent.triggers.store import TriggerStore
 
 ANNA, BERT = 4001, 4002  # two users
 
@@ -111,6 +115,10 @@ class SmallAgent:
         self.hangs = HangDesk(
             self.config, self.board, History(None, self.config.history), Steps(), places=self.desk.places,
             path=Path("/nowhere/hangs.json"), boot_id="", note=lambda _what, _details: None,
+        )  # fmt: skip
+        self.triggers = Triggers(
+            self.config, self.board, self.desk, TriggerStore(None), ThreadPoolExecutor(1), AuditLog(Path("/nowhere")),
+            time.time_ns(),
         )  # fmt: skip
 
     def status(self) -> StatusAnswer:

@@ -61,10 +61,14 @@ from traceloom.agent.stacks import look
 from traceloom.agent.step_clock import ProbedStepClock
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
+from traceloom.agent.triggers.engine import Triggers
+from traceloom.agent.triggers.store import TriggerStore
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
 
 LOG = logging.getLogger("traceloom.agent")
 _FORGET_S = 600.0
+_TRIGGERS_S = 1.0  # between looks at the rules
+_AFTER_DEFECT_S = 60.0
 _LAST_TICK_S = 5.0  # that a disk has for it when the agent ends
 _MOST_READING_S = 300.0  # for a trace that a job is to be judged by
 _MOST_JOBS = 1024  # whose traces are remembered
@@ -130,6 +134,11 @@ class Agent:
         self.job_facts: dict[str, JobFacts] = {}  # what the last trace of each job tells
         self._requests: Counter[tuple[str, str]] = Counter()
         self._writing = ThreadPoolExecutor(1, "history")
+        self._started_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)  # of the host
+        self.triggers = Triggers(
+            config, self.board, self.desk, TriggerStore(locations.triggers if config.triggers else None), self._writing,
+            self.audit, self._steady_ns(),
+        )  # fmt: skip
         self._reading = ThreadPoolExecutor(2, "query")
         self._analysing = threading.Lock()
         self._looking = asyncio.Lock()
@@ -175,9 +184,14 @@ class Agent:
             stack.callback(self.accelerators.close)
             stack.callback(self.step_clock.close)
             stack.callback(self.history.close)
+            stack.callback(self.triggers.store.close)
             stack.callback(self._writing.shutdown)
             self.scheduler.start()
             stack.push_async_callback(self.scheduler.stop)
+            if self.triggers.rules:
+                looking = asyncio.create_task(self._look_at_rules(), name="triggers")
+                stack.push_async_callback(lambda: asyncio.gather(looking, return_exceptions=True))
+                stack.callback(looking.cancel)
             LOG.info("listens at %s", self.locations.socket)
             waiting = ready()
             if waiting is not None:
@@ -212,7 +226,8 @@ class Agent:
 
     async def doctor(self) -> list[Check]:
         """What works here and what does not."""
-        return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.of_agent(self))
+        idle = self.triggers.trouble()  # which is the loop's to say
+        return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.of_agent(self, idle))
 
     async def query(self, question: Question) -> Sequence[SeriesAnswer]:
         """What was.
@@ -427,6 +442,20 @@ class Agent:
             except (asyncio.TimeoutError, TimeoutError):
                 LOG.warning("the last tick of history is not written: the disk took longer than %g s", _LAST_TICK_S)
 
+    async def _look_at_rules(self) -> None:
+        await self.triggers.start(self._steady_ns())
+        while True:
+            await asyncio.sleep(_TRIGGERS_S)
+            try:
+                await self.triggers.tick(self._steady_ns())
+            except Exception:
+                LOG.exception("triggers have a defect: they are looked at again in a minute")
+                await asyncio.sleep(_AFTER_DEFECT_S)
+
+    def _steady_ns(self) -> int:
+        """Nanoseconds since the epoch, of a clock that is set when the agent begins and never jumps."""
+        return self._started_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
     async def _publish(self, publisher: Publisher) -> None:
         """Hand on a copy of the board at the publisher's pace; a slow one falls behind alone."""
         loop = asyncio.get_running_loop()
@@ -449,6 +478,7 @@ class Agent:
         jobs = jobs_now(self.board.processes.values(), self.step_counts, self.job_facts)
         self.accelerators.element_types = element_types(jobs)
         self.board.put("jobs", self.topline.readings(self.board, interval_s, self.processes.shares, jobs), now_ns)
+        self.board.put("triggers", self.triggers.readings(), now_ns)
         used, system = resource.getrusage(resource.RUSAGE_SELF), os.uname()
         readings: list[Reading | Histogram] = [
             Reading(

@@ -229,8 +229,8 @@ def by_hand(config: Config, locations: Locations) -> list[Check]:
         accelerators.close()
 
 
-def of_agent(agent: Any) -> list[Check]:
-    """Of an agent that runs."""
+def of_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
+    """Of an agent that runs; `idle`: triggers that cannot fire, and why."""
     trouble = {state.name: state.trouble for state in agent.board.collectors.values()}
     empty = {name for name, sheet in agent.board.sheets.items() if not sheet.values and not sheet.histograms}
     checks = examine(
@@ -248,4 +248,15 @@ def of_agent(agent: Any) -> list[Check]:
                 help=f"`paths.{key}` of agent.toml names another place" if why else "",
             )
         )  # fmt: skip
+    for name in agent.triggers.rules:
+        why = idle.get(name, "")
+        checks.append(
+            Check(
+                area="triggers", name=name, works="partly" if why else "yes",
+                why=f"as things are it cannot fire: {why}" if why else "",
+                help="where that is not as it should be: `[[triggers]]` of agent.toml" if why else "",
+            )
+        )  # fmt: skip
+    if agent.triggers.store.trouble:
+        checks.append(Check(area="triggers", name="budget", works="partly", why=agent.triggers.store.trouble))
     return checks

@@ -6,7 +6,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -66,12 +66,22 @@ class _Pacing:
     between: deque[float] = field(default_factory=lambda: deque(maxlen=_PACED))
 
 
+class StepsLately(NamedTuple):
+    """Steps of a process in the last minute: how many, how long they took, and waited for data; None: not known."""
+
+    number: int
+    seconds: float
+    waited: float | None
+
+
 class Steps:
     """Counts steps by job and rank, and their rate and pace by process."""
 
     def __init__(self) -> None:
+        # Hear of the steps of a process as they come: (seconds, how many took so long each on average).
+        self.listeners: list[Callable[[str, Sequence[tuple[float, int]]], None]] = []
         self._counters: dict[tuple[str, str], _Counter] = {}
-        self._rates: dict[str, deque[tuple[float, int]]] = {}
+        self._rates: dict[str, deque[tuple[float, StepsLately]]] = {}
         self._untaken: dict[str, int] = {}  # process -> steps since `take`
         self._reporting: set[str] = set()  # processes that report themselves
         self._paces: dict[str, _Pacing] = {}
@@ -93,13 +103,19 @@ class Steps:
         if loader_wait_seconds is not None and not 0 <= loader_wait_seconds < math.inf:
             loader_wait_seconds = None
         self._add(StepsTaken(process, tuple(buckets), sum(durations), loader_wait_seconds), job, rank)
+        for listener in self.listeners:
+            listener(process, [(duration, 1) for duration in durations])
 
     def count(self, taken: StepsTaken, job: str, rank: int | None) -> None:
         """Take steps that were seen from outside; of a process that reports itself they only show that it lives."""
-        if taken.process not in self._reporting:
-            self._add(taken, job, rank)
-        elif taken.process in self._paces:
-            self._paces[taken.process].lived = time.monotonic()
+        if taken.process in self._reporting:
+            if taken.process in self._paces:
+                self._paces[taken.process].lived = time.monotonic()
+            return
+        self._add(taken, job, rank)
+        if number := sum(taken.buckets):
+            for listener in self.listeners:
+                listener(taken.process, [(taken.seconds / number, number)])
 
     def _add(self, taken: StepsTaken, job: str, rank: int | None) -> None:
         now, number, process = time.monotonic(), sum(taken.buckets), taken.process
@@ -112,7 +128,7 @@ class Steps:
         self._untaken[process] = self._untaken.get(process, 0) + number
         self._note_pace(taken, now, number)
         times = self._rates.setdefault(process, deque())
-        times.append((now, number))
+        times.append((now, StepsLately(number, taken.seconds, taken.waited)))
         while times[0][0] < now - _RATE_OVER_S and len(times) > 1:
             times.popleft()
 
@@ -146,7 +162,17 @@ class Steps:
         if len(times) <= 1 or times[-1][0] < now - _RATE_OVER_S:
             return None
         # The steps of the first report ended before the span began.
-        return sum(number for _, number in times[1:]) / (now - times[0][0])
+        return sum(lately.number for _, lately in times[1:]) / (now - times[0][0])
+
+    def lately(self, process: str) -> StepsLately | None:
+        """The last minute of a process; None where it has not stepped in it."""
+        oldest = time.monotonic() - _RATE_OVER_S
+        some = [lately for at, lately in self._rates.get(process, ()) if at >= oldest]
+        number, waits = sum(lately.number for lately in some), [lately.waited for lately in some]
+        if not number:
+            return None
+        waited = None if None in waits else sum(wait for wait in waits if wait is not None)
+        return StepsLately(number, sum(lately.seconds for lately in some), waited)
 
     def take(self, process: str) -> int | None:
         """Steps of a process since the last call; None of one that has never reported."""

@@ -390,6 +390,13 @@ def _hangs(args: argparse.Namespace) -> int:
     return _shown(args, answer, lambda width: views.hangs(answer, width))
 
 
+def _triggers(args: argparse.Namespace) -> int:
+    from traceloom.cli import agent_views as views
+
+    answer = client_of(args).get("triggers")
+    return _shown(args, answer, lambda width: views.triggers(answer, width))
+
+
 def _doctor(args: argparse.Namespace) -> int:
     """Of the agent that runs; where none does, of this host as this user would run one."""
     from traceloom.cli import agent_views as views
@@ -503,6 +510,11 @@ ACTIONS = {
         "traceloom agent hangs --job slurm-42\n"
         "then: traceloom agent stacks --job slurm-42, for what they do now",
         _add_job, _hangs,
+    ),
+    "triggers": AgentAction(
+        "list rules by which traces are taken unasked: what they did, why not, and what is left of their budget",
+        "traceloom agent triggers\nthen: traceloom trace --list",
+        lambda _: None, _triggers,
     ),
     "doctor": AgentAction(
         "say what works here, what does not, why, and what would help",

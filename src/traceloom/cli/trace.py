@@ -230,11 +230,15 @@ def _list(args: argparse.Namespace, client: AgentClient) -> int:
 def _listed(requests: list[dict[str, Any]]) -> Iterator[Text]:
     from rich.text import Text
 
+    from traceloom.harmless import harmless
+
     for request in requests:
         wanted = request["wanted"]
         window = f"{wanted['steps']} steps" if wanted["steps"] is not None else f"{wanted['duration_s']:g} s"
         asked = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         yield Text(f"{request['id']}  {asked}  {window}, by {request['who']}", "bold")
+        if request["trigger"] is not None:
+            yield Text(harmless(f"  as {request['trigger']['what']}"))
         for target in request["targets"]:
             yield Text(f"  {_state(target)}")
     if not requests:

@@ -9,17 +9,18 @@ import msgspec
 from msgspec import Meta
 
 from traceloom.agent.board import Board
-from traceloom.agent.config import Config
+from traceloom.agent.config import AnyRule, Config
 from traceloom.agent.grouping import GroupedStacks, StackGroup, Unseen
 from traceloom.agent.metrics import Kind, Series
 from traceloom.agent.owners import Process
-from traceloom.agent.requests.model import Target, Wanted
+from traceloom.agent.requests.model import Cause, Target, Wanted
 from traceloom.agent.topline import JobFacts
 from traceloom.errors import TraceloomError
 
 if TYPE_CHECKING:
     from traceloom.agent.hang_desk import HangDesk
     from traceloom.agent.requests.desk import RequestDesk
+    from traceloom.agent.triggers.engine import Triggers
 
 Sees = Literal["all", "own", "host"]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -395,6 +396,7 @@ class RequestAnswer(HttpAnswer, frozen=True):
     """A request for traces: what was `wanted`, how far each target is, and the files that are there.
 
     States: queued, delivered, accepted, written, verified, kept; failed, cancelled. `done`: nothing changes any more.
+    `trigger`: the rule that asked, null where somebody did; `most_bytes`: of each file, null: as usual.
     """
 
     id: str
@@ -405,6 +407,8 @@ class RequestAnswer(HttpAnswer, frozen=True):
     wanted: Wanted
     targets: list[Target]
     files: list[str]
+    trigger: Cause | None
+    most_bytes: int | None
     done: bool
 
 
@@ -412,6 +416,59 @@ class RequestsAnswer(HttpAnswer, frozen=True):
     """The requests about processes of the one who asks, oldest first."""
 
     requests: list[RequestAnswer]
+
+
+class FiredAnswer(HttpAnswer, frozen=True):
+    """A request that a rule made: what it is about, a job or a process, and why."""
+
+    at_ns: int
+    request: str
+    target: str
+    what: str
+
+
+class RefusedAnswer(HttpAnswer, frozen=True):
+    """Why a rule traced nobody: the name of the reason, and the sentence."""
+
+    at_ns: int
+    target: str
+    what: str
+    reason: str
+    detail: str
+
+
+class TriggerAnswer(HttpAnswer, frozen=True):
+    """A rule, and what it has done. `trouble`: why it cannot fire as things are; `rule`: as agent.toml has it.
+
+    `last`, `last_refusal`: null: never, or about another user's processes; `rule` is null for those who do not see all.
+    """
+
+    name: str
+    on: str
+    target: str
+    cooldown_seconds: float
+    fired: int
+    refusals: dict[str, int]
+    traced_seconds: float
+    kept_bytes: int
+    last: FiredAnswer | None
+    last_refusal: RefusedAnswer | None
+    trouble: str
+    rule: AnyRule | None
+
+
+class TriggersAnswer(HttpAnswer, frozen=True):
+    """Rules of agent.toml by which traces are taken that nobody asked for, and what they may still cost.
+
+    `share`: of the time of a process; `bytes_per_day`: of the host, of which `bytes_left` are left now, what runs
+    counted with what it may have at most. `trouble`: why it is not on disk.
+    """
+
+    rules: list[TriggerAnswer]
+    share: float
+    bytes_per_day: int
+    bytes_left: int
+    trouble: str
 
 
 class QueryParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
@@ -447,6 +504,7 @@ class Answers(Protocol):
     config: Config
     desk: RequestDesk
     hangs: HangDesk
+    triggers: Triggers
 
     def status(self) -> StatusAnswer:
         """How the agent fares."""

@@ -19,6 +19,7 @@ from traceloom.agent.http.answers import Answers, HttpAnswer, RequestError, Valu
 from traceloom.agent.http.limits import body_of
 from traceloom.agent.http.moments import moment
 from traceloom.agent.http.peers import Peer, View
+from traceloom.agent.http.triggers import triggers_answer
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.owners import Process
 from traceloom.agent.requests.model import TraceRequest, Wanted
@@ -396,6 +397,10 @@ async def _file(asked: Asked) -> Response:
     return FileResponse(path, media_type="application/octet-stream")
 
 
+async def _triggers(asked: Asked) -> forms.TriggersAnswer:
+    return triggers_answer(asked.agent.triggers, asked.agent.config.trigger_budget, asked.peer)
+
+
 async def _environment(asked: Asked) -> forms.EnvironmentAnswer:
     if asked.peer.uid is None:
         raise RequestError(403, "this is told over the unix socket alone", slug="not-allowed")
@@ -546,6 +551,12 @@ ROUTES = (
         answers=_environment,
         answer=forms.EnvironmentAnswer,
         refuses=(403, 503),
+    ),
+    Route(
+        path="/api/v1/triggers",
+        summary="Rules by which traces are taken that nobody asked for, and what they may still cost",
+        answers=_triggers,
+        answer=forms.TriggersAnswer,
     ),
     Route(
         path="/api/v1/requests",

@@ -70,6 +70,7 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
     most_seconds: float = 60.0
     most_bytes: int = 1 << 30
     most_kept_bytes: int = 10 << 30
+    most_result_bytes: int | None = None
     resumed: State = "queued"
     start_ns: int | None = None
     attempt: int = 1
@@ -333,7 +334,8 @@ class TimelineProfiler:
         task = partial(
             worker.run, "keep-trace", timeout_s=_KEEP_S, folder=str(order.incoming), name=self._name(attempt),
             uid=process.uid, to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,
-            trace_id=order.trace_id, start_ns=start_ns, duration_s=seconds, steps=window.steps,
+            most_result_bytes=order.most_result_bytes, trace_id=order.trace_id, start_ns=start_ns, duration_s=seconds,
+            steps=window.steps,
         )  # fmt: skip
         try:
             facts: dict[str, Any] = await asyncio.to_thread(task)

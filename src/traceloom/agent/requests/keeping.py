@@ -52,7 +52,7 @@ class _FaultError(Exception):
 
 def keep(
     *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int, trace_id: str,
-    start_ns: int | None, duration_s: float | None, steps: int | None,
+    start_ns: int | None, duration_s: float | None, steps: int | None, most_result_bytes: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Verify a trace, and keep it compressed as `to`.
 
@@ -67,6 +67,7 @@ def keep(
         start_ns: When its window was to begin; None where no instant was named.
         duration_s: How long it was to be; None where steps were asked for.
         steps: How many steps it has to hold at least; None where that does not matter.
+        most_result_bytes: Of the file that is kept; None where that does not matter.
 
     Returns:
         What it holds (`operators`, `steps`, `window_start_ns`, `window_end_ns`) and the kept file's `bytes` and
@@ -77,7 +78,7 @@ def keep(
     try:
         _copy(folder, name, uid, most_bytes, copy)
         facts = _verified(copy, trace_id, start_ns, duration_s, steps)
-        return facts | _compressed(copy, target, most_kept_bytes)
+        return facts | _compressed(copy, target, most_kept_bytes, most_result_bytes)
     except _FaultError as fault:
         return {"fault": fault.slug, "detail": str(fault)}
     except OSError as error:
@@ -158,7 +159,7 @@ def _are_times(trace: _Trace, ts: float, dur: float) -> bool:
     return 0 <= trace.baseTimeNanoseconds < _LATEST_NS and 0 <= ts < _LATEST_NS / 1000 and 0 < dur < _LATEST_NS / 1000
 
 
-def _compressed(copy: Path, target: Path, most_kept_bytes: int) -> dict[str, Any]:
+def _compressed(copy: Path, target: Path, most_kept_bytes: int, most_result_bytes: int | None) -> dict[str, Any]:
     kept = 0
     for entry in target.parents[1].glob("*/*"):
         if entry.parent.name != INCOMING and not entry.name.startswith("."):  # what is not kept yet begins with a dot
@@ -178,6 +179,10 @@ def _compressed(copy: Path, target: Path, most_kept_bytes: int) -> dict[str, Any
             os.fsync(writer.fileno())
         if kept + size > most_kept_bytes:
             raise _FaultError(slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept")
+        if most_result_bytes is not None and size > most_result_bytes:
+            raise _FaultError(
+                slug="quota", detail=f"{size:,} bytes are more than {most_result_bytes:,} that it may have"
+            )
         part.replace(target)
     finally:
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from support.agent_server import ANNA, BERT, SmallAgent, ask, full_board, listening
 from traceloom.agent.board import Board
-from traceloom.agent.config import Access, Config, Tcp, Token
+from traceloom.agent.config import Access, Config, MetricRule, Tcp, Token
 from traceloom.agent.hang_desk import HangRecord
 from traceloom.agent.hangs import Hang, HungProcess
 from traceloom.agent.http.answers import RequestError
@@ -25,8 +25,10 @@ from traceloom.agent.http.openapi import document
 from traceloom.agent.http.peers import Peer
 from traceloom.agent.http.routes import ROUTES, Asked, boot_id
 from traceloom.agent.http.routes import _hangs as hangs_of
+from traceloom.agent.http.triggers import triggers_answer
 from traceloom.agent.owners import Owner
 from traceloom.agent.requests.model import Wanted
+from traceloom.agent.triggers.store import Fired, Refused
 
 DOCUMENT = document(ROUTES)
 BODIES = {
@@ -381,3 +383,28 @@ def test_several_requests_over_a_connection(running: Running) -> None:
             while received.count(b'"boot_id"') < 2:
                 received += connection.recv(65_536)
             assert received.count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_rules_are_told_as_documented_and_what_they_did_to_whose_processes_it_was() -> None:
+    rule = MetricRule(name="hot", metric="gpu_power_watts", above=5.0, where={"job": "slurm-7"})
+    agent = SmallAgent(Config(triggers=(rule,)))
+    counts = agent.triggers.counts["hot"]
+    counts.fired, counts.refusals = 1, {"cooldown": 2}
+    counts.last = Fired(at_ns=1, request="0a", target="slurm-7", what="it is hot", uid=ANNA)
+    counts.last_refusal = Refused(
+        at_ns=2, target="slurm-8", what="it is hot", uid=BERT, reason="cooldown", detail="not for 5 s"
+    )
+
+    def told(peer: Peer) -> tuple[bool, bool, bool]:
+        answer = msgspec.json.decode(
+            msgspec.json.encode(triggers_answer(agent.triggers, agent.config.trigger_budget, peer))
+        )
+        _check(answer, "TriggersAnswer")
+        (rule,) = answer["rules"]
+        assert (rule["name"], rule["fired"], rule["refusals"]) == ("hot", 1, {"cooldown": 2})
+        return rule["rule"] is not None, rule["last"] is not None, rule["last_refusal"] is not None
+
+    assert told(Peer(name="root", uid=0, sees="all")) == (True, True, True)
+    assert told(Peer(name="anna", uid=ANNA, sees="own")) == (False, True, False)
+    assert told(Peer(name="bert", uid=BERT, sees="own")) == (False, False, True)
+    assert told(Peer(name="tcp", sees="host")) == (False, False, False)

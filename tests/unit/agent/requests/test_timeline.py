@@ -208,7 +208,7 @@ def test_steps_are_waited_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ({"text": '{"trace_id": "traceloom-1-rank0", "traceEvents": [{"name"'}, "damaged"), ({"text": ""}, "damaged"),
         ({"trace_id": "another"}, "damaged"), ({"seconds": 50.0}, "damaged"), ({"seconds": 1e300}, "damaged"), ({"link": "symbolic"}, "foreign-file"),
         ({"link": "hard"}, "foreign-file"), ({"link": "pipe"}, "foreign-file"), ({"most_bytes": 10}, "quota"),
-        ({"most_kept_bytes": 10}, "quota"),
+        ({"most_kept_bytes": 10}, "quota"), ({"most_result_bytes": 10}, "quota"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_trace_is_not_kept(place: Path, how: dict[str, Any], slug: str) -> None:
