@@ -62,6 +62,7 @@ from traceloom.agent.step_clock import ProbedStepClock
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
 from traceloom.agent.triggers.engine import Triggers
+from traceloom.agent.triggers.hanging import HangRuleWatch
 from traceloom.agent.triggers.store import TriggerStore
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
 
@@ -137,7 +138,7 @@ class Agent:
         self._started_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)  # of the host
         self.triggers = Triggers(
             config, self.board, self.desk, TriggerStore(locations.triggers if config.triggers else None), self._writing,
-            self.audit, self._steady_ns(),
+            self.audit, self._steady_ns(), {"hang": lambda _: HangRuleWatch(self.hangs)},
         )  # fmt: skip
         self._reading = ThreadPoolExecutor(2, "query")
         self._analysing = threading.Lock()
