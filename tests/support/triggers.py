@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from traceloom.agent.requests.model import TraceRequest
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
 from traceloom.agent.steps import Steps
+from traceloom.agent.triggers import Watch
 from traceloom.agent.triggers.engine import Triggers
 from traceloom.agent.triggers.store import TriggerStore
 
@@ -48,9 +50,10 @@ class Rules:
 
     def __init__(
         self, *rules: AnyRule, folder: Path | None = None, budget: TriggerBudget | None = None,
-        steps: Steps | None = None,
+        steps: Steps | None = None, watches: Mapping[str, Callable[[AnyRule], Watch]] | None = None,
     ) -> None:  # fmt: skip
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="tl"))
+        self._made = tempfile.mkdtemp(prefix="tl") if folder is None else ""
+        self.folder = folder or Path(self._made)
         self.config = Config(
             host="node1", triggers=rules, trigger_budget=budget or TriggerBudget(),
             traces=Traces(most_requests_per_user=100_000),
@@ -66,7 +69,7 @@ class Rules:
         self.store = TriggerStore(self.folder / "triggers.db")
         self.now_ns = START_NS
         self.triggers = Triggers(
-            self.config, self.board, self.desk, self.store, self.disk, self.audit, self.now_ns
+            self.config, self.board, self.desk, self.store, self.disk, self.audit, self.now_ns, watches
         )  # fmt: skip
 
     def run(self, *processes: Process, polling: bool = True) -> None:
@@ -108,3 +111,5 @@ class Rules:
         await self.desk.close()
         await asyncio.to_thread(self.disk.shutdown)
         self.store.close()
+        if self._made:
+            await asyncio.to_thread(shutil.rmtree, self._made)

@@ -49,6 +49,10 @@ _REASONS = ("cooldown", "budget-share", "budget-bytes", "traced", "not-registere
 _UNTRACED = frozenset({"not-registered", "expired", "exited", "leased", "no-profiler", "not-stepping"})
 
 
+# By user and target: the same of several ranks of a job is one occurrence.
+_Occurrences = dict[tuple[int, str], tuple[Chosen, list[Firing]]]
+
+
 class _Tried(NamedTuple):
     """What became of a rule and a target last: which occurrences those were, and from when on they are tried again."""
 
@@ -90,7 +94,7 @@ class Triggers:
             name: self._watch(rule, now_ns) for name, rule in self.rules.items()
         }  # fmt: skip
         self._defects: dict[str, str] = {}  # rule -> what its watch raised last
-        self._tried: dict[tuple[str, str], _Tried] = {}
+        self._tried: dict[tuple[str, int, str], _Tried] = {}
         self._changed: set[str] = set()  # rules whose counts are not written yet
 
     async def start(self, now_ns: int) -> None:
@@ -123,10 +127,10 @@ class Triggers:
         for name, rule in self.rules.items():
             watch = self.watches[name]
             try:
-                wanted: dict[str, tuple[Chosen, list[Firing]]] = {}  # the same of several ranks is one occurrence
+                wanted: _Occurrences = {}
                 for firing in () if watch is None else watch.look(now_ns):
                     for target in self._targets(rule, firing):
-                        wanted.setdefault(target.key, (target, []))[1].append(firing)
+                        wanted.setdefault((target.uid, target.key), (target, []))[1].append(firing)
                 for target, firings in wanted.values():
                     await self._try(rule, firings, target, now_ns)
             except Exception as error:  # a defect of one rule must not stop the others
@@ -189,7 +193,7 @@ class Triggers:
             asked = {label: value for label, value in rule.where.items() if label in OWNER_LABELS}
             if all(firing.labels.get(label) == value for label, value in asked.items()):
                 key = next(filter(None, firing.labels.values()), "")
-                return [Chosen(key, (), Refusal("no-such-process", "none of its processes is left on this host"))]
+                return [Chosen(-1, key, (), Refusal("no-such-process", "none of its processes is left on this host"))]
         # What the series itself says of them needs no other witness: a rank may be known from its steps alone.
         where = {label: value for label, value in rule.where.items() if firing.labels.get(label) != value}
         own = [process for process in owned_so(processes, where) if os.geteuid() in (0, process.uid)]
@@ -197,11 +201,11 @@ class Triggers:
 
     async def _try(self, rule: TriggerRule, firings: list[Firing], target: Chosen, now_ns: int) -> None:
         """Make the request, or count why there is none; once per occurrence, and now and then while it goes on."""
-        key, episodes = (rule.name, target.key), frozenset(firing.episode for firing in firings)
+        key, episodes = (rule.name, target.uid, target.key), frozenset(firing.episode for firing in firings)
         tried, firing = self._tried.get(key), firings[0]
         if tried is not None and episodes <= tried.episodes and now_ns < tried.again_ns:
             return
-        cooling = self.ledger.cooling(rule.name, target.key, rule.cooldown, now_ns)
+        cooling = self.ledger.cooling(rule.name, target.uid, target.key, rule.cooldown, now_ns)
         if cooling:
             refusal: Refusal | None = Refusal("cooldown", f"it was traced of late: not for {cooling:.0f} s")
         else:
@@ -222,7 +226,7 @@ class Triggers:
         if target.refusal is not None:
             return target.refusal
         wanted = _wanted(rule, tuple(process.pid for process in target.processes), target.processes[0].owner.job)
-        uid, cause = target.processes[0].uid, Cause(rule=rule.name, target=target.key, what=firing.what)
+        uid, cause = target.uid, Cause(rule=rule.name, target=target.key, what=firing.what)
 
         def may_trace(owner: int) -> bool:
             return owner == uid
@@ -257,11 +261,10 @@ class Triggers:
         """Count it, and note it in the audit log once a minute at most; when that was."""
         counts = self.counts[rule.name]
         counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
-        members = target.processes or self._index.concerned(firing.labels)
-        uid = members[0].uid if members else -1  # nobody's
         counts.last_refusal = Refused(
-            at_ns=now_ns, target=target.key, what=firing.what, uid=uid, reason=refusal.reason, detail=refusal.detail
-        )
+            at_ns=now_ns, target=target.key, what=firing.what, uid=target.uid, reason=refusal.reason,
+            detail=refusal.detail,
+        )  # fmt: skip
         self._changed.add(rule.name)
         if tried is not None and tried.noted_ns and now_ns - tried.noted_ns < _AGAIN_NS:
             return tried.noted_ns
@@ -282,7 +285,7 @@ class Triggers:
         for process in dict.fromkeys(target.process for target in request.targets):
             files = sum(target.process == process for target in request.targets)
             yield Charge(
-                request=request.id, process=process, rule=cause.rule, target=cause.target, at_ns=at_ns,
+                request=request.id, process=process, rule=cause.rule, uid=request.uid, target=cause.target, at_ns=at_ns,
                 seconds=self._seconds(request.wanted, process),
                 bytes=files * (request.most_bytes or self.ledger.reserve(1)),
             )  # fmt: skip

@@ -21,6 +21,7 @@ class Charge(msgspec.Struct, kw_only=True):
     request: str
     process: str
     rule: str
+    uid: int
     target: str
     at_ns: int
     seconds: float
@@ -38,14 +39,14 @@ class Ledger:
     def __init__(self, budget: TriggerBudget) -> None:
         self._budget = budget
         self.charges: list[Charge] = []  # oldest first
-        self._fired: dict[tuple[str, str], int] = {}  # rule and target -> when last
+        self._fired: dict[tuple[str, int, str], int] = {}  # rule, user and target -> when last
 
     def add(self, charges: Iterable[Charge], now_ns: int) -> None:
         """Take charges; those of the future, as a clock that was set back leaves them, are of now."""
         for charge in charges:
             charge.at_ns = min(charge.at_ns, now_ns)
             self.charges.append(charge)
-            key = (charge.rule, charge.target)
+            key = (charge.rule, charge.uid, charge.target)
             self._fired[key] = max(charge.at_ns, self._fired.get(key, 0))
         self.charges.sort(key=lambda charge: charge.at_ns)
 
@@ -57,9 +58,9 @@ class Ledger:
             self._fired = {key: at_ns for key, at_ns in self._fired.items() if at_ns >= before_ns}
         return gone
 
-    def cooling(self, rule: str, target: str, cooldown_s: float, now_ns: int) -> float:
-        """Seconds until the rule may trace the target again; 0.0 where it may."""
-        fired_ns = self._fired.get((rule, target))
+    def cooling(self, rule: str, uid: int, target: str, cooldown_s: float, now_ns: int) -> float:
+        """Seconds until the rule may trace the target of a user again; 0.0 where it may."""
+        fired_ns = self._fired.get((rule, uid, target))
         return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
 
     def refusal(

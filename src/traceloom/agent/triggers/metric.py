@@ -13,6 +13,7 @@ from traceloom.agent.query import unit
 from traceloom.agent.triggers import Firing
 from traceloom.agent.triggers.values import Labels, Matching, SeriesValues, matching
 from traceloom.errors import nearest
+from traceloom.model.units import byte_rate, size
 
 _MOST_GONE = 10_000  # series that are absent
 
@@ -74,8 +75,8 @@ class MetricWatch:
             return ""
         delivered, metric = self._values.delivered(), self.matching.metric
         if metric not in delivered:
-            instead = nearest(metric, delivered)
-            return f"no collector delivers `{metric}` here now" + (f"; {instead.rstrip()}" if instead else "")
+            likely = nearest(metric, delivered).removeprefix("did you mean ").rstrip("? ")
+            return f"no collector delivers `{metric}` here now" + (f", but {likely}" if likely else "")
         if METRICS[metric].kind == "counter" and not self.matching.labels:
             return ""  # its rate is there when it has been delivered twice
         return f"no series of `{metric}` has the labels of `where`"
@@ -126,13 +127,19 @@ class MetricWatch:
 
     def _sentence(self, seen: _Seen) -> str:
         rule, measure = self.rule, unit(self.matching.metric)
-        suffix = f" {measure}" if measure and measure not in ("ratio", "1") else ""
+        value = _written(seen.value, measure)
         if rule.changed is not None:
             apart = seen.greatest[0][1] - seen.least[0][1]
-            return f"changed by {apart:.4g}{suffix} within {rule.within:g} s, to {seen.value:.4g}{suffix}"
+            return f"changed by {_written(apart, measure)} within {rule.within:g} s, to {value}"
         side, limit = ("above", rule.above) if rule.above is not None else ("below", rule.below)
         lasting = f" for {rule.for_seconds:g} s" if rule.for_seconds else ""
-        return f"is {seen.value:.4g}{suffix}, {side} {limit:.4g}{suffix}{lasting}"
+        return f"is {value}, {side} {_written(limit or 0.0, measure)}{lasting}"
+
+
+def _written(value: float, measure: str) -> str:
+    if measure in ("bytes", "bytes/s") and math.isfinite(value):
+        return size(int(value)) if measure == "bytes" else byte_rate(value)
+    return f"{value:.4g}" if measure in ("", "1", "ratio") else f"{value:.4g} {measure}"
 
 
 def of_rule(rule: MetricRule) -> Matching:

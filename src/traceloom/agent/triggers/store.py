@@ -99,7 +99,7 @@ class TriggerStore:
             return charges, rules
 
     def put(self, charges: Sequence[Charge], rules: dict[str, RuleCounts], gone: Sequence[Charge] = ()) -> None:
-        """Write what has changed; what cannot be written is said by `trouble`, and written with the next change."""
+        """Write what has changed; what cannot be is said by `trouble`, and told to the next agent by the requests."""
         with self._lock:
             if self._database is None:
                 self._try_open()

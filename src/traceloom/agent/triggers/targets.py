@@ -19,8 +19,12 @@ class Refusal(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Processes of one user that are to be traced together. `key`: the job, or the process where it has none."""
+    """Processes of one user that are to be traced together. `key`: the job, or the process where it has none.
 
+    The name of a job is nobody's own: another user's of the same name is another target. `uid`: -1: nobody is left.
+    """
+
+    uid: int
     key: str
     processes: tuple[Process, ...]
     refusal: Refusal | None = None
@@ -111,11 +115,11 @@ def chosen(
         if "timeline" in rule.profilers:
             some = [each for each in some if each.key in polling]
         if not some:
-            yield Chosen(key, (), Refusal("not-registered", "its PyTorch does not ask for traces"))
+            yield Chosen(uid, key, (), Refusal("not-registered", "its PyTorch does not ask for traces"))
         elif rule.target == "slowest-and-median":
-            yield _slowest_and_median(rule, key, some, steps)
+            yield _slowest_and_median(rule, uid, key, some, steps)
         else:
-            yield Chosen(key, tuple(some))
+            yield Chosen(uid, key, tuple(some))
 
 
 def _without_launchers(processes: list[Process]) -> list[Process]:
@@ -124,7 +128,7 @@ def _without_launchers(processes: list[Process]) -> list[Process]:
     return [each for each in processes if each.owner.rank is not None or each.owner.job not in ranked]
 
 
-def _slowest_and_median(rule: TriggerRule, key: str, processes: list[Process], steps: Steps) -> Chosen:
+def _slowest_and_median(rule: TriggerRule, uid: int, key: str, processes: list[Process], steps: Steps) -> Chosen:
     measured: list[tuple[float, str]] = []
     for process in processes:
         lately = steps.lately(process.key)
@@ -135,10 +139,10 @@ def _slowest_and_median(rule: TriggerRule, key: str, processes: list[Process], s
             measured.append((amount / lately.number, process.key))
     if not measured:
         what = "steps" if rule.ranks_by == "steps" else "waits for the data loader"
-        return Chosen(key, (), Refusal("no-steps", f"{what} of its ranks are not known, so none is the slowest"))
+        return Chosen(uid, key, (), Refusal("no-steps", f"{what} of its ranks are not known, so none is the slowest"))
     measured.sort()
     keys = {measured[-1][1], measured[(len(measured) - 1) // 2][1]}
-    return Chosen(key, tuple(process for process in processes if process.key in keys))
+    return Chosen(uid, key, tuple(process for process in processes if process.key in keys))
 
 
 def _rank(process: Process) -> str:

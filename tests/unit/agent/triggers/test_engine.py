@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from traceloom.agent.metrics import Reading
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import Window
 from traceloom.agent.requests.model import TraceRequest
+from traceloom.agent.triggers import Firing
 from traceloom.agent.triggers.store import TriggerStore
 from traceloom.errors import InputError
 
@@ -179,6 +181,65 @@ def test_a_file_that_is_larger_than_a_trace_may_be_is_not_kept(tmp_path: Path, m
 
     asyncio.run(live())
     assert len(list(tmp_path.glob("traces/*/*/*.dump.json"))) == (state == "kept")
+
+
+def test_a_job_of_two_users_is_traced_for_each_apart(tmp_path: Path) -> None:
+    """A name of a job is nobody's own: what is traced of whose process belongs to that user."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to trace others")
+
+    async def live() -> None:
+        rules = Rules(rule('on = "cadence"\nevery = 60'), folder=tmp_path)
+        users = (40_001, 40_002)
+        rules.run(*(msgspec.structs.replace(worker(number, rank=number), uid=uid) for number, uid in enumerate(users)))
+        made = await rules.after(60)
+        assert sorted(request.uid for request in made) == list(users)
+        for request in made:
+            assert [target.uid for target in request.targets] == [request.uid]
+            assert (tmp_path / "traces" / str(request.uid) / "incoming").stat().st_uid == request.uid
+        await rules.ended()
+        await rules.close()
+
+    asyncio.run(live())
+
+
+def test_an_agent_of_a_user_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: WORKER.uid + 1)
+
+    async def live() -> None:
+        rules = Rules(rule('on = "cadence"\nevery = 60'), folder=tmp_path)
+        rules.run(WORKER)
+        assert await rules.after(60) == []
+        await rules.close()
+
+    asyncio.run(live())
+
+
+class Stuck:
+    """A watch that somebody else has made: a job hangs from an instant on."""
+
+    def __init__(self, since_ns: int) -> None:
+        self.since_ns = since_ns
+
+    def look(self, now_ns: int) -> list[Firing]:
+        hangs = now_ns >= self.since_ns
+        return [Firing({"job": "job"}, f"job@{self.since_ns}", "no step for 10 medians")] if hangs else []
+
+    def trouble(self) -> str:
+        return ""
+
+
+def test_a_watch_of_another_part_of_the_agent(tmp_path: Path) -> None:
+    async def live() -> None:
+        watches = {"hang": lambda _: Stuck(START_NS + 60 * 10**9)}
+        rules = Rules(rule('on = "hang"\nwhere = { job = "job" }'), folder=tmp_path, watches=watches)
+        rules.run(WORKER, worker(1, "other"))
+        assert rules.triggers.trouble() == {}
+        assert [len(await rules.after(30)) for _ in range(5)] == [0, 1, 0, 0, 0]
+        await rules.ended()
+        await rules.close()
+
+    asyncio.run(live())
 
 
 def test_who_is_traced_already_is_not_traced_twice(tmp_path: Path) -> None:

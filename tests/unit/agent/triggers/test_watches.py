@@ -69,6 +69,20 @@ def test_a_gauge(condition: str, values: list[float | None], at: list[int]) -> N
     live(of(f'on = "metric"\nmetric = "gpu_power_watts"\n{condition}'), test)
 
 
+def test_the_sentence_has_units() -> None:
+    async def test(rules: Rules) -> None:
+        rules.put("gpu_memory_used_bytes", {("GPU-1",): 60e9})
+        await rules.after(1)
+        rules.put("gpu_memory_used_bytes", {("GPU-1",): 70e9})
+        (request,) = await rules.after(10)
+        assert request.trigger is not None
+        assert request.trigger.what == (
+            "gpu_memory_used_bytes of device GPU-1 changed by 10.0 GB within 60 s, to 70.0 GB"
+        )
+
+    live(of('on = "metric"\nmetric = "gpu_memory_used_bytes"\nchanged = 5e9\nwithin = 60'), test)
+
+
 def test_a_counter_counts_as_its_rate() -> None:
     async def test(rules: Rules) -> None:
         # 1, 2, 5 seconds of each ten; then the counter begins anew and has 1.
@@ -350,7 +364,7 @@ def test_the_slowest_rank_and_a_median_one(by: str, waits: dict[int, float | Non
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0', "no collector delivers `gpu_power_watts` here now; did you mean `gpu_power_limit_watts`?"),
+        ('on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0', "no collector delivers `gpu_power_watts` here now, but `gpu_power_limit_watts`"),
         ('on = "metric"\nmetric = "gpu_power_limit_watts"\nabove = 5.0\nwhere = { device = "GPU-9" }', "no series of `gpu_power_limit_watts` has the labels"),
         ('on = "step-regression"', "no steps of any process are known"),
         ('on = "hang"', "this agent does not watch for `hang`"),
