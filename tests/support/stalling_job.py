@@ -250,6 +250,11 @@ def reporting_job(
             process.wait(60)
 
 
-def stepping(client: AgentClient, name: str) -> None:
-    """Wait until the agent knows how a job steps."""
-    until(lambda: name in client.get("hangs")["watched"], 180)
+def stepping(client: AgentClient, name: str, ranks: int = 2) -> None:
+    """Wait until the agent knows how all ranks of a job step."""
+
+    def are_seen() -> bool:
+        rows = [row for row in client.get("processes")["processes"] if row["owner"]["job"] == name]
+        return len([row for row in rows if row["steps_per_second"] is not None]) >= ranks
+
+    until(lambda: name in client.get("hangs")["watched"] and are_seen(), 180)

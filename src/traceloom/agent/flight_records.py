@@ -66,8 +66,8 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def pending(self, group: str) -> FlightEntry | None:
         """The oldest collective of a group that is not done."""
-        open_ones = (entry for entry in self.entries if entry.group == group and not (entry.done or entry.is_message))
-        return min(open_ones, key=lambda entry: entry.sequence, default=None)
+        pending = (entry for entry in self.entries if entry.group == group and not (entry.done or entry.is_message))
+        return min(pending, key=lambda entry: entry.sequence, default=None)
 
     def at(self, group: str, sequence: int) -> FlightEntry | None:
         """The collective with a number."""
@@ -218,11 +218,11 @@ def judged(records: Sequence[FlightRecord]) -> FlightVerdict:
     waits: dict[int, FlightEntry] = {}
     stalls: list[_Stall] = []
     for group in dict.fromkeys(name for record in records for name in record.groups):
-        open_ones = {rank: entry for rank, record in by_rank.items() if (entry := record.pending(group))}
-        if not open_ones:
+        pending = {rank: entry for rank, record in by_rank.items() if (entry := record.pending(group))}
+        if not pending:
             continue
-        first = min(open_ones.values(), key=lambda entry: entry.sequence)
-        inside = {rank: entry for rank, entry in open_ones.items() if entry.sequence == first.sequence}
+        first = min(pending.values(), key=lambda entry: entry.sequence)
+        inside = {rank: entry for rank, entry in pending.items() if entry.sequence == first.sequence}
         members = _members(group, by_rank)
         queued = {rank: by_rank[rank].groups[group].queued if group in by_rank[rank].groups else 0 for rank in members}
         missing = {rank: number for rank, number in queued.items() if number < first.sequence}

@@ -30,6 +30,7 @@ from traceloom.agent.metrics import METRICS, Reading, Series
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers.dump import Frame, StackDump
 from traceloom.agent.profilers.telemetry import allowed_labels, is_wanted
+from traceloom.agent.registry import is_alive
 from traceloom.agent.requests.places import Places
 from traceloom.agent.stacks import look
 from traceloom.agent.steps import Pace, Steps
@@ -104,7 +105,7 @@ class HangDesk:
     ) -> None:
         self.config, self.board, self.history, self.steps = config, board, history, steps
         self.places, self.path, self.boot_id, self.note = places, path, boot_id, note
-        self.watch = HangWatch(config.hangs)
+        self.watch = HangWatch(config.hangs, self._is_alive)
         self.records: list[HangRecord] = []  # oldest first
         self.listeners: list[Callable[[HangRecord], None]] = []  # hear of a hang once it is sure, and when it is over
         self.trouble = ""  # why what is known is not on disk
@@ -250,6 +251,10 @@ class HangDesk:
         self.records[at] = msgspec.structs.replace(self.records[at], **changes)
         return self.records[at]
 
+    def _is_alive(self, key: str) -> bool:
+        pid, _, start_ticks = key.partition("@")
+        return is_alive(self.config.collect.proc, int(pid), int(start_ticks))
+
     def _processes(self, hang: Hang) -> list[Process]:
         return [p for p in self.board.processes.values() if p.owner.job == hang.job and p.uid == hang.uid]
 
@@ -266,7 +271,7 @@ class HangDesk:
         return ""
 
     async def _works(self, hang: Hang) -> bool:
-        """Whether a rank that does not wait works: it uses a processor, and is at another place each time.
+        """Whether a rank that does not wait works: it uses or wants a processor, and is at another place each time.
 
         A loop that spins in one function stays where it is, whichever of its lines it is at.
         """
@@ -382,9 +387,16 @@ def _main_frames(dump: StackDump) -> Sequence[Frame]:
 
 
 def _processor_s(process: Process) -> float:
-    """Processor time that a process has used, seconds; 0 of one that has ended."""
-    try:
+    """Time for which the main thread of a process has used a processor or waited for one, seconds; 0 if it ended.
+
+    On a host that is overloaded, what works waits for most of its time. Where the kernel does not count that: the time
+    that the process has used.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        used_ns, waited_ns, _ = read(f"/proc/{process.pid}/schedstat").split()
+        if total_ns := int(used_ns) + int(waited_ns):
+            return total_ns / 1e9
+    with contextlib.suppress(OSError):
         fields = read(f"/proc/{process.pid}/stat").rpartition(b")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return 0.0

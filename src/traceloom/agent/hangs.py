@@ -8,7 +8,7 @@ who has looked at them says so by `works`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -107,10 +107,12 @@ class HangWatch:
 
     Args:
         settings: How long is too long.
+        alive: Whether a process that is not listed lives all the same, by its key: on a host that is overloaded, and
+            when the agent has just begun, not all are seen each time.
     """
 
-    def __init__(self, settings: Hangs) -> None:
-        self.settings = settings
+    def __init__(self, settings: Hangs, alive: Callable[[str], bool] = lambda _: False) -> None:
+        self.settings, self.alive = settings, alive
         self.hangs: dict[JobKey, Hang] = {}  # now
         self.over: list[HangOver] = []  # since the look before
         self.stepping: set[JobKey] = set()  # jobs of which it could tell
@@ -145,7 +147,7 @@ class HangWatch:
         self.over = []
         for key, hang in list(self.hangs.items()):
             living = {process.key for process in by_job.get(key, ())}
-            rest = [member for member in hang.processes if member.key in living]
+            rest = [member for member in hang.processes if member.key in living or self.alive(member.key)]
             still = [member for member in rest if not _stepped(member, steps)]
             if not still:
                 del self.hangs[key]
@@ -154,7 +156,7 @@ class HangWatch:
         for key, some in by_job.items():
             paces = {p.key: pace for p in some if (pace := steps.pace(p.key)) and pace.steps >= _LEAST_STEPS}
             job, at = self._jobs.setdefault(key, _WatchedJob()), _Now(now, now_ns, some, paces)
-            _note(job, at, sum((disk_bytes or {}).get(process.key, 0.0) for process in some))
+            self._note(job, at, sum((disk_bytes or {}).get(process.key, 0.0) for process in some))
             if paces:
                 self.stepping.add(key)
             if paces and key not in self.hangs and (begun := self._hang(key, job, at)):
@@ -196,26 +198,25 @@ class HangWatch:
             since_ns=at.ns - int((at.s - latest) * 1e9), seen_ns=at.ns, median_s=median_s, busy=busy,
         )  # fmt: skip
 
-
-def _note(job: _WatchedJob, at: _Now, disk_bytes: float) -> None:
-    """Signs of life of a job, and who of it has ended."""
-    # Between two runs of the collector nothing changes: the rate is that since the last change.
-    if job.looked and disk_bytes - job.disk_bytes > _DISK_RATE * max(at.s - job.looked, 1.0):
-        job.lived = at.s
-    if disk_bytes != job.disk_bytes or not job.looked:
-        job.disk_bytes, job.looked = disk_bytes, at.s
-    stepping = [process for process in at.processes if process.key in at.paces]
-    if stepping and all(process.state in _STOPPED for process in stepping):
-        job.stopped = at.s
-    living = {process.key for process in at.processes}
-    ranks = {process.owner.rank for process in at.processes}
-    for key, process in list(job.seen.items()):
-        if key not in living:
-            del job.seen[key]
-            job.gone[key] = GoneProcess(key=key, pid=process.pid, rank=process.owner.rank, ended_ns=at.ns)
-    # A rank that was started again is not missing.
-    job.gone = {key: gone for key, gone in job.gone.items() if gone.rank is None or gone.rank not in ranks}
-    job.seen.update({process.key: process for process in stepping})
+    def _note(self, job: _WatchedJob, at: _Now, disk_bytes: float) -> None:
+        """Signs of life of a job, and who of it has ended."""
+        # Between two runs of the collector nothing changes: the rate is that since the last change.
+        if job.looked and disk_bytes - job.disk_bytes > _DISK_RATE * max(at.s - job.looked, 1.0):
+            job.lived = at.s
+        if disk_bytes != job.disk_bytes or not job.looked:
+            job.disk_bytes, job.looked = disk_bytes, at.s
+        stepping = [process for process in at.processes if process.key in at.paces]
+        if stepping and all(process.state in _STOPPED for process in stepping):
+            job.stopped = at.s
+        living = {process.key for process in at.processes}
+        ranks = {process.owner.rank for process in at.processes}
+        for key, process in list(job.seen.items()):
+            if key not in living and not self.alive(key):
+                del job.seen[key]
+                job.gone[key] = GoneProcess(key=key, pid=process.pid, rank=process.owner.rank, ended_ns=at.ns)
+        # A rank that was started again is not missing.
+        job.gone = {key: gone for key, gone in job.gone.items() if gone.rank is None or gone.rank not in ranks}
+        job.seen.update({process.key: process for process in stepping})
 
 
 def _stepped(member: HungProcess, steps: Steps) -> bool:

@@ -138,7 +138,7 @@ def test_of_four_ranks_without_preparation_one_is_named_by_probes_and_stacks(tmp
         pytest.skip(f"no probes of functions here: {WHY_NOT}")
     name = f"hang-four-{os.getpid()}"
     with running_agent(tmp_path / "agent", SETTINGS) as client, torchrun_job(tmp_path, 4, name) as job:
-        stepping(client, name)
+        stepping(client, name, 4)
         job.tell("sleep 2")
         hang = next_hang(client, name)
     assert hang["ranks"] == [2]
@@ -273,7 +273,7 @@ def test_the_bundle_belongs_to_the_jobs_user(short: Path) -> None:
         running_agent(short / "agent", SETTINGS) as client,
         reporting_job(short, 1, name, short / "agent/agent.sock", user=anna) as job,
     ):
-        stepping(client, name)
+        stepping(client, name, 1)
         job.tell("idle")
         hang = next_hang(client, name)
         directory = Path(hang["directory"])

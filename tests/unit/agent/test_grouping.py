@@ -177,9 +177,9 @@ def test_a_wait_that_is_known_from_elsewhere_counts_where_the_stack_shows_none()
     alone = grouped(processes, dumps, {})
     assert {rank for group in alone.groups if group.elsewhere for rank in group.ranks} == {0, 1}
     # Rank 1 is in `work.wait()`, which Python's calls do not show; rank 2's own stack says what it is in.
-    known = grouped(processes, dumps, {}, waits={101: "all_reduce", 102: "broadcast"})
-    assert [group.ranks for group in known.groups if group.elsewhere] == [(0,)]
-    assert known.sentence == "rank 0 is in `load_batch` (data.py:31); ranks 1, 2 wait in `all_reduce`"
+    both = grouped(processes, dumps, {}, waits={101: "all_reduce", 102: "broadcast"})
+    assert [group.ranks for group in both.groups if group.elsewhere] == [(0,)]
+    assert both.sentence == "rank 0 is in `load_batch` (data.py:31); ranks 1, 2 wait in `all_reduce`"
 
 
 def test_ranks_that_ended_have_that_as_their_reason() -> None:

@@ -161,6 +161,22 @@ def test_a_rank_that_was_killed_is_named(host: Host) -> None:
     assert gone.ended_ns == EPOCH_NS + int(1026e9)
 
 
+def test_processes_that_are_not_listed_for_a_while_have_not_ended(host: Host) -> None:
+    host.watch.alive = lambda key: key == "101@1"
+    listed = host.processes
+    host.processes = listed[:1]
+    (hang,) = host.run(61)
+    assert [each.rank for each in hang.processes] == [0]
+    assert hang.gone == ()
+    host.watch.alive = lambda _: True
+    host.processes = []
+    assert host.run(5) == []
+    assert host.watch.hangs == {hang.key: hang}
+    host.processes = listed
+    host.run(1, stepping=listed)
+    assert [over.recovered for over in host.watch.over] == [True]
+
+
 def test_a_rank_that_was_started_again_is_not_missing(host: Host) -> None:
     host.processes[1] = process(1, pid=300)
     (hang,) = host.run(70)
