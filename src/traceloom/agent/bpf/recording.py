@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from traceloom.agent.bpf.call_probes import RECORD, CallProbes, ProbedCall, Value
+from traceloom.agent.bpf.call_stacks import CallStack, CallStacks
 from traceloom.agent.bpf.mappings import Mapping, mappings, open_mapped
+from traceloom.agent.bpf.python_frames import PythonFrames
 from traceloom.agent.bpf.step_probes import LOADER, StepProbes
 from traceloom.agent.bpf.support import unsupported
 from traceloom.agent.bpf.symbols import Symbols
@@ -58,12 +60,19 @@ class _Memory(NamedTuple):
     call: ProbedCall
 
 
-def _allocates(name: str, library: str = "libcudart.so", device: str = _DRIVER) -> _Memory:
-    return _Memory(library, device, False, ProbedCall(f"{name}\0", _SIZE_SECOND, pointer=0, stacks=True))
+_RUNTIME, _CUDA_DRIVER, _HIP = "libcudart.so", "libcuda.so", "libamdhip64.so"
+_DRIVERS = (_RUNTIME, _CUDA_DRIVER, _HIP)  # what they call of each other, nobody else has called
 
 
-def _frees(name: str, library: str = "libcudart.so", device: str = _DRIVER) -> _Memory:
-    return _Memory(library, device, True, ProbedCall(f"{name}\0", _ADDRESS_FIRST))
+def _allocates(library: str, device: str, *names: str) -> Iterator[_Memory]:
+    for name in names:
+        call = ProbedCall(f"{name}\0", _SIZE_SECOND, pointer=0, stacks=True, own=True)
+        yield _Memory(library, device, False, call)
+
+
+def _frees(library: str, device: str, *names: str) -> Iterator[_Memory]:
+    for name in names:
+        yield _Memory(library, device, True, ProbedCall(f"{name}\0", _ADDRESS_FIRST, own=True))
 
 
 # Of a C++ function the name tells its arguments' types: another signature is another name, and is not found.
@@ -77,14 +86,20 @@ _MEMORY = (
     ),
     _Memory("libc10.so", "cpu", False, ProbedCall("_ZN3c109alloc_cpuEm\0", _ADDRESS_FIRST, pointer=-1, stacks=True)),
     _Memory("libc10.so", "cpu", True, ProbedCall("_ZN3c108free_cpuEPv\0", _ADDRESS_FIRST)),
-    _allocates("cudaMalloc"), _allocates("cudaMallocAsync"), _allocates("cudaMallocManaged"),
-    _frees("cudaFree"), _frees("cudaFreeAsync"),
-    _allocates("cudaHostAlloc", device=_PINNED), _allocates("cudaMallocHost", device=_PINNED),
-    _frees("cudaFreeHost", device=_PINNED),
-    _allocates("cuMemCreate", "libcuda.so"), _frees("cuMemRelease", "libcuda.so"),
-    _allocates("hipMalloc", "libamdhip64.so", "hip"), _frees("hipFree", "libamdhip64.so", "hip"),
+    *_allocates(_RUNTIME, _DRIVER, "cudaMalloc", "cudaMallocAsync", "cudaMallocFromPoolAsync", "cudaMallocManaged"),
+    *_frees(_RUNTIME, _DRIVER, "cudaFree", "cudaFreeAsync"),
+    *_allocates(_RUNTIME, _PINNED, "cudaHostAlloc", "cudaMallocHost"), *_frees(_RUNTIME, _PINNED, "cudaFreeHost"),
+    *_allocates(
+        _CUDA_DRIVER, _DRIVER,
+        "cuMemAlloc_v2", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemAllocManaged", "cuMemCreate",
+    ),
+    *_frees(_CUDA_DRIVER, _DRIVER, "cuMemFree_v2", "cuMemFreeAsync", "cuMemRelease"),
+    *_allocates(_CUDA_DRIVER, _PINNED, "cuMemHostAlloc", "cuMemAllocHost_v2"),
+    *_frees(_CUDA_DRIVER, _PINNED, "cuMemFreeHost"),
+    *_allocates(_HIP, "hip", "hipMalloc", "hipMallocAsync"), *_frees(_HIP, "hip", "hipFree", "hipFreeAsync"),
 )  # fmt: skip
 
+# Values of a launch: the function, or the graph; x and y of the grid, z; x and y of the block, z; the stream.
 _BY_VALUE = {  # dim3 in two registers: x and y, then z
     "x86_64": (
         Value(argument=0), Value(argument=1), Value(argument=2, size=4), Value(argument=3), Value(argument=4, size=4),
@@ -95,34 +110,60 @@ _BY_VALUE = {  # dim3 in two registers: x and y, then z
         Value(argument=7),
     ),
 }  # fmt: skip
+_ONE_BY_ONE = (
+    Value(argument=0), Value(argument=1, size=4), Value(argument=2, size=4, upper=True), Value(argument=3, size=4),
+    Value(argument=4, size=4), Value(argument=5, size=4, upper=True),
+)  # fmt: skip
+_DRIVERS_OWN = {
+    "x86_64": (*_ONE_BY_ONE, Value(above=8, size=4), Value(above=24)),
+    "aarch64": (*_ONE_BY_ONE, Value(argument=6, size=4), Value(above=0)),
+}
 _LAUNCH_OF_CONFIG = (
     Value(argument=1), Value(argument=0, behind=0), Value(argument=0, behind=8, size=4), Value(argument=0, behind=12),
     Value(argument=0, behind=20, size=4), Value(argument=0, behind=32),
 )  # fmt: skip
+_GRAPH = (Value(argument=0), Value(argument=1))
 
 
 class _Launch(NamedTuple):
-    """A function that launches, or waits. `kind`: `function` has an address in value 0, `graph` has none."""
+    """A function that launches, or waits.
+
+    `kind`: `function` has an address in value 0, `handle` one of the driver's, `graph` has none and its stream next.
+    """
 
     library: str
     kind: str
     call: ProbedCall
 
 
-def _waits(name: str) -> _Launch:
-    return _Launch("libcudart.so", "wait", ProbedCall(f"{name}\0", _ADDRESS_FIRST, timed=True))
+def _launch(library: str, kind: str, name: str, values: tuple[Value, ...]) -> _Launch:
+    return _Launch(library, kind, ProbedCall(f"{name}\0", values, stacks=True, own=True))
+
+
+def _waits(library: str, *names: str) -> Iterator[_Launch]:
+    for name in names:
+        yield _Launch(library, "wait", ProbedCall(f"{name}\0", _ADDRESS_FIRST, timed=True, stacks=True, own=True))
 
 
 def _launches() -> tuple[_Launch, ...]:
-    by_value = _BY_VALUE[os.uname().machine]
+    machine = os.uname().machine
     return (
-        _Launch("libcudart.so", "function", ProbedCall("cudaLaunchKernel\0", by_value)),
-        _Launch("libcudart.so", "function", ProbedCall("cudaLaunchKernelExC\0", _LAUNCH_OF_CONFIG)),
-        _Launch("libamdhip64.so", "function", ProbedCall("hipLaunchKernel\0", by_value)),
-        # Its stream is its second argument: the sixth value.
-        _Launch("libcudart.so", "graph", ProbedCall("cudaGraphLaunch\0", (Value(argument=0), Value(argument=1)))),
-        _waits("cudaStreamSynchronize"), _waits("cudaDeviceSynchronize"), _waits("cudaEventSynchronize"),
-        _waits("cudaMemcpy"),
+        _launch(_RUNTIME, "function", "cudaLaunchKernel", _BY_VALUE[machine]),
+        _launch(_RUNTIME, "function", "cudaLaunchKernelExC", _LAUNCH_OF_CONFIG),
+        _launch(_RUNTIME, "function", "cudaLaunchCooperativeKernel", _BY_VALUE[machine]),
+        _launch(_RUNTIME, "graph", "cudaGraphLaunch", _GRAPH),
+        _launch(_CUDA_DRIVER, "handle", "cuLaunchKernel", _DRIVERS_OWN[machine]),
+        _launch(_CUDA_DRIVER, "handle", "cuLaunchCooperativeKernel", _DRIVERS_OWN[machine]),
+        _launch(_CUDA_DRIVER, "handle", "cuLaunchKernelEx", _LAUNCH_OF_CONFIG),
+        _launch(_CUDA_DRIVER, "graph", "cuGraphLaunch", _GRAPH),
+        _launch(_HIP, "function", "hipLaunchKernel", _BY_VALUE[machine]),
+        *_waits(
+            _RUNTIME, "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
+        ),
+        *_waits(
+            _CUDA_DRIVER, "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2",
+            "cuMemcpyHtoD_v2",
+        ),
     )  # fmt: skip
 
 
@@ -131,9 +172,11 @@ class _Recorded(NamedTuple):
 
     records: Sequence[tuple[int, ...]]
     offset_ns: int
-    lost: int
-    probes: CallProbes
     symbols: Symbols
+    stacks: CallStacks
+    python: PythonFrames | None
+    counts: dict[str, Any]
+    """How many calls were lost, how many have no stack as they came too quickly; why no frame of Python is in them."""
 
 
 def allocations(order: dict[str, Any]) -> list[str]:
@@ -148,7 +191,7 @@ def allocations(order: dict[str, Any]) -> list[str]:
         stacks = _Stacks(recorded, [call for _, call in watched])
         live: dict[tuple[str, int], int] = {}
         events = []
-        for time_ns, thread, number, returns_to, stack, *values in recorded.records:
+        for time_ns, thread, number, stack, *values in recorded.records:
             device = _MEMORY[number].device
             totals: tuple[int | None, int | None] = (None, None)
             if number == _REPORT:
@@ -166,11 +209,11 @@ def allocations(order: dict[str, Any]) -> list[str]:
             else:
                 size, address = values[0], values[4]
                 live[device, address] = size
-            row = stacks.number(number, stack, returns_to) if size > 0 else -1
+            row = stacks.number(number, stack) if size > 0 else -1
             events.append((time_ns + recorded.offset_ns, thread & 0xFFFFFFFF, address, size, device, row, *totals))
         _write(
             wanted, "traceloom-allocations",
-            {"frames": stacks.frames, "stacks": stacks.stacks, "events": events}, recorded.lost,
+            {"frames": list(stacks.frames), "stacks": stacks.stacks, "events": events}, recorded.counts,
         )  # fmt: skip
     return [wanted.path]
 
@@ -185,28 +228,27 @@ def launches(order: dict[str, Any]) -> list[str]:
     watched = [(launch.library, launch.call) for launch in table]
     wanted = msgspec.convert(order, Order)
     with _recorded(watched, wanted) as recorded:
-        frames: dict[tuple[str, str], int] = {}
+        stacks = _Stacks(recorded, [call for _, call in watched])
         events, durations = [], []
-        for time_ns, thread, number, _, _, *values in recorded.records:
-            launch, thread_id = table[number], thread & 0xFFFFFFFF
-            own = (launch.call.beginning.rstrip("\0"), launch.library)
+        for time_ns, thread, number, stack, *values in recorded.records:
+            launch, thread_id, row = table[number], thread & 0xFFFFFFFF, stacks.number(number, stack)
+            own = (launch.call.beginning.rstrip("\0"), launch.library, None)
             if launch.kind == "wait":
                 began = values[5]
-                row = frames.setdefault(own, len(frames))
-                durations.append((began + recorded.offset_ns, thread_id, row, time_ns - began))
+                durations.append((began + recorded.offset_ns, thread_id, stacks.frame(own), time_ns - began, row))
                 continue
             if launch.kind == "graph":
                 grid, block, stream = [0, 0, 0], [0, 0, 0], values[1]
             else:
-                own = recorded.symbols.name(values[0])
+                own = (*recorded.symbols.name(values[0]), None) if launch.kind == "function" else own
                 grid = [values[1] & 0xFFFFFFFF, values[1] >> 32, values[2]]
                 block = [values[3] & 0xFFFFFFFF, values[3] >> 32, values[4]]
                 stream = values[5]
-            row = frames.setdefault(own, len(frames))
-            events.append((time_ns + recorded.offset_ns, thread_id, row, grid, block, stream))
+            events.append((time_ns + recorded.offset_ns, thread_id, stacks.frame(own), grid, block, stream, row))
         _write(
             wanted, "traceloom-launches",
-            {"frames": list(frames), "events": events, "durations": durations}, recorded.lost,
+            {"frames": list(stacks.frames), "stacks": stacks.stacks, "events": events, "durations": durations},
+            recorded.counts,
         )  # fmt: skip
     return [wanted.path]
 
@@ -220,18 +262,27 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
     pid, steps = order.pid, order.steps
     if _started(pid) != order.start_ticks:
         raise OSError(errno.ESRCH, "the process has ended")
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as exits:
         symbols = Symbols(pid)
         symbols.look()
-        probes = CallProbes(pid)
-        stack.callback(probes.close)
-        steps_taken = stack.enter_context(_steps(pid)) if steps is not None else None
+        python, without_python = None, None
+        try:
+            python = PythonFrames(pid)
+            exits.callback(python.close)
+        except OSError as error:
+            without_python = None if error.errno == errno.ENOENT else error.strerror
+        stacks = CallStacks(pid, symbols, python)
+        exits.callback(stacks.close)
+        stacks.look()
+        probes = CallProbes(pid, stacks)
+        exits.callback(probes.close)
+        steps_taken = exits.enter_context(_steps(pid)) if steps is not None else None
         offset_ns = time.time_ns() - time.monotonic_ns()
         begins = max(order.start_ns - offset_ns, time.monotonic_ns())
-        attached = _attach(probes, pid, watched)
-        if not attached:
-            libraries = ", ".join(dict.fromkeys(library for library, _ in watched))
-            raise OSError(errno.ENOENT, f"the process has none of the functions that are watched (of {libraries})")
+        libraries = _Libraries(probes, pid, watched)
+        if not libraries.attach():
+            names = ", ".join(dict.fromkeys(library for library, _ in watched))
+            raise OSError(errno.ENOENT, f"the process has none of the functions that are watched (of {names})")
         pieces: list[bytes] = []
         held, lost, steps_before, looked = 0, 0, 0, time.monotonic()
         seconds = min(order.duration_s or _MOST_S, _MOST_S)
@@ -239,6 +290,8 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
         while (now := time.monotonic_ns()) < ends and _started(pid) == order.start_ticks:
             time.sleep(min(_PAUSE_S, (ends - now) / 1e9))
             piece = probes.ring.take()
+            stacks.take()
+            stacks.look()
             if now < begins:
                 steps_before = steps_taken() if steps_taken is not None else 0
                 continue
@@ -253,27 +306,46 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
                 looked = time.monotonic()
                 with contextlib.suppress(OSError):  # it has ended, which is seen above
                     symbols.look()
+                    libraries.attach()
         probes.detach()
         pieces.append(probes.ring.take())
         with contextlib.suppress(OSError):
             symbols.look()
+        stacks.take()
         records = [record for piece in pieces for record in RECORD.iter_unpack(piece) if begins <= record[0] <= ends]
         records.sort(key=lambda record: record[0])
-        yield _Recorded(records, offset_ns, lost + probes.lost(), probes, symbols)
+        counts = {"lost": lost + probes.lost(), "without_stack": stacks.refused(), "without_python": without_python}
+        yield _Recorded(records, offset_ns, symbols, stacks, python, counts)
 
 
-def _attach(probes: CallProbes, pid: int, watched: Sequence[tuple[str, ProbedCall]]) -> list[int]:
-    """Watch what the libraries of the process have; once per file."""
-    attached: list[int] = []
-    files: dict[int, Mapping] = {}
-    for mapping in mappings(pid):
-        files.setdefault(mapping.inode, mapping)
-    for mapping in files.values():
-        name = mapping.path.rpartition("/")[2]
-        calls = [(number, call) for number, (library, call) in enumerate(watched) if name.startswith(library)]
-        if calls:
-            attached += probes.attach(open_mapped(pid, mapping), calls)
-    return attached
+class _Libraries:
+    """The libraries of the process whose functions are watched, once per file; also those that it loads later."""
+
+    def __init__(self, probes: CallProbes, pid: int, watched: Sequence[tuple[str, ProbedCall]]) -> None:
+        self._probes, self._pid, self._watched = probes, pid, watched
+        self._looked: set[tuple[int, str]] = set()
+
+    def attach(self) -> list[int]:
+        """Watch what is new.
+
+        Raises:
+            OSError: The process has ended, or the kernel does not let us.
+        """
+        attached: list[int] = []
+        new: dict[tuple[int, str], Mapping] = {}
+        drivers: list[tuple[int, int]] = []
+        for mapping in mappings(self._pid):
+            new.setdefault((mapping.inode, mapping.path), mapping)
+            if mapping.executable and mapping.path.rpartition("/")[2].startswith(_DRIVERS):
+                drivers.append((mapping.start, mapping.end))
+        self._probes.drivers(drivers)
+        for file in new.keys() - self._looked:
+            self._looked.add(file)
+            name = file[1].rpartition("/")[2]
+            calls = [(number, call) for number, (library, call) in enumerate(self._watched) if name.startswith(library)]
+            if calls:
+                attached += self._probes.attach(open_mapped(self._pid, new[file]), calls)
+        return attached
 
 
 @contextlib.contextmanager
@@ -301,39 +373,42 @@ def _steps(pid: int) -> Iterator[Any]:
         counting.close()
 
 
+_Frame = tuple[str, str, int | None]
+
+
 class _Stacks:
-    """Stacks as numbers of frames, each once."""
+    """Stacks as numbers of frames, each once. A frame: function, library or file of Python, line of Python."""
 
     def __init__(self, recorded: _Recorded, calls: Sequence[ProbedCall]) -> None:
-        self.frames: list[tuple[str, str]] = []
+        self.frames: dict[_Frame, int] = {}
         self.stacks: list[list[int]] = []
         self._recorded, self._calls = recorded, calls
-        self._frame_numbers: dict[tuple[str, str], int] = {}
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._known: dict[tuple[int, int, int], int] = {}
+        self._known: dict[tuple[int, int], int] = {}
 
-    def number(self, call: int, stack: int, returns_to: int) -> int:
-        """The number of the stack of a call; -1 where the kernel had no room for it."""
-        key = (call, stack, returns_to)
+    def number(self, call: int, stack: int) -> int:
+        """The number of the stack of a call; -1 where none was taken."""
+        key = (call, stack)
         if key not in self._known:
-            self._known[key] = self._add(self._calls[call], stack, returns_to)
+            self._known[key] = self._add(self._calls[call], self._recorded.stacks.stacks.get(stack))
         return self._known[key]
 
-    def _add(self, call: ProbedCall, stack: int, returns_to: int) -> int:
-        addresses = list(self._recorded.probes.stack(stack)) if stack >= 0 else []
-        name = self._recorded.symbols.name
-        if call.ends:  # the stack begins where the call returned to
-            names = [(self._recorded.symbols.plain(call.beginning.rstrip("\0")), "")]
-        else:
-            names = [name(addresses[0])] if addresses else []
-            addresses = addresses[1:]
-            if returns_to and addresses[:1] != [returns_to]:
-                addresses.insert(0, returns_to)
-        names += [name(address - 1) for address in addresses]  # the call is before the address that it returns to
-        if not addresses:
+    def frame(self, frame: _Frame) -> int:
+        """The number of a frame."""
+        return self.frames.setdefault(frame, len(self.frames))
+
+    def _add(self, call: ProbedCall, stack: CallStack | None) -> int:
+        if stack is None:
             return -1
-        row = tuple(self._frame_numbers.setdefault(frame, len(self._frame_numbers)) for frame in names)
-        self.frames = list(self._frame_numbers)
+        symbols, python = self._recorded.symbols, self._recorded.python
+        frames: list[_Frame] = [(symbols.plain(call.beginning.rstrip("\0")), "", None)]
+        for address in stack.native:
+            if python is not None and stack.python and symbols.lies_in(address, python.file):
+                break  # its functions stand for those of Python, which follow
+            frames.append((*symbols.name(address - 1), None))  # the call is before the address that it returns to
+        if python is not None:
+            frames += [frame for seen in stack.python if (frame := python.describe(*seen)) is not None]
+        row = tuple(self.frame(frame) for frame in frames)
         if row not in self._numbers:
             self._numbers[row] = len(self.stacks)
             self.stacks.append(list(row))
@@ -349,7 +424,7 @@ def _started(pid: int) -> int | None:
     return None if fields[0] in {b"Z", b"X"} else int(fields[19])
 
 
-def _write(order: Order, kind: str, lists: dict[str, Sequence[Any]], lost: int) -> None:
+def _write(order: Order, kind: str, lists: dict[str, Sequence[Any]], counts: dict[str, Any]) -> None:
     """Write a document, row by row, so that its text is never held as a whole."""
     from isal import igzip
 
@@ -363,5 +438,5 @@ def _write(order: Order, kind: str, lists: dict[str, Sequence[Any]], lost: int) 
                 text = msgspec.json.encode(rows[start : start + _ROWS_AT_ONCE])
                 file.write(b"," * (start > 0) + text[1:-1])
             file.write(b"]")
-        file.write(b',"lost":%d}' % lost)
+        file.write(b"," + msgspec.json.encode(counts)[1:])
     written.replace(order.path)
