@@ -278,15 +278,15 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
         exits.callback(probes.close)
         steps_taken = exits.enter_context(_steps(pid)) if steps is not None else None
         offset_ns = time.time_ns() - time.monotonic_ns()
-        begins = max(order.start_ns - offset_ns, time.monotonic_ns())
         libraries = _Libraries(probes, pid, watched)
         if not libraries.attach():
             names = ", ".join(dict.fromkeys(library for library, _ in watched))
             raise OSError(errno.ENOENT, f"the process has none of the functions that are watched (of {names})")
+        begins = max(order.start_ns - offset_ns, time.monotonic_ns())  # when all of them are watched
         pieces: list[bytes] = []
         held, lost, steps_before, looked = 0, 0, 0, time.monotonic()
         seconds = min(order.duration_s or _MOST_S, _MOST_S)
-        ends = max(begins, time.monotonic_ns()) + round(seconds * 1e9)
+        ends = begins + round(seconds * 1e9)
         while (now := time.monotonic_ns()) < ends and _started(pid) == order.start_ticks:
             time.sleep(min(_PAUSE_S, (ends - now) / 1e9))
             piece = probes.ring.take()
