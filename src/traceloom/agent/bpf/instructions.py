@@ -27,7 +27,6 @@ class Helper(enum.IntEnum):
     TIME_NS = 5  # of the monotonic clock
     PROCESS_AND_THREAD = 14  # process << 32 | thread
     READ_USER = 112
-    READ_KERNEL = 113
     READ_USER_TEXT = 114
     RING_OUTPUT = 130
     RING_RESERVE = 131
