@@ -260,7 +260,8 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
     if why:
         raise OSError(errno.EPERM, f"{why}; {helps}" if helps else why)
     pid, steps = order.pid, order.steps
-    if _started(pid) != order.start_ticks:
+    image = _image(pid)
+    if image is None or image[0] != order.start_ticks:
         raise OSError(errno.ESRCH, "the process has ended")
     with contextlib.ExitStack() as exits:
         symbols = Symbols(pid)
@@ -287,7 +288,7 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
         held, lost, steps_before, looked = 0, 0, 0, time.monotonic()
         seconds = min(order.duration_s or _MOST_S, _MOST_S)
         ends = begins + round(seconds * 1e9)
-        while (now := time.monotonic_ns()) < ends and _started(pid) == order.start_ticks:
+        while (now := time.monotonic_ns()) < ends and _image(pid) == image:
             time.sleep(min(_PAUSE_S, (ends - now) / 1e9))
             piece = probes.ring.take()
             stacks.take()
@@ -302,15 +303,16 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
                 held += len(piece)
             if steps is not None and steps_taken is not None and steps_taken() - steps_before >= steps:
                 break
-            if time.monotonic() - looked > _LOOK_S:
+            if time.monotonic() - looked > _LOOK_S and _image(pid) == image:
                 looked = time.monotonic()
                 with contextlib.suppress(OSError):  # it has ended, which is seen above
                     symbols.look()
                     libraries.attach()
         probes.detach()
         pieces.append(probes.ring.take())
-        with contextlib.suppress(OSError):
-            symbols.look()
+        if _image(pid) == image:
+            with contextlib.suppress(OSError):
+                symbols.look()
         stacks.take()
         records = [record for piece in pieces for record in RECORD.iter_unpack(piece) if begins <= record[0] <= ends]
         records.sort(key=lambda record: record[0])
@@ -415,13 +417,15 @@ class _Stacks:
         return self._numbers[row]
 
 
-def _started(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None of one that has ended."""
+def _image(pid: int) -> tuple[int, int] | None:
+    """When a process began, in ticks since boot, and where its stack does, which is elsewhere in each program that it
+    executes; None of one that has ended.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in {b"Z", b"X"} else int(fields[19])
+    return None if fields[0] in {b"Z", b"X"} else (int(fields[19]), int(fields[25]))
 
 
 def _write(order: Order, kind: str, lists: dict[str, Sequence[Any]], counts: dict[str, Any]) -> None:
