@@ -217,15 +217,19 @@ for line in sys.stdin:
 
 
 REPORTING = """
-import ctypes, sys
+import ctypes, itertools, sys, time
 library = ctypes.CDLL(sys.argv[1])
 report = library["_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"]
 report.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_uint16]
+def leak(number):
+    report(0x7F0000100000 + 0x1000 * number, 512, 5000, 9000, 0x0101)
 print("ready", flush=True)
-for line in sys.stdin:
+for number, line in zip(itertools.count(), sys.stdin):
     report(0x7F0000007000, 4096, 5000, 9000, 0x0101)
     report(0x7F0000007000, -4096, 904, 9000, 0x0101)
+    leak(number)
     report(0x7F0000009000, 64, 64, 64, 0xFF00)  # of the host: it is seen where it is allocated
+    time.sleep(0.01)
     print("done", flush=True)
 """
 STEPPING = """
@@ -566,26 +570,35 @@ def test_allocations_of_stock_pytorch(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.torch
 @needs_probes
-def test_what_pytorchs_device_allocator_reports(tmp_path: Path) -> None:
+def test_what_pytorchs_device_allocator_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its function is called as the allocator of CUDA does for each block: on device 1 (type 1), then on the host."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
-    job = Talking(sys.executable, "-c", REPORTING, str(Path(torch.origin).parent / "lib" / "libc10.so"))
+    script = tmp_path / "reporting.py"
+    script.write_text(REPORTING, encoding="utf-8")
+    job = Talking(sys.executable, str(script), str(Path(torch.origin).parent / "lib" / "libc10.so"))
     try:
         assert job.line() == "ready\n"
-        document = record(AllocationsProfiler(), job, tmp_path, "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE")
+        document = record(AllocationsProfiler(), job, tmp_path, seconds=1.0)
     finally:
         job.end()
     events = [(address, size, device, *totals) for _, _, address, size, device, _, *totals in document["events"]]
     made = (0x7F0000007000, 4096, "cuda:1", 5000, 9000)
     freed = (0x7F0000007000, -4096, "cuda:1", 904, 9000)
-    assert len(events) >= 10
-    assert events == ([made, freed] * len(events))[: len(events)]
-    names = {
-        document["frames"][document["stacks"][stack][0]][0] for *_, stack, _, _ in document["events"] if stack >= 0
-    }
-    assert {name.partition("(")[0] for name in names} == {"c10::reportMemoryUsageToProfiler"}
+    whole = rounds(events[events.index(made) :])
+    assert len(whole) >= 5
+    first = whole[0][2][0]
+    for number, (*used, left) in enumerate(whole):
+        assert used == [made, freed]
+        assert left == (first + 0x1000 * number, 512, "cuda:1", 5000, 9000)
+    leaked = sum(size for _, size, *_ in events if size == 512)
+    path = str(tmp_path / "rank3.allocations.json.gz")
+    assert main(["memory", path, "--by", "stack", "--at", "end", "--json", "-q"]) == 0
+    (memory,) = json.loads(capsys.readouterr().out)["ranks"][0]["memories"]
+    line = REPORTING.splitlines().index("def leak(number):") + 2
+    leak = next(part for part in memory["parts"] if part["name"].startswith(f"{script}({line}): leak <"))
+    assert (leak["bytes"], leak["block_count"]) == (leaked, leaked // 512)
 
 
 @pytest.mark.torch
