@@ -23,14 +23,14 @@ _MOST_NAME = 1000
 class _Document(msgspec.Struct):
     """The file. Of an event: time in ns, thread, address, signed bytes, device, stack (-1: none), and two totals.
 
-    Of a frame: function, library, and null; in Python function, file, and line.
+    Of a frame: function, file, line; line 0 is a native function, whose file is its library.
     """
 
     format: str
     version: int
     pid: int
     rank: int | None
-    frames: list[tuple[str, str, int | None]]
+    frames: list[tuple[str, str, int]]
     stacks: list[list[int]]
     events: list[tuple[int, int, int, int, str, int, int | None, int | None]]
     lost: int
@@ -57,8 +57,7 @@ def read_allocations(path: str | Path) -> tuple[int | None, list[Snapshot]]:
     """
     document = _document(path)
     frames: list[Frame] = [
-        ("" if line is None else file[:_MOST_NAME], line or 0, name[:_MOST_NAME] or "?")
-        for name, file, line in document.frames
+        (file[:_MOST_NAME] if line else "", line, name[:_MOST_NAME] or "?") for name, file, line in document.frames
     ]
     stacks = ((), *(tuple(frames[row] for row in stack) for stack in document.stacks))
     allocator = {device.partition(":")[0] for _, _, _, _, device, *_ in document.events if ":" in device}
@@ -104,7 +103,7 @@ def _document(path: str | Path) -> _Document:
     if document.version != _VERSION:
         raise newer_format("file of allocations", document.version, _VERSION, path)
     frames, stacks = range(len(document.frames)), range(-1, len(document.stacks))
-    if any(line is not None and not 0 <= line < 1 << 31 for _, _, line in document.frames):
+    if any(not 0 <= line < 1 << 31 for _, _, line in document.frames):
         raise _damaged(path, "a frame has a line that is none")
     if any(len(stack) > _MOST_FRAMES or any(frame not in frames for frame in stack) for stack in document.stacks):
         raise _damaged(path, "a stack has frames that are not there")

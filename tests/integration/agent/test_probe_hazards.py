@@ -59,6 +59,10 @@ int main(int number, char **arguments) {
     while (fgets(line, sizeof line, stdin)) {
         if (!strncmp(line, "allocate", 8)) for (int i = 0; i < 10; i++) leaky_layer(size++);
         if (!strncmp(line, "reload", 6)) { dlclose(library); load(arguments[1]); }
+        if (!strncmp(line, "driver", 6)) {
+            library = dlopen(arguments[2], RTLD_NOW);
+            allocate = (int (*)(void **, size_t))dlsym(library, "cuMemAlloc_v2");
+        }
         if (!strncmp(line, "fork", 4)) {
             pid_t child = fork();
             if (!child) { for (int i = 0; i < 10; i++) leaky_layer(900000); _exit(0); }
@@ -112,7 +116,9 @@ def library(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def job(library: Path, tmp_path: Path) -> Iterator[Told]:
-    started = Told(str(compiled(PROGRAM, tmp_path / "job", "-ldl")), str(library))
+    driver = compiled(RUNTIME.replace("cudaMalloc", "cuMemAlloc_v2"), tmp_path / "libcuda.so.1", "-shared", "-fPIC")
+    program = compiled(PROGRAM, tmp_path / "job", "-ldl")
+    started = Told(str(program), str(library), str(driver))
     yield started
     started.end()
 
@@ -131,12 +137,12 @@ def probed(pid: int, library: Path) -> bool:
     return False
 
 
-def recorded(job: Told, directory: Path, *cycle: str) -> dict[str, Any]:
+def recorded(job: Told, directory: Path, *things: str) -> dict[str, Any]:
     """What is recorded in a second of a program that does these things in turn."""
 
     async def record() -> list[Path]:
         recording = asyncio.create_task(AllocationsProfiler().record(job.facts, Window(0, 1.0, None), directory, "r"))
-        for what in itertools.cycle(cycle):
+        for what in itertools.cycle(things):
             if recording.done():
                 break
             await asyncio.to_thread(job.do, what)
@@ -162,6 +168,23 @@ def named(document: dict[str, Any], event: list[Any]) -> list[str]:
 
 def test_a_library_that_is_unloaded_and_loaded_again(job: Told, tmp_path: Path) -> None:
     assert counts_up(sizes(recorded(job, tmp_path / "out", "allocate", "reload")))
+
+
+@pytest.mark.thorough
+def test_a_library_that_is_loaded_later(job: Told, library: Path, tmp_path: Path) -> None:
+    async def record() -> list[Path]:
+        recording = asyncio.create_task(AllocationsProfiler().record(job.facts, Window(0, 4.0, None), tmp_path, "r"))
+        while not await asyncio.to_thread(probed, job.pid, library):
+            assert not recording.done()
+        await asyncio.to_thread(job.do, "driver")
+        while not recording.done():
+            await asyncio.to_thread(job.do, "allocate")
+        return await recording
+
+    (path,) = asyncio.run(record())
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    assert counts_up(sizes(document))
+    assert {named(document, event)[0] for event in document["events"] if event[5] >= 0} == {"cuMemAlloc_v2"}
 
 
 def test_a_library_that_was_replaced_on_disk(job: Told, library: Path, tmp_path: Path) -> None:

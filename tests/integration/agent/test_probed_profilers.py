@@ -388,9 +388,9 @@ def test_launches_and_waits_are_those_of_the_program(program: Talking, tmp_path:
         for _, _, frame, grid, block, stream, _ in document["events"]
     )
     assert set(launched) == {
-        (("softmax_kernel", "job", None), (2, 3), (32, 4, 5), 0x51),
-        (("gemm_kernel", "job", None), (12, 13), (14, 15, 16), 0x52),
-        (("cudaGraphLaunch", "libcudart.so", None), (0, 0), (0, 0, 0), 0x53),
+        (("softmax_kernel", "job", 0), (2, 3), (32, 4, 5), 0x51),
+        (("gemm_kernel", "job", 0), (12, 13), (14, 15, 16), 0x52),
+        (("cudaGraphLaunch", "libcudart.so", 0), (0, 0), (0, 0, 0), 0x53),
     }
     assert min(launched.values()) >= 5
     numbers = [grid[0] for _, _, frame, grid, *_ in document["events"] if frames[frame][0] == "softmax_kernel"]
@@ -503,7 +503,7 @@ def test_lines_of_python_of_each_version(tmp_path: Path, version: str) -> None:
     by_size: dict[int, set[tuple[Any, ...]]] = {}
     for _, _, _, size, _, stack, *_ in document["events"]:
         if stack >= 0:
-            python_frames = tuple(frames[frame] for frame in document["stacks"][stack] if frames[frame][2] is not None)
+            python_frames = tuple(frames[frame] for frame in document["stacks"][stack] if frames[frame][2])
             by_size.setdefault(size, set()).add(python_frames)
     if version == "3.10":
         assert document["without_python"] == "its Python is older than 3.11"
@@ -548,7 +548,7 @@ def test_allocations_of_stock_pytorch(tmp_path: Path, capsys: pytest.CaptureFixt
     main_line = lines.index("        leaky()") + 1
     for frames in stacks[28_000]:
         assert any(name.startswith("at::_ops::zeros::call") for name, *_ in frames)
-        python = [(name, file, line) for name, file, line in frames if line is not None]
+        python = [(name, file, line) for name, file, line in frames if line]
         assert python == [
             ("leaky", str(script), lines.index("        torch.zeros(1000, 7)") + 1), ("<module>", str(script), main_line),
         ]  # fmt: skip

@@ -24,8 +24,8 @@ DOCUMENT = {
     "pid": 7,
     "rank": 3,
     "frames": [
-        ["cudaMalloc", "libcudart.so.12", None], ["leaky", "job", None], ["main", "job", None],
-        ["c10::alloc_cpu", "libc10.so", None], ["forward", "/home/u/model.py", 12],
+        ["cudaMalloc", "libcudart.so.12", 0], ["leaky", "job", 0], ["main", "job", 0],
+        ["c10::alloc_cpu", "libc10.so", 0], ["forward", "/home/u/model.py", 12],
     ],
     "stacks": [[0, 1, 2], [3, 2], [3, 4]],
     "events": [

@@ -166,7 +166,8 @@ class PythonFrames:
             return None
         lines = self._read(table + layout.bytes_content, size)
         unit = (instruction - code - layout.instructions) // 2
-        return name, file, line_at(lines, self._number(code + layout.first_line, 4), unit)
+        first_line = self._number(code + layout.first_line, 4)
+        return name, file, line_at(lines, first_line, unit) or first_line
 
     def _interpreter(self) -> tuple[Mapping, Elf, int]:
         """The file with the interpreter, and where it is loaded beyond the addresses that it names."""

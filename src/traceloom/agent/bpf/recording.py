@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,7 +171,7 @@ def _launches() -> tuple[_Launch, ...]:
 class _Recorded(NamedTuple):
     """Records by time, and what is needed to read them. `offset_ns`: wall clock - monotonic clock."""
 
-    records: Sequence[tuple[int, ...]]
+    records: Iterable[tuple[int, ...]]
     offset_ns: int
     symbols: Symbols
     stacks: CallStacks
@@ -190,30 +191,32 @@ def allocations(order: dict[str, Any]) -> list[str]:
     with _recorded(watched, wanted) as recorded:
         stacks = _Stacks(recorded, [call for _, call in watched])
         live: dict[tuple[str, int], int] = {}
-        events = []
-        for time_ns, thread, number, stack, *values in recorded.records:
-            device = _MEMORY[number].device
-            totals: tuple[int | None, int | None] = (None, None)
-            if number == _REPORT:
-                address, size, allocated, reserved, kind, _ = values
-                size -= (size >> 63) << 64
-                if kind & 0xFF == 0:
-                    continue  # seen where it is allocated
-                device = f"{_DEVICES.get(kind & 0xFF, 'other')}:{kind >> 8 & 0x7F}"
-                totals = (allocated, reserved)
-            elif _MEMORY[number].frees:
-                address = values[0]
-                size = -live.pop((device, address), 0)
-                if not size:
-                    continue  # allocated before, or by a function that is not watched
-            else:
-                size, address = values[0], values[4]
-                live[device, address] = size
-            row = stacks.number(number, stack) if size > 0 else -1
-            events.append((time_ns + recorded.offset_ns, thread & 0xFFFFFFFF, address, size, device, row, *totals))
+
+        def events() -> Iterator[tuple[Any, ...]]:
+            for time_ns, thread, number, stack, *values in recorded.records:
+                device = _MEMORY[number].device
+                totals: tuple[int | None, int | None] = (None, None)
+                if number == _REPORT:
+                    address, size, allocated, reserved, kind, _ = values
+                    size -= (size >> 63) << 64
+                    if kind & 0xFF == 0:
+                        continue  # seen where it is allocated
+                    device = f"{_DEVICES.get(kind & 0xFF, 'other')}:{kind >> 8 & 0x7F}"
+                    totals = (allocated, reserved)
+                elif _MEMORY[number].frees:
+                    address = values[0]
+                    size = -live.pop((device, address), 0)
+                    if not size:
+                        continue  # allocated before, or by a function that is not watched
+                else:
+                    size, address = values[0], values[4]
+                    live[device, address] = size
+                row = stacks.number(number, stack) if size > 0 else -1
+                yield time_ns + recorded.offset_ns, thread & 0xFFFFFFFF, address, size, device, row, *totals
+
         _write(
             wanted, "traceloom-allocations",
-            {"frames": list(stacks.frames), "stacks": stacks.stacks, "events": events}, recorded.counts,
+            {"events": events(), "frames": stacks.frames, "stacks": stacks.stacks}, recorded.counts,
         )  # fmt: skip
     return [wanted.path]
 
@@ -229,25 +232,28 @@ def launches(order: dict[str, Any]) -> list[str]:
     wanted = msgspec.convert(order, Order)
     with _recorded(watched, wanted) as recorded:
         stacks = _Stacks(recorded, [call for _, call in watched])
-        events, durations = [], []
-        for time_ns, thread, number, stack, *values in recorded.records:
-            launch, thread_id, row = table[number], thread & 0xFFFFFFFF, stacks.number(number, stack)
-            own = (launch.call.beginning.rstrip("\0"), launch.library, None)
-            if launch.kind == "wait":
-                began = values[5]
-                durations.append((began + recorded.offset_ns, thread_id, stacks.frame(own), time_ns - began, row))
-                continue
-            if launch.kind == "graph":
-                grid, block, stream = [0, 0, 0], [0, 0, 0], values[1]
-            else:
-                own = (*recorded.symbols.name(values[0]), None) if launch.kind == "function" else own
-                grid = [values[1] & 0xFFFFFFFF, values[1] >> 32, values[2]]
-                block = [values[3] & 0xFFFFFFFF, values[3] >> 32, values[4]]
-                stream = values[5]
-            events.append((time_ns + recorded.offset_ns, thread_id, stacks.frame(own), grid, block, stream, row))
+        durations = []
+
+        def events() -> Iterator[tuple[Any, ...]]:
+            for time_ns, thread, number, stack, *values in recorded.records:
+                launch, thread_id, row = table[number], thread & 0xFFFFFFFF, stacks.number(number, stack)
+                own = (launch.call.beginning.rstrip("\0"), launch.library, 0)
+                if launch.kind == "wait":
+                    began = values[5]
+                    durations.append((began + recorded.offset_ns, thread_id, stacks.frame(own), time_ns - began, row))
+                    continue
+                if launch.kind == "graph":
+                    grid, block, stream = [0, 0, 0], [0, 0, 0], values[1]
+                else:
+                    own = (*recorded.symbols.name(values[0]), 0) if launch.kind == "function" else own
+                    grid = [values[1] & 0xFFFFFFFF, values[1] >> 32, values[2]]
+                    block = [values[3] & 0xFFFFFFFF, values[3] >> 32, values[4]]
+                    stream = values[5]
+                yield time_ns + recorded.offset_ns, thread_id, stacks.frame(own), grid, block, stream, row
+
         _write(
             wanted, "traceloom-launches",
-            {"frames": list(stacks.frames), "stacks": stacks.stacks, "events": events, "durations": durations},
+            {"events": events(), "durations": durations, "frames": stacks.frames, "stacks": stacks.stacks},
             recorded.counts,
         )  # fmt: skip
     return [wanted.path]
@@ -285,7 +291,8 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
             raise OSError(errno.ENOENT, f"the process has none of the functions that are watched (of {names})")
         begins = max(order.start_ns - offset_ns, time.monotonic_ns())  # when all of them are watched
         pieces: list[bytes] = []
-        held, lost, steps_before, looked = 0, 0, 0, time.monotonic()
+        held, beyond, steps_before, looked = 0, 0, 0, time.monotonic()
+        lost, refused = probes.lost(), stacks.refused()
         seconds = min(order.duration_s or _MOST_S, _MOST_S)
         ends = begins + round(seconds * 1e9)
         while (now := time.monotonic_ns()) < ends and _image(pid) == image:
@@ -295,9 +302,10 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
             stacks.look()
             if now < begins:
                 steps_before = steps_taken() if steps_taken is not None else 0
+                lost, refused = probes.lost(), stacks.refused()
                 continue
             if held >= _MOST_RECORDS * RECORD.size:
-                lost += len(piece) // RECORD.size
+                beyond += len(piece) // RECORD.size
             else:
                 pieces.append(piece)
                 held += len(piece)
@@ -308,16 +316,31 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
                 with contextlib.suppress(OSError):  # it has ended, which is seen above
                     symbols.look()
                     libraries.attach()
+        counts = {
+            "lost": beyond + probes.lost() - lost, "without_stack": stacks.refused() - refused,
+            "without_python": without_python,
+        }  # fmt: skip
         probes.detach()
         pieces.append(probes.ring.take())
         if _image(pid) == image:
             with contextlib.suppress(OSError):
                 symbols.look()
         stacks.take()
-        records = [record for piece in pieces for record in RECORD.iter_unpack(piece) if begins <= record[0] <= ends]
-        records.sort(key=lambda record: record[0])
-        counts = {"lost": lost + probes.lost(), "without_stack": stacks.refused(), "without_python": without_python}
-        yield _Recorded(records, offset_ns, symbols, stacks, python, counts)
+        yield _Recorded(_by_time(pieces, begins, ends), offset_ns, symbols, stacks, python, counts)
+
+
+def _by_time(pieces: list[bytes], begins: int, ends: int) -> Iterator[tuple[int, ...]]:
+    """The records of a window by time; few of them are ever unpacked at once."""
+    import numpy as np
+
+    content = b"".join(pieces)
+    pieces.clear()
+    table = np.frombuffer(content, np.dtype([("time", "<u8"), ("rest", f"V{RECORD.size - 8}")]))
+    order = np.argsort(table["time"], kind="stable")
+    times = table["time"][order]
+    order = order[np.searchsorted(times, begins) : np.searchsorted(times, ends, "right")]
+    for start in range(0, order.size, _ROWS_AT_ONCE):
+        yield from RECORD.iter_unpack(table[order[start : start + _ROWS_AT_ONCE]].tobytes())
 
 
 class _Libraries:
@@ -375,11 +398,11 @@ def _steps(pid: int) -> Iterator[Any]:
         counting.close()
 
 
-_Frame = tuple[str, str, int | None]
+_Frame = tuple[str, str, int]
 
 
 class _Stacks:
-    """Stacks as numbers of frames, each once. A frame: function, library or file of Python, line of Python."""
+    """Stacks as numbers of frames, each once. A frame: function, file, line; 0: of a library."""
 
     def __init__(self, recorded: _Recorded, calls: Sequence[ProbedCall]) -> None:
         self.frames: dict[_Frame, int] = {}
@@ -403,11 +426,11 @@ class _Stacks:
         if stack is None:
             return -1
         symbols, python = self._recorded.symbols, self._recorded.python
-        frames: list[_Frame] = [(symbols.plain(call.beginning.rstrip("\0")), "", None)]
+        frames: list[_Frame] = [(symbols.plain(call.beginning.rstrip("\0")), "", 0)]
         for address in stack.native:
             if python is not None and stack.python and symbols.lies_in(address, python.file):
                 break  # its functions stand for those of Python, which follow
-            frames.append((*symbols.name(address - 1), None))  # the call is before the address that it returns to
+            frames.append((*symbols.name(address - 1), 0))  # the call is before the address that it returns to
         if python is not None:
             frames += [frame for seen in stack.python if (frame := python.describe(*seen)) is not None]
         row = tuple(self.frame(frame) for frame in frames)
@@ -428,8 +451,8 @@ def _image(pid: int) -> tuple[int, int] | None:
     return None if fields[0] in {b"Z", b"X"} else (int(fields[19]), int(fields[25]))
 
 
-def _write(order: Order, kind: str, lists: dict[str, Sequence[Any]], counts: dict[str, Any]) -> None:
-    """Write a document, row by row, so that its text is never held as a whole."""
+def _write(order: Order, kind: str, lists: dict[str, Iterable[Any]], counts: dict[str, Any]) -> None:
+    """Write a document, list by list and row by row, so that it is never held as a whole."""
     from isal import igzip
 
     document = {"format": kind, "version": 1, "pid": order.pid, "rank": order.rank}
@@ -438,9 +461,10 @@ def _write(order: Order, kind: str, lists: dict[str, Sequence[Any]], counts: dic
         file.write(msgspec.json.encode(document)[:-1])
         for name, rows in lists.items():
             file.write(b',"%b":[' % name.encode())
-            for start in range(0, len(rows), _ROWS_AT_ONCE):
-                text = msgspec.json.encode(rows[start : start + _ROWS_AT_ONCE])
-                file.write(b"," * (start > 0) + text[1:-1])
+            several, remaining = b"", iter(rows)
+            while part := list(itertools.islice(remaining, _ROWS_AT_ONCE)):
+                file.write(several + msgspec.json.encode(part)[1:-1])
+                several = b","
             file.write(b"]")
         file.write(b"," + msgspec.json.encode(counts)[1:])
     written.replace(order.path)

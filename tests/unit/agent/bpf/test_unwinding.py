@@ -19,7 +19,7 @@ from traceloom.agent.bpf.call_stacks import MOST_IN_WINDOW, CallStacks
 from traceloom.agent.bpf.elf import Elf
 from traceloom.agent.bpf.kernel import machine
 from traceloom.agent.bpf.symbols import Symbols
-from traceloom.agent.bpf.unwinding import From, rule
+from traceloom.agent.bpf.unwinding import END, From, rule
 
 # Functions whose frames differ: none, one of a size that is not known, one that begins at a multiple of 64, many saved
 # registers, and one that calls itself.
@@ -90,6 +90,21 @@ def test_rules_are_the_rows_of_the_tables(library: Path) -> None:
             seen.add(way.base)
     os.close(descriptor)
     assert {From.STACK, From.FRAME, From.BEHIND_FRAME} <= seen
+
+
+@needs_compiler
+def test_a_stripped_library_has_its_tables(library: Path, tmp_path: Path) -> None:
+    stripped = tmp_path / "stripped.so"
+    subprocess.run(["strip", "-o", str(stripped), str(library)], check=True)
+    descriptors = [os.open(path, os.O_RDONLY) for path in (library, stripped)]
+    whole, bare = map(Elf, descriptors)
+    for name in ("plain", "sized", "aligned", "busy", "deep"):
+        function = whole.find(f"{name}\0")
+        assert function is not None
+        ways = [rule(elf, function.address) for elf in (whole, bare)]
+        assert ways[0] == ways[1] != END
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 @needs_compiler
