@@ -88,6 +88,7 @@ class PythonFrames:
 
     def __init__(self, process: int, proc: Path = Path("/proc")) -> None:
         self._process, self._proc = process, proc
+        self._inner: dict[int, int] = {}  # numbers of threads in their container
         self._descriptions: dict[tuple[int, int], tuple[str, str, int] | None] = {}
         self.file, elf, bias = self._interpreter()
         runtime, version, code_type = (elf.find_data(name) for name in ("_PyRuntime", "Py_Version", "PyCode_Type"))
@@ -118,13 +119,20 @@ class PythonFrames:
         else:
             raise OSError(errno.EAGAIN, "its threads come and go")
         result: dict[int, PythonThread | None] = {}
+        inside: dict[int, int] = {}
         for task in (self._proc / str(self._process) / "task").iterdir():
-            inner = int(task.name)
-            if not self._same_numbers:
+            number = int(task.name)
+            if self._same_numbers:
+                inner = number
+            elif number in self._inner:
+                inner = self._inner[number]
+            else:
                 status = (task / "status").read_bytes()
                 inner = int(status.partition(b"\nNSpid:")[2].partition(b"\n")[0].split()[-1])
             state = states.get(inner)
-            result[int(task.name)] = None if state is None else PythonThread(state, inner)
+            result[number] = None if state is None else PythonThread(state, inner)
+            inside[number] = inner
+        self._inner = inside
         return result
 
     def _states(self) -> dict[int, int]:
@@ -173,7 +181,7 @@ class PythonFrames:
         """The file with the interpreter, and where it is loaded beyond the addresses that it names."""
         seen = set()
         for mapping in mappings(self._process, self._proc):
-            if mapping.inode in seen or "python" not in mapping.path.rpartition("/")[2]:
+            if mapping.inode in seen or not mapping.path.rpartition("/")[2].startswith(("python", "libpython")):
                 continue
             seen.add(mapping.inode)
             with contextlib.suppress(OSError):
