@@ -1,10 +1,11 @@
-"""What probes cost: a hit, a step with the step clock and without, an allocation; how long attaching takes.
+"""What probes cost: a hit, a stack, a step with the step clock and without, an allocation; how long attaching takes.
 
-    python benchmarks/probes.py [--pairs 20] [--steps 40]
+    python benchmarks/probes.py [--pairs 16] [--steps 200]
 
-Needs root (or CAP_BPF and CAP_PERFMON), PyTorch and a C compiler. One training loop runs all the while; blocks of its
+Needs root (or CAP_SYS_ADMIN), PyTorch and a C compiler. One training loop runs all the while; blocks of its
 steps with and without probes take turns. Times are processor time of the loop, which uses one thread and waits for
-nothing: what else the machine does counts little, what the kernel does for the probes counts in full.
+nothing: what else the machine does counts little, what the kernel does for the probes counts in full. Blocks are long,
+since the loop pays some 2 ms once whenever probes are attached.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from traceloom.agent.bpf.call_probes import CallProbes, ProbedCall
+from traceloom.agent.bpf.call_stacks import MOST_IN_WINDOW, CallStacks
 from traceloom.agent.bpf.mappings import mappings, open_mapped
+from traceloom.agent.bpf.python_frames import PythonFrames
 from traceloom.agent.bpf.step_probes import StepProbes
 from traceloom.agent.bpf.support import unsupported
+from traceloom.agent.bpf.symbols import Symbols
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import Window
 from traceloom.agent.profilers.probed import AllocationsProfiler
@@ -58,22 +63,84 @@ for line in sys.stdin:
 """
 
 
-# The functions that the step clock probes, with nothing in them. They begin with a push, which the kernel does itself.
+# The functions that the step clock probes, with nothing in them. They begin as PyTorch's do, which counts: the kernel
+# does some instructions itself where a probe lies, as a push, and has the processor make a single step for others.
 STAND_IN = """
 struct text { const char *letters; unsigned long length; };
 void nothing(const void *value) { __asm__ volatile("" : : "r"(value)); }
 void *_ZN5torch8autograd8profiler25record_function_enter_newE(void *result, const struct text *name) {
     nothing(name); return result;
 }
+#ifdef __x86_64__
+void _ZN5torch8autograd8profilerL24record_function_exit_newE(void *record);
+__asm__(".text\\n.globl _ZN5torch8autograd8profilerL24record_function_exit_newE\\n"
+        ".type _ZN5torch8autograd8profilerL24record_function_exit_newE, @function\\n"
+        "_ZN5torch8autograd8profilerL24record_function_exit_newE:\\n"
+        "mov (%rdi),%rdi\\n add $16,%rdi\\n jmp nothing@PLT\\n");
+#else
 void _ZN5torch8autograd8profilerL24record_function_exit_newE(void *record) { nothing(record); nothing(record); }
+#endif
 void enter(const char *name, int number) {
     struct text text = {name, 0};
     for (int i = 0; i < number; i++) _ZN5torch8autograd8profiler25record_function_enter_newE(&text, &text);
 }
 void leave(const char *name, int number) {
-    for (int i = 0; i < number; i++) _ZN5torch8autograd8profilerL24record_function_exit_newE((void *)name);
+    for (int i = 0; i < number; i++) _ZN5torch8autograd8profilerL24record_function_exit_newE(&name);
 }
 """
+# A function at the end of a chain of so many.
+CHAIN = """
+int calls;
+void nothing(const void *value) { __asm__ volatile("" : : "r"(value)); }
+void watched(int *value) { nothing(value); calls++; nothing(value); }
+int deep(int depth) { if (depth) deep(depth - 1); else watched(&depth); return ++calls; }
+void burst(int depth, int number) { for (int i = 0; i < number; i++) deep(depth); }
+"""
+
+
+def stacks(depth: int = 20, bursts: int = 60) -> dict[str, float]:
+    """Seconds that a probe adds to a call: that records it alone, and with its stack of C and of Python."""
+    # No burst has more calls than stacks are taken in a window; between them lies one.
+    number = MOST_IN_WINDOW - 50
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "chain.so")
+        options = ["-O1", "-fomit-frame-pointer", "-fno-inline", "-shared", "-fPIC"]
+        subprocess.run(["cc", "-x", "c", "-", "-o", str(path), *options], input=CHAIN, text=True, check=True)
+        burst = ctypes.CDLL(str(path)).burst
+
+        def seconds() -> float:
+            results = []
+            for _ in range(bursts):
+                time.sleep(0.012)
+                start = time.process_time()
+                burst(depth, number)
+                results.append((time.process_time() - start) / number)
+            return statistics.median(results)
+
+        result = {"plain": seconds()}
+        symbols = Symbols(os.getpid())
+        symbols.look()
+        for name, interpreter, with_stack in (
+            ("recorded", None, False), ("with a stack of C", None, True),
+            ("with a stack of C and Python", PythonFrames(os.getpid()), True),
+        ):  # fmt: skip
+            taken = CallStacks(os.getpid(), symbols, interpreter)
+            taken.look()
+            probes = CallProbes(os.getpid(), taken)
+            probes.attach(os.open(path, os.O_RDONLY), [(0, ProbedCall("watched\0", (), stacks=with_stack))])
+            for _ in range(3):  # rules are learned
+                burst(depth, 1)
+                taken.take()
+            result[name] = seconds() - result["plain"]
+            assert not taken.refused()
+            if with_stack:
+                longest = max(taken.stacks.values(), key=lambda stack: len(stack.native) + len(stack.python))
+                frames = f"{len(longest.native)} + {len(longest.python)} frames"
+                result[f"{name} ({frames})"] = result.pop(name)
+            probes.close()
+            taken.close()
+    del result["plain"]
+    return result
 
 
 def hits(calls: int = 100_000, times: int = 7) -> dict[str, float]:
@@ -150,7 +217,10 @@ def step_clock(pid: int, times: list[float]) -> Iterator[None]:
 
 
 def paired(job: Job, what: str, number: int, pairs: int, attaching: list[float]) -> tuple[float, float, list[float]]:
-    """Medians of the seconds per call without and with probes, and the differences of the pairs."""
+    """Seconds per call without and with probes, of the quickest tenth of the blocks, and the differences of the pairs.
+
+    What else the machine does makes blocks slower, by its caches, and never quicker; the order in a pair is random.
+    """
     job.seconds(what, number)
     without, with_probes = [], []
     for _ in range(pairs):
@@ -161,7 +231,7 @@ def paired(job: Job, what: str, number: int, pairs: int, attaching: list[float])
             else:
                 without.append(job.seconds(what, number))
     differences = [after - before for before, after in zip(without, with_probes, strict=True)]
-    return statistics.median(without), statistics.median(with_probes), differences
+    return statistics.quantiles(without, n=10)[0], statistics.quantiles(with_probes, n=10)[0], differences
 
 
 async def allocations(job: Job, start_ticks: int, directory: Path) -> tuple[float, Path]:
@@ -180,8 +250,8 @@ async def allocations(job: Job, start_ticks: int, directory: Path) -> tuple[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     if why := unsupported()[0]:
         sys.exit(f"no probes here: {why}")
@@ -191,11 +261,13 @@ def main() -> None:
         hit_s = hits()
         for name, seconds in hit_s.items():
             print(f"a hit, {name}: {seconds * 1e9:.0f} ns")
+        for name, seconds in stacks().items():
+            print(f"a call, {name}: {seconds * 1e9:.0f} ns")
         without, with_probes, differences = paired(job, "step", args.steps, args.pairs, attaching)
-        share = statistics.median(differences) / without
+        share = (with_probes - without) / without
         spread = statistics.quantiles([difference / without for difference in differences], n=4)
         verdict = "within" if share <= LIMIT else "ABOVE"
-        print(f"a step: {without * 1e3:.3f} -> {with_probes * 1e3:.3f} ms (medians of {args.pairs} blocks each)")
+        print(f"a step: {without * 1e3:.3f} -> {with_probes * 1e3:.3f} ms (quickest tenth of {args.pairs} blocks each)")
         print(
             f"the step clock costs {share:+.2%} of a step (quartiles of pairs {spread[0]:+.2%} to {spread[2]:+.2%}), "
             f"{verdict} the limit of {LIMIT:.0%}"
@@ -211,7 +283,10 @@ def main() -> None:
             recorded, path = asyncio.run(allocations(job, int(stat.rpartition(")")[2].split()[19]), Path(folder)))
             document = json.loads(gzip.decompress(path.read_bytes()))
         print(f"an allocation and its free: {plain * 1e6:.2f} -> {recorded * 1e6:.2f} us with stacks")
-        print(f"recorded {len(document['events']):,} in 3 s, lost {document['lost']:,}")
+        print(
+            f"recorded {len(document['events']):,} in 3 s, lost {document['lost']:,}, "
+            f"without a stack {document['without_stack']:,}"
+        )
     finally:
         job.process.kill()
         job.process.communicate()

@@ -32,6 +32,7 @@ _PARTS = {
     "job": "Jobs",
     "step": "Steps",
     "dataloader": "Data loading",
+    "trigger": "Triggers",
     "collector": "Collectors",
     "agent": "The agent itself",
 }

@@ -45,12 +45,18 @@ def slugs_in_code() -> dict[str, str]:
             if isinstance(node, ast.FunctionDef) and node.name == "_why_nothing":
                 pairs = [n for n in ast.walk(node) if isinstance(n, ast.Tuple) and len(n.elts) == 2]
                 found.update({s: f"{path.relative_to(SOURCE)}:{n.lineno}" for n in pairs for s in _text(n.elts[0])})
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):  # what a request waits for
+                names = [getattr(target, "id", "") for target in node.targets[0].elts]
+                if names == ["reason", "detail"] and isinstance(node.value, ast.Tuple):
+                    found.update({s: f"{path.relative_to(SOURCE)}:{node.lineno}" for s in _text(node.value.elts[0])})
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             slugs = [s for k in node.keywords if (k.arg or "").endswith("slug") for s in _text(k.value)]
             if name in SPEAKERS and node.args:
                 slugs += _text(node.args[0])
+            if name == "tell" and len(node.args) > 1:  # a state, then why
+                slugs += _text(node.args[1])
             for slug in slugs:
                 found[slug] = f"{path.relative_to(SOURCE)}:{node.lineno}"
     return found

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from typing import Any
 import msgspec
 
 from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess
+from traceloom.agent.audit import AuditLog
 from traceloom.agent.board import Board, CollectorState
 from traceloom.agent.collect.cgroups import OomKill
 from traceloom.agent.config import Config, Locations
 from traceloom.agent.grouping import GroupedStacks, grouped
+from traceloom.agent.hang_desk import HangDesk
+from traceloom.agent.history import History
 from traceloom.agent.http.answers import Check, Question, SeriesAnswer, StatusAnswer, StepsBody
 from traceloom.agent.http.app import build_app
 from traceloom.agent.http.server import Listeners, serve
@@ -31,6 +35,8 @@ from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts
+from traceloom.agent.triggers.engine import Triggers
+from traceloom.agent.triggers.store import TriggerStore
 
 ANNA, BERT = 4001, 4002  # two users
 
@@ -106,6 +112,14 @@ class SmallAgent:
             Places(Path("/nowhere")),
             "",
         )
+        self.hangs = HangDesk(
+            self.config, self.board, History(None, self.config.history), Steps(), places=self.desk.places,
+            path=Path("/nowhere/hangs.json"), boot_id="", note=lambda _what, _details: None,
+        )  # fmt: skip
+        self.triggers = Triggers(
+            self.config, self.board, self.desk, TriggerStore(None), ThreadPoolExecutor(1), AuditLog(Path("/nowhere")),
+            time.time_ns(),
+        )  # fmt: skip
 
     def status(self) -> StatusAnswer:
         collectors = [
@@ -171,7 +185,7 @@ class SmallAgent:
 def locations_in(directory: Path) -> Locations:
     return Locations(
         directory / "run" / "agent.sock", directory / "agent.db", directory / "audit.jsonl", directory / "kineto",
-        directory / "requests.db", directory / "traces",
+        directory / "requests.db", directory / "traces", directory / "hangs.json",
     )  # fmt: skip
 
 

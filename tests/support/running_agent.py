@@ -34,12 +34,17 @@ class Running:
             f"[collect]\nperiod = 0.2\n[history]\ninterval = 0.5\n{more}",
             encoding="utf-8",
         )
-        command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(directory / "agent.toml")]
         self.log = (directory / "log").open("a", encoding="utf-8")
-        self.process = subprocess.Popen(
-            [*command, "--simulate", "2"], stdout=self.log, stderr=self.log, env={**os.environ, **(environment or {})}
-        )
+        self.environment = {**os.environ, **(environment or {})}
         self.client = AgentClient(self.socket, 30)
+        self.start()
+
+    def start(self) -> None:
+        """Run it, also once more after it was killed."""
+        command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(self.directory / "agent.toml")]
+        self.process = subprocess.Popen(
+            [*command, "--simulate", "2"], stdout=self.log, stderr=self.log, env=self.environment
+        )
         try:
             until(lambda: self.socket.exists() and self._answers())
         except BaseException:

@@ -63,6 +63,8 @@ class AgentClient:
             response = connection.getresponse()
             if to is not None and response.status < 400:
                 shutil.copyfileobj(response, to, 1 << 20)
+                if response.length:  # reading by pieces does not say that the end is missing
+                    raise http.client.IncompleteRead(b"", response.length)
                 return None
             text = response.read()
         except (FileNotFoundError, ConnectionRefusedError) as error:

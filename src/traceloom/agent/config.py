@@ -7,11 +7,14 @@ import re
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
+from traceloom.agent.metrics import METRICS, PREFIX
+from traceloom.agent.requests.model import ProfilerName
 from traceloom.errors import InputError, nearest, unreadable
 
 if sys.version_info >= (3, 11):
@@ -38,6 +41,7 @@ class Paths(ConfigTable, frozen=True):
     audit: str = ""
     kineto: str = ""  # directory of libkineto's sockets; a short name
     requests: str = ""
+    hangs: str = ""  # what is known of hangs, for the next start
     traces: str = ""  # directory that profilers write below, and nowhere else
 
 
@@ -143,6 +147,19 @@ class FleetLink(ConfigTable, frozen=True):
     heartbeat: Seconds = 10.0
 
 
+class Hangs(ConfigTable, frozen=True):
+    """Jobs that make no steps any more: when that is a hang, and what is kept of one."""
+
+    watch: bool = True
+    bundles: bool = True  # keep stacks, collectives, devices and telemetry of a job that hangs
+    steps: float = 10.0  # no step for so many of the process's median steps
+    least: Seconds = 60.0  # and at least for so long
+    busy: Seconds = 1800.0  # for so long a job that works without steps (checkpoint, evaluation) does not hang
+    every: Seconds = 3600.0  # between two bundles of a job
+    most_mb: float = 100.0  # of a bundle
+    most_bundles_per_user: int = 16
+
+
 class Otlp(ConfigTable, frozen=True):
     """An OTLP/HTTP receiver for metrics."""
 
@@ -161,6 +178,119 @@ class Files(ConfigTable, frozen=True):
     parquet_days: float = 7.0
 
 
+# Labels of the owner of a process, by which every rule can be narrowed beside the labels of its metric.
+OWNER_LABELS = ("job", "rank", "user", "account", "namespace", "pod", "framework")
+
+
+class TriggerRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
+    """What every rule says: of whom (`where`), which processes are traced (`target`) and how, and how often at most.
+
+    `slowest-and-median`: of the ranks of the job on this host the slowest and a median one, by `ranks_by`: the time of
+    their steps, or their waits for the data loader. Without `steps` and `duration` it is three steps.
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+    where: dict[str, str] = {}
+    target: Literal["process", "job", "slowest-and-median"] = "job"
+    ranks_by: Literal["steps", "waits"] = "steps"
+    profilers: Annotated[tuple[ProfilerName, ...], msgspec.Meta(min_length=1, max_length=7)] = ("timeline",)
+    steps: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    duration: Seconds | None = None
+    shapes: bool = False
+    stacks: bool = False
+    cooldown: Annotated[float, msgspec.Meta(gt=0, le=7 * 86_400)] = 900.0  # of the rule and a target
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.duration is not None:
+            raise ValueError(f"`{self.name}` has both `steps` and `duration`")
+        for label in self.where:
+            if label not in (labels := self.labels()):
+                raise ValueError(
+                    f"`{self.name}` has `where.{label}`, and there is no such label; {nearest(label, labels)}"
+                    f"it has {', '.join(labels)}"
+                )
+
+    def labels(self) -> tuple[str, ...]:
+        """What `where` may name."""
+        return OWNER_LABELS
+
+
+class MetricRule(TriggerRule, frozen=True, kw_only=True, tag="metric"):
+    """A series is `above` or `below` a value `for` so long; has `changed` by so much `within` so long; or is `absent`
+    for so long while those whom it was of are still there. A counter counts as its rate per second.
+    """
+
+    metric: str
+    above: float | None = None
+    below: float | None = None
+    changed: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    absent: Seconds | None = None
+    within: Annotated[float, msgspec.Meta(gt=0, le=86_400)] | None = None
+    for_seconds: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(default=0.0, name="for")
+
+    def __post_init__(self) -> None:
+        declared = METRICS.get(self.metric.removeprefix(PREFIX))
+        if declared is None:
+            raise ValueError(
+                f"`{self.name}` is on `{self.metric}`, and there is no such metric; "
+                f"{nearest(self.metric.removeprefix(PREFIX), METRICS)}`traceloom agent query` lists them"
+            )
+        if declared.kind in ("histogram", "info"):
+            instead = '; `on = "step-regression"` looks at steps' if declared.name == "step_seconds" else ""
+            raise ValueError(f"`{self.name}` is on `{self.metric}`, which has no single value{instead}")
+        conditions = [self.above, self.below, self.changed, self.absent]
+        if sum(condition is not None for condition in conditions) != 1:
+            raise ValueError(f"`{self.name}` needs one of `above`, `below`, `changed`, `absent`")
+        if (self.changed is None) != (self.within is None):
+            raise ValueError(f"`{self.name}`: `changed` and `within` go together")
+        if self.for_seconds and self.above is None and self.below is None:
+            raise ValueError(f"`{self.name}`: `for` goes with `above` or `below`")
+        super().__post_init__()
+
+    def labels(self) -> tuple[str, ...]:
+        """Those of the metric, and of owners."""
+        return tuple(dict.fromkeys((*METRICS[self.metric.removeprefix(PREFIX)].labels, *OWNER_LABELS)))
+
+
+class OomKillRule(TriggerRule, frozen=True, kw_only=True, tag="oom-kill"):
+    """A process of a control group was killed for want of memory; what is left of its job is traced."""
+
+
+class XidRule(TriggerRule, frozen=True, kw_only=True, tag="xid"):
+    """A device had an Xid error: one of `codes`, or any where there are none."""
+
+    codes: tuple[int, ...] = ()
+
+
+class HangRule(TriggerRule, frozen=True, kw_only=True, tag="hang"):
+    """A process has stopped to step."""
+
+
+class StepRegressionRule(TriggerRule, frozen=True, kw_only=True, tag="step-regression"):
+    """The median of the `last` steps of a process is above that of its steps before by this share."""
+
+    by: Annotated[float, msgspec.Meta(gt=0)] = 0.2
+    last: Annotated[int, msgspec.Meta(ge=30, le=10_000)] = 100
+
+
+class CadenceRule(TriggerRule, frozen=True, kw_only=True, tag="cadence"):
+    """Every so often, at instants that differ from host to host."""
+
+    every: Annotated[float, msgspec.Meta(ge=1)]
+    cooldown: Annotated[float, msgspec.Meta(gt=0, le=7 * 86_400)] = 1.0
+
+
+AnyRule = MetricRule | OomKillRule | XidRule | HangRule | StepRegressionRule | CadenceRule
+
+
+class TriggerBudget(ConfigTable, frozen=True):
+    """What all traces that nobody asked for may cost together, in any 24 hours."""
+
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.01  # of the time of a process
+    mb_per_day: Annotated[float, msgspec.Meta(gt=0)] = 5000.0  # of the host
+    mb_per_trace: Annotated[float, msgspec.Meta(gt=0)] = 200.0  # of each file; set aside until it is measured
+
+
 class Config(ConfigTable, frozen=True):
     """All of `agent.toml`."""
 
@@ -176,9 +306,17 @@ class Config(ConfigTable, frozen=True):
     dynolog: Dynolog = Dynolog()
     traces: Traces = Traces()
     fleet: FleetLink = FleetLink()
+    hangs: Hangs = Hangs()
+    triggers: tuple[AnyRule, ...] = ()
+    trigger_budget: TriggerBudget = TriggerBudget()
     otlp: Otlp = Otlp()
     files: Files = Files()
     compat: tuple[str, ...] = ()  # `dcgm`: also under the names of dcgm-exporter
+
+    def __post_init__(self) -> None:
+        names = [rule.name for rule in self.triggers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two triggers have the name `{twice[0]}`")
 
     @property
     def host_name(self) -> str:
@@ -210,16 +348,34 @@ def load(path: str | os.PathLike[str]) -> Config:
 
 
 def _refuse_unknown(table: dict[str, Any], kind: type[msgspec.Struct], above: str, path: str) -> None:
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    tag = kind.__struct_config__.tag_field
     for key, value in table.items():
-        if key not in fields:
+        if key not in fields and key != tag:
             raise InputError(
                 f"the configuration has no key `{above}{key}`", slug="wrong-config", where=path,
                 hint=nearest(key, fields) + f"`{above.rstrip('.') or 'it'}` has {', '.join(fields)}",
             )  # fmt: skip
-        inner = fields[key].type
-        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            _refuse_unknown(value, inner, f"{above}{key}.", path)
+        for inner, kinds in _tables(value, fields[key].type) if key in fields else ():
+            chosen = kinds.get(inner.get("on", "")) or kinds.get("")
+            if chosen is None:
+                raise InputError(
+                    f"`{above}{key}` has no `on = \"{inner.get('on', '')}\"`", slug="wrong-config", where=path,
+                    hint=nearest(str(inner.get("on", "")), kinds) + f"there are {', '.join(kinds)}",
+                )  # fmt: skip
+            _refuse_unknown(inner, chosen, f"{above}{key}.", path)
+
+
+def _tables(value: Any, kind: Any) -> Iterator[tuple[dict[str, Any], dict[str, type[msgspec.Struct]]]]:
+    """The tables in a value of a key, each with what it may be, by its tag; "" where it has none."""
+    inner = value if isinstance(value, list) else [value]
+    members = get_args(kind)[0] if isinstance(value, list) and get_args(kind) else kind
+    structs = [
+        member for member in get_args(members) or (members,)
+        if isinstance(member, type) and issubclass(member, msgspec.Struct)
+    ]  # fmt: skip
+    kinds = {str(member.__struct_config__.tag or ""): member for member in structs}
+    yield from ((table, kinds) for table in inner if isinstance(table, dict) and kinds)
 
 
 class Locations(msgspec.Struct, frozen=True):
@@ -231,6 +387,12 @@ class Locations(msgspec.Struct, frozen=True):
     kineto: Path
     requests: Path
     traces: Path
+    hangs: Path
+
+    @property
+    def triggers(self) -> Path:
+        """The database of what triggers have spent, beside that of requests."""
+        return self.requests.with_name("triggers.db")
 
 
 def locations(config: Config) -> Locations:
@@ -254,6 +416,7 @@ def locations(config: Config) -> Locations:
         Path(config.paths.kineto or run / "kineto"),
         Path(config.paths.requests or state / "requests.db"),
         Path(config.paths.traces or state / "traces"),
+        Path(config.paths.hangs or state / "hangs.json"),
     )
 
 

@@ -32,6 +32,8 @@ from traceloom.agent.dyno_rpc import DynoRpc, DynoTrace, DynoTraced, wanted_of
 from traceloom.agent.environment import variables
 from traceloom.agent.grouping import GroupedStacks, grouped
 from traceloom.agent.guard import Guard
+from traceloom.agent.hang_bundle import known_waits
+from traceloom.agent.hang_desk import HangDesk
 from traceloom.agent.history import History, Points, joined
 from traceloom.agent.http.answers import (
     Check,
@@ -50,7 +52,7 @@ from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
 from traceloom.agent.publish import Publisher, publishers
-from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry, is_alive
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
@@ -59,11 +61,16 @@ from traceloom.agent.stacks import look
 from traceloom.agent.step_clock import ProbedStepClock
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import JobFacts, Topline, element_types
+from traceloom.agent.triggers.engine import Triggers
+from traceloom.agent.triggers.hanging import HangRuleWatch
+from traceloom.agent.triggers.store import TriggerStore
 from traceloom.agent.uplink.link import Uplink
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
 
 LOG = logging.getLogger("traceloom.agent")
 _FORGET_S = 600.0
+_TRIGGERS_S = 1.0  # between looks at the rules
+_AFTER_DEFECT_S = 60.0
 _LAST_TICK_S = 5.0  # that a disk has for it when the agent ends
 _MOST_READING_S = 300.0  # for a trace that a job is to be judged by
 _MOST_JOBS = 1024  # whose traces are remembered
@@ -123,10 +130,20 @@ class Agent:
         self.uplink: Uplink | None = None
         if config.fleet.server:
             self.uplink = Uplink(config, locations.history.parent, self.board, self.desk, self.topline, self.boot_id)
+        self.hangs = HangDesk(
+            config, self.board, self.history, self.step_counts, places=self.desk.places, path=locations.hangs,
+            boot_id=self.boot_id,
+            note=lambda what, details: self.acts("agent", os.getpid(), what, allowed=True, **details),
+        )  # fmt: skip
         self.kineto: KinetoSockets | None = None  # while it runs
         self.job_facts: dict[str, JobFacts] = {}  # what the last trace of each job tells
         self._requests: Counter[tuple[str, str]] = Counter()
         self._writing = ThreadPoolExecutor(1, "history")
+        self._started_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)  # of the host
+        self.triggers = Triggers(
+            config, self.board, self.desk, TriggerStore(locations.triggers if config.triggers else None), self._writing,
+            self.audit, self._steady_ns(), {"hang": lambda _: HangRuleWatch(self.hangs)},
+        )  # fmt: skip
         self._reading = ThreadPoolExecutor(2, "query")
         self._analysing = threading.Lock()
         self._looking = asyncio.Lock()
@@ -161,6 +178,8 @@ class Agent:
             if self.uplink is not None:
                 self.uplink.start()
                 stack.push_async_callback(self.uplink.close)
+            await self.hangs.start()
+            stack.push_async_callback(self.hangs.close)
             if self.config.dynolog.address:
                 rpc = DynoRpc(self, *host_and_port(self.config.dynolog.address))
                 await rpc.start()
@@ -173,9 +192,14 @@ class Agent:
             stack.callback(self.accelerators.close)
             stack.callback(self.step_clock.close)
             stack.callback(self.history.close)
+            stack.callback(self.triggers.store.close)
             stack.callback(self._writing.shutdown)
             self.scheduler.start()
             stack.push_async_callback(self.scheduler.stop)
+            if self.triggers.rules:
+                looking = asyncio.create_task(self._look_at_rules(), name="triggers")
+                stack.push_async_callback(lambda: asyncio.gather(looking, return_exceptions=True))
+                stack.callback(looking.cancel)
             LOG.info("listens at %s", self.locations.socket)
             waiting = ready()
             if waiting is not None:
@@ -211,7 +235,8 @@ class Agent:
 
     async def doctor(self) -> list[Check]:
         """What works here and what does not."""
-        return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.of_agent(self))
+        idle = self.triggers.trouble()  # which is the loop's to say
+        return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.of_agent(self, idle))
 
     async def query(self, question: Question) -> Sequence[SeriesAnswer]:
         """What was.
@@ -281,9 +306,11 @@ class Agent:
         try:
             async with self._looking:
                 looked = await look(processes, native=native)
+                # A wait inside C++ looks like the Python that called it: the flight recorder tells, where it is on.
+                waits = await known_waits(processes)
         finally:
             self._stack_questions -= 1
-        return await asyncio.to_thread(grouped, processes, looked.dumps, looked.reasons)
+        return await asyncio.to_thread(grouped, processes, looked.dumps, looked.reasons, waits=waits)
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         """Steps that a process reports."""
@@ -328,15 +355,22 @@ class Agent:
             client
             for client in self.registry.clients.values()
             if client.job == request.job_id and may_trace(client.uid)
+            and is_alive(self.registry.proc, client.pid, client.start_ticks)
             and (not chosen or not chosen.isdisjoint({client.pid, *client.ancestors}))
         ][: max(request.process_limit, 0)]  # fmt: skip
+        acts = partial(self.acts, f"dynolog uid {uid}", None, "setKinetOnDemandRequest")
         if not matching:
+            acts(allowed=False, why="no-such-process", job=request.job_id, pids=request.pids)
             return DynoTraced()
         idle = [client for client in matching if not self.desk.is_traced(client.key)]
         if idle:
-            wanted = wanted_of(request.config, tuple(client.pid for client in idle), time.time_ns())
-            taken = await self.desk.submit(wanted, f"dynolog uid {uid}", may_trace)
-            self.acts(f"dynolog uid {uid}", None, "setKinetOnDemandRequest", allowed=True, request=taken.id)
+            try:
+                wanted = wanted_of(request.config, tuple(client.pid for client in idle), time.time_ns())
+                taken = await self.desk.submit(wanted, f"dynolog uid {uid}", may_trace)
+            except TraceloomError as error:
+                acts(allowed=False, why=error.slug, pids=[client.pid for client in idle])
+                raise
+            acts(allowed=True, request=taken.id, pids=[client.pid for client in idle])
         return DynoTraced(
             processes_matched=[client.pid for client in matching],
             activity_profilers_triggered=[client.pid for client in idle],
@@ -356,7 +390,9 @@ class Agent:
 
     def _polled(self, client: ProfilerClient) -> None:
         """A process that polls matters, whether it is known to use a framework or not."""
-        if client.key not in self.board.processes and len(self.processes.reporting) < _MOST_REPORTING:
+        if client.key in self.board.processes or client.pid in self.processes.reporting:
+            return
+        if len(self.processes.reporting) < _MOST_REPORTING:
             self.processes.reporting = self.processes.reporting | {client.pid}
 
     def _delivered(self, collector: Collector) -> None:
@@ -389,6 +425,7 @@ class Agent:
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), 1.0)
             self.history.keep(self.board, time.time_ns())
+            self.hangs.look()
             now = time.monotonic()
             if now < next_tick and not self._stop.is_set():
                 continue
@@ -414,6 +451,20 @@ class Agent:
             except (asyncio.TimeoutError, TimeoutError):
                 LOG.warning("the last tick of history is not written: the disk took longer than %g s", _LAST_TICK_S)
 
+    async def _look_at_rules(self) -> None:
+        await self.triggers.start(self._steady_ns())
+        while True:
+            await asyncio.sleep(_TRIGGERS_S)
+            try:
+                await self.triggers.tick(self._steady_ns())
+            except Exception:
+                LOG.exception("triggers have a defect: they are looked at again in a minute")
+                await asyncio.sleep(_AFTER_DEFECT_S)
+
+    def _steady_ns(self) -> int:
+        """Nanoseconds since the epoch, of a clock that is set when the agent begins and never jumps."""
+        return self._started_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
     async def _publish(self, publisher: Publisher) -> None:
         """Hand on a copy of the board at the publisher's pace; a slow one falls behind alone."""
         loop = asyncio.get_running_loop()
@@ -432,11 +483,13 @@ class Agent:
         # Also where none was lost: of a counter that begins at 1, Prometheus does not see the first.
         lost = {"slow-disk": 0, **self.history.lost}
         self.board.put("steps", self.step_counts.readings(), now_ns)
+        self.board.put("hangs", self.hangs.readings(), now_ns)
         jobs = jobs_now(self.board.processes.values(), self.step_counts, self.job_facts)
         self.accelerators.element_types = element_types(jobs)
         self.board.put("jobs", self.topline.readings(self.board, interval_s, self.processes.shares, jobs), now_ns)
         if self.uplink is not None and (ended := self.uplink.tick()):
             self._writing.submit(self.uplink.backlog.put, ended)
+        self.board.put("triggers", self.triggers.readings(), now_ns)
         used, system = resource.getrusage(resource.RUSAGE_SELF), os.uname()
         readings: list[Reading | Histogram] = [
             Reading(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
-from traceloom.agent.bpf.support import unsupported
+from traceloom.agent.bpf.support import looks_into_others, unsupported
 from traceloom.agent.collect import Collector, read
 from traceloom.agent.config import Config, Locations
 from traceloom.agent.http.answers import Check
@@ -74,7 +74,7 @@ def examine(
     result += _files(locations, unwritten)
     result += _extras(config)
     result += _jobs(owned.owned.values(), Path(config.collect.proc))
-    result += [_probes(config), _stacks()]
+    result += [*_probes(config), _stacks()]
     return result
 
 
@@ -176,24 +176,40 @@ def _socket_names(path: Path) -> set[str]:
     return {columns[7] for line in lines if len(columns := line.split(maxsplit=7)) == 8}
 
 
-def _probes(config: Config) -> Check:
-    """Whether functions of processes can be probed: steps, allocations and launches of what nobody prepared."""
+def _probes(config: Config) -> Iterator[Check]:
+    """Whether functions of processes can be probed, and what there is instead where they cannot."""
     why, helps = unsupported()
+    instead = (
+        ("steps", "steps count where processes report them"),
+        ("launches", "launches are in the traces of prepared jobs alone (trace --profilers timeline)"),
+        ("allocations", "allocations are seen where the job is recorded alone (record --memory)"),
+    )
     if why:
-        without = f"{why}: steps count where processes report them"
-        return Check(area="probes", name="uprobes", works="no", why=without, help=helps)
-    if not config.probes.steps:
-        return Check(
-            area="probes", name="uprobes", works="partly", why="steps are not counted: it is switched off",
-            help="probes.steps",
-        )  # fmt: skip
-    return Check(area="probes", name="uprobes", works="yes")
+        for name, without in instead:
+            yield Check(area="probes", name=name, works="no", why=f"{why}: {without}", help=helps)
+        return
+    for name, _ in instead:
+        if name == "steps" and not config.probes.steps:
+            yield Check(
+                area="probes", name=name, works="partly", why="steps are not counted: it is switched off",
+                help="probes.steps",
+            )  # fmt: skip
+        elif not looks_into_others():
+            yield Check(
+                area="probes", name=name, works="partly",
+                why="of your own processes alone: others do not show their files",
+                help="run the agent as root, or with CAP_SYS_PTRACE",
+            )  # fmt: skip
+        else:
+            yield Check(area="probes", name=name, works="yes")
 
 
 def _stacks() -> Check:
     """Whether py-spy is there and may look into processes."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    restricted = os.geteuid() != 0 and scope.exists() and scope.read_text(encoding="ascii").strip() not in {"", "0"}
+    restricted = (
+        not looks_into_others() and scope.exists() and scope.read_text(encoding="ascii").strip() not in {"", "0"}
+    )
     if not py_spy.path():
         return Check(
             area="stacks", name="py-spy", works="no", why="it is not installed", help="pip install 'traceloom[agent]'"
@@ -203,6 +219,11 @@ def _stacks() -> Check:
             area="stacks", name="py-spy", works="partly",
             why="the kernel lets a process be looked into by its parent or root alone",
             help="run the agent as root, or set kernel.yama.ptrace_scope to 0",
+        )  # fmt: skip
+    if not looks_into_others():
+        return Check(
+            area="stacks", name="py-spy", works="partly", why="sees the stacks of your own processes alone",
+            help="run the agent as root, or with CAP_SYS_PTRACE",
         )  # fmt: skip
     return Check(area="stacks", name="py-spy", works="yes")
 
@@ -229,8 +250,8 @@ def by_hand(config: Config, locations: Locations) -> list[Check]:
         accelerators.close()
 
 
-def of_agent(agent: Any) -> list[Check]:
-    """Of an agent that runs."""
+def of_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
+    """Of an agent that runs; `idle`: triggers that cannot fire, and why."""
     trouble = {state.name: state.trouble for state in agent.board.collectors.values()}
     empty = {name for name, sheet in agent.board.sheets.items() if not sheet.values and not sheet.histograms}
     checks = examine(
@@ -240,6 +261,7 @@ def of_agent(agent: Any) -> list[Check]:
     for name, why, key in (
         ("sockets", agent.kineto.trouble if agent.kineto is not None else "they are not open yet", "kineto"),
         ("requests", agent.desk.store.trouble, "requests"),
+        ("hangs", agent.hangs.trouble, "hangs"),
     ):
         checks.append(
             Check(
@@ -247,4 +269,15 @@ def of_agent(agent: Any) -> list[Check]:
                 help=f"`paths.{key}` of agent.toml names another place" if why else "",
             )
         )  # fmt: skip
+    for name in agent.triggers.rules:
+        why = idle.get(name, "")
+        checks.append(
+            Check(
+                area="triggers", name=name, works="partly" if why else "yes",
+                why=f"as things are it cannot fire: {why}" if why else "",
+                help="where that is not as it should be: `[[triggers]]` of agent.toml" if why else "",
+            )
+        )  # fmt: skip
+    if agent.triggers.store.trouble:
+        checks.append(Check(area="triggers", name="budget", works="partly", why=agent.triggers.store.trouble))
     return checks

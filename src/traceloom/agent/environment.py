@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
+
 from traceloom.agent.config import Locations
 from traceloom.agent.ipc.sockets import SETTINGS
-from traceloom.agent.owners.environment import POLLED_DIRECTORY, POLLS
+from traceloom.agent.owners.environment import DUMP_FILES, DUMP_PIPE, POLLED_DIRECTORY, POLLS
 
 
 def variables(locations: Locations, uid: int) -> dict[str, str]:
@@ -21,3 +23,13 @@ def variables(locations: Locations, uid: int) -> dict[str, str]:
         "KINETO_CONFIG": str(directory / SETTINGS),
         "TRACELOOM_AGENT": str(locations.socket),
     }
+
+
+def flight_variables() -> dict[str, str]:
+    """Name -> value, for jobs whose flight record of collectives can be asked for while they run.
+
+    NCCL's process group makes a pipe per rank, and ends the process where it cannot: therefore in `/tmp`, which is
+    there on every host that a launcher takes these variables to, under a name that nobody can take before.
+    """
+    stem = f"/tmp/traceloom-{secrets.token_hex(8)}"  # noqa: S108  (a name that nobody knows)
+    return {"TORCH_FR_BUFFER_SIZE": "2000", DUMP_PIPE: f"{stem}-pipe-", DUMP_FILES[0]: f"{stem}-dump-"}

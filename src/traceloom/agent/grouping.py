@@ -72,6 +72,9 @@ def grouped(
     dumps: Mapping[int, StackDump],
     reasons: Mapping[int, str],
     steps: Mapping[int, int] | None = None,
+    *,
+    waits: Mapping[int, str] | None = None,
+    ended: Mapping[int, str] | None = None,
 ) -> GroupedStacks:
     """Put equal stacks together, and find the ranks that are elsewhere.
 
@@ -84,16 +87,21 @@ def grouped(
         dumps: Their stacks, by pid.
         reasons: Why there are none, by pid.
         steps: Steps that each process has finished, by pid, where that is known.
+        waits: The collective that a process is known to wait in from elsewhere, by pid; it counts for a rank whose own
+            stack shows no wait: `work.wait()` is C++, and Python's calls alone look as if the program computed.
+        ended: Ranks whose process has ended, and when, in words.
     """
-    ranks = _main_processes(processes)
-    members: dict[tuple[Role, str, tuple[Frame, ...]], list[_Member]] = defaultdict(list)
+    ranks = main_processes(processes)
+    waits = waits or {}
+    members: dict[tuple[Role, str, tuple[Frame, ...], str], list[_Member]] = defaultdict(list)
     for process in processes:
         for thread in dumps[process.pid].threads if process.pid in dumps else ():
             is_main = process.pid == thread.id or thread.name == "MainThread"
             role: Role = "worker" if process.pid not in ranks else "rank" if is_main else "thread"
             frames = tuple(frame for frame in thread.frames if not _ADDRESS.match(frame.function))
-            members[role, "" if is_main else thread.name, frames].append(_Member(process, role, thread))
-    groups = [_group(role, name, frames, same) for (role, name, frames), same in members.items()]
+            waiting = waits_in(frames) or (waits.get(process.pid, "") if role == "rank" else "")
+            members[role, "" if is_main else thread.name, frames, waiting].append(_Member(process, role, thread))
+    groups = [_group(*key, same) for key, same in members.items()]
     mains = [group for group in groups if group.role == "rank"]
     elsewhere = _elsewhere(mains)
     groups = [msgspec.structs.replace(group, elsewhere=group in elsewhere) for group in groups]
@@ -103,12 +111,16 @@ def grouped(
         for process in processes
         if process.pid in reasons
     ]
-    unseen += (Unseen(rank=rank, reason="it has no process on this host") for rank in _absent(processes))
+    ended = ended or {}
+    unseen += (
+        Unseen(rank=rank, reason=ended.get(rank, "it has no process on this host"))
+        for rank in sorted({*_absent(processes), *ended})
+    )
     sentence = _sentence([group for group in groups if group.role == "rank"], unseen, steps or {})
     return GroupedStacks(sentence=sentence, groups=tuple(groups), unseen=tuple(unseen))
 
 
-def _main_processes(processes: Iterable[Process]) -> set[int]:
+def main_processes(processes: Iterable[Process]) -> set[int]:
     """Pids of the ranks: what a rank starts inherits its number, and loads its data. Without ranks, all."""
     ranks = {process.pid: process.owner.rank for process in processes if process.owner.rank is not None}
     mains = {
@@ -129,11 +141,11 @@ def _absent(processes: Iterable[Process]) -> list[int]:
     return sorted(set(range(min(ranks), max(ranks))) - ranks) if ranks and max(ranks) - min(ranks) < 4096 else []
 
 
-def _group(role: Role, name: str, frames: tuple[Frame, ...], same: Sequence[_Member]) -> StackGroup:
+def _group(role: Role, name: str, frames: tuple[Frame, ...], waiting: str, same: Sequence[_Member]) -> StackGroup:
     return StackGroup(
         role=role, ranks=tuple(sorted({m.process.owner.rank for m in same if m.process.owner.rank is not None})),
         pids=tuple(sorted({m.process.pid for m in same})), thread=name, active=any(m.thread.active for m in same),
-        waits_in=waits_in(frames), frames=frames,
+        waits_in=waiting, frames=frames,
     )  # fmt: skip
 
 

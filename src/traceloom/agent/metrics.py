@@ -177,8 +177,16 @@ _DECLARED = (
     Metric("job_flops_error_ratio", "gauge", "ratio", "Estimate of the pipes against FLOPs per step of the job's own trace x steps per second: (estimate - counted) / counted.", ("job",), "traceloom.job.flops.error", "1", (("job", "traceloom.job"),)),
     Metric("job_roofline_ratio", "gauge", "ratio", "Share of the roofline that the job's last trace reached.", ("job",), "traceloom.job.roofline", "1", (("job", "traceloom.job"),)),
     Metric("job_input_bytes_total", "counter", "bytes", "Input of the job; `source` says whether it was declared or taken from copies to the device.", ("job", "source"), "traceloom.job.input", "By", (("job", "traceloom.job"), ("source", "traceloom.source"))),
+    Metric("job_hung", "gauge", "", "1 where processes of the job make no steps any more and nothing shows that they work, else 0; absent where no steps are known.", ("job",), "traceloom.job.hung", "1", (("job", "traceloom.job"),)),
+    Metric("job_hangs_total", "counter", "", "Hangs of the job that the agent has seen.", ("job",), "traceloom.job.hangs", "{hang}", (("job", "traceloom.job"),)),
     Metric("step_seconds", "histogram", "seconds", "Time of a training or inference step.", ("job", "rank"), "traceloom.step.duration", "s", (("job", "traceloom.job"), ("rank", "traceloom.rank")), (), "", _STEP_BOUNDS),
     Metric("dataloader_wait_seconds_total", "counter", "seconds", "Time that steps waited for the data loader.", ("job", "rank"), "traceloom.dataloader.wait", "s", (("job", "traceloom.job"), ("rank", "traceloom.rank"))),
+    # Traces that nobody asked for
+    Metric("trigger_requests_total", "counter", "", "Requests for traces that a rule made.", ("trigger",), "traceloom.trigger.requests", "{request}", (("trigger", "traceloom.trigger"),)),
+    Metric("trigger_refusals_total", "counter", "", "Times that a rule would have made a request and was refused, by reason.", ("trigger", "reason"), "traceloom.trigger.refusals", "{refusal}", (("trigger", "traceloom.trigger"), ("reason", "error.type"))),
+    Metric("trigger_traced_seconds_total", "counter", "seconds", "Time for which processes were traced by a rule.", ("trigger",), "traceloom.trigger.traced", "s", (("trigger", "traceloom.trigger"),)),
+    Metric("trigger_kept_bytes_total", "counter", "bytes", "Size of the traces that a rule made.", ("trigger",), "traceloom.trigger.kept", "By", (("trigger", "traceloom.trigger"),)),
+    Metric("trigger_budget_left_bytes", "gauge", "bytes", "What traces of rules may still have today; what runs counts with what it may have at most.", (), "traceloom.trigger.budget_left", "By"),
     # The agent itself
     Metric("collector_seconds", "gauge", "seconds", "How long the collector took when it last ran.", ("collector",), "traceloom.collector.duration", "s", (("collector", "traceloom.collector"),)),
     Metric("collector_failures_total", "counter", "", "Runs of a collector that failed or took too long.", ("collector", "reason"), "traceloom.collector.failures", "{failure}", (("collector", "traceloom.collector"), ("reason", "error.type"))),

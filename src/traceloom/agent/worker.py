@@ -21,6 +21,7 @@ TASKS = {
     "pod-resources": "traceloom.agent.owners.pod_resources:containers",
     "stacks": "traceloom.agent.profilers.chrome_stacks:convert",
     "job-facts": "traceloom.agent.job_facts:of_capture",
+    "flight-records": "traceloom.agent.flight_records:of_files",
     "keep-trace": "traceloom.agent.requests.keeping:keep",
     "allocations": "traceloom.agent.bpf.recording:allocations",
     "launches": "traceloom.agent.bpf.recording:launches",

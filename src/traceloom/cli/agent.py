@@ -141,6 +141,13 @@ def _add_stacks(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_env(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--flight-recorder", action="store_true",
+        help="also those by which NCCL tells its collectives when the job hangs; it makes a pipe per rank in /tmp",
+    )  # fmt: skip
+
+
 def _add_learn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a trace or a recorded run")
     parser.add_argument("--job", metavar="JOB", help="the job that was traced; needed if there are several")
@@ -390,6 +397,20 @@ def _stacks(args: argparse.Namespace) -> int:
     return _shown(args, answer, lambda width: views.stacks(answer, width, native=args.native))
 
 
+def _hangs(args: argparse.Namespace) -> int:
+    from traceloom.cli import agent_views as views
+
+    answer = client_of(args).get("hangs", **({"job": args.job} if args.job else {}))
+    return _shown(args, answer, lambda width: views.hangs(answer, width))
+
+
+def _triggers(args: argparse.Namespace) -> int:
+    from traceloom.cli import agent_views as views
+
+    answer = client_of(args).get("triggers")
+    return _shown(args, answer, lambda width: views.triggers(answer, width))
+
+
 def _doctor(args: argparse.Namespace) -> int:
     """Of the agent that runs; where none does, of this host as this user would run one."""
     from traceloom.cli import agent_views as views
@@ -426,6 +447,10 @@ def _env(args: argparse.Namespace) -> int:
         if _socket(args) == SYSTEM_SOCKET:  # root's agent has its sockets beside this one
             where = msgspec.structs.replace(where, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto"))
         values = variables(where, os.geteuid())
+    if args.flight_recorder:
+        from traceloom.agent.environment import flight_variables
+
+        values = values | flight_variables()
     if args.json:
         print(json.dumps(values, indent=2))
     else:
@@ -494,6 +519,17 @@ ACTIONS = {
         "then: traceloom trace --job slurm-42 --steps 3",
         _add_stacks, _stacks,
     ),
+    "hangs": AgentAction(
+        "list jobs that make no steps any more, with the rank that the others wait for",
+        "traceloom agent hangs --job slurm-42\n"
+        "then: traceloom agent stacks --job slurm-42, for what they do now",
+        _add_job, _hangs,
+    ),
+    "triggers": AgentAction(
+        "list rules by which traces are taken unasked: what they did, why not, and what is left of their budget",
+        "traceloom agent triggers\nthen: traceloom trace --list",
+        lambda _: None, _triggers,
+    ),
     "doctor": AgentAction(
         "say what works here, what does not, why, and what would help",
         "traceloom agent doctor    for the agent that runs, or for one that you would run\n"
@@ -504,6 +540,6 @@ ACTIONS = {
         "print the variables that prepare a job",
         'eval "$(traceloom agent env)"; python train.py    a job that can be asked for traces\n'
         "then: traceloom agent ps",
-        lambda _: None, _env,
+        _add_env, _env,
     ),
 }  # fmt: skip

@@ -32,7 +32,7 @@ _WORKS = {
     "partly": ("work in part", *SEVERITY["warning"]),
     "no": ("do not work", *SEVERITY["error"]),
 }
-_AREAS = ("rights", "devices", "collect", "owners", "jobs", "traces", "probes", "stacks", "files", "extras")
+_AREAS = ("rights", "devices", "collect", "owners", "jobs", "traces", "triggers", "probes", "stacks", "files", "extras")
 
 
 def status(answer: Row, width: int) -> Iterator[Text]:
@@ -109,7 +109,7 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
             str(row["pid"]), _cut(owner["user"] or str(row["uid"]), 12), _cut(owner["job"] or _NONE, width // 5), rank,
             _cut(framework or _NONE, 20), ",".join(index.get(uuid, uuid[:8]) for uuid in row["devices"]) or _NONE,
             _NONE if memory is None else units.size(int(memory)),
-            _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}",
+            _pace(row),
         ])  # fmt: skip
     filled = [at for at in range(len(columns)) if any(row[at] != _NONE for row in cells)]  # the others say nothing
     yield from lines(
@@ -118,6 +118,14 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
         ("command", lambda row, left: _cut(_command(rows[row]), left)),
         width,
     )
+
+
+def _pace(row: Row) -> Cell:
+    """Steps per second, or for how long it hangs."""
+    if (since_ns := row.get("hung_since_ns")) is not None:
+        since = max(time.time_ns() - since_ns, 0)
+        return Text(f"hangs {units.duration(since)}", SEVERITY["error"][1])
+    return _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}"
 
 
 def _command(row: Row) -> str:
@@ -344,6 +352,82 @@ def stacks(answer: Row, width: int, *, native: bool) -> Iterator[Text]:
             "A wait inside C++ (work.wait(), backward) looks like the Python that called it; --native tells which.",
             width, DIM,
         )  # fmt: skip
+
+
+def hangs(answer: Row, width: int) -> Iterator[Text]:
+    """Each hang: of which job, since when, what became of it, whom the others wait for, where its bundle is."""
+    if not answer["hangs"]:
+        watched = answer["watched"]
+        text = f"No job of yours hangs; steps are known of {units.counted(len(watched), 'job')}."
+        yield from paragraph(text if watched else "No job of yours hangs, as far as is known.", width)
+        if not watched:
+            yield from paragraph(
+                "A hang is seen of jobs whose steps are known: by probes (`traceloom agent doctor`), or reported.",
+                width,
+                DIM,
+            )
+    for hang in answer["hangs"]:
+        lasted = None if hang["over_ns"] is None else units.duration(max(hang["over_ns"] - hang["since_ns"], 0))
+        became = {
+            "hangs": "hangs", "recovered": f"went on after {lasted}", "ended": f"ended after {lasted}",
+            "unknown": "hung when the host or the agent ended",
+        }[hang["state"]]  # fmt: skip
+        style = SEVERITY["error"][1] if hang["state"] == "hangs" else DIM
+        yield Text.assemble((harmless(hang["job"]), "bold"), f"  since {_clock(hang['since_ns'])}  ", (became, style))
+        yield from paragraph(hang["sentence"] or "its processes are being looked at", width, indent=2)
+        yield from paragraph(hang["directory"] or f"no bundle: {hang['no_bundle'] or 'not yet'}", width, DIM, indent=2)
+
+
+EXAMPLE_RULES = """\
+[[triggers]]
+name = "loader-waits"
+on = "metric"
+metric = "dataloader_wait_seconds_total"
+above = 0.3        # of each second
+for = 60
+target = "slowest-and-median"
+ranks_by = "waits"
+"""
+
+
+def triggers(answer: Row, width: int) -> Iterator[Text]:
+    """Rules, what they did last, why they were refused, and what they may still cost."""
+    if not answer["rules"]:
+        yield Text("No triggers: nothing is traced unasked. A rule for agent.toml, to begin with:")
+        yield Text("")
+        yield from (Text(f"  {line}") for line in EXAMPLE_RULES.splitlines())
+        yield Text("")
+        yield from paragraph("It counts when the agent is started again. More: docs/how-to/triggers.md", width, DIM)
+        return
+    left, whole, share = units.size(answer["bytes_left"]), units.size(answer["bytes_per_day"]), answer["share"]
+    yield from paragraph(
+        f"{left} of {whole} a day are left; a process is traced for at most {units.per_cent(share)} % of its time.",
+        width,
+    )
+    if answer["trouble"]:
+        yield from paragraph(f"What was spent is in memory alone: {answer['trouble']}", width, SEVERITY["warning"][1])
+    for rule in answer["rules"]:
+        yield from heading(harmless(rule["name"]), f"{rule['on']}, traces {rule['target']}", width)
+        cost = f"{units.duration(int(rule['traced_seconds'] * 1e9))} traced, {units.size(rule['kept_bytes'])} kept"
+        yield Text(f"  {units.counted(rule['fired'], 'request')}" + (f": {cost}" if rule["fired"] else ""))
+        if last := rule["last"]:
+            yield from paragraph(
+                f"last {_clock(last['at_ns'])}, request {last['request']}, {last['target']}: {last['what']}",
+                width,
+                indent=2,
+            )
+        if rule["refusals"]:
+            reasons = ", ".join(
+                f"{units.count(number)} {reason}" for reason, number in sorted(rule["refusals"].items())
+            )
+            yield from paragraph(f"refused: {reasons}", width, indent=2)
+        if refusal := rule["last_refusal"]:
+            when, why = _clock(refusal["at_ns"]), f"{refusal['detail']} ({refusal['reason']})"
+            yield from paragraph(f"last refusal {when}, {refusal['target']}: {why}", width, DIM, indent=2)
+        if rule["trouble"]:
+            yield from paragraph(
+                f"as things are it cannot fire: {rule['trouble']}", width, SEVERITY["warning"][1], indent=2
+            )
 
 
 def doctor(answer: Row, width: int, *, running: bool) -> Iterator[Text]:

@@ -40,6 +40,14 @@ def ranks(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"`{text}` is not a rank, as 3 or 0,3") from None
 
 
+def pids(text: str) -> tuple[int, ...]:
+    """`4711,4712` as numbers of processes."""
+    try:
+        return tuple(count(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"`{text}` is no number of a process, as 4711 or 4711,4712") from None
+
+
 def whole(text: str) -> int:
     """A whole number from 0 on, as of a step or a node."""
     if not text.isascii() or not text.isdigit():
@@ -98,6 +106,15 @@ def instant(text: str) -> str:
     if text in ("peak", "start", "end") or re.fullmatch(r"step \d+", text):
         return text
     raise argparse.ArgumentTypeError(f'`{text}` is no instant: give peak, start, end, "step 3" or a time as 12.5ms')
+
+
+def duration(text: str) -> float:
+    """`500ms` as seconds, above 0."""
+    match = _TIME.fullmatch(text.strip())
+    seconds = float(match[1]) * _NANOSECONDS[match[2]] / 1e9 if match else 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"`{text}` is no duration, as 500ms or 2s")
+    return seconds
 
 
 def share(text: str) -> float:

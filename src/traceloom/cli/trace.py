@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
-from traceloom.errors import CaptureError, OutputError, PartialError, UsageError
+from traceloom.errors import CaptureError, InputError, OutputError, PartialError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,23 +38,20 @@ examples:
   traceloom trace --cancel 3f0a9c1be77d
 """
 _LOOK_S = 0.25
-_STATES = {
-    "queued": "waits", "delivered": "told", "accepted": "records", "written": "written", "verified": "verified",
-    "kept": "kept", "failed": "failed", "cancelled": "cancelled",
-}  # fmt: skip
+_AWAY_S = 60.0  # that an agent may take to be started again
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     targets = parser.add_argument_group("of what")
-    targets.add_argument("--pid", type=types.ranks, metavar="PIDS", help="processes; a launcher's chooses its children")
+    targets.add_argument("--pid", type=types.pids, metavar="PIDS", help="processes; a launcher's chooses its children")
     targets.add_argument("--job", metavar="JOB", help="a job, as `traceloom agent ps` shows it")
     targets.add_argument("--rank", type=types.ranks, metavar="RANKS", help="of these ranks alone")
     targets.add_argument("--host", metavar="HOST", help="all that can be traced on this host, by its name")
     window = parser.add_argument_group("what")
     window.add_argument("--steps", type=types.count, metavar="N", help="so many steps; quicker than a duration")
-    window.add_argument("--duration", type=types.instant, metavar="T", help="so long, as 500ms or 2s")
+    window.add_argument("--duration", type=types.duration, metavar="T", help="so long, as 500ms or 2s")
     window.add_argument("--at", metavar="TIME", help="begin then, as +30s or 2026-01-31T12:00 (default: at once)")
     window.add_argument(
         "--profilers", default="timeline", metavar="NAMES",
@@ -98,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
 def _trace(args: argparse.Namespace, client: AgentClient) -> int:
     if (args.steps is None) == (args.duration is None):
         raise UsageError(
-            "a trace needs either --steps N or --duration T", slug="wrong-usage", hint="see traceloom trace --help"
+            "a trace needs either --steps N or --duration T",
+            slug="wrong-usage",
+            hint="see traceloom trace --help; --list shows requests",
         )
     if not (args.pid or args.job or args.rank or args.host):
         raise UsageError("of what: --pid, --job, --rank or --host?", slug="wrong-usage", hint="traceloom agent ps")
@@ -107,15 +106,14 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
     output = Path(args.output)
     if output.exists() or output.is_symlink():
         raise OutputError("there is something already", slug="file-exists", where=args.output, hint="name another -o")
-    duration = args.duration
-    if duration is not None and not duration.isdigit():
-        raise UsageError(f"`{duration}` is no duration, as 500ms", slug="wrong-usage")
+    if not output.parent.is_dir():
+        raise OutputError("there is no such directory", slug="cannot-write", where=str(output.parent))
     wanted: dict[str, Any] = {
         "pids": args.pid or (), "job": args.job or "", "ranks": args.rank or (), "host": args.host or "",
         "profilers": args.profilers.split(","), "shapes": args.shapes, "stacks": args.stacks,
         "at_ns": _instant(args.at) if args.at else 0,
     }  # fmt: skip
-    wanted |= {"steps": args.steps} if args.steps is not None else {"duration_s": int(duration) / 1e9}
+    wanted |= {"steps": args.steps} if args.steps is not None else {"duration_s": args.duration}
     request = client.post("requests", wanted)
     try:
         request = _watched(args, client, request)
@@ -151,16 +149,37 @@ def _watched(args: argparse.Namespace, client: AgentClient, request: dict[str, A
         if request["done"]:
             return request
         time.sleep(_LOOK_S)
-        request = client.get(f"requests/{request['id']}")
+        request = _now(args, client, request["id"])
+
+
+def _now(args: argparse.Namespace, client: AgentClient, request: str) -> dict[str, Any]:
+    """How far a request is; an agent that is started again goes on with it, so that is waited for."""
+    away_until: float | None = None
+    while True:
+        try:
+            answer: dict[str, Any] = client.get(f"requests/{request}")
+        except InputError as error:  # noqa: PERF203  (it is asked again)
+            if error.slug != "no-agent" or (away_until is not None and time.monotonic() > away_until):
+                raise
+            if away_until is None:
+                away_until = time.monotonic() + _AWAY_S
+                if not args.quiet:
+                    print(f"The agent is away; request {request} goes on when it is back.", file=sys.stderr, flush=True)
+            time.sleep(_LOOK_S)
+        else:
+            return answer
 
 
 def _line(target: dict[str, Any], seconds: float) -> str:
     from traceloom.harmless import harmless
 
-    detail = f": {target['detail']}" if target["detail"] else ""
-    return harmless(
-        f"{seconds:6.1f} s  {target['stem']:<10} {target['profiler']:<11} {_STATES[target['state']]}{detail}"
-    )
+    return harmless(f"{seconds:6.1f} s  {_state(target)}")
+
+
+def _state(target: dict[str, Any]) -> str:
+    """A target, its state in the words of the HTTP interface, and why: `traceloom explain` explains the slug."""
+    reason = f"  {target['detail']} ({target['reason']})" if target["reason"] else ""
+    return f"{target['stem']:<10} {target['profiler']:<11} {target['state']:<9}{reason}".rstrip()
 
 
 def _download(client: AgentClient, request: dict[str, Any], output: Path) -> None:
@@ -188,8 +207,8 @@ def _instant(text: str) -> int:
     """`+30s` from now, or a date and time (of this zone where it says none); in ns since the epoch."""
     if text.startswith("+"):
         try:
-            return time.time_ns() + int(types.instant(text[1:]))
-        except (argparse.ArgumentTypeError, ValueError):
+            return time.time_ns() + round(types.duration(text[1:]) * 1e9)
+        except argparse.ArgumentTypeError:
             raise UsageError(f"`{text}` is no time, as +30s", slug="bad-time") from None
     try:
         return int(datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() * 1e9)
@@ -211,14 +230,16 @@ def _list(args: argparse.Namespace, client: AgentClient) -> int:
 def _listed(requests: list[dict[str, Any]]) -> Iterator[Text]:
     from rich.text import Text
 
+    from traceloom.harmless import harmless
+
     for request in requests:
         wanted = request["wanted"]
         window = f"{wanted['steps']} steps" if wanted["steps"] is not None else f"{wanted['duration_s']:g} s"
         asked = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         yield Text(f"{request['id']}  {asked}  {window}, by {request['who']}", "bold")
+        if request["trigger"] is not None:
+            yield Text(harmless(f"  as {request['trigger']['what']}"))
         for target in request["targets"]:
-            yield Text(
-                f"  {target['stem']:<10} {target['profiler']:<11} {_STATES[target['state']]}  {target['detail']}"
-            )
+            yield Text(f"  {_state(target)}")
     if not requests:
         yield Text("No requests.", "dim")

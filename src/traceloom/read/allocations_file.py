@@ -21,16 +21,21 @@ _MOST_NAME = 1000
 
 
 class _Document(msgspec.Struct):
-    """The file. Of an event: time in ns, thread, address, signed bytes, device, stack (-1: none), and two totals."""
+    """The file. Of an event: time in ns, thread, address, signed bytes, device, stack (-1: none), and two totals.
+
+    Of a frame: function, file, line; line 0 is a native function, whose file is its library.
+    """
 
     format: str
     version: int
     pid: int
     rank: int | None
-    frames: list[tuple[str, str]]
+    frames: list[tuple[str, str, int]]
     stacks: list[list[int]]
     events: list[tuple[int, int, int, int, str, int, int | None, int | None]]
     lost: int
+    without_stack: int
+    without_python: str | None
 
 
 class _AllocationsFile(UnpackedFile):
@@ -51,10 +56,10 @@ def read_allocations(path: str | Path) -> tuple[int | None, list[Snapshot]]:
         InputError: `unreadable`, `gzip-bomb`, `newer-format`; `damaged-allocations`: cut, or not as it should be.
     """
     document = _document(path)
-    stacks: tuple[tuple[Frame, ...], ...] = (
-        (),
-        *(tuple(("", 0, document.frames[row][0][:_MOST_NAME] or "?") for row in stack) for stack in document.stacks),
-    )
+    frames: list[Frame] = [
+        (file[:_MOST_NAME] if line else "", line, name[:_MOST_NAME] or "?") for name, file, line in document.frames
+    ]
+    stacks = ((), *(tuple(frames[row] for row in stack) for stack in document.stacks))
     allocator = {device.partition(":")[0] for _, _, _, _, device, *_ in document.events if ":" in device}
     columns: dict[str, list[tuple[int, str, int, int, int, int]]] = {}
     for time_ns, _, address, size, device, stack, _, _ in document.events:
@@ -64,14 +69,20 @@ def read_allocations(path: str | Path) -> tuple[int | None, list[Snapshot]]:
             action = "segment_alloc" if size > 0 else "segment_free"
         row = (int(number or 0), action, address, abs(size), time_ns // 1000, stack + 1)
         columns.setdefault(kind, []).append(row)
-    notices: tuple[Notice, ...] = ()
+    notices = []
     if document.lost:
         text = f"{document.lost:,} allocations and frees came too quickly to be recorded: blocks may seem to be unfreed"
-        notices = (Notice("lost-allocations", "warning", text, count=document.lost),)
+        notices.append(Notice("lost-allocations", "warning", text, count=document.lost))
+    if document.without_stack:
+        text = f"{document.without_stack:,} allocations came too quickly for their stacks to be taken: they have none"
+        notices.append(Notice("sampled-stacks", "info", text, count=document.without_stack))
+    if document.without_python is not None:
+        text = f"stacks have no lines of Python: {document.without_python[:_MOST_NAME]}"
+        notices.append(Notice("no-python-lines", "info", text))
     return document.rank, [
         Snapshot(
             str(path), pl.DataFrame(rows, schema=ENTRIES, orient="row"), pl.DataFrame(schema=SEGMENTS),
-            pl.DataFrame(schema=BLOCKS), stacks, notices, kind,
+            pl.DataFrame(schema=BLOCKS), stacks, tuple(notices), kind,
         )
         for kind, rows in columns.items()
     ]  # fmt: skip
@@ -92,6 +103,8 @@ def _document(path: str | Path) -> _Document:
     if document.version != _VERSION:
         raise newer_format("file of allocations", document.version, _VERSION, path)
     frames, stacks = range(len(document.frames)), range(-1, len(document.stacks))
+    if any(not 0 <= line < 1 << 31 for _, _, line in document.frames):
+        raise _damaged(path, "a frame has a line that is none")
     if any(len(stack) > _MOST_FRAMES or any(frame not in frames for frame in stack) for stack in document.stacks):
         raise _damaged(path, "a stack has frames that are not there")
     total = 0

@@ -195,7 +195,7 @@ def test_steps_of_a_process_that_nobody_prepared(agent: Running, capsys: pytest.
         rows = json.loads(capsys.readouterr().out)["processes"]
         assert next(row for row in rows if row["pid"] == job.pid)["steps_per_second"] > 0
         assert main(["agent", "doctor", "--socket", str(agent.socket)]) == 0
-        assert "✓ uprobes" in capsys.readouterr().out
+        assert "✓ steps" in capsys.readouterr().out
     finally:
         job.kill()
         job.wait()

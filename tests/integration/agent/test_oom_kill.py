@@ -13,55 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from support.memory_group import LIMIT, STARVED, limited_group
 from support.running_agent import Running
 from support.waiting import until
 from traceloom.cli import main
 
-LIMIT = 64 << 20
-JOB = """
-import sys, time
-from pathlib import Path
-Path(sys.argv[1], "cgroup.procs").write_text("0")
-print("up", flush=True)
-sys.stdin.readline()
-kept = []
-while True:
-    kept.append(b"x" * (4 << 20))
-"""
-SEPARATE, UNIFIED = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A group that may have 64 MiB and no swap."""
-    name = f"traceloom-test-{os.getpid()}"
-    limits = {"memory.limit_in_bytes": LIMIT, "memory.memsw.limit_in_bytes": LIMIT}
-    base = SEPARATE
-    if not (base / "memory.limit_in_bytes").exists():
-        base, limits = UNIFIED, {"memory.max": LIMIT, "memory.swap.max": 0}
-        delegated = base / "cgroup.subtree_control"
-        if not delegated.exists() or "memory" not in delegated.read_text(encoding="ascii").split():
-            pytest.skip("no control groups that limit memory are mounted here")
-    try:
-        (base / name).mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    try:
-        for file, value in limits.items():
-            if (base / name / file).exists():  # swap is not counted everywhere
-                (base / name / file).write_text(str(value), encoding="ascii")
-        yield base / name
-    finally:
-        until(lambda: _removed(base / name))
-
-
-def _removed(group: Path) -> bool:
-    """The kernel refuses until the last process in it is gone."""
-    try:
-        group.rmdir()
-    except OSError:
-        return False
-    return True
+    with limited_group() as path:
+        yield path
 
 
 def test_a_kill_is_counted_and_told_with_its_job(
@@ -70,7 +31,7 @@ def test_a_kill_is_counted_and_told_with_its_job(
     monkeypatch.setenv("COLUMNS", "160")
     path = f"/{group.name}"
     agent = Running(tmp_path)
-    command = [sys.executable, "-c", JOB, str(group)]
+    command = [sys.executable, "-c", STARVED, str(group)]
     environment = {**os.environ, "TRACELOOM_JOB": "starved"}
     job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     try:

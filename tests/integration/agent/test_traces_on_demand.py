@@ -168,7 +168,7 @@ def test_a_rank_by_steps(host: Host, tmp_path: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr()
     assert "traceloom report" in printed.out
     states = [line.split()[4] for line in printed.err.splitlines()]
-    assert states[0] == "waits"
+    assert states[0] == "queued"
     assert states[-1] == "kept"
     steps = _steps_in(output / "rank1.kineto.json.gz")
     assert 3 <= steps < 30, "as many, or more where the profiler was told between two steps"

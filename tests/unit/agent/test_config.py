@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.config import Config, Paths, host_and_port, load, locations
+from traceloom.agent.config import Config, MetricRule, Paths, XidRule, host_and_port, load, locations
 from traceloom.errors import InputError
 
 
@@ -51,6 +51,48 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: list[str]) -> 
         _load(tmp_path, text)
     assert raised.value.slug == "wrong-config"
     assert all(word in str(raised.value) for word in words)
+
+
+METRIC = '[[triggers]]\nname = "a"\non = "metric"\nmetric = "dataloader_wait_seconds_total"\n'
+
+
+def test_rules_are_read(tmp_path: Path) -> None:
+    text = METRIC + 'above = 1\nfor = 30\nwhere = { job = "x" }\n[[triggers]]\nname = "b"\non = "xid"\ncodes = [79]\n'
+    waits, xid = _load(tmp_path, text).triggers
+    assert isinstance(waits, MetricRule)
+    assert (waits.above, waits.for_seconds, waits.where, waits.cooldown) == (1.0, 30.0, {"job": "x"}, 900.0)
+    assert isinstance(xid, XidRule)
+    assert (xid.name, xid.codes, xid.target) == ("b", (79,), "job")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (METRIC + "abve = 1", ["`triggers.abve`", "did you mean `above`"]),
+        (METRIC.replace('"metric"', '"metrik"') + "above = 1", ['`on = "metrik"`', "did you mean `metric`"]),
+        (METRIC.replace('on = "metric"', "") + "above = 1", ["no `on", "step-regression"]),
+        (METRIC.replace("loader_", "loadr_") + "above = 1", ["no such metric", "did you mean `dataloader_wait_seconds_total`"]),
+        (METRIC.replace("dataloader_wait_seconds_total", "step_seconds") + "above = 1", ["no single value", "step-regression"]),
+        (METRIC, ["`a` needs one of `above`, `below`"]),
+        (METRIC + "above = 1\nbelow = 2", ["`a` needs one of"]),
+        (METRIC + "changed = 1", ["`changed` and `within` go together"]),
+        (METRIC + "absent = 1\nfor = 2", ["`for` goes with"]),
+        (METRIC + "above = 1\nsteps = 1\nduration = 2", ["both `steps` and `duration`"]),
+        (METRIC + 'above = 1\nwhere = { jb = "x" }', ["`where.jb`", "did you mean `job`"]),
+        (METRIC + 'above = 1\ntarget = "rank"', ["Invalid enum value".lower(), "triggers[0].target"]),
+        (METRIC + "above = 1\n" + METRIC + "below = 1", ["two triggers have the name `a`"]),
+        ('[[triggers]]\nname = "../b"\non = "oom-kill"', ["regex", "triggers[0].name"]),
+        ('[[triggers]]\nname = "b"\non = "cadence"', ["every"]),
+        ("[trigger_budget]\nshare = 2", ["<= 1", "trigger_budget.share"]),
+        ("triggers = [3]", ["triggers[0]"]),
+        ("triggers = {}", ["triggers"]),
+    ],
+)  # fmt: skip
+def test_rules_that_are_wrong(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(InputError) as raised:
+        _load(tmp_path, text)
+    assert raised.value.slug == "wrong-config"
+    assert all(word in f"{raised.value} {raised.value.hint}" for word in words), str(raised.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

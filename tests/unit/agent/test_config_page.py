@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
-from traceloom.agent.config import Config, load
+from traceloom.agent.config import AnyRule, Config, load
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "agent-config.md"
 
@@ -27,5 +28,7 @@ def test_the_page_shows_every_key_with_its_default(tmp_path: Path) -> None:
         )
         for field in msgspec.structs.fields(section)
         if not (isinstance(field.type, type) and issubclass(field.type, msgspec.Struct))
-    } - {"tokens"}
+    } - {"tokens", "triggers"}
     assert fields <= written
+    of_rules = {field.encode_name for kind in get_args(AnyRule) for field in msgspec.structs.fields(kind)}
+    assert of_rules <= set(re.findall(r"(\w+) =", block[1]))

@@ -168,3 +168,20 @@ def test_runs_of_numbers() -> None:
     assert numbers([5, 0, 1, 2, 3]) == "0-3, 5"
     assert numbers([1, 0, 3]) == "0, 1, 3"
     assert numbers([]) == ""
+
+
+def test_a_wait_that_is_known_from_elsewhere_counts_where_the_stack_shows_none() -> None:
+    stacks = {100: LOADING, 101: COMPUTING, 102: REDUCING}
+    dumps = {pid: _dump(pid, frames) for pid, frames in stacks.items()}
+    processes = [_process(pid, pid - 100) for pid in stacks]
+    alone = grouped(processes, dumps, {})
+    assert {rank for group in alone.groups if group.elsewhere for rank in group.ranks} == {0, 1}
+    # Rank 1 is in `work.wait()`, which Python's calls do not show; rank 2's own stack says what it is in.
+    both = grouped(processes, dumps, {}, waits={101: "all_reduce", 102: "broadcast"})
+    assert [group.ranks for group in both.groups if group.elsewhere] == [(0,)]
+    assert both.sentence == "rank 0 is in `load_batch` (data.py:31); ranks 1, 2 wait in `all_reduce`"
+
+
+def test_ranks_that_ended_have_that_as_their_reason() -> None:
+    stacks = grouped([_process(100, 0)], {100: _dump(100, REDUCING)}, {}, ended={3: "its process 7 ended 2 s ago"})
+    assert stacks.sentence == "rank 0 waits in `all_reduce`; rank 3 is not seen: its process 7 ended 2 s ago"

@@ -25,6 +25,49 @@ def answer(series: dict[str, tuple[list[int], list[float]]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def hang(**changes: Any) -> dict[str, Any]:
+    return {
+        "id": "1", "job": "slurm-42", "state": "hangs", "since_ns": 0, "over_ns": None, "directory": "/t/0/hangs/1",
+        "sentence": "rank 3 is in `load_batch` (train.py:7)", "no_bundle": "", **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "last"),
+    [
+        ({}, "hangs", "/t/0/hangs/1"),
+        ({"state": "recovered", "over_ns": 90 * SECOND}, "went on after 90.0 s", "/t/0/hangs/1"),
+        ({"state": "ended", "over_ns": 90 * SECOND}, "ended after 90.0 s", "/t/0/hangs/1"),
+        ({"state": "unknown"}, "hung when the host or the agent ended", "/t/0/hangs/1"),
+        ({"directory": "", "no_bundle": "bundles are switched off"}, "hangs", "no bundle: bundles are switched off"),
+        ({"directory": ""}, "hangs", "no bundle: not yet"),
+    ],
+    ids=["hangs", "recovered", "ended", "unknown", "off", "not-yet"],
+)
+def test_a_hang_is_told_with_what_became_of_it(changes: dict[str, Any], first: str, last: str) -> None:
+    lines = shown(views.hangs({"hangs": [hang(**changes)], "watched": ["slurm-42"]}, 100))
+    assert lines[0].startswith("slurm-42  since ")
+    assert lines[0].endswith(first)
+    assert lines[1:] == ["  rank 3 is in `load_batch` (train.py:7)", f"  {last}"]
+
+
+def test_without_a_hang_it_is_said_of_how_many_jobs_that_is_known() -> None:
+    assert shown(views.hangs({"hangs": [], "watched": ["a", "b"]}, 100)) == [
+        " No job of yours hangs; steps are known of 2 jobs."
+    ]
+    lines = " ".join(shown(views.hangs({"hangs": [], "watched": []}, 100)))
+    assert "as far as is known" in lines
+    assert "traceloom agent doctor" in lines
+
+
+def test_a_process_that_hangs_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views.time, "time_ns", lambda: 100 * SECOND)
+    rows = [process(1, rank=0) | {"hung_since_ns": 10 * SECOND}, process(2, rank=1) | {"steps_per_second": 2.5}]
+    _, first, second = shown(views.processes({"processes": rows, "hidden": 0}, [], 140))
+    assert "hangs 90.0 s" in first
+    assert "2.5" in second
+
+
 def test_curves_have_one_axis_of_time_and_are_blank_where_nothing_is_known() -> None:
     late = answer({"GPU-a": ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 8]), "GPU-b": ([4, 5], [0, 7])})
     first, second = shown(views.query(late, {"GPU-a": "0"}, 100))[-2:]

@@ -23,8 +23,11 @@ DOCUMENT = {
     "version": 1,
     "pid": 7,
     "rank": 3,
-    "frames": [["cudaMalloc", "libcudart.so.12"], ["leaky", "job"], ["main", "job"], ["c10::alloc_cpu", "libc10.so"]],
-    "stacks": [[0, 1, 2], [3, 2]],
+    "frames": [
+        ["cudaMalloc", "libcudart.so.12", 0], ["leaky", "job", 0], ["main", "job", 0],
+        ["c10::alloc_cpu", "libc10.so", 0], ["forward", "/home/u/model.py", 12],
+    ],
+    "stacks": [[0, 1, 2], [3, 2], [3, 4]],
     "events": [
         [START + 1000, 7, 0x1000, 2000, "cuda", 0, None, None],
         [START + 2000, 7, 0x9000, 300, "cpu", 1, None, None],
@@ -33,7 +36,9 @@ DOCUMENT = {
         [START + 5000, 7, 0x9000, 40, "cpu", 1, None, None],
     ],
     "lost": 0,
-}
+    "without_stack": 0,
+    "without_python": None,
+}  # fmt: skip
 
 
 def written(directory: Path, document: Any, name: str = "rank3.allocations.json.gz") -> Path:
@@ -71,6 +76,21 @@ def test_without_an_allocator_what_the_driver_gave_is_blocks(tmp_path: Path) -> 
     assert (notice.slug, notice.count) == ("lost-allocations", 12)
 
 
+def test_frames_of_python_have_file_and_line(tmp_path: Path) -> None:
+    document = copy.deepcopy(DOCUMENT)
+    document["events"][4][5] = 2  # type: ignore[index]
+    explained = explain_snapshot(read_allocations(written(tmp_path, document))[1][1])
+    assert explained.stacks is not None
+    assert explained.stacks.to_list() == ["c10::alloc_cpu < main", "/home/u/model.py(12): forward"]
+
+
+def test_what_stacks_lack_is_said(tmp_path: Path) -> None:
+    document = {**DOCUMENT, "without_stack": 7, "without_python": "its Python is 3.9"}
+    notices = read_allocations(written(tmp_path, document))[1][0].notices
+    assert [(notice.slug, notice.count) for notice in notices] == [("sampled-stacks", 7), ("no-python-lines", 1)]
+    assert "3.9" in notices[1].message
+
+
 def test_they_are_read_from_a_capture_too(tmp_path: Path) -> None:
     written(tmp_path, DOCUMENT)
     sources = find([str(tmp_path)])
@@ -85,8 +105,9 @@ def _event(index: int, value: Any) -> Callable[[dict[str, Any]], None]:
     "damage",
     [
         _event(0, -5), _event(2, 1 << 63), _event(3, 0), _event(3, 1 << 62), _event(4, "cuda:x"), _event(4, "cuda:" + "9" * 90),
-        _event(5, 2), _event(5, -2), _event(3, "many"), lambda document: document["stacks"].append([9]),
-        lambda document: document["stacks"].append([0] * 1000), lambda document: document.pop("frames"),
+        _event(5, 3), _event(5, -2), _event(3, "many"), lambda document: document["stacks"].append([9]),
+        lambda document: document["frames"][4].__setitem__(2, -1), lambda document: document["stacks"].append([0] * 1000),
+        lambda document: document.pop("frames"),
         lambda document: document.update(format="another"),
     ],
 )  # fmt: skip

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from traceloom.agent.bpf.call_stacks import LOWEST, CallStacks
 from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R4, R6, R7, R8, R10, Helper, ProbeProgram
 from traceloom.agent.bpf.kernel import Map, MapKind, load, machine
 from traceloom.agent.bpf.ring import Ring
 from traceloom.agent.bpf.uprobes import Uprobes
 
-# A record: time (monotonic clock, ns), process << 32 | thread, number of the function, where it returns to, number of
-# its stack (negative: none), and six values whose meaning is the function's.
-RECORD = struct.Struct("<QQQQq6Q")
-VALUES = 6
-MOST_FRAMES = 64
+# A record: time (monotonic clock, ns), process << 32 | thread, number of the function, number of its stack (0: none),
+# and six values whose meaning is the function's.
+RECORD = struct.Struct("<4Q6Q")
 
 _RING_BYTES = 1 << 23
-_MOST_STACKS = 1 << 14
 _MOST_INSIDE = 4096  # calls that have begun and not ended
 _RECORD_AT = -RECORD.size
-_FUNCTION_AT, _RETURNS_AT, _STACK_AT, _VALUES_AT = (_RECORD_AT + offset for offset in (16, 24, 32, 40))
+_FUNCTION_AT, _STACK_AT, _VALUES_AT = (_RECORD_AT + offset for offset in (16, 24, 32))
 _KEY_AT, _ZERO_AT = _RECORD_AT - 16, _RECORD_AT - 24
-_OF_THE_PROCESS = 1 << 8  # a stack of it, not of the kernel
+assert _ZERO_AT >= LOWEST
+_MOST_DRIVERS = 4  # ranges of addresses
 
 
 class Value(NamedTuple):
     """Where a value of a call is: an argument, so far `above` the stack's end, or `behind` the address that it is.
 
-    `size` bytes count; `shift` of them are left out below.
+    `size` bytes count; `shift` of them are left out below. `upper`: it goes into the upper half of the value before.
     """
 
     argument: int | None = None
@@ -38,6 +37,7 @@ class Value(NamedTuple):
     behind: int | None = None
     size: int = 8
     shift: int = 0
+    upper: bool = False
 
 
 class ProbedCall(NamedTuple):
@@ -50,6 +50,8 @@ class ProbedCall(NamedTuple):
             None: nothing is done when it ends.
         timed: Its end is recorded: value 5 is when it began.
         stacks: Whether the stack is recorded.
+        own: A library calls this function of its own or of another one that is watched for purposes of its own, as
+            CUDA's runtime does the driver's: calls from `CallProbes.drivers` are not recorded.
     """
 
     beginning: str
@@ -57,6 +59,7 @@ class ProbedCall(NamedTuple):
     pointer: int | None = None
     timed: bool = False
     stacks: bool = False
+    own: bool = False
 
     @property
     def ends(self) -> bool:
@@ -74,10 +77,11 @@ class CallProbes:
         OSError: The kernel does not have them, or does not let us.
     """
 
-    def __init__(self, process: int) -> None:
+    def __init__(self, process: int, stacks: CallStacks) -> None:
         self._process = process
         self.ring = Ring(RECORD.size, _RING_BYTES)
-        self._stacks = Map(MapKind.STACKS, 4, 8 * MOST_FRAMES, _MOST_STACKS)
+        self._stacks = stacks
+        self._drivers = Map(MapKind.ARRAY, 4, 16 * _MOST_DRIVERS, 1)
         self._inside = Map(MapKind.LRU_HASH, 16, RECORD.size, _MOST_INSIDE)
         self._lost = Map(MapKind.ARRAY, 4, 8, 1)
         self._programs: list[int] = []
@@ -105,10 +109,12 @@ class CallProbes:
             attached.append(number)
         return attached
 
-    def stack(self, number: int) -> tuple[int, ...]:
-        """The addresses of a stack, innermost first."""
-        content = self._stacks.get(struct.pack("<I", number)) or b""
-        return tuple(address for (address,) in struct.iter_unpack("<Q", content) if address)
+    def drivers(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Addresses (first, one beyond) of the libraries whose calls of each other are their own."""
+        words = [address for pair in ranges[:_MOST_DRIVERS] for address in pair]
+        self._drivers.put(
+            bytes(4), struct.pack(f"<{2 * _MOST_DRIVERS}Q", *words, *[0] * (2 * _MOST_DRIVERS - len(words)))
+        )
 
     def lost(self) -> int:
         """Calls whose record found no room."""
@@ -126,7 +132,7 @@ class CallProbes:
         self.detach()
         for program in self._programs:
             os.close(program)
-        for held in (self.ring, self._stacks, self._inside, self._lost):
+        for held in (self.ring, self._drivers, self._inside, self._lost):
             held.close()
 
     def _load(self, write: Callable[[ProbeProgram], None]) -> int:
@@ -149,10 +155,19 @@ class CallProbes:
     def _entering(self, number: int, call: ProbedCall) -> Callable[[ProbeProgram], None]:
         def write(program: ProbeProgram) -> None:
             program.store(R10, _FUNCTION_AT, number)
-            for index, value in enumerate(call.values):
-                _read(program, value, _VALUES_AT + 8 * index)
+            if call.own:
+                self._unless_own(program)
+            position = _VALUES_AT
+            for value in call.values:
+                if value.upper:
+                    _read(program, value, position - 4)
+                else:
+                    _read(program, value, position)
+                    position += 8
+            if call.stacks:
+                self._stacks.write(program, _STACK_AT)
             if not call.ends:
-                self._put(program, call)
+                self._put(program)
                 return
             if call.pointer is not None and call.pointer >= 0:
                 program.load(R1, R6, machine().arguments[call.pointer])
@@ -161,6 +176,26 @@ class CallProbes:
             program.on_map(Helper.MAP_UPDATE, self._inside.descriptor, _KEY_AT, _RECORD_AT)
 
         return write
+
+    def _unless_own(self, program: ProbeProgram) -> None:
+        """End where the call comes from a driver's library."""
+        returns_to = machine().returns_to
+        if returns_to is not None:
+            program.load(R1, R6, returns_to)
+            program.store(R10, _KEY_AT, R1)
+        else:
+            program.load(R3, R6, machine().stack)
+            program.read_user(_KEY_AT, 8)
+        program.store(R10, _ZERO_AT, 0)
+        program.on_map(Helper.MAP_LOOKUP, self._drivers.descriptor, _ZERO_AT)
+        program.jump_if(R0, "==", 0, "end")
+        program.load(R1, R10, _KEY_AT)
+        for row in range(_MOST_DRIVERS):
+            program.load(R2, R0, 16 * row)
+            program.jump_if(R1, "<", R2, f"not from {row}")
+            program.load(R2, R0, 16 * row + 8)
+            program.jump_if(R1, "<", R2, "end")
+            program.label(f"not from {row}")
 
     def _leaving(self, number: int, call: ProbedCall) -> Callable[[ProbeProgram], None]:
         def write(program: ProbeProgram) -> None:
@@ -183,30 +218,12 @@ class CallProbes:
             elif call.pointer is not None:
                 program.jump_if(R1, "==", 0, "end")
                 program.store(R10, _VALUES_AT + 8 * 4, R1)
-            self._put(program, call)
+            self._put(program)
 
         return write
 
-    def _put(self, program: ProbeProgram, call: ProbedCall) -> None:
-        """Take the stack, and hand over the record."""
-        if call.stacks:
-            program.do(R1, "=", R6)
-            program.map(R2, self._stacks.descriptor)
-            program.do(R3, "=", _OF_THE_PROCESS)
-            program.call(Helper.STACK_ID)
-            program.store(R10, _STACK_AT, R0)
-            if not call.ends:
-                # Unwinding by frame pointers leaves out the caller, as the function has not stored its own yet.
-                returns_to = machine().returns_to
-                if returns_to is not None:
-                    program.load(R1, R6, returns_to)
-                    program.store(R10, _RETURNS_AT, R1)
-                else:
-                    program.load(R3, R6, machine().stack)
-                    program.read_user(_RETURNS_AT, 8)
-        else:
-            program.do(R1, "=", -1)
-            program.store(R10, _STACK_AT, R1)
+    def _put(self, program: ProbeProgram) -> None:
+        """Hand over the record."""
         program.map(R1, self.ring.map.descriptor)
         program.address(R2, _RECORD_AT)
         program.do(R3, "=", RECORD.size)

@@ -15,8 +15,8 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _SYMBOLS, _DYNAMIC_SYMBOLS, _TEXTS = 2, 11, 3
-_FUNCTION = 2
-_LOADED = 1
+_OBJECT, _FUNCTION = 1, 2
+_LOADED, _UNWIND_INDEX = 1, 0x6474E550
 _MOST_SECTIONS, _MOST_SEGMENTS = 4096, 256
 _MOST_TABLE = 1 << 29  # bytes
 _MOST_NAME = 4096
@@ -69,13 +69,14 @@ class Elf:
         )
         if segment_size != _SEGMENT.size or (number and section_size != _SECTION.size):
             raise OSError(errno.ENOEXEC, "its headers have another size than ELF's")
-        self.segments = [
-            Segment(address, offset, size)
+        parts = [
+            (kind, Segment(address, offset, size))
             for kind, _, offset, address, _, size, _, _ in _SEGMENT.iter_unpack(
                 self._whole(segments, min(segment_number, _MOST_SEGMENTS) * _SEGMENT.size)
             )
-            if kind == _LOADED
         ]
+        self.segments = [segment for kind, segment in parts if kind == _LOADED]
+        self.unwind_index = next((segment for kind, segment in parts if kind == _UNWIND_INDEX), None)
         rows = list(_SECTION.iter_unpack(self._whole(sections, min(number, _MOST_SECTIONS) * _SECTION.size)))
         self.tables: list[SymbolTable] = []  # that of exported functions first
         for kind in (_DYNAMIC_SYMBOLS, _SYMBOLS):
@@ -86,7 +87,7 @@ class Elf:
                 if max(table) <= _MOST_TABLE + self._size and offset + size <= self._size:
                     self.tables.append(table)
 
-    def find(self, beginning: str) -> Function | None:
+    def find(self, beginning: str, kind: int = _FUNCTION) -> Function | None:
         """The first function whose name begins so; exported ones come before others."""
         word = beginning.encode()
         for table in self.tables:
@@ -97,9 +98,14 @@ class Elf:
                     row = self._read(table.offset + position, _SYMBOL.size)
                     _, info, _, section, address, _ = _SYMBOL.unpack(row)
                     offset = self.offset_of(address)
-                    if info & 0xF == _FUNCTION and section and offset is not None:
+                    if info & 0xF == kind and section and offset is not None:
                         return Function(self.name(table, name), address, offset)
         return None
+
+    def find_data(self, name: str) -> int | None:
+        """The address of an object with this name."""
+        data = self.find(f"{name}\0", _OBJECT)
+        return None if data is None else data.address
 
     def name(self, table: SymbolTable, position: int) -> str:
         """The name at a position of a table's names."""
@@ -119,6 +125,11 @@ class Elf:
             if segment.offset <= offset < segment.offset + segment.size:
                 return offset - segment.offset + segment.address
         return None
+
+    def at(self, address: int, size: int) -> bytes:
+        """The bytes that are loaded at an address; fewer, or none, where the file has no more."""
+        offset = self.offset_of(address)
+        return b"" if offset is None else self._read(offset, size)
 
     def bytes_of(self, table: SymbolTable) -> bytes:
         """The rows of a table."""

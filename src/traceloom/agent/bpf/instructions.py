@@ -26,10 +26,11 @@ class Helper(enum.IntEnum):
     MAP_DELETE = 3
     TIME_NS = 5  # of the monotonic clock
     PROCESS_AND_THREAD = 14  # process << 32 | thread
-    STACK_ID = 27
     READ_USER = 112
     READ_USER_TEXT = 114
     RING_OUTPUT = 130
+    RING_RESERVE = 131
+    RING_SUBMIT = 132
 
 
 class _Encoded(NamedTuple):

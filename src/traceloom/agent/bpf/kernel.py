@@ -36,11 +36,13 @@ class Architecture(NamedTuple):
     # Where the address that a function returns to is when it has just been entered: a register, or on the stack.
     returns_to: int | None
     hidden_result: int  # arguments that a function with a large result has before its own
+    frame: int  # the register that functions without a fixed frame find theirs by
+    unwound: tuple[int, int]  # numbers of `stack` and `frame` in tables for unwinding
 
 
 MACHINES = {
-    "x86_64": Architecture(321, 298, (112, 104, 96, 88, 72, 64), 80, 152, None, 1),
-    "aarch64": Architecture(280, 241, tuple(range(0, 64, 8)), 0, 248, 240, 0),
+    "x86_64": Architecture(321, 298, (112, 104, 96, 88, 72, 64), 80, 152, None, 1, 32, (7, 6)),
+    "aarch64": Architecture(280, 241, tuple(range(0, 64, 8)), 0, 248, 240, 0, 232, (31, 29)),
 }
 
 
@@ -74,7 +76,6 @@ class MapKind(enum.IntEnum):
 
     HASH = 1
     ARRAY = 2
-    STACKS = 7
     LRU_HASH = 9
     RING = 27
 

@@ -42,14 +42,25 @@ def mappings(process: int, proc: Path = Path("/proc")) -> list[Mapping]:
 
 
 def open_mapped(process: int, mapping: Mapping, proc: Path = Path("/proc")) -> int:
-    """Open the file of a mapping; the descriptor.
+    """Open the file of a mapping, where the kernel lets us also one that was replaced or removed since; the descriptor.
 
     Raises:
         OSError: It is gone, cannot be read, or another file lies there now.
     """
     # A process may put a pipe there, which would wait for a writer, or a link to what it may not read itself.
-    path = f"{proc}/{process}/root{mapping.path}"
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return _checked(os.open(f"{proc}/{process}/root{mapping.path}", flags | os.O_NOFOLLOW), mapping)
+    except OSError:
+        mapped = f"{proc}/{process}/map_files/{mapping.start:x}-{mapping.end:x}"
+        try:  # whatever lies at its path: the kernel leads to the file itself
+            return _checked(os.open(mapped, flags), mapping)
+        except OSError:
+            pass
+        raise
+
+
+def _checked(descriptor: int, mapping: Mapping) -> int:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_ino != mapping.inode:
         os.close(descriptor)

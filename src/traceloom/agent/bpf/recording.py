@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from traceloom.agent.bpf.call_probes import RECORD, CallProbes, ProbedCall, Value
+from traceloom.agent.bpf.call_stacks import CallStack, CallStacks
 from traceloom.agent.bpf.mappings import Mapping, mappings, open_mapped
+from traceloom.agent.bpf.python_frames import PythonFrames
 from traceloom.agent.bpf.step_probes import LOADER, StepProbes
 from traceloom.agent.bpf.support import unsupported
 from traceloom.agent.bpf.symbols import Symbols
@@ -58,12 +61,19 @@ class _Memory(NamedTuple):
     call: ProbedCall
 
 
-def _allocates(name: str, library: str = "libcudart.so", device: str = _DRIVER) -> _Memory:
-    return _Memory(library, device, False, ProbedCall(f"{name}\0", _SIZE_SECOND, pointer=0, stacks=True))
+_RUNTIME, _CUDA_DRIVER, _HIP = "libcudart.so", "libcuda.so", "libamdhip64.so"
+_DRIVERS = (_RUNTIME, _CUDA_DRIVER, _HIP)  # what they call of each other, nobody else has called
 
 
-def _frees(name: str, library: str = "libcudart.so", device: str = _DRIVER) -> _Memory:
-    return _Memory(library, device, True, ProbedCall(f"{name}\0", _ADDRESS_FIRST))
+def _allocates(library: str, device: str, *names: str) -> Iterator[_Memory]:
+    for name in names:
+        call = ProbedCall(f"{name}\0", _SIZE_SECOND, pointer=0, stacks=True, own=True)
+        yield _Memory(library, device, False, call)
+
+
+def _frees(library: str, device: str, *names: str) -> Iterator[_Memory]:
+    for name in names:
+        yield _Memory(library, device, True, ProbedCall(f"{name}\0", _ADDRESS_FIRST, own=True))
 
 
 # Of a C++ function the name tells its arguments' types: another signature is another name, and is not found.
@@ -77,14 +87,20 @@ _MEMORY = (
     ),
     _Memory("libc10.so", "cpu", False, ProbedCall("_ZN3c109alloc_cpuEm\0", _ADDRESS_FIRST, pointer=-1, stacks=True)),
     _Memory("libc10.so", "cpu", True, ProbedCall("_ZN3c108free_cpuEPv\0", _ADDRESS_FIRST)),
-    _allocates("cudaMalloc"), _allocates("cudaMallocAsync"), _allocates("cudaMallocManaged"),
-    _frees("cudaFree"), _frees("cudaFreeAsync"),
-    _allocates("cudaHostAlloc", device=_PINNED), _allocates("cudaMallocHost", device=_PINNED),
-    _frees("cudaFreeHost", device=_PINNED),
-    _allocates("cuMemCreate", "libcuda.so"), _frees("cuMemRelease", "libcuda.so"),
-    _allocates("hipMalloc", "libamdhip64.so", "hip"), _frees("hipFree", "libamdhip64.so", "hip"),
+    *_allocates(_RUNTIME, _DRIVER, "cudaMalloc", "cudaMallocAsync", "cudaMallocFromPoolAsync", "cudaMallocManaged"),
+    *_frees(_RUNTIME, _DRIVER, "cudaFree", "cudaFreeAsync"),
+    *_allocates(_RUNTIME, _PINNED, "cudaHostAlloc", "cudaMallocHost"), *_frees(_RUNTIME, _PINNED, "cudaFreeHost"),
+    *_allocates(
+        _CUDA_DRIVER, _DRIVER,
+        "cuMemAlloc_v2", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemAllocManaged", "cuMemCreate",
+    ),
+    *_frees(_CUDA_DRIVER, _DRIVER, "cuMemFree_v2", "cuMemFreeAsync", "cuMemRelease"),
+    *_allocates(_CUDA_DRIVER, _PINNED, "cuMemHostAlloc", "cuMemAllocHost_v2"),
+    *_frees(_CUDA_DRIVER, _PINNED, "cuMemFreeHost"),
+    *_allocates(_HIP, "hip", "hipMalloc", "hipMallocAsync"), *_frees(_HIP, "hip", "hipFree", "hipFreeAsync"),
 )  # fmt: skip
 
+# Values of a launch: the function, or the graph; x and y of the grid, z; x and y of the block, z; the stream.
 _BY_VALUE = {  # dim3 in two registers: x and y, then z
     "x86_64": (
         Value(argument=0), Value(argument=1), Value(argument=2, size=4), Value(argument=3), Value(argument=4, size=4),
@@ -95,45 +111,73 @@ _BY_VALUE = {  # dim3 in two registers: x and y, then z
         Value(argument=7),
     ),
 }  # fmt: skip
+_ONE_BY_ONE = (
+    Value(argument=0), Value(argument=1, size=4), Value(argument=2, size=4, upper=True), Value(argument=3, size=4),
+    Value(argument=4, size=4), Value(argument=5, size=4, upper=True),
+)  # fmt: skip
+_DRIVERS_OWN = {
+    "x86_64": (*_ONE_BY_ONE, Value(above=8, size=4), Value(above=24)),
+    "aarch64": (*_ONE_BY_ONE, Value(argument=6, size=4), Value(above=0)),
+}
 _LAUNCH_OF_CONFIG = (
     Value(argument=1), Value(argument=0, behind=0), Value(argument=0, behind=8, size=4), Value(argument=0, behind=12),
     Value(argument=0, behind=20, size=4), Value(argument=0, behind=32),
 )  # fmt: skip
+_GRAPH = (Value(argument=0), Value(argument=1))
 
 
 class _Launch(NamedTuple):
-    """A function that launches, or waits. `kind`: `function` has an address in value 0, `graph` has none."""
+    """A function that launches, or waits.
+
+    `kind`: `function` has an address in value 0, `handle` one of the driver's, `graph` has none and its stream next.
+    """
 
     library: str
     kind: str
     call: ProbedCall
 
 
-def _waits(name: str) -> _Launch:
-    return _Launch("libcudart.so", "wait", ProbedCall(f"{name}\0", _ADDRESS_FIRST, timed=True))
+def _launch(library: str, kind: str, name: str, values: tuple[Value, ...]) -> _Launch:
+    return _Launch(library, kind, ProbedCall(f"{name}\0", values, stacks=True, own=True))
+
+
+def _waits(library: str, *names: str) -> Iterator[_Launch]:
+    for name in names:
+        yield _Launch(library, "wait", ProbedCall(f"{name}\0", _ADDRESS_FIRST, timed=True, stacks=True, own=True))
 
 
 def _launches() -> tuple[_Launch, ...]:
-    by_value = _BY_VALUE[os.uname().machine]
+    machine = os.uname().machine
     return (
-        _Launch("libcudart.so", "function", ProbedCall("cudaLaunchKernel\0", by_value)),
-        _Launch("libcudart.so", "function", ProbedCall("cudaLaunchKernelExC\0", _LAUNCH_OF_CONFIG)),
-        _Launch("libamdhip64.so", "function", ProbedCall("hipLaunchKernel\0", by_value)),
-        # Its stream is its second argument: the sixth value.
-        _Launch("libcudart.so", "graph", ProbedCall("cudaGraphLaunch\0", (Value(argument=0), Value(argument=1)))),
-        _waits("cudaStreamSynchronize"), _waits("cudaDeviceSynchronize"), _waits("cudaEventSynchronize"),
-        _waits("cudaMemcpy"),
+        _launch(_RUNTIME, "function", "cudaLaunchKernel", _BY_VALUE[machine]),
+        _launch(_RUNTIME, "function", "cudaLaunchKernelExC", _LAUNCH_OF_CONFIG),
+        _launch(_RUNTIME, "function", "cudaLaunchCooperativeKernel", _BY_VALUE[machine]),
+        _launch(_RUNTIME, "graph", "cudaGraphLaunch", _GRAPH),
+        _launch(_CUDA_DRIVER, "handle", "cuLaunchKernel", _DRIVERS_OWN[machine]),
+        _launch(_CUDA_DRIVER, "handle", "cuLaunchCooperativeKernel", _DRIVERS_OWN[machine]),
+        _launch(_CUDA_DRIVER, "handle", "cuLaunchKernelEx", _LAUNCH_OF_CONFIG),
+        _launch(_CUDA_DRIVER, "graph", "cuGraphLaunch", _GRAPH),
+        _launch(_HIP, "function", "hipLaunchKernel", _BY_VALUE[machine]),
+        *_waits(
+            _RUNTIME, "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
+        ),
+        *_waits(
+            _CUDA_DRIVER, "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2",
+            "cuMemcpyHtoD_v2",
+        ),
     )  # fmt: skip
 
 
 class _Recorded(NamedTuple):
     """Records by time, and what is needed to read them. `offset_ns`: wall clock - monotonic clock."""
 
-    records: Sequence[tuple[int, ...]]
+    records: Iterable[tuple[int, ...]]
     offset_ns: int
-    lost: int
-    probes: CallProbes
     symbols: Symbols
+    stacks: CallStacks
+    python: PythonFrames | None
+    counts: dict[str, Any]
+    """How many calls were lost, how many have no stack as they came too quickly; why no frame of Python is in them."""
 
 
 def allocations(order: dict[str, Any]) -> list[str]:
@@ -147,30 +191,32 @@ def allocations(order: dict[str, Any]) -> list[str]:
     with _recorded(watched, wanted) as recorded:
         stacks = _Stacks(recorded, [call for _, call in watched])
         live: dict[tuple[str, int], int] = {}
-        events = []
-        for time_ns, thread, number, returns_to, stack, *values in recorded.records:
-            device = _MEMORY[number].device
-            totals: tuple[int | None, int | None] = (None, None)
-            if number == _REPORT:
-                address, size, allocated, reserved, kind, _ = values
-                size -= (size >> 63) << 64
-                if kind & 0xFF == 0:
-                    continue  # seen where it is allocated
-                device = f"{_DEVICES.get(kind & 0xFF, 'other')}:{kind >> 8 & 0x7F}"
-                totals = (allocated, reserved)
-            elif _MEMORY[number].frees:
-                address = values[0]
-                size = -live.pop((device, address), 0)
-                if not size:
-                    continue  # allocated before, or by a function that is not watched
-            else:
-                size, address = values[0], values[4]
-                live[device, address] = size
-            row = stacks.number(number, stack, returns_to) if size > 0 else -1
-            events.append((time_ns + recorded.offset_ns, thread & 0xFFFFFFFF, address, size, device, row, *totals))
+
+        def events() -> Iterator[tuple[Any, ...]]:
+            for time_ns, thread, number, stack, *values in recorded.records:
+                device = _MEMORY[number].device
+                totals: tuple[int | None, int | None] = (None, None)
+                if number == _REPORT:
+                    address, size, allocated, reserved, kind, _ = values
+                    size -= (size >> 63) << 64
+                    if kind & 0xFF == 0:
+                        continue  # seen where it is allocated
+                    device = f"{_DEVICES.get(kind & 0xFF, 'other')}:{kind >> 8 & 0x7F}"
+                    totals = (allocated, reserved)
+                elif _MEMORY[number].frees:
+                    address = values[0]
+                    size = -live.pop((device, address), 0)
+                    if not size:
+                        continue  # allocated before, or by a function that is not watched
+                else:
+                    size, address = values[0], values[4]
+                    live[device, address] = size
+                row = stacks.number(number, stack) if size > 0 else -1
+                yield time_ns + recorded.offset_ns, thread & 0xFFFFFFFF, address, size, device, row, *totals
+
         _write(
             wanted, "traceloom-allocations",
-            {"frames": stacks.frames, "stacks": stacks.stacks, "events": events}, recorded.lost,
+            {"events": events(), "frames": stacks.frames, "stacks": stacks.stacks}, recorded.counts,
         )  # fmt: skip
     return [wanted.path]
 
@@ -185,28 +231,30 @@ def launches(order: dict[str, Any]) -> list[str]:
     watched = [(launch.library, launch.call) for launch in table]
     wanted = msgspec.convert(order, Order)
     with _recorded(watched, wanted) as recorded:
-        frames: dict[tuple[str, str], int] = {}
-        events, durations = [], []
-        for time_ns, thread, number, _, _, *values in recorded.records:
-            launch, thread_id = table[number], thread & 0xFFFFFFFF
-            own = (launch.call.beginning.rstrip("\0"), launch.library)
-            if launch.kind == "wait":
-                began = values[5]
-                row = frames.setdefault(own, len(frames))
-                durations.append((began + recorded.offset_ns, thread_id, row, time_ns - began))
-                continue
-            if launch.kind == "graph":
-                grid, block, stream = [0, 0, 0], [0, 0, 0], values[1]
-            else:
-                own = recorded.symbols.name(values[0])
-                grid = [values[1] & 0xFFFFFFFF, values[1] >> 32, values[2]]
-                block = [values[3] & 0xFFFFFFFF, values[3] >> 32, values[4]]
-                stream = values[5]
-            row = frames.setdefault(own, len(frames))
-            events.append((time_ns + recorded.offset_ns, thread_id, row, grid, block, stream))
+        stacks = _Stacks(recorded, [call for _, call in watched])
+        durations = []
+
+        def events() -> Iterator[tuple[Any, ...]]:
+            for time_ns, thread, number, stack, *values in recorded.records:
+                launch, thread_id, row = table[number], thread & 0xFFFFFFFF, stacks.number(number, stack)
+                own = (launch.call.beginning.rstrip("\0"), launch.library, 0)
+                if launch.kind == "wait":
+                    began = values[5]
+                    durations.append((began + recorded.offset_ns, thread_id, stacks.frame(own), time_ns - began, row))
+                    continue
+                if launch.kind == "graph":
+                    grid, block, stream = [0, 0, 0], [0, 0, 0], values[1]
+                else:
+                    own = (*recorded.symbols.name(values[0]), 0) if launch.kind == "function" else own
+                    grid = [values[1] & 0xFFFFFFFF, values[1] >> 32, values[2]]
+                    block = [values[3] & 0xFFFFFFFF, values[3] >> 32, values[4]]
+                    stream = values[5]
+                yield time_ns + recorded.offset_ns, thread_id, stacks.frame(own), grid, block, stream, row
+
         _write(
             wanted, "traceloom-launches",
-            {"frames": list(frames), "events": events, "durations": durations}, recorded.lost,
+            {"events": events(), "durations": durations, "frames": stacks.frames, "stacks": stacks.stacks},
+            recorded.counts,
         )  # fmt: skip
     return [wanted.path]
 
@@ -218,62 +266,111 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
     if why:
         raise OSError(errno.EPERM, f"{why}; {helps}" if helps else why)
     pid, steps = order.pid, order.steps
-    if _started(pid) != order.start_ticks:
+    image = _image(pid)
+    if image is None or image[0] != order.start_ticks:
         raise OSError(errno.ESRCH, "the process has ended")
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as exits:
         symbols = Symbols(pid)
         symbols.look()
-        probes = CallProbes(pid)
-        stack.callback(probes.close)
-        steps_taken = stack.enter_context(_steps(pid)) if steps is not None else None
+        python, without_python = None, None
+        try:
+            python = PythonFrames(pid)
+            exits.callback(python.close)
+        except OSError as error:
+            without_python = None if error.errno == errno.ENOENT else error.strerror
+        stacks = CallStacks(pid, symbols, python)
+        exits.callback(stacks.close)
+        stacks.look()
+        probes = CallProbes(pid, stacks)
+        exits.callback(probes.close)
+        steps_taken = exits.enter_context(_steps(pid)) if steps is not None else None
         offset_ns = time.time_ns() - time.monotonic_ns()
-        begins = max(order.start_ns - offset_ns, time.monotonic_ns())
-        attached = _attach(probes, pid, watched)
-        if not attached:
-            libraries = ", ".join(dict.fromkeys(library for library, _ in watched))
-            raise OSError(errno.ENOENT, f"the process has none of the functions that are watched (of {libraries})")
+        libraries = _Libraries(probes, pid, watched)
+        if not libraries.attach():
+            names = ", ".join(dict.fromkeys(library for library, _ in watched))
+            raise OSError(errno.ENOENT, f"the process has none of the functions that are watched (of {names})")
+        begins = max(order.start_ns - offset_ns, time.monotonic_ns())  # when all of them are watched
         pieces: list[bytes] = []
-        held, lost, steps_before, looked = 0, 0, 0, time.monotonic()
+        held, beyond, steps_before, looked = 0, 0, 0, time.monotonic()
+        lost, refused = probes.lost(), stacks.refused()
         seconds = min(order.duration_s or _MOST_S, _MOST_S)
-        ends = max(begins, time.monotonic_ns()) + round(seconds * 1e9)
-        while (now := time.monotonic_ns()) < ends and _started(pid) == order.start_ticks:
+        ends = begins + round(seconds * 1e9)
+        while (now := time.monotonic_ns()) < ends and _image(pid) == image:
             time.sleep(min(_PAUSE_S, (ends - now) / 1e9))
             piece = probes.ring.take()
+            stacks.take()
+            stacks.look()
             if now < begins:
                 steps_before = steps_taken() if steps_taken is not None else 0
+                lost, refused = probes.lost(), stacks.refused()
                 continue
             if held >= _MOST_RECORDS * RECORD.size:
-                lost += len(piece) // RECORD.size
+                beyond += len(piece) // RECORD.size
             else:
                 pieces.append(piece)
                 held += len(piece)
             if steps is not None and steps_taken is not None and steps_taken() - steps_before >= steps:
                 break
-            if time.monotonic() - looked > _LOOK_S:
+            if time.monotonic() - looked > _LOOK_S and _image(pid) == image:
                 looked = time.monotonic()
                 with contextlib.suppress(OSError):  # it has ended, which is seen above
                     symbols.look()
+                    libraries.attach()
+        counts = {
+            "lost": beyond + probes.lost() - lost, "without_stack": stacks.refused() - refused,
+            "without_python": without_python,
+        }  # fmt: skip
         probes.detach()
         pieces.append(probes.ring.take())
-        with contextlib.suppress(OSError):
-            symbols.look()
-        records = [record for piece in pieces for record in RECORD.iter_unpack(piece) if begins <= record[0] <= ends]
-        records.sort(key=lambda record: record[0])
-        yield _Recorded(records, offset_ns, lost + probes.lost(), probes, symbols)
+        if _image(pid) == image:
+            with contextlib.suppress(OSError):
+                symbols.look()
+        stacks.take()
+        yield _Recorded(_by_time(pieces, begins, ends), offset_ns, symbols, stacks, python, counts)
 
 
-def _attach(probes: CallProbes, pid: int, watched: Sequence[tuple[str, ProbedCall]]) -> list[int]:
-    """Watch what the libraries of the process have; once per file."""
-    attached: list[int] = []
-    files: dict[int, Mapping] = {}
-    for mapping in mappings(pid):
-        files.setdefault(mapping.inode, mapping)
-    for mapping in files.values():
-        name = mapping.path.rpartition("/")[2]
-        calls = [(number, call) for number, (library, call) in enumerate(watched) if name.startswith(library)]
-        if calls:
-            attached += probes.attach(open_mapped(pid, mapping), calls)
-    return attached
+def _by_time(pieces: list[bytes], begins: int, ends: int) -> Iterator[tuple[int, ...]]:
+    """The records of a window by time; few of them are ever unpacked at once."""
+    import numpy as np
+
+    content = b"".join(pieces)
+    pieces.clear()
+    table = np.frombuffer(content, np.dtype([("time", "<u8"), ("rest", f"V{RECORD.size - 8}")]))
+    order = np.argsort(table["time"], kind="stable")
+    times = table["time"][order]
+    order = order[np.searchsorted(times, begins) : np.searchsorted(times, ends, "right")]
+    for start in range(0, order.size, _ROWS_AT_ONCE):
+        yield from RECORD.iter_unpack(table[order[start : start + _ROWS_AT_ONCE]].tobytes())
+
+
+class _Libraries:
+    """The libraries of the process whose functions are watched, once per file; also those that it loads later."""
+
+    def __init__(self, probes: CallProbes, pid: int, watched: Sequence[tuple[str, ProbedCall]]) -> None:
+        self._probes, self._pid, self._watched = probes, pid, watched
+        self._looked: set[tuple[int, str]] = set()
+
+    def attach(self) -> list[int]:
+        """Watch what is new.
+
+        Raises:
+            OSError: The process has ended, or the kernel does not let us.
+        """
+        attached: list[int] = []
+        new: dict[tuple[int, str], Mapping] = {}
+        drivers: list[tuple[int, int]] = []
+        for mapping in mappings(self._pid):
+            new.setdefault((mapping.inode, mapping.path), mapping)
+            if mapping.executable and mapping.path.rpartition("/")[2].startswith(_DRIVERS):
+                drivers.append((mapping.start, mapping.end))
+        self._probes.drivers(drivers)
+        for file in new.keys() - self._looked:
+            self._looked.add(file)
+            name = file[1].rpartition("/")[2]
+            calls = [(number, call) for number, (library, call) in enumerate(self._watched) if name.startswith(library)]
+            if calls:
+                attached += self._probes.attach(open_mapped(self._pid, new[file]), calls)
+        return attached
 
 
 @contextlib.contextmanager
@@ -301,56 +398,61 @@ def _steps(pid: int) -> Iterator[Any]:
         counting.close()
 
 
+_Frame = tuple[str, str, int]
+
+
 class _Stacks:
-    """Stacks as numbers of frames, each once."""
+    """Stacks as numbers of frames, each once. A frame: function, file, line; 0: of a library."""
 
     def __init__(self, recorded: _Recorded, calls: Sequence[ProbedCall]) -> None:
-        self.frames: list[tuple[str, str]] = []
+        self.frames: dict[_Frame, int] = {}
         self.stacks: list[list[int]] = []
         self._recorded, self._calls = recorded, calls
-        self._frame_numbers: dict[tuple[str, str], int] = {}
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._known: dict[tuple[int, int, int], int] = {}
+        self._known: dict[tuple[int, int], int] = {}
 
-    def number(self, call: int, stack: int, returns_to: int) -> int:
-        """The number of the stack of a call; -1 where the kernel had no room for it."""
-        key = (call, stack, returns_to)
+    def number(self, call: int, stack: int) -> int:
+        """The number of the stack of a call; -1 where none was taken."""
+        key = (call, stack)
         if key not in self._known:
-            self._known[key] = self._add(self._calls[call], stack, returns_to)
+            self._known[key] = self._add(self._calls[call], self._recorded.stacks.stacks.get(stack))
         return self._known[key]
 
-    def _add(self, call: ProbedCall, stack: int, returns_to: int) -> int:
-        addresses = list(self._recorded.probes.stack(stack)) if stack >= 0 else []
-        name = self._recorded.symbols.name
-        if call.ends:  # the stack begins where the call returned to
-            names = [(self._recorded.symbols.plain(call.beginning.rstrip("\0")), "")]
-        else:
-            names = [name(addresses[0])] if addresses else []
-            addresses = addresses[1:]
-            if returns_to and addresses[:1] != [returns_to]:
-                addresses.insert(0, returns_to)
-        names += [name(address - 1) for address in addresses]  # the call is before the address that it returns to
-        if not addresses:
+    def frame(self, frame: _Frame) -> int:
+        """The number of a frame."""
+        return self.frames.setdefault(frame, len(self.frames))
+
+    def _add(self, call: ProbedCall, stack: CallStack | None) -> int:
+        if stack is None:
             return -1
-        row = tuple(self._frame_numbers.setdefault(frame, len(self._frame_numbers)) for frame in names)
-        self.frames = list(self._frame_numbers)
+        symbols, python = self._recorded.symbols, self._recorded.python
+        frames: list[_Frame] = [(symbols.plain(call.beginning.rstrip("\0")), "", 0)]
+        for address in stack.native:
+            if python is not None and stack.python and symbols.lies_in(address, python.file):
+                break  # its functions stand for those of Python, which follow
+            frames.append((*symbols.name(address - 1), 0))  # the call is before the address that it returns to
+        if python is not None:
+            frames += [frame for seen in stack.python if (frame := python.describe(*seen)) is not None]
+        row = tuple(self.frame(frame) for frame in frames)
         if row not in self._numbers:
             self._numbers[row] = len(self.stacks)
             self.stacks.append(list(row))
         return self._numbers[row]
 
 
-def _started(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None of one that has ended."""
+def _image(pid: int) -> tuple[int, int] | None:
+    """When a process began, in ticks since boot, and where its stack does, which is elsewhere in each program that it
+    executes; None of one that has ended.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in {b"Z", b"X"} else int(fields[19])
+    return None if fields[0] in {b"Z", b"X"} else (int(fields[19]), int(fields[25]))
 
 
-def _write(order: Order, kind: str, lists: dict[str, Sequence[Any]], lost: int) -> None:
-    """Write a document, row by row, so that its text is never held as a whole."""
+def _write(order: Order, kind: str, lists: dict[str, Iterable[Any]], counts: dict[str, Any]) -> None:
+    """Write a document, list by list and row by row, so that it is never held as a whole."""
     from isal import igzip
 
     document = {"format": kind, "version": 1, "pid": order.pid, "rank": order.rank}
@@ -359,9 +461,10 @@ def _write(order: Order, kind: str, lists: dict[str, Sequence[Any]], lost: int) 
         file.write(msgspec.json.encode(document)[:-1])
         for name, rows in lists.items():
             file.write(b',"%b":[' % name.encode())
-            for start in range(0, len(rows), _ROWS_AT_ONCE):
-                text = msgspec.json.encode(rows[start : start + _ROWS_AT_ONCE])
-                file.write(b"," * (start > 0) + text[1:-1])
+            several, remaining = b"", iter(rows)
+            while part := list(itertools.islice(remaining, _ROWS_AT_ONCE)):
+                file.write(several + msgspec.json.encode(part)[1:-1])
+                several = b","
             file.write(b"]")
-        file.write(b',"lost":%d}' % lost)
+        file.write(b"," + msgspec.json.encode(counts)[1:])
     written.replace(order.path)

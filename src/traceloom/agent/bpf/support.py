@@ -11,7 +11,8 @@ from traceloom.agent.bpf.instructions import ProbeProgram
 from traceloom.agent.bpf.kernel import UPROBE_TYPE, Map, MapKind, attach, load, machine
 
 _HOST_PROCESSES = "pid:[4026531836]"  # the first namespace, whose numbers the kernel gives to programs
-_RIGHTS = "run the agent as root, or with CAP_BPF and CAP_PERFMON"
+_MAY_TRACE = 19  # CAP_SYS_PTRACE
+_RIGHTS = "run the agent as root, or with CAP_SYS_ADMIN, which the kernel demands for probes of programs"
 
 
 def unsupported() -> tuple[str, str]:
@@ -19,6 +20,8 @@ def unsupported() -> tuple[str, str]:
     try:
         machine()
         if not UPROBE_TYPE.exists():
+            if not UPROBE_TYPE.parent.parent.exists():
+                return f"{UPROBE_TYPE.parent.parent} is not there", "mount sysfs where the agent runs"
             return "the kernel has no probes of functions of programs (CONFIG_UPROBE_EVENTS)", ""
         if Path("/proc/self/ns/pid").readlink().name != _HOST_PROCESSES:
             return (
@@ -54,6 +57,13 @@ def unsupported() -> tuple[str, str]:
     finally:
         os.close(loaded)
     return "", ""
+
+
+def looks_into_others() -> bool:
+    """Whether processes of other users may be looked into: what they have mapped, and their memory (CAP_SYS_PTRACE)."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    effective = status.partition("\nCapEff:")[2].split(maxsplit=1)
+    return bool(effective and int(effective[0], 16) >> _MAY_TRACE & 1)
 
 
 def _reason(error: OSError) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from traceloom.agent.bpf.elf import Elf, SymbolTable
 from traceloom.agent.bpf.mappings import Mapping, mappings, open_mapped
+from traceloom.agent.bpf.unwinding import END, Rule, rule
 
 _MOST_FILES = 1024
 _MOST_NAME = 1000  # letters; those of templates may be longer than anybody reads
@@ -90,19 +91,40 @@ class Symbols:
             self._names[address] = self._looked_up(address)
         return self._names[address]
 
+    def rule(self, address: int) -> Rule:
+        """The way from an instruction to the caller of its function."""
+        file, offset = self._file_of(address)
+        at = file.elf.address_of(offset) if file is not None else None
+        return END if file is None or at is None else rule(file.elf, at)
+
+    def lies_in(self, address: int, other: Mapping) -> bool:
+        """Whether an address is one of the file of a mapping."""
+        mapping = self._mapping_of(address)
+        return mapping is not None and (mapping.inode, mapping.path) == (other.inode, other.path)
+
     def plain(self, name: str) -> str:
         """A name of C++ as it is written in its source."""
         return self._demangle(name)[:_MOST_NAME]
 
     def _looked_up(self, address: int) -> tuple[str, str]:
-        index = bisect_right(self._mappings, address, key=lambda mapping: mapping.start) - 1
-        if index < 0 or address >= self._mappings[index].end:
+        mapping = self._mapping_of(address)
+        if mapping is None:
             return hex(address), ""
-        mapping = self._mappings[index]
-        library, offset = mapping.path.rpartition("/")[2], address - mapping.start + mapping.offset
-        file = self._files.get((mapping.inode, mapping.path))
+        file, offset = self._file_of(address)
+        library = mapping.path.rpartition("/")[2]
         name = file.name(offset) if file is not None else ""
         return (self.plain(name) if name else f"{library}+{offset:#x}"), library
+
+    def _mapping_of(self, address: int) -> Mapping | None:
+        index = bisect_right(self._mappings, address, key=lambda mapping: mapping.start) - 1
+        return self._mappings[index] if index >= 0 and address < self._mappings[index].end else None
+
+    def _file_of(self, address: int) -> tuple[_MappedFile | None, int]:
+        """The file that an address lies in, and where in it."""
+        mapping = self._mapping_of(address)
+        if mapping is None:
+            return None, 0
+        return self._files.get((mapping.inode, mapping.path)), address - mapping.start + mapping.offset
 
 
 def _functions(elf: Elf, table: SymbolTable) -> _Functions:

@@ -9,16 +9,18 @@ import msgspec
 from msgspec import Meta
 
 from traceloom.agent.board import Board
-from traceloom.agent.config import Config
+from traceloom.agent.config import AnyRule, Config
 from traceloom.agent.grouping import GroupedStacks, StackGroup, Unseen
 from traceloom.agent.metrics import Kind, Series
 from traceloom.agent.owners import Process
-from traceloom.agent.requests.model import Target, Wanted
+from traceloom.agent.requests.model import Cause, Target, Wanted
 from traceloom.agent.topline import JobFacts
 from traceloom.errors import TraceloomError
 
 if TYPE_CHECKING:
+    from traceloom.agent.hang_desk import HangDesk
     from traceloom.agent.requests.desk import RequestDesk
+    from traceloom.agent.triggers.engine import Triggers
 
 Sees = Literal["all", "own", "host"]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -33,6 +35,11 @@ class RequestError(TraceloomError):
         super().__init__(message, slug=slug, hint=hint)
         self.status = status
         self.retry_s = retry_s
+
+
+def wrong_request(message: str) -> RequestError:
+    """The refusal of a request that is not as it has to be."""
+    return RequestError(400, f"the request is wrong: {message[:1].lower()}{message[1:]}", slug="wrong-request")
 
 
 class HttpAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,7 +176,10 @@ class OwnerAnswer(HttpAnswer, frozen=True):
 
 
 class ProcessAnswer(HttpAnswer, frozen=True):
-    """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it is not shown."""
+    """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it is not shown.
+
+    `hung_since_ns`: since when it makes no steps, where it is part of a hang.
+    """
 
     key: str
     pid: int
@@ -181,6 +191,7 @@ class ProcessAnswer(HttpAnswer, frozen=True):
     cgroup: str
     devices: tuple[str, ...]
     steps_per_second: float | None
+    hung_since_ns: int | None
     unreadable: str
     owner: OwnerAnswer
     values: list[ValueAnswer]
@@ -321,6 +332,43 @@ class StacksAnswer(HttpAnswer, frozen=True):
     unseen: tuple[Unseen, ...]
 
 
+class HangParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """Of which job; "": of all."""
+
+    job: str = ""
+
+
+class HangAnswer(HttpAnswer, frozen=True):
+    """A job whose processes make, or made, no steps: since when, of which processes (pids), and what became of it.
+
+    `state`: hangs, recovered, ended, or unknown: the agent did not run when it ended. `ranks`: whom the others wait
+    for. `directory`: the bundle, "" where there is none, and `no_bundle` why; its `files`. Who may not see stacks of
+    the job sees no `sentence`, and no bundle.
+    """
+
+    id: str
+    job: str
+    uid: int
+    state: Literal["hangs", "recovered", "ended", "unknown"]
+    since_ns: int
+    seen_ns: int
+    over_ns: int | None
+    median_step_seconds: float
+    pids: list[int]
+    sentence: str
+    ranks: tuple[int, ...]
+    directory: str
+    files: tuple[str, ...]
+    no_bundle: str
+
+
+class HangsAnswer(HttpAnswer, frozen=True):
+    """The last hangs of jobs of the one who asks, oldest first. `watched`: jobs now whose steps are known."""
+
+    hangs: list[HangAnswer]
+    watched: list[str]
+
+
 class StepsBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """Steps that a job finished since it last told: durations in seconds, waits for data where it knows them.
 
@@ -348,6 +396,7 @@ class RequestAnswer(HttpAnswer, frozen=True):
     """A request for traces: what was `wanted`, how far each target is, and the files that are there.
 
     States: queued, delivered, accepted, written, verified, kept; failed, cancelled. `done`: nothing changes any more.
+    `trigger`: the rule that asked, null where somebody did; `most_bytes`: of each file, null: as usual.
     """
 
     id: str
@@ -358,6 +407,8 @@ class RequestAnswer(HttpAnswer, frozen=True):
     wanted: Wanted
     targets: list[Target]
     files: list[str]
+    trigger: Cause | None
+    most_bytes: int | None
     done: bool
 
 
@@ -365,6 +416,59 @@ class RequestsAnswer(HttpAnswer, frozen=True):
     """The requests about processes of the one who asks, oldest first."""
 
     requests: list[RequestAnswer]
+
+
+class FiredAnswer(HttpAnswer, frozen=True):
+    """A request that a rule made: what it is about, a job or a process, and why."""
+
+    at_ns: int
+    request: str
+    target: str
+    what: str
+
+
+class RefusedAnswer(HttpAnswer, frozen=True):
+    """Why a rule traced nobody: the name of the reason, and the sentence."""
+
+    at_ns: int
+    target: str
+    what: str
+    reason: str
+    detail: str
+
+
+class TriggerAnswer(HttpAnswer, frozen=True):
+    """A rule, and what it has done. `trouble`: why it cannot fire as things are; `rule`: as agent.toml has it.
+
+    `last`, `last_refusal`: null: never, or about another user's processes; `rule` is null for those who do not see all.
+    """
+
+    name: str
+    on: str
+    target: str
+    cooldown_seconds: float
+    fired: int
+    refusals: dict[str, int]
+    traced_seconds: float
+    kept_bytes: int
+    last: FiredAnswer | None
+    last_refusal: RefusedAnswer | None
+    trouble: str
+    rule: AnyRule | None
+
+
+class TriggersAnswer(HttpAnswer, frozen=True):
+    """Rules of agent.toml by which traces are taken that nobody asked for, and what they may still cost.
+
+    `share`: of the time of a process; `bytes_per_day`: of the host, of which `bytes_left` are left now, what runs
+    counted with what it may have at most. `trouble`: why it is not on disk.
+    """
+
+    rules: list[TriggerAnswer]
+    share: float
+    bytes_per_day: int
+    bytes_left: int
+    trouble: str
 
 
 class QueryParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
@@ -399,6 +503,8 @@ class Answers(Protocol):
     board: Board
     config: Config
     desk: RequestDesk
+    hangs: HangDesk
+    triggers: Triggers
 
     def status(self) -> StatusAnswer:
         """How the agent fares."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from datetime import datetime, timezone
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -17,9 +15,11 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from traceloom.agent import query
 from traceloom.agent.http import answers as forms
-from traceloom.agent.http.answers import Answers, HttpAnswer, RequestError, ValueAnswer
+from traceloom.agent.http.answers import Answers, HttpAnswer, RequestError, ValueAnswer, wrong_request
 from traceloom.agent.http.limits import body_of
+from traceloom.agent.http.moments import moment
 from traceloom.agent.http.peers import Peer, View
+from traceloom.agent.http.triggers import triggers_answer
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.owners import Process
 from traceloom.agent.requests.model import TraceRequest, Wanted
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from traceloom.agent.hang_desk import HangRecord
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 _MOST_POINTS = 500_000  # of an answer: about 10 MB of JSON
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
 
 class Asked:
@@ -61,7 +61,7 @@ class Asked:
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _wrong(str(error)) from error
+            raise wrong_request(str(error)) from error
 
     def parameters(self, kind: type[HttpAnswer]) -> HttpAnswer:
         """What stands behind the question mark.
@@ -72,7 +72,7 @@ class Asked:
         try:
             return msgspec.convert(dict(self.request.query_params), kind, strict=False)
         except msgspec.ValidationError as error:
-            raise _wrong(str(error)) from error
+            raise wrong_request(str(error)) from error
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,10 +91,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     parameters: type[HttpAnswer] | None = None
     refuses: tuple[int, ...] = ()
     acts: bool = False
-
-
-def _wrong(message: str) -> RequestError:
-    return RequestError(400, f"the request is wrong: {message[:1].lower()}{message[1:]}", slug="wrong-request")
 
 
 async def _healthz(asked: Asked) -> forms.Health:
@@ -159,6 +155,7 @@ async def _processes(asked: Asked) -> forms.ProcessesAnswer:
             cgroup=p.cgroup,
             devices=p.devices,
             steps_per_second=p.steps_per_second,
+            hung_since_ns=asked.agent.hangs.hung_since_ns(key),
             unreadable=p.unreadable,
             owner=forms.OwnerAnswer(**msgspec.structs.asdict(p.owner)),
             values=values[key],
@@ -198,25 +195,6 @@ async def _jobs(asked: Asked) -> forms.JobsAnswer:
     return forms.JobsAnswer(jobs=rows, hidden=len(everybody) - len(rows))
 
 
-def moment(text: str, now_ns: int) -> int:
-    """A time in ns since the epoch: `10m` ago, seconds since the epoch, or ISO 8601 (UTC where it says no zone).
-
-    Raises:
-        RequestError: `wrong-request`.
-    """
-    if match := _AGO.fullmatch(text):
-        return now_ns - int(float(match[1]) * _UNITS_S[match[2]] * 1e9)
-    try:
-        return int(float(text) * 1e9)
-    except (ValueError, OverflowError):
-        pass
-    try:
-        time_of = datetime.fromisoformat(text.replace("Z", "+00:00"))
-        return int((time_of if time_of.tzinfo else time_of.replace(tzinfo=timezone.utc)).timestamp() * 1e9)
-    except (ValueError, OverflowError) as error:
-        raise _wrong(f"`{text}` is no time, as 10m, 1700000000 or 2026-01-31T12:00") from error
-
-
 async def _query(asked: Asked) -> forms.QueryAnswer:
     wanted = asked.parameters(forms.QueryParameters)
     assert isinstance(wanted, forms.QueryParameters)
@@ -232,7 +210,7 @@ async def _query(asked: Asked) -> forms.QueryAnswer:
     now_ns = time.time_ns()
     pairs = [pair.partition("=") for pair in wanted.where.split(",") if pair]
     if wrong := [label for label, equals, _ in pairs if not equals]:
-        raise _wrong(f"`where` has `{wrong[0]}`, which is no label=value")
+        raise wrong_request(f"`where` has `{wrong[0]}`, which is no label=value")
     question = forms.Question(
         metric=name,
         since_ns=moment(wanted.since, now_ns),
@@ -243,7 +221,7 @@ async def _query(asked: Asked) -> forms.QueryAnswer:
         raw=wanted.raw,
     )
     if question.since_ns > question.until_ns:
-        raise _wrong("`until` is before `since`")
+        raise wrong_request("`until` is before `since`")
     series = list(await asked.agent.query(question))
     points = sum(len(one_series.values) for one_series in series)
     if points > _MOST_POINTS:
@@ -267,7 +245,7 @@ async def _events(asked: Asked) -> forms.EventsAnswer:
     try:
         wanted = msgspec.convert(dict(asked.request.query_params), forms.EventParameters)
     except msgspec.ValidationError as error:
-        raise _wrong(str(error)) from error
+        raise wrong_request(str(error)) from error
     since_ns = moment(wanted.since, time.time_ns())
     events = [
         forms.EventAnswer(at_ns=event.at_ns, kind=event.kind, text=event.text, device=event.device, code=event.code)
@@ -329,7 +307,7 @@ async def _trace(asked: Asked) -> forms.TraceAnswer:
             hint=nearest(body.job, asked.view.jobs) + "`traceloom agent ps` lists them",
         )  # fmt: skip
     if not Path(body.path).is_absolute():
-        raise _wrong("`path` is not absolute")
+        raise wrong_request("`path` is not absolute")
     facts = await asked.agent.learn(body.job, body.path, asked.peer.uid)
     return forms.TraceAnswer(job=body.job, **msgspec.structs.asdict(facts))
 
@@ -419,17 +397,48 @@ async def _file(asked: Asked) -> Response:
     return FileResponse(path, media_type="application/octet-stream")
 
 
+async def _triggers(asked: Asked) -> forms.TriggersAnswer:
+    return triggers_answer(asked.agent.triggers, asked.agent.config.trigger_budget, asked.peer)
+
+
 async def _environment(asked: Asked) -> forms.EnvironmentAnswer:
     if asked.peer.uid is None:
         raise RequestError(403, "this is told over the unix socket alone", slug="not-allowed")
     return forms.EnvironmentAnswer(variables=asked.agent.environment(asked.peer.uid))
 
 
+async def _hangs(asked: Asked) -> forms.HangsAnswer:
+    wanted = asked.parameters(forms.HangParameters)
+    assert isinstance(wanted, forms.HangParameters)
+    peer, desk = asked.peer, asked.agent.hangs
+
+    def shown(record: HangRecord) -> forms.HangAnswer:
+        # As of stacks: a token that only reads does not see where programs of others are.
+        full = peer.acts or peer.uid == record.hang.uid
+        return forms.HangAnswer(
+            id=record.id, job=record.hang.job, uid=record.hang.uid, state=record.state,
+            since_ns=record.hang.since_ns, seen_ns=record.hang.seen_ns, over_ns=record.over_ns,
+            median_step_seconds=record.hang.median_s, pids=[member.pid for member in record.hang.processes],
+            sentence=record.sentence if full else "", ranks=record.ranks, directory=record.directory if full else "",
+            files=record.files if full else (), no_bundle=record.no_bundle,
+        )  # fmt: skip
+
+    return forms.HangsAnswer(
+        watched=sorted({key.job for key in desk.watch.stepping if key.job in asked.view.jobs}),
+        hangs=[
+            shown(record)
+            for record in desk.records
+            if (peer.sees == "all" or (peer.sees == "own" and peer.uid == record.hang.uid))
+            and wanted.job in ("", record.hang.job)
+        ],
+    )
+
+
 async def _stacks(asked: Asked) -> forms.StacksAnswer:
     wanted = asked.parameters(forms.StacksParameters)
     assert isinstance(wanted, forms.StacksParameters)
     if bool(wanted.job) == bool(wanted.pid):
-        raise _wrong("it takes either `job` or `pid`")
+        raise wrong_request("it takes either `job` or `pid`")
     view = asked.view
     processes = [
         process
@@ -499,6 +508,14 @@ ROUTES = (
         parameters=forms.StacksParameters,
         refuses=(400, 403, 404, 429),
     ),
+    Route(
+        path="/api/v1/hangs",
+        summary="Jobs that hang or hung, and the rank that the others wait for",
+        answers=_hangs,
+        answer=forms.HangsAnswer,
+        parameters=forms.HangParameters,
+        refuses=(400,),
+    ),
     Route(path="/api/v1/clock", summary="The clocks of this host", answers=_clock, answer=forms.ClockAnswer),
     Route(
         path="/api/v1/counters/pause",
@@ -534,6 +551,12 @@ ROUTES = (
         answers=_environment,
         answer=forms.EnvironmentAnswer,
         refuses=(403, 503),
+    ),
+    Route(
+        path="/api/v1/triggers",
+        summary="Rules by which traces are taken that nobody asked for, and what they may still cost",
+        answers=_triggers,
+        answer=forms.TriggersAnswer,
     ),
     Route(
         path="/api/v1/requests",

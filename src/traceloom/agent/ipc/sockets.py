@@ -31,7 +31,6 @@ _CLIENT = re.compile(r"dynoconfigclient[0-9a-f-]{1,64}")
 _LONGEST_CLIENT = len("dynoconfigclient") + 36
 _LONGEST_PATH = 107  # of a unix socket
 _CREDENTIALS = struct.Struct("3i")
-_AT_ONCE = 256  # datagrams that are answered before the loop does something else
 _MOST_SWEPT = 4096  # names of a directory that are looked at
 
 
@@ -209,18 +208,18 @@ class KinetoSockets:
             os.close(handle)
 
     def _read(self, user_socket: UserSocket) -> None:
-        for _ in range(_AT_ONCE):
-            try:
-                # Room for the credentials alone: descriptors that a stranger sends along are closed by the kernel.
-                datagram, ancillary, _, address = user_socket.listener.recvmsg(
-                    MOST_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
-                )
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                LOG.warning("a datagram could not be read: %s", error)
-                return
-            self._take(user_socket, datagram, ancillary, address)
+        # One at a time: the loop comes back at once where there are more, and to ask whether there are costs as much.
+        try:
+            # Room for the credentials alone: descriptors that a stranger sends along are closed by the kernel.
+            datagram, ancillary, _, address = user_socket.listener.recvmsg(
+                MOST_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
+            )
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            LOG.warning("a datagram could not be read: %s", error)
+            return
+        self._take(user_socket, datagram, ancillary, address)
 
     def _take(
         self,

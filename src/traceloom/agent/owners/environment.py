@@ -112,6 +112,9 @@ RANKS_HERE = "LOCAL_WORLD_SIZE"  # how many ranks torchrun started on this host
 HOST = "HOSTNAME"  # in a pod, the pod's name
 # By which PyTorch's profiler finds whoever asks it for traces. That the first is set counts, whatever its value.
 POLLS, POLLED_DIRECTORY = "KINETO_USE_DAEMON", "KINETO_IPC_SOCKET_DIR"
+# By which PyTorch tells what its flight recorder of collectives holds.
+WORKER_SERVER, DUMP_PIPE = "TORCH_WORKER_SERVER_SOCKET", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 # What tells two launches of one job apart whose ranks have the same numbers.
 LAUNCH = ("SLURM_STEP_ID", *_MAIN_ADDRESS, _MAIN_PORT, _TORCHELASTIC, _MPI_JOB)
@@ -124,6 +127,7 @@ LISTED: frozenset[str] = frozenset({
     *(variable for variables in _POD.values() for variable in variables), *_POD_UID, _IN_KUBERNETES,
     "JOBSET_NAME", _TORCHELASTIC, *_MAIN_ADDRESS, _MAIN_PORT, _MPI_JOB,
     JOB, DTYPE, INPUT_BYTES, *DEVICES, RANKS_HERE, HOST, POLLS, POLLED_DIRECTORY,
+    WORKER_SERVER, DUMP_PIPE, *DUMP_FILES,
 })  # fmt: skip
 """The variables that are kept, beside those that begin with one of `PREFIXES` and those of the configuration."""
 

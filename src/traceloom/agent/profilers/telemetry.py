@@ -61,9 +61,9 @@ class TelemetryProfiler:
 
         def take(_collector: str, sheet: Sheet) -> None:
             nonlocal room
-            allowed = _allowed(self.board, process)
+            allowed = allowed_labels(self.board, process)
             for series, value in sheet.values.items():
-                if room and _wanted(series, allowed):
+                if room and is_wanted(series, allowed):
                     times, numbers = values.setdefault(series, (array("q"), array("d")))
                     times.append(sheet.at_ns)
                     numbers.append(value)
@@ -77,10 +77,10 @@ class TelemetryProfiler:
             await asyncio.sleep(window.duration_s)
         finally:
             self.board.watchers.remove(take)
-        return [await asyncio.to_thread(_write, directory / f"{stem}.telemetry.json.gz", self.host, values, room == 0)]
+        return [await asyncio.to_thread(write, directory / f"{stem}.telemetry.json.gz", self.host, values, room == 0)]
 
 
-def _allowed(board: Board, process: Process) -> Mapping[str, set[str]]:
+def allowed_labels(board: Board, process: Process) -> Mapping[str, set[str]]:
     """The values of labels that say whose a series is: those of the processes of the same job and user."""
     same = [
         other
@@ -95,7 +95,8 @@ def _allowed(board: Board, process: Process) -> Mapping[str, set[str]]:
     }
 
 
-def _wanted(series: Series, allowed: Mapping[str, set[str]]) -> bool:
+def is_wanted(series: Series, allowed: Mapping[str, set[str]]) -> bool:
+    """Whether a series is kept: about the host, or about what is `allowed`; not about the agent itself."""
     name, labels = series
     metric = METRICS[name]
     if metric.kind == "info" or name.startswith(_AGENT):
@@ -105,8 +106,19 @@ def _wanted(series: Series, allowed: Mapping[str, set[str]]) -> bool:
     )
 
 
-def _write(path: Path, host: str, values: Mapping[Series, tuple[array[int], array[float]]], cut: bool) -> Path:
-    """Series after series, so that the interpreter is never held for long."""
+def write(path: Path, host: str, values: Mapping[Series, tuple[array[int], array[float]]], cut: bool) -> Path:
+    """Put series, each with times in ns and values, into a new file; returns its path.
+
+    Args:
+        path: `STEM.telemetry.json.gz`.
+        host: Its name.
+        values: Series -> times and values, of equal lengths.
+        cut: There was more.
+
+    Raises:
+        ProfilerError: `cannot-write`.
+    """
+    # Series after series, so that the interpreter is never held for long.
     head = msgspec.json.encode({"format": "traceloom-telemetry", "version": VERSION, "host": host, "cut": cut})
     try:
         with path.open("xb") as file, igzip.IGzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,8 +44,11 @@ _BACK_OFF_S = 3.0  # between tries of a process that does not step yet
 class Tell(Protocol):
     """Takes the news of a target."""
 
-    def __call__(self, state: State, reason: str = "", detail: str = "", **facts: Any) -> None:
-        """Its state, why or what for it waits, and fields of `Target` that are known now."""
+    def __call__(self, state: State, reason: str = "", detail: str = "", **facts: Any) -> Awaitable[None]:
+        """Its state, why or what for it waits, and fields of `Target` that are known now.
+
+        It need not be awaited; who does, waits until it is on disk.
+        """
 
 
 class TimelineOrder(msgspec.Struct, kw_only=True):
@@ -67,6 +70,7 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
     most_seconds: float = 60.0
     most_bytes: int = 1 << 30
     most_kept_bytes: int = 10 << 30
+    most_result_bytes: int | None = None
     resumed: State = "queued"
     start_ns: int | None = None
     attempt: int = 1
@@ -150,6 +154,8 @@ class TimelineProfiler:
             seconds = min(order.most_seconds, 1.5 * (window.steps + 1) / rate if rate else _FIRST_GUESS_S)
         retried: set[str] = set()
         resumed, attempt = order.resumed, order.attempt
+        if resumed in ("written", "verified") and not _Watch(order.incoming, self._name(attempt)).written():
+            resumed, order.start_ns = "queued", None  # it was thrown away, and the agent killed before it said why
         try:
             while True:
                 try:
@@ -176,8 +182,9 @@ class TimelineProfiler:
                     waited_until = max(waited_until, time.monotonic() + pause_s + _BACK_OFF_S)
                     await asyncio.sleep(pause_s)
                 else:
+                    # An agent that is killed before this is on disk looks at the file once more.
+                    await self.tell("kept", **facts, file=path.name)
                     self._clean(attempt)
-                    self.tell("kept", **facts, file=path.name)
                     return [path]
         finally:
             self.registry.offers.pop(process.key, None)
@@ -204,7 +211,7 @@ class TimelineProfiler:
         name = self._name(attempt)
         start_ns = self.order.start_ns
         watch = _Watch(self.order.incoming, name)
-        if watch.written() or resumed in ("written", "verified"):
+        if watch.written():
             return start_ns
         # Where an instant was named it may have been handed over, and an agent that was killed did not write that down.
         if resumed == "queued" and start_ns is None:
@@ -213,7 +220,8 @@ class TimelineProfiler:
                 self.tell("queued", "not-all-ready", "waits until all processes of the request are ready")
                 start_ns = await self.order.start.ready(process.key, AHEAD_S + client.interval_s + 1.0)
                 self.tell("queued", start_ns=start_ns)
-            await self._deliver(process, self._configuration(window, seconds, attempt, start_ns), start_ns, until)
+            configuration = self._configuration(window, seconds, attempt, start_ns)
+            await self._deliver(process, window, configuration, start_ns, until)
         begin_s = max(0.0, (start_ns or 0) / 1e9 - time.time()) if start_ns else _USUAL_AHEAD_S
         if seconds is None:
             begin_s = _SLOW_STEP_S
@@ -234,30 +242,34 @@ class TimelineProfiler:
 
     async def _ready(self, process: Process, window: Window, until: float) -> ProfilerClient:
         """Wait until the process polls, is idle, and steps where steps are wanted and it says whether it does."""
-        reason, detail, last_reason = "", "", ""
+        last_reason = ""
         while True:
-            client = self.registry.clients.get(process.key)
-            rate = self.order.steps_per_second(process.key)
-            if client is None:
-                reason, detail = "not-registered", "its PyTorch does not ask for traces"
-            elif client.busy:
-                reason, detail = "own-profiler", "its own profiler runs"
-            elif time.monotonic() - client.polled > 2 * client.interval_s + _GRACE_S:
-                reason, detail = "silent", "it has not polled of late: it is stopped, or very busy"
-            elif window.steps is not None and rate == 0:
-                reason, detail = "not-stepping", "it does not step"
-            else:
-                return client
+            reason, detail = self._hindrance(process, window)
+            if not reason:
+                return self.registry.clients[process.key]
             if reason != last_reason:
                 self.tell("queued", reason, detail)
                 last_reason = reason
             self._check_alive(process)
             if time.monotonic() > until:
-                raise ProfilerError(detail, slug="not-registered" if client is None else "expired")
+                raise ProfilerError(detail, slug="not-registered" if reason == "not-registered" else "expired")
             await asyncio.sleep(_LOOK_S)
 
+    def _hindrance(self, process: Process, window: Window) -> tuple[str, str]:
+        """What a process that is to be told waits for, and the sentence; "" where it is ready."""
+        client, reason, detail = self.registry.clients.get(process.key), "", ""
+        if client is None:
+            reason, detail = "not-registered", "its PyTorch does not ask for traces"
+        elif client.busy:
+            reason, detail = "own-profiler", "its own profiler runs"
+        elif time.monotonic() - client.polled > 2 * client.interval_s + _GRACE_S:
+            reason, detail = "silent", "it has not polled of late: it is stopped, or very busy"
+        elif window.steps is not None and self.order.steps_per_second(process.key) == 0:
+            reason, detail = "not-stepping", "it does not step"
+        return reason, detail
+
     async def _deliver(
-        self, process: Process, configuration: TraceConfiguration, start_ns: int | None, until: float
+        self, process: Process, window: Window, configuration: TraceConfiguration, start_ns: int | None, until: float
     ) -> None:
         """Hand it over with the answer to the next poll of an idle process."""
         text = configuration.text()
@@ -268,11 +280,16 @@ class TimelineProfiler:
             return "" if late else text
 
         self.registry.offers[process.key] = Offer(text=offered, delivered=delivered.set)
+        last_reason = ""
         while not delivered.is_set():
+            reason, detail = self._hindrance(process, window)
+            if reason != last_reason:
+                self.tell("queued", reason, detail)
+                last_reason = reason
             if start_ns is not None and time.time_ns() + int(AHEAD_S * 1e9) > start_ns:
                 raise ProfilerError("it did not poll early enough before the common start", slug="expired")
             if start_ns is None and time.monotonic() > until:
-                raise ProfilerError("it did not become ready in time", slug="expired")
+                raise ProfilerError(detail or "it did not become ready in time", slug="expired")
             self._check_alive(process)
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(delivered.wait(), _LOOK_S)
@@ -317,7 +334,8 @@ class TimelineProfiler:
         task = partial(
             worker.run, "keep-trace", timeout_s=_KEEP_S, folder=str(order.incoming), name=self._name(attempt),
             uid=process.uid, to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,
-            trace_id=order.trace_id, start_ns=start_ns, duration_s=seconds, steps=window.steps,
+            most_result_bytes=order.most_result_bytes, trace_id=order.trace_id, start_ns=start_ns, duration_s=seconds,
+            steps=window.steps,
         )  # fmt: skip
         try:
             facts: dict[str, Any] = await asyncio.to_thread(task)

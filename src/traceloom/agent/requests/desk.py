@@ -26,10 +26,10 @@ from traceloom.agent.http.answers import RequestError
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import Profiler, ProfilerError, Window
 from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
-from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry, is_alive
 from traceloom.agent.requests.keeping import write_document
 from traceloom.agent.requests.leases import Leases
-from traceloom.agent.requests.model import State, Target, TraceRequest, Wanted
+from traceloom.agent.requests.model import Cause, State, Target, TraceRequest, Wanted
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
 from traceloom.agent.steps import Steps
@@ -90,19 +90,24 @@ class RequestDesk:
         self._disk.shutdown()
         self.store.close()
 
-    async def submit(self, wanted: Wanted, who: str, may_trace: Callable[[int], bool]) -> TraceRequest:
+    async def submit(
+        self, wanted: Wanted, who: str, may_trace: Callable[[int], bool], *, trigger: Cause | None = None,
+        most_bytes: int | None = None,
+    ) -> TraceRequest:  # fmt: skip
         """Take a request, write it down, and begin.
 
         Args:
             wanted: What is asked for.
             who: By whom, for the log.
             may_trace: Whether they may trace processes of a user.
+            trigger: The rule that asks, where nobody does.
+            most_bytes: Of each file that is kept, where that is less than the configuration allows.
 
         Raises:
             RequestError: `wrong-request`, `no-such-process`, `several-users`, `no-profiler`, `quota`, `too-much`,
                 `cannot-write`.
         """
-        self._check(wanted)
+        self.check(wanted)
         matching = self.matching(wanted, may_trace)
         users = {process.uid for process in matching}
         if len(users) != 1:
@@ -118,8 +123,9 @@ class RequestDesk:
                 hint="`traces.most_requests_per_user` of agent.toml",
             )  # fmt: skip
         request = TraceRequest(
-            id=secrets.token_hex(6), who=who, uid=uid, asked_ns=time.time_ns(), boot_id=self.boot_id, wanted=wanted
-        )
+            id=secrets.token_hex(6), who=who, uid=uid, asked_ns=time.time_ns(), boot_id=self.boot_id, wanted=wanted,
+            trigger=trigger, most_bytes=most_bytes,
+        )  # fmt: skip
         request.targets = list(_targets(request, matching, self.config.host_name))
         loop = asyncio.get_running_loop()
         try:
@@ -194,7 +200,13 @@ class RequestDesk:
         for client in self.registry.clients.values():
             candidates.setdefault(client.key, _bare(client))
         allowed = [process for process in candidates.values() if may_trace(process.uid)]
-        matches = self._workers([process for process in allowed if self._matches(process, wanted)])
+        # Those that have ended are remembered for a while, as the ranks of a job that was started again.
+        matches = self._workers(
+            [
+                process for process in allowed
+                if self._matches(process, wanted) and is_alive(self.registry.proc, process.pid, process.start_ticks)
+            ]
+        )  # fmt: skip
         if wanted.most_processes is not None:
             matches = matches[: wanted.most_processes]
         if not matches:
@@ -231,7 +243,12 @@ class RequestDesk:
                 out.append(process)
         return out
 
-    def _check(self, wanted: Wanted) -> None:
+    def check(self, wanted: Wanted) -> None:
+        """Look at a request as such, whomever it is about.
+
+        Raises:
+            RequestError: `wrong-request`, `too-much`, `no-profiler`.
+        """
         most = self.config.traces
         if not (wanted.pids or wanted.job or wanted.ranks or wanted.host):
             raise RequestError(
@@ -333,6 +350,7 @@ class RequestDesk:
             incoming=self.places.incoming(request.uid), stem=target.stem, shapes=wanted.shapes, stacks=wanted.stacks,
             flops=wanted.flops, modules=wanted.modules, wait_s=most.wait, most_seconds=most.most_seconds,
             most_bytes=int(most.most_file_mb * 1e6), most_kept_bytes=int(most.most_mb_per_user * 1e6),
+            most_result_bytes=request.most_bytes,
             resumed=target.state, start_ns=target.start_ns, attempt=target.attempt,
             steps_per_second=self.steps.per_second, start=start,
         )  # fmt: skip
@@ -370,6 +388,12 @@ class RequestDesk:
             paths = await profiler.record(process, Window(start_ns, seconds, wanted.steps), directory, target.stem)
             tell("written")
             size = await asyncio.to_thread(lambda: sum(path.stat().st_size for path in paths))
+            if request.most_bytes is not None and size > request.most_bytes:
+                for path in paths:
+                    await asyncio.to_thread(path.unlink)
+                raise ProfilerError(
+                    f"{size:,} bytes are more than {request.most_bytes:,} that a trigger may take", slug="quota"
+                )
             tell("kept", file=paths[0].name if paths else "", bytes=size)
         request.files += sorted({path.name for path in paths} - set(request.files))
 
@@ -424,8 +448,8 @@ class RequestDesk:
 
     def _tell(
         self, request: TraceRequest, target: Target, state: State, reason: str = "", detail: str = "", **facts: Any
-    ) -> None:
-        """A target is in a state: in memory at once, on disk and to listeners soon."""
+    ) -> asyncio.Task[None]:
+        """A target is in a state: in memory at once, on disk and to listeners when the task has ended."""
         if state != target.state or reason != target.reason:
             target.since_ns = time.time_ns()
         target.state, target.reason, target.detail = state, reason, detail
@@ -435,6 +459,7 @@ class RequestDesk:
         task = asyncio.create_task(self._write(request.id, written))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+        return task
 
     async def _write(self, request: str, target: Target) -> None:
         await self._notify(request)

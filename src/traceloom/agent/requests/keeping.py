@@ -6,10 +6,12 @@ without following links, has to be a plain file of that user with one name, and 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import mmap
 import os
+import resource
 import stat
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,14 @@ from typing import Any
 import msgspec
 from isal import igzip
 
+from traceloom.agent.requests.places import INCOMING
+
 _PIECE = 1 << 20
 _LEVEL = 2
 _SLACK_NS = 5_000_000_000  # a busy machine begins and ends late
 _LATEST_NS = 2**61  # of what a trace says: sums of two fit into 64 bits
+_ROOM_BYTES = 1 << 30  # of addresses, for the interpreter and its libraries
+_MOST_TIMES = 8  # as much as the file has a trace may need as objects; one made to need more is refused
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -46,7 +52,7 @@ class _FaultError(Exception):
 
 def keep(
     *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int, trace_id: str,
-    start_ns: int | None, duration_s: float | None, steps: int | None,
+    start_ns: int | None, duration_s: float | None, steps: int | None, most_result_bytes: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Verify a trace, and keep it compressed as `to`.
 
@@ -61,6 +67,7 @@ def keep(
         start_ns: When its window was to begin; None where no instant was named.
         duration_s: How long it was to be; None where steps were asked for.
         steps: How many steps it has to hold at least; None where that does not matter.
+        most_result_bytes: Of the file that is kept; None where that does not matter.
 
     Returns:
         What it holds (`operators`, `steps`, `window_start_ns`, `window_end_ns`) and the kept file's `bytes` and
@@ -71,7 +78,7 @@ def keep(
     try:
         _copy(folder, name, uid, most_bytes, copy)
         facts = _verified(copy, trace_id, start_ns, duration_s, steps)
-        return facts | _compressed(copy, target, most_kept_bytes)
+        return facts | _compressed(copy, target, most_kept_bytes, most_result_bytes)
     except _FaultError as fault:
         return {"fault": fault.slug, "detail": str(fault)}
     except OSError as error:
@@ -80,7 +87,8 @@ def keep(
             "detail": (error.strerror or str(error)).lower(),
         }
     finally:
-        copy.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a disk that has become read-only
+            copy.unlink(missing_ok=True)
 
 
 def _copy(folder: str, name: str, uid: int, most_bytes: int, copy: Path) -> None:
@@ -111,9 +119,14 @@ def _verified(
 ) -> dict[str, Any]:
     if not path.stat().st_size:
         raise _FaultError(slug="damaged", detail="it holds nothing")
+    # A user's process must not make this one take the host's memory, and with it other users' jobs.
+    most, hard = _ROOM_BYTES + _MOST_TIMES * path.stat().st_size, resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         try:
             trace = msgspec.json.decode(memoryview(text), type=_Trace)
+        except MemoryError:
+            raise _FaultError(slug="damaged", detail="it needs more memory than a trace of its size") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _FaultError(
                 slug="damaged", detail=f"it is no whole trace: {error}"
@@ -148,10 +161,12 @@ def _are_times(trace: _Trace, ts: float, dur: float) -> bool:
     return 0 <= trace.baseTimeNanoseconds < _LATEST_NS and 0 <= ts < _LATEST_NS / 1000 and 0 < dur < _LATEST_NS / 1000
 
 
-def _compressed(copy: Path, target: Path, most_kept_bytes: int) -> dict[str, Any]:
-    kept = sum(
-        entry.stat().st_size for entry in target.parents[1].glob("*/*") if entry.is_file() and not entry.is_symlink()
-    )
+def _compressed(copy: Path, target: Path, most_kept_bytes: int, most_result_bytes: int | None) -> dict[str, Any]:
+    kept = 0
+    for entry in target.parents[1].glob("*/*"):
+        if entry.parent.name != INCOMING and not entry.name.startswith("."):  # what is not kept yet begins with a dot
+            with contextlib.suppress(FileNotFoundError):
+                kept += entry.lstat().st_size
     part = target.with_name(f".{target.name}.part")
     digest = hashlib.sha256()
     try:
@@ -164,11 +179,16 @@ def _compressed(copy: Path, target: Path, most_kept_bytes: int) -> dict[str, Any
                 digest.update(piece)
             size = writer.tell()
             os.fsync(writer.fileno())
-        if kept - copy.stat().st_size + size > most_kept_bytes:
+        if kept + size > most_kept_bytes:
             raise _FaultError(slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept")
+        if most_result_bytes is not None and size > most_result_bytes:
+            raise _FaultError(
+                slug="quota", detail=f"{size:,} bytes are more than {most_result_bytes:,} that it may have"
+            )
         part.replace(target)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

@@ -70,8 +70,19 @@ class Target(msgspec.Struct, kw_only=True):
         return self.state in ENDED
 
 
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """What made a request that nobody asked for: a rule of agent.toml, what it is about (a job or process), and why."""
+
+    rule: str
+    target: str
+    what: str
+
+
 class TraceRequest(msgspec.Struct, kw_only=True):
-    """A request. `uid`: whose the processes are; `files`: what lies in its directory."""
+    """A request. `uid`: whose the processes are; `files`: what lies in its directory.
+
+    `trigger`: None where somebody asked; `most_bytes`: of each file that is kept, None: as the configuration says.
+    """
 
     id: str
     who: str
@@ -81,6 +92,8 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     wanted: Wanted
     targets: list[Target] = []
     files: list[str] = []
+    trigger: Cause | None = None
+    most_bytes: int | None = None
     done: bool = False  # all targets have ended, and capture.json says so
 
     @property

@@ -2,6 +2,7 @@
 
     ROOT/UID/incoming/      the user's own: libkineto writes there, as its process
     ROOT/UID/REQUEST/       the agent's: what was read back, verified and compressed
+    ROOT/UID/hangs/HANG/    written by the agent, then the user's: what is kept of a job that hangs
 
 What lies in `incoming` is the user's to change at any time: it is opened once, without following links, and only the
 copy counts.
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from traceloom.errors import OutputError
 
-_INCOMING = "incoming"
+INCOMING = "incoming"
+_HANGS = "hangs"
 _LEFT_OVER_S = 3600.0
 
 
@@ -34,7 +36,7 @@ class Places:
 
     def incoming(self, uid: int) -> Path:
         """Where the processes of a user write."""
-        return self.root / str(uid) / _INCOMING
+        return self.root / str(uid) / INCOMING
 
     def of_request(self, uid: int, request: str) -> Path:
         """Where the result of a request lies."""
@@ -46,32 +48,55 @@ class Places:
         Raises:
             OutputError: `cannot-write`.
         """
-        own = os.geteuid() == uid
-        try:
-            for path, mode in (
-                (self.root, 0o711),
-                (self.root / str(uid), 0o700 if own else 0o711),
-                (self.of_request(uid, request), 0o700),
-            ):
-                path.mkdir(mode=mode, parents=True, exist_ok=True)
-                if path.is_symlink() or path.stat().st_uid != os.geteuid():
-                    raise OutputError("that directory is not the agent's", slug="cannot-write", where=str(path))
+        with _writing(self.root):
+            self._make(uid, self.of_request(uid, request))
             path = self.incoming(uid)
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if not own:
+                if os.geteuid() != uid:
                     os.fchown(handle, uid, -1)
                 os.fchmod(handle, 0o700)
             finally:
                 os.close(handle)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise OutputError(
-                f"traces cannot be written: {reason}", slug="cannot-write", where=str(error.filename or self.root),
-                hint="`paths.traces` of agent.toml",
-            ) from error  # fmt: skip
+
+    def hangs(self, uid: int) -> Path:
+        """Where the bundles of a user's jobs that hang lie."""
+        return self.root / str(uid) / _HANGS
+
+    def prepare_hang(self, uid: int, hang: str) -> Path:
+        """Make the directory of a bundle.
+
+        Raises:
+            OutputError: `cannot-write`.
+        """
+        path = self.hangs(uid) / hang
+        with _writing(self.root):
+            self._make(uid, path.parent, path)
+        return path
+
+    def hand_over(self, uid: int, directory: Path) -> None:
+        """Give a bundle that is whole to its user.
+
+        Raises:
+            OutputError: `cannot-write`.
+        """
+        if os.geteuid() == uid:
+            return
+        with _writing(self.root), _opened(directory) as handle:
+            for name in os.listdir(handle):  # noqa: PTH208  (of what is open, whatever has its name)
+                os.chown(name, uid, -1, dir_fd=handle, follow_symlinks=False)
+            os.fchown(handle, uid, -1)
+
+    def _make(self, uid: int, *paths: Path) -> None:
+        """Make the directory of a user, and of these, which lie in it, the last for the agent alone."""
+        shared = 0o700 if os.geteuid() == uid else 0o711
+        modes = [(self.root, 0o711), (self.root / str(uid), shared), *((path, shared) for path in paths[:-1])]
+        for path, mode in (*modes, (paths[-1], 0o700)):
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
+            if path.is_symlink() or path.stat().st_uid != os.geteuid():
+                raise OutputError("that directory is not the agent's", slug="cannot-write", where=str(path))
 
     def remove(self, uid: int, request: str) -> None:
         """Delete the result of a request."""
@@ -82,7 +107,7 @@ class Places:
         old = time.time() - _LEFT_OVER_S
         with contextlib.suppress(OSError):
             for path in self.root.iterdir():
-                folder = path / _INCOMING
+                folder = path / INCOMING
                 with contextlib.suppress(OSError), _opened(folder) as handle, os.scandir(handle) as entries:
                     for entry in entries:
                         with contextlib.suppress(OSError):  # a directory, or gone meanwhile
@@ -95,6 +120,19 @@ def drop(folder: Path, name: str) -> None:
     for part in (name, f"{name}.tmp"):
         with contextlib.suppress(OSError), _opened(folder) as handle:
             os.unlink(part, dir_fd=handle)
+
+
+@contextlib.contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Say what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OutputError(
+            f"traces cannot be written: {reason}", slug="cannot-write", where=str(error.filename or root),
+            hint="`paths.traces` of agent.toml",
+        ) from error  # fmt: skip
 
 
 @contextlib.contextmanager

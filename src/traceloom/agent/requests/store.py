@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
 from pathlib import Path
@@ -46,15 +47,20 @@ class RequestStore:
         with self._lock:
             if self._database is None:
                 return []
-            requests = {}
-            for (document,) in self._database.execute("SELECT document FROM requests ORDER BY asked_ns"):
-                request = msgspec.json.decode(document, type=TraceRequest)
-                requests[request.id] = request
+            requests: dict[str, TraceRequest] = {}
             names = [field.name for field in _COLUMNS]
-            for row in self._database.execute(f"SELECT {', '.join(names)} FROM targets"):  # noqa: S608  (our own names)
-                target = msgspec.convert(dict(zip(names, row, strict=True)), Target)
-                if target.request in requests:
-                    requests[target.request].targets.append(target)
+            try:
+                for (document,) in self._database.execute("SELECT document FROM requests ORDER BY asked_ns"):
+                    with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
+                        request = msgspec.json.decode(document, type=TraceRequest)
+                        requests[request.id] = request
+                for row in self._database.execute(f"SELECT {', '.join(names)} FROM targets"):  # noqa: S608  (our own names)
+                    with contextlib.suppress(msgspec.ValidationError):
+                        target = msgspec.convert(dict(zip(names, row, strict=True)), Target)
+                        if target.request in requests:
+                            requests[target.request].targets.append(target)
+            except sqlite3.Error as error:  # the agent goes on with what could be read
+                self.trouble = str(error)
             return list(requests.values())
 
     def put(self, request: TraceRequest) -> None:

@@ -164,7 +164,7 @@ def test_a_user_without_rights_is_told_which_are_needed() -> None:
         os.setgid(65534)
         os.setuid(65534)
         why, helps = support.unsupported()
-        os._exit(0 if "refused" in why and "CAP_BPF" in helps else 1)
+        os._exit(0 if "refused" in why and "CAP_SYS_ADMIN" in helps else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Iterator
@@ -11,15 +12,23 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from starlette.requests import Request
 
-from support.agent_server import SmallAgent, ask, full_board, listening
+from support.agent_server import ANNA, BERT, SmallAgent, ask, full_board, listening
 from traceloom.agent.board import Board
-from traceloom.agent.config import Access, Config, Tcp, Token
+from traceloom.agent.config import Access, Config, MetricRule, Tcp, Token
+from traceloom.agent.hang_desk import HangRecord
+from traceloom.agent.hangs import Hang, HungProcess
 from traceloom.agent.http.answers import RequestError
+from traceloom.agent.http.moments import moment
 from traceloom.agent.http.openapi import document
-from traceloom.agent.http.routes import ROUTES, boot_id, moment
+from traceloom.agent.http.peers import Peer
+from traceloom.agent.http.routes import ROUTES, Asked, boot_id
+from traceloom.agent.http.routes import _hangs as hangs_of
+from traceloom.agent.http.triggers import triggers_answer
 from traceloom.agent.owners import Owner
 from traceloom.agent.requests.model import Wanted
+from traceloom.agent.triggers.store import Fired, Refused
 
 DOCUMENT = document(ROUTES)
 BODIES = {
@@ -292,6 +301,50 @@ def test_who_only_reads_sees_no_stacks(tmp_path: Path) -> None:
     assert [allowed for *_, allowed in agent.acted] == [False, True]
 
 
+def test_hangs_are_those_of_the_own_jobs_and_who_only_reads_sees_no_stacks_of_them(tmp_path: Path) -> None:
+    digests = [hashlib.sha256(secret).hexdigest() for secret in (b"reads", b"acts")]
+    tokens = (Token(sha256=digests[0], name="reads"), Token(sha256=digests[1], name="acts", may="all"))
+    agent = SmallAgent(Config(tcp=Tcp(address="127.0.0.1:0", tokens=tokens)))
+    for uid, job, pid in ((ANNA, "slurm-7", 11), (BERT, "slurm-8", 22)):
+        member = HungProcess(key=f"{pid}@100", pid=pid, rank=0, steps=9)
+        hang = Hang(job=job, uid=uid, processes=(member,), since_ns=1, seen_ns=61, median_s=0.5)
+        agent.hangs.records.append(
+            HangRecord(id=f"of-{uid}", hang=hang, sentence="rank 0 is in `f`", directory="/t/1", files=("hang.md",))
+        )
+    agent.hangs.watch.hangs[hang.key] = hang
+    agent.hangs._open[hang.key] = f"of-{BERT}"
+    with listening(agent, tmp_path) as listeners:
+        address = listeners.tcp_address
+        assert address is not None
+        read, act = (
+            ask(address, "/api/v1/hangs", Authorization=f"Bearer {secret}").json()["hangs"]
+            for secret in ("reads", "acts")
+        )
+        (of_job,) = ask(address, "/api/v1/hangs?job=slurm-8", Authorization="Bearer acts").json()["hangs"]
+        assert ask(address, "/api/v1/hangs").json() == {"hangs": [], "watched": []}  # it sees the host alone
+        rows = ask(address, "/api/v1/processes", Authorization="Bearer acts").json()["processes"]
+    _check(act[0], "HangAnswer")
+    assert [(row["id"], row["sentence"], row["directory"], row["files"]) for row in act] == [
+        (f"of-{uid}", "rank 0 is in `f`", "/t/1", ["hang.md"]) for uid in (ANNA, BERT)
+    ]
+    assert [(row["id"], row["sentence"], row["directory"], row["files"]) for row in read] == [
+        (f"of-{uid}", "", "", []) for uid in (ANNA, BERT)
+    ]
+    assert of_job["pids"] == [22]
+    assert [row["hung_since_ns"] for row in rows] == [None, 1]
+
+
+def test_a_user_sees_the_own_hangs_alone() -> None:
+    agent = SmallAgent()
+    for uid in (ANNA, BERT):
+        hang = Hang(job="j", uid=uid, processes=(), since_ns=1, seen_ns=61, median_s=0.5)
+        agent.hangs.records.append(HangRecord(id=f"of-{uid}", hang=hang))
+    peer = Peer(name=f"uid {ANNA}", uid=ANNA, sees="own")
+    request = Request({"type": "http", "query_string": b"", "state": {"peer": peer}})
+    answer = asyncio.run(hangs_of(Asked(agent, request)))
+    assert [row.id for row in answer.hangs] == [f"of-{ANNA}"]
+
+
 def test_the_clock(running: Running) -> None:
     before, answer, after = time.monotonic_ns(), ask(running.socket, "/api/v1/clock").json(), time.monotonic_ns()
     assert before < answer["monotonic_ns"] < after
@@ -330,3 +383,28 @@ def test_several_requests_over_a_connection(running: Running) -> None:
             while received.count(b'"boot_id"') < 2:
                 received += connection.recv(65_536)
             assert received.count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_rules_are_told_as_documented_and_what_they_did_to_whose_processes_it_was() -> None:
+    rule = MetricRule(name="hot", metric="gpu_power_watts", above=5.0, where={"job": "slurm-7"})
+    agent = SmallAgent(Config(triggers=(rule,)))
+    counts = agent.triggers.counts["hot"]
+    counts.fired, counts.refusals = 1, {"cooldown": 2}
+    counts.last = Fired(at_ns=1, request="0a", target="slurm-7", what="it is hot", uid=ANNA)
+    counts.last_refusal = Refused(
+        at_ns=2, target="slurm-8", what="it is hot", uid=BERT, reason="cooldown", detail="not for 5 s"
+    )
+
+    def told(peer: Peer) -> tuple[bool, bool, bool]:
+        answer = msgspec.json.decode(
+            msgspec.json.encode(triggers_answer(agent.triggers, agent.config.trigger_budget, peer))
+        )
+        _check(answer, "TriggersAnswer")
+        (rule,) = answer["rules"]
+        assert (rule["name"], rule["fired"], rule["refusals"]) == ("hot", 1, {"cooldown": 2})
+        return rule["rule"] is not None, rule["last"] is not None, rule["last_refusal"] is not None
+
+    assert told(Peer(name="root", uid=0, sees="all")) == (True, True, True)
+    assert told(Peer(name="anna", uid=ANNA, sees="own")) == (False, True, False)
+    assert told(Peer(name="bert", uid=BERT, sees="own")) == (False, False, True)
+    assert told(Peer(name="tcp", sees="host")) == (False, False, False)

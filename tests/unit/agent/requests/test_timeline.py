@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from support.kineto_clients import KinetoClient
+from support.kineto_clients import KinetoClient, trace_text, write_trace
 from traceloom.agent.ipc.sockets import KinetoSockets
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import ProfilerError, Window
@@ -26,16 +26,6 @@ from traceloom.agent.registry import ProfilerRegistry, parent_and_start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
 EVERY_S = 0.05  # between polls of the stand-in
-
-
-def trace_text(trace_id: str, *, operators: int = 3, steps: int = 3, start_ns: int = 0, seconds: float = 0.5) -> str:
-    start_us = (start_ns or time.time_ns()) / 1000
-    events = [{"ph": "X", "name": "PyTorch Profiler (0)", "cat": "Trace", "ts": start_us, "dur": seconds * 1e6}]
-    events += [{"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": start_us + 1, "dur": 2.0}] * operators
-    events += [
-        {"ph": "X", "name": "Optimizer.step#SGD.step", "cat": "user_annotation", "ts": start_us, "dur": 1.0}
-    ] * steps
-    return json.dumps({"trace_id": trace_id, "baseTimeNanoseconds": 0, "traceEvents": events})
 
 
 class StandIn:
@@ -76,10 +66,13 @@ class Outcome:
         self.slug = ""
         self.told: list[dict[str, str]] = []
 
-    def tell(self, state: str, reason: str = "", detail: str = "", **facts: Any) -> None:
+    def tell(self, state: str, reason: str = "", detail: str = "", **facts: Any) -> asyncio.Future[None]:
         if (state, reason) not in self.states[-1:]:
             self.states.append((state, reason))
         self.facts |= facts
+        on_disk: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        on_disk.set_result(None)
+        return on_disk
 
 
 @pytest.fixture
@@ -131,15 +124,8 @@ STEPS = Window(0, None, 3)
 TIME = Window(0, 0.5, None)
 
 
-def write(lines: dict[str, str], **how: Any) -> None:
-    """As libkineto writes: under another name, then whole at once."""
-    path = Path(lines["ACTIVITIES_LOG_FILE"])
-    path.with_name(path.name + ".tmp").write_text(trace_text(lines["REQUEST_TRACE_ID"], **how), encoding="utf-8")
-    path.with_name(path.name + ".tmp").rename(path)
-
-
 def written(_: int, lines: dict[str, str]) -> list[int]:
-    write(lines)
+    write_trace(lines)
     return [1]
 
 
@@ -173,7 +159,7 @@ def test_what_the_program_cancels_is_tried_once_more(place: Path) -> None:
 
     def cancelled(number: int, lines: dict[str, str]) -> list[int]:
         if number == 2:
-            write(lines)
+            write_trace(lines)
             return []
         Path(lines["ACTIVITIES_LOG_FILE"] + ".tmp").write_text("", encoding="utf-8")
         return [1, 1]
@@ -192,7 +178,7 @@ def test_an_empty_trace_is_tried_once_more(place: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("traceloom.agent.profilers.timeline._BACK_OFF_S", 0.2)
 
     def empty(number: int, lines: dict[str, str]) -> list[int]:
-        write(lines, operators=0 if number == 1 else 2)
+        write_trace(lines, operators=0 if number == 1 else 2)
         return [1]
 
     outcome = traced(place, empty, TIME)
@@ -206,7 +192,7 @@ def test_steps_are_waited_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("traceloom.agent.profilers.timeline._BACK_OFF_S", 0.2)
 
     def later(number: int, lines: dict[str, str]) -> list[int]:
-        write(lines, steps=number, operators=number - 1)
+        write_trace(lines, steps=number, operators=number - 1)
         return [1]
 
     outcome = traced(place, later, STEPS)
@@ -222,7 +208,7 @@ def test_steps_are_waited_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ({"text": '{"trace_id": "traceloom-1-rank0", "traceEvents": [{"name"'}, "damaged"), ({"text": ""}, "damaged"),
         ({"trace_id": "another"}, "damaged"), ({"seconds": 50.0}, "damaged"), ({"seconds": 1e300}, "damaged"), ({"link": "symbolic"}, "foreign-file"),
         ({"link": "hard"}, "foreign-file"), ({"link": "pipe"}, "foreign-file"), ({"most_bytes": 10}, "quota"),
-        ({"most_kept_bytes": 10}, "quota"),
+        ({"most_kept_bytes": 10}, "quota"), ({"most_result_bytes": 10}, "quota"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_trace_is_not_kept(place: Path, how: dict[str, Any], slug: str) -> None:
@@ -240,7 +226,7 @@ def test_what_is_not_the_trace_is_not_kept(place: Path, how: dict[str, Any], slu
         elif how.get("link") == "pipe":
             os.mkfifo(path)
         else:
-            write(
+            write_trace(
                 {**lines, "REQUEST_TRACE_ID": how.get("trace_id", lines["REQUEST_TRACE_ID"])},
                 seconds=how.get("seconds", 0.5),
             )
@@ -262,7 +248,7 @@ def test_a_common_start_is_told_and_measured(place: Path) -> None:
     late_ns = 7_000_000
 
     def at_the_instant(_: int, lines: dict[str, str]) -> list[int]:
-        write(lines, start_ns=int(lines["PROFILE_START_TIME"]) * 1_000_000 + late_ns)
+        write_trace(lines, start_ns=int(lines["PROFILE_START_TIME"]) * 1_000_000 + late_ns)
         return [1]
 
     outcome = traced(place, at_the_instant, TIME, common=True)

@@ -1,0 +1,35 @@
+"""The rules that the how-to shows, and that the agent shows where there are none, are rules of agent.toml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from traceloom.agent.config import AnyRule, Config, HangRule, TriggerBudget, load
+from traceloom.cli.agent_views import EXAMPLE_RULES
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "triggers.md").read_text(encoding="utf-8")
+
+
+def _load(directory: Path, text: str) -> Config:
+    path = directory / "agent.toml"
+    path.write_text(text, encoding="utf-8")
+    return load(path)
+
+
+def test_the_page_has_a_rule_of_every_kind_and_names_every_key(tmp_path: Path) -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    config = _load(tmp_path, "\n".join(blocks))
+    assert {type(rule) for rule in config.triggers} == set(get_args(AnyRule)) - {HangRule}
+    assert config.trigger_budget == TriggerBudget()
+    keys = {field.encode_name for kind in get_args(AnyRule) for field in msgspec.structs.fields(kind)}
+    written = set(re.findall(r"^(\w+) = ", "\n".join(blocks), re.MULTILINE)) | set(re.findall(r"`(\w+)`", PAGE))
+    assert keys <= written
+
+
+def test_the_rule_that_is_shown_where_there_are_none(tmp_path: Path) -> None:
+    (rule,) = _load(tmp_path, EXAMPLE_RULES).triggers
+    assert rule.name == "loader-waits"

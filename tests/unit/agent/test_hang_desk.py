@@ -1,0 +1,198 @@
+"""What the agent keeps of hangs, and what it knows of them when it starts again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from traceloom.agent.board import Board
+from traceloom.agent.config import Config, Hangs, HistorySettings
+from traceloom.agent.hang_desk import HangDesk, HangRecord
+from traceloom.agent.history import History
+from traceloom.agent.metrics import Reading
+from traceloom.agent.owners import Owner, Process
+from traceloom.agent.requests.places import Places
+from traceloom.agent.steps import Steps
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
+QUICK = Hangs(least=0.05, steps=0.1, every=1e-6)
+
+
+@pytest.fixture
+def sleeping() -> Iterator[Process]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time\ndef nap(): time.sleep(3600)\nprint('up', flush=True)\nnap()"],
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    ticks = int(Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+    yield Process(
+        key=f"{child.pid}@{ticks}", pid=child.pid, start_ticks=ticks, started_ns=0, parent_pid=1, uid=os.geteuid(),
+        command="python train.py", owner=Owner(job="j", rank=0, world_size=1),
+    )  # fmt: skip
+    child.kill()
+    child.communicate()
+
+
+class Desk:
+    """A desk with one process, in a directory."""
+
+    def __init__(self, directory: Path, process: Process, settings: Hangs = QUICK, boot_id: str = "boot") -> None:
+        self.process, self.noted = process, list[tuple[str, dict[str, object]]]()
+        self.steps, board = Steps(), Board()
+        board.processes = {process.key: process}
+        board.put("processes", [Reading("process_threads", (process.key,), 1.0)], 1)
+        self.desk = HangDesk(
+            Config(hangs=settings), board, History(None, HistorySettings()), self.steps,
+            places=Places(directory / "traces"), path=directory / "hangs.json", boot_id=boot_id,
+            note=lambda what, details: self.noted.append((what, details)),
+        )  # fmt: skip
+
+    def step(self) -> None:
+        self.steps.report(self.process.key, "j", 0, [0.001] * 3)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Look until it is so."""
+
+        async def looking() -> None:
+            while not condition():
+                self.desk.look()
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(looking(), 120)
+
+    async def hang(self) -> HangRecord:
+        """Step, stop, and wait for what is said of that."""
+        before = len(self.desk.records)
+        self.step()
+        await self.until(lambda: not self.desk._open)
+        await self.until(lambda: len(self.desk.records) > before and self._is_told())
+        return self.desk.records[-1]
+
+    def _is_told(self) -> bool:
+        return not self.desk._tasks
+
+
+def run(desk: Desk, use: Callable[[], Awaitable[None]]) -> None:
+    async def live() -> None:
+        await desk.desk.start()
+        try:
+            await use()
+        finally:
+            await desk.desk.close()
+
+    asyncio.run(live())
+
+
+def test_only_the_newest_bundles_stay(sleeping: Process, tmp_path: Path) -> None:
+    desk = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, most_bundles_per_user=1))
+    heard: list[str] = []
+    desk.desk.listeners.append(lambda record: heard.append(record.state))
+
+    async def use() -> None:
+        first, second = await desk.hang(), await desk.hang()
+        assert "rank 0 is in `nap` (<string>:2)" in first.sentence
+        assert [path.name for path in (tmp_path / "traces" / str(os.geteuid()) / "hangs").iterdir()] == [second.id]
+        assert second.directory.endswith(second.id)
+        assert heard == ["hangs", "recovered", "hangs"]
+        assert {reading[:2]: reading.value for reading in desk.desk.readings()} == {
+            ("job_hung", ("j",)): 1.0, ("job_hangs_total", ("j",)): 2.0,
+        }  # fmt: skip
+
+    run(desk, use)
+    assert [what for what, _ in desk.noted] == ["hang", "hang-over", "hang"]
+
+
+@pytest.mark.parametrize("why", ["off", pytest.param("one-an-hour", marks=pytest.mark.thorough), "no-directory"])
+def test_without_a_bundle_there_is_the_sentence_or_the_reason(sleeping: Process, tmp_path: Path, why: str) -> None:
+    changes = {"off": {"bundles": False}, "one-an-hour": {"every": 3600.0}, "no-directory": {}}[why]
+    desk = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, **changes))
+    if why == "no-directory":
+        (tmp_path / "traces").write_text("a file", encoding="ascii")
+
+    async def use() -> None:
+        if why == "one-an-hour":
+            assert (await desk.hang()).directory
+        record = await desk.hang()
+        assert record.directory == ""
+        if why == "no-directory":
+            assert "traces cannot be written" in record.no_bundle
+        else:
+            assert "rank 0 is in `nap`" in record.sentence
+            assert {"off": "switched off", "one-an-hour": "one of this job was made 0 min ago"}[why] in record.no_bundle
+
+    run(desk, use)
+
+
+def test_a_host_that_was_started_again_has_no_hang(sleeping: Process, tmp_path: Path) -> None:
+    desk = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, bundles=False))
+
+    async def hangs() -> None:
+        await desk.hang()
+
+    run(desk, hangs)
+    same, other = Desk(tmp_path, sleeping), Desk(tmp_path, sleeping, boot_id="another")
+
+    async def is_known() -> None:
+        assert [record.state for record in same.desk.records] == ["hangs"]
+        assert same.desk.hung_since_ns(sleeping.key) == same.desk.records[0].hang.since_ns
+        same.desk.look()
+        assert same.steps.pace(sleeping.key) is not None  # as it was before
+
+    async def is_over() -> None:
+        assert [record.state for record in other.desk.records] == ["unknown"]
+        assert other.desk.hung_since_ns(sleeping.key) is None
+
+    run(same, is_known)
+    run(other, is_over)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"version": 99, "boot_id": "boot", "paces": {}, "records": []}'],
+    ids=["empty", "cut", "list", "later"],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_begun_anew(sleeping: Process, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "hangs.json").write_bytes(content)
+    desk = Desk(tmp_path, sleeping)
+
+    async def use() -> None:
+        assert desk.desk.records == []
+        desk.step()
+        desk.desk.look()
+
+    run(desk, use)
+    assert json.loads((tmp_path / "hangs.json").read_bytes())["paces"] != {}
+
+
+def test_a_disk_that_cannot_be_written_stops_nothing(sleeping: Process, tmp_path: Path) -> None:
+    (tmp_path / "hangs.json").mkdir()
+    desk = Desk(tmp_path, sleeping)
+
+    async def use() -> None:
+        desk.step()
+        desk.desk.look()
+
+    run(desk, use)
+    assert "hangs.json" in desk.desk.trouble
+
+
+def test_switched_off_it_looks_at_nothing(sleeping: Process, tmp_path: Path) -> None:
+    desk = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, watch=False))
+
+    async def use() -> None:
+        desk.step()
+        await asyncio.sleep(0.1)
+        desk.desk.look()
+        assert desk.desk.watch.stepping == set()
+
+    run(desk, use)
+    assert not (tmp_path / "hangs.json").exists()

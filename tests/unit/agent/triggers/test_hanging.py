@@ -1,0 +1,52 @@
+"""A rule on hangs fires once for each that is sure and described, and for none that an earlier agent saw."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from traceloom.agent.board import Board
+from traceloom.agent.config import Config, Hangs
+from traceloom.agent.hang_desk import HangDesk, HangRecord, State
+from traceloom.agent.hangs import Hang
+from traceloom.agent.history import History
+from traceloom.agent.requests.places import Places
+from traceloom.agent.steps import Steps
+from traceloom.agent.triggers.hanging import HangRuleWatch
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> HangDesk:
+    config = Config()
+    return HangDesk(
+        config, Board(), History(None, config.history), Steps(), places=Places(tmp_path), path=tmp_path / "hangs.json",
+        boot_id="", note=lambda _what, _details: None,
+    )  # fmt: skip
+
+
+def record(number: str, sentence: str = "rank 1 is elsewhere", state: State = "hangs") -> HangRecord:
+    hang = Hang(job="slurm-7", uid=0, processes=(), since_ns=1, seen_ns=2, median_s=0.1)
+    return HangRecord(id=number, hang=hang, sentence=sentence, state=state)
+
+
+def test_each_hang_fires_once_when_it_is_described(desk: HangDesk) -> None:
+    desk.records.append(record("before"))
+    watch = HangRuleWatch(desk)
+    assert list(watch.look(time.time_ns())) == []
+    desk.records.append(record("new", sentence=""))
+    assert list(watch.look(0)) == []  # it is being looked at
+    desk.records[-1] = record("new")
+    [firing] = watch.look(0)
+    assert (firing.labels, firing.episode, firing.what) == ({"job": "slurm-7"}, "new", "rank 1 is elsewhere")
+    assert list(watch.look(0)) == []
+    desk.records.append(record("over", state="recovered"))
+    assert list(watch.look(0)) == []
+
+
+def test_where_hangs_are_not_watched_for_it_says_so(desk: HangDesk) -> None:
+    watch = HangRuleWatch(desk)
+    assert watch.trouble() == ""
+    desk.config = Config(hangs=Hangs(watch=False))
+    assert "hangs.watch" in watch.trouble()
