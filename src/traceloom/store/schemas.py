@@ -54,6 +54,19 @@ class TableSchema:
         """The table without rows."""
         return pl.DataFrame(schema=self.types)
 
+    def complete(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Rows with all columns of the table, in order and of its types; null where the frame has no such column.
+
+        Raises:
+            ValueError: The frame has a column that the table has not.
+        """
+        if strange := set(frame.columns) - set(self.types):
+            raise ValueError(f"`{self.name}` has no column {', '.join(sorted(strange))}")
+        return frame.select(
+            pl.col(key).cast(kind) if key in frame.columns else pl.lit(None, kind).alias(key)
+            for key, kind in self.types.items()
+        )
+
 
 _DAY = Column("text", "Day", "day in UTC of the start of the capture or of the time, which tables are partitioned by")
 _CAPTURE = Column("text", "Capture", "name of the capture")

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from traceloom.errors import InputError, OutputError, newer_format
-from traceloom.model.frames import as_declared
 from traceloom.store.schemas import SCHEMAS, VERSION
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class Tables:
         Args:
             source: Who numbers batches, as `captures` or `usage`; each source counts for itself.
             number: Of the batch, higher than those before. A batch that is committed again has the same rows.
-            rows: Rows by table, with the columns of its schema.
+            rows: Rows by table; columns that are missing are null.
             replaced: Captures that were analysed again: in each table the same commit takes their earlier rows away.
                 All rows are of these captures then.
 
@@ -110,7 +109,8 @@ class Tables:
         Raises:
             InputError: `newer-format`, `unreadable`.
             OutputError: `cannot-write`: nothing of the table that failed was added; those before hold the batch.
-            ValueError: a row is of no day, or a name of a capture has other signs than letters, digits, `.`, `_`, `-`.
+            ValueError: a row is of no day, a column is not of the table, or the name of a capture has other signs than
+                letters, digits, `.`, `_`, `-`.
         """
         from deltalake import CommitProperties, Transaction, write_deltalake
 
@@ -121,7 +121,7 @@ class Tables:
         noted = CommitProperties(app_transactions=[Transaction(source, number)])
         added: dict[str, int] = {}
         for name, schema in SCHEMAS.items():
-            frame = as_declared(rows.get(name, schema.empty()), schema.types)
+            frame = schema.complete(rows.get(name, schema.empty()))
             if frame["day"].null_count():
                 raise ValueError(f"a row of `{name}` is of no day")
             table = self._open(name)
