@@ -7,6 +7,7 @@ of its shapes or of the devices did. Exact definitions: docs/concepts/fleet.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
@@ -94,7 +95,9 @@ class Regressions(Result):
 class _Series:
     """One row per job, by the time of its first capture."""
 
-    name: tuple[str, str | None, str | None]
+    kernel: str
+    shapes: str | None
+    device_model: str | None
     job: list[str]
     start: Sequence[int]
     mean: Floats
@@ -114,8 +117,8 @@ def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyF
     about = captures.select("capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture"))
     works = kernels.filter(pl.col("count") > 0).join(about.select("capture", "start_ns", "job"), on="capture")
     by_part, by_kernel = (list(_series(works, keys)) for keys in (_KEYS, _KEYS[:1]))
-    several = {series.name[0] for series in by_kernel} & _of_several_parts(by_part)
-    by_kernel = [series for series in by_kernel if series.name[0] in several]
+    parts_of = Counter(series.kernel for series in by_part)
+    by_kernel = [series for series in by_kernel if parts_of[series.kernel] > 1]
     level = levels(series.mean.size for series in (*by_part, *by_kernel))
     facts = _facts(about, devices)
     rows: list[ChangeRow] = []
@@ -124,10 +127,9 @@ def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyF
     parts: dict[str, pl.DataFrame] = {}
     for series in by_kernel:
         for change in changes(series.mean, level):
-            name = series.name[0]
-            if name not in parts:
-                parts[name] = _by_job(works.filter(pl.col("kernel") == name), _KEYS)
-            cause = _mix(series, change, parts[name])
+            if series.kernel not in parts:
+                parts[series.kernel] = _by_job(works.filter(pl.col("kernel") == series.kernel), _KEYS)
+            cause = _mix(series, change, parts[series.kernel])
             if cause is not None:
                 rows.append(_row(series, change, cause, "shown"))
     rows.sort(
@@ -160,9 +162,11 @@ def _by_job(works: pl.LazyFrame, keys: Sequence[str]) -> pl.DataFrame:
 
 def _series(works: pl.LazyFrame, keys: Sequence[str]) -> Iterator[_Series]:
     for key, jobs in _by_job(works, keys).group_by(keys, maintain_order=True):
-        name = (str(key[0]), *(None if part is None else str(part) for part in (*key[1:], None, None)[:2]))
+        part = {name: None if value is None else str(value) for name, value in zip(keys, key, strict=True)}
         yield _Series(
-            (name[0], name[1], name[2]),
+            part["kernel"] or "",
+            part.get("shapes"),
+            part.get("device_model"),
             jobs["job"].to_list(),
             jobs["start_ns"].to_list(),
             jobs["mean"].to_numpy(),
@@ -170,14 +174,6 @@ def _series(works: pl.LazyFrame, keys: Sequence[str]) -> Iterator[_Series]:
             jobs["total_ns"].to_numpy().astype(np.float64),
             jobs["capture"].to_list(),
         )
-
-
-def _of_several_parts(by_part: Sequence[_Series]) -> set[str]:
-    once: set[str] = set()
-    several: set[str] = set()
-    for series in by_part:
-        (several if series.name[0] in once else once).add(series.name[0])
-    return several
 
 
 def _facts(about: pl.LazyFrame, devices: pl.LazyFrame) -> dict[str, dict[Cause, frozenset[str]]]:
@@ -251,11 +247,10 @@ def _row(series: _Series, change: Change, cause: Cause, evidence: Evidence) -> C
         for start, end, level in ((change.first, change.at, change.before), (change.at, change.end, change.after))
     ]
     most = after[np.argsort(-extra * np.sign(change.after - change.before), kind="stable")[:MOST_JOBS]]
-    kernel, shapes, device_model = series.name
     return {
-        "kernel": kernel,
-        "shapes": shapes,
-        "device_model": device_model,
+        "kernel": series.kernel,
+        "shapes": series.shapes,
+        "device_model": series.device_model,
         "cause": cause,
         "evidence": evidence,
         "since_ns": series.start[change.at],

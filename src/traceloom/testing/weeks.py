@@ -309,12 +309,13 @@ def _tables(weeks: Weeks, jobs: list[_MadeJob], chance: np.random.Generator) -> 
                     "exposed_memory_ns": 0,
                 }
             )
+            rule, saving = ("python-bound", 0.5) if team.busy < 0.5 else ("exposed-communication", 0.1)
             findings.append(
                 {
                     **of_capture,
-                    "slug": "python-bound" if team.busy < 0.5 else "exposed-communication",
-                    "saving_ns": window // 4 // (2 if team.busy < 0.5 else 10),
-                    "saving_fraction": 0.5 if team.busy < 0.5 else 0.1,
+                    "slug": rule,
+                    "saving_ns": round(window // 4 * saving),
+                    "saving_fraction": saving,
                     "confidence": 0.8,
                     "rank": 0,
                 }
