@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}")
 _MOST_PARTS = 6
 _READ = 1 << 20
+_CLIENT = {"connect_timeout": "5s", "timeout": "600s"}
+_RETRY = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 SCHEMES = ("s3", "gs", "az", "abfss")
 
 
@@ -72,8 +74,13 @@ class Objects:
             if kind is None:
                 hint = f"it has {', '.join(SCHEMES)}, and directories"
                 raise UsageError("no object store has such addresses", slug="wrong-usage", where=url[:80], hint=hint)
+            config = dict(options or {})
+            plain = config.get("aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", ""))  # the client's options go before
             try:
-                self._store = kind.from_url(self.url, config=dict(options or {}))  # type: ignore[arg-type]
+                self._store = kind.from_url(
+                    self.url, config=config, retry_config=_RETRY,  # type: ignore[arg-type]
+                    client_options={**_CLIENT, "allow_http": plain.lower() in {"1", "true"}},
+                )  # fmt: skip
             except (BaseError, ValueError) as error:
                 reason = str(error).partition("\n")[0]
                 raise UsageError(f"the address cannot be used: {reason}", slug="wrong-usage", where=url[:80]) from error

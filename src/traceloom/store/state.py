@@ -140,7 +140,11 @@ class State:
                     raise _unusable(error.strerror or str(error), self.where) from error
             sqlalchemy.event.listen(self._engine, "connect", _prepare_sqlite)
             sqlalchemy.event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql(_BEGIN))
-        self._migrate()
+        try:
+            self._migrate()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close its connections."""
@@ -320,11 +324,21 @@ class State:
             id=task, holder=holder, **values,
         )  # fmt: skip
 
-    def tasks(self, capture: str) -> list[TaskRecord]:
-        """All tasks of a capture, oldest first."""
+    def tasks(self, *captures: str) -> list[TaskRecord]:
+        """All tasks of some captures, oldest first."""
+        from sqlalchemy import bindparam
+
+        statement = self._text("SELECT * FROM tasks WHERE capture IN :captures ORDER BY created_ns, id").bindparams(
+            bindparam("captures", expanding=True)
+        )
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT * FROM tasks WHERE capture = :c ORDER BY created_ns, id", c=capture)
-            return [_task(row) for row in rows]
+            return [_task(row) for row in connection.execute(statement, {"captures": captures}).mappings()]
+
+    def quarantined(self, most: int = 100) -> list[TaskRecord]:
+        """Tasks that gave nothing, newest first."""
+        statement = "SELECT * FROM tasks WHERE state = 'quarantined' ORDER BY created_ns DESC, id LIMIT :most"
+        with self._transaction() as connection:
+            return [_task(row) for row in self._rows(connection, statement, most=most)]
 
     def counts(self) -> dict[TaskState, int]:
         """How many tasks are in each state."""

@@ -119,7 +119,7 @@ def document(
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in in_path
             ]
-        paths.setdefault(route.path, {})[route.method.lower()] = operation
+        paths.setdefault(re.sub(r":\w+}", "}", route.path), {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {
@@ -134,7 +134,7 @@ def document(
 
 def _name(route: Described) -> str:
     """Of the operation: its path, and its method where that is not the usual one."""
-    words = [part.strip("{}") for part in route.path.split("/") if part not in ("", "api", "v1")]
+    words = [part.strip("{}").partition(":")[0] for part in route.path.split("/") if part not in ("", "api", "v1")]
     return "_".join([*([] if route.method == "GET" else [route.method.lower()]), *words])
 
 
