@@ -6,6 +6,9 @@ import atexit
 import hashlib
 import itertools
 import os
+import socket
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -13,7 +16,9 @@ from typing import Literal, NamedTuple
 import pytest
 
 from support.postgres import database
+from support.prometheus import free_port
 from support.sessions import busy_step
+from support.waiting import until
 from traceloom.store.objects import Objects
 from traceloom.store.state import CaptureRecord, FileOfCapture, State
 from traceloom.store.tables import Tables
@@ -64,14 +69,28 @@ def opened(where: Places) -> Stores:
 
 @cache
 def _s3() -> dict[str, str]:
-    """The environment of who uses moto's S3, which starts with the first."""
-    moto = pytest.importorskip("moto.server", reason="moto is not installed")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    atexit.register(server.stop)
-    host, port = server.get_host_and_port()
+    """The environment of who uses moto's S3: a process, as deltalake keeps Python's lock while it waits for an answer."""
+    pytest.importorskip("moto.server", reason="moto is not installed")
+    port = free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+    def end() -> None:
+        server.kill()
+        server.wait()
+
+    atexit.register(end)
+
+    def answers() -> bool:
+        assert server.poll() is None, "moto ended"
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    until(answers)
     return {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "a",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
     }  # fmt: skip
 

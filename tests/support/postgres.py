@@ -27,8 +27,7 @@ def database() -> str:
     programs = sorted(glob.glob("/usr/lib/postgresql/*/bin"))
     if not programs:
         pytest.skip("PostgreSQL is not installed")
-    pytest.importorskip("psycopg", reason="psycopg is not installed")
-    import psycopg
+    psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
     port = _running(programs[-1])
     name = f"fleet{next(_numbers)}"

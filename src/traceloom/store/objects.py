@@ -75,7 +75,7 @@ class Objects:
                 hint = f"it has {', '.join(SCHEMES)}, and directories"
                 raise UsageError("no object store has such addresses", slug="wrong-usage", where=url[:80], hint=hint)
             config = dict(options or {})
-            plain = config.get("aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", ""))  # the client's options go before
+            plain = config.pop("aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", ""))  # the client's options go before
             try:
                 self._store = kind.from_url(
                     self.url, config=config, retry_config=_RETRY,  # type: ignore[arg-type]
