@@ -46,6 +46,9 @@ VERBS = {
     "anonymize": "make traces that can be shared, and say what they still tell",
     "trace": "trace a job that runs",
     "agent": "watch a host: its devices, its processes and whose they are",
+    "serve": "run the fleet's service, which keeps and analyses captures",
+    "upload": "send captures to the fleet's service",
+    "fleet": "ask the fleet's service",
     "explain": "say what an error, a notice or a finding means, and what to do",
     "completion": "print what makes a shell complete verbs and options",
 }
@@ -88,6 +91,10 @@ verbs:
              traceloom anonymize run -o shared
   trace    {VERBS["trace"]}: traceloom trace --job slurm-42 --steps 3 -o run
   agent    {VERBS["agent"]}: traceloom agent run
+  serve    {VERBS["serve"]}
+             traceloom serve
+  upload   {VERBS["upload"]}: traceloom upload run
+  fleet    {VERBS["fleet"]}: traceloom fleet captures
   explain  {VERBS["explain"]}
              traceloom explain data-starved
   completion {VERBS["completion"]}: traceloom completion bash

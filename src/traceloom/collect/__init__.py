@@ -1,1 +1,1 @@
-"""The fleet's service: takes what agents send, joins it, has it analysed, and answers."""
+"""The fleet's service: takes captures of whole jobs, has them analysed, and answers over HTTP."""
