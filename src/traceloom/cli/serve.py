@@ -88,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
             print("Try: traceloom upload CAPTURE; traceloom fleet check", flush=True)
 
     async def live() -> None:
-        service = Service(state, objects, tables, engine, lease_s=LEASE_S, commit_s=COMMIT_S)
+        service = Service(
+            state, objects, tables, engine, lease_s=LEASE_S, commit_s=COMMIT_S,
+            incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "incoming",
+        )  # fmt: skip
         await serve(service, Tcp(address=args.address, certificate=args.certificate, key=args.key), ready)
 
     try:

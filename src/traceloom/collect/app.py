@@ -17,6 +17,8 @@ from traceloom.agent.http.answers import RequestError
 from traceloom.agent.http.app import DOCUMENT_PATH, refusal_response, refusals
 from traceloom.agent.http.limits import Rates
 from traceloom.agent.http.openapi import document
+from traceloom.collect.host_routes import AGENTS, HOST_ROUTES
+from traceloom.collect.request_routes import REQUEST_ROUTES
 from traceloom.collect.routes import FLEET_ROUTES, FleetAsked, FleetRoute, may
 from traceloom.errors import TraceloomError
 from traceloom.store.state import TokenRecord
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from traceloom.collect.service import Service
 
+ROUTES = (*FLEET_ROUTES, *REQUEST_ROUTES, *HOST_ROUTES)
 _OPEN = {"/healthz"}
 _STRANGER = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
 _HINT = "come again later, or less often"
@@ -60,6 +63,8 @@ class FleetGuard:
 
     async def _token(self, scope: Scope, headers: Headers) -> TokenRecord:
         address = f"tcp {(scope['client'] or ('',))[0]}"
+        if scope["path"].startswith(AGENTS):  # hosts show a credential of their own, which their routes check
+            return _STRANGER
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             self.rates.take(address)
@@ -110,17 +115,17 @@ def build_fleet_app(service: Service) -> ASGIApp:
         return respond
 
     described = msgspec.json.encode(
-        document(FLEET_ROUTES, "Traceloom fleet", "Captures of whole jobs, analysed by themselves.")
+        document(ROUTES, "Traceloom fleet", "Captures of whole jobs, analysed by themselves.")
     )
 
     async def openapi(_request: Request) -> Response:
         return Response(described, media_type="application/json")
 
-    paths = [DOCUMENT_PATH, *(route.path for route in FLEET_ROUTES)]
+    paths = [DOCUMENT_PATH, *(route.path for route in ROUTES)]
     app = Starlette(
         routes=[
             Endpoint(DOCUMENT_PATH, openapi),
-            *(Endpoint(route.path, endpoint(route), methods=[route.method]) for route in FLEET_ROUTES),
+            *(Endpoint(route.path, endpoint(route), methods=[route.method]) for route in ROUTES),
         ],
         exception_handlers=refusals(paths, "the service"),
     )

@@ -1,82 +1,96 @@
-"""The routes for agents: enrolling, heartbeats, work, reports, files."""
+"""The routes for agents: enrolling, heartbeats, work, reports, files. A host's credential says who asks."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.responses import Response
-from starlette.routing import Route as Endpoint
 
 from traceloom.agent.http.answers import RequestError
-from traceloom.agent.http.limits import body_of
-from traceloom.agent.uplink.messages import Enrolment, Heartbeat, HostReport, UplinkMessage
+from traceloom.agent.uplink.messages import (
+    Enrolled,
+    Enrolment,
+    Heartbeat,
+    HeartbeatAnswer,
+    HostReport,
+    ReportAnswer,
+    WorkAnswer,
+)
 from traceloom.collect.hosts import LONGEST_WAIT_S, HostDesk
+from traceloom.collect.routes import FleetAsked, FleetRoute
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-Body = TypeVar("Body", bound=UplinkMessage)
-MOST_BODY = 32 << 20  # of a heartbeat with an hour of usage of many devices
+AGENTS = "/api/v1/agents/"
 
 
-def host_routes(desk: HostDesk) -> list[Endpoint]:
-    """The endpoints; errors of requests are raised, for the application to answer."""
+class WorkParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the host knows already, and for how many seconds it waits for something else."""
 
-    async def enrol(request: Request) -> Response:
-        return _answer(await desk.enrol(await _body(request, Enrolment)))
-
-    async def heartbeat(request: Request) -> Response:
-        host = _host(desk, request)
-        return _answer(await desk.heartbeat(host, await _body(request, Heartbeat)))
-
-    async def work(request: Request) -> Response:
-        host = _host(desk, request)
-        try:
-            wait_s = float(request.query_params.get("wait", LONGEST_WAIT_S))
-        except ValueError as error:
-            raise RequestError(400, "`wait` is no number of seconds", slug="wrong-request") from error
-        return _answer(await desk.work(host, request.query_params.get("version", ""), wait_s))
-
-    async def report(request: Request) -> Response:
-        host = _host(desk, request)
-        return _answer(await desk.report(host, request.path_params["request"], await _body(request, HostReport)))
-
-    async def take_file(request: Request) -> Response:
-        host, path = _host(desk, request), request.path_params
-
-        async def content() -> AsyncIterator[bytes]:
-            async for piece in request.stream():
-                yield piece
-
-        await desk.take_file(host, path["request"], path["name"], content())
-        return Response(status_code=204)
-
-    return [
-        Endpoint("/api/v1/agents/enrol", enrol, methods=["POST"]),
-        Endpoint("/api/v1/agents/{host}/heartbeat", heartbeat, methods=["POST"]),
-        Endpoint("/api/v1/agents/{host}/work", work),
-        Endpoint("/api/v1/agents/{host}/requests/{request}", report, methods=["POST"]),
-        Endpoint("/api/v1/agents/{host}/requests/{request}/files/{name}", take_file, methods=["PUT"]),
-    ]
+    version: str = ""
+    wait: float = LONGEST_WAIT_S
 
 
-def _host(desk: HostDesk, request: Request) -> str:
-    """The host that asks, which must be the one in the path."""
-    host: str = request.path_params["host"]
-    scheme, _, credential = request.headers.get("authorization", "").partition(" ")
-    desk.check_host(host, credential.strip() if scheme.lower() == "bearer" else "")
-    return host
+def _of_host(
+    answer: Callable[[FleetAsked, HostDesk, str], Awaitable[msgspec.Struct | Response]],
+) -> Callable[[FleetAsked], Awaitable[msgspec.Struct | Response]]:
+    """Answer only the host that the path names."""
+
+    async def respond(asked: FleetAsked) -> msgspec.Struct | Response:
+        desk, host = asked.hosts(), asked.request.path_params["host"]
+        scheme, _, credential = asked.request.headers.get("authorization", "").partition(" ")
+        desk.check_host(host, credential.strip() if scheme.lower() == "bearer" else "")
+        return await answer(asked, desk, host)
+
+    return respond
 
 
-async def _body(request: Request, kind: type[Body]) -> Body:
-    content = await body_of(request.stream(), request.headers.get("content-length", ""), MOST_BODY)
+async def _enrol(asked: FleetAsked) -> Enrolled:
+    return await asked.hosts().enrol(await asked.body(Enrolment))
+
+
+async def _heartbeat(asked: FleetAsked, desk: HostDesk, host: str) -> HeartbeatAnswer:
+    return await desk.heartbeat(host, await asked.body(Heartbeat))
+
+
+async def _work(asked: FleetAsked, desk: HostDesk, host: str) -> WorkAnswer:
     try:
-        return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        known = msgspec.convert(dict(asked.request.query_params), WorkParameters, strict=False)
+    except msgspec.ValidationError as error:
         raise RequestError(400, f"the request is wrong: {error}", slug="wrong-request") from error
+    return await desk.work(host, known.version, known.wait)
 
 
-def _answer(message: UplinkMessage) -> Response:
-    return Response(msgspec.json.encode(message), media_type="application/json")
+async def _report(asked: FleetAsked, desk: HostDesk, host: str) -> ReportAnswer:
+    return await desk.report(host, asked.request.path_params["id"], await asked.body(HostReport))
+
+
+async def _take_file(asked: FleetAsked, desk: HostDesk, host: str) -> Response:
+    path = asked.request.path_params
+    await desk.take_file(host, path["id"], path["name"], asked.request.stream())
+    return Response(status_code=204)
+
+
+HOST_ROUTES = (
+    FleetRoute(
+        path=f"{AGENTS}enrol", summary="Let a host belong to the fleet, by a token that works once", answers=_enrol,
+        answer=Enrolled, method="POST", body=Enrolment, role=None, refuses=(400, 409, 503),
+    ),
+    FleetRoute(
+        path=f"{AGENTS}{{host}}/heartbeat", summary="Take how a host is, and what its devices did",
+        answers=_of_host(_heartbeat), answer=HeartbeatAnswer, method="POST", body=Heartbeat, role=None,
+        refuses=(400, 503),
+    ),
+    FleetRoute(
+        path=f"{AGENTS}{{host}}/work", summary="What a host is to do; waits for something new",
+        answers=_of_host(_work), answer=WorkAnswer, parameters=WorkParameters, role=None, refuses=(400, 503),
+    ),
+    FleetRoute(
+        path=f"{AGENTS}{{host}}/requests/{{id}}", summary="How far a host is with a request",
+        answers=_of_host(_report), answer=ReportAnswer, method="POST", body=HostReport, role=None,
+        refuses=(400, 404, 503),
+    ),
+    FleetRoute(
+        path=f"{AGENTS}{{host}}/requests/{{id}}/files/{{name}}", summary="Send a file that the host has said",
+        answers=_of_host(_take_file), method="PUT", role=None, refuses=(400, 404, 503),
+    ),
+)  # fmt: skip

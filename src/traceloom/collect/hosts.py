@@ -1,7 +1,7 @@
 """The hosts of the fleet: who belongs, how each is, what it is to do, and what it sends.
 
-What hosts say is kept in memory as long as it is fresh; who belongs, and requests, are on record, so that a service
-that starts again goes on. Everything here runs in the service's loop; records and files are used in threads.
+What hosts say is kept in memory as long as it is fresh; who belongs, requests and usage are in the state, so that a
+service that starts again goes on. Everything here runs in the service's loop; the state and files are used in threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -37,6 +37,7 @@ from traceloom.agent.uplink.messages import (
     WorkAnswer,
 )
 from traceloom.collect.plan import FleetRequest, HostProgress, advanced, cancelled, planned, reported, work_of
+from traceloom.store.state import State
 
 LOG = logging.getLogger("traceloom.collect")
 FRESH_NS = 60_000_000_000  # a host that was silent for longer is lost
@@ -47,14 +48,6 @@ _LOOK_S = 1.0
 Choice = Literal["", "slowest-and-median"]
 
 
-class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A host that belongs to the fleet."""
-
-    host: str
-    credential_sha256: str
-    enrolled_ns: int
-
-
 class HostNow(msgspec.Struct, frozen=True, kw_only=True):
     """What a host said last, and when, by the service's clock."""
 
@@ -62,43 +55,23 @@ class HostNow(msgspec.Struct, frozen=True, kw_only=True):
     received_ns: int
 
 
-class HostRecords(Protocol):
-    """Where hosts and requests are written down; blocks."""
-
-    def take_enrolment(self, token_sha256: str, now_ns: int) -> str | None:
-        """Use up a token of enrolment; the host that it is for ("" any), or None where it is none."""
-
-    def hosts(self) -> Sequence[HostRecord]:
-        """All hosts."""
-
-    def put_host(self, record: HostRecord) -> None:
-        """Write down a host, in place of what was there."""
-
-    def open_requests(self) -> Sequence[FleetRequest]:
-        """Requests that have not ended, oldest first."""
-
-    def put_request(self, request: FleetRequest) -> None:
-        """Write down how far a request is."""
-
-
 class HostDesk:
     """Talks to hosts.
 
     Args:
-        records: Where hosts and requests are written down.
+        state: Where hosts and requests are written down.
         incoming: The directory for what hosts send: `incoming/REQUEST/HOST/`.
-        keep_usage: Takes rows of usage of a host; returns once they are kept, and may get minutes again that it has.
         on_stitching: Called with a request whose parts are all there; the parts are joined and analysed by it.
         clock: Now, in ns since the epoch.
     """
 
     def __init__(
-        self, records: HostRecords, incoming: Path, keep_usage: Callable[[str, Sequence[UsageRow]], None],
-        on_stitching: Callable[[FleetRequest], None], clock: Callable[[], int] = time.time_ns,
+        self, state: State, incoming: Path, on_stitching: Callable[[FleetRequest], None],
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:  # fmt: skip
-        self.records, self.incoming, self.clock = records, incoming, clock
-        self.keep_usage, self.on_stitching = keep_usage, on_stitching
-        self.members: dict[str, HostRecord] = {}
+        self.state, self.incoming, self.clock = state, incoming, clock
+        self.on_stitching = on_stitching
+        self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
         self.now: dict[str, HostNow] = {}
         self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
         self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
@@ -109,8 +82,9 @@ class HostDesk:
 
     async def start(self) -> None:
         """Go on with what is on record."""
-        hosts, requests = await asyncio.to_thread(lambda: (self.records.hosts(), self.records.open_requests()))
-        self.members = {record.host: record for record in hosts}
+        self._closing = False
+        self.members, documents = await asyncio.to_thread(lambda: (self.state.hosts(), self.state.requests()))
+        requests = [msgspec.json.decode(document, type=FleetRequest) for document in reversed(documents)]
         self.requests = {request.id: request for request in requests}
         for request in requests:
             if request.state in {"stitching", "analysing"}:
@@ -139,8 +113,7 @@ class HostDesk:
                 400, f"this agent speaks protocol {enrolment.protocol}, the service {PROTOCOL}", slug="newer-agent",
                 hint="update the service first",
             )  # fmt: skip
-        digest = hashlib.sha256(enrolment.token.encode()).hexdigest()
-        host = await asyncio.to_thread(self.records.take_enrolment, digest, self.clock())
+        host = await asyncio.to_thread(self.state.take_enrolment, enrolment.token)
         if host is None or host not in {"", enrolment.host}:
             raise RequestError(
                 401, "this token is none of ours, was used, or has expired", slug="unknown-token",
@@ -152,13 +125,9 @@ class HostDesk:
                 hint="a token for this host replaces it: `traceloom fleet token --enrol --host NAME`",
             )  # fmt: skip
         credential = secrets.token_urlsafe(32)
-        record = HostRecord(
-            host=enrolment.host, credential_sha256=hashlib.sha256(credential.encode()).hexdigest(),
-            enrolled_ns=self.clock(),
-        )  # fmt: skip
-        await asyncio.to_thread(self.records.put_host, record)
-        self.members[record.host] = record
-        return Enrolled(host=record.host, credential=credential)
+        await asyncio.to_thread(self.state.put_host, enrolment.host, credential)
+        self.members[enrolment.host] = hashlib.sha256(credential.encode()).hexdigest()
+        return Enrolled(host=enrolment.host, credential=credential)
 
     def check_host(self, host: str, credential: str) -> None:
         """Check that the one who asks is this host.
@@ -166,9 +135,8 @@ class HostDesk:
         Raises:
             RequestError: `unknown-host`.
         """
-        record = self.members.get(host)
         digest = hashlib.sha256(credential.encode()).hexdigest()
-        if record is None or not hmac.compare_digest(record.credential_sha256, digest):
+        if not hmac.compare_digest(self.members.get(host, ""), digest):
             raise RequestError(
                 401, "this host does not belong to the fleet", slug="unknown-host",
                 hint="enrol it with a new token, and remove fleet.json beside the agent's history",
@@ -184,7 +152,11 @@ class HostDesk:
         if heartbeat.usage:
             possible = possible_rows(heartbeat.usage, received_ns)
             self.refused_rows[host] += len(heartbeat.usage) - len(possible)
-            await asyncio.to_thread(self.keep_usage, host, possible)
+            minutes: dict[int, list[UsageRow]] = {row.minute: [] for row in heartbeat.usage}
+            for row in possible:
+                minutes[row.minute].append(row)
+            documents = {minute: msgspec.json.encode(rows).decode() for minute, rows in minutes.items()}
+            await asyncio.to_thread(self.state.add_usage, host, documents)
             through = max(row.minute for row in heartbeat.usage)
         return HeartbeatAnswer(received_ns=received_ns, answered_ns=self.clock(), usage_through=through)
 
@@ -192,6 +164,11 @@ class HostDesk:
         """Hosts that spoke of late."""
         now_ns = self.clock()
         return {host: now for host, now in self.now.items() if now_ns - now.received_ns < FRESH_NS}
+
+    def users_of(self, job: str) -> set[str]:
+        """Users whose processes a job has, as far as hosts say."""
+        processes = (process for now in self.fresh().values() for process in now.heartbeat.processes)
+        return {process.user for process in processes if process.job == job}
 
     # Requests.
 
@@ -230,7 +207,9 @@ class HostDesk:
         before = self.requests.get(request.id)
         self.requests[request.id] = request
         async with self._writing:  # in order; what has changed again meanwhile is written as it is now
-            await asyncio.to_thread(self.records.put_request, self.requests[request.id])
+            now = self.requests[request.id]
+            document = msgspec.json.encode(now).decode()
+            await asyncio.to_thread(self.state.put_request, now.id, now.asked_ns, document, ended=now.ended)
         if request.state == "stitching" and (before is None or before.state != "stitching"):
             self.on_stitching(request)
         async with self._changed:

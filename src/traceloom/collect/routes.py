@@ -18,7 +18,7 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from traceloom import __version__
-from traceloom.agent.http.answers import HttpAnswer, RequestError
+from traceloom.agent.http.answers import RequestError
 from traceloom.agent.http.limits import body_of
 from traceloom.collect import answers as forms
 from traceloom.collect.executors import TaskError
@@ -30,6 +30,7 @@ from traceloom.store.state import ROLES, CaptureRecord, FileOfCapture, Role, Tas
 if TYPE_CHECKING:
     from starlette.requests import Request
 
+    from traceloom.collect.hosts import HostDesk
     from traceloom.collect.service import Service
 
 Form = TypeVar("Form", bound=msgspec.Struct)
@@ -104,6 +105,16 @@ class FleetAsked:
                 return file
         raise RequestError(404, "the capture has no such file", slug="no-such-file")
 
+    def hosts(self) -> HostDesk:
+        """What talks to hosts.
+
+        Raises:
+            RequestError: `not-leading`: another service of this state does; come again.
+        """
+        if self.service.hosts is None:
+            raise RequestError(503, "another service talks to hosts now", slug="not-leading", retry_s=2)
+        return self.service.hosts
+
     async def note(self, **details: str) -> None:
         """Add to the audit that it was done."""
         await asyncio.to_thread(
@@ -116,13 +127,13 @@ class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     summary: str
-    answers: Callable[[FleetAsked], Awaitable[HttpAnswer | Response]]
+    answers: Callable[[FleetAsked], Awaitable[msgspec.Struct | Response]]
     role: Role | None = "viewer"
-    answer: type[HttpAnswer] | None = None
+    answer: type[msgspec.Struct] | None = None
     content: str = "application/json"  # of an answer that is no structure
     method: str = "GET"
     body: type[msgspec.Struct] | None = None
-    parameters: type[HttpAnswer] | None = None
+    parameters: type[msgspec.Struct] | None = None
     refuses: tuple[int, ...] = ()
 
 

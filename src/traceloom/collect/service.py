@@ -18,6 +18,8 @@ from traceloom.agent.config import Access, Tcp, host_and_port
 from traceloom.agent.http.limits import Connections
 from traceloom.collect import answers as forms
 from traceloom.collect.executors import Engine
+from traceloom.collect.hosts import HostDesk
+from traceloom.collect.joining import Joining
 from traceloom.collect.pipeline import Pipeline
 from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.objects import Objects
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from traceloom.agent.http.peers import Peer
 
 ADDRESS = "127.0.0.1:9466"
+_LOOK_S = 0.2
 LOCAL_TOKEN = "local"  # noqa: S105  (its name)
 
 _log = logging.getLogger(__name__)
@@ -56,11 +59,12 @@ class Service:
         engine: What analyses.
         limits: What clients may cost.
         lease_s, commit_s: As of `Pipeline`.
+        incoming: Directory for what hosts send, until it is joined.
     """
 
     def __init__(
         self, state: State, objects: Objects, tables: Tables, engine: Engine, limits: ServiceLimits | None = None,
-        *, lease_s: float, commit_s: float,
+        *, lease_s: float, commit_s: float, incoming: Path,
     ) -> None:  # fmt: skip
         from prometheus_client import CollectorRegistry, Counter
 
@@ -68,10 +72,36 @@ class Service:
         self.limits = limits or ServiceLimits()
         self.pipeline = Pipeline(state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s)
         self.rendering = asyncio.Lock()  # one report at a time
+        self.hosts: HostDesk | None = None  # while this service leads
+        self.incoming = incoming
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "traceloom_fleet_requests", "Requests by route and code", ["route", "code"], registry=self._registry
         )
+
+    async def talk_to_hosts(self) -> None:
+        """Talk to hosts while this service leads, until it is cancelled."""
+        joining: Joining | None = None
+        try:
+            while True:
+                if self.pipeline.leads and self.hosts is None:
+                    self.incoming.mkdir(parents=True, exist_ok=True)
+                    desk = HostDesk(self.state, self.incoming, lambda request: joining.take(request))  # type: ignore[union-attr]
+                    joining = Joining(desk, self.pipeline)
+                    await desk.start()
+                    self.hosts = desk
+                elif not self.pipeline.leads and self.hosts is not None:
+                    await self._leave_hosts(joining)
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            await self._leave_hosts(joining)
+
+    async def _leave_hosts(self, joining: Joining | None) -> None:
+        desk, self.hosts = self.hosts, None
+        if desk is not None:
+            await desk.close()
+        if joining is not None:
+            await joining.close()
 
     def check(self) -> forms.FleetCheckAnswer:
         """Try what the service stands on."""
@@ -165,6 +195,8 @@ async def serve(service: Service, tcp: Tcp, ready: Callable[[str], None]) -> Non
         stack.callback(server.close)
         service.pipeline.start()
         stack.push_async_callback(asyncio.to_thread, service.pipeline.stop)
+        talking = asyncio.create_task(service.talk_to_hosts(), name="hosts")
+        stack.push_async_callback(_ended, talking)
         at, bound = server.sockets[0].getsockname()[:2]
         ready(f"{'https' if tls else 'http'}://{f'[{at}]' if ':' in at else at}:{bound}")
         await ended.wait()
@@ -172,6 +204,12 @@ async def serve(service: Service, tcp: Tcp, ready: Callable[[str], None]) -> Non
             connection.shutdown()
         if connections.tasks:
             await asyncio.wait(connections.tasks, timeout=1.0)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Cancel a task, and wait until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def keep_local_token(state: State, path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 
-from support.fleet import KINDS, Kind  # noqa: E402
-from support.postgres import database  # noqa: E402
-from traceloom.errors import InputError, OutputError, UsageError  # noqa: E402
-from traceloom.store.state import ATTEMPTS, CaptureRecord, FileOfCapture, State  # noqa: E402
+from support.fleet import KINDS, Kind
+from support.postgres import database
+from traceloom.errors import InputError, OutputError, UsageError
+from traceloom.store.state import ATTEMPTS, CaptureRecord, FileOfCapture, State
 
 
 @pytest.fixture(params=KINDS)
@@ -277,7 +277,9 @@ def test_a_full_disk_is_said_so_and_nothing_is_half_there(tmp_path: Path) -> Non
     state.close()
 
 
-@pytest.mark.parametrize("url", ["mysql://host/fleet", "nothing://x", "postgresql://127.0.0.1:1/fleet?connect_timeout=2"])
+@pytest.mark.parametrize(
+    "url", ["mysql://host/fleet", "nothing://x", "postgresql://127.0.0.1:1/fleet?connect_timeout=2"]
+)
 def test_a_database_that_is_none_of_ours_or_does_not_answer_is_refused(url: str) -> None:
     with pytest.raises((UsageError, OutputError)) as raised:
         State(url)

@@ -7,7 +7,6 @@ each time; the agent itself never waits for the service.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import random
@@ -48,6 +47,7 @@ from traceloom.agent.uplink.messages import (
 )
 from traceloom.agent.uplink.usage import UsageBacklog, UsageMinutes
 from traceloom.errors import InputError, unreadable
+from traceloom.files import sha256_of
 
 LOG = logging.getLogger("traceloom.agent")
 TOKEN_VARIABLE = "TRACELOOM_FLEET_TOKEN"  # noqa: S105  (its name)
@@ -386,13 +386,6 @@ def _who(request: str) -> str:
 
 
 def _files(folder: Path, names: list[str]) -> list[HostFile]:
-    files = []
-    for name in names:
-        with (folder / name).open("rb") as file:
-            digest = hashlib.sha256()
-            size = 0
-            while block := file.read(1 << 20):
-                digest.update(block)
-                size += len(block)
-        files.append(HostFile(name=name, bytes=size, sha256=digest.hexdigest()))
-    return files
+    return [
+        HostFile(name=name, bytes=(folder / name).stat().st_size, sha256=sha256_of(folder / name)) for name in names
+    ]
