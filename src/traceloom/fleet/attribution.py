@@ -22,7 +22,12 @@ BY = (*OF_JOBS, *OF_DEVICES)
 
 _STATES = {"busy_ms": BUSY, "idle_ms": ALLOCATED, "unallocated_ms": UNALLOCATED, "unreachable_ms": UNREACHABLE}
 _WHOLE = ("device_ms", *_STATES)
-_MEASURED = {"energy_mj": "energy_known_ms", "flops_low": "flops_known_ms", "input_bytes": "input_known_ms"}
+_MEASURED = {
+    "energy_mj": "energy_known_ms",
+    "flops_low": "flops_known_ms",
+    "flops_high": "flops_known_ms",
+    "input_bytes": "input_known_ms",
+}
 _PRICED = {"cost": "cost_known_ms", "co2_g": "co2_known_ms"}
 _AMOUNTS = _MEASURED | _PRICED
 """Amount -> the device time of which it is known."""
@@ -37,11 +42,11 @@ class Attribution(Result):
         currency: Of the cost; None without prices.
         leaves: One row per combination of values of `by` (and per stretch of time, `time_ns`, where that is asked for):
             device_ms, which is busy_ms + idle_ms (a job held the device, and it did nothing) + unallocated_ms +
-            unreachable_ms; then energy_mj, flops_low, input_bytes, cost and co2_g, each null where it is known of no
-            device time, and the device time of which it is known: energy_known_ms, flops_known_ms, input_known_ms,
-            cost_known_ms, co2_known_ms. Energy that is not measured costs nothing beside its device hour. Time that no
-            job held has the name of its state as the value of all dimensions of jobs; what nobody says of a job is
-            `unattributed`. Largest time first.
+            unreachable_ms; then energy_mj, flops_low, flops_high, input_bytes, cost and co2_g, each null where it is
+            known of no device time, and the device time of which it is known: energy_known_ms, flops_known_ms,
+            input_known_ms, cost_known_ms, co2_known_ms. Energy that is not measured costs nothing beside its device
+            hour. Time that no job held has the name of its state as the value of all dimensions of jobs; what nobody
+            says of a job is `unattributed`. Largest time first.
     """
 
     by: tuple[str, ...]
@@ -82,7 +87,7 @@ def attribution(
     devices = list(dict.fromkeys([*(name for name in by if name in OF_DEVICES), "device_model"]))
     measured = [
         pl.when(pl.col(amount).is_not_null()).then("device_ms").otherwise(0).alias(of_time)
-        for amount, of_time in _MEASURED.items()
+        for of_time, amount in {of_time: amount for amount, of_time in _MEASURED.items()}.items()
     ]
     rows = usage.with_columns(
         measured, stretch_ns=pl.lit(0) if every_ns is None else pl.col("time_ns") // every_ns * every_ns
@@ -105,7 +110,7 @@ def _with_owners(rows: pl.LazyFrame, owned: pl.DataFrame, keys: Sequence[str], o
 
     Jobs that belong to the same people all the time, nearly all, need no times: a month of them is added up at once.
     """
-    sums = ("device_ms", *_MEASURED, *_MEASURED.values())
+    sums = tuple(dict.fromkeys(("device_ms", *_MEASURED, *_MEASURED.values())))
     facts_of = [name for name in of_jobs if name != "job"]
     changing = owned.group_by("job").len().filter(pl.col("len") > 1)["job"].implode()
     moves = pl.col("job").is_in(changing).fill_null(False)
@@ -143,7 +148,7 @@ def _priced(prices: Prices | None) -> list[pl.Expr]:
 
 
 def _summed(frame: pl.LazyFrame, keys: Sequence[str]) -> pl.LazyFrame:
-    sums = [pl.col(name).sum() for name in (*_WHOLE, *_AMOUNTS, *_AMOUNTS.values())]
+    sums = [pl.col(name).sum() for name in dict.fromkeys((*_WHOLE, *_AMOUNTS, *_AMOUNTS.values()))]
     grouped = frame.group_by(keys).agg(sums) if keys else frame.select(sums)
     return grouped.with_columns(
         pl.when(pl.col(of_time) > 0).then(amount).alias(amount) for amount, of_time in _AMOUNTS.items()

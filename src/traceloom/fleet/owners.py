@@ -58,6 +58,21 @@ def periods(jobs: pl.LazyFrame, owners: pl.LazyFrame, rules: Sequence[OwnerRule]
     return owned.filter(changed | (pl.col("from_ns") == EARLIEST))
 
 
+def with_owners(captures: pl.LazyFrame, owned: pl.DataFrame, of_jobs: Sequence[str]) -> pl.LazyFrame:
+    """Captures with what is said of their job at their start.
+
+    Args:
+        captures: With `job` and `start_ns`.
+        owned: Of `periods`.
+        of_jobs: `job`, scheduler or dimensions.
+    """
+    added = [name for name in of_jobs if name != "job"]
+    facts = owned.lazy().select("job", "from_ns", *added).sort("from_ns")
+    return captures.sort("start_ns").join_asof(
+        facts, left_on="start_ns", right_on="from_ns", by="job", check_sortedness=False
+    )
+
+
 def _at(times: pl.DataFrame, statements: pl.DataFrame) -> pl.DataFrame:
     """What holds from each time on: the statement that began last, while it is valid; null columns where none is."""
     latest = times.join_asof(
