@@ -28,11 +28,11 @@ class MadeFleet:
 
     def __init__(self) -> None:
         self.weeks: Weeks = made_weeks(WeeksRecipe(days=2, usage_days=2, captures=1))
-        every = self.weeks.observed.select("host", "device", "device_model").unique().lazy()
-        times = self.weeks.observed.select("time_ns").unique().lazy()
-        self.minutes = minutes(self.weeks.observed.lazy(), every.join(times, how="cross")).collect()
+        every = self.weeks.observed.select("host", "device", "device_model").unique()
+        times = self.weeks.observed.select("time_ns").unique()
+        self.minutes = minutes(self.weeks.observed, every.join(times, how="cross"))
         self.jobs = SCHEMAS["jobs"].complete(self.weeks.tables["jobs"])
-        self.devices = every.collect().height
+        self.devices = every.height
         self.teams = {team.model: team for team in self.weeks.recipe.teams}
 
     def truth(self, value: Callable[[str], str]) -> tuple[dict[str, float], dict[str, float]]:
@@ -61,7 +61,7 @@ def owned(fleet: MadeFleet) -> pl.DataFrame:
 def test_hours_of_owners_are_those_that_were_planted(
     fleet: MadeFleet, owned: pl.DataFrame, name: str, table: str
 ) -> None:
-    usage = fleet.minutes.lazy() if table == "usage_minute" else hours(fleet.minutes.lazy())
+    usage = fleet.minutes.lazy() if table == "usage_minute" else hours(fleet.minutes).lazy()
     leaves = attribution(usage, owned, [name]).leaves
     rows = {row[name]: row for row in leaves.to_dicts()}
     held, busy = fleet.truth(lambda model: getattr(fleet.teams[model], name))
@@ -95,7 +95,7 @@ def test_the_idle_team_stands_out(fleet: MadeFleet, owned: pl.DataFrame) -> None
 @pytest.mark.parametrize("by", list(permutations(["division", "model", "host"])), ids="-".join)
 def test_levels_add_up_in_any_order(fleet: MadeFleet, owned: pl.DataFrame, by: tuple[str, ...]) -> None:
     prices = Prices(currency="EUR", per_kwh=0.3, co2_g_per_kwh=400, device_hour={"default": 2.5})
-    result = attribution(hours(fleet.minutes.lazy()), owned, by, prices)
+    result = attribution(hours(fleet.minutes).lazy(), owned, by, prices)
     whole = result.level(0).row(0, named=True)
     for depth in range(1, 4):
         level = result.level(depth)

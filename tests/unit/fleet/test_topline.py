@@ -29,7 +29,7 @@ class MadeDays:
         self.weeks: Weeks = made_weeks(recipe)
         self.frames = {name: SCHEMAS[name].complete(frame).lazy() for name, frame in self.weeks.tables.items()}
         self.owned = periods(self.frames["jobs"], SCHEMAS["owners"].empty().lazy())
-        self.usage = minutes(self.weeks.observed.lazy()).collect().lazy() if recipe.usage_days else pl.LazyFrame()
+        self.usage = minutes(self.weeks.observed).lazy() if recipe.usage_days else pl.LazyFrame()
 
 
 @pytest.fixture(scope="module")
