@@ -40,7 +40,7 @@ def minutes(seen: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame
         parts = pl.concat([parts, silent.with_columns(state=pl.lit(UNREACHABLE), device_ms=0.0)], how="diagonal")
     orders = _orders(parts)
     summed = (
-        parts.cast(dict(orders))
+        parts.cast(orders)
         .group_by(*_OF_DEVICE, "state", "job")
         .agg(pl.col("device_ms").sum(), *_sums(), pl.col("device_model").drop_nulls().first())
     )
@@ -73,13 +73,13 @@ def _whole(parts: Floats, of_device: pl.DataFrame) -> Ints:
     by_remainder = np.lexsort((floor - exact, group))  # stable: equal remainders stay in their order
     turn = np.empty(parts.size, dtype=np.int64)
     turn[by_remainder] = np.arange(parts.size) - first[group]
-    return (floor + (turn < left[group])).astype(np.int64)
+    return np.asarray(floor + (turn < left[group]), dtype=np.int64)
 
 
 def hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
     """Rows of `usage_hour` from those of `usage_minute`, or of `usage_hour`; parts of hours are added up to parts."""
     rows = (
-        usage_minute.cast(dict(_orders(usage_minute)))
+        usage_minute.cast(_orders(usage_minute))
         .with_columns(pl.col("time_ns") // _HOUR_NS * _HOUR_NS)
         .group_by(*_OF_DEVICE, "state", "job")
         .agg(pl.col("device_ms").sum(), *_sums(), pl.col("device_model").drop_nulls().first())
@@ -88,11 +88,11 @@ def hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
     return rows.lazy().pipe(_declared, "usage_hour").collect()
 
 
-def _orders(parts: pl.DataFrame) -> dict[str, pl.Enum]:
+def _orders(parts: pl.DataFrame) -> pl.Schema:
     """Texts as numbers in their order, which are grouped and sorted in a fraction of the time."""
     values = {name: parts[name].drop_nulls().unique() for name in _TEXTS}
     values["state"] = pl.concat([values["state"], pl.Series([UNREACHABLE])]).unique()
-    return {name: pl.Enum(texts.sort()) for name, texts in values.items()}
+    return pl.Schema({name: pl.Enum(texts.sort()) for name, texts in values.items()})
 
 
 def _sums() -> list[pl.Expr]:
