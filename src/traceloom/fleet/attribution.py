@@ -22,7 +22,12 @@ BY = (*OF_JOBS, *OF_DEVICES)
 
 _STATES = {"busy_ms": BUSY, "idle_ms": ALLOCATED, "unallocated_ms": UNALLOCATED, "unreachable_ms": UNREACHABLE}
 _WHOLE = ("device_ms", *_STATES)
-_MEASURED = {"energy_mj": "energy_known_ms", "flops_low": "flops_known_ms", "input_bytes": "input_known_ms"}
+_MEASURED = {
+    "energy_mj": "energy_known_ms",
+    "flops_low": "flops_known_ms",
+    "flops_high": "flops_known_ms",
+    "input_bytes": "input_known_ms",
+}
 _PRICED = {"cost": "cost_known_ms", "co2_g": "co2_known_ms"}
 _AMOUNTS = _MEASURED | _PRICED
 """Amount -> the device time of which it is known."""
@@ -37,11 +42,11 @@ class Attribution(Result):
         currency: Of the cost; None without prices.
         leaves: One row per combination of values of `by` (and per stretch of time, `time_ns`, where that is asked for):
             device_ms, which is busy_ms + idle_ms (a job held the device, and it did nothing) + unallocated_ms +
-            unreachable_ms; then energy_mj, flops_low, input_bytes, cost and co2_g, each null where it is known of no
-            device time, and the device time of which it is known: energy_known_ms, flops_known_ms, input_known_ms,
-            cost_known_ms, co2_known_ms. Energy that is not measured costs nothing beside its device hour. Time that no
-            job held has the name of its state as the value of all dimensions of jobs; what nobody says of a job is
-            `unattributed`. Largest time first.
+            unreachable_ms; then energy_mj, flops_low, flops_high, input_bytes, cost and co2_g, each null where it is
+            known of no device time, and the device time of which it is known: energy_known_ms, flops_known_ms,
+            input_known_ms, cost_known_ms, co2_known_ms. Energy that is not measured costs nothing beside its device
+            hour. Time that no job held has the name of its state as the value of all dimensions of jobs; what nobody
+            says of a job is `unattributed`. Largest time first.
     """
 
     by: tuple[str, ...]
@@ -77,46 +82,46 @@ def attribution(
         if name not in BY:
             hint = nearest(name, BY) + f"there are {', '.join(BY)}"
             raise UsageError(f"device time is not divided by `{name}`", slug="no-such-dimension", hint=hint)
+    by = tuple(dict.fromkeys(by))
     times = [] if every_ns is None else ["time_ns"]
-    of_jobs = [name for name in by if name in OF_JOBS and name != "job"]
-    of_devices = dict.fromkeys([*(name for name in by if name in OF_DEVICES), "device_model"])
-    known = [
-        pl.when(pl.col(amount).is_not_null()).then("device_ms").otherwise(0).alias(known_ms)
-        for amount, known_ms in _MEASURED.items()
+    devices = list(dict.fromkeys([*(name for name in by if name in OF_DEVICES), "device_model"]))
+    measured = [
+        pl.when(pl.col(amount).is_not_null()).then("device_ms").otherwise(0).alias(of_time)
+        for of_time, amount in {of_time: amount for amount, of_time in _MEASURED.items()}.items()
     ]
-    keys = ["job", "state", *of_devices]
-    sums = [pl.col(name).sum() for name in ("device_ms", *_MEASURED, *_MEASURED.values())]
-    # Jobs that belong to the same people all the time, nearly all, need no times: a month is added up at once.
-    changing = owned.group_by("job").len().filter(pl.col("len") > 1)["job"].implode()
-    rows = usage.with_columns(known)
-    if every_ns is not None:
-        rows = rows.with_columns(stretch_ns=pl.col("time_ns") // every_ns * every_ns)
-        keys.append("stretch_ns")
-    moving = pl.col("job").is_in(changing).fill_null(False)
-    fixed = rows.filter(~moving).group_by(keys).agg(sums)
-    moved = rows.filter(moving).group_by(*keys, "time_ns").agg(sums)
-    facts = owned.lazy().select("job", "from_ns", *of_jobs)
-    once = fixed.join(facts.filter(~pl.col("job").is_in(changing)).drop("from_ns"), on="job", how="left")
-    dated = moved.sort("time_ns").join_asof(
-        facts.sort("from_ns"), left_on="time_ns", right_on="from_ns", by="job", check_sortedness=False
+    rows = usage.with_columns(
+        measured, stretch_ns=pl.lit(0) if every_ns is None else pl.col("time_ns") // every_ns * every_ns
     )
-    columns = [*keys, *of_jobs, *(expression.meta.output_name() for expression in sums)]
-    held = pl.concat([once.select(columns), dated.select(columns)])
-    if every_ns is not None:
-        held = held.rename({"stretch_ns": "time_ns"})
-    named = [
-        pl.when(pl.col("state").is_in((UNALLOCATED, UNREACHABLE))).then("state")
-        .otherwise(pl.col(name).fill_null(UNATTRIBUTED)).alias(name)
-        for name in by
-        if name in OF_JOBS
-    ]  # fmt: skip
-    unnamed = [pl.col(name).fill_null(UNATTRIBUTED) for name in by if name in OF_DEVICES]
+    held = _with_owners(rows, owned, ["state", *devices, "stretch_ns"], [name for name in by if name in OF_JOBS])
+    nobody = pl.when(pl.col("state").is_in((UNALLOCATED, UNREACHABLE))).then("state")
+    values = [
+        (nobody.otherwise(name) if name in OF_JOBS else pl.col(name)).fill_null(UNATTRIBUTED).alias(name) for name in by
+    ]
     states = [
         pl.when(pl.col("state") == state).then("device_ms").otherwise(0).alias(name) for name, state in _STATES.items()
     ]
-    priced = held.with_columns(*states, *_priced(prices)).with_columns(*named, *unnamed)
+    priced = held.with_columns(*states, *_priced(prices), time_ns="stretch_ns").with_columns(values)
     leaves = _summed(priced, [*times, *by]).collect()
-    return Attribution(tuple(by), None if prices is None else prices.currency, leaves)
+    return Attribution(by, None if prices is None else prices.currency, leaves)
+
+
+def _with_owners(rows: pl.LazyFrame, owned: pl.DataFrame, keys: Sequence[str], of_jobs: Sequence[str]) -> pl.LazyFrame:
+    """Usage added up by job and keys, with what these people say of the job at the time.
+
+    Jobs that belong to the same people all the time, nearly all, need no times: a month of them is added up at once.
+    """
+    sums = tuple(dict.fromkeys(("device_ms", *_MEASURED, *_MEASURED.values())))
+    facts_of = [name for name in of_jobs if name != "job"]
+    changing = owned.group_by("job").len().filter(pl.col("len") > 1)["job"].implode()
+    moves = pl.col("job").is_in(changing).fill_null(False)
+    facts = owned.lazy().select("job", "from_ns", *facts_of)
+    fixed = rows.filter(~moves).group_by("job", *keys).agg(pl.col(sums).sum())
+    moved = rows.filter(moves).group_by("job", *keys, "time_ns").agg(pl.col(sums).sum()).sort("time_ns")
+    dated = moved.join_asof(
+        facts.sort("from_ns"), left_on="time_ns", right_on="from_ns", by="job", check_sortedness=False
+    )
+    once = fixed.join(facts.filter(~pl.col("job").is_in(changing)).drop("from_ns"), on="job", how="left")
+    return pl.concat([frame.select("job", *keys, *facts_of, *sums) for frame in (once, dated)])
 
 
 def _priced(prices: Prices | None) -> list[pl.Expr]:
@@ -134,17 +139,17 @@ def _priced(prices: Prices | None) -> list[pl.Expr]:
         "cost": hour * pl.col("device_ms") / 3.6e6 + kwh.fill_null(0.0) * (prices.per_kwh or 0.0),
         "co2_g": kwh * pl.lit(prices.co2_g_per_kwh, pl.Float64),
     }
-    known = {"cost": hour.is_not_null(), "co2_g": pl.lit(prices.co2_g_per_kwh is not None)}
+    has_price = {"cost": hour.is_not_null(), "co2_g": pl.lit(prices.co2_g_per_kwh is not None)}
     of_time = {"cost": "device_ms", "co2_g": "energy_known_ms"}
     return [
         *(amount.alias(name) for name, amount in priced.items()),
-        *(pl.when(known[name]).then(of_time[name]).otherwise(0).alias(_PRICED[name]) for name in _PRICED),
+        *(pl.when(has_price[name]).then(of_time[name]).otherwise(0).alias(_PRICED[name]) for name in _PRICED),
     ]
 
 
 def _summed(frame: pl.LazyFrame, keys: Sequence[str]) -> pl.LazyFrame:
-    sums = [pl.col(name).sum() for name in (*_WHOLE, *_AMOUNTS, *_AMOUNTS.values())]
+    sums = [pl.col(name).sum() for name in dict.fromkeys((*_WHOLE, *_AMOUNTS, *_AMOUNTS.values()))]
     grouped = frame.group_by(keys).agg(sums) if keys else frame.select(sums)
     return grouped.with_columns(
-        pl.when(pl.col(known) > 0).then(amount).alias(amount) for amount, known in _AMOUNTS.items()
+        pl.when(pl.col(of_time) > 0).then(amount).alias(amount) for amount, of_time in _AMOUNTS.items()
     ).sort("device_ms", *keys, descending=[True, *(False for _ in keys)])

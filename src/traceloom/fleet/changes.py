@@ -34,7 +34,7 @@ _MOST_BOUNDS = 200  # between which stretches are looked for; of longer series e
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LevelChange:
     """A change of level.
 
     Attributes:
@@ -75,7 +75,7 @@ def levels(counts: Iterable[int]) -> Levels:
     return Levels(ALARM / 2 / max(cuts, 1), ALARM / 2 / max(stretches, 1))
 
 
-def changes(values: Floats, level: Levels) -> list[Change]:
+def changes(values: Floats, level: Levels) -> list[LevelChange]:
     """The changes of a series.
 
     Args:
@@ -93,7 +93,7 @@ def changes(values: Floats, level: Levels) -> list[Change]:
         ratio = now / old - 1
         low, high = interval(drawn[1] / drawn[0] - 1, ratio, before.size + after.size - 2)
         if (low > 0 or high < 0) and abs(ratio) >= LEAST_CHANGE:
-            judged.append(Change(first, at, end, old, now, max(low, -1.0), high))
+            judged.append(LevelChange(first, at, end, old, now, max(low, -1.0), high))
     return judged
 
 

@@ -26,7 +26,7 @@ _Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
 
 
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"first": "from"}):
+class OwnerRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"first": "from"}):
     """`[[rule]]`: whose the jobs are that match.
 
     Attributes:
@@ -77,22 +77,22 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_hour: dict[str, _Amount] = {}
 
 
-class _Owners(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    rule: Annotated[tuple[Rule, ...], msgspec.Meta(max_length=1_000)] = ()
+class _OwnersDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rule: Annotated[tuple[OwnerRule, ...], msgspec.Meta(max_length=1_000)] = ()
 
 
 EARLIEST, LATEST = -(1 << 62), 1 << 62
 """Before and after all times, ns."""
-_Document = TypeVar("_Document", _Owners, Prices)
+_Kind = TypeVar("_Kind", _OwnersDocument, Prices)
 
 
-def read_rules(path: Path) -> tuple[Rule, ...]:
+def read_rules(path: Path) -> tuple[OwnerRule, ...]:
     """The rules of `owners.toml`; of those that match and say something of a dimension the first counts.
 
     Raises:
         InputError: `unreadable`, `bad-owners`.
     """
-    return _read(path, _Owners, slug="bad-owners").rule
+    return _read(path, _OwnersDocument, slug="bad-owners").rule
 
 
 def read_prices(path: Path) -> Prices:
@@ -104,7 +104,7 @@ def read_prices(path: Path) -> Prices:
     return _read(path, Prices, slug="bad-prices")
 
 
-def _read(path: Path, kind: type[_Document], *, slug: str) -> _Document:
+def _read(path: Path, kind: type[_Kind], *, slug: str) -> _Kind:
     try:
         data = read_small(path, MOST_BYTES)
     except OSError as error:

@@ -11,14 +11,14 @@ from functools import reduce
 
 import polars as pl
 
-from traceloom.fleet.documents import EARLIEST, LATEST, Rule
+from traceloom.fleet.documents import EARLIEST, LATEST, OwnerRule
 from traceloom.store.schemas import DIMENSIONS
 
 _VALID = ("valid_from_ns", "valid_to_ns")
 _SAID = ("scheduler", *DIMENSIONS)
 
 
-def periods(jobs: pl.LazyFrame, owners: pl.LazyFrame, rules: Sequence[Rule] = ()) -> pl.DataFrame:
+def periods(jobs: pl.LazyFrame, owners: pl.LazyFrame, rules: Sequence[OwnerRule] = ()) -> pl.DataFrame:
     """Whose each job is, and since when.
 
     Of several statements about one time the one that begins last counts; what a job says itself holds back to its
@@ -47,15 +47,30 @@ def periods(jobs: pl.LazyFrame, owners: pl.LazyFrame, rules: Sequence[Rule] = ()
     marks.append(pl.DataFrame({"job": every}).join(of_rules, how="cross"))
     times = pl.concat(marks).drop_nulls().unique().sort("job", "from_ns")
     facts = _at(times, own)
-    said = _at(times, people)
+    by_people = _at(times, people)
     columns = []
     for name in DIMENSIONS:
         by_rules = [pl.when(_matches(rule)).then(pl.lit(rule.set[name])) for rule in rules if name in rule.set]
         label = pl.col("labels").str.json_path_match(f"$['{name}']")
-        columns.append(pl.coalesce(said[name], *by_rules, name, label).alias(name))
+        columns.append(pl.coalesce(by_people[name], *by_rules, name, label).alias(name))
     owned = facts.with_columns(columns).select("job", "from_ns", *_SAID)
     changed = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift().over("job")) for name in _SAID)
     return owned.filter(changed | (pl.col("from_ns") == EARLIEST))
+
+
+def with_owners(captures: pl.LazyFrame, owned: pl.DataFrame, of_jobs: Sequence[str]) -> pl.LazyFrame:
+    """Captures with what is said of their job at their start.
+
+    Args:
+        captures: With `job` and `start_ns`.
+        owned: Of `periods`.
+        of_jobs: `job`, scheduler or dimensions.
+    """
+    added = [name for name in of_jobs if name != "job"]
+    facts = owned.lazy().select("job", "from_ns", *added).sort("from_ns")
+    return captures.sort("start_ns").join_asof(
+        facts, left_on="start_ns", right_on="from_ns", by="job", check_sortedness=False
+    )
 
 
 def _at(times: pl.DataFrame, statements: pl.DataFrame) -> pl.DataFrame:
@@ -69,7 +84,7 @@ def _at(times: pl.DataFrame, statements: pl.DataFrame) -> pl.DataFrame:
     return latest.with_columns(pl.when(~over).then(name).alias(name) for name in kept)
 
 
-def _matches(rule: Rule) -> pl.Expr:
+def _matches(rule: OwnerRule) -> pl.Expr:
     parts = [(pl.col("from_ns") >= rule.from_ns) & (pl.col("from_ns") < rule.until_ns)]
     for name, pattern in rule.match.items():
         text = pl.col(name)

@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.array_types import Floats
-from traceloom.fleet.changes import LEAST_JOBS, Change, changes, levels
+from traceloom.fleet.changes import LEAST_JOBS, LevelChange, changes, levels
 from traceloom.model.result import Result
 
 Cause = Literal["code", "host", "device", "shapes", "unknown"]
@@ -92,7 +92,7 @@ class Regressions(Result):
 
 
 @dataclass(frozen=True)
-class _Series:
+class _JobSeries:
     """One row per job, by the time of its first capture."""
 
     kernel: str
@@ -160,10 +160,10 @@ def _by_job(works: pl.LazyFrame, keys: Sequence[str]) -> pl.DataFrame:
     )
 
 
-def _series(works: pl.LazyFrame, keys: Sequence[str]) -> Iterator[_Series]:
+def _series(works: pl.LazyFrame, keys: Sequence[str]) -> Iterator[_JobSeries]:
     for key, jobs in _by_job(works, keys).group_by(keys, maintain_order=True):
         part = {name: None if value is None else str(value) for name, value in zip(keys, key, strict=True)}
-        yield _Series(
+        yield _JobSeries(
             part["kernel"] or "",
             part.get("shapes"),
             part.get("device_model"),
@@ -194,7 +194,9 @@ def _facts(about: pl.LazyFrame, devices: pl.LazyFrame) -> dict[str, dict[Cause, 
     }
 
 
-def _cause(series: _Series, change: Change, facts: dict[str, dict[Cause, frozenset[str]]]) -> tuple[Cause, Evidence]:
+def _cause(
+    series: _JobSeries, change: LevelChange, facts: dict[str, dict[Cause, frozenset[str]]]
+) -> tuple[Cause, Evidence]:
     """What changed with the kernel: the code or the hosts, if jobs that still have the old ones are as before."""
     possible: list[Cause] = []
     middle = (change.before * change.after) ** 0.5
@@ -214,7 +216,7 @@ def _cause(series: _Series, change: Change, facts: dict[str, dict[Cause, frozens
     return possible[0], "possible"
 
 
-def _mix(series: _Series, change: Change, parts: pl.DataFrame) -> Cause | None:
+def _mix(series: _JobSeries, change: LevelChange, parts: pl.DataFrame) -> Cause | None:
     """Whether a kernel as a whole changed since other shapes or devices have more of the work; None: it did not.
 
     The change of the mean duration is what the shares of the parts change it by, at the durations of before (of after,
@@ -239,7 +241,7 @@ def _mix(series: _Series, change: Change, parts: pl.DataFrame) -> Cause | None:
     return None
 
 
-def _row(series: _Series, change: Change, cause: Cause, evidence: Evidence) -> ChangeRow:
+def _row(series: _JobSeries, change: LevelChange, cause: Cause, evidence: Evidence) -> ChangeRow:
     after = np.arange(change.at, change.end)
     extra = series.total[after] - change.before * series.count[after]
     nearest = [

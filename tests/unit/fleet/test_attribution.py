@@ -13,7 +13,7 @@ import pytest
 
 from traceloom.errors import InputError, UsageError
 from traceloom.fleet.attribution import BY, attribution
-from traceloom.fleet.documents import Prices, Rule, read_prices, read_rules
+from traceloom.fleet.documents import OwnerRule, Prices, read_prices, read_rules
 from traceloom.fleet.owners import periods
 from traceloom.store.schemas import MINUTE_MS, SCHEMAS
 from traceloom.store.usage import hours, minutes
@@ -28,11 +28,11 @@ class MadeFleet:
 
     def __init__(self) -> None:
         self.weeks: Weeks = made_weeks(WeeksRecipe(days=2, usage_days=2, captures=1))
-        every = self.weeks.observed.select("host", "device", "device_model").unique().lazy()
-        times = self.weeks.observed.select("time_ns").unique().lazy()
-        self.minutes = minutes(self.weeks.observed.lazy(), every.join(times, how="cross")).collect()
+        every = self.weeks.observed.select("host", "device", "device_model").unique()
+        times = self.weeks.observed.select("time_ns").unique()
+        self.minutes = minutes(self.weeks.observed, every.join(times, how="cross"))
         self.jobs = SCHEMAS["jobs"].complete(self.weeks.tables["jobs"])
-        self.devices = every.collect().height
+        self.devices = every.height
         self.teams = {team.model: team for team in self.weeks.recipe.teams}
 
     def truth(self, value: Callable[[str], str]) -> tuple[dict[str, float], dict[str, float]]:
@@ -61,7 +61,7 @@ def owned(fleet: MadeFleet) -> pl.DataFrame:
 def test_hours_of_owners_are_those_that_were_planted(
     fleet: MadeFleet, owned: pl.DataFrame, name: str, table: str
 ) -> None:
-    usage = fleet.minutes.lazy() if table == "usage_minute" else hours(fleet.minutes.lazy())
+    usage = fleet.minutes.lazy() if table == "usage_minute" else hours(fleet.minutes).lazy()
     leaves = attribution(usage, owned, [name]).leaves
     rows = {row[name]: row for row in leaves.to_dicts()}
     held, busy = fleet.truth(lambda model: getattr(fleet.teams[model], name))
@@ -95,7 +95,7 @@ def test_the_idle_team_stands_out(fleet: MadeFleet, owned: pl.DataFrame) -> None
 @pytest.mark.parametrize("by", list(permutations(["division", "model", "host"])), ids="-".join)
 def test_levels_add_up_in_any_order(fleet: MadeFleet, owned: pl.DataFrame, by: tuple[str, ...]) -> None:
     prices = Prices(currency="EUR", per_kwh=0.3, co2_g_per_kwh=400, device_hour={"default": 2.5})
-    result = attribution(hours(fleet.minutes.lazy()), owned, by, prices)
+    result = attribution(hours(fleet.minutes).lazy(), owned, by, prices)
     whole = result.level(0).row(0, named=True)
     for depth in range(1, 4):
         level = result.level(depth)
@@ -131,15 +131,15 @@ def test_what_has_no_price_or_no_meter_is_unknown(fleet: MadeFleet, owned: pl.Da
 
 
 def test_a_rule_that_is_put_right_puts_the_past_right(fleet: MadeFleet) -> None:
-    def divisions(*rules: Rule) -> dict[str, int]:
+    def divisions(*rules: OwnerRule) -> dict[str, int]:
         owned = periods(fleet.jobs.lazy(), NOBODY, rules)
         return dict(
             attribution(fleet.minutes.lazy(), owned, ["division"]).leaves.select("division", "device_ms").rows()
         )
 
     before = divisions()
-    wrong = divisions(Rule(match={"job": "speech-*"}, set={"division": "ads"}))
-    right = divisions(Rule(match={"job": "speech-*"}, set={"division": "research"}))
+    wrong = divisions(OwnerRule(match={"job": "speech-*"}, set={"division": "ads"}))
+    right = divisions(OwnerRule(match={"job": "speech-*"}, set={"division": "research"}))
     speech = sum(round(ms) for job, ms in fleet.weeks.held_ms.items() if job.startswith("speech"))
     assert wrong["ads"] - before["ads"] == speech
     assert right["research"] - before["research"] == speech
@@ -149,7 +149,7 @@ def test_a_rule_that_is_put_right_puts_the_past_right(fleet: MadeFleet) -> None:
 
 def test_dated_rules_divide_a_job_at_midnight(fleet: MadeFleet) -> None:
     second = date(2026, 10, 6)
-    rules = (Rule(match={"label.team": "vision"}, set={"division": "ads"}, first=second),)
+    rules = (OwnerRule(match={"label.team": "vision"}, set={"division": "ads"}, first=second),)
     leaves = attribution(fleet.minutes.lazy(), periods(fleet.jobs.lazy(), NOBODY, rules), ["model", "division"]).leaves
     vision = dict(leaves.filter(pl.col("model") == "vision").select("division", "device_ms").rows())
     midnight = int(datetime(2026, 10, 6, tzinfo=timezone.utc).timestamp()) * 10**9
@@ -186,8 +186,8 @@ def test_people_go_before_rules_and_these_before_jobs_and_their_labels() -> None
         {"job": "a", "product": "own", "labels": '{"product": "label", "division": "label"}', "valid_from_ns": 100}
     )
     rules = (
-        Rule(match={"job": "a"}, set={"product": "first"}),
-        Rule(match={"job": "?"}, set={"product": "second", "user": "second"}),
+        OwnerRule(match={"job": "a"}, set={"product": "first"}),
+        OwnerRule(match={"job": "?"}, set={"product": "second", "user": "second"}),
     )
     people = owners({"job": "a", "product": "people", "valid_from_ns": 200, "valid_to_ns": 300})
     frame = periods(jobs, people, rules)
@@ -217,7 +217,7 @@ def test_the_statement_that_begins_last_counts() -> None:
 
 @pytest.mark.parametrize("labels", ["{bad", "[]", '{"team": {"x": 1}}', "", '"text"', '{"team": "vis"}'])
 def test_labels_of_strangers_match_nothing(labels: str) -> None:
-    rules = (Rule(match={"label.team": "vision"}, set={"user": "rule"}),)
+    rules = (OwnerRule(match={"label.team": "vision"}, set={"user": "rule"}),)
     assert (
         at(periods(owners({"job": "a", "labels": labels, "valid_from_ns": 1}), NOBODY, rules), "a", 5, "user") is None
     )
@@ -230,7 +230,7 @@ def test_labels_of_strangers_match_nothing(labels: str) -> None:
 )  # fmt: skip
 def test_patterns_are_plain(pattern: str, job: str, matches: bool) -> None:
     frame = periods(
-        owners({"job": job, "valid_from_ns": 1}), NOBODY, (Rule(match={"job": pattern}, set={"user": "r"}),)
+        owners({"job": job, "valid_from_ns": 1}), NOBODY, (OwnerRule(match={"job": pattern}, set={"user": "r"}),)
     )
     assert at(frame, job, 5, "user") == ("r" if matches else None)
 

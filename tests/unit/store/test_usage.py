@@ -20,9 +20,9 @@ SEEN = {name: kind for name, kind in SCHEMAS["usage_minute"].types.items() if na
 }  # fmt: skip
 
 
-def seen(*rows: tuple[str, str, str | None, float], minute: int = 0) -> pl.LazyFrame:
+def seen(*rows: tuple[str, str, str | None, float], minute: int = 0) -> pl.DataFrame:
     """Device, state, job, ms of a minute."""
-    return pl.LazyFrame(
+    return pl.DataFrame(
         [
             {**dict.fromkeys(SEEN), "time_ns": minute * MINUTE_NS, "host": "h", "device": device, "state": state,
              "job": job, "device_ms": ms}
@@ -32,8 +32,8 @@ def seen(*rows: tuple[str, str, str | None, float], minute: int = 0) -> pl.LazyF
     )  # fmt: skip
 
 
-def shares(frame: pl.LazyFrame) -> list[tuple[str, str | None, int]]:
-    return frame.select("state", "job", "device_ms").collect().rows()
+def shares(frame: pl.DataFrame) -> list[tuple[str, str | None, int]]:
+    return frame.select("state", "job", "device_ms").rows()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def weeks() -> Weeks:
 
 
 def test_every_minute_of_every_device_of_made_days_adds_up(weeks: Weeks) -> None:
-    rows = minutes(weeks.observed.lazy()).collect()
+    rows = minutes(weeks.observed)
     assert rows.schema == SCHEMAS["usage_minute"].types
     of_minute = rows.group_by("time_ns", "host", "device").agg(pl.col("device_ms").sum())
     assert set(of_minute["device_ms"]) == {MINUTE_MS}
@@ -54,13 +54,13 @@ def test_every_minute_of_every_device_of_made_days_adds_up(weeks: Weeks) -> None
 
 
 def test_devices_that_are_due_and_silent_are_out_of_reach(weeks: Weeks) -> None:
-    every = weeks.observed.select("host", "device", "device_model").unique().lazy()
-    times = weeks.observed.select("time_ns").unique().lazy()
-    rows = minutes(weeks.observed.lazy(), every.join(times, how="cross")).collect()
+    every = weeks.observed.select("host", "device", "device_model").unique()
+    times = weeks.observed.select("time_ns").unique()
+    rows = minutes(weeks.observed, every.join(times, how="cross"))
     by_state = dict(rows.group_by("state").agg(pl.col("device_ms").sum()).rows())
     assert by_state["unreachable"] == weeks.lost_ms
     assert by_state["unallocated"] == weeks.free_ms
-    assert sum(by_state.values()) == every.collect().height * 1440 * MINUTE_MS
+    assert sum(by_state.values()) == every.height * 1440 * MINUTE_MS
     # whole milliseconds of jobs, whose shares had fractions
     of_job = rows.filter(pl.col("job").is_not_null()).group_by("job").agg(pl.col("device_ms").sum(), pl.len())
     for job, ms, count in of_job.rows():
@@ -69,11 +69,11 @@ def test_devices_that_are_due_and_silent_are_out_of_reach(weeks: Weeks) -> None:
 
 
 def test_hours_add_up_the_minutes(weeks: Weeks) -> None:
-    rows = minutes(weeks.observed.lazy())
-    summed = hours(rows).collect()
+    rows = minutes(weeks.observed)
+    summed = hours(rows)
     assert summed.schema == SCHEMAS["usage_hour"].types
     for name in ("device_ms", "busy_ms", "energy_mj", "flops_low", "input_bytes"):
-        assert summed[name].sum() == pytest.approx(rows.collect()[name].sum())
+        assert summed[name].sum() == pytest.approx(rows[name].sum())
     assert set((summed["time_ns"] % (60 * MINUTE_NS)).to_list()) == {0}
 
 
@@ -96,6 +96,12 @@ def test_nonsense_of_an_agent_is_no_time(ms: list[float]) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("energy", [float("nan"), float("inf"), -1.0, 1e300])
+def test_amounts_that_are_none_are_not_known(energy: float) -> None:
+    row = minutes(seen(("d", "busy", "a", 60_000.0)).with_columns(energy_mj=pl.lit(energy)))
+    assert row.select("device_ms", "energy_mj").rows() == [(MINUTE_MS, None)]
+
+
 def test_a_minute_that_was_sent_twice_is_one_minute() -> None:
     twice = [("d", "busy", "a", 45_000.0), ("d", "idle-allocated", "a", 15_000.0)] * 2
     assert shares(minutes(seen(*twice))) == [("busy", "a", 45_000), ("idle-allocated", "a", 15_000)]
@@ -104,14 +110,14 @@ def test_a_minute_that_was_sent_twice_is_one_minute() -> None:
 def test_unknown_amounts_stay_unknown() -> None:
     rows = seen(("d", "busy", "a", 30_000.0), ("e", "busy", "a", 30_000.0))
     known = rows.with_columns(energy_mj=pl.when(pl.col("device") == "d").then(5.0))
-    energy = minutes(known).filter(pl.col("state") == "busy").select("device", "energy_mj").collect()
+    energy = minutes(known).filter(pl.col("state") == "busy").select("device", "energy_mj")
     assert energy.rows() == [("d", 5), ("e", None)]
-    assert hours(minutes(known)).filter(pl.col("device") == "e").collect()["energy_mj"].to_list() == [None, None]
+    assert hours(minutes(known)).filter(pl.col("device") == "e")["energy_mj"].to_list() == [None, None]
 
 
 def test_a_time_inside_a_minute_counts_for_it() -> None:
     late = seen(("d", "busy", "a", 1.0)).with_columns(time_ns=pl.lit(MINUTE_NS * 7 - 1))
-    row = minutes(late).collect()
+    row = minutes(late)
     assert set(row["time_ns"]) == {6 * MINUTE_NS}
     assert set(row["day"]) == {date(1970, 1, 1)}
 
@@ -126,7 +132,7 @@ part = st.tuples(
 def test_any_parts_add_up_and_are_off_by_less_than_a_millisecond(
     parts: list[tuple[str, str, str | None, float]],
 ) -> None:
-    rows = minutes(seen(*parts)).collect()
+    rows = minutes(seen(*parts))
     exact: dict[tuple[str, str, str | None], float] = defaultdict(float)
     for device, state, job, ms in parts:
         exact[device, state, job] += ms
