@@ -19,7 +19,8 @@ from traceloom.agent.bpf.mappings import Mapping, mappings, open_mapped
 
 EVALUATES = "_PyEval_EvalFrameDefault\0"
 FRAME_BYTES = 64  # of a frame in which all that is needed lies
-_MOST_THREADS, _MOST_INTERPRETERS = 16384, 64
+_MOST_THREADS, _MOST_INTERPRETERS = 4096, 64
+_MOST_LINE = (1 << 31) - 1
 _TRIES = 8
 _MOST_TEXT = 4096
 _MOST_TABLE = 1 << 20
@@ -142,10 +143,12 @@ class PythonFrames:
         interpreters = self._chain(
             self._number(self._runtime + layout.interpreters), layout.interpreter_next, _MOST_INTERPRETERS
         )
+        left = _MOST_THREADS
         for interpreter in interpreters:
             # The newest comes first. It has the number of its maker at first, whose own state comes later, and counts.
-            for state in self._chain(self._number(interpreter + layout.threads), layout.thread_next, _MOST_THREADS):
+            for state in self._chain(self._number(interpreter + layout.threads), layout.thread_next, left):
                 result[self._number(state + layout.thread_id)] = state
+                left -= 1
         return result
 
     def describe(self, code: int, instruction: int) -> tuple[str, str, int] | None:
@@ -175,7 +178,7 @@ class PythonFrames:
         lines = self._read(table + layout.bytes_content, size)
         unit = (instruction - code - layout.instructions) // 2
         first_line = self._number(code + layout.first_line, 4)
-        return name, file, line_at(lines, first_line, unit) or first_line
+        return name, file, max(1, min(line_at(lines, first_line, unit) or first_line, _MOST_LINE))
 
     def _interpreter(self) -> tuple[Mapping, Elf, int]:
         """The file with the interpreter, and where it is loaded beyond the addresses that it names."""
