@@ -22,8 +22,10 @@ TASKS = {
     "stacks": "traceloom.agent.profilers.chrome_stacks:convert",
     "job-facts": "traceloom.agent.job_facts:of_capture",
     "keep-trace": "traceloom.agent.requests.keeping:keep",
+    "keep-memory": "traceloom.agent.requests.keeping:keep_memory",
     "allocations": "traceloom.agent.bpf.recording:allocations",
     "launches": "traceloom.agent.bpf.recording:launches",
+    "attach": "traceloom.agent.attach.scheduling:schedule",
 }
 
 
