@@ -113,7 +113,11 @@ class UnpreparedProgram:
 
     def close(self) -> int:
         """End it in order; its exit code."""
-        self.process.communicate(timeout=120)
+        try:
+            self.process.communicate(timeout=120)
+        finally:
+            self.process.kill()
+            self.process.wait()
         return self.process.returncode
 
     def described(self, rank: int | None = None) -> Process:

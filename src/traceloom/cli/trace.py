@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DESCRIPTION = (
     "Trace a job that runs, without stopping or changing it: the host's agent asks PyTorch's own profiler in its "
     'processes, verifies what they write, and hands it over. The job needs `eval "$(traceloom agent env)"` before it '
-    "starts, and an agent that runs."
+    "starts, and an agent that runs; one that nobody prepared is traced with `--attach`."
 )
 EXAMPLES = """\
 examples:

@@ -107,6 +107,8 @@ class AttachedWork:
         except TypeError:
             text = f"PyTorch {torch.__version__} profiles the thread alone that asks for it"
             raise OrderRefusedError(text, slug="old-torch") from None
+        while profiler._prepare_profiler.__module__ == __name__:  # noqa: SLF001  (for another agent)
+            self._wait(waits_for="another trace of it is recorded")
         for name in ("_prepare_profiler", "_enable_profiler"):
             self._make_way(profiler, name)
         while any(
