@@ -63,7 +63,8 @@ class AttachedWork:
         self.stop: Callable[[], Any] | None = None  # ends what records
         self.reason = self.detail = ""  # why it ended early
         self.starter = 0  # the thread that begins ours just now
-        self.is_ready = False
+        self.is_ready = False  # ours may begin
+        self.own_begun = 0  # profiles of the program's own
         self.start_ns = self.end_ns = 0
         self.held_ns = 0  # what beginning, ending and writing took: the program's Python may stand still meanwhile
         self.undo: list[Callable[[], Any]] = [self._free]
@@ -111,10 +112,7 @@ class AttachedWork:
             self._wait(waits_for="another trace of it is recorded")
         for name in ("_prepare_profiler", "_enable_profiler"):
             self._make_way(profiler, name)
-        while any(
-            type(thing) is profiler.profile and thing.entered and thing.kineto_results is None
-            for thing in gc.get_objects()
-        ):
+        while not self._may_begin(profiler):
             self._wait(_OWN_S, waits_for="its own profiler runs")
         activities = [ProfilerActivity.CPU]
         for name in ("cuda", "xpu"):
@@ -165,8 +163,11 @@ class AttachedWork:
         original = getattr(profiler, name)
 
         def begin(*arguments: Any, **named: Any) -> Any:
-            if self.is_ready and os.getpid() == self.pid and threading.get_ident() != self.starter:
-                self._finish("cancelled-by-program")
+            if os.getpid() == self.pid and threading.get_ident() != self.starter:
+                with self.lock:
+                    self.own_begun += 1
+                    if self.is_ready:
+                        self._finish("cancelled-by-program")
             return original(*arguments, **named)
 
         def put_back() -> None:
@@ -176,10 +177,20 @@ class AttachedWork:
         setattr(profiler, name, begin)
         self.undo.append(put_back)
 
+    def _may_begin(self, profiler: Any) -> bool:
+        """Whether no profile of the program's own runs; if so, one that begins from now on ends ours."""
+        begun = self.own_begun
+        runs = any(
+            type(thing) is profiler.profile and thing.entered and thing.kineto_results is None
+            for thing in gc.get_objects()
+        )
+        with self.lock:
+            self.is_ready = not runs and begun == self.own_begun
+        return self.is_ready
+
     def _record(self, start: Callable[[], Callable[[], Any]]) -> None:
         """From when it is to begin until its steps or its time are over."""
         begin_ns = self.order["begin_ns"]
-        self.is_ready = True
         self._tell(state="ready")
         while self.order["waits"] and not begin_ns:
             self._wait()

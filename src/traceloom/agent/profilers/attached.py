@@ -54,7 +54,8 @@ class AttachedProfiler:
         """
         order = self.order
         file = OrderFile(order.incoming, order.name(attempt), process.uid)
-        until = time.monotonic() + order.wait_s
+        ahead_s = max(0.0, (window.start_ns - time.time_ns()) / 1e9)
+        until = time.monotonic() + ahead_s + order.wait_s
         if not (resumed and file.exists()):
             await self._attach(process, window, file, until)
         return await self._followed(process, window, file, until)
@@ -81,21 +82,19 @@ class AttachedProfiler:
             await asyncio.to_thread(file.create)
             order = self.order
             seconds = None if window.steps is not None else window.duration_s
-            until_ns = time.time_ns() + int((order.wait_s + (seconds or 0)) * 1e9)
+            waits = order.start is not None
+            # Those that wait for others do so until these have given up.
+            longest_s = until - time.monotonic() + (seconds or 0) + (order.wait_s if waits else 0)
             wanted = {
                 "folder": str(file.folder), "name": file.name, "kind": self.kind, "trace_id": order.trace_id,
-                "steps": window.steps, "seconds": seconds, "begin_ns": order.start_ns or window.start_ns,
-                "waits": order.start is not None, "until_ns": until_ns,
+                "steps": window.steps, "seconds": seconds, "waits": waits,
+                "begin_ns": 0 if waits else window.start_ns, "until_ns": time.time_ns() + int(longest_s * 1e9),
                 "shapes": order.shapes, "stacks": order.stacks, "flops": order.flops, "modules": order.modules,
             }  # fmt: skip
             schedule = partial(
-                worker.run,
-                "attach",
-                timeout_s=_ATTACH_S,
-                pid=process.pid,
-                start_ticks=process.start_ticks,
+                worker.run, "attach", timeout_s=_ATTACH_S, pid=process.pid, start_ticks=process.start_ticks,
                 order=wanted,
-            )
+            )  # fmt: skip
             result = await asyncio.to_thread(schedule)
         except OSError as error:
             detail = f"the order cannot be written: {(error.strerror or str(error)).lower()}"
