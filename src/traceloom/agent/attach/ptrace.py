@@ -4,7 +4,8 @@ A debugger is not used: the ones that distributions have cannot write back the r
 "Couldn't write extended state status: Bad address"), which ends the process, and stop all threads for 300 ms.
 
 The thread is stopped by the kernel alone: no signal reaches the process and nothing is written into its code. Where it
-was in a system call, the kernel begins that again, as it does after any stop. Blocks, so it runs in a worker.
+was in a system call, the kernel begins that again, as it does after any stop; a few (epoll_wait) return with EINTR,
+which programs have to expect and Python hides. Blocks, so it runs in a worker.
 """
 
 from __future__ import annotations
