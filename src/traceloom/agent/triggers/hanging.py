@@ -23,8 +23,8 @@ class HangRuleWatch:
         """Hangs that began since the last look and of which it is known whom the others wait for."""
         described = [record for record in self._hangs.records if record.sentence]
         before, self._known = self._known, frozenset(record.id for record in described)
-        for record in described if before is not None else ():
-            if record.id not in before and record.state == "hangs":
+        for record in described:
+            if before is not None and record.id not in before and record.state == "hangs":
                 yield Firing({"job": record.hang.job}, record.id, record.sentence)
 
     def trouble(self) -> str:
