@@ -128,6 +128,7 @@ class Traces(ConfigTable, frozen=True):
     """Traces on demand: what one may cost, and how much is kept."""
 
     abstract: bool = False  # also answer at dynolog's abstract name, where any user reaches any other's processes
+    attach: bool = False  # also trace processes that were not prepared: their main thread is stopped, and runs our text
     poll: int = 1  # seconds between polls of processes that `agent env` prepares
     most_seconds: float = 60.0
     most_steps: int = 1000

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.attach.support import unattachable
 from traceloom.agent.bpf.support import looks_into_others, unsupported
 from traceloom.agent.collect import Collector, read
 from traceloom.agent.config import Config, Locations
@@ -74,7 +75,7 @@ def examine(
     result += _files(locations, unwritten)
     result += _extras(config)
     result += _jobs(owned.owned.values(), Path(config.collect.proc))
-    result += [*_probes(config), _stacks()]
+    result += [*_probes(config), _stacks(), _attaching(config)]
     return result
 
 
@@ -226,6 +227,15 @@ def _stacks() -> Check:
             help="run the agent as root, or with CAP_SYS_PTRACE",
         )  # fmt: skip
     return Check(area="stacks", name="py-spy", works="yes")
+
+
+def _attaching(config: Config) -> Check:
+    """Whether processes that nobody prepared can be traced."""
+    why, helps = unattachable()
+    if not config.traces.attach:
+        off = "it is switched off: processes that nobody prepared are not traced"
+        why, helps = (f"{off}; and {why}", helps) if why else (off, "traces.attach")
+    return Check(area="traces", name="attach", works="no" if why else "yes", why=why, help=helps)
 
 
 def by_hand(config: Config, locations: Locations) -> list[Check]:

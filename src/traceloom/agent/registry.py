@@ -176,9 +176,14 @@ def ancestors(proc: str, parent: int) -> Iterator[int]:
 
 def is_alive(proc: str, pid: int, start_ticks: int) -> bool:
     """Whether this very process still runs: pids are given again."""
+    return bool(process_state(pid, start_ticks, proc))
+
+
+def process_state(pid: int, start_ticks: int, proc: str = "/proc") -> str:
+    """The state of this very process, as R, S, D, T or t; "" where it has ended."""
     try:
-        _, ticks = parent_and_start(proc, pid)
-        state = Path(proc, str(pid), "stat").read_bytes().rpartition(b")")[2].split()[0]
+        fields = Path(proc, str(pid), "stat").read_bytes().rpartition(b")")[2].split()
+        state, ticks = fields[0].decode("ascii"), int(fields[19])
     except (OSError, ValueError, IndexError):
-        return False
-    return ticks == start_ticks and state not in (b"Z", b"X")
+        return ""
+    return state if ticks == start_ticks and state not in ("Z", "X") else ""

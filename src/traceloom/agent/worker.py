@@ -23,8 +23,10 @@ TASKS = {
     "job-facts": "traceloom.agent.job_facts:of_capture",
     "flight-records": "traceloom.agent.flight_records:of_files",
     "keep-trace": "traceloom.agent.requests.keeping:keep",
+    "keep-memory": "traceloom.agent.requests.keeping:keep_memory",
     "allocations": "traceloom.agent.bpf.recording:allocations",
     "launches": "traceloom.agent.bpf.recording:launches",
+    "attach": "traceloom.agent.attach.scheduling:schedule",
 }
 
 

@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 DESCRIPTION = (
     "Trace a job that runs, without stopping or changing it: the host's agent asks PyTorch's own profiler in its "
     'processes, verifies what they write, and hands it over. The job needs `eval "$(traceloom agent env)"` before it '
-    "starts, and an agent that runs."
+    "starts, and an agent that runs; one that nobody prepared is traced with `--attach`."
 )
 EXAMPLES = """\
 examples:
   traceloom trace --job slurm-42 --steps 3 -o run        three steps of all its ranks on this host
   traceloom trace --job slurm-42 --rank 0,3 --duration 500ms -o run
   traceloom trace --pid 4711 --steps 3 --shapes -o run   a process, or a launcher's children
+  traceloom trace --pid 4711 --duration 1s --attach -o run    a process that was started without preparation
+  traceloom trace --pid 4711 --steps 3 --attach --profilers timeline,memory -o run   and CUDA's allocations
   traceloom trace --list                                 requests and how far they are
   traceloom trace --cancel 3f0a9c1be77d
 """
@@ -60,6 +62,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     window.add_argument("--shapes", action="store_true", help="shapes of tensors")
     window.add_argument("--stacks", action="store_true", help="Python stacks, which slow the job down meanwhile")
+    window.add_argument(
+        "--attach", action="store_true",
+        help="also processes that nobody prepared: each stands still for about a millisecond, and runs a text of the "
+        "agent's; the profiler `memory` needs it",
+    )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="show requests and how far they are")
     parser.add_argument("--cancel", metavar="REQUEST", help="cancel a request")
     parser.add_argument("-o", "--output", metavar="DIR", help="where the capture goes: a new directory")
@@ -111,7 +118,7 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
     wanted: dict[str, Any] = {
         "pids": args.pid or (), "job": args.job or "", "ranks": args.rank or (), "host": args.host or "",
         "profilers": args.profilers.split(","), "shapes": args.shapes, "stacks": args.stacks,
-        "at_ns": _instant(args.at) if args.at else 0,
+        "at_ns": _instant(args.at) if args.at else 0, "attach": args.attach,
     }  # fmt: skip
     wanted |= {"steps": args.steps} if args.steps is not None else {"duration_s": args.duration}
     request = client.post("requests", wanted)
@@ -130,7 +137,14 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
     _download(client, request, output)
     if not args.quiet and not args.json:
         print(f"{output}: {sum(target['bytes'] or 0 for target in kept):,} bytes of {len(kept)} profiles")
-        print(f"Look: traceloom report {shlex.quote(args.output)}")
+        for target in kept:
+            if target["pause_ns"] is not None:
+                print(_pause(target))
+        snapshots = [output / target["file"] for target in kept if target["profiler"] == "memory"]
+        if any(target["profiler"] == "timeline" for target in kept) or not snapshots:
+            print(f"Look: traceloom report {shlex.quote(args.output)}")
+        if snapshots:
+            print(f"Look: traceloom memory {shlex.join(map(str, snapshots))}")
     if lost:
         raise PartialError(f"some of it was not traced: {reasons}", slug="partly-traced")
     return 0
@@ -180,6 +194,12 @@ def _state(target: dict[str, Any]) -> str:
     """A target, its state in the words of the HTTP interface, and why: `traceloom explain` explains the slug."""
     reason = f"  {target['detail']} ({target['reason']})" if target["reason"] else ""
     return f"{target['stem']:<10} {target['profiler']:<11} {target['state']:<9}{reason}".rstrip()
+
+
+def _pause(target: dict[str, Any]) -> str:
+    """What it cost a process to be attached to."""
+    held = f", and {target['held_ns'] / 1e6:.1f} ms to begin, to end and to write" if target["held_ns"] else ""
+    return f"{target['stem']} {target['profiler']}: stopped for {target['pause_ns'] / 1e6:.1f} ms{held}"
 
 
 def _download(client: AgentClient, request: dict[str, Any], output: Path) -> None:

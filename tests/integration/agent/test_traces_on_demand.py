@@ -114,6 +114,12 @@ class Host:
         owners = [row["owner"] for row in self.client.get("processes")["processes"]]
         return {0, 1} <= {owner["rank"] for owner in owners if owner["job"] == self.job_name}
 
+    def pid_of_rank(self, rank: int) -> int:
+        """Of this job: others run beside it."""
+        rows = [row for row in self.client.get("processes")["processes"] if row["owner"]["job"] == self.job_name]
+        pid: int = next(row["pid"] for row in rows if row["owner"]["rank"] == rank)
+        return pid
+
     def trace(self, *words: str) -> int:
         return main(["trace", "--config", str(self.folder / "agent.toml"), *words])
 
@@ -200,7 +206,7 @@ def test_a_job_by_time_begins_at_one_instant(host: Host, tmp_path: Path, capsys:
 
 
 def test_events_tell_every_state_and_files_are_those_of_the_request(host: Host) -> None:
-    pid = next(row["pid"] for row in host.client.get("processes")["processes"] if row["owner"]["rank"] == 0)
+    pid = host.pid_of_rank(0)
     request = host.client.post("requests", {"pids": [pid], "steps": 2})
     seen: list[dict[str, Any]] = []
 
@@ -227,7 +233,7 @@ def test_events_tell_every_state_and_files_are_those_of_the_request(host: Host) 
 
 
 def test_dynologs_rpc_triggers_the_same(host: Host) -> None:
-    ranks = [row["pid"] for row in host.client.get("processes")["processes"] if row["owner"]["rank"] == 0]
+    ranks = [host.pid_of_rank(0)]
     body = json.dumps(
         {
             "fn": "setKinetOnDemandRequest", "job_id": 0, "pids": ranks, "process_limit": 3,
@@ -287,7 +293,7 @@ asked(client.delete, "requests/" + sys.argv[5])
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_nobody_traces_another_users_process(host: Host) -> None:
-    pid = next(row["pid"] for row in host.client.get("processes")["processes"] if row["owner"]["rank"] == 0)
+    pid = host.pid_of_rank(0)
     mine = host.client.get("requests")["requests"]
     request = mine[-1]["id"] if mine else host.client.post("requests", {"pids": [pid], "steps": 1})["id"]
     host.ended(request)

@@ -19,7 +19,7 @@ from traceloom.agent.bpf.kernel import Map, MapKind, machine
 from traceloom.agent.bpf.python_frames import FRAME_BYTES, PythonFrames, PythonThread
 from traceloom.agent.bpf.ring import Ring
 from traceloom.agent.bpf.symbols import Symbols
-from traceloom.agent.bpf.unwinding import END, From, Rule
+from traceloom.agent.bpf.unwinding import END, From, UnwindRule
 
 MOST_NATIVE, MOST_PYTHON = 48, 32
 # So many stacks are taken in so long a time; a call beyond has none. At 5 us each, that is a tenth of a processor.
@@ -67,8 +67,8 @@ class CallStacks:
     def __init__(self, process: int, symbols: Symbols, python: PythonFrames | None) -> None:
         self._process, self._symbols, self._python = process, symbols, python
         self.stacks: dict[int, CallStack] = {}
-        self._rules: dict[int, Rule] = {}
-        self._known_threads: dict[int, PythonThread] = {}
+        self._rules: dict[int, UnwindRule] = {}
+        self._python_threads: dict[int, PythonThread] = {}
         self._held: list[Map | Ring] = []
         self._ring = self._keep(Ring(_RECORD_BYTES, _RING_BYTES))
         self._rules_map = self._keep(Map(MapKind.HASH, 8, _RULE.size, _MOST_RULES))
@@ -84,13 +84,13 @@ class CallStacks:
             return
         with contextlib.suppress(OSError):
             now = self._python.threads()
-            for number in self._known_threads.keys() - now.keys():
+            for number in self._python_threads.keys() - now.keys():
                 self._threads.remove(self._key(number))
-                del self._known_threads[number]
+                del self._python_threads[number]
             for number, thread in now.items():
-                if thread is not None and self._known_threads.get(number) != thread:
+                if thread is not None and self._python_threads.get(number) != thread:
                     self._threads.put(self._key(number), _THREAD.pack(*thread))
-                    self._known_threads[number] = thread
+                    self._python_threads[number] = thread
 
     def take(self) -> None:
         """Take the stacks that are new, and give the kernel the rules that it missed."""
@@ -336,7 +336,7 @@ class CallStacks:
             result.append(address)
         return tuple(result)
 
-    def _rule(self, address: int) -> Rule:
+    def _rule(self, address: int) -> UnwindRule:
         """The rule of an address that is returned to; the kernel gets it too."""
         if address not in self._rules:
             # The call is before the address; the interpreter's own functions are none that anybody looks for.

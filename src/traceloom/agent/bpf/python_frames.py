@@ -19,7 +19,8 @@ from traceloom.agent.bpf.mappings import Mapping, mappings, open_mapped
 
 EVALUATES = "_PyEval_EvalFrameDefault\0"
 FRAME_BYTES = 64  # of a frame in which all that is needed lies
-_MOST_THREADS, _MOST_INTERPRETERS = 16384, 64
+_MOST_THREADS, _MOST_INTERPRETERS = 4096, 64
+_MOST_LINE = (1 << 31) - 1
 _TRIES = 8
 _MOST_TEXT = 4096
 _MOST_TABLE = 1 << 20
@@ -27,7 +28,7 @@ _TYPE_AT = 8
 _COOKIE = b"xdebugpy"
 
 
-class Layout(NamedTuple):
+class InterpreterLayout(NamedTuple):
     """Where fields lie in the interpreter's structures.
 
     Attributes:
@@ -60,12 +61,12 @@ class Layout(NamedTuple):
 
 # As compilers lay out the structures of its headers, on 64 bits; they do not change within a minor version.
 _LAYOUTS = {
-    (3, 11): Layout(40, 0, 16, 8, 160, 56, 8, 32, 48, 56, 112, 120, 136, 72, 184, 16, 32, 48, 72, 16, 32),
-    (3, 12): Layout(40, 0, 72, 8, 144, 56, 0, 0, 8, 56, 112, 120, 136, 68, 192, 16, 32, 40, 56, 16, 32),
+    (3, 11): InterpreterLayout(40, 0, 16, 8, 160, 56, 8, 32, 48, 56, 112, 120, 136, 72, 184, 16, 32, 48, 72, 16, 32),
+    (3, 12): InterpreterLayout(40, 0, 72, 8, 144, 56, 0, 0, 8, 56, 112, 120, 136, 68, 192, 16, 32, 40, 56, 16, 32),
 }
 # Of 3.13: which of the numbers after the cookie (`_Py_DebugOffsets`) they are.
-_SAID = struct.Struct("<8s96Q")
-_SAID_3_13 = {
+_OFFSETS = struct.Struct("<8s96Q")
+_NUMBERS_3_13 = {
     "interpreters": 5, "interpreter_next": 8, "threads": 9, "thread_next": 21, "newest": 23, "thread_id": 25,
     "previous": 29, "code": 30, "instruction": 31, "file": 35, "name": 36, "lines": 38, "first_line": 39,
     "instructions": 43,
@@ -142,10 +143,12 @@ class PythonFrames:
         interpreters = self._chain(
             self._number(self._runtime + layout.interpreters), layout.interpreter_next, _MOST_INTERPRETERS
         )
+        left = _MOST_THREADS
         for interpreter in interpreters:
             # The newest comes first. It has the number of its maker at first, whose own state comes later, and counts.
-            for state in self._chain(self._number(interpreter + layout.threads), layout.thread_next, _MOST_THREADS):
+            for state in self._chain(self._number(interpreter + layout.threads), layout.thread_next, left):
                 result[self._number(state + layout.thread_id)] = state
+                left -= 1
         return result
 
     def describe(self, code: int, instruction: int) -> tuple[str, str, int] | None:
@@ -175,7 +178,7 @@ class PythonFrames:
         lines = self._read(table + layout.bytes_content, size)
         unit = (instruction - code - layout.instructions) // 2
         first_line = self._number(code + layout.first_line, 4)
-        return name, file, line_at(lines, first_line, unit) or first_line
+        return name, file, max(1, min(line_at(lines, first_line, unit) or first_line, _MOST_LINE))
 
     def _interpreter(self) -> tuple[Mapping, Elf, int]:
         """The file with the interpreter, and where it is loaded beyond the addresses that it names."""
@@ -197,17 +200,17 @@ class PythonFrames:
                 os.close(descriptor)
         raise OSError(errno.ENOENT, "it runs no Python")
 
-    def _layout(self, version: tuple[int, int]) -> Layout:
+    def _layout(self, version: tuple[int, int]) -> InterpreterLayout:
         if version in _LAYOUTS:
             return _LAYOUTS[version]
         if version != (3, 13):
             raise OSError(errno.ENOTSUP, f"its Python is {version[0]}.{version[1]}: frames of 3.11 to 3.13 are known")
-        cookie, *numbers = _SAID.unpack(self._read(self._runtime, _SAID.size))
-        said = [0, *numbers]
-        if cookie != _COOKIE or said[2]:
+        cookie, *numbers = _OFFSETS.unpack(self._read(self._runtime, _OFFSETS.size))
+        offsets = [0, *numbers]
+        if cookie != _COOKIE or offsets[2]:
             raise OSError(errno.ENOTSUP, "its Python is one without a global lock")
         base = _LAYOUTS[3, 12]
-        fields = {name: said[number] for name, number in _SAID_3_13.items()}
+        fields = {name: offsets[number] for name, number in _NUMBERS_3_13.items()}
         frame = (fields["code"], fields["previous"], fields["instruction"])
         if max(fields.values()) > 1 << 20 or max(frame) > FRAME_BYTES - 8:
             raise OSError(errno.ENOTSUP, "its Python does not say where its frames are")

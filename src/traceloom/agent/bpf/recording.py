@@ -27,6 +27,7 @@ _LOOK_S = 1.0
 _MOST_RECORDS = 3_000_000
 _MOST_S = 3600.0
 _ROWS_AT_ONCE = 10_000
+_LARGEST = 1 << 62  # bytes and addresses
 # c10::DeviceType by number
 _DEVICES = {
     0: "cpu", 1: "cuda", 2: "mkldnn", 3: "opengl", 4: "opencl", 5: "ideep", 6: "hip", 7: "fpga", 8: "maia", 9: "xla",
@@ -211,6 +212,8 @@ def allocations(order: dict[str, Any]) -> list[str]:
                 else:
                     size, address = values[0], values[4]
                     live[device, address] = size
+                if address >= _LARGEST or size >= _LARGEST:
+                    continue  # no allocator gives these: the process made them up
                 row = stacks.number(number, stack) if size > 0 else -1
                 yield time_ns + recorded.offset_ns, thread & 0xFFFFFFFF, address, size, device, row, *totals
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from traceloom.agent.bpf.elf import Elf, SymbolTable
 from traceloom.agent.bpf.mappings import Mapping, mappings, open_mapped
-from traceloom.agent.bpf.unwinding import END, Rule, rule
+from traceloom.agent.bpf.unwinding import END, UnwindRule, rule
 
 _MOST_FILES = 1024
 _MOST_NAME = 1000  # letters; those of templates may be longer than anybody reads
@@ -91,7 +91,7 @@ class Symbols:
             self._names[address] = self._looked_up(address)
         return self._names[address]
 
-    def rule(self, address: int) -> Rule:
+    def rule(self, address: int) -> UnwindRule:
         """The way from an instruction to the caller of its function."""
         file, offset = self._file_of(address)
         at = file.elf.address_of(offset) if file is not None else None

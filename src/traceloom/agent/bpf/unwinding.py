@@ -20,7 +20,7 @@ class From(enum.IntEnum):
     END, STACK, FRAME, BEHIND_FRAME = range(4)
 
 
-class Rule(NamedTuple):
+class UnwindRule(NamedTuple):
     """The way to the caller's frame from one place in a function.
 
     Attributes:
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
     returns_to: int = 0
 
 
-END = Rule(From.END)
+END = UnwindRule(From.END)
 
 _MOST_ENTRY = 1 << 16  # bytes of a function's or a common entry
 _MOST_OFFSET = 1 << 20
@@ -52,7 +52,7 @@ class _DamagedTableError(Exception):
     """The table is not as it should be."""
 
 
-class _Reader:
+class _TableReader:
     """Bytes of a table, one value after the other."""
 
     def __init__(self, content: bytes, address: int) -> None:
@@ -105,7 +105,7 @@ class _Common(NamedTuple):
     program: bytes
 
 
-def rule(elf: Elf, address: int) -> Rule:
+def rule(elf: Elf, address: int) -> UnwindRule:
     """The way to the caller from the instruction at an address of a file, as the file has it."""
     try:
         return _rule(elf, address)
@@ -113,7 +113,7 @@ def rule(elf: Elf, address: int) -> Rule:
         return END
 
 
-def _rule(elf: Elf, address: int) -> Rule:
+def _rule(elf: Elf, address: int) -> UnwindRule:
     position = _entry_of(elf, address)
     if position is None:
         return END
@@ -128,9 +128,9 @@ def _rule(elf: Elf, address: int) -> Rule:
     if common.augmented:
         entry.block()
     rows = _Rows(common)
-    rows.run(_Reader(common.program, 0), None)
+    rows.run(_TableReader(common.program, 0), None)
     rows.first = dict(rows.registers)
-    rows.run(_Reader(entry.content[entry.at :], 0), address - first)
+    rows.run(_TableReader(entry.content[entry.at :], 0), address - first)
     return rows.rule()
 
 
@@ -139,7 +139,7 @@ def _entry_of(elf: Elf, address: int) -> int | None:
     if elf.unwind_index is None:
         return None
     start, size = elf.unwind_index.address, elf.unwind_index.size
-    index = _Reader(elf.at(start, min(size, 32)), start)
+    index = _TableReader(elf.at(start, min(size, 32)), start)
     _, pointer, count, table = (index.number("<B") for _ in range(4))
     if table != _SEARCHED:
         return None
@@ -164,7 +164,7 @@ def _row(elf: Elf, rows: int, number: int) -> tuple[int, int]:
     return first, entry
 
 
-def _entry(elf: Elf, address: int) -> _Reader:
+def _entry(elf: Elf, address: int) -> _TableReader:
     """The entry at an address, without its length."""
     head = elf.at(address, 4)
     if len(head) < 4 or not 4 <= (size := int.from_bytes(head, "little")) <= _MOST_ENTRY:
@@ -172,10 +172,10 @@ def _entry(elf: Elf, address: int) -> _Reader:
     content = elf.at(address + 4, size)
     if len(content) < size:
         raise _DamagedTableError
-    return _Reader(content, address + 4)
+    return _TableReader(content, address + 4)
 
 
-def _common(entry: _Reader) -> _Common:
+def _common(entry: _TableReader) -> _Common:
     if entry.number("<I") != 0:
         raise _DamagedTableError
     version = entry.number("<B")
@@ -218,7 +218,7 @@ class _Rows:
         self.first: dict[int, int | bytes | None] = {}
         self._kept: list[tuple[int | None, int, bytes, dict[int, int | bytes | None]]] = []
 
-    def run(self, program: _Reader, until: int | None) -> None:
+    def run(self, program: _TableReader, until: int | None) -> None:
         """Run a program, up to the row of an offset in the function."""
         at, data = 0, self.common.data
         for _ in range(_MOST_STEPS):
@@ -272,7 +272,7 @@ class _Rows:
             elif code not in {0x00, 0x2D}:
                 raise _DamagedTableError
 
-    def rule(self) -> Rule:
+    def rule(self) -> UnwindRule:
         """The way from the row that was made last."""
         stack, frame = machine().unwound
         returns = self.registers.get(self.common.returns)
@@ -281,7 +281,7 @@ class _Rows:
         if self.base in {stack, frame}:
             base = From.STACK if self.base == stack else From.FRAME
         elif self.base is None and self.expression[:1] == bytes([at_frame]) and kept == bytes([at_frame, 0]):
-            expression = _Reader(self.expression, 0)
+            expression = _TableReader(self.expression, 0)
             expression.at = 1
             offset, kept = expression.leb(signed=True), 0
             if self.expression[expression.at :] != bytes([_DEREFERENCE]):
@@ -294,7 +294,7 @@ class _Rows:
             return END
         if max(abs(offset), abs(kept), abs(returns)) > _MOST_OFFSET:
             return END
-        return Rule(base, offset, kept, returns)
+        return UnwindRule(base, offset, kept, returns)
 
     def _restore(self, register: int) -> None:
         if register in self.first:

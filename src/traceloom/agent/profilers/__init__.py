@@ -11,13 +11,14 @@ import msgspec
 from traceloom.agent.owners import Process
 from traceloom.errors import TraceloomError
 
-# Name -> module and class. `timeline` and `telemetry` are made by who has the parts of the agent that they need.
+# Name -> module and class. `timeline`, `memory` and `telemetry` are made by who has the parts that they need.
 PROFILERS = {
     "timeline": "traceloom.agent.profilers.timeline:TimelineProfiler",
     "stacks": "traceloom.agent.profilers.stacks:StacksProfiler",
     "dump": "traceloom.agent.profilers.dump:DumpProfiler",
     "allocations": "traceloom.agent.profilers.probed:AllocationsProfiler",
     "launches": "traceloom.agent.profilers.probed:LaunchesProfiler",
+    "memory": "traceloom.agent.profilers.attached:AttachedMemoryProfiler",
     "telemetry": "traceloom.agent.profilers.telemetry:TelemetryProfiler",
 }
 

@@ -77,6 +77,10 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
     steps_per_second: Callable[[str], float | None] = lambda _: None
     start: CommonStart | None = None
 
+    def name(self, attempt: int) -> str:
+        """The file that the process writes at a try."""
+        return f"{self.trace_id}.{attempt}.trace"
+
 
 class CommonStart:
     """The instant at which all processes of a request begin: named once all are ready that can be.
@@ -154,14 +158,19 @@ class TimelineProfiler:
             seconds = min(order.most_seconds, 1.5 * (window.steps + 1) / rate if rate else _FIRST_GUESS_S)
         retried: set[str] = set()
         resumed, attempt = order.resumed, order.attempt
-        if resumed in ("written", "verified") and not _Watch(order.incoming, self._name(attempt)).written():
+        if resumed in ("written", "verified") and not _Watch(order.incoming, self.order.name(attempt)).written():
             resumed, order.start_ns = "queued", None  # it was thrown away, and the agent killed before it said why
         try:
             while True:
                 try:
                     written_ns = await self._write(process, window, seconds if by_time else None, attempt, resumed,
                                                    waited_until)  # fmt: skip
-                    facts = await self._keep(process, window, seconds if by_time else None, attempt, path, written_ns)
+                    facts = await keep(
+                        order, process.uid, window, seconds if by_time else None, attempt, path, written_ns
+                    )
+                    if written_ns is not None:
+                        facts["skew_ns"] = facts["window_start_ns"] - written_ns
+                    self.tell("verified", **facts)
                 except ProfilerError as error:  # noqa: PERF203  (it is tried again)
                     self._clean(attempt)
                     if error.slug == "not-stepping":
@@ -197,18 +206,15 @@ class TimelineProfiler:
         polled_s = (time.time_ns() - client.first_ns) / 1e9 if client is not None else 0.0
         return max(_BACK_OFF_S, min(_IMPORT_S - polled_s, _IMPORT_S))
 
-    def _name(self, attempt: int) -> str:
-        return f"{self.order.trace_id}.{attempt}.trace"
-
     def _clean(self, attempt: int) -> None:
         """Remove what the process wrote; through the directory, so that no link is followed."""
-        drop(self.order.incoming, self._name(attempt))
+        drop(self.order.incoming, self.order.name(attempt))
 
     async def _write(  # noqa: PLR0917  (of one try)
         self, process: Process, window: Window, seconds: float | None, attempt: int, resumed: State, until: float
     ) -> int | None:
         """Until the file has its name; when it was to begin, where an instant was named."""
-        name = self._name(attempt)
+        name = self.order.name(attempt)
         start_ns = self.order.start_ns
         watch = _Watch(self.order.incoming, name)
         if watch.written():
@@ -233,7 +239,7 @@ class TimelineProfiler:
     ) -> TraceConfiguration:
         order = self.order
         return TraceConfiguration(
-            path=str(order.incoming / self._name(attempt)), trace_id=order.trace_id, group_id=order.group_id,
+            path=str(order.incoming / order.name(attempt)), trace_id=order.trace_id, group_id=order.group_id,
             duration_ms=0 if seconds is None else max(1, round(seconds * 1000)),
             steps=(window.steps or 0) if seconds is None else 0, fallback_ms=_FALLBACK_MS if seconds is None else 0,
             start_ms=0 if start_ns is None or seconds is None else start_ns // 1_000_000,
@@ -326,27 +332,35 @@ class TimelineProfiler:
             return
         raise ProfilerError("the process has ended", slug="exited")
 
-    async def _keep(  # noqa: PLR0917  (of one try)
-        self, process: Process, window: Window, seconds: float | None, attempt: int, path: Path, start_ns: int | None
-    ) -> dict[str, Any]:
-        """Verify and compress, in a process of its own; the facts of the kept file."""
-        order = self.order
-        task = partial(
-            worker.run, "keep-trace", timeout_s=_KEEP_S, folder=str(order.incoming), name=self._name(attempt),
-            uid=process.uid, to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,
-            most_result_bytes=order.most_result_bytes, trace_id=order.trace_id, start_ns=start_ns, duration_s=seconds,
-            steps=window.steps,
-        )  # fmt: skip
-        try:
-            facts: dict[str, Any] = await asyncio.to_thread(task)
-        except TraceloomError as error:
-            raise ProfilerError(error.message, slug="task-failed") from error
-        if "fault" in facts:
-            raise ProfilerError(facts["detail"], slug=facts["fault"])
-        if start_ns is not None:
-            facts["skew_ns"] = facts["window_start_ns"] - start_ns
-        self.tell("verified", **facts)
-        return facts
+
+async def keep(  # noqa: PLR0917  (of one try)
+    order: TimelineOrder, uid: int, window: Window, seconds: float | None, attempt: int, path: Path,
+    start_ns: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Verify and compress what a process of a user wrote, in a process of its own; the facts of the kept file.
+
+    Raises:
+        ProfilerError: `damaged`, `empty`, `not-stepping`, `foreign-file`, `disk-full`, `quota`, `cannot-write`,
+            `task-failed`.
+    """
+    task = partial(
+        worker.run, "keep-trace", timeout_s=_KEEP_S, folder=str(order.incoming), name=order.name(attempt), uid=uid,
+        to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,
+        most_result_bytes=order.most_result_bytes, trace_id=order.trace_id, start_ns=start_ns,
+        duration_s=seconds, steps=window.steps,
+    )  # fmt: skip
+    return await kept(task)
+
+
+async def kept(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a task of keeping in a thread; the facts of the kept file, or the fault as an error."""
+    try:
+        facts = await asyncio.to_thread(task)
+    except TraceloomError as error:
+        raise ProfilerError(error.message, slug="task-failed") from error
+    if "fault" in facts:
+        raise ProfilerError(facts["detail"], slug=facts["fault"])
+    return facts
 
 
 class _Watch:

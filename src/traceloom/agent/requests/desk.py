@@ -25,8 +25,9 @@ from traceloom.agent.config import Config
 from traceloom.agent.http.answers import RequestError
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import Profiler, ProfilerError, Window
+from traceloom.agent.profilers.attached import AttachedMemoryProfiler, AttachedTimelineProfiler
 from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
-from traceloom.agent.registry import ProfilerClient, ProfilerRegistry, is_alive
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry, ancestors, is_alive
 from traceloom.agent.requests.keeping import write_document
 from traceloom.agent.requests.leases import Leases
 from traceloom.agent.requests.model import Cause, State, Target, TraceRequest, Wanted
@@ -218,25 +219,33 @@ class RequestDesk:
 
     def _matches(self, process: Process, wanted: Wanted) -> bool:
         client = self.registry.clients.get(process.key)
-        family = {process.pid, *(client.ancestors if client is not None else ())}
+        above: Iterable[int] = client.ancestors if client is not None else ()
+        if client is None and wanted.attach and wanted.pids:
+            above = ancestors(self.registry.proc, process.parent_pid)
         if wanted.job and process.owner.job != wanted.job:
             return False
         if wanted.ranks and process.owner.rank not in wanted.ranks:
             return False
         if wanted.pids:
             # A launcher's pid chooses its children; of those that do not poll only the process itself.
-            return not family.isdisjoint(wanted.pids)
-        return client is not None
+            return not {process.pid, *above}.isdisjoint(wanted.pids)
+        return client is not None or wanted.attach
 
     def _workers(self, processes: list[Process]) -> list[Process]:
         """Without those that only serve others: launchers beside their ranks, and what a rank itself has started."""
         if any(process.owner.rank is not None for process in processes):
             processes = [process for process in processes if process.owner.rank is not None]
+        commands = {process.pid: process.command for process in processes}
+        processes = [  # what polls counts; of others those that were forked from one of them do not
+            process
+            for process in processes
+            if process.key in self.registry.clients or commands.get(process.parent_pid) != process.command
+        ]
         ranks = {(process.pid, process.owner.job, process.owner.rank) for process in processes}
         out = []
         for process in processes:
             client = self.registry.clients.get(process.key)
-            above = client.ancestors if client is not None else ()
+            above = client.ancestors if client is not None else tuple(ancestors(self.registry.proc, process.parent_pid))
             if process.owner.rank is None or ranks.isdisjoint(
                 (pid, process.owner.job, process.owner.rank) for pid in above
             ):
@@ -266,6 +275,13 @@ class RequestDesk:
         for name in wanted.profilers:
             if not profilers.is_there(name):
                 raise RequestError(400, f"there is no profiler `{name}` in this version", slug="no-profiler")
+        if wanted.attach and not most.attach:
+            raise RequestError(
+                403, "this agent does not attach to processes", slug="attach-off",
+                hint="set `attach = true` in the table `traces` of agent.toml, and start the agent again",
+            )  # fmt: skip
+        if "memory" in wanted.profilers and not wanted.attach:
+            raise RequestError(400, "`memory` attaches to the process", slug="wrong-request", hint="add --attach")
 
     def _run(self, request: TraceRequest) -> None:
         task = asyncio.create_task(self._request(request), name=f"request {request.id}")
@@ -307,7 +323,7 @@ class RequestDesk:
         tell = partial(self._tell, request, target)
         try:
             process = self._process(request, target)
-            profiler = self._profiler(request, target, start)
+            profiler = self._profiler(request, target, process, start)
             await self._lease(holder, profiler, process, tell)
             await self._record(request, target, process, profiler, start, tell)
         except ProfilerError as error:
@@ -339,22 +355,31 @@ class RequestDesk:
             parent_pid=0, uid=target.uid, command="",
         )  # fmt: skip
 
-    def _profiler(self, request: TraceRequest, target: Target, start: CommonStart | None) -> Profiler:
+    def _profiler(self, request: TraceRequest, target: Target, process: Process, start: CommonStart | None) -> Profiler:
         if target.profiler != "timeline":
             if target.state != "queued":
                 raise ProfilerError("the agent was started again while it recorded", slug="agent-restarted")
-            return self.parts.get(target.profiler, partial(profilers.make, target.profiler))()
+            if target.profiler != "memory":
+                return self.parts.get(target.profiler, partial(profilers.make, target.profiler))()
         wanted, most = request.wanted, self.config.traces
         order = TimelineOrder(
-            trace_id=f"traceloom-{request.id}-{target.stem}", group_id=f"traceloom-{request.id}",
+            trace_id=f"traceloom-{request.id}-{target.stem}" + ("" if target.profiler == "timeline" else ".memory"),
+            group_id=f"traceloom-{request.id}",
             incoming=self.places.incoming(request.uid), stem=target.stem, shapes=wanted.shapes, stacks=wanted.stacks,
             flops=wanted.flops, modules=wanted.modules, wait_s=most.wait, most_seconds=most.most_seconds,
             most_bytes=int(most.most_file_mb * 1e6), most_kept_bytes=int(most.most_mb_per_user * 1e6),
             most_result_bytes=request.most_bytes,
             resumed=target.state, start_ns=target.start_ns, attempt=target.attempt,
-            steps_per_second=self.steps.per_second, start=start,
+            steps_per_second=self.steps.per_second, start=start if target.profiler == "timeline" else None,
         )  # fmt: skip
-        return TimelineProfiler(self.registry, order, partial(self._tell, request, target))
+        tell = partial(self._tell, request, target)
+        if target.profiler == "memory":
+            return AttachedMemoryProfiler(order, tell, self._leases)
+        # After a restart of the agent a process that polls has perhaps not polled yet: what it was told it does.
+        polls = process.key in self.registry.clients or (target.state != "queued" and target.attached_ns is None)
+        if wanted.attach and not polls:
+            return AttachedTimelineProfiler(order, tell, self._leases)
+        return TimelineProfiler(self.registry, order, tell)
 
     async def _lease(self, holder: str, profiler: Profiler, process: Process, tell: Any) -> None:
         last_holder = ""
@@ -380,21 +405,23 @@ class RequestDesk:
         else:
             assert start is not None
             start_ns = await asyncio.shield(start.first)
-            tell("accepted", start_ns=start_ns)
+            tells_itself = isinstance(profiler, AttachedMemoryProfiler)
+            tell("queued" if tells_itself else "accepted", start_ns=start_ns)
             seconds = wanted.duration_s
             rate = self.steps.per_second(process.key)
             if seconds is None and rate and wanted.steps is not None:
                 seconds = wanted.steps / rate
             paths = await profiler.record(process, Window(start_ns, seconds, wanted.steps), directory, target.stem)
-            tell("written")
-            size = await asyncio.to_thread(lambda: sum(path.stat().st_size for path in paths))
-            if request.most_bytes is not None and size > request.most_bytes:
-                for path in paths:
-                    await asyncio.to_thread(path.unlink)
-                raise ProfilerError(
-                    f"{size:,} bytes are more than {request.most_bytes:,} that a trigger may take", slug="quota"
-                )
-            tell("kept", file=paths[0].name if paths else "", bytes=size)
+            if not tells_itself:
+                tell("written")
+                size = await asyncio.to_thread(lambda: sum(path.stat().st_size for path in paths))
+                if request.most_bytes is not None and size > request.most_bytes:
+                    for path in paths:
+                        await asyncio.to_thread(path.unlink)
+                    raise ProfilerError(
+                        f"{size:,} bytes are more than {request.most_bytes:,} that a trigger may take", slug="quota"
+                    )
+                tell("kept", file=paths[0].name if paths else "", bytes=size)
         request.files += sorted({path.name for path in paths} - set(request.files))
 
     async def _finish(self, request: TraceRequest) -> None:

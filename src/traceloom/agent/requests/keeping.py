@@ -14,12 +14,13 @@ import os
 import resource
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from isal import igzip
 
 from traceloom.agent.requests.places import INCOMING
+from traceloom.errors import InputError
 
 _PIECE = 1 << 20
 _LEVEL = 2
@@ -89,6 +90,51 @@ def keep(
     finally:
         with contextlib.suppress(OSError):  # of a disk that has become read-only
             copy.unlink(missing_ok=True)
+
+
+def keep_memory(
+    *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int
+) -> dict[str, Any]:  # fmt: skip
+    """Verify a memory snapshot, and keep it as `to`: it is a stranger's pickle, of which nothing is run.
+
+    Args:
+        folder: Where it was written.
+        name: The file's.
+        uid: Whose it has to be.
+        to: Where it goes, as an absolute path.
+        most_bytes: Of the file.
+        most_kept_bytes: Of all that is kept of this user.
+
+    Returns:
+        The kept file's `bytes` and `sha256`; or `fault` (a slug) and `detail`.
+    """
+    from traceloom.read.snapshot import read_snapshot
+
+    target = Path(to)
+    copy = target.with_name(f".{target.name}.copy")
+    try:
+        _copy(folder, name, uid, most_bytes, copy)
+        read_snapshot(copy)
+        size = copy.stat().st_size
+        if _kept_bytes(target) + size > most_kept_bytes:
+            raise _FaultError(  # noqa: TRY301
+                slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept"
+            )
+        with copy.open("rb") as reader:
+            digest = _sha256(reader)
+        copy.replace(target)
+    except _FaultError as fault:
+        return {"fault": fault.slug, "detail": str(fault)}
+    except InputError as error:
+        return {"fault": error.slug, "detail": error.message}
+    except OSError as error:
+        return {
+            "fault": "disk-full" if error.errno in _FULL else "cannot-write",
+            "detail": (error.strerror or str(error)).lower(),
+        }
+    finally:
+        copy.unlink(missing_ok=True)
+    return {"bytes": size, "sha256": digest}
 
 
 def _copy(folder: str, name: str, uid: int, most_bytes: int, copy: Path) -> None:
@@ -162,21 +208,15 @@ def _are_times(trace: _Trace, ts: float, dur: float) -> bool:
 
 
 def _compressed(copy: Path, target: Path, most_kept_bytes: int, most_result_bytes: int | None) -> dict[str, Any]:
-    kept = 0
-    for entry in target.parents[1].glob("*/*"):
-        if entry.parent.name != INCOMING and not entry.name.startswith("."):  # what is not kept yet begins with a dot
-            with contextlib.suppress(FileNotFoundError):
-                kept += entry.lstat().st_size
+    kept = _kept_bytes(target)
     part = target.with_name(f".{target.name}.part")
-    digest = hashlib.sha256()
     try:
         with copy.open("rb") as reader, part.open("w+b") as writer:
             with igzip.GzipFile(filename="", fileobj=writer, mode="wb", compresslevel=_LEVEL, mtime=0) as packed:
                 while piece := reader.read(_PIECE):
                     packed.write(piece)
             writer.seek(0)
-            while piece := writer.read(_PIECE):
-                digest.update(piece)
+            digest = _sha256(writer)
             size = writer.tell()
             os.fsync(writer.fileno())
         if kept + size > most_kept_bytes:
@@ -189,7 +229,24 @@ def _compressed(copy: Path, target: Path, most_kept_bytes: int, most_result_byte
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": digest}
+
+
+def _kept_bytes(target: Path) -> int:
+    """Of all requests of the user whose result goes there; what is not kept yet begins with a dot."""
+    kept = 0
+    for entry in target.parents[1].glob("*/*"):
+        if entry.parent.name != INCOMING and not entry.name.startswith("."):
+            with contextlib.suppress(FileNotFoundError):
+                kept += entry.lstat().st_size
+    return kept
+
+
+def _sha256(reader: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while piece := reader.read(_PIECE):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def write_document(path: str, document: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What is asked for: of which processes, by which profilers, for how long.
 
     Targets are those of `pids` (a launcher's chooses its children), of `job`, of `ranks`, or all that poll on `host`;
-    together they narrow each other. Either `steps` or `duration_s`. `at_ns`: when to begin, 0 at once.
+    together they narrow each other. Either `steps` or `duration_s`. `at_ns`: when to begin, 0 at once. `attach`: also
+    attach to those that do not poll.
     """
 
     pids: Annotated[tuple[Pid, ...], Meta(max_length=1024)] = ()
@@ -32,6 +33,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stacks: bool = False
     flops: bool = False
     modules: bool = False
+    attach: bool = False
     most_processes: Annotated[int, Meta(ge=1)] | None = None  # of those that match
 
 
@@ -39,7 +41,9 @@ class Target(msgspec.Struct, kw_only=True):
     """One profiler of one process, and how far it is. `since_ns`: when it came into this state.
 
     `reason` is the slug of why it failed, or of what it waits for; `detail` the sentence. `start_ns`: when it was to
-    begin, where all begin at one instant; `skew_ns`: how much later its window began. None: not known.
+    begin, where all begin at one instant; `skew_ns`: how much later its window began. `pause_ns`: how long the main
+    thread was stopped to attach, at `attached_ns`; `held_ns`: how long beginning, ending and writing took in the
+    process. None: not known, or not so.
     """
 
     request: str
@@ -63,6 +67,9 @@ class Target(msgspec.Struct, kw_only=True):
     window_end_ns: int | None = None
     operators: int | None = None
     steps: int | None = None
+    attached_ns: int | None = None
+    pause_ns: int | None = None
+    held_ns: int | None = None
 
     @property
     def ended(self) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 from traceloom.agent.requests.model import Target, TraceRequest
 from traceloom.errors import InputError, OutputError, newer_format
 
-VERSION = 1
+VERSION = 2  # 2: targets have more columns
 _COLUMNS = msgspec.structs.fields(Target)
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, asked_ns INTEGER NOT NULL, document BLOB NOT NULL);
@@ -122,6 +122,10 @@ class RequestStore:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
             database.executescript(_SCHEMA)
+            there = {row[1] for row in database.execute("PRAGMA table_info(targets)")}
+            for field in _COLUMNS:
+                if field.name not in there:  # written by an earlier version
+                    database.execute(f"ALTER TABLE targets ADD COLUMN {field.name}")
             database.execute(f"PRAGMA user_version = {VERSION}")
             if self.path is not None:
                 self.path.chmod(0o600)
@@ -132,5 +136,6 @@ class RequestStore:
 
 
 def _of(target: Target) -> tuple[str, tuple[object, ...]]:
-    marks = ", ".join("?" * len(_COLUMNS))
-    return f"INSERT OR REPLACE INTO targets VALUES ({marks})", msgspec.structs.astuple(target)  # noqa: S608
+    names, marks = ", ".join(field.name for field in _COLUMNS), ", ".join("?" * len(_COLUMNS))
+    statement = f"INSERT OR REPLACE INTO targets ({names}) VALUES ({marks})"  # noqa: S608  (our own names)
+    return statement, msgspec.structs.astuple(target)

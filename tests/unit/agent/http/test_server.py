@@ -245,17 +245,9 @@ def test_tokens_that_are_none(token: Token) -> None:
 
 
 def test_the_agent_itself_refuses_to_start(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "traceloom",
-        "agent",
-        "run",
-        "--tcp",
-        "0.0.0.0:0",
-        "--socket",
-        str(tmp_path / "a.sock"),
-    ]
+    config = tmp_path / "agent.toml"
+    config.write_text(f'[paths]\nsocket = "{tmp_path}/a.sock"\nhistory = "{tmp_path}/agent.db"\n')
+    command = [sys.executable, "-m", "traceloom", "agent", "run", "--tcp", "0.0.0.0:0", "--config", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 3
     assert "tcp-without-tls" in done.stderr

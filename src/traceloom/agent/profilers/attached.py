@@ -1,0 +1,238 @@
+"""Profilers of processes that nobody prepared: attached to, told once, and left as they were.
+
+The evidence of each state: our text is scheduled in the process (delivered), it says that it records (accepted), the
+file has its name (written), and is what was asked for (verified).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from traceloom.agent import worker
+from traceloom.agent.attach.orders import OrderFile, OrderNews
+from traceloom.agent.owners import Process
+from traceloom.agent.profilers import ProfilerError, Window
+from traceloom.agent.profilers.timeline import Tell, TimelineOrder, keep, kept
+from traceloom.agent.registry import process_state
+from traceloom.agent.requests.leases import Leases
+from traceloom.errors import TraceloomError
+
+_LOOK_S = 0.1
+_AHEAD_S = 1.0  # a process that is ready looks every 50 ms when it is to begin
+_LATE_S = 5.0  # for what a process says at its own deadline
+_DRAIN_S = 120.0  # from the end of the window until the file has its name
+_ATTACH_S = 30.0  # the worker lets the process go by itself after two seconds
+_KEEP_S = 600.0
+_SAYS = frozenset({"no-torch", "old-torch", "no-cuda", "not-stepping", "cancelled-by-program", "exited"})
+
+
+class AttachedProfiler:
+    """What is common to them: from attaching to a file that has its name.
+
+    Args:
+        order: What is wanted, as of traces of processes that poll.
+        tell: Hears of each state.
+        leases: Who traces which process: nothing else may meanwhile.
+    """
+
+    kind: str
+
+    def __init__(self, order: TimelineOrder, tell: Tell, leases: Leases) -> None:
+        self.order, self.tell, self.leases = order, tell, leases
+
+    async def written(self, process: Process, window: Window, attempt: int, resumed: bool) -> OrderNews:
+        """Let the process write its file; when its window was.
+
+        Raises:
+            ProfilerError: `exited`, `expired`, `not-python`, `not-permitted`, `traced-already`, `not-mounted`,
+                `not-stopped`, `not-reached`, `task-failed`, `cannot-write`, `deadline`, and what the process says.
+        """
+        order = self.order
+        file = OrderFile(order.incoming, order.name(attempt), process.uid)
+        ahead_s = max(0.0, (window.start_ns - time.time_ns()) / 1e9)
+        until = time.monotonic() + ahead_s + order.wait_s
+        if not (resumed and file.exists()):
+            await self._attach(process, window, file, until)
+        return await self._followed(process, window, file, until)
+
+    async def _attach(self, process: Process, window: Window, file: OrderFile, until: float) -> None:
+        holder = f"attaching to process {process.pid} for {file.name}"
+        last_reason = ""
+        while True:
+            state = process_state(process.pid, process.start_ticks)
+            reason, detail = "", ""
+            if state == "T":
+                reason, detail = "stopped", "the process is stopped"
+            elif taken := self.leases.take(holder, [f"ptrace:{process.pid}"]):
+                reason, detail = "leased", f"waits: {taken}"
+            else:
+                break
+            if reason != last_reason:
+                self.tell("queued", reason, detail)
+                last_reason = reason
+            if time.monotonic() > until:
+                raise ProfilerError(detail, slug="expired")
+            await asyncio.sleep(_LOOK_S)
+        try:
+            await asyncio.to_thread(file.create)
+            order = self.order
+            seconds = None if window.steps is not None else window.duration_s
+            waits = order.start is not None
+            # Those that wait for others do so until these have given up.
+            longest_s = until - time.monotonic() + (seconds or 0) + (order.wait_s if waits else 0)
+            wanted = {
+                "folder": str(file.folder), "name": file.name, "kind": self.kind, "trace_id": order.trace_id,
+                "steps": window.steps, "seconds": seconds, "waits": waits,
+                "begin_ns": 0 if waits else window.start_ns, "until_ns": time.time_ns() + int(longest_s * 1e9),
+                "shapes": order.shapes, "stacks": order.stacks, "flops": order.flops, "modules": order.modules,
+            }  # fmt: skip
+            schedule = partial(
+                worker.run, "attach", timeout_s=_ATTACH_S, pid=process.pid, start_ticks=process.start_ticks,
+                order=wanted,
+            )  # fmt: skip
+            result = await asyncio.to_thread(schedule)
+        except OSError as error:
+            detail = f"the order cannot be written: {(error.strerror or str(error)).lower()}"
+            raise ProfilerError(detail, slug="cannot-write") from error
+        except TraceloomError as error:
+            raise ProfilerError(error.message, slug="task-failed") from error
+        finally:
+            self.leases.give_back(holder)
+        if "fault" in result:
+            raise ProfilerError(result["detail"], slug=result["fault"])
+        self.tell("delivered", attached_ns=time.time_ns(), pause_ns=result["pause_ns"])
+
+    async def _followed(self, process: Process, window: Window, file: OrderFile, until: float) -> OrderNews:
+        last = OrderNews()
+        seconds = window.duration_s or 0.0
+        end = until + seconds + _LATE_S
+        while True:
+            news = await asyncio.to_thread(file.news)
+            if news.state == "written":
+                self.tell("written", held_ns=news.held_ns)
+                return news
+            if news.state == "failed":
+                slug = news.slug if news.slug in _SAYS else ""
+                raise ProfilerError(news.detail or "it says no more", slug=slug or "program-error")
+            if news != last:
+                last = news
+                if news.state == "waiting":
+                    self.tell("delivered", "waiting", news.detail)
+                elif news.state == "ready" and self.order.start is not None:
+                    self.tell("delivered", "not-all-ready", "waits until all processes of the request are ready")
+                    start_ns = self.order.start_ns or await self.order.start.ready(process.key, _AHEAD_S)
+                    self.tell("delivered", start_ns=start_ns)
+                    with contextlib.suppress(FileExistsError):  # an earlier agent has said so
+                        await asyncio.to_thread(file.begin, start_ns)
+                    self.order.start_ns = start_ns
+                    end = max(end, time.monotonic() + (start_ns - time.time_ns()) / 1e9 + seconds + _LATE_S)
+                elif news.state == "recording":
+                    self.tell("accepted")
+                    end = max(end, time.monotonic() + seconds + _DRAIN_S)
+            if not process_state(process.pid, process.start_ticks):
+                if (await asyncio.to_thread(file.news)).state == "written":
+                    continue
+                raise ProfilerError("the process has ended", slug="exited")
+            if time.monotonic() > end:
+                if not news.state:
+                    raise ProfilerError(
+                        "its main thread has run no Python since: it waits, or works in native code", slug="not-reached"
+                    )
+                raise ProfilerError("no whole file was written in time", slug="deadline")
+            await asyncio.sleep(_LOOK_S)
+
+
+class AttachedTimelineProfiler(AttachedProfiler):
+    """The profiler `timeline` for a process that does not poll: PyTorch's profiler, begun in a thread of ours there."""
+
+    name = "timeline"
+    kind = "timeline"
+
+    def resources(self, process: Process) -> frozenset[str]:
+        """PyTorch's profiler takes one request at a time."""
+        return frozenset({f"kineto:{process.pid}"})
+
+    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+        """Write `directory/STEM.kineto.json.gz`.
+
+        Raises:
+            ProfilerError: As of `written`; `damaged`, `empty`, `foreign-file`, `disk-full`, `quota`.
+        """
+        path = directory / f"{stem}.kineto.json.gz"
+        order = self.order
+        seconds = None if window.steps is not None else window.duration_s
+        attempt, resumed = order.attempt, order.resumed != "queued"
+        tried: set[str] = set()
+        if not resumed and OrderFile(order.incoming, order.name(attempt), process.uid).exists():
+            # An agent that was killed may have attached, and not have written that down.
+            self._drop(process, attempt)
+            attempt += 1
+            self.tell("queued", attempt=attempt)
+        try:
+            while True:
+                try:
+                    await self.written(process, window, attempt, resumed)
+                    facts = await keep(
+                        order, process.uid, window, seconds, attempt, path, order.start_ns if seconds else None
+                    )
+                except ProfilerError as error:  # noqa: PERF203  (it is tried again)
+                    self._drop(process, attempt)
+                    if error.slug in tried or error.slug not in ("cancelled-by-program", "empty"):
+                        raise
+                    tried.add(error.slug)
+                    attempt, resumed, order.start_ns = attempt + 1, False, None
+                    self.tell("queued", error.slug, f"once more, as {error.message}", attempt=attempt, start_ns=None)
+                else:
+                    if order.start_ns is not None:
+                        facts["skew_ns"] = facts["window_start_ns"] - order.start_ns
+                    self.tell("verified", **facts)
+                    self.tell("kept", **facts, file=path.name)
+                    return [path]
+        finally:
+            self._drop(process, attempt)
+            if order.start is not None:
+                order.start.leave(process.key)
+
+    def _drop(self, process: Process, attempt: int) -> None:
+        OrderFile(self.order.incoming, self.order.name(attempt), process.uid).drop()
+
+
+class AttachedMemoryProfiler(AttachedProfiler):
+    """The profiler `memory`: CUDA's allocator keeps a history for the window, and its snapshot is the result."""
+
+    name = "memory"
+    kind = "memory"
+
+    def resources(self, process: Process) -> frozenset[str]:
+        """The allocator keeps one history."""
+        return frozenset({f"allocator:{process.pid}"})
+
+    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+        """Write `directory/STEM.memory.pickle`, as `traceloom record --memory` does.
+
+        Raises:
+            ProfilerError: As of `written`; `no-cuda`, `not-a-snapshot`, `pickle-with-code`, `pickle-damaged`,
+                `pickle-too-large`, `foreign-file`, `disk-full`, `quota`.
+        """
+        path = directory / f"{stem}.memory.pickle"
+        order = self.order
+        file = OrderFile(order.incoming, order.name(order.attempt), process.uid)
+        try:
+            news = await self.written(process, window, order.attempt, resumed=False)
+            facts: dict[str, Any] = await kept(
+                partial(
+                    worker.run, "keep-memory", timeout_s=_KEEP_S, folder=str(order.incoming), name=file.name,
+                    uid=process.uid, to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,
+                )
+            )  # fmt: skip
+        finally:
+            file.drop()
+        facts |= {"window_start_ns": news.start_ns or None, "window_end_ns": news.end_ns or None}
+        self.tell("verified", **facts)
+        self.tell("kept", **facts, file=path.name)
+        return [path]

@@ -1,0 +1,109 @@
+"""Which processes a request is about, and which requests are refused before anything is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from traceloom.agent.config import Config, Traces
+from traceloom.agent.http.answers import RequestError
+from traceloom.agent.owners import Owner, Process
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
+from traceloom.agent.requests.desk import RequestDesk
+from traceloom.agent.requests.model import Wanted
+from traceloom.agent.requests.places import Places
+from traceloom.agent.requests.store import RequestStore
+from traceloom.agent.steps import Steps
+
+
+class Host:
+    """A desk, and processes as the kernel's files and the agent have them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc = folder / "proc"
+        self.processes: dict[str, Process] = {}
+        self.registry = ProfilerRegistry(str(self.proc))
+        self.folder = folder
+
+    def process(self, pid: int, parent: int, command: str, rank: int | None = None, *, polls: bool = False) -> None:
+        (self.proc / str(pid)).mkdir(parents=True)
+        line = f"{pid} (python) S {parent} " + " ".join(["0"] * 17) + " 100 0"
+        (self.proc / str(pid) / "stat").write_text(line, encoding="ascii")
+        made = Process(
+            key=f"{pid}@100", pid=pid, start_ticks=100, started_ns=1, parent_pid=parent, uid=7, command=command,
+            owner=Owner(job="j", rank=rank),
+        )  # fmt: skip
+        self.processes[made.key] = made
+        if polls:
+            client = ProfilerClient(key=made.key, pid=pid, uid=7, gid=7, start_ticks=100, ancestors=(parent,))
+            self.registry.clients[made.key] = client
+
+    def desk(self, attach: bool = True) -> RequestDesk:
+        config = Config(traces=Traces(attach=attach))
+        store, places = RequestStore(None), Places(self.folder / "traces")
+        return RequestDesk(config, self.registry, lambda: self.processes, Steps(), store, places, "boot")
+
+    def matching(self, **wanted: object) -> list[int]:
+        asked = msgspec.convert({"steps": 1, **wanted}, Wanted)
+        return sorted(process.pid for process in self.desk().matching(asked, lambda _: True))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    return Host(tmp_path)
+
+
+def test_only_with_attach_those_that_do_not_poll(host: Host) -> None:
+    host.process(10, 1, "a", 0, polls=True)
+    host.process(11, 1, "a", 1)
+    assert host.matching(job="j") == [10]
+    assert host.matching(job="j", attach=True) == [10, 11]
+    assert host.matching(job="j", attach=True, ranks=[1]) == [11]
+
+
+def test_a_launchers_pid_chooses_its_ranks_without_what_they_started(host: Host) -> None:
+    host.process(10, 1, "torchrun train.py")
+    for rank in range(2):
+        host.process(20 + rank, 10, "python train.py", rank)
+        host.process(30 + rank, 20 + rank, "python train.py", rank)  # a worker of its data loader
+        host.process(40 + rank, 20 + rank, "python -c spawned", rank)
+    assert host.matching(pids=[10], attach=True) == [20, 21]
+    assert host.matching(job="j", attach=True) == [20, 21]
+    assert host.matching(pids=[31], attach=True) == [31]  # named itself
+
+
+def test_what_was_forked_from_one_that_matches_is_left_out(host: Host) -> None:
+    host.process(10, 1, "python train.py")
+    host.process(11, 10, "python train.py")
+    host.process(12, 10, "python other.py")
+    host.process(13, 10, "python train.py", polls=True)
+    assert host.matching(pids=[10], attach=True) == [10, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("attach", "wanted", "slug"),
+    [
+        (False, {"attach": True}, "attach-off"), (False, {"attach": True, "profilers": ["memory"]}, "attach-off"),
+        (True, {"profilers": ["memory"]}, "wrong-request"),
+    ],
+)  # fmt: skip
+def test_refused(host: Host, attach: bool, wanted: dict[str, object], slug: str) -> None:
+    host.process(10, 1, "a", 0)
+
+    async def submitted() -> str:
+        desk = host.desk(attach)
+        try:
+            with pytest.raises(RequestError) as refusal:
+                await desk.submit(
+                    msgspec.convert({"pids": [10], "steps": 1, **wanted}, Wanted), "uid 7", lambda _: True
+                )
+        finally:
+            await desk.close()
+        return refusal.value.slug
+
+    assert asyncio.run(submitted()) == slug
+    assert not (host.folder / "traces").exists()
