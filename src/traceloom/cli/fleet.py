@@ -81,6 +81,10 @@ def client_of(args: argparse.Namespace) -> FleetClient:
 
 def _add_captures(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="JOB", default="", help="only of this job")
+    _add_most(parser)
+
+
+def _add_most(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most", type=types.count, default=20, metavar="N", help="at most so many (default: 20)")
 
 
@@ -91,6 +95,40 @@ def _captures(args: argparse.Namespace) -> int:
         for capture in answer["captures"]
     ]
     return _shown(args, answer, ("capture", "day", "job", "state", "by"), rows)
+
+
+def _hosts(args: argparse.Namespace) -> int:
+    answer = client_of(args).get("hosts")
+    rows = []
+    for host in answer["hosts"]:
+        error = host["clock_error_ns"]
+        clock = "–" if error is None else f"{host['clock_offset_ns'] / 1e9:+.3f} ±{error / 1e6:.1f} ms"
+        heard = "never" if host["heard_ns"] is None else "lost" if host["lost"] else "here"
+        devices = str(host["devices"]) + (f" ({host['stale_devices']} silent)" if host["stale_devices"] else "")
+        rows.append((host["host"], heard, devices, str(host["processes"]), ", ".join(host["jobs"]) or "–", clock))
+    return _shown(args, answer, ("host", "heard", "devices", "processes", "jobs", "clock"), rows)
+
+
+def _jobs(args: argparse.Namespace) -> int:
+    answer = client_of(args).get("jobs")
+    rows = [
+        (
+            job["job"], job["user"] or "–", ", ".join(job["hosts"]), f"{job['ranks']}/{job['world_size'] or '?'}",
+            f"{job['traceable']} of {job['processes']}",
+            "–" if job["steps_per_second"] is None else f"{job['steps_per_second']:.2f}",
+        )
+        for job in answer["jobs"]
+    ]  # fmt: skip
+    return _shown(args, answer, ("job", "user", "hosts", "ranks", "traceable", "steps/s"), rows)
+
+
+def _requests(args: argparse.Namespace) -> int:
+    answer = client_of(args).get("requests", most=str(args.most))
+    rows = [
+        (request["id"], request["wanted"]["job"], request["who"], request["state"], request["capture"] or "–")
+        for request in answer["requests"]
+    ]
+    return _shown(args, answer, ("request", "job", "by", "state", "capture"), rows)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -113,18 +151,28 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _add_token(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("list", "add", "revoke"), help="what is to be done")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the token")
+    parser.add_argument(
+        "what", choices=("list", "add", "revoke", "enrol"),
+        help="what is to be done; enrol: a token by which a host joins the fleet, once",
+    )  # fmt: skip
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the token; of the host, with enrol (default: any)")
     parser.add_argument(
         "--role", choices=("viewer", "requester", "operator", "admin"), default="requester",
         help="what it may do: read; upload too; all captures; all (default: requester)",
     )  # fmt: skip
     parser.add_argument(
-        "--days", type=types.positive, metavar="N", help="after so many days it expires (default: never)"
+        "--days",
+        type=types.positive,
+        metavar="N",
+        help="after so many days it expires (default: never; with enrol, one)",
     )
 
 
 def _token(args: argparse.Namespace) -> int:
+    if args.what == "enrol":
+        answer = client_of(args).post("agents", {"host": args.name or "", "days": args.days or 1})
+        print(json.dumps(answer, indent=2) if args.json else answer["token"])
+        return 0
     if (args.name is None) != (args.what == "list"):
         needs = "needs no name" if args.what == "list" else "needs a name"
         raise UsageError(f"`{args.what}` {needs}", slug="wrong-usage", hint="see traceloom fleet token --help")
@@ -194,6 +242,21 @@ def _shown(args: argparse.Namespace, answer: Any, heads: Sequence[str], rows: Se
 
 
 ACTIONS = {
+    "hosts": FleetAction(
+        "list hosts, whether they are there, and how far their clocks are off",
+        "traceloom fleet hosts\nthen: traceloom fleet token enrol, for one more", lambda _: None, _hosts,
+    ),
+    "jobs": FleetAction(
+        "list jobs that run now",
+        "traceloom fleet jobs\nthen: traceloom trace --server URL --job JOB --steps 3", lambda _: None, _jobs,
+    ),
+    "requests": FleetAction(
+        "list requests for traces, and how far they are",
+        "traceloom fleet requests --most 5\nthen: traceloom fleet report CAPTURE -o report.html",
+        lambda parser: parser.add_argument(
+            "--most", type=types.count, default=20, metavar="N", help="at most so many (default: 20)"
+        ) and None, _requests,
+    ),
     "captures": FleetAction(
         "list captures and how far they are",
         "traceloom fleet captures --job slurm-42\nthen: traceloom fleet report CAPTURE -o report.html",
@@ -207,7 +270,8 @@ ACTIONS = {
     "token": FleetAction(
         "make, list and revoke tokens",
         "traceloom fleet token add ci --role requester --days 90 > ci.token\n"
-        "traceloom fleet token list\ntraceloom fleet token revoke ci",
+        "traceloom fleet token list\ntraceloom fleet token revoke ci\n"
+        "traceloom fleet token enrol node7 > node7.token",
         _add_token, _token,
     ),
     "check": FleetAction(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
-from traceloom.agent.http.answers import RequestError
+from traceloom.agent.http.answers import HttpAnswer, RequestError
 from traceloom.agent.uplink.messages import (
     Enrolled,
     Enrolment,
@@ -70,7 +73,32 @@ async def _take_file(asked: FleetAsked, desk: HostDesk, host: str) -> Response:
     return Response(status_code=204)
 
 
+class EnrolmentBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """A token by which a host may join, once: the host of this name, or any. `days`: how long it may be used."""
+
+    host: Annotated[str, Meta(max_length=253, pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?\Z")] = ""
+    days: Annotated[float, Meta(gt=0, le=365)] = 1.0
+
+
+class EnrolmentAnswer(HttpAnswer, frozen=True):
+    """A new token of enrolment; nobody can be told `token` again."""
+
+    host: str
+    token: str
+
+
+async def _add_enrolment(asked: FleetAsked) -> EnrolmentAnswer:
+    body = await asked.body(EnrolmentBody)
+    token = await asyncio.to_thread(asked.service.state.add_enrolment, body.host, body.days)
+    await asked.note(host=body.host)
+    return EnrolmentAnswer(host=body.host, token=token)
+
+
 HOST_ROUTES = (
+    FleetRoute(
+        path=AGENTS.rstrip("/"), summary="Make a token by which a host joins the fleet, once", answers=_add_enrolment,
+        answer=EnrolmentAnswer, method="POST", body=EnrolmentBody, role="operator", refuses=(400, 403),
+    ),
     FleetRoute(
         path=f"{AGENTS}enrol", summary="Let a host belong to the fleet, by a token that works once", answers=_enrol,
         answer=Enrolled, method="POST", body=Enrolment, role=None, refuses=(400, 409, 503),

@@ -26,6 +26,7 @@ import polars as pl
 
 from traceloom import __version__
 from traceloom.collect.executors import Engine, EngineTask, TaskError
+from traceloom.collect.usage import commit_usage
 from traceloom.errors import TraceloomError
 from traceloom.store.objects import Objects
 from traceloom.store.state import CaptureRecord, State, TaskRecord
@@ -207,7 +208,9 @@ class Pipeline:
             self._full.clear()
             self._waiting = 0
             try:
-                while self.leads and not self._stop.is_set() and self.commit():
+                while (
+                    self.leads and not self._stop.is_set() and (self.commit() or commit_usage(self.state, self.tables))
+                ):
                     pass
             except Exception:
                 _log.exception("rows could not be committed")

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from support.waiting import until
 from traceloom.agent.client import AgentClient
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.requests.model import Wanted
-from traceloom.agent.uplink.messages import UsageRow
-from traceloom.collect.host_routes import host_routes
-from traceloom.collect.hosts import HostDesk, HostRecord
-from traceloom.collect.plan import FleetRequest
-from traceloom.collect.stitch import HostPart, stitch
+from traceloom.agent.uplink.client import ServiceClient, ServiceError
+from traceloom.agent.uplink.messages import Enrolled, Enrolment, WorkAnswer
 from traceloom.errors import TraceloomError
-from traceloom.link import link
+from traceloom.link import link_session
 from traceloom.read import load
 
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
@@ -61,68 +53,35 @@ SMALL = [
 JOB = f"two-hosts-{os.getpid()}"
 
 
-class Records:
-    """What a service writes down, in memory."""
-
-    def __init__(self) -> None:
-        self.members: dict[str, HostRecord] = {}
-        self.requests: dict[str, FleetRequest] = {}
-        self.tokens = {"first", "second"}
-
-    def take_enrolment(self, token_sha256: str, now_ns: int) -> str | None:
-        import hashlib
-
-        matching = {token for token in self.tokens if hashlib.sha256(token.encode()).hexdigest() == token_sha256}
-        self.tokens -= matching
-        return "" if matching else None
-
-    def hosts(self) -> Sequence[HostRecord]:
-        return list(self.members.values())
-
-    def put_host(self, record: HostRecord) -> None:
-        self.members[record.host] = record
-
-    def open_requests(self) -> Sequence[FleetRequest]:
-        return [request for request in self.requests.values() if not request.ended]
-
-    def put_request(self, request: FleetRequest) -> None:
-        self.requests[request.id] = request
-
-
 class Service:
-    """The hosts' routes on loopback."""
+    """`traceloom serve` on loopback, with its files in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.records, self.stitching = Records(), threading.Event()
-        self.rows: list[tuple[str, UsageRow]] = []
-        self.desk = HostDesk(self.records, folder / "incoming", self._keep, lambda _: self.stitching.set())
+        self.environment = {**os.environ, "XDG_CONFIG_HOME": str(folder / "config")}
+        self.log = (folder / "serve.log").open("w")
+        command = [sys.executable, "-m", "traceloom", "serve", "--store", str(folder / "store")]
+        self.process = subprocess.Popen(
+            [*command, "--address", "127.0.0.1:0"], stdout=self.log, stderr=self.log, env=self.environment
+        )
+        match = until(lambda: re.search(r"answers at (\S+),", (folder / "serve.log").read_text()))
+        self.url = match[1]
 
-        def refuse(_request: Request, error: Exception) -> JSONResponse:
-            assert isinstance(error, RequestError)
-            return JSONResponse({"error": {"slug": error.slug, "message": error.message}}, error.status)
+    def run(self, *words: str, code: int = 0) -> str:
+        """A command of ours; what it prints."""
+        done = subprocess.run(
+            [sys.executable, "-m", "traceloom", *words, "--server", self.url], capture_output=True, text=True,
+            check=False, env=self.environment,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        return done.stdout
 
-        app = Starlette(routes=host_routes(self.desk), exception_handlers={RequestError: refuse})
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=lambda: self.loop.run_until_complete(self._serve()))
-        self.thread.start()
-
-    def _keep(self, host: str, rows: Sequence[UsageRow]) -> None:
-        self.rows += [(host, row) for row in rows]
-
-    async def _serve(self) -> None:
-        await self.desk.start()
-        await self.server.serve([self.socket])
-
-    def submit(self, wanted: Wanted) -> FleetRequest:
-        return asyncio.run_coroutine_threadsafe(self.desk.submit(wanted, "ada"), self.loop).result(30)
+    def ask(self, *words: str) -> Any:
+        return json.loads(self.run("fleet", *words, "--json"))
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.desk.close(), self.loop).result(30)
-        self.server.should_exit = True
-        self.thread.join(30)
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0
+        self.log.close()
 
 
 class Host:
@@ -173,56 +132,37 @@ class Host:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, list[Host]]]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("fleet")
     service = Service(folder)
     hosts: list[Host] = []
     try:
-        hosts += [
-            Host(folder / name, service.url, name, token, ahead)
-            for name, token, ahead in (("node1", "first", 0), ("node2", "second", 3))
-        ]
+        for name, ahead in (("node1", 0), ("node2", 3)):
+            token = service.run("fleet", "token", "enrol", name).strip()
+            hosts.append(Host(folder / name, service.url, name, token, ahead))
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         for rank, host in enumerate(hosts):
             host.train(rank, port)
-        until(lambda: all("step   9" in (host.folder / "log").read_text() for host in hosts), 180)
-        until(lambda: _polling(service) == {"node1", "node2"}, 60)
-        yield service, hosts
+        until(lambda: "step   9" in (hosts[0].folder / "log").read_text(), 180)  # what rank 0 says
+        until(lambda: [job["traceable"] >= 2 for job in service.ask("jobs")["jobs"] if job["job"] == JOB] == [True])
+        yield service
     finally:
         for host in hosts:
             host.close()
         service.close()
 
 
-def _polling(service: Service) -> set[str]:
-    """Hosts on which a process of the job polls."""
-    return {
-        host
-        for host, now in service.desk.now.items()
-        if any(process.job == JOB and process.polls and process.rank is not None for process in now.heartbeat.processes)
-    }
+def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
+    for host in fleet.ask("hosts")["hosts"]:
+        ahead_ns = 3_000_000_000 if host["host"] == "node2" else 0
+        # Service and hosts are this machine: what is left is what the error says, and what libfaketime rounds.
+        assert abs(host["clock_offset_ns"] + ahead_ns) <= host["clock_error_ns"] + 1_000_000
+    words = ["trace", "--job", JOB, "--steps", "3", "--profilers", "timeline,telemetry", "-o", str(tmp_path / "job")]
+    request = json.loads(fleet.run(*words, "--json"))
+    assert (request["state"], request["detail"]) == ("done", "")
+    assert {host["host"]: host["state"] for host in request["hosts"]} == {"node1": "uploaded", "node2": "uploaded"}
 
-
-def test_one_trace_of_both(fleet: tuple[Service, list[Host]], tmp_path: Path) -> None:
-    service, hosts = fleet
-    clocks = {host: now.heartbeat.clock for host, now in service.desk.now.items()}
-    for host, ahead_ns in (("node1", 0), ("node2", 3_000_000_000)):
-        clock = clocks[host]
-        assert clock is not None
-        assert abs(clock.offset_ns + ahead_ns) <= clock.error_ns + 1_000_000  # both ends are this machine
-    request = service.submit(Wanted(job=JOB, steps=3, profilers=("timeline", "telemetry")))
-    until(lambda: service.desk.requests[request.id].ended or service.stitching.is_set(), 180)
-    now = service.desk.requests[request.id]
-    assert now.state == "stitching", now.detail
-    assert {host: (of.state, of.detail) for host, of in now.hosts.items()} == {
-        "node1": ("uploaded", ""), "node2": ("uploaded", "")
-    }  # fmt: skip
-    parts = [
-        HostPart(host=host, folder=service.desk.incoming / request.id / host, clock=progress.clock)
-        for host, progress in now.hosts.items()
-    ]
-    assert stitch(parts, tmp_path / "job", {"id": request.id, "who": now.who}) == []
     session = load(tmp_path / "job", cache=False)
     session.check()
     assert session.ranks == (0, 1)
@@ -230,22 +170,27 @@ def test_one_trace_of_both(fleet: tuple[Service, list[Host]], tmp_path: Path) ->
     starts = [trace.start_ns for trace in session.traces]
     assert abs(starts[0] - starts[1]) < 1_000_000_000, "each began by its own clock, three seconds apart"
     # Gradients are exchanged in every step and end together: what is left between the clocks is far below 50 ms.
-    offsets = link(session).graph.ranks["clock_offset_ns"].to_list()
-    print("offsets", offsets, starts)
+    offsets = link_session(session).ranks["clock_offset_ns"].to_list()
     assert max(map(abs, offsets)) < 50_000_000, offsets
     assert set(session.telemetry["host"].unique()) == {"node1", "node2"}
 
+    [capture] = [capture for capture in fleet.ask("captures")["captures"] if capture["job"] == JOB]
+    assert (capture["id"], capture["state"]) == (request["capture"], "committed")
+    fleet.run("fleet", "report", capture["id"], "-o", str(tmp_path / "report.html"))
+    page = (tmp_path / "report.html").read_text()
+    assert "node1" in page
+    assert "node2" in page
 
-def test_who_does_not_belong_is_refused(fleet: tuple[Service, list[Host]], tmp_path: Path) -> None:
-    from traceloom.agent.uplink.client import ServiceClient, ServiceError
-    from traceloom.agent.uplink.messages import Enrolled, Enrolment, WorkAnswer
 
-    service, _ = fleet
-    stranger = ServiceClient(service.url, credential="nothing")
-    for token in ("first", "unknown"):  # used up, and none
-        with pytest.raises(ServiceError) as error:
-            stranger.post("agents/enrol", Enrolment(token=token, host="node3"), Enrolled)
-        assert (error.value.slug, error.value.status) == ("unknown-token", 401)
+def test_who_does_not_belong_is_refused(fleet: Service) -> None:
+    stranger = ServiceClient(fleet.url, credential="nothing")
+    with pytest.raises(ServiceError) as error:
+        stranger.post("agents/enrol", Enrolment(token="unknown", host="node3"), Enrolled)
+    assert (error.value.slug, error.value.status) == ("unknown-token", 401)
+    token = fleet.run("fleet", "token", "enrol").strip()
+    with pytest.raises(ServiceError) as error:
+        stranger.post("agents/enrol", Enrolment(token=token, host="node1"), Enrolled)
+    assert error.value.slug == "host-exists"
     with pytest.raises(ServiceError) as error:
         stranger.get("agents/node1/work?wait=0", WorkAnswer)
     assert error.value.slug == "unknown-host"

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from traceloom import __version__
-from traceloom.agent.http.answers import HttpAnswer, ProblemAnswer
+from traceloom.agent.http.answers import ProblemAnswer
 
 
 class Described(Protocol):
@@ -28,7 +28,7 @@ class Described(Protocol):
         """What it is for."""
 
     @property
-    def answer(self) -> type[HttpAnswer] | None:
+    def answer(self) -> type[msgspec.Struct] | None:
         """None where it is no JSON, but `content`."""
 
     @property
@@ -40,7 +40,7 @@ class Described(Protocol):
         """What it takes."""
 
     @property
-    def parameters(self) -> type[HttpAnswer] | None:
+    def parameters(self) -> type[msgspec.Struct] | None:
         """What may stand behind the question mark."""
 
     @property
