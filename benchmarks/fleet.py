@@ -27,7 +27,12 @@ from traceloom.fleet.owners import periods
 from traceloom.store.tables import Tables
 from traceloom.store.usage import hours, minutes
 
-LIMITS = {"top kernels": 3.0, "a day of usage": 60.0, "a day of usage, MB": 400.0, "a month by owner": 1.0}
+LIMITS = {
+    "top kernels": 3.0,
+    "a day of usage": 60.0,
+    "a day of usage, MB": 400.0,
+    "a month by owner": 1.0,
+}  # the last in seconds, not of CPU
 DAY = date(2026, 11, 2)
 DAY_NS = 1_793_577_600 * 10**9
 HOUR_NS = 3_600 * 10**9
@@ -195,7 +200,7 @@ def month(folder: Path, devices: int) -> None:
         result = attribution(tables.scan("usage_hour"), owned, ["division", "product", "user"], prices)
         cpu, wall = cpu_s() - began[0], time.perf_counter() - began[1]
         assert result.level(0)["device_ms"].item() == day_rows["device_ms"].sum() * 24 * 30
-    say(f"a month by owner: {rows:,} rows, {owned.height:,} jobs", cpu, wall, verdict("a month by owner", cpu))
+    say(f"a month by owner: {rows:,} rows, {owned.height:,} jobs", cpu, wall, verdict("a month by owner", wall))
 
 
 def verdict(limit: str, value: float) -> str:

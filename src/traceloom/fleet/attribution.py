@@ -84,7 +84,9 @@ def attribution(
             raise UsageError(f"device time is not divided by `{name}`", slug="no-such-dimension", hint=hint)
     by = tuple(dict.fromkeys(by))
     times = [] if every_ns is None else ["time_ns"]
-    devices = list(dict.fromkeys([*(name for name in by if name in OF_DEVICES), "device_model"]))
+    devices = [name for name in by if name in OF_DEVICES]
+    if prices is not None and prices.of_models and "device_model" not in devices:
+        devices.append("device_model")
     measured = [
         pl.when(pl.col(amount).is_not_null()).then("device_ms").otherwise(0).alias(of_time)
         for of_time, amount in {of_time: amount for amount, of_time in _MEASURED.items()}.items()
@@ -112,16 +114,19 @@ def _with_owners(rows: pl.LazyFrame, owned: pl.DataFrame, keys: Sequence[str], o
     """
     sums = tuple(dict.fromkeys(("device_ms", *_MEASURED, *_MEASURED.values())))
     facts_of = [name for name in of_jobs if name != "job"]
-    changing = owned.group_by("job").len().filter(pl.col("len") > 1)["job"].implode()
-    moves = pl.col("job").is_in(changing).fill_null(False)
     facts = owned.lazy().select("job", "from_ns", *facts_of)
-    fixed = rows.filter(~moves).group_by("job", *keys).agg(pl.col(sums).sum())
+    columns = ("job", *keys, *facts_of, *sums)
+    changing = owned.group_by("job").len().filter(pl.col("len") > 1)["job"]
+    if not changing.len():
+        return rows.group_by("job", *keys).agg(pl.col(sums).sum()).join(facts, on="job", how="left").select(columns)
+    moves = pl.col("job").is_in(changing.implode())
+    fixed = rows.filter(~moves.fill_null(False)).group_by("job", *keys).agg(pl.col(sums).sum())
+    once = fixed.join(facts.filter(~moves), on="job", how="left")
     moved = rows.filter(moves).group_by("job", *keys, "time_ns").agg(pl.col(sums).sum()).sort("time_ns")
     dated = moved.join_asof(
         facts.sort("from_ns"), left_on="time_ns", right_on="from_ns", by="job", check_sortedness=False
     )
-    once = fixed.join(facts.filter(~pl.col("job").is_in(changing)).drop("from_ns"), on="job", how="left")
-    return pl.concat([frame.select("job", *keys, *facts_of, *sums) for frame in (once, dated)])
+    return pl.concat([frame.select(columns) for frame in (once, dated)])
 
 
 def _priced(prices: Prices | None) -> list[pl.Expr]:
@@ -129,11 +134,10 @@ def _priced(prices: Prices | None) -> list[pl.Expr]:
     if prices is None:
         nothing = [pl.lit(None, pl.Float64).alias(name) for name in _PRICED]
         return [*nothing, *(pl.lit(0, pl.Int64).alias(name) for name in _PRICED.values())]
-    hour = pl.lit(prices.device_hour.get("default"), pl.Float64)
-    if prices.device_hour:
-        hour = pl.col("device_model").replace_strict(
-            prices.device_hour, default=prices.device_hour.get("default"), return_dtype=pl.Float64
-        )
+    default = prices.device_hour.get("default")
+    hour = pl.lit(default, pl.Float64)
+    if prices.of_models:
+        hour = pl.col("device_model").replace_strict(prices.of_models, default=default, return_dtype=pl.Float64)
     kwh = pl.col("energy_mj") / 3.6e9
     priced = {
         "cost": hour * pl.col("device_ms") / 3.6e6 + kwh.fill_null(0.0) * (prices.per_kwh or 0.0),

@@ -76,6 +76,11 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     co2_g_per_kwh: _Amount | None = None
     device_hour: dict[str, _Amount] = {}
 
+    @property
+    def of_models(self) -> dict[str, float]:
+        """The prices of models that are named."""
+        return {name: price for name, price in self.device_hour.items() if name != "default"}
+
 
 class _OwnersDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rule: Annotated[tuple[OwnerRule, ...], msgspec.Meta(max_length=1_000)] = ()

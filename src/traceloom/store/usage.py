@@ -70,7 +70,8 @@ def _whole(parts: Floats, of_device: pl.DataFrame) -> Ints:
     exact = parts * (MINUTE_MS / np.add.reduceat(parts, first))[group]
     floor = np.floor(exact)
     left = MINUTE_MS - np.add.reduceat(floor, first)
-    by_remainder = np.lexsort((floor - exact, group))  # stable: equal remainders stay in their order
+    # by remainder in each group, which ends before the next begins; equal remainders stay in their order
+    by_remainder = np.argsort(group + (floor - exact), kind="stable")
     turn = np.empty(parts.size, dtype=np.int64)
     turn[by_remainder] = np.arange(parts.size) - first[group]
     return np.asarray(floor + (turn < left[group]), dtype=np.int64)
