@@ -51,7 +51,9 @@ class Worker:
         environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         bare = {"POLARS_MAX_THREADS": str(threads), "PATH": os.defpath, "LANG": "C.UTF-8"}
-        variables = {"POLARS_MAX_THREADS": str(threads), **os.environ} if environment is None else bare | {**environment}
+        variables = (
+            {"POLARS_MAX_THREADS": str(threads), **os.environ} if environment is None else bare | {**environment}
+        )
         identity: dict[str, Any] = {}
         if user is not None:
             variables = bare

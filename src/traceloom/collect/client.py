@@ -21,7 +21,7 @@ from traceloom.errors import InputError, UsageError, unreadable
 from traceloom.files import open_regular
 
 SERVER = "http://127.0.0.1:9466"
-TOKEN_VARIABLE, SERVER_VARIABLE = "TRACELOOM_TOKEN", "TRACELOOM_SERVER"  # noqa: S105  (names of variables)
+TOKEN_VARIABLE, SERVER_VARIABLE = "TRACELOOM_TOKEN", "TRACELOOM_SERVER"
 _READ = 1 << 20
 _UNSAFE = re.compile(r"[^A-Za-z0-9._@+=-]")
 

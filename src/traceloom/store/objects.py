@@ -65,20 +65,20 @@ class Objects:
         self._store: S3Store | GCSStore | AzureStore | LocalStore
         try:
             from obstore.exceptions import BaseError
-            from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+            from obstore.store import LocalStore, from_url
         except ImportError as error:
             hint = "pip install 'traceloom[fleet]'"
             raise InputError("the files of a fleet need obstore", slug="no-extra", hint=hint) from error
         if is_address(url) and not url.startswith("file://"):
-            kind = {"s3": S3Store, "gs": GCSStore, "az": AzureStore, "abfss": AzureStore}.get(urlsplit(url).scheme)
-            if kind is None:
+            scheme = urlsplit(url).scheme
+            if scheme not in SCHEMES:
                 hint = f"it has {', '.join(SCHEMES)}, and directories"
                 raise UsageError("no object store has such addresses", slug="wrong-usage", where=url[:80], hint=hint)
             config = dict(options or {})
             plain = config.pop("aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", ""))  # the client's options go before
             try:
-                self._store = kind.from_url(
-                    self.url, config=config, retry_config=_RETRY,  # type: ignore[arg-type]
+                self._store = from_url(  # type: ignore[call-overload]
+                    self.url, config=config, retry_config=_RETRY,
                     client_options={**_CLIENT, "allow_http": plain.lower() in {"1", "true"}},
                 )  # fmt: skip
             except (BaseError, ValueError) as error:

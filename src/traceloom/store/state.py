@@ -231,7 +231,9 @@ class State:
             rows = self._rows(connection, "SELECT * FROM captures WHERE id = :id", id=name)
             return _capture(rows[0]) if rows else None
 
-    def captures(self, *, uploader: str = "", job: str = "", most: int = 100, before_ns: int = 0) -> list[CaptureRecord]:
+    def captures(
+        self, *, uploader: str = "", job: str = "", most: int = 100, before_ns: int = 0
+    ) -> list[CaptureRecord]:
         """Captures that are complete, newest first: of all or of one uploader or job, received before an instant."""
         with self._transaction() as connection:
             rows = self._rows(
@@ -268,10 +270,11 @@ class State:
                 "WHERE state IN ('received', 'checked') AND free_at_ns <= :now AND attempts >= :most",
                 now=now, most=ATTEMPTS,
             )  # fmt: skip
+            skipping = "" if self._lite else " FOR UPDATE SKIP LOCKED"
             rows = self._rows(
                 connection,
-                "SELECT id FROM tasks WHERE state IN ('received', 'checked') AND free_at_ns <= :now "
-                "ORDER BY created_ns, id LIMIT 1" + ("" if self._lite else " FOR UPDATE SKIP LOCKED"),
+                "SELECT id FROM tasks WHERE state IN ('received', 'checked') AND free_at_ns <= :now "  # noqa: S608
+                f"ORDER BY created_ns, id LIMIT 1{skipping}",
                 now=now,
             )
             if not rows:
@@ -318,9 +321,10 @@ class State:
             self._held(connection, change, task, holder, free_at=free_at)
 
     def _held(self, connection: Connection, change: str, task: str, holder: str, **values: object) -> int:
+        """Change a task that is still held; the change is SQL of this class, values are bound."""
         return self._change(
             connection,
-            f"UPDATE tasks SET {change} WHERE id = :id AND holder = :holder AND state IN ('received', 'checked')",  # noqa: S608  (written above)
+            f"UPDATE tasks SET {change} WHERE id = :id AND holder = :holder AND state IN ('received', 'checked')",  # noqa: S608
             id=task, holder=holder, **values,
         )  # fmt: skip
 

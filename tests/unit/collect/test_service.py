@@ -38,7 +38,12 @@ class Running:
         self.folder = folder
         self.log = folder / "serve.log"
         # Its user's files lie in the test's folder.
-        self.environment = {**os.environ, "XDG_CONFIG_HOME": str(folder), "XDG_DATA_HOME": str(folder), "HOME": str(folder)}
+        self.environment = {
+            **os.environ,
+            "XDG_CONFIG_HOME": str(folder),
+            "XDG_DATA_HOME": str(folder),
+            "HOME": str(folder),
+        }
         self.arguments = [sys.executable, "-m", "traceloom", "serve", "--address", f"127.0.0.1:{self.port}", *arguments]
         self.start()
 
@@ -162,7 +167,9 @@ def test_each_role_may_do_what_it_is_for_and_no_more(service: Running) -> None:
     assert service.ask("GET", "/api/v1/captures", secret)[0] == 401
     assert service.ask("DELETE", "/api/v1/tokens/of-admin")[0] == 404
     entries = service.client().get("audit")["entries"]
-    assert ("of-viewer", "POST /api/v1/backfill", "not-allowed") in {(e["who"], e["what"], e["result"]) for e in entries}
+    assert ("of-viewer", "POST /api/v1/backfill", "not-allowed") in {
+        (e["who"], e["what"], e["result"]) for e in entries
+    }
     assert ("of-requester", "POST /api/v1/captures", "done") in {(e["who"], e["what"], e["result"]) for e in entries}
 
 
@@ -251,7 +258,9 @@ def test_the_document_describes_every_route_and_the_series_count_requests(servic
     assert 'traceloom_fleet_requests_total{code="200",route="/api/v1/openapi.json"}' in text or "openapi" not in text
 
 
-def test_beyond_this_host_it_starts_only_with_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_this_host_it_starts_only_with_tls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["serve", "--store", str(tmp_path / "s"), "--address", "0.0.0.0:0"]) == 3
     assert "tcp-without-tls" in capsys.readouterr().err

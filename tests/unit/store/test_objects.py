@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("obstore", reason="the extra `fleet` is not installed")
 
-from support.fleet import KINDS, Kind, places  # noqa: E402
-from traceloom.errors import InputError, OutputError, UsageError  # noqa: E402
-from traceloom.store.objects import Objects, checked_name  # noqa: E402
+from support.fleet import KINDS, Kind, places
+from traceloom.errors import InputError, OutputError, UsageError
+from traceloom.store.objects import Objects, checked_name
 
 
 @pytest.fixture(params=KINDS)
@@ -64,7 +64,7 @@ def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> No
 
 def test_a_file_that_is_not_written_to_its_end_is_not_there(tmp_path: Path) -> None:
     objects = Objects(str(tmp_path))
-    with pytest.raises(KeyError), objects.writing("a/b") as file:
+    with pytest.raises(KeyError), objects.writing("a/b") as file:  # noqa: PT012
         file.write(b"half")
         assert objects.size("a/b") is None
         raise KeyError
@@ -77,9 +77,7 @@ def test_a_file_that_is_not_written_to_its_end_is_not_there(tmp_path: Path) -> N
     assert (tmp_path / "a" / "b").read_bytes() == b"all"
 
 
-def test_a_signed_address_takes_one_object_without_credentials(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signed_address_takes_one_object_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Objects(str(tmp_path)).upload_url("a/b", 60) is None
     objects = Objects(places("shared", tmp_path, monkeypatch).store)
     url = objects.upload_url("captures/d/c/a+b=c@d.json", 60)

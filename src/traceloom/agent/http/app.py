@@ -150,6 +150,8 @@ def refusals(paths: Sequence[str], who: str) -> dict[Any, Callable[[Request, Exc
         return refusal_response(error)
 
     def failed(_request: Request, _error: Exception) -> Response:
-        return refusal_response(RequestError(500, f"a defect of {who}", slug="internal-error", hint="its log says more"))
+        return refusal_response(
+            RequestError(500, f"a defect of {who}", slug="internal-error", hint="its log says more")
+        )
 
     return {HTTPException: no_route, RequestError: refused, Exception: failed}

@@ -197,9 +197,7 @@ class DeadlineProtocol(H11Protocol):
         if self.transport.is_closing() or self.transport.get_write_buffer_size() or not self.is_clients_turn():
             self.transport.abort()
         elif began:
-            self.refuse(
-                RequestError(408, "the request came too slowly", slug="too-slow", hint=self.door.hint)
-            )
+            self.refuse(RequestError(408, "the request came too slowly", slug="too-slow", hint=self.door.hint))
         else:
             self.transport.close()
 
