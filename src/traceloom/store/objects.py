@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}")
 _MOST_PARTS = 6
 _READ = 1 << 20
+_PARTIAL = ".incoming-"
+_LEFT_S = 86_400  # after which nobody writes a file any more
 _CLIENT = {"connect_timeout": "5s", "timeout": "600s"}
 _RETRY = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 SCHEMES = ("s3", "gs", "az", "abfss")
@@ -91,6 +94,10 @@ class Objects:
         except OSError as error:
             raise _unwritable(self.directory, error) from error
         self._store = LocalStore(self.directory)
+        for left in self.directory.glob(f"{_PARTIAL}*"):  # by a process that was killed
+            with suppress(FileNotFoundError):
+                if left.stat().st_mtime < time.time() - _LEFT_S:
+                    left.unlink()
 
     def put(self, name: str, content: bytes) -> bool:
         """Write a small object that is not there yet; False: it was, and is left as it is.
@@ -124,7 +131,7 @@ class Objects:
         """
         assert self.directory is not None, "object stores take files by `upload_url`"
         path = self.directory / checked_name(name)
-        partial = self.directory / f".incoming-{secrets.token_hex(8)}"
+        partial = self.directory / f"{_PARTIAL}{secrets.token_hex(8)}"
         try:
             with partial.open("xb") as handle:
                 file = NewFile(handle)
