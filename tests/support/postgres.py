@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import glob
 import itertools
 import os
 import pwd
@@ -24,12 +23,12 @@ _numbers = itertools.count()
 
 def database() -> str:
     """The address of a new database; the test is skipped where there is no PostgreSQL."""
-    programs = sorted(glob.glob("/usr/lib/postgresql/*/bin"))
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     if not programs:
         pytest.skip("PostgreSQL is not installed")
     psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-    port = _running(programs[-1])
+    port = _running(str(programs[-1]))
     name = f"fleet{next(_numbers)}"
     with psycopg.connect(f"host=127.0.0.1 port={port} user=fleet dbname=postgres", autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}")

@@ -12,8 +12,8 @@ from traceloom.cli.progress import Progress
 from traceloom.errors import InputError
 
 DESCRIPTION = (
-    "Send recorded runs or traces to the fleet's service, which analyses and keeps them. An upload that stopped goes on "
-    "where it was; the same capture twice is one."
+    "Send recorded runs or traces to the fleet's service, which analyses and keeps them. An upload that stopped goes "
+    "on where it was; the same capture twice is one."
 )
 EXAMPLES = """\
 examples:
@@ -56,12 +56,11 @@ def run(args: argparse.Namespace) -> int:
     answers = []
     with Progress(shown=not args.quiet) as progress:
         for name in args.captures:
-            answers.append(
-                upload(
-                    client, Path(name), args.job,
-                    lambda sent, whole, name=name: progress.say(f"{name}: {sent * 100 // max(whole, 1)} %"),  # type: ignore[misc]
-                )
-            )  # fmt: skip
+
+            def tell(sent: int, whole: int, name: str = name) -> None:
+                progress.say(f"{name}: {sent * 100 // max(whole, 1)} %")
+
+            answers += [upload(client, Path(name), args.job, tell)]
         for at, answer in enumerate(answers):
             while args.wait and answer["state"] in {"received", "checked", "analysed"}:
                 progress.say(f"{args.captures[at]}: {answer['state']}")

@@ -107,7 +107,7 @@ class FleetCheckAnswer(HttpAnswer, frozen=True):
     """All parts of the service, and how many tasks are in each state."""
 
     checks: list[FleetCheck]
-    tasks: dict[str, int]
+    tasks: dict[TaskState, int]
 
 
 class BackfillBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):

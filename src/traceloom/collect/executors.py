@@ -1,6 +1,7 @@
 """Where tasks run: anything with `submit(task) -> Future`. Here: processes beside this one.
 
-A task is a pure function of files. Its process knows no secret of the service: it gets files, never where they are kept.
+A task is a pure function of files. Its process knows no secret of the service: it gets files, never where they are
+kept.
 """
 
 from __future__ import annotations

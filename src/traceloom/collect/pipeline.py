@@ -198,7 +198,7 @@ class Pipeline:
                 if not self.work():
                     self._more.wait(_POLL_S)
                     self._more.clear()
-            except Exception:
+            except Exception:  # noqa: BLE001, PERF203  (one defect must not end all work: it is logged)
                 _log.exception("a task could not be worked on")
                 self._stop.wait(_TROUBLE_S)
 
@@ -212,7 +212,7 @@ class Pipeline:
                     self.leads and not self._stop.is_set() and (self.commit() or commit_usage(self.state, self.tables))
                 ):
                     pass
-            except Exception:
+            except Exception:  # noqa: BLE001  (as above)
                 _log.exception("rows could not be committed")
                 self._stop.wait(_TROUBLE_S)
 

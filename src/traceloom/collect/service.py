@@ -115,7 +115,7 @@ class Service:
             text = f"{task.capture} by {task.version}: {task.error}"
             help_text = "once its cause is gone: traceloom fleet backfill --again"
             checks.append(forms.FleetCheck(name="quarantine", works=False, text=text, help=help_text))
-        return forms.FleetCheckAnswer(checks=checks, tasks=dict(counts))
+        return forms.FleetCheckAnswer(checks=checks, tasks=counts)
 
     def _tried(self, name: str, where: str, attempt: Callable[[], object]) -> forms.FleetCheck:
         try:

@@ -8,20 +8,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _FIRST = (
-    "CREATE TABLE captures (id TEXT PRIMARY KEY, day TEXT NOT NULL, job TEXT NOT NULL, uploader TEXT NOT NULL, "
-    "received_ns BIGINT NOT NULL, complete BIGINT NOT NULL, bytes BIGINT NOT NULL, files TEXT NOT NULL)",
+    (
+        "CREATE TABLE captures (id TEXT PRIMARY KEY, day TEXT NOT NULL, job TEXT NOT NULL, uploader TEXT NOT NULL, "
+        "received_ns BIGINT NOT NULL, complete BIGINT NOT NULL, bytes BIGINT NOT NULL, files TEXT NOT NULL)"
+    ),
     "CREATE INDEX captures_received ON captures (received_ns)",
-    "CREATE TABLE tasks (id TEXT PRIMARY KEY, capture TEXT NOT NULL REFERENCES captures (id), version TEXT NOT NULL, "
-    "state TEXT NOT NULL, attempts BIGINT NOT NULL, again BIGINT NOT NULL, holder TEXT NOT NULL, "
-    "free_at_ns BIGINT NOT NULL, error TEXT NOT NULL, batch BIGINT, created_ns BIGINT NOT NULL)",
+    (
+        "CREATE TABLE tasks (id TEXT PRIMARY KEY, capture TEXT NOT NULL REFERENCES captures (id), "
+        "version TEXT NOT NULL, state TEXT NOT NULL, attempts BIGINT NOT NULL, again BIGINT NOT NULL, "
+        "holder TEXT NOT NULL, free_at_ns BIGINT NOT NULL, error TEXT NOT NULL, batch BIGINT, "
+        "created_ns BIGINT NOT NULL)"
+    ),
     "CREATE INDEX tasks_state ON tasks (state, free_at_ns)",
     "CREATE INDEX tasks_capture ON tasks (capture)",
     "CREATE TABLE batches (number BIGINT PRIMARY KEY, again BIGINT NOT NULL, done BIGINT NOT NULL)",
     "CREATE TABLE leases (name TEXT PRIMARY KEY, holder TEXT NOT NULL, until_ns BIGINT NOT NULL)",
-    "CREATE TABLE tokens (name TEXT PRIMARY KEY, role TEXT NOT NULL, sha256 TEXT NOT NULL UNIQUE, "
-    "created_ns BIGINT NOT NULL, expires_ns BIGINT NOT NULL, revoked_ns BIGINT NOT NULL)",
-    "CREATE TABLE audit (id TEXT PRIMARY KEY, at_ns BIGINT NOT NULL, who TEXT NOT NULL, what TEXT NOT NULL, "
-    "result TEXT NOT NULL, details TEXT NOT NULL)",
+    (
+        "CREATE TABLE tokens (name TEXT PRIMARY KEY, role TEXT NOT NULL, sha256 TEXT NOT NULL UNIQUE, "
+        "created_ns BIGINT NOT NULL, expires_ns BIGINT NOT NULL, revoked_ns BIGINT NOT NULL)"
+    ),
+    (
+        "CREATE TABLE audit (id TEXT PRIMARY KEY, at_ns BIGINT NOT NULL, who TEXT NOT NULL, what TEXT NOT NULL, "
+        "result TEXT NOT NULL, details TEXT NOT NULL)"
+    ),
     "CREATE INDEX audit_time ON audit (at_ns)",
     "CREATE TABLE hosts (host TEXT PRIMARY KEY, sha256 TEXT NOT NULL, enrolled_ns BIGINT NOT NULL, "
     "usage_through BIGINT NOT NULL)",
@@ -40,10 +49,14 @@ _GUARD: Mapping[str, tuple[str, ...]] = {
         for verb in ("update", "delete")
     ),
     "postgresql": (
-        "CREATE FUNCTION audit_guard() RETURNS trigger LANGUAGE plpgsql AS "
-        "'BEGIN RAISE EXCEPTION $$the audit is only appended to$$; END'",
-        "CREATE TRIGGER audit_guard BEFORE UPDATE OR DELETE OR TRUNCATE ON audit "
-        "FOR EACH STATEMENT EXECUTE FUNCTION audit_guard()",
+        (
+            "CREATE FUNCTION audit_guard() RETURNS trigger LANGUAGE plpgsql AS "
+            "'BEGIN RAISE EXCEPTION $$the audit is only appended to$$; END'"
+        ),
+        (
+            "CREATE TRIGGER audit_guard BEFORE UPDATE OR DELETE OR TRUNCATE ON audit "
+            "FOR EACH STATEMENT EXECUTE FUNCTION audit_guard()"
+        ),
     ),
 }
 

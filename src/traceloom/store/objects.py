@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}")
 _MOST_PARTS = 6
 _READ = 1 << 20
+_PARTIAL = ".incoming-"
+_LEFT_S = 86_400  # after which nobody writes a file any more
 _CLIENT = {"connect_timeout": "5s", "timeout": "600s"}
 _RETRY = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 SCHEMES = ("s3", "gs", "az", "abfss")
@@ -66,20 +69,20 @@ class Objects:
         self._store: S3Store | GCSStore | AzureStore | LocalStore
         try:
             from obstore.exceptions import BaseError
-            from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+            from obstore.store import LocalStore, from_url
         except ImportError as error:
             hint = "pip install 'traceloom[fleet]'"
             raise InputError("the files of a fleet need obstore", slug="no-extra", hint=hint) from error
         if is_address(url) and not url.startswith("file://"):
-            kind = {"s3": S3Store, "gs": GCSStore, "az": AzureStore, "abfss": AzureStore}.get(urlsplit(url).scheme)
-            if kind is None:
+            scheme = urlsplit(url).scheme
+            if scheme not in SCHEMES:
                 hint = f"it has {', '.join(SCHEMES)}, and directories"
                 raise UsageError("no object store has such addresses", slug="wrong-usage", where=url[:80], hint=hint)
             config = dict(options or {})
             plain = config.pop("aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", ""))  # the client's options go before
             try:
-                self._store = kind.from_url(
-                    self.url, config=config, retry_config=_RETRY,  # type: ignore[arg-type]
+                self._store = from_url(  # type: ignore[call-overload]
+                    self.url, config=config, retry_config=_RETRY,
                     client_options={**_CLIENT, "allow_http": plain.lower() in {"1", "true"}},
                 )  # fmt: skip
             except (BaseError, ValueError) as error:
@@ -92,6 +95,10 @@ class Objects:
         except OSError as error:
             raise _unwritable(self.directory, error) from error
         self._store = LocalStore(self.directory)
+        for left in self.directory.glob(f"{_PARTIAL}*"):  # by a process that was killed
+            with suppress(FileNotFoundError):
+                if left.stat().st_mtime < time.time() - _LEFT_S:
+                    left.unlink()
 
     def put(self, name: str, content: bytes) -> bool:
         """Write a small object that is not there yet; False: it was, and is left as it is.
@@ -140,7 +147,7 @@ class Objects:
         """
         assert self.directory is not None, "object stores take files by `upload_url`"
         path = self.directory / checked_name(name)
-        partial = self.directory / f".incoming-{secrets.token_hex(8)}"
+        partial = self.directory / f"{_PARTIAL}{secrets.token_hex(8)}"
         try:
             with partial.open("xb") as handle:
                 file = NewFile(handle)

@@ -279,10 +279,11 @@ class State:
                 "WHERE state IN ('received', 'checked') AND free_at_ns <= :now AND attempts >= :most",
                 now=now, most=ATTEMPTS,
             )  # fmt: skip
+            skipping = "" if self._lite else " FOR UPDATE SKIP LOCKED"
             rows = self._rows(
                 connection,
-                "SELECT id FROM tasks WHERE state IN ('received', 'checked') AND free_at_ns <= :now "
-                "ORDER BY created_ns, id LIMIT 1" + ("" if self._lite else " FOR UPDATE SKIP LOCKED"),
+                "SELECT id FROM tasks WHERE state IN ('received', 'checked') AND free_at_ns <= :now "  # noqa: S608
+                f"ORDER BY created_ns, id LIMIT 1{skipping}",
                 now=now,
             )
             if not rows:
@@ -329,9 +330,10 @@ class State:
             self._held(connection, change, task, holder, free_at=free_at)
 
     def _held(self, connection: Connection, change: str, task: str, holder: str, **values: object) -> int:
+        """Change a task that is still held; the change is SQL of this class, values are bound."""
         return self._change(
             connection,
-            f"UPDATE tasks SET {change} WHERE id = :id AND holder = :holder AND state IN ('received', 'checked')",  # noqa: S608  (written above)
+            f"UPDATE tasks SET {change} WHERE id = :id AND holder = :holder AND state IN ('received', 'checked')",  # noqa: S608
             id=task, holder=holder, **values,
         )  # fmt: skip
 

@@ -273,7 +273,9 @@ def test_a_service_that_does_not_run_is_said_so(capsys: pytest.CaptureFixture[st
     assert "no-service" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("moment", ["uploaded", "checked", "committed"])
+@pytest.mark.parametrize(
+    "moment", ["uploaded", *(pytest.param(moment, marks=pytest.mark.thorough) for moment in ("checked", "committed"))]
+)
 def test_a_service_that_is_killed_loses_and_doubles_nothing(tmp_path: Path, moment: str) -> None:
     service = Running(tmp_path, "--store", str(tmp_path / "store"), "--workers", "1")
     (tmp_path / "t.json").write_bytes(trace_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import urllib.request
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> No
 
 def test_a_file_that_is_not_written_to_its_end_is_not_there(tmp_path: Path) -> None:
     objects = Objects(str(tmp_path))
-    with pytest.raises(KeyError), objects.writing("a/b") as file:
+    with pytest.raises(KeyError), objects.writing("a/b") as file:  # noqa: PT012
         file.write(b"half")
         assert objects.size("a/b") is None
         raise KeyError
@@ -75,6 +76,14 @@ def test_a_file_that_is_not_written_to_its_end_is_not_there(tmp_path: Path) -> N
         file.write(b"other")
     assert file.existed
     assert (tmp_path / "a" / "b").read_bytes() == b"all"
+
+
+def test_what_a_killed_process_left_goes_after_a_day(tmp_path: Path) -> None:
+    for name, age_s in ((".incoming-old", 90_000), (".incoming-young", 60)):
+        (tmp_path / name).write_text("half")
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    Objects(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [".incoming-young"]
 
 
 def test_a_signed_address_takes_one_object_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

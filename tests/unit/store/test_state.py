@@ -221,7 +221,7 @@ def test_a_token_opens_until_it_expires_or_is_revoked_and_only_its_hash_is_kept(
 def test_nobody_changes_the_audit(state: State, url: str, change: str) -> None:
     state.note("anna", "GET /x", "done", {"capture": "c1"})
     state.note("bert", "POST /y", "not-allowed")
-    with pytest.raises(Exception, match="only appended"):
+    with pytest.raises(Exception, match="only appended"):  # noqa: PT012
         if url.startswith("postgresql"):
             import psycopg
 
@@ -268,7 +268,7 @@ def test_a_full_disk_is_said_so_and_nothing_is_half_there(tmp_path: Path) -> Non
     with state._transaction() as connection:
         [row] = state._rows(connection, "PRAGMA page_count")
         connection.exec_driver_sql(f"PRAGMA max_page_count = {row['page_count']}")  # as a disk that is full
-    with pytest.raises(OutputError) as raised:
+    with pytest.raises(OutputError) as raised:  # noqa: PT012
         for at in range(500):
             arrived(state, f"more{at}")
     assert raised.value.slug == "state-unusable"
