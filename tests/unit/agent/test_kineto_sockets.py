@@ -279,6 +279,8 @@ def test_a_user_has_a_directory_alone_and_reaches_no_other(place: Path) -> None:
         assert of_user(BERT, OTHER, str(place / str(ANNA) / "dynolog")).returncode == 7
         victim = KinetoClient(place / str(ANNA))
         assert of_user(BERT, OTHER, str(victim.address)).returncode == 7
+        victim.poll()  # of root, whom the directory does not keep out: it is none of hers
+        assert victim.answer(0.2) is None
         victim.close()
 
     async def live() -> None:
