@@ -29,6 +29,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Li
 MOST_REQUESTS = 8
 SETTINGS = f"[traces]\nmost_requests_per_user = {MOST_REQUESTS}\nwait = 90\n"
 
+STATES = ("queued", "delivered", "accepted", "written", "verified", "kept")
+
 
 class Traced:
     """A process that polls, and the last request for it."""
@@ -289,6 +291,38 @@ def test_a_request_whose_row_cannot_be_read_stops_nobody(agent: Running, traced:
     process.configured()
     process.write()
     process.comes_to("kept", mask=1)
+
+
+def test_who_waits_for_a_trace_waits_for_an_agent_that_is_started_again(
+    agent: Running, traced: Any, tmp_path: Path
+) -> None:
+    process = traced()
+    process.poll()
+    output = tmp_path / "run"
+    command = [sys.executable, "-m", "traceloom", "trace", "--pid", str(process.pid), "--duration", "500ms"]
+    command += ["--socket", str(agent.socket), "-o", str(output)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as trace:
+        assert trace.stderr is not None
+        try:
+            lines = [trace.stderr.readline()]
+            process.configured()
+            while "delivered" not in lines[-1]:
+                lines.append(trace.stderr.readline())
+                assert lines[-1], lines
+            agent.process.kill()
+            agent.process.wait()
+            lines.append(trace.stderr.readline())
+            assert "The agent is away" in lines[-1]
+            agent.start()
+            process.write()
+            _, rest = trace.communicate(timeout=120)
+        finally:
+            trace.kill()
+    assert trace.returncode == 0, rest
+    states = [line.split()[4] for line in (*lines, *rest.splitlines()) if " s  pid" in line]
+    assert list(dict.fromkeys(states)) == [state for state in STATES if state in states]
+    assert states[-1] == "kept"
+    assert sorted(path.name for path in output.iterdir()) == ["capture.json", f"pid{process.pid}.kineto.json.gz"]
 
 
 def _mounted(directory: Path, size: str) -> None:

@@ -31,6 +31,8 @@ _CLIENT = re.compile(r"dynoconfigclient[0-9a-f-]{1,64}")
 _LONGEST_CLIENT = len("dynoconfigclient") + 36
 _LONGEST_PATH = 107  # of a unix socket
 _CREDENTIALS = struct.Struct("3i")
+_SNDBUFFORCE = 32  # of Linux: beyond what anybody may have, for who administers the network
+_UNREAD_BYTES = 8 << 20  # of answers: whoever is stopped, or slow to read, takes some of it from all others
 _MOST_SWEPT = 4096  # names of a directory that are looked at
 
 
@@ -168,6 +170,9 @@ class KinetoSockets:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            for option in (socket.SO_SNDBUF, _SNDBUFFORCE):
+                with contextlib.suppress(OSError):
+                    listener.setsockopt(socket.SOL_SOCKET, option, _UNREAD_BYTES)
             if directory is None:
                 listener.bind(ABSTRACT)
             else:

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -86,9 +87,9 @@ def place() -> Iterator[Path]:
 
 def traced(
     place: Path, obeys: Callable[[int, dict[str, str]], list[int]], window: Window, masks: tuple[int, ...] = (),
-    common: bool = False, **order: Any,
+    common: bool = False, outcome: Outcome | None = None, **order: Any,
 ) -> Outcome:  # fmt: skip
-    outcome = Outcome()
+    outcome = outcome or Outcome()
 
     async def live() -> None:
         registry = ProfilerRegistry()
@@ -237,6 +238,62 @@ def test_what_is_not_the_trace_is_not_kept(place: Path, how: dict[str, Any], slu
     assert outcome.slug == slug
     assert not list((place / "kept" / "request").iterdir())
     assert secret.exists()
+
+
+def test_what_was_written_stays_until_it_is_on_disk_that_it_is_kept(place: Path) -> None:
+    """An agent that is killed in between finds it again."""
+
+    class SlowDisk(Outcome):
+        def tell(self, state: str, reason: str = "", detail: str = "", **facts: Any) -> asyncio.Future[None]:
+            on_disk = super().tell(state, reason, detail, **facts)
+            if state != "kept":
+                return on_disk
+            later: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def written() -> None:
+                self.there = [path.name for path in (place / "incoming").iterdir()]
+                later.set_result(None)
+
+            asyncio.get_running_loop().call_later(0.3, written)
+            return later
+
+    disk = SlowDisk()
+    traced(place, written, TIME, outcome=disk)
+    assert disk.there == ["traceloom-1-rank0.1.trace"]
+
+
+def test_a_quota_counts_what_is_kept_and_nothing_else(place: Path) -> None:
+    """Not what other processes have written meanwhile, nor copies that are being looked at."""
+    for name in ("incoming/rank1.trace", "other/.rank1.kineto.json.gz.copy"):
+        (place / "kept" / name).parent.mkdir()
+        (place / "kept" / name).write_bytes(b"0" * 100_000)
+    assert traced(place, written, TIME, most_kept_bytes=50_000).slug == ""
+    (place / "kept" / "other" / "rank1.kineto.json.gz").write_bytes(b"0" * 100_000)
+    assert traced(place, written, TIME, most_kept_bytes=50_000).slug == "quota"
+
+
+KEEPS = """
+import json, os, resource, sys
+from traceloom.agent.requests import keeping
+pages = int(open("/proc/self/statm").read().split()[0])
+keeping._ROOM_BYTES = pages * resource.getpagesize() + (32 << 20)
+facts = keeping.keep(
+    folder=sys.argv[1], name="trace", uid=os.geteuid(), to=sys.argv[2], most_bytes=1 << 30, most_kept_bytes=1 << 30,
+    trace_id="traceloom-1-rank0", start_ns=None, duration_s=0.5, steps=None,
+)
+print(json.dumps(facts))
+"""
+
+
+@pytest.mark.parametrize(("events", "fault"), [(3_000_000, "damaged"), (0, "")], ids=["swells", "ordinary"])
+def test_a_file_that_swells_in_memory_is_refused(place: Path, events: int, fault: str) -> None:
+    text = trace_text("traceloom-1-rank0", operators=30_000)
+    text = text.replace('"traceEvents": [', '"traceEvents": [' + "{}," * events)
+    (place / "incoming" / "trace").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-c", KEEPS, str(place / "incoming"), str(place / "kept" / "request" / "a.gz")]
+    facts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert facts.get("fault", "") == fault, facts
+    (place / "incoming" / "trace").unlink()
 
 
 def test_one_that_polls_too_rarely_or_never_is_not_waited_for_for_ever(place: Path) -> None:
