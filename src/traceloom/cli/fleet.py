@@ -253,9 +253,7 @@ ACTIONS = {
     "requests": FleetAction(
         "list requests for traces, and how far they are",
         "traceloom fleet requests --most 5\nthen: traceloom fleet report CAPTURE -o report.html",
-        lambda parser: parser.add_argument(
-            "--most", type=types.count, default=20, metavar="N", help="at most so many (default: 20)"
-        ) and None, _requests,
+        _add_most, _requests,
     ),
     "captures": FleetAction(
         "list captures and how far they are",

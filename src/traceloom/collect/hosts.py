@@ -61,16 +61,17 @@ class HostDesk:
     Args:
         state: Where hosts and requests are written down.
         incoming: The directory for what hosts send: `incoming/REQUEST/HOST/`.
-        on_stitching: Called with a request whose parts are all there; the parts are joined and analysed by it.
         clock: Now, in ns since the epoch.
+
+    Attributes:
+        on_stitching: Called with a request whose parts are all there; the parts are joined and analysed by it.
     """
 
     def __init__(
-        self, state: State, incoming: Path, on_stitching: Callable[[FleetRequest], None],
-        clock: Callable[[], int] = time.time_ns,
+        self, state: State, incoming: Path, clock: Callable[[], int] = time.time_ns
     ) -> None:  # fmt: skip
         self.state, self.incoming, self.clock = state, incoming, clock
-        self.on_stitching = on_stitching
+        self.on_stitching: Callable[[FleetRequest], None] = lambda _: None
         self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
         self.now: dict[str, HostNow] = {}
         self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start

@@ -21,7 +21,7 @@ from traceloom.collect.routes import FleetAsked, FleetRoute, may
 _KEPT_ALIVE_S = 15.0
 
 
-class HostAnswer(HttpAnswer, frozen=True):
+class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A host and what it said last. `heard_ns`: when; null: not since the service started."""
 
     host: str
@@ -73,7 +73,7 @@ class RequestBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     choose: Choice = ""
 
 
-class HostOfRequest(HttpAnswer, frozen=True):
+class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How far a host is; `ranks`: of its processes."""
 
     host: str
@@ -132,7 +132,7 @@ def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
                 detail=progress.detail,
                 ranks=ranks,
                 targets=targets,
-            )  # fmt: skip
+            )
         )
     return FleetRequestAnswer(
         id=request.id, who=request.who, asked_ns=request.asked_ns, wanted=request.wanted, state=request.state,

@@ -74,6 +74,7 @@ class Service:
         self.rendering = asyncio.Lock()  # one report at a time
         self.hosts: HostDesk | None = None  # while this service leads
         self.incoming = incoming
+        self._joining: Joining | None = None
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "traceloom_fleet_requests", "Requests by route and code", ["route", "code"], registry=self._registry
@@ -81,23 +82,24 @@ class Service:
 
     async def talk_to_hosts(self) -> None:
         """Talk to hosts while this service leads, until it is cancelled."""
-        joining: Joining | None = None
         try:
             while True:
                 if self.pipeline.leads and self.hosts is None:
                     self.incoming.mkdir(parents=True, exist_ok=True)
-                    desk = HostDesk(self.state, self.incoming, lambda request: joining.take(request))  # type: ignore[union-attr]
-                    joining = Joining(desk, self.pipeline)
+                    desk = HostDesk(self.state, self.incoming)
+                    self._joining = Joining(desk, self.pipeline)
+                    desk.on_stitching = self._joining.take
                     await desk.start()
                     self.hosts = desk
                 elif not self.pipeline.leads and self.hosts is not None:
-                    await self._leave_hosts(joining)
+                    await self._leave_hosts()
                 await asyncio.sleep(_LOOK_S)
         finally:
-            await self._leave_hosts(joining)
+            await self._leave_hosts()
 
-    async def _leave_hosts(self, joining: Joining | None) -> None:
+    async def _leave_hosts(self) -> None:
         desk, self.hosts = self.hosts, None
+        joining, self._joining = self._joining, None
         if desk is not None:
             await desk.close()
         if joining is not None:

@@ -32,13 +32,20 @@ _FIRST = (
         "result TEXT NOT NULL, details TEXT NOT NULL)"
     ),
     "CREATE INDEX audit_time ON audit (at_ns)",
-    "CREATE TABLE hosts (host TEXT PRIMARY KEY, sha256 TEXT NOT NULL, enrolled_ns BIGINT NOT NULL, "
-    "usage_through BIGINT NOT NULL)",
+    (
+        "CREATE TABLE hosts (host TEXT PRIMARY KEY, sha256 TEXT NOT NULL, enrolled_ns BIGINT NOT NULL, "
+        "usage_through BIGINT NOT NULL)"
+    ),
     "CREATE TABLE enrolments (sha256 TEXT PRIMARY KEY, host TEXT NOT NULL, expires_ns BIGINT NOT NULL)",
-    "CREATE TABLE requests (id TEXT PRIMARY KEY, asked_ns BIGINT NOT NULL, ended BIGINT NOT NULL, document TEXT NOT NULL)",
+    (
+        "CREATE TABLE requests (id TEXT PRIMARY KEY, asked_ns BIGINT NOT NULL, ended BIGINT NOT NULL, "
+        "document TEXT NOT NULL)"
+    ),
     "CREATE INDEX requests_asked ON requests (asked_ns)",
-    "CREATE TABLE usage_waiting (host TEXT NOT NULL, minute BIGINT NOT NULL, since BIGINT NOT NULL, batch BIGINT, "
-    "document TEXT NOT NULL, PRIMARY KEY (host, minute))",
+    (
+        "CREATE TABLE usage_waiting (host TEXT NOT NULL, minute BIGINT NOT NULL, since BIGINT NOT NULL, batch BIGINT, "
+        "document TEXT NOT NULL, PRIMARY KEY (host, minute))"
+    ),
     "CREATE TABLE numbers (name TEXT PRIMARY KEY, value BIGINT NOT NULL)",
 )
 

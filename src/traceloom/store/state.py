@@ -79,7 +79,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class WaitingMinute(NamedTuple):
-    """What a host used in a minute since 1970, as text; of the minutes from `since` on before it, it will say nothing."""
+    """What a host used in a minute since 1970, as text; of the minutes before it, from `since` on, it says nothing."""
 
     host: str
     minute: int
@@ -515,7 +515,7 @@ class State:
     # usage that waits to be put into the tables
 
     def add_usage(self, host: str, minutes: Mapping[int, str]) -> None:
-        """Keep a host's minutes until they are in the tables. A host tells its minutes in order: earlier ones are there.
+        """Keep a host's minutes until they are in the tables; they come in order, so earlier ones are there.
 
         Args:
             host: Belongs to the fleet.
@@ -529,7 +529,8 @@ class State:
                     continue
                 self._change(
                     connection,
-                    "INSERT INTO usage_waiting (host, minute, since, document) VALUES (:host, :minute, :since, :document)",
+                    "INSERT INTO usage_waiting (host, minute, since, document) "
+                    "VALUES (:host, :minute, :since, :document)",
                     host=host, minute=minute, since=through + 1 if through else minute, document=minutes[minute],
                 )  # fmt: skip
                 through = minute
