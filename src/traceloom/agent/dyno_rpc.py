@@ -206,20 +206,19 @@ def tcp_user(peer: tuple[Any, ...], own: tuple[Any, ...], proc: str = "/proc") -
         proc: Where the kernel's `/proc` is.
     """
     try:
-        wanted = [(ipaddress.ip_address(str(end[0]).partition("%")[0]), int(end[1])) for end in (peer, own)]
+        ends = [(ipaddress.ip_address(str(end[0]).partition("%")[0]), int(end[1])) for end in (peer, own)]
     except ValueError:
         return None
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(proc, "net", table).read_text(encoding="ascii").splitlines()[1:]:
-                fields = line.split()
-                if [_end(fields[1]), _end(fields[2])] == wanted:
-                    return int(fields[7])
+    pair = " ".join(_printed(*end) for end in ends)
+    with contextlib.suppress(OSError):
+        table = Path(proc, "net", "tcp" if ends[0][0].version == 4 else "tcp6").read_text(encoding="ascii")
+        _, match, fields = table.partition(f" {pair} ")  # a host may have many thousand connections
+        if match:
+            return int(fields.split()[4])
     return None
 
 
-def _end(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
+def _printed(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
     """An address and a port as the kernel prints them: words of four bytes in the order of this host."""
-    digits, _, port = text.partition(":")
-    words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
-    return ipaddress.ip_address(b"".join(struct.pack("=I", word) for word in words)), int(port, 16)
+    words = struct.unpack(f"={len(address.packed) // 4}I", address.packed)
+    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"

@@ -520,13 +520,13 @@ ACTIONS = {
         _add_stacks, _stacks,
     ),
     "hangs": AgentAction(
-        "list jobs that make no steps any more, with the rank that the others wait for",
+        "list jobs that hang, with the rank that the others wait for",
         "traceloom agent hangs --job slurm-42\n"
         "then: traceloom agent stacks --job slurm-42, for what they do now",
         _add_job, _hangs,
     ),
     "triggers": AgentAction(
-        "list rules by which traces are taken unasked: what they did, why not, and what is left of their budget",
+        "list rules that trace unasked: what they did, why not, what they may still",
         "traceloom agent triggers\nthen: traceloom trace --list",
         lambda _: None, _triggers,
     ),

@@ -108,7 +108,7 @@ def test_who_sends_nothing_holds_up_nobody_and_is_dropped() -> None:
     _with_server(work, limit_s=0.5)
 
 
-def test_ten_thousand_malformed_frames(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thousand_malformed_frames(caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(18)
     planted = [
         b"", b"\0", struct.pack("<i", -1) + b"x", struct.pack("<i", 0), struct.pack("<i", 2**31 - 1) + b"{}",
@@ -117,7 +117,7 @@ def test_ten_thousand_malformed_frames(caplog: pytest.LogCaptureFixture) -> None
     ]  # fmt: skip
 
     async def work(port: int) -> None:
-        for batch in range(200):
+        for batch in range(20):
             frames = [
                 rng.choice(planted) if rng.random() < 0.5 else rng.randbytes(rng.randrange(40)) for _ in range(50)
             ]

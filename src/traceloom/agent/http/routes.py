@@ -16,6 +16,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from traceloom.agent import query
 from traceloom.agent.http import answers as forms
 from traceloom.agent.http.answers import Answers, HttpAnswer, RequestError, ValueAnswer, wrong_request
+from traceloom.agent.http.hangs import hangs_answer
 from traceloom.agent.http.limits import body_of
 from traceloom.agent.http.moments import moment
 from traceloom.agent.http.peers import Peer, View
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from traceloom.agent.hang_desk import HangRecord
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 _MOST_POINTS = 500_000  # of an answer: about 10 MB of JSON
@@ -410,28 +410,7 @@ async def _environment(asked: Asked) -> forms.EnvironmentAnswer:
 async def _hangs(asked: Asked) -> forms.HangsAnswer:
     wanted = asked.parameters(forms.HangParameters)
     assert isinstance(wanted, forms.HangParameters)
-    peer, desk = asked.peer, asked.agent.hangs
-
-    def shown(record: HangRecord) -> forms.HangAnswer:
-        # As of stacks: a token that only reads does not see where programs of others are.
-        full = peer.acts or peer.uid == record.hang.uid
-        return forms.HangAnswer(
-            id=record.id, job=record.hang.job, uid=record.hang.uid, state=record.state,
-            since_ns=record.hang.since_ns, seen_ns=record.hang.seen_ns, over_ns=record.over_ns,
-            median_step_seconds=record.hang.median_s, pids=[member.pid for member in record.hang.processes],
-            sentence=record.sentence if full else "", ranks=record.ranks, directory=record.directory if full else "",
-            files=record.files if full else (), no_bundle=record.no_bundle,
-        )  # fmt: skip
-
-    return forms.HangsAnswer(
-        watched=sorted({key.job for key in desk.watch.stepping if key.job in asked.view.jobs}),
-        hangs=[
-            shown(record)
-            for record in desk.records
-            if (peer.sees == "all" or (peer.sees == "own" and peer.uid == record.hang.uid))
-            and wanted.job in ("", record.hang.job)
-        ],
-    )
+    return hangs_answer(asked.agent.hangs, wanted.job, asked.peer, asked.view.jobs)
 
 
 async def _stacks(asked: Asked) -> forms.StacksAnswer:

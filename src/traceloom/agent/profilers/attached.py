@@ -65,7 +65,6 @@ class AttachedProfiler:
         last_reason = ""
         while True:
             state = process_state(process.pid, process.start_ticks)
-            reason, detail = "", ""
             if state == "T":
                 reason, detail = "stopped", "the process is stopped"
             elif taken := self.leases.take(holder, [f"ptrace:{process.pid}"]):
