@@ -15,7 +15,7 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
 examples:
-  traceloom serve                                     files, tables and state in ~/.local/share/traceloom/fleet
+  traceloom serve                        all of it in ~/.local/share/traceloom
   traceloom serve --store /data/fleet --workers 8
   traceloom serve --store s3://bucket/fleet --state postgresql://fleet@db/fleet \\
                   --address 0.0.0.0:9466 --certificate fleet.pem --key fleet.key
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     async def live() -> None:
         service = Service(
             state, objects, tables, engine, lease_s=LEASE_S, commit_s=COMMIT_S,
-            incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "incoming",
+            incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
         )  # fmt: skip
         await serve(service, Tcp(address=args.address, certificate=args.certificate, key=args.key), ready)
 

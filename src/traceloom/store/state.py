@@ -6,19 +6,17 @@ services share it, so that hosts whose clocks differ agree on what a lease is.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
-from traceloom.errors import InputError, OutputError, UsageError, newer_format
-from traceloom.store.migrations import MIGRATIONS, VERSION
+from traceloom.errors import UsageError
+from traceloom.store.database import secret_hash
+from traceloom.store.host_state import HostState
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, RowMapping
@@ -32,7 +30,6 @@ ATTEMPTS = 3
 """How often a task is tried before it is quarantined."""
 
 _WAIT_NS = 2 * 10**9  # before a task that failed is tried again; doubled the second time
-_BUSY_MS = 10_000  # how long SQLite waits for another writer
 _ERROR_CHARACTERS = 2000
 
 
@@ -78,15 +75,6 @@ class Batch(msgspec.Struct, frozen=True):
     tasks: tuple[TaskRecord, ...]
 
 
-class WaitingMinute(NamedTuple):
-    """What a host used in a minute since 1970, as text; of the minutes before it, from `since` on, it says nothing."""
-
-    host: str
-    minute: int
-    since: int
-    document: str
-
-
 class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A token, without its secret. `expires_ns`, `revoked_ns`: 0 where it does not, or was not."""
 
@@ -107,108 +95,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, str]
 
 
-class State:
-    """The database, brought to this version's schema.
-
-    Args:
-        url: As of SQLAlchemy, `sqlite:///PATH` or `postgresql://USER@HOST/DATABASE`; or the path of a SQLite file.
-
-    Raises:
-        InputError: `no-extra`; `newer-format`: a later version made it.
-        OutputError: `state-busy`, `state-unusable`.
-        UsageError: `wrong-usage`: another kind of database.
-
-    Attributes:
-        identity: By which the tables tell the batches of this state from those of another.
-        where: Its address, without a password.
-    """
-
-    def __init__(self, url: str) -> None:
-        try:
-            import sqlalchemy
-        except ImportError as error:
-            hint = "pip install 'traceloom[fleet]'"
-            raise InputError("the state of a fleet needs SQLAlchemy", slug="no-extra", hint=hint) from error
-        try:
-            address = sqlalchemy.make_url(url if "://" in url else f"sqlite:///{url}")
-            if address.drivername == "postgresql":
-                address = address.set(drivername="postgresql+psycopg")
-            if address.get_backend_name() not in MIGRATIONS:
-                raise UsageError("the state is kept in SQLite or PostgreSQL", slug="wrong-usage", where=url[:80])
-            self._engine = sqlalchemy.create_engine(address, pool_pre_ping=True)
-        except (sqlalchemy.exc.ArgumentError, ImportError) as error:
-            raise UsageError(f"this is no address of a database here: {error}", slug="wrong-usage") from error
-        self.where = address.render_as_string(hide_password=True)
-        self._lite = address.get_backend_name() == "sqlite"
-        self._text = sqlalchemy.text
-        if self._lite:
-            if address.database:
-                try:
-                    Path(address.database).parent.mkdir(parents=True, exist_ok=True)
-                except OSError as error:
-                    raise _unusable(error.strerror or str(error), self.where) from error
-            sqlalchemy.event.listen(self._engine, "connect", _prepare_sqlite)
-            sqlalchemy.event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql(_BEGIN))
-        try:
-            self._migrate()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close its connections."""
-        self._engine.dispose()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
-        from sqlalchemy.exc import DBAPIError
-
-        try:
-            with self._engine.begin() as connection:
-                yield connection
-        except DBAPIError as error:
-            reason = str(error.orig).partition("\n")[0]
-            if "locked" in reason:
-                raise OutputError(
-                    "another process keeps the database locked", slug="state-busy", where=self.where,
-                    hint="try again; a backup or a shell may hold it",
-                ) from error  # fmt: skip
-            raise _unusable(reason, self.where) from error
-
-    def _rows(self, connection: Connection, statement: str, **values: object) -> Sequence[RowMapping]:
-        return connection.execute(self._text(statement), values).mappings().all()
-
-    def _change(self, connection: Connection, statement: str, **values: object) -> int:
-        return connection.execute(self._text(statement), values).rowcount
-
-    def _now_ns(self, connection: Connection) -> int:
-        if self._lite:  # which processes of one host share
-            return time.time_ns()
-        [row] = self._rows(connection, "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1e9 AS BIGINT) AS now")
-        return cast("int", row["now"])
-
-    def _migrate(self) -> None:
-        with self._transaction() as connection:
-            if not self._lite:  # two services may start at once
-                connection.exec_driver_sql("SELECT pg_advisory_xact_lock(74661020)")
-            self._change(
-                connection,
-                "CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL, identity TEXT NOT NULL)",
-            )
-            rows = self._rows(connection, "SELECT version FROM schema_version")
-            version = rows[0]["version"] if rows else 0
-            if version > VERSION:
-                raise newer_format("state", version, VERSION, self.where)
-            for step in MIGRATIONS[self._engine.dialect.name][version:]:
-                for statement in step:
-                    connection.exec_driver_sql(statement)
-            if not rows:
-                statement = "INSERT INTO schema_version (version, identity) VALUES (:version, :identity)"
-                self._change(connection, statement, version=VERSION, identity=secrets.token_hex(8))
-            elif version < VERSION:
-                self._change(connection, "UPDATE schema_version SET version = :version", version=VERSION)
-            [row] = self._rows(connection, "SELECT identity FROM schema_version")
-            self.identity: str = row["identity"]
+class State(HostState):
+    """All of the state: captures, tasks, batches, leases, tokens and the audit, beside what it knows of hosts."""
 
     # captures
 
@@ -452,127 +340,6 @@ class State:
         with self._transaction() as connection:
             self._change(connection, "DELETE FROM leases WHERE holder = :holder", holder=holder)
 
-    # hosts
-
-    def add_enrolment(self, host: str, days: float) -> str:
-        """Make a token by which a host joins the fleet, once: this one, or any where `host` is ""."""
-        secret = f"tle_{secrets.token_urlsafe(32)}"
-        with self._transaction() as connection:
-            self._change(
-                connection, "INSERT INTO enrolments (sha256, host, expires_ns) VALUES (:sha256, :host, :expires)",
-                sha256=_hash(secret), host=host, expires=time.time_ns() + int(days * 86_400e9),
-            )  # fmt: skip
-        return secret
-
-    def take_enrolment(self, secret: str) -> str | None:
-        """Use up a token of enrolment: the host that it is for ("" any), None where it is none or has expired."""
-        with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT * FROM enrolments WHERE sha256 = :sha256", sha256=_hash(secret))
-            if not self._change(connection, "DELETE FROM enrolments WHERE sha256 = :sha256", sha256=_hash(secret)):
-                return None
-            return str(rows[0]["host"]) if rows[0]["expires_ns"] > time.time_ns() else None
-
-    def put_host(self, host: str, secret: str) -> None:
-        """A host belongs to the fleet, and shows this secret from now on."""
-        with self._transaction() as connection:
-            self._change(
-                connection,
-                "INSERT INTO hosts (host, sha256, enrolled_ns, usage_through) VALUES (:host, :sha256, :now, 0) "
-                "ON CONFLICT (host) DO UPDATE SET sha256 = :sha256, enrolled_ns = :now",
-                host=host, sha256=_hash(secret), now=time.time_ns(),
-            )  # fmt: skip
-
-    def remove_host(self, host: str) -> bool:
-        """Let a host belong to the fleet no more; False where it did not."""
-        with self._transaction() as connection:
-            return bool(self._change(connection, "DELETE FROM hosts WHERE host = :host", host=host))
-
-    def hosts(self) -> dict[str, str]:
-        """Host -> SHA-256 of the secret that it shows."""
-        with self._transaction() as connection:
-            return {row["host"]: row["sha256"] for row in self._rows(connection, "SELECT * FROM hosts")}
-
-    # requests for traces
-
-    def put_request(self, name: str, asked_ns: int, document: str, *, ended: bool) -> None:
-        """Write down how far a request is."""
-        with self._transaction() as connection:
-            self._change(
-                connection,
-                "INSERT INTO requests (id, asked_ns, ended, document) VALUES (:id, :asked, :ended, :document) "
-                "ON CONFLICT (id) DO UPDATE SET ended = :ended, document = :document",
-                id=name, asked=asked_ns, ended=int(ended), document=document,
-            )  # fmt: skip
-
-    def requests(self, *, most: int = 100) -> list[str]:
-        """Documents of requests, newest first: all that have not ended, and of the others the last ones."""
-        with self._transaction() as connection:
-            rows = self._rows(
-                connection, "SELECT document FROM requests ORDER BY ended, asked_ns DESC LIMIT :most", most=most
-            )
-            return [row["document"] for row in rows]
-
-    # usage that waits to be put into the tables
-
-    def add_usage(self, host: str, minutes: Mapping[int, str]) -> None:
-        """Keep a host's minutes until they are in the tables; they come in order, so earlier ones are there.
-
-        Args:
-            host: Belongs to the fleet.
-            minutes: Minute since 1970 -> its rows, as text.
-        """
-        with self._transaction() as connection:
-            [row] = self._rows(connection, "SELECT usage_through FROM hosts WHERE host = :host", host=host)
-            through = row["usage_through"]
-            for minute in sorted(minutes):
-                if minute <= through:
-                    continue
-                self._change(
-                    connection,
-                    "INSERT INTO usage_waiting (host, minute, since, document) "
-                    "VALUES (:host, :minute, :since, :document)",
-                    host=host, minute=minute, since=through + 1 if through else minute, document=minutes[minute],
-                )  # fmt: skip
-                through = minute
-            self._change(
-                connection, "UPDATE hosts SET usage_through = :through WHERE host = :host", host=host, through=through
-            )
-
-    def open_usage(self, most: int) -> tuple[int, list[WaitingMinute]] | None:
-        """The number of a batch of minutes that is to be put into the tables, and them; None where none waits.
-
-        The batch that was begun and not ended comes first. Only who leads `committer` may ask.
-        """
-        begun = "SELECT host, minute, since, batch, document FROM usage_waiting WHERE batch IS NOT NULL"
-        with self._transaction() as connection:
-            rows = self._rows(connection, begun)
-            if not rows:
-                waiting = self._rows(
-                    connection, "SELECT host, minute FROM usage_waiting ORDER BY minute, host LIMIT :most", most=most
-                )
-                if not waiting:
-                    return None
-                self._change(
-                    connection,
-                    "INSERT INTO numbers (name, value) VALUES ('usage', 1) "
-                    "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
-                )
-                [number] = self._rows(connection, "SELECT value FROM numbers WHERE name = 'usage'")
-                for row in waiting:
-                    self._change(
-                        connection, "UPDATE usage_waiting SET batch = :number WHERE host = :host AND minute = :minute",
-                        number=number["value"], **row,
-                    )  # fmt: skip
-                rows = self._rows(connection, begun)
-            return rows[0]["batch"], [
-                WaitingMinute(row["host"], row["minute"], row["since"], row["document"]) for row in rows
-            ]
-
-    def close_usage(self, number: int) -> None:
-        """The tables hold the batch."""
-        with self._transaction() as connection:
-            self._change(connection, "DELETE FROM usage_waiting WHERE batch = :number", number=number)
-
     # tokens
 
     def add_token(self, name: str, role: Role, *, days: float = 0, secret: str = "") -> str:
@@ -595,7 +362,7 @@ class State:
                 connection,
                 "INSERT INTO tokens (name, role, sha256, created_ns, expires_ns, revoked_ns) VALUES "
                 "(:name, :role, :sha256, :now, :expires, 0) ON CONFLICT (name) DO NOTHING",
-                name=name, role=role, sha256=_hash(secret), now=now,
+                name=name, role=role, sha256=secret_hash(secret), now=now,
                 expires=now + int(days * 86_400e9) if days else 0,
             )  # fmt: skip
         if not added:
@@ -607,7 +374,7 @@ class State:
     def token(self, secret: str) -> TokenRecord | None:
         """The token with this secret, None where it is none, expired or was revoked."""
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=_hash(secret))
+            rows = self._rows(connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=secret_hash(secret))
         token = _token(rows[0]) if rows else None
         if token is None or token.revoked_ns or (token.expires_ns and token.expires_ns <= time.time_ns()):
             return None
@@ -645,30 +412,6 @@ class State:
                 msgspec.convert({**row, "details": json.loads(row["details"])}, AuditEntry, strict=False)
                 for row in rows
             ]
-
-
-_BEGIN = "BEGIN IMMEDIATE"  # a transaction that reads and then writes would else be refused, not made to wait
-
-
-def _prepare_sqlite(connection: object, _record: object) -> None:
-    import sqlite3
-
-    assert isinstance(connection, sqlite3.Connection)
-    connection.isolation_level = None  # transactions begin where SQLAlchemy says so
-    connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA foreign_keys = ON")
-
-
-def _unusable(reason: str, where: str) -> OutputError:
-    return OutputError(
-        f"the state of the service cannot be used: {reason.lower()}", slug="state-unusable", where=where,
-        hint="it needs a disk with room that it may write to, or a PostgreSQL that answers",
-    )  # fmt: skip
-
-
-def _hash(secret: str) -> str:
-    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def _capture(row: RowMapping) -> CaptureRecord:

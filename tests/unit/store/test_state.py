@@ -249,7 +249,7 @@ def test_what_was_kept_is_there_after_a_restart_and_a_later_schema_is_refused(ur
 
 
 def test_a_database_that_another_keeps_locked_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.store.state._BUSY_MS", 50)
+    monkeypatch.setattr("traceloom.store.database._BUSY_MS", 50)
     state = State(str(tmp_path / "state.db"))
     other = sqlite3.connect(tmp_path / "state.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
