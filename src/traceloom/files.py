@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -338,3 +339,12 @@ def replace_directory(beside: Path, path: Path) -> None:
             raise
         finally:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of what a file holds, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

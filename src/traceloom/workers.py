@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,23 @@ class Worker:
         quiet: What it says of a fault of ours goes nowhere: the caller does the work again.
         user: Number of the user who it runs as, which only root may choose: it reads what this user may read. Nothing
             of this process's environment reaches it.
+        environment: Variables that it has beside those that every program needs; None: those of this process.
 
     Raises:
         OSError: There are no more processes to be had, or this user cannot run Python as it is installed.
     """
 
-    def __init__(self, main: str, *, threads: int = 1, quiet: bool = False, user: int | None = None) -> None:
-        environment = {"POLARS_MAX_THREADS": str(threads), **os.environ}
+    def __init__(
+        self, main: str, *, threads: int = 1, quiet: bool = False, user: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        bare = {"POLARS_MAX_THREADS": str(threads), "PATH": os.defpath, "LANG": "C.UTF-8"}
+        variables = (
+            {"POLARS_MAX_THREADS": str(threads), **os.environ} if environment is None else bare | {**environment}
+        )
         identity: dict[str, Any] = {}
         if user is not None:
-            environment = {"POLARS_MAX_THREADS": str(threads), "PATH": os.defpath, "LANG": "C.UTF-8"}
+            variables = bare
             identity = {"user": user, "group": _group_of(user), "extra_groups": (), "cwd": "/"}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", _START],
@@ -57,7 +64,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
             encoding="utf-8",
-            env=environment,
+            env=variables,
             **identity,
         )
         imports = [*filter(os.path.isabs, sys.path), str(Path(traceloom.__file__).parents[1])]

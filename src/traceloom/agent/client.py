@@ -79,22 +79,35 @@ class AgentClient:
             raise InputError(f"the agent does not answer: {reason}", slug="no-agent", where=str(self.path)) from error
         finally:
             connection.close()
-        try:
-            answer = json.loads(text)
-        except ValueError as error:
+        return answer_of(response.status, text, str(self.path))
+
+
+def answer_of(status: int, text: bytes, where: str, who: str = "agent") -> Any:
+    """The JSON of an answer.
+
+    Args:
+        status: Of HTTP.
+        text: The body.
+        where: Who answered, in errors.
+        who: What answers there, a word.
+
+    Raises:
+        InputError: Its own slug, where it refuses and says why; `agent-unclear`: it is no answer of ours.
+    """
+    try:
+        answer = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"what listens there answers as no {who} does", slug="agent-unclear", where=where) from error
+    if status >= 400:
+        problem = answer.get("error") if isinstance(answer, dict) else None
+        if not isinstance(problem, dict) or "slug" not in problem:
             raise InputError(
-                "what listens there answers as no agent does", slug="agent-unclear", where=str(self.path)
-            ) from error
-        if response.status >= 400:
-            problem = answer.get("error") if isinstance(answer, dict) else None
-            if not isinstance(problem, dict) or "slug" not in problem:
-                raise InputError(
-                    f"the agent refuses with {response.status} and gives no reason that is understood here",
-                    slug="agent-unclear", where=str(self.path),
-                )  # fmt: skip
-            message, hint = str(problem.get("message", "the agent refuses")), str(problem.get("hint", ""))
-            raise InputError(message, slug=str(problem["slug"]), hint=hint)
-        return answer
+                f"the {who} refuses with {status} and gives no reason that is understood here",
+                slug="agent-unclear", where=where,
+            )  # fmt: skip
+        message, hint = str(problem.get("message", f"the {who} refuses")), str(problem.get("hint", ""))
+        raise InputError(message, slug=str(problem["slug"]), hint=hint)
+    return answer
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -139,6 +139,15 @@ class Traces(ConfigTable, frozen=True):
     keep_days: float = 7.0
 
 
+class FleetLink(ConfigTable, frozen=True):
+    """The fleet's service that this host belongs to: none without `server`. Beyond loopback it needs https."""
+
+    server: str = ""  # https://fleet.example:8443
+    ca: str = ""  # certificates to trust instead of the system's
+    token_file: str = ""  # the token of enrolment, needed once; else TRACELOOM_FLEET_TOKEN
+    heartbeat: Seconds = 10.0
+
+
 class Hangs(ConfigTable, frozen=True):
     """Jobs that make no steps any more: when that is a hang, and what is kept of one."""
 
@@ -297,6 +306,7 @@ class Config(ConfigTable, frozen=True):
     access: Access = Access()
     dynolog: Dynolog = Dynolog()
     traces: Traces = Traces()
+    fleet: FleetLink = FleetLink()
     hangs: Hangs = Hangs()
     triggers: tuple[AnyRule, ...] = ()
     trigger_budget: TriggerBudget = TriggerBudget()

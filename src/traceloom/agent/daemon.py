@@ -64,6 +64,7 @@ from traceloom.agent.topline import JobFacts, Topline, element_types
 from traceloom.agent.triggers.engine import Triggers
 from traceloom.agent.triggers.hanging import HangRuleWatch
 from traceloom.agent.triggers.store import TriggerStore
+from traceloom.agent.uplink.link import Uplink
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
 
 LOG = logging.getLogger("traceloom.agent")
@@ -126,6 +127,9 @@ class Agent:
             Places(locations.traces), self.boot_id,
             {"telemetry": partial(TelemetryProfiler, self.board, self.scheduler, config.host_name)},
         )  # fmt: skip
+        self.uplink: Uplink | None = None
+        if config.fleet.server:
+            self.uplink = Uplink(config, locations.history.parent, self.board, self.desk, self.topline, self.boot_id)
         self.hangs = HangDesk(
             config, self.board, self.history, self.step_counts, places=self.desk.places, path=locations.hangs,
             boot_id=self.boot_id,
@@ -171,6 +175,9 @@ class Agent:
             stack.callback(self.kineto.close)
             await self.desk.start()
             stack.push_async_callback(self.desk.close)
+            if self.uplink is not None:
+                self.uplink.start()
+                stack.push_async_callback(self.uplink.close)
             await self.hangs.start()
             stack.push_async_callback(self.hangs.close)
             if self.config.dynolog.address:
@@ -222,7 +229,8 @@ class Agent:
             processes=len(self.board.processes), collectors=collectors,
             history={"bytes": float(self.history.bytes()), "lost_ticks": float(sum(self.history.lost.values()))},
             history_trouble=self.history.trouble,
-            publishers={publisher.name: publisher.trouble for publisher in self.publishers},
+            publishers={publisher.name: publisher.trouble for publisher in self.publishers}
+            | ({f"fleet {self.uplink.config.fleet.server}": self.uplink.trouble} if self.uplink is not None else {}),
         )  # fmt: skip
 
     async def doctor(self) -> list[Check]:
@@ -479,6 +487,8 @@ class Agent:
         jobs = jobs_now(self.board.processes.values(), self.step_counts, self.job_facts)
         self.accelerators.element_types = element_types(jobs)
         self.board.put("jobs", self.topline.readings(self.board, interval_s, self.processes.shares, jobs), now_ns)
+        if self.uplink is not None and (ended := self.uplink.tick()):
+            self._writing.submit(self.uplink.backlog.put, ended)
         self.board.put("triggers", self.triggers.readings(), now_ns)
         used, system = resource.getrusage(resource.RUSAGE_SELF), os.uname()
         readings: list[Reading | Histogram] = [

@@ -95,8 +95,23 @@ class TickValues(NamedTuple):
     seconds: float
 
 
+class DeviceTime(NamedTuple):
+    """What a job had of a device in one tick; `job` None: nobody holds the device. Of a device they add up to the tick.
+
+    Times in ms; `unknown_ms` is what could not be read. `joules`, and the bounds of FLOPs: None where not known.
+    """
+
+    device: str
+    job: str | None
+    busy_ms: int
+    idle_ms: int
+    unknown_ms: int
+    joules: float | None
+    flops: tuple[float, float] | None  # low, high
+
+
 class Topline:
-    """Adds up jobs over ticks.
+    """Adds up jobs over ticks. `device_times` and `input_bytes` are of the last one.
 
     Args:
         reference: The device that reference-device seconds are counted in, as analyze/peaks.json names it.
@@ -107,6 +122,8 @@ class Topline:
         self.totals: dict[str, JobTotals] = {}
         self._seconds = 0.0
         self._ms = 0
+        self.device_times: list[DeviceTime] = []
+        self.input_bytes: dict[str, float] = {}  # job -> what it read in the last tick, where that is known
         self._joules: dict[str, float] = {}  # device -> its counter at the last tick
 
     def readings(
@@ -130,8 +147,10 @@ class Topline:
         measured = TickValues(board.devices, {series: value for series, value, _ in board.values()}, ms, interval_s)
         parts = self._parts(board, shares, jobs)
         ticks: dict[str, JobTotals] = {job.job: JobTotals() for job in jobs}
-        for device, of_device in parts.items():
-            self._account(measured, device, of_device, ticks)
+        self.device_times = []
+        for device in {**parts, **board.devices}:
+            self._account(measured, device, parts.get(device, {}), ticks)
+        self.input_bytes = {}
         out: list[Reading] = []
         for job in jobs:
             tick, total = ticks[job.job], self.totals.setdefault(job.job, JobTotals())
@@ -148,7 +167,8 @@ class Topline:
                 else ("copies", job.facts.copied_bytes_per_step)
             )
             if per_step is not None and job.steps is not None:
-                total.input_bytes[source] = total.input_bytes.get(source, 0.0) + per_step * job.steps
+                self.input_bytes[job.job] = per_step * job.steps
+                total.input_bytes[source] = total.input_bytes.get(source, 0.0) + self.input_bytes[job.job]
             of_job = {device: part[job.job] for device, part in parts.items() if job.job in part}
             out += self._of_job(job, tick, of_job, measured.values)
         self.totals = {job: total for job, total in self.totals.items() if total.seen_s > self._seconds - KEPT_S}
@@ -180,9 +200,10 @@ class Topline:
         device, values, ms = measured.devices.get(uuid), measured.values, measured.ms
         busy = values.get(("gpu_busy_ratio", (uuid,)), values.get(("gpu_graphics_active_ratio", (uuid,))))
         busy_ms = None if busy is None else round(min(max(busy, 0.0), 1.0) * ms)
-        jobs = list(parts)
+        jobs: list[str | None] = [*parts] or [None]
+        of_jobs = list(parts.values()) or [1.0]
         equal = [1.0] * len(jobs)
-        by_use = split(busy_ms or 0, [parts[job] for job in jobs])
+        by_use = split(busy_ms or 0, of_jobs)
         idle = split(0 if busy_ms is None else ms - busy_ms, equal)
         unknown = split(ms if busy_ms is None else 0, equal)
         model = None if device is None else device_model(device.model)
@@ -200,8 +221,12 @@ class Topline:
                 joules = counter - before
             elif joules is None:  # the first tick, or the driver was loaded anew: it counts from here on
                 joules = 0.0
-        for job, busy_part, idle_part, unknown_part in zip(jobs, by_use, idle, unknown, strict=True):
-            if job not in ticks:
+        rate = job_flops({uuid: 1.0}, values)
+        for job, part, busy_part, idle_part, unknown_part in zip(jobs, of_jobs, by_use, idle, unknown, strict=True):
+            flops = None if rate is None else (rate.low * part * measured.seconds, rate.high * part * measured.seconds)
+            spent = None if joules is None else joules * part
+            self.device_times.append(DeviceTime(uuid, job, busy_part, idle_part, unknown_part, spent, flops))
+            if job is None or job not in ticks:
                 continue
             tick = ticks[job]
             tick.busy_ms += busy_part
@@ -211,8 +236,8 @@ class Topline:
                 tick.reference_ms += busy_part * weight
             elif busy_part:
                 tick.gaps["job_reference_device_seconds_total"] = f"the peak of {uuid} or of the reference is not known"
-            if joules is not None:
-                tick.joules += joules * parts[job]
+            if spent is not None:
+                tick.joules += spent
             elif not unknown_part:
                 tick.gaps["job_energy_joules_total"] = f"the energy of {uuid} is not known"
 

@@ -41,15 +41,9 @@ class KernelShapes(Result):
 
 def kernel_shapes(trace: Trace) -> KernelShapes:
     """Add up GPU work by operator, input shapes and kernel."""
-    work = gpu_work(trace).select("event", "op", kernel="name", ns=pl.col("end_ns") - pl.col("start_ns"))
-    kind = kinds(trace)["kind"]
+    work = shaped_work(trace)
     step = trace.events["step"][work["event"]]
-    inputs = work.select(event="op").join(
-        trace.tensors.select("event", "shapes", "types"), on="event", how="left", maintain_order="left"
-    )
-    work = work.with_columns(
-        trace.events["name"][work["op"]].alias("op"), inputs["shapes"], inputs["types"], kind, step.alias("step")
-    ).with_columns(row=pl.struct(KEYS).rank("dense"))
+    work = work.with_columns(step.alias("step")).with_columns(row=pl.struct(KEYS).rank("dense"))
     ns = pl.col("ns")
     whole = int(work["ns"].sum())
     table = work.group_by("row").agg(pl.col(KEYS).first(), *durations(ns), (ns.sum() / max(whole, 1)).alias("fraction"))
@@ -64,3 +58,13 @@ def kernel_shapes(trace: Trace) -> KernelShapes:
         .pipe(as_declared, SHAPES_SCHEMA)
     )
     return KernelShapes(rows, whole)
+
+
+def shaped_work(trace: Trace) -> pl.DataFrame:
+    """Every piece of GPU work with the operator around its launch: event, op, kernel, ns, shapes, types, kind."""
+    work = gpu_work(trace).select("event", "op", kernel="name", ns=pl.col("end_ns") - pl.col("start_ns"))
+    inputs = work.select(event="op").join(
+        trace.tensors.select("event", "shapes", "types"), on="event", how="left", maintain_order="left"
+    )
+    operator = trace.events["name"][work["op"]].alias("op")
+    return work.with_columns(operator, inputs["shapes"], inputs["types"], kinds(trace)["kind"])

@@ -66,7 +66,8 @@ class Captures:
         self._account = account
         self._files = files
         self._metadata = Metadata(names, policy, account)
-        moved_ns = 0 if policy.times == KEEP else BASE_NS - origin_ns
+        self._keeps_times = policy.times == KEEP
+        moved_ns = 0 if self._keeps_times else BASE_NS - origin_ns
         self._time = _through(lambda time_ns: time_ns + moved_ns)
 
     def rewrite(self, document: dict[str, Any]) -> bytes:
@@ -159,6 +160,9 @@ class Captures:
         steps = {"start_ns": self._time, "duration_ns": _whole, "cpu_ns": _whole, "state": _word_of(_STATES)}
         overhead = dict.fromkeys(_OVERHEAD, _number) | {"ratio_of": _word_of(_RATIOS)}
         notices = objects({"slug": _word_of(_NOTICES)}, "notices")  # the slug alone: messages hold paths
+        # Times that are moved stand on the clock of the capture already.
+        of_clock: Rule = _whole if self._keeps_times else lambda _: None
+        clock = dict.fromkeys(("offset_ns", "error_ns"), of_clock)
         counts = ("rank", "world_size", "local_rank", "logical_cpus", "usable_cpus", "torch_threads")
         return {
             **dict.fromkeys(counts, _whole),
@@ -166,6 +170,7 @@ class Captures:
             "job": group,
             "incidental": _number,
             "host": metadata.host,
+            "clock": lambda value: self._by(value, clock, "clock"),
             "process": process,
             "devices": objects(device, "devices"),
             "versions": lambda value: self._by(value, dict.fromkeys(_VERSION_KEYS, metadata.version), "versions"),

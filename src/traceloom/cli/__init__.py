@@ -46,6 +46,9 @@ VERBS = {
     "anonymize": "make traces that can be shared, and say what they still tell",
     "trace": "trace a job that runs",
     "agent": "watch a host: its devices, its processes and whose they are",
+    "serve": "run the fleet's service, which keeps and analyses captures",
+    "upload": "send captures to the fleet's service",
+    "fleet": "ask the fleet's service",
     "explain": "say what an error, a notice or a finding means, and what to do",
     "completion": "print what makes a shell complete verbs and options",
 }
@@ -67,11 +70,9 @@ verbs:
              traceloom simulate run --machine machine.toml
   calibrate {VERBS["calibrate"]}
              traceloom calibrate run -o machine.toml
-  replay   {VERBS["replay"]}
-             traceloom replay run
+  replay   {VERBS["replay"]}: traceloom replay run
   measure  {VERBS["measure"]}: traceloom measure -o machine.toml
-  memory   {VERBS["memory"]}
-             traceloom memory run
+  memory   {VERBS["memory"]}: traceloom memory run
   diff     {VERBS["diff"]}
              traceloom diff before after --fail-if 'step_time > 3%'
   baseline {VERBS["baseline"]}
@@ -82,12 +83,14 @@ verbs:
   validate {VERBS["validate"]}
              traceloom validate workload/ --target astra-sim
   show     {VERBS["show"]}: traceloom show job.graph -o job.html
-  generate {VERBS["generate"]}
-             traceloom generate pipeline --ranks 4 -o pipe/
+  generate {VERBS["generate"]}: traceloom generate pipeline --ranks 4 -o pipe/
   anonymize {VERBS["anonymize"]}
              traceloom anonymize run -o shared
   trace    {VERBS["trace"]}: traceloom trace --job slurm-42 --steps 3 -o run
   agent    {VERBS["agent"]}: traceloom agent run
+  serve    {VERBS["serve"]}: traceloom serve --store fleet
+  upload   {VERBS["upload"]}: traceloom upload run
+  fleet    {VERBS["fleet"]}: traceloom fleet captures
   explain  {VERBS["explain"]}
              traceloom explain data-starved
   completion {VERBS["completion"]}: traceloom completion bash

@@ -75,6 +75,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tcp", metavar="ADDRESS", help="answer over TCP too, as 127.0.0.1:9465")
+    parser.add_argument(
+        "--server", metavar="URL", help="belong to this fleet (https://HOST:PORT): report there, trace what it asks for"
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE",
+        help="the token of enrolment, needed the first time (default: TRACELOOM_FLEET_TOKEN)",
+    )  # fmt: skip
     parser.add_argument("--simulate", type=types.count, metavar="N", help="make up N devices, to try it without any")
     parser.add_argument(
         "--compat", choices=("dcgm",), action="append", help="publish under the names of dcgm-exporter too"
@@ -203,6 +210,11 @@ def _run(args: argparse.Namespace) -> int:
     changes: dict[str, Any] = {}
     if args.tcp:
         changes["tcp"] = msgspec.structs.replace(config.tcp, address=args.tcp)
+    if args.server or args.token_file:
+        changes["fleet"] = msgspec.structs.replace(
+            config.fleet, server=args.server or config.fleet.server,
+            token_file=args.token_file or config.fleet.token_file,
+        )  # fmt: skip
     if args.compat:
         changes["compat"] = tuple(dict.fromkeys([*config.compat, *args.compat]))
     if args.simulate:
@@ -225,6 +237,8 @@ def _run(args: argparse.Namespace) -> int:
             if config.tcp.address:
                 scheme = "https" if config.tcp.certificate else "http"
                 lines.append(f"Metrics: {scheme}://{config.tcp.address}/metrics")
+            if config.fleet.server:
+                lines.append(f"It reports to the fleet at {config.fleet.server}.")
             lines += [f"next, elsewhere: {f'traceloom agent {action} {own}'.rstrip()}" for action in ("top", "doctor")]
             print("\n".join(lines), flush=True)
 

@@ -36,6 +36,7 @@ examples:
   traceloom trace --pid 4711 --steps 3 --shapes -o run   a process, or a launcher's children
   traceloom trace --pid 4711 --duration 1s --attach -o run    a process that was started without preparation
   traceloom trace --pid 4711 --steps 3 --attach --profilers timeline,memory -o run   and CUDA's allocations
+  traceloom trace --server https://fleet:9466 --job slurm-42 --steps 3     a job on all of its hosts
   traceloom trace --list                                 requests and how far they are
   traceloom trace --cancel 3f0a9c1be77d
 """
@@ -67,6 +68,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="also processes that nobody prepared: each stands still for about a millisecond, and runs a text of the "
         "agent's; the profiler `memory` needs it",
     )  # fmt: skip
+    fleet = parser.add_argument_group("of a fleet")
+    fleet.add_argument(
+        "--server", metavar="URL",
+        help="ask this fleet's service instead of the agent of this host: for a job on all of its hosts",
+    )  # fmt: skip
+    fleet.add_argument("--token-file", metavar="FILE", type=Path, help="what says who asks (default: TRACELOOM_TOKEN)")
+    fleet.add_argument(
+        "--choose", choices=("slowest-and-median",), help="of a job only the slowest rank and one in the middle"
+    )
     parser.add_argument("--list", action="store_true", help="show requests and how far they are")
     parser.add_argument("--cancel", metavar="REQUEST", help="cancel a request")
     parser.add_argument("-o", "--output", metavar="DIR", help="where the capture goes: a new directory")
@@ -85,6 +95,10 @@ def run(args: argparse.Namespace) -> int:
         CaptureError: `nothing-traced`: nothing was kept.
         PartialError: `partly-traced`: some of it was kept.
     """
+    if args.server:
+        from traceloom.cli import fleet, fleet_tracing
+
+        return fleet_tracing.run(args, fleet.client_of(args), {} if args.list or args.cancel else _wanted(args))
     from traceloom.cli.agent import client_of
 
     client = client_of(args)
@@ -99,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
     return _trace(args, client)
 
 
-def _trace(args: argparse.Namespace, client: AgentClient) -> int:
+def _wanted(args: argparse.Namespace) -> dict[str, Any]:
+    """What is asked for, as the body of a request."""
     if (args.steps is None) == (args.duration is None):
         raise UsageError(
             "a trace needs either --steps N or --duration T",
@@ -108,6 +123,17 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
         )
     if not (args.pid or args.job or args.rank or args.host):
         raise UsageError("of what: --pid, --job, --rank or --host?", slug="wrong-usage", hint="traceloom agent ps")
+    wanted: dict[str, Any] = {
+        "pids": args.pid or (), "job": args.job or "", "ranks": args.rank or (), "host": args.host or "",
+        "profilers": args.profilers.split(","), "shapes": args.shapes, "stacks": args.stacks,
+        "at_ns": _instant(args.at) if args.at else 0, "attach": args.attach,
+    }  # fmt: skip
+    wanted |= {"steps": args.steps} if args.steps is not None else {"duration_s": args.duration}
+    return wanted
+
+
+def _trace(args: argparse.Namespace, client: AgentClient) -> int:
+    wanted = _wanted(args)
     if args.output is None:
         raise UsageError("where is it to go?", slug="wrong-usage", hint="-o DIR")
     output = Path(args.output)
@@ -115,12 +141,6 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
         raise OutputError("there is something already", slug="file-exists", where=args.output, hint="name another -o")
     if not output.parent.is_dir():
         raise OutputError("there is no such directory", slug="cannot-write", where=str(output.parent))
-    wanted: dict[str, Any] = {
-        "pids": args.pid or (), "job": args.job or "", "ranks": args.rank or (), "host": args.host or "",
-        "profilers": args.profilers.split(","), "shapes": args.shapes, "stacks": args.stacks,
-        "at_ns": _instant(args.at) if args.at else 0, "attach": args.attach,
-    }  # fmt: skip
-    wanted |= {"steps": args.steps} if args.steps is not None else {"duration_s": args.duration}
     request = client.post("requests", wanted)
     try:
         request = _watched(args, client, request)

@@ -21,6 +21,7 @@ from traceloom.model.beside import ALLOCATIONS, SAMPLES, TELEMETRY, no_allocatio
 from traceloom.model.notice import Notice
 from traceloom.model.trace import Trace
 from traceloom.packed import UnpackedFile
+from traceloom.read.metadata import clock_offset_ns
 
 VERSION = 1  # of both formats, the latest that is read
 _MOST_BYTES = 256 << 20  # of text
@@ -115,7 +116,7 @@ def _of_ranks(
         except (OSError, ValueError, InputError) as error:
             notices.append(_left_out(slug, what, beside, error, trace.rank))
             continue
-        frames.append(frame)
+        frames.append(_moved(frame, clock_offset_ns(trace.meta.capture)))
         if odd:
             message = f"{what} that cannot be right and are left out: {odd:,}"
             notices.append(Notice(slug, "warning", message, odd, rank=trace.rank, where=str(beside)))
@@ -125,18 +126,29 @@ def _of_ranks(
 def read_telemetry(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
     """The telemetry in the directories of these traces (`model.beside`), and what was wrong with it."""
     frames, notices = [no_telemetry()], []
-    folders = dict.fromkeys(Path(trace.meta.path).parent for trace in traces if ".kineto" in Path(trace.meta.path).name)
+    traces = [trace for trace in traces if ".kineto" in Path(trace.meta.path).name]
+    folders = dict.fromkeys(Path(trace.meta.path).parent for trace in traces)
+    offsets = {
+        (Path(trace.meta.path).parent, (trace.meta.capture or {}).get("host")): clock_offset_ns(trace.meta.capture)
+        for trace in traces
+    }
     for path in (path for folder in folders for path in sorted(folder.glob(f"*{_TELEMETRY}"))):
         try:
-            frame, odd = _telemetry(_decoded(path, _TelemetryFile, "traceloom-telemetry"))
+            document = _decoded(path, _TelemetryFile, "traceloom-telemetry")
+            frame, odd = _telemetry(document)
         except (OSError, ValueError, InputError) as error:
             notices.append(_left_out("damaged-telemetry", "telemetry", path, error, None))
             continue
-        frames.append(frame)
+        frames.append(_moved(frame, offsets.get((path.parent, document.host), 0)))
         if odd:
             message = f"series of telemetry whose times and values do not match, left out: {odd:,}"
             notices.append(Notice("damaged-telemetry", "warning", message, odd, where=str(path)))
     return pl.concat(frames), notices
+
+
+def _moved(frame: pl.DataFrame, offset_ns: int) -> pl.DataFrame:
+    """The times on the clock of the capture, which joins hosts whose clocks differ."""
+    return frame.with_columns(pl.col("time_ns") + offset_ns) if offset_ns else frame
 
 
 def _left_out(slug: str, what: str, path: Path, error: Exception, rank: int | None) -> Notice:

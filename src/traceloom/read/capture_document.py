@@ -49,6 +49,13 @@ class GraphStep(Struct, kw_only=True):
     sources: list[str] | None = None
 
 
+class Clock(Struct, kw_only=True):
+    """`clock` of a rank."""
+
+    offset_ns: Whole | None = None
+    error_ns: Whole | None = None
+
+
 class Rank(Struct, kw_only=True):
     """One of `ranks`, as docs/reference/capture-json.md says."""
 
@@ -58,6 +65,7 @@ class Rank(Struct, kw_only=True):
     job: str | None = None
     name: str | None = None
     host: str | None = None
+    clock: Clock | None = None
     process: Whole | None = None
     command: list[str] | None = None
     platform: str | None = None

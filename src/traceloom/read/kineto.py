@@ -162,7 +162,7 @@ class _FileEvents:
 def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Trace:
     """The trace of a decoded file; `capture` is this rank's part of capture.json."""
     columns, file_notices = decoded.columns, decoded.damage.notices()
-    made = _FileEvents(columns, md.base_ns(decoded.metadata))
+    made = _FileEvents(columns, md.base_ns(decoded.metadata, capture))
     # Of device-side events: the arguments, else pid and tid; NULL on the host.
     device, stream = made.spread("device", "device"), made.spread("stream", "device")
     on_device = lookup(_ON_DEVICE, made.category)
@@ -284,7 +284,8 @@ def _meta(
         rank=rank,
         rank_evidence=evidence,
         world_size=md.whole(entry.get("world_size")) or md.whole(info.get("world_size")),
-        host=host if isinstance(host, str) and host else entry.get("host"),
+        # A capture of several hosts calls them as the fleet does; containers may all have one name of their own.
+        host=entry.get("host") or (host if isinstance(host, str) and host else None),
         process=max(counts, key=lambda process: counts[process], default=None),
         backend=info.get("backend") if isinstance(info.get("backend"), str) else None,
         base_ns=made.base_ns,

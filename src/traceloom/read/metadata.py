@@ -17,6 +17,7 @@ from traceloom.read.fields import NULL
 _SETTINGS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")
 _VERSION = re.compile(r"version$", re.IGNORECASE)
 _MOST_BASE_NS = 3 * 2**60  # the year 2079; see `times`
+_MOST_OFFSET_NS = 2**60  # 36 years: a clock that was never set
 _JOB = re.compile(r"^(PT_PROFILER_JOB_\w+|trace_id|group_trace_id|traceName|tw_job|mast_job_name|job_id|username)$")
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ ]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
@@ -29,10 +30,18 @@ def whole(value: Any) -> int | None:
     return None if parsed == NULL else parsed
 
 
-def base_ns(metadata: dict[str, Any]) -> int:
-    """What is to be added to every time of the file, in ns."""
+def base_ns(metadata: dict[str, Any], entry: dict[str, Any] | None = None) -> int:
+    """What is to be added to every time of the file, in ns; `entry` is this rank's part of capture.json."""
     value = whole(metadata.get("baseTimeNanoseconds"))
-    return value if value is not None and 0 <= value < _MOST_BASE_NS else 0
+    base = value if value is not None and 0 <= value < _MOST_BASE_NS else 0
+    return base + clock_offset_ns(entry)
+
+
+def clock_offset_ns(entry: dict[str, Any] | None) -> int:
+    """What is added to times of the host of a rank, where a capture joins several hosts; 0 elsewhere."""
+    clock = (entry or {}).get("clock") or {}
+    offset = whole(clock.get("offset_ns"))
+    return offset if offset is not None and abs(offset) < _MOST_OFFSET_NS else 0
 
 
 def distributed(metadata: dict[str, Any]) -> dict[str, Any]:

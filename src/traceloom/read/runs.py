@@ -71,7 +71,7 @@ def peek(source: Input) -> Peek:
     elif times := [entry.ts for entry in entries if entry.ts == entry.ts]:  # no NaN
         start = int(min(times) * 1000)
     if start is not None:
-        start += md.base_ns(metadata)
+        start += md.base_ns(metadata, source.entry)
     info = md.distributed(metadata)
     entry = source.entry or {}
     rank, _, _ = md.find_rank(metadata, None, str(source.path), source.entry)

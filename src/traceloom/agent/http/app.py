@@ -6,8 +6,8 @@ Everything is answered from memory; only the text of /metrics is made in a threa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -53,7 +53,7 @@ class Guarded:
             scope["state"]["peer"] = self._peer(scope, Headers(scope=scope))
             await self.app(scope, receive, counted)
         except RequestError as refusal:
-            await _refusal(refusal)(scope, receive, counted)
+            await refusal_response(refusal)(scope, receive, counted)
         finally:
             self.agent.asked(scope["state"].get("route", path if path in self.paths else "other"), code)
 
@@ -72,7 +72,8 @@ class Guarded:
         return peer
 
 
-def _refusal(refusal: RequestError) -> Response:
+def refusal_response(refusal: RequestError) -> Response:
+    """The answer that says why there is none."""
     headers = {"Retry-After": str(refusal.retry_s)} if refusal.retry_s else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -116,14 +117,26 @@ def build_app(agent: Answers) -> ASGIApp:
     async def openapi(_request: Request) -> Response:
         return Response(described, media_type="application/json")
 
-    paths = [METRICS_PATH, DOCUMENT_PATH, *(route.path for route in ROUTES)]
+    app = Starlette(
+        routes=[
+            Endpoint(METRICS_PATH, metrics),
+            Endpoint(DOCUMENT_PATH, openapi),
+            *(Endpoint(route.path, endpoint(route), methods=[route.method]) for route in ROUTES),
+        ],
+        exception_handlers=refusals([METRICS_PATH, DOCUMENT_PATH, *(route.path for route in ROUTES)], "the agent"),
+    )
+    return Guarded(app, agent)
+
+
+def refusals(paths: Sequence[str], who: str) -> dict[Any, Callable[[Request, Exception], Response]]:
+    """What answers for errors: `paths` are those there are, `who` is whose defect one of ours is."""
 
     def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
         if error.status_code == 405:
-            return _refusal(RequestError(405, f"{path} does not take {request.method}", slug="wrong-method"))
-        return _refusal(
+            return refusal_response(RequestError(405, f"{path} does not take {request.method}", slug="wrong-method"))
+        return refusal_response(
             RequestError(
                 error.status_code,
                 f"there is no {path}",
@@ -134,17 +147,11 @@ def build_app(agent: Answers) -> ASGIApp:
 
     def refused(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return _refusal(error)
+        return refusal_response(error)
 
     def failed(_request: Request, _error: Exception) -> Response:
-        return _refusal(RequestError(500, "a defect of the agent", slug="internal-error", hint="its log says more"))
+        return refusal_response(
+            RequestError(500, f"a defect of {who}", slug="internal-error", hint="its log says more")
+        )
 
-    app = Starlette(
-        routes=[
-            Endpoint(METRICS_PATH, metrics),
-            Endpoint(DOCUMENT_PATH, openapi),
-            *(Endpoint(route.path, endpoint(route), methods=[route.method]) for route in ROUTES),
-        ],
-        exception_handlers={HTTPException: no_route, RequestError: refused, Exception: failed},
-    )
-    return Guarded(app, agent)
+    return {HTTPException: no_route, RequestError: refused, Exception: failed}

@@ -17,8 +17,11 @@ _PEERS = 4096  # that are remembered; those beyond are the ones that have been q
 class Rates:
     """A token bucket for each peer: it holds what two seconds bring, and a request takes a token."""
 
-    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.per_second = per_second
+    def __init__(
+        self, per_second: float, clock: Callable[[], float] = time.monotonic,
+        *, hint: str = "`access.requests_per_second` of agent.toml",
+    ) -> None:  # fmt: skip
+        self.per_second, self.hint = per_second, hint
         self.most = max(1.0, 2 * per_second)
         self.clock = clock
         self.buckets: dict[str, tuple[float, float]] = {}  # peer -> tokens, when; the last to ask is last
@@ -42,7 +45,7 @@ class Rates:
                 f"more than {self.per_second:g} requests a second",
                 slug="too-many-requests",
                 retry_s=wait,
-                hint="`access.requests_per_second` of agent.toml",
+                hint=self.hint,
             )
 
 
@@ -76,7 +79,9 @@ class Connections:
             del self.of[peer.name]
 
 
-async def body_of(chunks: AsyncIterator[bytes], declared: str, most: int) -> bytes:
+async def body_of(
+    chunks: AsyncIterator[bytes], declared: str, most: int, hint: str = "`access.request_bytes` of agent.toml"
+) -> bytes:
     """The body of a request, no longer than `most` bytes; `declared` is its Content-Length, or "".
 
     Raises:
@@ -94,5 +99,5 @@ async def body_of(chunks: AsyncIterator[bytes], declared: str, most: int) -> byt
         413,
         f"the body is larger than {most:,} bytes",
         slug="too-large",
-        hint="`access.request_bytes` of agent.toml",
+        hint=hint,
     )

@@ -4,15 +4,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from traceloom import __version__
 from traceloom.agent.http.answers import ProblemAnswer
 
-if TYPE_CHECKING:
-    from traceloom.agent.http.routes import Route
+
+class Described(Protocol):
+    """What the document says of a route."""
+
+    @property
+    def path(self) -> str:
+        """With parts in braces."""
+
+    @property
+    def method(self) -> str:
+        """Of HTTP."""
+
+    @property
+    def summary(self) -> str:
+        """What it is for."""
+
+    @property
+    def answer(self) -> type[msgspec.Struct] | None:
+        """None where it is no JSON, but `content`."""
+
+    @property
+    def content(self) -> str:
+        """The type of an answer that is no structure."""
+
+    @property
+    def body(self) -> type[msgspec.Struct] | None:
+        """What it takes."""
+
+    @property
+    def parameters(self) -> type[msgspec.Struct] | None:
+        """What may stand behind the question mark."""
+
+    @property
+    def refuses(self) -> tuple[int, ...]:
+        """Codes of its refusals, beside those of all."""
+
 
 REFUSALS = {
     400: "The request is wrong",
@@ -21,12 +55,17 @@ REFUSALS = {
     404: "There is no such thing",
     413: "The body is too large",
     429: "Too many requests; Retry-After says when to come again",
-    503: "The agent cannot answer now",
+    409: "It is not ready for that, or was done in another way",
+    503: "It cannot be answered now",
 }
 EVERYWHERE = (401, 429)
 
 
-def document(routes: Sequence[Route]) -> dict[str, Any]:
+def document(
+    routes: Sequence[Described],
+    title: str = "Traceloom agent",
+    description: str = "What devices and processes of a host do, and whose they are.",
+) -> dict[str, Any]:
     """The document of OpenAPI 3.1 for the routes with JSON, and `/metrics`."""
     kinds = {kind for route in routes for kind in (route.answer, route.body) if kind} | {ProblemAnswer}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
@@ -75,27 +114,27 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
                 }
                 for field in msgspec.structs.fields(route.parameters)
             ]
-        in_path = re.findall(r"\{(\w+)\}", route.path)
+        in_path = re.findall(r"\{(\w+)[^}]*\}", route.path)
         if in_path:
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in in_path
             ]
-        paths.setdefault(route.path, {})[route.method.lower()] = operation
+        paths.setdefault(re.sub(r":\w+}", "}", route.path), {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {
-            "title": "Traceloom agent",
+            "title": title,
             "version": __version__,
-            "description": "What devices and processes of a host do, and whose they are.",
+            "description": description,
         },
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
     }
 
 
-def _name(route: Route) -> str:
+def _name(route: Described) -> str:
     """Of the operation: its path, and its method where that is not the usual one."""
-    words = [part.strip("{}") for part in route.path.split("/") if part not in ("", "api", "v1")]
+    words = [part.strip("{}").partition(":")[0] for part in route.path.split("/") if part not in ("", "api", "v1")]
     return "_".join([*([] if route.method == "GET" else [route.method.lower()]), *words])
 
 

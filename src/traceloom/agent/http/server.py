@@ -19,7 +19,7 @@ import ssl
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import h11
 import msgspec
@@ -40,13 +40,37 @@ if TYPE_CHECKING:
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
 _HEADER_BYTES = 16_384
 _BACKLOG = 256
+_PIECE_BYTES = 1 << 20
 
 
-class Door:
-    """What the connections of one listener share. `loopback`: None for the unix socket."""
+class Door(Protocol):
+    """What the connections of one listener share.
+
+    Attributes:
+        connections: Of all listeners.
+        seconds: For a client to send a request, or each megabyte of it, and to take the answer.
+        hint: What changes that.
+    """
+
+    connections: Connections
+    seconds: float
+    hint: str
+
+    def peer(self, transport: asyncio.BaseTransport) -> Peer:
+        """Who connects, until a request says more."""
+
+    def identify(self, transport: asyncio.BaseTransport, peer: Peer) -> Callable[[Headers], object]:
+        """What tells from the headers of a request who asks."""
+
+
+class AgentDoor:
+    """A listener of the agent. `loopback`: None for the unix socket."""
+
+    hint = "`access.seconds` of agent.toml"
 
     def __init__(self, config: Config, connections: Connections, *, loopback: bool | None) -> None:
         self.config, self.connections, self.loopback = config, connections, loopback
+        self.seconds = config.access.seconds
 
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
         """Who connects: over TCP only where from, until a request shows a token."""
@@ -87,7 +111,7 @@ def is_local_name(host: str) -> bool:
     return True
 
 
-class AgentProtocol(H11Protocol):
+class DeadlineProtocol(H11Protocol):
     """A connection: uvicorn's, with the peer in the state of each request, a deadline, and errors as JSON."""
 
     def __init__(self, door: Door, *arguments: Any, **named: Any) -> None:
@@ -95,6 +119,7 @@ class AgentProtocol(H11Protocol):
         self.door = door
         self.peer: Peer | None = None
         self.deadline: asyncio.TimerHandle | None = None
+        self.received = 0  # bytes since a deadline was set anew
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count it, and start waiting for a request."""
@@ -119,8 +144,13 @@ class AgentProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Take a part of a request; when it is whole, it is the agent's turn."""
         super().data_received(data)
+        self.received += len(data)
         if not self.is_clients_turn():
             self.go_on()
+        elif self.received >= _PIECE_BYTES:  # a large one has the time for each piece of it
+            self.received = 0
+            self.go_on()
+            self.wait()
 
     def on_response_complete(self) -> None:
         """The answer is handed over: it is the client's turn, to take it and to ask again."""
@@ -153,7 +183,7 @@ class AgentProtocol(H11Protocol):
     def wait(self) -> None:
         """Give the client its time."""
         if self.deadline is None:
-            self.deadline = self.loop.call_later(self.door.config.access.seconds, self.give_up)
+            self.deadline = self.loop.call_later(self.door.seconds, self.give_up)
 
     def go_on(self) -> None:
         """It is not waited for."""
@@ -167,9 +197,7 @@ class AgentProtocol(H11Protocol):
         if self.transport.is_closing() or self.transport.get_write_buffer_size() or not self.is_clients_turn():
             self.transport.abort()
         elif began:
-            self.refuse(
-                RequestError(408, "the request came too slowly", slug="too-slow", hint="`access.seconds` of agent.toml")
-            )
+            self.refuse(RequestError(408, "the request came too slowly", slug="too-slow", hint=self.door.hint))
         else:
             self.transport.close()
 
@@ -219,36 +247,21 @@ async def serve(app: ASGIApp, config: Config, locations: Locations) -> Listeners
     tls, loopback = tcp_security(config.tcp) if config.tcp.address else (None, True)
     state = ServerState()
     connections = Connections(config.access)
-    uvicorn_config = UvicornConfig(
-        app,
-        http="h11",
-        ws="none",
-        loop="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=int(config.access.seconds) + 1,
-        h11_max_incomplete_event_size=_HEADER_BYTES,
-    )
+    uvicorn_config = http_config(app, config.access.seconds)
 
-    def connection(door: Door) -> Callable[[], AgentProtocol]:
-        return lambda: AgentProtocol(door, config=uvicorn_config, server_state=state, app_state={})
+    def connection(door: AgentDoor) -> Callable[[], DeadlineProtocol]:
+        return lambda: DeadlineProtocol(door, config=uvicorn_config, server_state=state, app_state={})
 
     listener, lock = unix_listener(locations.socket)
     listeners = Listeners(state, locations.socket, lock)
     loop = asyncio.get_running_loop()
-    unix_door = Door(config, connections, loopback=None)
+    unix_door = AgentDoor(config, connections, loopback=None)
     listeners.servers.append(await loop.create_unix_server(connection(unix_door), sock=listener, backlog=_BACKLOG))
     if config.tcp.address:
         host, port = host_and_port(config.tcp.address)
         try:
             server = await loop.create_server(
-                connection(Door(config, connections, loopback=loopback)),
+                connection(AgentDoor(config, connections, loopback=loopback)),
                 host,
                 port,
                 ssl=tls,
@@ -263,8 +276,32 @@ async def serve(app: ASGIApp, config: Config, locations: Locations) -> Listeners
     return listeners
 
 
-def tcp_security(tcp: Tcp) -> tuple[ssl.SSLContext | None, bool]:
+def http_config(app: ASGIApp, seconds: float) -> UvicornConfig:
+    """What uvicorn's protocol is told: no signals, no logs, nothing of a proxy; `seconds` as of `Door`."""
+    return UvicornConfig(
+        app,
+        http="h11",
+        ws="none",
+        loop="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=int(seconds) + 1,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+    )
+
+
+def tcp_security(tcp: Tcp, *, asks: bool = False) -> tuple[ssl.SSLContext | None, bool]:
     """TLS for the TCP listener, if it has a certificate, and whether it listens to this host alone.
+
+    Args:
+        tcp: Its configuration.
+        asks: Whether the application asks everybody for a token, so that none need be configured.
 
     Raises:
         InputError: Others could come without TLS (`tcp-without-tls`) or without saying who they are
@@ -292,7 +329,7 @@ def tcp_security(tcp: Tcp) -> tuple[ssl.SSLContext | None, bool]:
                 hint="set `tcp.certificate` and `tcp.key`, or listen on 127.0.0.1",
             )
         return None, loopback
-    if not loopback and not tcp.tokens and not tcp.client_ca:
+    if not (loopback or tcp.tokens or tcp.client_ca or asks):
         raise InputError(
             "beyond this host the agent answers only who says who it is",
             slug="tcp-without-tokens",

@@ -180,7 +180,9 @@ def _verified(
     if trace.trace_id != trace_id:
         raise _FaultError(slug="damaged", detail="it is the trace of another request")
     windows = [event for event in trace.traceEvents if event.ph == "X" and event.name.startswith("PyTorch Profiler (")]
-    if not windows or not isinstance(windows[0].ts, float) or not _are_times(trace, windows[0].ts, windows[0].dur):
+    if not windows:  # PyTorch was still being imported: libkineto recorded alone
+        raise _FaultError(slug="empty", detail="PyTorch's profiler was not there yet")
+    if not isinstance(windows[0].ts, float) or not _are_times(trace, windows[0].ts, windows[0].dur):
         raise _FaultError(slug="damaged", detail="it does not say when its window was")
     began_ns = trace.baseTimeNanoseconds + round(windows[0].ts * 1000)
     ended_ns = began_ns + round(windows[0].dur * 1000)

@@ -1,0 +1,230 @@
+"""What the fleet's tables cost: processor time and memory of writing and of asking, at the size of a large fleet.
+
+    python benchmarks/fleet.py [kernels] [usage] [month] [--rows 10000000] [--devices 8000]
+
+Each part runs in a process of its own, so that its memory is its own. The data are made; tables lie in a temporary
+directory. CPU seconds are of all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date, timedelta
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from traceloom.fleet.attribution import attribution
+from traceloom.fleet.characterise import top_kernels
+from traceloom.fleet.documents import Prices
+from traceloom.fleet.owners import periods
+from traceloom.store.tables import Tables
+from traceloom.store.usage import hours, minutes
+
+LIMITS = {
+    "top kernels": 3.0,
+    "a day of usage": 60.0,
+    "a day of usage, MB": 400.0,
+    "a month by owner": 1.0,
+}  # the last in seconds, not of CPU
+DAY = date(2026, 11, 2)
+DAY_NS = 1_793_577_600 * 10**9
+HOUR_NS = 3_600 * 10**9
+MODEL = "NVIDIA H100 80GB HBM3"
+
+
+def cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def say(what: str, cpu: float, wall: float, more: str = "") -> None:
+    print(f"{what:42} {cpu:8.2f} CPU s {wall:8.2f} s {more}", flush=True)
+
+
+def kernel_rows(folder: Path, count: int) -> None:
+    """Kernel rows of a week, 200 kernels with 5 shapes of 10,000 captures; then the 100 that take most."""
+    tables = Tables(str(folder))
+    tables.create()
+    chance = np.random.default_rng(1)
+    captures = 10_000
+    began = cpu_s(), time.perf_counter()
+    for number in range(7):
+        day = DAY + timedelta(days=number)
+        size = count // 7
+        kernel = chance.zipf(1.3, size) % 200
+        duration = chance.integers(1_000, 1_000_000, size)
+        pieces = chance.integers(1, 100, size)
+        frame = pl.DataFrame(
+            {
+                "day": pl.Series([day]).new_from_index(0, size),
+                "capture": pl.Series([f"capture{at}" for at in range(captures)]).gather(
+                    np.sort(chance.integers(captures // 7 * number, captures // 7 * (number + 1), size))
+                ),
+                "rank": chance.integers(0, 8, size),
+                "device_model": pl.Series([MODEL]).new_from_index(0, size),
+                "kernel": pl.Series([f"void at::native::kernel_number_{at}<float>" for at in range(200)]).gather(
+                    kernel
+                ),
+                "kind": pl.Series(["gemm", "elementwise", "embedding"]).gather(kernel % 3),
+                "bound": pl.Series(["compute", "memory", "latency"]).gather(kernel % 3),
+                "op": pl.Series(["aten::mm", "aten::add", "aten::embedding"]).gather(kernel % 3),
+                "shapes": pl.Series([f"[[{2**at}, 4096]]" for at in range(5)]).gather(chance.integers(0, 5, size)),
+                "types": pl.Series(['["bfloat16"]']).new_from_index(0, size),
+                "count": pieces,
+                "total_ns": pieces * duration,
+                "min_ns": duration,
+                "max_ns": duration,
+                "clock_hz": np.full(size, 1.5e9),
+            }
+        )
+        about = (
+            frame.select("day", "capture").unique().with_columns(job=pl.lit("j") + pl.col("capture").str.slice(7, 3))
+        )
+        tables.commit("captures", number, {"kernels": frame, "captures": about})
+    say(f"write {count:,} kernel rows", cpu_s() - began[0], time.perf_counter() - began[1])
+    began = cpu_s(), time.perf_counter()
+    result = top_kernels(tables.scan("kernels"), tables.scan("captures"))
+    cpu = cpu_s() - began[0]
+    assert result.rows.height == 100
+    say("top kernels", cpu, time.perf_counter() - began[1], verdict("top kernels", cpu))
+
+
+def seen(devices: int, first: int, count: int) -> pl.DataFrame:
+    """What agents saw in so many minutes: each device busy and idle for a job, with fractions of milliseconds."""
+    chance = np.random.default_rng(first)
+    minute = np.repeat(np.arange(first, first + count), devices)
+    device = np.tile(np.arange(devices), count)
+    busy = chance.uniform(20_000, 59_000, minute.size)
+    names = pl.Series([f"GPU-{at:08x}-1234-5678-9abc-def012345678" for at in range(devices)])
+    hosts = pl.Series([f"node{at:04}.cluster.example" for at in range(-(-devices // 8))])
+    jobs = pl.Series([f"slurm-{at}" for at in range(-(-devices // 8))])
+    held = device % 20 != 0
+    job = jobs.gather(device // 8).zip_with(
+        pl.Series(held), pl.Series([None], dtype=pl.String).new_from_index(0, held.size)
+    )
+    common = {
+        "time_ns": DAY_NS + minute * 60 * 10**9, "host": hosts.gather(device // 8), "device": names.gather(device),
+        "device_model": pl.Series([MODEL]).new_from_index(0, minute.size), "job": job,
+    }  # fmt: skip
+    frame = pl.DataFrame(common)
+    state = pl.when(pl.col("job").is_null()).then(pl.lit("unallocated")).otherwise(pl.lit("busy"))
+    ms = pl.when(pl.col("job").is_null()).then(pl.lit(60_000.0)).otherwise(pl.lit(pl.Series(busy)))
+    computing = frame.with_columns(state=state, device_ms=ms).with_columns(
+        busy_ms=pl.when(pl.col("state") == "busy").then("device_ms"),
+        energy_mj=pl.col("device_ms") * 500, flops_low=pl.col("device_ms") * 2e11,
+        flops_high=pl.col("device_ms") * 4e11, input_bytes=pl.col("device_ms") * 1e3,
+    )  # fmt: skip
+    waiting = computing.filter(pl.col("state") == "busy").with_columns(
+        state=pl.lit("idle-allocated"), device_ms=60_000 - pl.col("device_ms"), busy_ms=pl.lit(None, pl.Float64),
+        energy_mj=pl.col("device_ms") * 100, flops_low=pl.lit(0.0), flops_high=pl.lit(0.0),
+        input_bytes=pl.lit(None, pl.Float64),
+    )  # fmt: skip
+    return pl.concat([computing, waiting])
+
+
+def usage_day(folder: Path, devices: int) -> None:
+    """A day as the service takes it: five minutes at a time; an hour when it is over."""
+    tables = Tables(str(folder))
+    tables.create()
+    total, made_cpu, made_s = 0, 0.0, 0.0
+    began = cpu_s(), time.perf_counter()
+    number = 0
+    for hour in range(24):
+        of_hour = []
+        for part in range(12):
+            before = cpu_s(), time.perf_counter()
+            frame = seen(devices, hour * 60 + part * 5, 5)
+            made_cpu += cpu_s() - before[0]
+            made_s += time.perf_counter() - before[1]
+            rows = minutes(frame)
+            tables.commit("usage", number, {"usage_minute": rows})
+            number += 1
+            total += rows.height
+            of_hour.append(hours(rows))
+        tables.commit("hours", hour, {"usage_hour": hours(pl.concat(of_hour))})
+    cpu = cpu_s() - began[0] - made_cpu
+    wall = time.perf_counter() - began[1] - made_s
+    peak = peak_mb()
+    say(f"a day of {devices:,} devices: {total:,} rows", cpu, wall, verdict("a day of usage", cpu))
+    say(
+        "  making the data, which is not counted",
+        made_cpu,
+        made_s,
+        f"{peak:.0f} MB {verdict('a day of usage, MB', peak)}",
+    )
+    began = cpu_s(), time.perf_counter()
+    tables.compact(DAY)
+    say("  compact", cpu_s() - began[0], time.perf_counter() - began[1], f"{peak_mb():.0f} MB")
+
+
+def month(folder: Path, devices: int) -> None:
+    """30 days of hours, each with jobs of its own on 8 devices; then hours, energy and cost by three dimensions."""
+    tables = Tables(str(folder))
+    tables.create()
+    day_rows = hours(minutes(seen(devices, 0, 2)))
+    jobs = []
+    for number in range(30):
+        of_day = [
+            day_rows.with_columns(
+                day=pl.lit(DAY + timedelta(days=number)),
+                time_ns=pl.lit(DAY_NS + (24 * number + hour) * HOUR_NS),
+                job=pl.col("job") + f".{number}",
+            )
+            for hour in range(24)
+        ]
+        names = day_rows["job"].unique().drop_nulls().sort()
+        jobs.append(
+            pl.DataFrame({"job": names + f".{number}"}).with_columns(
+                day=pl.lit(DAY + timedelta(days=number)), valid_from_ns=pl.lit(DAY_NS + 24 * number * HOUR_NS),
+                division=pl.lit(f"division{number % 5}"), product=pl.lit(f"product{number % 7}"),
+                user=pl.lit(f"user{number}"),
+            )
+        )  # fmt: skip
+        tables.commit("hours", number, {"usage_hour": pl.concat(of_day), "jobs": jobs[-1]})
+    rows = day_rows.height * 24 * 30
+    prices = Prices(currency="EUR", per_kwh=0.3, co2_g_per_kwh=400, device_hour={"default": 2.0})
+    for _ in range(2):
+        began = cpu_s(), time.perf_counter()
+        owned = periods(tables.scan("jobs"), tables.scan("owners"))
+        result = attribution(tables.scan("usage_hour"), owned, ["division", "product", "user"], prices)
+        cpu, wall = cpu_s() - began[0], time.perf_counter() - began[1]
+        assert result.level(0)["device_ms"].item() == day_rows["device_ms"].sum() * 24 * 30
+    say(f"a month by owner: {rows:,} rows, {owned.height:,} jobs", cpu, wall, verdict("a month by owner", wall))
+
+
+def verdict(limit: str, value: float) -> str:
+    return f"limit {LIMITS[limit]:g}: {'held' if value <= LIMITS[limit] else 'NOT held'}"
+
+
+PARTS = {"kernels": kernel_rows, "usage": usage_day, "month": month}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--devices", type=int, default=8_000)
+    parser.add_argument("--here", help=argparse.SUPPRESS)  # the part to run in this process
+    options = parser.parse_args()
+    if options.here:
+        with tempfile.TemporaryDirectory() as folder:
+            PARTS[options.here](Path(folder), options.rows if options.here == "kernels" else options.devices)
+        return
+    for part in options.parts or PARTS:
+        arguments = ["--rows", str(options.rows), "--devices", str(options.devices), "--here", part]
+        subprocess.run([sys.executable, __file__, *arguments], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Asking the fleet's service: one connection that is kept, answers of a bounded size, no redirect followed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from traceloom.agent.uplink.messages import UplinkMessage
+from traceloom.errors import InputError, TraceloomError
+
+Message = TypeVar("Message")
+_MOST_ANSWER = 16 << 20
+_BLOCK = 1 << 20
+
+
+class ServiceError(TraceloomError):
+    """The service does not answer, or refuses. `status` is that of HTTP; 0 where there was none."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, slug: str, status: int = 0, hint: str = "") -> None:
+        super().__init__(message, slug=slug, hint=hint)
+        self.status = status
+
+
+class ServiceAddress(msgspec.Struct, frozen=True):
+    """Where a service is: `https://host:port/prefix`; without TLS on loopback alone."""
+
+    host: str
+    port: int
+    prefix: str
+    tls: bool
+
+    @classmethod
+    def of(cls, url: str) -> ServiceAddress:
+        """Read a URL.
+
+        Raises:
+            InputError: `wrong-config`: it is no such URL, or leads over a network without TLS.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise InputError(f"`{url}` is no address: {error}", slug="wrong-config") from error
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.query:
+            raise InputError(f"`{url}` is no address, as https://fleet.example:8443", slug="wrong-config")
+        tls = parts.scheme == "https"
+        if not tls and not _is_loopback(parts.hostname):
+            raise InputError(
+                f"`{url}` would send credentials over a network that others can listen to", slug="wrong-config",
+                hint="use https://",
+            )  # fmt: skip
+        return cls(parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class ServiceClient:
+    """Asks a service; used by one thread at a time.
+
+    Args:
+        url: Where it is.
+        ca: A file of certificates to trust instead of the system's.
+        credential: Shown with every question; "" before there is one.
+        timeout_s: How long an answer may take.
+
+    Raises:
+        InputError: `wrong-config`, as of `ServiceAddress.of`, or the certificates cannot be read.
+    """
+
+    def __init__(self, url: str, *, ca: str = "", credential: str = "", timeout_s: float = 10.0) -> None:
+        self.address = ServiceAddress.of(url)
+        self.url = url
+        self.credential = credential
+        self.timeout_s = timeout_s
+        self._connection: http.client.HTTPConnection | None = None
+        self._tls: ssl.SSLContext | None = None
+        if self.address.tls:
+            try:
+                self._tls = ssl.create_default_context(cafile=ca or None)
+            except OSError as error:
+                raise InputError(f"the certificates cannot be read: {error}", slug="wrong-config", where=ca) from error
+
+    def get(self, route: str, kind: type[Message]) -> Message:
+        """What is at a route.
+
+        Raises:
+            ServiceError: `no-service`: nobody answers; `service-unclear`: what comes is no answer of a service; the
+                service's own slug where it refuses.
+        """
+        return self._decoded(self._ask("GET", route, b"", {}), kind)
+
+    def post(self, route: str, body: UplinkMessage, kind: type[Message]) -> Message:
+        """Tell it something; errors as of `get`."""
+        content = msgspec.json.encode(body)
+        return self._decoded(self._ask("POST", route, content, {"Content-Type": "application/json"}), kind)
+
+    def put_file(self, route: str, path: Path, size: int) -> None:
+        """Send a file in pieces; errors as of `get`.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        with path.open("rb") as file:
+            headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+            self._ask("PUT", route, iter(lambda: file.read(_BLOCK), b""), headers)
+
+    def close(self) -> None:
+        """Let the connection go."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def abort(self) -> None:
+        """End what another thread waits for here; that thread gets an error."""
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, method: str, route: str, body: object, headers: dict[str, str]) -> bytes:
+        if self.credential:
+            headers = {**headers, "Authorization": f"Bearer {self.credential}"}
+        kept = self._connection is not None
+        try:
+            status, answer = self._exchange(method, route, body, headers)
+        except (http.client.HTTPException, OSError) as error:
+            self.close()
+            if (
+                kept
+                and isinstance(body, bytes)
+                and isinstance(error, (http.client.RemoteDisconnected, BrokenPipeError))
+            ):
+                # The service closed an idle connection. Every question is one that may be asked twice.
+                return self._ask(method, route, body, headers)
+            reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
+            raise ServiceError(f"the fleet's service does not answer: {reason}", slug="no-service") from error
+        if status < 300:
+            return answer
+        with contextlib.suppress(msgspec.DecodeError):
+            problem = msgspec.json.decode(answer, type=_Refusal).error
+            raise ServiceError(problem.message, slug=problem.slug, status=status, hint=problem.hint)
+        raise ServiceError(
+            f"the fleet's service answers {status} and gives no reason that is understood here",
+            slug="service-unclear", status=status,
+        )  # fmt: skip
+
+    def _exchange(self, method: str, route: str, body: object, headers: dict[str, str]) -> tuple[int, bytes]:
+        if self._connection is None:
+            host, port = self.address.host, self.address.port
+            if self._tls is not None:
+                self._connection = http.client.HTTPSConnection(host, port, timeout=self.timeout_s, context=self._tls)
+            else:
+                self._connection = http.client.HTTPConnection(host, port, timeout=self.timeout_s)
+        self._connection.request(method, f"{self.address.prefix}/api/v1/{route}", body or None, headers)  # type: ignore[arg-type]
+        response = self._connection.getresponse()
+        answer = response.read(_MOST_ANSWER + 1)
+        if len(answer) > _MOST_ANSWER:
+            raise http.client.HTTPException("an answer without end")
+        if response.will_close:
+            self.close()
+        return response.status, answer
+
+    def _decoded(self, answer: bytes, kind: type[Message]) -> Message:
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.DecodeError as error:
+            raise ServiceError(
+                f"what answers at {self.url} is no service of a fleet", slug="service-unclear"
+            ) from error
+
+
+class _Problem(msgspec.Struct):
+    slug: str
+    message: str
+    hint: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    error: _Problem

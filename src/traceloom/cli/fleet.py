@@ -1,0 +1,285 @@
+"""`traceloom fleet`: asks the fleet's service."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from traceloom import files
+from traceloom.cli import options as types
+from traceloom.cli.upload import add_server
+from traceloom.errors import CheckError, UsageError, unreadable
+from traceloom.model import units
+
+if TYPE_CHECKING:
+    from traceloom.collect.client import FleetClient
+
+DESCRIPTION = "Ask the fleet's service: what it has, whether it works, who may use it."
+EXAMPLES = """\
+examples:
+  traceloom fleet captures
+  traceloom fleet report c0123456789abcdef0123 -o report.html
+  traceloom fleet check
+
+What each can do: traceloom fleet token --help.
+"""
+
+
+class FleetAction(NamedTuple):
+    """What the fleet's verb can do: in a sentence, with examples, its options, and how it is done."""
+
+    text: str
+    examples: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and their options."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
+    for name, action in ACTIONS.items():
+        own = actions.add_parser(
+            name,
+            help=action.text,
+            description=f"{action.text[0].upper()}{action.text[1:]}.",
+            epilog=f"examples:\n{textwrap.indent(action.examples, '  ')}",
+            formatter_class=parser.formatter_class,
+        )
+        action.add_options(own)
+        add_server(own)
+        own.add_argument("--json", action="store_true", help="print the answer as JSON")
+        types.add_silence(own)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the action says; returns the exit code."""
+    return ACTIONS[args.action].run(args)
+
+
+def client_of(args: argparse.Namespace) -> FleetClient:
+    """Who asks the service that the options name.
+
+    Raises:
+        InputError: `unreadable`: the token's file.
+    """
+    from traceloom.collect.client import FleetClient
+
+    token = ""
+    if args.token_file is not None:
+        try:
+            token = args.token_file.read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as error:
+            raise unreadable(args.token_file, error) from error
+    return FleetClient(args.server, token)
+
+
+def _add_captures(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--job", metavar="JOB", default="", help="only of this job")
+    _add_most(parser)
+
+
+def _add_most(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--most", type=types.count, default=20, metavar="N", help="at most so many (default: 20)")
+
+
+def _captures(args: argparse.Namespace) -> int:
+    answer = client_of(args).get("captures", most=str(args.most), **({"job": args.job} if args.job else {}))
+    rows = [
+        (capture["id"], capture["day"], capture["job"] or "–", capture["state"], capture["uploader"])
+        for capture in answer["captures"]
+    ]
+    return _shown(args, answer, ("capture", "day", "job", "state", "by"), rows)
+
+
+def _hosts(args: argparse.Namespace) -> int:
+    answer = client_of(args).get("hosts")
+    rows = []
+    for host in answer["hosts"]:
+        error = host["clock_error_ns"]
+        clock = "–" if error is None else f"{host['clock_offset_ns'] / 1e9:+.3f} ±{error / 1e6:.1f} ms"
+        heard = "never" if host["heard_ns"] is None else "lost" if host["lost"] else "here"
+        devices = str(host["devices"]) + (f" ({host['stale_devices']} silent)" if host["stale_devices"] else "")
+        rows.append((host["host"], heard, devices, str(host["processes"]), ", ".join(host["jobs"]) or "–", clock))
+    return _shown(args, answer, ("host", "heard", "devices", "processes", "jobs", "clock"), rows)
+
+
+def _jobs(args: argparse.Namespace) -> int:
+    answer = client_of(args).get("jobs")
+    rows = [
+        (
+            job["job"], job["user"] or "–", ", ".join(job["hosts"]), f"{job['ranks']}/{job['world_size'] or '?'}",
+            f"{job['traceable']} of {job['processes']}",
+            "–" if job["steps_per_second"] is None else f"{job['steps_per_second']:.2f}",
+        )
+        for job in answer["jobs"]
+    ]  # fmt: skip
+    return _shown(args, answer, ("job", "user", "hosts", "ranks", "traceable", "steps/s"), rows)
+
+
+def _requests(args: argparse.Namespace) -> int:
+    answer = client_of(args).get("requests", most=str(args.most))
+    rows = [
+        (request["id"], request["wanted"]["job"], request["who"], request["state"], request["capture"] or "–")
+        for request in answer["requests"]
+    ]
+    return _shown(args, answer, ("request", "job", "by", "state", "capture"), rows)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("capture", metavar="CAPTURE", help="name of a capture, as `traceloom fleet captures` shows it")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the HTML file to write")
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+
+
+def _report(args: argparse.Namespace) -> int:
+    client = client_of(args)
+    client.timeout_s = 3600.0  # it may be rendered now
+    size = files.write(
+        args.output, lambda file: client.fetch(f"captures/{args.capture}/report", file), force=args.force
+    )
+    if args.json:
+        print(json.dumps({"report": str(args.output), "bytes": size}))
+    elif not args.quiet:
+        print(f"Wrote {args.output} ({units.size(size)}).")
+    return 0
+
+
+def _add_token(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", choices=("list", "add", "revoke", "enrol"),
+        help="what is to be done; enrol: a token by which a host joins the fleet, once",
+    )  # fmt: skip
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the token; of the host, with enrol (default: any)")
+    parser.add_argument(
+        "--role", choices=("viewer", "requester", "operator", "admin"), default="requester",
+        help="what it may do: read; upload too; all captures; all (default: requester)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--days",
+        type=types.positive,
+        metavar="N",
+        help="after so many days it expires (default: never; with enrol, one)",
+    )
+
+
+def _token(args: argparse.Namespace) -> int:
+    if args.what == "enrol":
+        answer = client_of(args).post("agents", {"host": args.name or "", "days": args.days or 1})
+        print(json.dumps(answer, indent=2) if args.json else answer["token"])
+        return 0
+    if (args.name is None) != (args.what == "list"):
+        needs = "needs no name" if args.what == "list" else "needs a name"
+        raise UsageError(f"`{args.what}` {needs}", slug="wrong-usage", hint="see traceloom fleet token --help")
+    client = client_of(args)
+    if args.what == "add":
+        answer = client.post("tokens", {"name": args.name, "role": args.role, "days": args.days or 0})
+        print(json.dumps(answer, indent=2) if args.json else answer["token"])
+        return 0
+    if args.what == "revoke":
+        answer = client.delete(f"tokens/{args.name}")
+        if args.json:
+            print(json.dumps(answer, indent=2))
+        elif not args.quiet:
+            print(f"{args.name} opens nothing any more.")
+        return 0
+    answer = client.get("tokens")
+    rows = [
+        (token["name"], token["role"], "revoked" if token["revoked_ns"] else _date(token["expires_ns"]))
+        for token in answer["tokens"]
+    ]
+    return _shown(args, answer, ("token", "role", "until"), rows)
+
+
+def _date(time_ns: int) -> str:
+    from datetime import datetime, timezone
+
+    return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).date().isoformat() if time_ns else "–"
+
+
+def _check(args: argparse.Namespace) -> int:
+    answer = client_of(args).get("check")
+    rows = [("✓" if check["works"] else "✗", check["name"], check["text"]) for check in answer["checks"]]
+    tasks = ", ".join(f"{count} {state}" for state, count in answer["tasks"].items() if count)
+    _shown(args, answer, ("", "part", ""), [*rows, ("", "tasks", tasks or "none yet")])
+    failed = [check for check in answer["checks"] if not check["works"]]
+    if failed:
+        names = ", ".join(dict.fromkeys(check["name"] for check in failed))
+        raise CheckError(f"not all works: {names}", slug="fleet-not-well", hint=failed[0]["help"])
+    return 0
+
+
+def _add_backfill(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--again", action="store_true", help="also what this version could not analyse")
+
+
+def _backfill(args: argparse.Namespace) -> int:
+    answer = client_of(args).post("backfill", {"again": args.again})
+    if args.json:
+        print(json.dumps(answer, indent=2))
+    elif not args.quiet:
+        print(f"{answer['captures']} captures wait for version {answer['version']}.")
+    return 0
+
+
+def _shown(args: argparse.Namespace, answer: Any, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    if args.json:
+        print(json.dumps(answer, indent=2))
+        return 0
+    from traceloom.harmless import harmless
+
+    texts = [[harmless(cell) for cell in row] for row in (heads, *rows)]
+    widths = [max(len(row[at]) for row in texts) for at in range(len(heads))]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    for row in texts:
+        print("  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()[:width])
+    return 0
+
+
+ACTIONS = {
+    "hosts": FleetAction(
+        "list hosts, whether they are there, and how far their clocks are off",
+        "traceloom fleet hosts\nthen: traceloom fleet token enrol, for one more", lambda _: None, _hosts,
+    ),
+    "jobs": FleetAction(
+        "list jobs that run now",
+        "traceloom fleet jobs\nthen: traceloom trace --server URL --job JOB --steps 3", lambda _: None, _jobs,
+    ),
+    "requests": FleetAction(
+        "list requests for traces, and how far they are",
+        "traceloom fleet requests --most 5\nthen: traceloom fleet report CAPTURE -o report.html",
+        _add_most, _requests,
+    ),
+    "captures": FleetAction(
+        "list captures and how far they are",
+        "traceloom fleet captures --job slurm-42\nthen: traceloom fleet report CAPTURE -o report.html",
+        _add_captures, _captures,
+    ),
+    "report": FleetAction(
+        "write the report of a capture to a file",
+        "traceloom fleet report c0123456789abcdef0123 -o report.html",
+        _add_report, _report,
+    ),
+    "token": FleetAction(
+        "make, list and revoke tokens",
+        "traceloom fleet token add ci --role requester --days 90 > ci.token\n"
+        "traceloom fleet token list\ntraceloom fleet token revoke ci\n"
+        "traceloom fleet token enrol node7 > node7.token",
+        _add_token, _token,
+    ),
+    "check": FleetAction(
+        "say what works, what does not, and which captures could not be analysed",
+        "traceloom fleet check\nthen: traceloom fleet backfill --again, once a cause is gone",
+        lambda _: None, _check,
+    ),
+    "backfill": FleetAction(
+        "have captures analysed again, by the version that the service has now",
+        "traceloom fleet backfill\nthen: traceloom fleet check",
+        _add_backfill, _backfill,
+    ),
+}  # fmt: skip

@@ -1,0 +1,133 @@
+"""`traceloom trace --server`: asks the fleet's service for a trace of a job on all of its hosts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from traceloom.collect.client import FleetClient
+from traceloom.errors import CaptureError, InputError, OutputError, PartialError, UsageError
+from traceloom.harmless import harmless
+
+_LOOK_S = 0.5
+_AWAY_S = 120.0  # that a service may take to be started again
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+
+
+def run(args: argparse.Namespace, client: FleetClient, wanted: dict[str, Any]) -> int:
+    """Ask, follow it to its end, and fetch the capture where `--output` says so; returns the exit code.
+
+    Raises:
+        UsageError: `wrong-usage`.
+        CaptureError: `nothing-traced`.
+        PartialError: `partly-traced`: some of it is missing.
+        OutputError: `file-exists`, `cannot-write`.
+    """
+    if args.list:
+        return _list(args, client)
+    if args.cancel:
+        answer = client.delete(f"requests/{args.cancel}")
+        print(json.dumps(answer, indent=2) if args.json else f"Request {answer['id']} is cancelled.")
+        return 0
+    if not args.job:
+        raise UsageError("a fleet traces jobs: --job JOB", slug="wrong-usage", hint="`traceloom fleet jobs` lists them")
+    output = Path(args.output) if args.output else None
+    if output is not None and (output.exists() or output.is_symlink()):
+        raise OutputError("there is something already", slug="file-exists", where=args.output, hint="name another -o")
+    request = client.post("requests", {"wanted": wanted, "choose": args.choose or ""})
+    try:
+        request = _watched(args, client, request)
+    except KeyboardInterrupt:
+        client.delete(f"requests/{request['id']}")
+        raise
+    if args.json:
+        print(json.dumps(request, indent=2))
+    if request["state"] in {"failed", "cancelled"}:
+        detail = request["detail"] or request["reason"] or request["state"]
+        raise CaptureError(f"nothing was traced: {detail}", slug="nothing-traced", hint=_hint(request))
+    if output is not None:
+        _download(client, request["capture"], output)
+    if not args.quiet and not args.json:
+        server = f" --server {shlex.quote(args.server)}" if args.server else ""
+        print(f"Capture {request['capture']} is in the fleet's store, analysed.")
+        print(f"Look: traceloom fleet report {request['capture']} -o report.html{server}")
+        if output is not None:
+            print(f"Look: traceloom report {shlex.quote(args.output)}")
+    if request["state"] == "partial":
+        raise PartialError(f"some of it was not traced: {request['detail']}", slug="partly-traced")
+    return 0
+
+
+def _hint(request: dict[str, Any]) -> str:
+    return "; ".join(f"{host['host']}: {host['detail']}" for host in request["hosts"] if host["detail"])[:500]
+
+
+def _watched(args: argparse.Namespace, client: FleetClient, request: dict[str, Any]) -> dict[str, Any]:
+    """Follow a request to its end; each change of it or of a host is a line."""
+    shown: dict[str, str] = {}
+    began, away_until = time.monotonic(), 0.0
+    while True:
+        lines = {"": request["state"]}
+        for host in request["hosts"]:
+            detail = f"  {host['detail']} ({host['reason']})" if host["detail"] else ""
+            lines[host["host"]] = f"{host['state']}{detail}"
+        for name, line in lines.items():
+            if shown.get(name) != line and not args.quiet:
+                text = f"{time.monotonic() - began:6.1f} s  {name or 'request':<16} {line}"
+                print(harmless(text), file=sys.stderr, flush=True)
+        shown = lines
+        if request["state"] in {"done", "partial", "failed", "cancelled"}:
+            return request
+        time.sleep(_LOOK_S)
+        try:
+            request = client.get(f"requests/{request['id']}")
+            away_until = 0.0
+        except InputError as error:
+            if error.slug not in {"no-service", "not-leading"} or (away_until and time.monotonic() > away_until):
+                raise
+            away_until = away_until or time.monotonic() + _AWAY_S
+
+
+def _download(client: FleetClient, capture: str, output: Path) -> None:
+    """Fetch all files of a capture beside the place where they go, and put them there at once."""
+    files = client.get(f"captures/{capture}")["files"]
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        try:
+            for name in files:
+                if _NAME.fullmatch(name):  # nothing of an answer leaves the directory
+                    with (folder / name).open("xb") as file:
+                        client.fetch(f"captures/{capture}/files/{name}", file)
+            folder.chmod(0o755)
+            folder.rename(output)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OutputError(f"the capture cannot be written: {reason}", slug="cannot-write", where=str(output)) from error
+
+
+def _list(args: argparse.Namespace, client: FleetClient) -> int:
+    requests = client.get("requests")["requests"]
+    if args.json:
+        print(json.dumps(requests, indent=2))
+        return 0
+    for request in requests:
+        asked = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        job = request["wanted"]["job"]
+        print(
+            harmless(f"{request['id']}  {asked}  {job}, by {request['who']}: {request['state']}  {request['capture']}")
+        )
+    if not requests:
+        print("No requests.")
+    return 0

@@ -1,0 +1,102 @@
+"""`traceloom serve`: the fleet's service."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from traceloom.cli import options as types
+from traceloom.errors import UsageError
+
+DESCRIPTION = (
+    "Run the fleet's service until Ctrl-C: it takes captures of whole jobs, analyses them by itself, and keeps their "
+    "files, reports and numbers. On a laptop it needs nothing else; state and files may lie in PostgreSQL and an "
+    "object store, and several services may share them."
+)
+EXAMPLES = """\
+examples:
+  traceloom serve                        all of it in ~/.local/share/traceloom
+  traceloom serve --store /data/fleet --workers 8
+  traceloom serve --store s3://bucket/fleet --state postgresql://fleet@db/fleet \\
+                  --address 0.0.0.0:9466 --certificate fleet.pem --key fleet.key
+then: traceloom upload run
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    parser.add_argument(
+        "--store", metavar="URL", default="",
+        help="where files and tables lie: a directory, s3://bucket/prefix, gs://..., az://... (default: this user's "
+        "data directory)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--state", metavar="URL", default="",
+        help="the database: a file of SQLite, or postgresql://USER@HOST/NAME (default: state.db in the store's "
+        "directory)",
+    )  # fmt: skip
+    parser.add_argument("--engine", metavar="ENGINE", default="processes", help="what analyses (default: processes)")
+    parser.add_argument("--workers", type=types.count, metavar="N", help="so many at once (default: cores but one)")
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", default="127.0.0.1:9466",
+        help="where it answers; beyond this host only with TLS (default: 127.0.0.1:9466)",
+    )  # fmt: skip
+    parser.add_argument("--certificate", metavar="FILE", default="", help="PEM file of its TLS certificate")
+    parser.add_argument("--key", metavar="FILE", default="", help="PEM file of its key, where that is another file")
+    types.add_silence(parser, "no line when it is ready")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; returns the exit code."""
+    import asyncio
+    import importlib.util
+    import logging
+
+    needed = ("sqlalchemy", "obstore", "deltalake", "starlette", "uvicorn", "prometheus_client")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"the service needs {', '.join(missing)}", slug="missing-packages", hint="pip install 'traceloom[fleet]'"
+        )
+    from platformdirs import user_data_path
+
+    from traceloom.agent.config import Tcp
+    from traceloom.collect.client import token_path
+    from traceloom.collect.executors import engine_of
+    from traceloom.collect.pipeline import COMMIT_S, LEASE_S
+    from traceloom.collect.service import Service, keep_local_token, serve
+    from traceloom.store.objects import Objects
+    from traceloom.store.state import State
+    from traceloom.store.tables import Tables
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    objects = Objects(args.store or str(user_data_path("traceloom") / "fleet"))
+    if not args.state and objects.directory is None:
+        raise UsageError(
+            "files in an object store need a state beside them", slug="wrong-usage",
+            hint="--state postgresql://USER@HOST/NAME, or a file of SQLite where one service runs",
+        )  # fmt: skip
+    state = State(args.state or str(Path(objects.directory or ".") / "state.db"))
+    tables = Tables(objects.url if objects.directory is None else str(objects.directory))
+    tables.create()
+    keep_local_token(state, token_path())
+    engine = engine_of(args.engine, args.workers)
+
+    def ready(url: str) -> None:
+        if not args.quiet:
+            print(f"The fleet's service answers at {url}, and keeps its files in {objects.url}.", flush=True)
+            print("Try: traceloom upload CAPTURE; traceloom fleet check", flush=True)
+
+    async def live() -> None:
+        service = Service(
+            state, objects, tables, engine, lease_s=LEASE_S, commit_s=COMMIT_S,
+            incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
+        )  # fmt: skip
+        await serve(service, Tcp(address=args.address, certificate=args.certificate, key=args.key), ready)
+
+    try:
+        asyncio.run(live())
+    finally:
+        engine.close()
+        state.close()
+    return 0

@@ -1,0 +1,1 @@
+"""The fleet's service: takes captures of whole jobs, has them analysed, and answers over HTTP."""

@@ -1,0 +1,132 @@
+"""The application of the service: the routes, and before them who asks, what they may, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as Endpoint
+
+from traceloom.agent.http.answers import RequestError
+from traceloom.agent.http.app import DOCUMENT_PATH, refusal_response, refusals
+from traceloom.agent.http.limits import Rates
+from traceloom.agent.http.openapi import document
+from traceloom.collect.host_routes import AGENTS, HOST_ROUTES
+from traceloom.collect.request_routes import REQUEST_ROUTES
+from traceloom.collect.routes import FLEET_ROUTES, FleetAsked, FleetRoute, may
+from traceloom.errors import TraceloomError
+from traceloom.store.state import TokenRecord
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from traceloom.collect.service import Service
+
+ROUTES = (*FLEET_ROUTES, *REQUEST_ROUTES, *HOST_ROUTES)
+_OPEN = {"/healthz"}
+_STRANGER = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
+_HINT = "come again later, or less often"
+
+
+class FleetGuard:
+    """In front of the routes: who asks, by their token, and whether they ask too often."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+        self.rates = Rates(service.limits.requests_per_second, hint=_HINT)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, and count it."""
+        code = 500
+
+        async def counted(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+            await send(message)
+
+        try:
+            scope["state"]["token"] = await self._token(scope, Headers(scope=scope))
+            await self.app(scope, receive, counted)
+        except RequestError as refusal:
+            await refusal_response(refusal)(scope, receive, counted)
+        except TraceloomError as error:
+            await refusal_response(unavailable(error))(scope, receive, counted)
+        finally:
+            self.service.requests.labels(scope["state"].get("route", "other"), code).inc()
+
+    async def _token(self, scope: Scope, headers: Headers) -> TokenRecord:
+        address = f"tcp {(scope['client'] or ('',))[0]}"
+        if scope["path"].startswith(AGENTS):  # hosts show a credential of their own, which their routes check
+            return _STRANGER
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            self.rates.take(address)
+            if scope["path"] in _OPEN:
+                return _STRANGER
+            raise RequestError(
+                401, "a token is needed", slug="unknown-token",
+                hint="send `Authorization: Bearer TOKEN`; `traceloom fleet token add` makes one",
+            )  # fmt: skip
+        token = await asyncio.to_thread(self.service.state.token, secret.strip())
+        if token is None:
+            self.rates.take(address)
+            raise RequestError(
+                401, "this token is none of ours, has expired or was revoked", slug="unknown-token",
+                hint="`traceloom fleet token add` makes one",
+            )  # fmt: skip
+        self.rates.take(f"token {token.name}")
+        return token
+
+
+def unavailable(error: TraceloomError) -> RequestError:
+    """A trouble of the state or a store, which the client need not know more of."""
+    return RequestError(503, error.message, slug=error.slug, hint="its administrator sees more", retry_s=5)
+
+
+def build_fleet_app(service: Service) -> ASGIApp:
+    """The application that answers for a service."""
+
+    def endpoint(route: FleetRoute) -> Callable[[Request], Awaitable[Response]]:
+        async def respond(request: Request) -> Response:
+            asked = FleetAsked(service, request)
+            request.state.route, request.state.what = route.path, f"{route.method} {request.url.path}"
+            if route.role is not None and not may(asked.token, route.role):
+                await asyncio.to_thread(service.state.note, asked.token.name, request.state.what, "not-allowed")
+                raise RequestError(
+                    403, f"this needs the role {route.role}, and the token has {asked.token.role}", slug="not-allowed"
+                )
+            try:
+                answer = await route.answers(asked)
+            except RequestError:
+                raise
+            except TraceloomError as error:
+                raise unavailable(error) from error
+            if isinstance(answer, Response):
+                return answer
+            return Response(msgspec.json.encode(answer), media_type="application/json")
+
+        return respond
+
+    described = msgspec.json.encode(
+        document(ROUTES, "Traceloom fleet", "Captures of whole jobs, analysed by themselves.")
+    )
+
+    async def openapi(_request: Request) -> Response:
+        return Response(described, media_type="application/json")
+
+    paths = [DOCUMENT_PATH, *(route.path for route in ROUTES)]
+    app = Starlette(
+        routes=[
+            Endpoint(DOCUMENT_PATH, openapi),
+            *(Endpoint(route.path, endpoint(route), methods=[route.method]) for route in ROUTES),
+        ],
+        exception_handlers=refusals(paths, "the service"),
+    )
+    return FleetGuard(app, service)

@@ -1,0 +1,205 @@
+"""Asking the service, and sending it captures; the standard library alone."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import shutil
+import ssl
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote, urlencode, urlsplit
+
+from platformdirs import user_config_path
+
+from traceloom.agent.client import answer_of
+from traceloom.errors import InputError, UsageError, unreadable
+from traceloom.files import open_regular
+
+SERVER = "http://127.0.0.1:9466"
+TOKEN_VARIABLE, SERVER_VARIABLE = "TRACELOOM_TOKEN", "TRACELOOM_SERVER"
+_READ = 1 << 20
+_UNSAFE = re.compile(r"[^A-Za-z0-9._@+=-]")
+
+
+def token_path() -> Path:
+    """Where a service of this user leaves the token for this user's commands."""
+    return user_config_path("traceloom") / "fleet-token"
+
+
+class FleetClient:
+    """Asks a service; one connection per question.
+
+    Args:
+        url: Its address, as `https://fleet.example.org`; "": that of the environment, else of this host.
+        token: What says who asks; "": that of the environment, else of the file that a service of this host left.
+        timeout_s: How long it may be silent.
+
+    Raises:
+        UsageError: `wrong-usage`: it is no address.
+    """
+
+    def __init__(self, url: str = "", token: str = "", timeout_s: float = 60.0) -> None:
+        self.url = (url or os.environ.get(SERVER_VARIABLE) or SERVER).rstrip("/")
+        self.timeout_s = timeout_s
+        if urlsplit(self.url).scheme not in {"http", "https"} or not urlsplit(self.url).hostname:
+            raise UsageError("a service has an address as http://127.0.0.1:9466", slug="wrong-usage", where=self.url)
+        self._token = token or os.environ.get(TOKEN_VARIABLE, "")
+        if not self._token and self.url.startswith(SERVER.rpartition(":")[0]):  # it is of no use elsewhere
+            try:
+                self._token = token_path().read_text(encoding="ascii", errors="replace").strip()
+            except OSError:  # the service says that a token is needed
+                self._token = ""
+
+    def get(self, route: str, **parameters: str) -> Any:
+        """What is at a route, as `captures`.
+
+        Raises:
+            InputError: `no-service`: nobody answers; the service's own slug where it refuses; `agent-unclear`.
+        """
+        return self._ask("GET", route, parameters)
+
+    def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Tell it something; errors as of `get`."""
+        return self._ask("POST", route, {}, json.dumps(body or {}).encode())
+
+    def delete(self, route: str) -> Any:
+        """Take something away; errors as of `get`."""
+        return self._ask("DELETE", route, {})
+
+    def fetch(self, route: str, to: BinaryIO) -> None:
+        """Write what is at a route to a file; errors as of `get`.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._ask("GET", route, {}, to=to)
+
+    def send(self, url: str, path: Path) -> None:
+        """PUT a file where the service said; errors as of `get`, and `upload-failed` of an object store."""
+        with open_regular(path) as file:
+            if url.startswith("/api/v1/"):
+                self._ask("PUT", url.removeprefix("/api/v1/"), {}, file)
+                return
+            status, text = self._exchange("PUT", url, file, {"Content-Length": str(path.stat().st_size)})
+        if status >= 300:
+            raise InputError(
+                f"the object store refuses the file with {status}", slug="upload-failed",
+                where=text[:200].decode("utf-8", "replace"),
+            )  # fmt: skip
+
+    def _ask(
+        self, method: str, route: str, parameters: Mapping[str, str], body: bytes | BinaryIO | None = None,
+        to: BinaryIO | None = None,
+    ) -> Any:  # fmt: skip
+        query = f"?{urlencode(parameters)}" if parameters else ""
+        headers = {"Content-Type": "application/json"} if isinstance(body, bytes) else {}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        if body is not None and not isinstance(body, bytes):
+            headers["Content-Length"] = str(os.fstat(body.fileno()).st_size)
+        status, text = self._exchange(method, f"{self.url}/api/v1/{quote(route)}{query}", body, headers, to)
+        return answer_of(status, text, self.url, "service") if status >= 400 or to is None else None
+
+    def _exchange(
+        self, method: str, url: str, body: bytes | BinaryIO | None, headers: Mapping[str, str],
+        to: BinaryIO | None = None,
+    ) -> tuple[int, bytes]:  # fmt: skip
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        connection = (
+            http.client.HTTPSConnection(
+                parts.hostname, parts.port, timeout=self.timeout_s, context=ssl.create_default_context()
+            )
+            if parts.scheme == "https"
+            else http.client.HTTPConnection(parts.hostname, parts.port, timeout=self.timeout_s)
+        )
+        connection.blocksize = _READ
+        where = parts._replace(query="").geturl()  # of a signed address the query is a secret
+        try:
+            connection.request(method, f"{parts.path}{'?' if parts.query else ''}{parts.query}", body, dict(headers))
+            response = connection.getresponse()
+            if to is not None and response.status < 400:
+                shutil.copyfileobj(response, to, _READ)
+                return response.status, b""
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise InputError(
+                f"the service does not answer: {reason.lower()}", slug="no-service", where=where,
+                hint="`traceloom serve` starts one; --server names its address",
+            ) from error  # fmt: skip
+        finally:
+            connection.close()
+
+
+def files_of(capture: Path) -> dict[str, Path]:
+    """The files that belong to a capture, by the names that they get in the store: a file, or a folder's files.
+
+    Names lose what is no letter, digit or one of `. _ - @ + =`; hidden files and folders within folders stay behind.
+
+    Raises:
+        InputError: `no-inputs`: there are none; `unreadable`.
+    """
+    try:
+        if not capture.is_dir():
+            return {_name(capture.name): capture}
+        paths = [*capture.iterdir()]
+        inside = [path for folder in paths if _counts(folder) and folder.is_dir() for path in folder.iterdir()]
+        files = [path for path in (*paths, *inside) if _counts(path) and path.is_file()]
+    except OSError as error:
+        raise unreadable(capture, error) from error
+    if not files:
+        raise InputError("there are no files to upload", slug="no-inputs", where=str(capture))
+    return {"/".join(_name(part) for part in path.relative_to(capture).parts): path for path in sorted(files)}
+
+
+def upload(
+    client: FleetClient, capture: Path, job: str = "", progress: Callable[[int, int], object] = lambda *_: None
+) -> Any:
+    """Send a capture: the service's answer about it. What is there already, of an upload that stopped, is not sent.
+
+    Args:
+        client: The service.
+        capture: A recorded run's folder, or a trace.
+        job: Whose it is; "": nobody says it.
+        progress: Called with bytes that are sent and bytes in all.
+
+    Raises:
+        InputError: As of `FleetClient.get` and `files_of`.
+    """
+    files = files_of(capture)
+    announced = [{"name": name, **_digest(path)} for name, path in files.items()]
+    answer = client.post("captures", {"files": announced, "job": job})
+    sizes = {entry["name"]: int(entry["size"]) for entry in announced}
+    sent = sum(sizes.values()) - sum(sizes[target["name"]] for target in answer["uploads"])
+    for target in answer["uploads"]:
+        client.send(target["url"], files[target["name"]])
+        sent += sizes[target["name"]]
+        progress(sent, sum(sizes.values()))
+    return client.post(f"captures/{answer['id']}/complete")
+
+
+def _counts(path: Path) -> bool:
+    return not path.name.startswith(".") and not path.is_symlink()
+
+
+def _name(text: str) -> str:
+    name = _UNSAFE.sub("_", text)[-190:]
+    return name if name[:1].isalnum() or name.startswith("_") else f"_{name}"
+
+
+def _digest(path: Path) -> dict[str, str | int]:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open_regular(path) as file:
+            while piece := file.read(_READ):
+                digest.update(piece)
+                size += len(piece)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return {"size": size, "sha256": digest.hexdigest()}

@@ -1,0 +1,371 @@
+"""The hosts of the fleet: who belongs, how each is, what it is to do, and what it sends.
+
+What hosts say is kept in memory as long as it is fresh; who belongs, requests and usage are in the state, so that a
+service that starts again goes on. Everything here runs in the service's loop; the state and files are used in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from traceloom.agent.http.answers import RequestError
+from traceloom.agent.requests.model import Wanted
+from traceloom.agent.uplink.messages import (
+    PROTOCOL,
+    Enrolled,
+    Enrolment,
+    Heartbeat,
+    HeartbeatAnswer,
+    HostFile,
+    HostProcess,
+    HostReport,
+    ReportAnswer,
+    UsageRow,
+    WorkAnswer,
+)
+from traceloom.collect.plan import FleetRequest, HostProgress, advanced, cancelled, planned, reported, work_of
+from traceloom.store.state import State
+
+LOG = logging.getLogger("traceloom.collect")
+FRESH_NS = 60_000_000_000  # a host that was silent for longer is lost
+LONGEST_WAIT_S = 30.0
+_MOST_FILE = 4 << 30
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_LOOK_S = 1.0
+Choice = Literal["", "slowest-and-median"]
+
+
+class HostNow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host said last, and when, by the service's clock."""
+
+    heartbeat: Heartbeat
+    received_ns: int
+
+
+class HostDesk:
+    """Talks to hosts.
+
+    Args:
+        state: Where hosts and requests are written down.
+        incoming: The directory for what hosts send: `incoming/REQUEST/HOST/`.
+        clock: Now, in ns since the epoch.
+
+    Attributes:
+        on_stitching: Called with a request whose parts are all there; the parts are joined and analysed by it.
+    """
+
+    def __init__(
+        self, state: State, incoming: Path, clock: Callable[[], int] = time.time_ns
+    ) -> None:  # fmt: skip
+        self.state, self.incoming, self.clock = state, incoming, clock
+        self.on_stitching: Callable[[FleetRequest], None] = lambda _: None
+        self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
+        self.now: dict[str, HostNow] = {}
+        self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
+        self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
+        self._changed = asyncio.Condition()
+        self._writing = asyncio.Lock()
+        self._closing = False
+        self._advancing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Go on with what is on record."""
+        self._closing = False
+        self.members, documents = await asyncio.to_thread(lambda: (self.state.hosts(), self.state.requests()))
+        requests = [msgspec.json.decode(document, type=FleetRequest) for document in reversed(documents)]
+        self.requests = {request.id: request for request in requests}
+        for request in requests:
+            if request.state in {"stitching", "analysing"}:
+                self.on_stitching(request)
+        self._advancing = asyncio.create_task(self._advance_for_ever(), name="requests of the fleet")
+
+    async def close(self) -> None:
+        """Stop; requests stay as they are. Hosts that wait for work are answered."""
+        self._closing = True
+        async with self._changed:
+            self._changed.notify_all()
+        if self._advancing is not None:
+            self._advancing.cancel()
+            await asyncio.gather(self._advancing, return_exceptions=True)
+
+    # Who belongs.
+
+    async def enrol(self, enrolment: Enrolment) -> Enrolled:
+        """Take a host into the fleet.
+
+        Raises:
+            RequestError: `unknown-token`; `host-exists`: another host has the name; `newer-agent`.
+        """
+        if enrolment.protocol > PROTOCOL:
+            raise RequestError(
+                400, f"this agent speaks protocol {enrolment.protocol}, the service {PROTOCOL}", slug="newer-agent",
+                hint="update the service first",
+            )  # fmt: skip
+        host = await asyncio.to_thread(self.state.take_enrolment, enrolment.token)
+        if host is None or host not in {"", enrolment.host}:
+            raise RequestError(
+                401, "this token is none of ours, was used, or has expired", slug="unknown-token",
+                hint="`traceloom fleet token --enrol` makes one",
+            )  # fmt: skip
+        if not host and enrolment.host in self.members:
+            raise RequestError(
+                409, f"there is a host `{enrolment.host}` already", slug="host-exists",
+                hint="a token for this host replaces it: `traceloom fleet token --enrol --host NAME`",
+            )  # fmt: skip
+        credential = secrets.token_urlsafe(32)
+        await asyncio.to_thread(self.state.put_host, enrolment.host, credential)
+        self.members[enrolment.host] = hashlib.sha256(credential.encode()).hexdigest()
+        return Enrolled(host=enrolment.host, credential=credential)
+
+    def check_host(self, host: str, credential: str) -> None:
+        """Check that the one who asks is this host.
+
+        Raises:
+            RequestError: `unknown-host`.
+        """
+        digest = hashlib.sha256(credential.encode()).hexdigest()
+        if not hmac.compare_digest(self.members.get(host, ""), digest):
+            raise RequestError(
+                401, "this host does not belong to the fleet", slug="unknown-host",
+                hint="enrol it with a new token, and remove fleet.json beside the agent's history",
+            )  # fmt: skip
+
+    # How hosts are.
+
+    async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        """Take how a host is, and its usage; what was sent before is acknowledged again."""
+        received_ns = self.clock()
+        self.now[host] = HostNow(heartbeat=heartbeat, received_ns=received_ns)
+        through = 0
+        if heartbeat.usage:
+            possible = possible_rows(heartbeat.usage, received_ns)
+            self.refused_rows[host] += len(heartbeat.usage) - len(possible)
+            minutes: dict[int, list[UsageRow]] = {row.minute: [] for row in heartbeat.usage}
+            for row in possible:
+                minutes[row.minute].append(row)
+            documents = {minute: msgspec.json.encode(rows).decode() for minute, rows in minutes.items()}
+            await asyncio.to_thread(self.state.add_usage, host, documents)
+            through = max(row.minute for row in heartbeat.usage)
+        return HeartbeatAnswer(received_ns=received_ns, answered_ns=self.clock(), usage_through=through)
+
+    def fresh(self) -> dict[str, HostNow]:
+        """Hosts that spoke of late."""
+        now_ns = self.clock()
+        return {host: now for host, now in self.now.items() if now_ns - now.received_ns < FRESH_NS}
+
+    def users_of(self, job: str) -> set[str]:
+        """Users whose processes a job has, as far as hosts say."""
+        processes = (process for now in self.fresh().values() for process in now.heartbeat.processes)
+        return {process.user for process in processes if process.job == job}
+
+    # Requests.
+
+    async def submit(self, wanted: Wanted, who: str, choice: Choice = "") -> FleetRequest:
+        """Take a request for a trace of the processes of a job, on all hosts that have some.
+
+        Raises:
+            RequestError: `wrong-request`; `no-such-job`: no host of late has such processes.
+        """
+        if not wanted.job:
+            raise RequestError(400, "of which job?", slug="wrong-request", hint="name a job")
+        if (wanted.steps is None) == (wanted.duration_s is None):
+            raise RequestError(400, "either steps or a duration", slug="wrong-request")
+        matching = matching_processes(self.fresh(), wanted)
+        if choice == "slowest-and-median":
+            matching = slowest_and_median(matching)
+            ranks = sorted({process.rank for of in matching.values() for process in of if process.rank is not None})
+            wanted = msgspec.structs.replace(wanted, ranks=tuple(ranks))
+        if not matching:
+            raise RequestError(
+                404, f"no host of late has such processes of `{wanted.job}`", slug="no-such-job",
+                hint="`traceloom fleet jobs` lists jobs",
+            )  # fmt: skip
+        now_ns = self.clock()
+        request = FleetRequest(id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted)
+        request = planned(request, matching, now_ns)
+        await self.put(request)
+        return request
+
+    async def cancel(self, request: str) -> None:
+        """Stop a request; hosts hear of it with their next question for work."""
+        await self.put(cancelled(self.requests[request], self.clock()))
+
+    async def put(self, request: FleetRequest) -> None:
+        """Set how far a request is, write it down, and tell everybody who waits for it."""
+        before = self.requests.get(request.id)
+        self.requests[request.id] = request
+        async with self._writing:  # in order; what has changed again meanwhile is written as it is now
+            now = self.requests[request.id]
+            document = msgspec.json.encode(now).decode()
+            await asyncio.to_thread(self.state.put_request, now.id, now.asked_ns, document, ended=now.ended)
+        if request.state == "stitching" and (before is None or before.state != "stitching"):
+            self.on_stitching(request)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def changes(self, request: str) -> AsyncIterator[FleetRequest]:
+        """The request now, and again after each change, until it has ended."""
+        while True:
+            now = self.requests[request]
+            yield now
+            if now.ended:
+                return
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.requests[request] is not now)  # noqa: B023
+
+    # Work.
+
+    async def work(self, host: str, version: str, wait_s: float) -> WorkAnswer:
+        """What a host is to do; waits while that is what the host knows (`version`) already."""
+        until = time.monotonic() + min(max(wait_s, 0.0), LONGEST_WAIT_S)
+        while True:
+            offers = (work_of(request, host) for request in self.requests.values())
+            work = [offer for offer in offers if offer is not None]
+            now = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:16]
+            left = until - time.monotonic()
+            if now != version or left <= 0 or self._closing:
+                return WorkAnswer(version=now, work=work)
+            async with self._changed:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), left)
+                except (asyncio.TimeoutError, TimeoutError):
+                    continue
+
+    async def report(self, host: str, request: str, report: HostReport) -> ReportAnswer:
+        """Take how far a host is; the files of it that are missing.
+
+        Raises:
+            RequestError: `no-such-request`: it has none such, or it has ended.
+        """
+        progress = self._progress(host, request)
+        missing: list[str] = []
+        if report.state in {"uploading", "uploaded"}:
+            files = report.files or progress.files
+            _check_files(files)
+            folder = self.incoming / request / host
+            missing = await asyncio.to_thread(lambda: [file.name for file in files if not _is_there(folder, file)])
+            if missing:
+                report = msgspec.structs.replace(report, state="uploading")
+        await self._advance(reported(self.requests[request], host, report, self.clock()))
+        return ReportAnswer(missing=missing)
+
+    async def take_file(self, host: str, request: str, name: str, content: AsyncIterator[bytes]) -> None:
+        """Take a file that a host has said; it counts only whole.
+
+        Raises:
+            RequestError: `no-such-request`; `no-such-file`: it was not said; `wrong-file`: it is another than was said.
+        """
+        files = {file.name: file for file in self._progress(host, request).files}
+        if name not in files:
+            raise RequestError(404, f"the host did not say that it has a file `{name}`", slug="no-such-file")
+        file = files[name]
+        folder = self.incoming / request / host
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        part = folder / f".{name}.{secrets.token_hex(4)}"
+        digest, size = hashlib.sha256(), 0
+        try:
+            with part.open("xb") as target:
+                async for piece in content:
+                    size += len(piece)
+                    if size > file.bytes:
+                        break
+                    digest.update(piece)
+                    await asyncio.to_thread(target.write, piece)
+            if size != file.bytes or digest.hexdigest() != file.sha256:
+                raise RequestError(400, f"`{name}` is not what the host said that it is", slug="wrong-file")
+            await asyncio.to_thread(part.replace, folder / name)
+        finally:
+            part.unlink(missing_ok=True)
+
+    # Inside.
+
+    def _progress(self, host: str, request: str) -> HostProgress:
+        now = self.requests.get(request)
+        if now is None or now.ended or host not in now.hosts:
+            raise RequestError(404, "this host has nothing to do for that request", slug="no-such-request")
+        return now.hosts[host]
+
+    async def _advance(self, request: FleetRequest) -> None:
+        """Write it down as far as it has come by now."""
+        now_ns = self.clock()
+        while (further := advanced(request, now_ns)) != request:
+            request = further
+        if request != self.requests.get(request.id):
+            await self.put(request)
+
+    async def _advance_for_ever(self) -> None:
+        while True:
+            for request in list(self.requests.values()):
+                if not request.ended:
+                    try:
+                        await self._advance(request)
+                    except Exception:  # one that cannot be written down now does not stop the others
+                        LOG.exception("request %s", request.id)
+            await asyncio.sleep(_LOOK_S)
+
+
+def matching_processes(hosts: Mapping[str, HostNow], wanted: Wanted) -> dict[str, list[HostProcess]]:
+    """Host -> its processes that a request is about: of the job, of the ranks, on the host that it names."""
+    matching = {
+        host: [
+            process
+            for process in now.heartbeat.processes
+            if process.job == wanted.job and (not wanted.ranks or process.rank in wanted.ranks)
+        ]
+        for host, now in hosts.items()
+        if wanted.host in {"", host}
+    }
+    return {host: processes for host, processes in matching.items() if processes}
+
+
+def slowest_and_median(matching: Mapping[str, list[HostProcess]]) -> dict[str, list[HostProcess]]:
+    """Of all ranks the one that steps slowest and one in the middle; those whose pace nobody knows do not count."""
+    paced = [
+        (process.steps_per_second, process.rank, host, process)
+        for host, processes in matching.items()
+        for process in processes
+        if process.steps_per_second is not None and process.rank is not None
+    ]
+    paced.sort(key=itemgetter(0, 1))
+    chosen: dict[str, list[HostProcess]] = defaultdict(list)
+    for at in sorted({0, len(paced) // 2} if paced else ()):
+        *_, host, process = paced[at]
+        chosen[host].append(process)
+    return dict(chosen)
+
+
+def possible_rows(rows: Sequence[UsageRow], now_ns: int) -> list[UsageRow]:
+    """Without minutes that have not been, or in which a device has more than 60,000 ms."""
+    spent: dict[tuple[int, str], int] = defaultdict(int)
+    for row in rows:
+        spent[row.minute, row.device] += row.device_ms
+    last = now_ns // 60_000_000_000 + 1
+    return [row for row in rows if row.minute <= last and spent[row.minute, row.device] <= 60_000]
+
+
+def _check_files(files: Iterable[HostFile]) -> None:
+    """Raises RequestError where a name or a size cannot be."""
+    names = set()
+    for file in files:
+        if not _FILE_NAME.fullmatch(file.name) or file.name in names or file.bytes > _MOST_FILE:
+            raise RequestError(400, f"a capture has no file `{file.name[:80]}`", slug="wrong-request")
+        names.add(file.name)
+
+
+def _is_there(folder: Path, file: HostFile) -> bool:
+    """Whether a file came; its content was checked when it did."""
+    path = folder / file.name
+    return path.is_file() and path.stat().st_size == file.bytes

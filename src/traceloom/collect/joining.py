@@ -1,0 +1,110 @@
+"""From what the hosts of a request sent to a capture of the store that the pipeline analyses."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+
+from traceloom import __version__
+from traceloom.collect.hosts import HostDesk
+from traceloom.collect.pipeline import Pipeline, folder_of
+from traceloom.collect.plan import FleetRequest, analysed, stitched
+from traceloom.collect.stitch import HostPart, stitch
+from traceloom.errors import TraceloomError
+from traceloom.files import sha256_of
+from traceloom.store.state import CaptureRecord, FileOfCapture
+
+LOG = logging.getLogger("traceloom.collect")
+_LOOK_S = 0.5
+
+
+class Joining:
+    """Joins the parts of requests, one after the other, and waits for their analysis.
+
+    Args:
+        desk: Knows requests, and where their parts lie.
+        pipeline: Analyses.
+    """
+
+    def __init__(self, desk: HostDesk, pipeline: Pipeline) -> None:
+        self.desk, self.pipeline = desk, pipeline
+        self._one = asyncio.Lock()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def take(self, request: FleetRequest) -> None:
+        """See to a request that is `stitching` or `analysing`."""
+        if request.id not in self._tasks:
+            task = asyncio.create_task(self._through(request), name=f"join {request.id}")
+            self._tasks[request.id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
+
+    async def close(self) -> None:
+        """Stop; requests go on when the service starts again."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _through(self, request: FleetRequest) -> None:
+        try:
+            if request.state == "stitching":
+                async with self._one:
+                    capture = await asyncio.to_thread(self._join, request)
+                request = stitched(request, capture, self.desk.clock())
+                await self.desk.put(request)
+            fault = await self._analysed(request.capture)
+        except TraceloomError as error:
+            fault = str(error)
+        except OSError as error:
+            LOG.exception("request %s", request.id)
+            fault = f"the service could not write: {error.strerror or error}"
+        await self.desk.put(analysed(request, self.desk.clock(), fault))
+        await asyncio.to_thread(shutil.rmtree, self.desk.incoming / request.id, ignore_errors=True)
+
+    async def _analysed(self, capture: str) -> str:
+        """Why the analysis of a capture failed for good; "" once its rows are in the tables."""
+        while True:
+            tasks = await asyncio.to_thread(self.pipeline.state.tasks, capture)
+            if tasks and tasks[-1].state == "committed":
+                return ""
+            if tasks and tasks[-1].state == "quarantined":
+                return tasks[-1].error or "it could not be analysed"
+            await asyncio.sleep(_LOOK_S)
+
+    def _join(self, request: FleetRequest) -> str:
+        """Stitch, and put the capture into the store; its name. Done again it gives the same."""
+        parts = [
+            HostPart(host=host, folder=self.desk.incoming / request.id / host, clock=progress.clock)
+            for host, progress in request.hosts.items()
+            if progress.state == "uploaded"
+        ]
+        day = datetime.fromtimestamp(request.asked_ns / 1e9, timezone.utc).date().isoformat()
+        asked = {
+            "id": request.id, "who": request.who, "asked_ns": request.asked_ns,
+            "wanted": msgspec.to_builtins(request.wanted),
+        }  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="traceloom-", dir=self.desk.incoming) as temporary:
+            whole = Path(temporary, "capture")
+            for fault in stitch(parts, whole, asked):
+                LOG.warning("request %s: %s", request.id, fault)
+            paths = sorted(whole.iterdir())
+            files = tuple(FileOfCapture(path.name, path.stat().st_size, sha256_of(path)) for path in paths)
+            record = CaptureRecord(
+                id=f"c{hashlib.sha256(request.id.encode()).hexdigest()[:20]}", day=day, job=request.wanted.job,
+                uploader=request.who, received_ns=self.desk.clock(), complete=False,
+                bytes=sum(file.size for file in files), files=files,
+            )  # fmt: skip
+            record = self.pipeline.state.add_capture(record)
+            if not record.complete:
+                for path in paths:
+                    self.pipeline.objects.put_file(f"{folder_of(record)}/{path.name}", path)
+                self.pipeline.state.complete_capture(record.id, __version__)
+                self.pipeline.look()
+        return record.id

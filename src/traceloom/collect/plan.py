@@ -1,0 +1,246 @@
+"""How a request for a trace of many hosts goes: from what its hosts say and the time, to the next state.
+
+`planned → announced → armed → running → collecting → stitching → analysing → done | partial | failed | cancelled`
+
+Everything here is a function of the request and the time, so that a service that starts again goes on where it was.
+Hosts that do not keep up are left out with a reason; the others do not wait for them beyond a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from traceloom.agent.requests.model import Target, Wanted
+from traceloom.agent.uplink.messages import HOST_ENDED, ArmedProcess, ClockOffset, HostFile, HostReport, HostWork
+
+FleetState = Literal[
+    "planned", "announced", "armed", "running", "collecting", "stitching", "analysing",
+    "done", "partial", "failed", "cancelled",
+]  # fmt: skip
+FLEET_ENDED = frozenset({"done", "partial", "failed", "cancelled"})
+
+_S = 1_000_000_000
+_ARM_NS = 30 * _S  # for the hosts to say that they are ready
+# Between the decision and the instant: a host hears of it at once, and its processes poll every second.
+_LEAD_NS = 6 * _S
+_READY_NS = 120 * _S  # that a host waits for processes to be ready, beyond the instant
+_DRAIN_NS = 120 * _S  # for files to be written and verified
+_UPLOAD_NS = 900 * _S
+_LONGEST_STEP_S = 60.0  # where nobody knows how long the steps of a job take
+
+
+class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a host is. `state` is "" until it has said something; `since_ns`: by the service's clock."""
+
+    state: str = ""
+    since_ns: int = 0
+    reason: str = ""
+    detail: str = ""
+    processes: list[ArmedProcess] = []
+    targets: list[Target] = []
+    files: list[HostFile] = []
+    clock: ClockOffset | None = None
+    at_ns: int = 0  # when it is to begin, by its own clock
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is expected of it."""
+        return self.state in HOST_ENDED
+
+
+class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for a trace of the processes of a job, on all hosts that have some.
+
+    `start_ns`: the common instant by the service's clock, 0 before it is set; `reason` and `detail`: why it failed, or
+    what is missing; `capture`: the result.
+    """
+
+    id: str
+    who: str
+    asked_ns: int
+    wanted: Wanted
+    hosts: dict[str, HostProgress] = {}
+    state: FleetState = "planned"
+    since_ns: int = 0
+    start_ns: int = 0
+    reason: str = ""
+    detail: str = ""
+    capture: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it changes no more."""
+        return self.state in FLEET_ENDED
+
+
+def planned(request: FleetRequest, hosts: Iterable[str], now_ns: int) -> FleetRequest:
+    """The request with the hosts that have processes of it."""
+    chosen = {host: HostProgress(since_ns=now_ns) for host in sorted(hosts)}
+    if not chosen:
+        return _to(request, "failed", now_ns, "no-such-job", "no host of the fleet has such processes")
+    return _to(replace(request, hosts=chosen), "announced", now_ns)
+
+
+def reported(request: FleetRequest, host: str, report: HostReport, now_ns: int) -> FleetRequest:
+    """The request with what a host says; what has ended stays as it ended."""
+    before = request.hosts[host]
+    if before.ended or request.ended:
+        return request
+    progress = HostProgress(
+        state=report.state, since_ns=before.since_ns if report.state == before.state else now_ns, reason=report.reason,
+        detail=report.detail, processes=report.processes or before.processes, targets=report.targets or before.targets,
+        files=report.files or before.files, clock=report.clock or before.clock, at_ns=before.at_ns,
+    )  # fmt: skip
+    return replace(request, hosts={**request.hosts, host: progress})
+
+
+def cancelled(request: FleetRequest, now_ns: int) -> FleetRequest:
+    """The request, which nobody wants any more."""
+    return request if request.ended else _to(request, "cancelled", now_ns, "cancelled", "it was cancelled")
+
+
+def advanced(request: FleetRequest, now_ns: int) -> FleetRequest:
+    """The request as far as it has come by now; apply until it stays the same.
+
+    `stitching` and `analysing` are left by `stitched` and `analysed`.
+    """
+    hosts = request.hosts
+    if request.state == "announced":
+        late = now_ns >= request.since_ns + _ARM_NS
+        open_hosts = {host: progress for host, progress in hosts.items() if not progress.ended}
+        ready = {host for host, progress in open_hosts.items() if _is_ready(progress)}
+        if late:
+            missing = {host: _left_out(progress) for host, progress in open_hosts.items() if progress.state != "armed"}
+            request = _failing(request, missing, now_ns)
+            ready |= open_hosts.keys() - missing.keys()  # some of its processes are ready, or will be
+        if not late and ready != open_hosts.keys():
+            return request
+        if not ready:
+            return _to(request, "failed", now_ns, "no-host", _names(request))
+        return _to(_with_instant(request, now_ns), "armed", now_ns)
+    if request.state in {"armed", "running"}:
+        overdue = {
+            host: ("deadline", "it did not end in time")
+            for host, progress in hosts.items()
+            if progress.state in {"armed", "running"} and now_ns >= request.start_ns + _expected_ns(request)
+        }
+        request = _failing(request, overdue, now_ns)
+        states = {progress.state for progress in request.hosts.values()}
+        if not states & {"armed", "running"}:
+            return _to(request, "collecting", now_ns)
+        if request.state == "armed" and (states & {"running", "uploading", "uploaded"}):
+            return _to(request, "running", now_ns)
+        return request
+    if request.state == "collecting":
+        overdue = {
+            host: ("upload-failed", "its files did not come in time")
+            for host, progress in hosts.items()
+            if not progress.ended and now_ns >= progress.since_ns + _UPLOAD_NS
+        }
+        request = _failing(request, overdue, now_ns)
+        if all(progress.ended for progress in request.hosts.values()):
+            if any(progress.state == "uploaded" for progress in request.hosts.values()):
+                return _to(request, "stitching", now_ns)
+            return _to(request, "failed", now_ns, "no-host", _names(request))
+    return request
+
+
+def stitched(request: FleetRequest, capture: str, now_ns: int) -> FleetRequest:
+    """The request whose parts have become a capture."""
+    return _to(replace(request, capture=capture), "analysing", now_ns)
+
+
+def analysed(request: FleetRequest, now_ns: int, fault: str = "") -> FleetRequest:
+    """The request whose capture is analysed, or cannot be (`fault`); `partial` where something of a host is missing."""
+    missing = _names(request)
+    if fault:
+        return _to(request, "partial" if request.capture else "failed", now_ns, "analysis-failed", fault)
+    return _to(request, "partial" if missing else "done", now_ns, "missing" if missing else "", missing)
+
+
+def work_of(request: FleetRequest, host: str) -> HostWork | None:
+    """What a host is to do now; None where it has nothing to do with the request any more."""
+    progress = request.hosts.get(host)
+    if progress is None or progress.ended or request.ended:
+        return None
+    wanted = replace(request.wanted, host="", at_ns=0)
+    if not request.start_ns:
+        return HostWork(request=request.id, step="arm", wanted=wanted)
+    return HostWork(request=request.id, step="start", wanted=wanted, at_ns=progress.at_ns)
+
+
+# Inside.
+
+
+def _to(request: FleetRequest, state: FleetState, now_ns: int, reason: str = "", detail: str = "") -> FleetRequest:
+    return replace(request, state=state, since_ns=now_ns, reason=reason, detail=detail)
+
+
+def _failing(request: FleetRequest, faults: Mapping[str, tuple[str, str]], now_ns: int) -> FleetRequest:
+    """The request without hosts that did not keep up."""
+    if not faults:
+        return request
+    ended = {
+        host: replace(request.hosts[host], state="failed", since_ns=now_ns, reason=reason, detail=detail)
+        for host, (reason, detail) in faults.items()
+    }
+    return replace(request, hosts={**request.hosts, **ended})
+
+
+def _is_ready(progress: HostProgress) -> bool:
+    return progress.state == "armed" and all(process.ready for process in progress.processes)
+
+
+def _left_out(progress: HostProgress) -> tuple[str, str]:
+    if not progress.state:
+        return "no-answer", "it did not say in time that it is ready"
+    return "not-armed", f"it was {progress.state} when the others began"
+
+
+def _with_instant(request: FleetRequest, now_ns: int) -> FleetRequest:
+    """The request with one instant for all, in each host's own clock.
+
+    A clock that is not known is taken as right: its host is not left out, and the capture says so.
+    """
+    errors = [progress.clock.error_ns for progress in request.hosts.values() if progress.clock is not None]
+    start_ns = now_ns + _LEAD_NS + max(errors, default=0)
+    hosts = {
+        host: replace(progress, at_ns=start_ns - (progress.clock.offset_ns if progress.clock is not None else 0))
+        for host, progress in request.hosts.items()
+    }
+    return replace(request, start_ns=start_ns, hosts=hosts)
+
+
+def _expected_ns(request: FleetRequest) -> int:
+    """How long after the instant a host may still be at it."""
+    seconds = request.wanted.duration_s
+    if seconds is None:
+        rates = [
+            process.steps_per_second
+            for progress in request.hosts.values()
+            for process in progress.processes
+            if process.steps_per_second
+        ]
+        seconds = (request.wanted.steps or 0) * min(2 / min(rates), _LONGEST_STEP_S) if rates else _LONGEST_STEP_S
+    return int(seconds * _S) + _READY_NS + _DRAIN_NS
+
+
+def _names(request: FleetRequest) -> str:
+    """What is missing, host by host, in a sentence; "" where nothing is."""
+    parts = []
+    for host, progress in request.hosts.items():
+        if progress.state != "uploaded":
+            parts.append(f"{host}: {progress.detail or progress.reason or progress.state or 'it said nothing'}")
+            continue
+        lost = [target for target in progress.targets if target.state != "kept"]
+        ranks = ", ".join(
+            f"{'process ' + str(target.pid) if target.rank is None else 'rank ' + str(target.rank)} ({target.profiler})"
+            for target in lost[:8]
+        )
+        if lost:
+            parts.append(f"{host}: {ranks}: {lost[0].detail or lost[0].reason}")
+    return "; ".join(parts)[:4000]

@@ -1,0 +1,283 @@
+"""The routes for who asks: hosts and jobs as they are now, and requests for traces of a whole job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.responses import Response, StreamingResponse
+
+from traceloom.agent.http.answers import HttpAnswer, RequestError
+from traceloom.agent.requests.model import Wanted
+from traceloom.agent.uplink.messages import HostProcess
+from traceloom.collect.hosts import Choice, HostNow
+from traceloom.collect.plan import FleetRequest, FleetState
+from traceloom.collect.routes import FleetAsked, FleetRoute, may
+
+_KEPT_ALIVE_S = 15.0
+
+
+class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A host and what it said last. `heard_ns`: when; null: not since the service started."""
+
+    host: str
+    heard_ns: int | None = None
+    lost: bool = True
+    version: str = ""
+    clock_offset_ns: int | None = None
+    clock_error_ns: int | None = None
+    devices: int = 0
+    stale_devices: int = 0
+    processes: int = 0
+    jobs: list[str] = []
+    trouble: dict[str, str] = {}
+
+
+class HostsAnswer(HttpAnswer, frozen=True):
+    """All hosts of the fleet, by name."""
+
+    hosts: list[HostAnswer]
+
+
+class FleetJobAnswer(HttpAnswer, frozen=True):
+    """A job that runs. `traceable`: how many of its processes are prepared for traces on demand."""
+
+    job: str
+    name: str
+    scheduler: str
+    user: str
+    framework: str
+    hosts: list[str]
+    processes: int
+    traceable: int
+    ranks: int
+    world_size: int | None
+    devices: int
+    steps_per_second: float | None
+
+
+class FleetJobsAnswer(HttpAnswer, frozen=True):
+    """Jobs that run now, by name."""
+
+    jobs: list[FleetJobAnswer]
+
+
+class RequestBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """A trace that is wanted of a job. `choose`: all that match, or only the slowest rank and one in the middle."""
+
+    wanted: Wanted
+    choose: Choice = ""
+
+
+class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a host is; `ranks`: of its processes."""
+
+    host: str
+    state: str
+    since_ns: int
+    reason: str = ""
+    detail: str = ""
+    ranks: list[int] = []
+    targets: list[str] = []  # rank and profiler, and how far each is
+
+
+class FleetRequestAnswer(HttpAnswer, frozen=True):
+    """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result."""
+
+    id: str
+    who: str
+    asked_ns: int
+    wanted: Wanted
+    state: FleetState
+    since_ns: int
+    start_ns: int
+    reason: str
+    detail: str
+    capture: str
+    hosts: list[HostOfRequest]
+
+
+class FleetRequestsAnswer(HttpAnswer, frozen=True):
+    """Requests, newest first."""
+
+    requests: list[FleetRequestAnswer]
+
+
+class RequestsParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """At most so many."""
+
+    most: Annotated[int, Meta(ge=1, le=1000)] = 50
+
+
+def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
+    """What is told of a request."""
+    hosts = []
+    for host, progress in request.hosts.items():
+        ranks = sorted({process.rank for process in progress.processes if process.rank is not None})
+        targets = [
+            f"{f'process {target.pid}' if target.rank is None else f'rank {target.rank}'} {target.profiler}: "
+            f"{target.state}" + (f" ({target.detail or target.reason})" if target.reason else "")
+            for target in progress.targets
+        ]
+        hosts.append(
+            HostOfRequest(
+                host=host,
+                state=progress.state or "asked",
+                since_ns=progress.since_ns,
+                reason=progress.reason,
+                detail=progress.detail,
+                ranks=ranks,
+                targets=targets,
+            )
+        )
+    return FleetRequestAnswer(
+        id=request.id, who=request.who, asked_ns=request.asked_ns, wanted=request.wanted, state=request.state,
+        since_ns=request.since_ns, start_ns=request.start_ns, reason=request.reason, detail=request.detail,
+        capture=request.capture, hosts=hosts,
+    )  # fmt: skip
+
+
+async def _hosts(asked: FleetAsked) -> HostsAnswer:
+    desk = asked.hosts()
+    fresh = desk.fresh()
+    return HostsAnswer(hosts=[_host(name, desk.now.get(name), lost=name not in fresh) for name in sorted(desk.members)])
+
+
+def _host(name: str, now: HostNow | None, *, lost: bool) -> HostAnswer:
+    if now is None:
+        return HostAnswer(host=name)
+    beat = now.heartbeat
+    return HostAnswer(
+        host=name, heard_ns=now.received_ns, lost=lost, version=beat.version,
+        clock_offset_ns=None if beat.clock is None else beat.clock.offset_ns,
+        clock_error_ns=None if beat.clock is None else beat.clock.error_ns,
+        devices=len(beat.devices), stale_devices=sum(bool(device.stale) for device in beat.devices),
+        processes=len(beat.processes), jobs=sorted({process.job for process in beat.processes if process.job}),
+        trouble=beat.trouble,
+    )  # fmt: skip
+
+
+async def _jobs(asked: FleetAsked) -> FleetJobsAnswer:
+    members: dict[str, list[tuple[str, HostProcess]]] = defaultdict(list)
+    for host, now in asked.hosts().fresh().items():
+        for process in now.heartbeat.processes:
+            if process.job:
+                members[process.job].append((host, process))
+    return FleetJobsAnswer(jobs=[_job(job, members[job]) for job in sorted(members)])
+
+
+def _job(job: str, members: list[tuple[str, HostProcess]]) -> FleetJobAnswer:
+    processes = [process for _, process in members]
+    rates = [process.steps_per_second for process in processes if process.steps_per_second is not None]
+    sizes = [process.world_size for process in processes if process.world_size is not None]
+
+    def first(name: str) -> str:
+        return next((text for process in processes if (text := getattr(process, name))), "")
+
+    return FleetJobAnswer(
+        job=job, name=first("job_name"), scheduler=first("scheduler"), user=first("user"),
+        framework=first("framework"), hosts=sorted({host for host, _ in members}), processes=len(processes),
+        traceable=sum(process.polls for process in processes),
+        ranks=len({process.rank for process in processes if process.rank is not None}),
+        world_size=max(sizes, default=None),
+        devices=len({(host, device) for host, process in members for device in process.devices}),
+        steps_per_second=min(rates, default=None),
+    )  # fmt: skip
+
+
+async def _requests(asked: FleetAsked) -> FleetRequestsAnswer:
+    try:
+        wanted = msgspec.convert(dict(asked.request.query_params), RequestsParameters, strict=False)
+    except msgspec.ValidationError as error:
+        raise RequestError(400, f"the request is wrong: {error}", slug="wrong-request") from error
+    newest = sorted(asked.hosts().requests.values(), key=lambda request: -request.asked_ns)[: wanted.most]
+    return FleetRequestsAnswer(requests=[answer_of_request(request) for request in newest])
+
+
+async def _submit(asked: FleetAsked) -> FleetRequestAnswer:
+    body = await asked.body(RequestBody)
+    desk = asked.hosts()
+    if not may(asked.token, "operator"):
+        users = desk.users_of(body.wanted.job)
+        if users - {asked.token.name, asked.token.name.partition("@")[0]}:
+            raise RequestError(
+                403, f"`{body.wanted.job}` is not the job of `{asked.token.name}`", slug="not-allowed",
+                hint="a token of a requester is called as its user is; an operator's traces all jobs",
+            )  # fmt: skip
+    request = await desk.submit(body.wanted, asked.token.name, body.choose)
+    await asked.note(request=request.id, job=body.wanted.job)
+    return answer_of_request(request)
+
+
+def _named(asked: FleetAsked) -> FleetRequest:
+    request = asked.hosts().requests.get(asked.request.path_params["id"])
+    if request is None:
+        raise RequestError(404, "there is no such request", slug="no-such-request", hint="`traceloom fleet requests`")
+    return request
+
+
+async def _request(asked: FleetAsked) -> FleetRequestAnswer:
+    return answer_of_request(_named(asked))
+
+
+async def _cancel(asked: FleetAsked) -> FleetRequestAnswer:
+    request = _named(asked)
+    if request.who != asked.token.name and not may(asked.token, "operator"):
+        raise RequestError(403, "another one asked for it", slug="not-allowed")
+    await asked.hosts().cancel(request.id)
+    await asked.note(request=request.id)
+    return answer_of_request(_named(asked))
+
+
+async def _events(asked: FleetAsked) -> Response:
+    request = _named(asked)
+
+    async def events() -> AsyncIterator[bytes]:
+        changes = asked.hosts().changes(request.id)
+        coming: asyncio.Future[FleetRequest] = asyncio.ensure_future(anext(changes))
+        try:
+            while True:
+                done, _ = await asyncio.wait({coming}, timeout=_KEPT_ALIVE_S)
+                if not done:
+                    yield b": alive\n\n"
+                    continue
+                try:
+                    now = coming.result()
+                except StopAsyncIteration:
+                    return
+                yield b"data: " + msgspec.json.encode(answer_of_request(now)) + b"\n\n"
+                coming = asyncio.ensure_future(anext(changes))
+        finally:
+            coming.cancel()
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+REQUEST_ROUTES = (
+    FleetRoute(path="/api/v1/hosts", summary="Hosts and how they are", answers=_hosts, answer=HostsAnswer),
+    FleetRoute(path="/api/v1/jobs", summary="Jobs that run now", answers=_jobs, answer=FleetJobsAnswer),
+    FleetRoute(
+        path="/api/v1/requests", summary="Requests for traces, newest first", answers=_requests,
+        answer=FleetRequestsAnswer, parameters=RequestsParameters, refuses=(400, 503),
+    ),
+    FleetRoute(
+        path="/api/v1/requests", summary="Ask for a trace of a job on all of its hosts", answers=_submit,
+        answer=FleetRequestAnswer, method="POST", body=RequestBody, role="requester", refuses=(400, 403, 404, 503),
+    ),
+    FleetRoute(
+        path="/api/v1/requests/{id}", summary="A request and how far it is", answers=_request,
+        answer=FleetRequestAnswer, refuses=(404, 503),
+    ),
+    FleetRoute(
+        path="/api/v1/requests/{id}", summary="Cancel a request", answers=_cancel, answer=FleetRequestAnswer,
+        method="DELETE", role="requester", refuses=(403, 404, 503),
+    ),
+    FleetRoute(
+        path="/api/v1/requests/{id}/events", summary="A request after each change, until it has ended",
+        answers=_events, content="text/event-stream", refuses=(404, 503),
+    ),
+)  # fmt: skip

@@ -1,0 +1,451 @@
+"""The routes of the service: a table of what there is, for whom, and what answers it.
+
+The loop never waits for a database or a store: whatever asks them runs in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from starlette.responses import Response, StreamingResponse
+
+from traceloom import __version__
+from traceloom.agent.http.answers import RequestError
+from traceloom.agent.http.limits import body_of
+from traceloom.collect import answers as forms
+from traceloom.collect.executors import TaskError
+from traceloom.collect.pipeline import folder_of
+from traceloom.errors import TraceloomError, UsageError
+from traceloom.store.objects import checked_name
+from traceloom.store.state import ROLES, CaptureRecord, FileOfCapture, Role, TaskRecord, TokenRecord
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from traceloom.collect.hosts import HostDesk
+    from traceloom.collect.service import Service
+
+Form = TypeVar("Form", bound=msgspec.Struct)
+T = TypeVar("T")
+
+BODY_BYTES = 32 << 20  # an announcement of the most files that a capture may have
+_UPLOAD_S = 3600  # how long a signed address works
+_WRITE = 1 << 20
+_PAGE_HEADERS = {
+    # The page is made of a stranger's trace: it may run its own scripts, and reach nothing of this service.
+    "Content-Security-Policy": "sandbox allow-scripts allow-downloads",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class FleetAsked:
+    """A request: who asks, and the service that knows."""
+
+    def __init__(self, service: Service, request: Request) -> None:
+        self.service, self.request = service, request
+        self.token: TokenRecord = request.state.token
+
+    async def body(self, kind: type[Form]) -> Form:
+        """The body of the request.
+
+        Raises:
+            RequestError: `too-large`, `wrong-request`, `too-slow`.
+        """
+        from starlette.requests import ClientDisconnect
+
+        declared = self.request.headers.get("content-length", "")
+        try:
+            body = await body_of(self.request.stream(), declared, BODY_BYTES, "send less at once")
+        except ClientDisconnect as error:
+            raise _gone() from error
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _wrong(str(error)) from error
+
+    async def capture(self) -> CaptureRecord:
+        """The capture that the path names.
+
+        Raises:
+            RequestError: `no-such-capture`.
+        """
+        capture = await asyncio.to_thread(self.service.state.capture, self.request.path_params["id"])
+        if capture is None:
+            raise RequestError(404, "there is no such capture", slug="no-such-capture")
+        return capture
+
+    async def own_capture(self) -> CaptureRecord:
+        """The same, for who announced it, or may do so for others.
+
+        Raises:
+            RequestError: `no-such-capture`, `not-allowed`.
+        """
+        capture = await self.capture()
+        if capture.uploader != self.token.name and not may(self.token, "operator"):
+            raise RequestError(403, "another one uploads this capture", slug="not-allowed")
+        return capture
+
+    def file_of(self, capture: CaptureRecord) -> FileOfCapture:
+        """The file of a capture that the path names.
+
+        Raises:
+            RequestError: `no-such-file`.
+        """
+        name = self.request.path_params["name"]
+        for file in capture.files:
+            if file.name == name:
+                return file
+        raise RequestError(404, "the capture has no such file", slug="no-such-file")
+
+    def hosts(self) -> HostDesk:
+        """What talks to hosts.
+
+        Raises:
+            RequestError: `not-leading`: another service of this state does; come again.
+        """
+        if self.service.hosts is None:
+            raise RequestError(503, "another service talks to hosts now", slug="not-leading", retry_s=2)
+        return self.service.hosts
+
+    async def note(self, **details: str) -> None:
+        """Add to the audit that it was done."""
+        await asyncio.to_thread(
+            self.service.state.note, self.token.name, self.request.state.what, "done", details
+        )  # fmt: skip
+
+
+class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """A route: what it is for, what it takes, what it gives, and which role it needs; None: it is for everybody."""
+
+    path: str
+    summary: str
+    answers: Callable[[FleetAsked], Awaitable[msgspec.Struct | Response]]
+    role: Role | None = "viewer"
+    answer: type[msgspec.Struct] | None = None
+    content: str = "application/json"  # of an answer that is no structure
+    method: str = "GET"
+    body: type[msgspec.Struct] | None = None
+    parameters: type[msgspec.Struct] | None = None
+    refuses: tuple[int, ...] = ()
+
+
+def may(token: TokenRecord, role: Role) -> bool:
+    """Whether a token may do what needs a role: each role may do what those before it may."""
+    return ROLES.index(token.role) >= ROLES.index(role)
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(400, f"the request is wrong: {message[:1].lower()}{message[1:]}", slug="wrong-request")
+
+
+def _gone() -> RequestError:
+    return RequestError(408, "the connection ended before the request did", slug="too-slow")
+
+
+@asynccontextmanager
+async def _in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Enter and leave what blocks."""
+    value = await asyncio.to_thread(manager.__enter__)
+    try:
+        yield value
+    except BaseException:
+        if not await asyncio.to_thread(manager.__exit__, *sys.exc_info()):
+            raise
+    else:
+        await asyncio.to_thread(manager.__exit__, None, None, None)
+
+
+async def _healthz(asked: FleetAsked) -> forms.FleetHealth:
+    try:
+        await asyncio.to_thread(asked.service.state.counts)
+    except TraceloomError as error:
+        raise RequestError(503, "the state does not answer", slug="not-healthy", hint="its log says more") from error
+    return forms.FleetHealth(healthy=True)
+
+
+async def _check(asked: FleetAsked) -> forms.FleetCheckAnswer:
+    return await asyncio.to_thread(asked.service.check)
+
+
+async def _announce(asked: FleetAsked) -> forms.AnnounceAnswer:
+    body = await asked.body(forms.AnnounceBody)
+    limits, names = asked.service.limits, [file.name for file in body.files]
+    try:
+        for name in names:
+            checked_name(name)
+    except UsageError as error:
+        raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+    # Where upper and lower case are the same, two files would be one.
+    folded = {name.casefold() for name in names}
+    folders = {name.rpartition("/")[0] for name in folded}
+    if len(folded) < len(names) or folders & folded or any(name.count("/") > 1 for name in names):
+        raise _wrong("a file is named twice, is a folder too, or lies deeper than one folder")
+    total = sum(file.size for file in body.files)
+    too_large = max(file.size for file in body.files) > limits.file_bytes or total > limits.capture_bytes
+    if too_large or len(names) > limits.files:
+        raise RequestError(
+            413,
+            f"a capture has at most {limits.files:,} files of {limits.file_bytes / 1e9:g} GB, "
+            f"{limits.capture_bytes / 1e9:g} GB in all",
+            slug="too-large", hint="record fewer ranks or steps",
+        )  # fmt: skip
+    now_ns = time.time_ns()
+    files = tuple(FileOfCapture(file.name, file.size, file.sha256) for file in sorted(body.files, key=lambda f: f.name))
+    # The same files of the same job by the same uploader are the same capture, so an upload can be tried again.
+    identity = msgspec.json.encode((asked.token.name, body.job, files))
+    capture = await asyncio.to_thread(
+        asked.service.state.add_capture,
+        CaptureRecord(
+            id=f"c{hashlib.sha256(identity).hexdigest()[:20]}",
+            day=datetime.fromtimestamp(now_ns / 1e9, timezone.utc).date().isoformat(),
+            job=body.job, uploader=asked.token.name, received_ns=now_ns, complete=False, bytes=total, files=files,
+        ),
+    )  # fmt: skip
+    if capture.complete:
+        return forms.AnnounceAnswer(id=capture.id, complete=True, uploads=[])
+
+    def missing() -> list[forms.UploadTarget]:
+        objects, targets = asked.service.objects, []
+        for file in capture.files:
+            name = f"{folder_of(capture)}/{file.name}"
+            if objects.size(name) != file.size:
+                url = objects.upload_url(name, _UPLOAD_S) or f"/api/v1/captures/{capture.id}/files/{file.name}"
+                targets.append(forms.UploadTarget(name=file.name, url=url))
+        return targets
+
+    uploads = await asyncio.to_thread(missing)
+    await asked.note(capture=capture.id)
+    return forms.AnnounceAnswer(id=capture.id, complete=False, uploads=uploads)
+
+
+async def _take_file(asked: FleetAsked) -> forms.FileAnswer:
+    from starlette.requests import ClientDisconnect
+
+    capture = await asked.own_capture()
+    file, objects = asked.file_of(capture), asked.service.objects
+    if objects.directory is None or capture.complete:
+        raise RequestError(409, "files of this capture are not taken here", slug="not-taken", hint="announce it again")
+    too_long = RequestError(413, f"the file is longer than the {file.size:,} bytes announced", slug="too-large")
+    declared = asked.request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > file.size:
+        raise too_long
+    digest, size, waiting = hashlib.sha256(), 0, bytearray()
+    async with _in_thread(objects.writing(f"{folder_of(capture)}/{file.name}")) as out:
+        try:
+            async for chunk in asked.request.stream():
+                size += len(chunk)
+                if size > file.size:
+                    raise too_long
+                digest.update(chunk)
+                waiting += chunk
+                if len(waiting) >= _WRITE:
+                    await asyncio.to_thread(out.write, bytes(waiting))
+                    waiting.clear()
+        except ClientDisconnect as error:
+            raise _gone() from error
+        if size != file.size or digest.hexdigest() != file.sha256:
+            raise RequestError(400, "the file is another than announced", slug="upload-differs", hint="send it again")
+        await asyncio.to_thread(out.write, bytes(waiting))
+    return forms.FileAnswer(name=file.name, size=size)
+
+
+async def _complete(asked: FleetAsked) -> forms.CaptureAnswer:
+    capture = await asked.own_capture()
+    service = asked.service
+
+    def finish() -> list[str]:
+        if capture.complete:
+            return []
+        wrong = []
+        for file in capture.files:
+            name = f"{folder_of(capture)}/{file.name}"
+            size = service.objects.size(name)
+            if size != file.size:
+                wrong.append(file.name)
+                if size is not None:  # a signed address takes what comes
+                    service.objects.delete(name)
+        if not wrong:
+            service.state.complete_capture(capture.id, __version__)
+            service.pipeline.look()
+        return wrong
+
+    wrong = await asyncio.to_thread(finish)
+    if wrong:
+        raise RequestError(
+            409, f"{len(wrong)} files are not there as announced, {wrong[0]} among them", slug="upload-incomplete",
+            hint="announce the capture again, and send what is asked for",
+        )  # fmt: skip
+    await asked.note(capture=capture.id)
+    return await _answer_of(asked, await asked.capture())
+
+
+async def _answer_of(asked: FleetAsked, capture: CaptureRecord) -> forms.CaptureAnswer:
+    return _capture_answer(capture, await asyncio.to_thread(asked.service.state.tasks, capture.id))
+
+
+def _capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> forms.CaptureAnswer:
+    return forms.CaptureAnswer(
+        id=capture.id,
+        day=capture.day,
+        job=capture.job,
+        uploader=capture.uploader,
+        received_ns=capture.received_ns,
+        bytes=capture.bytes,
+        state=tasks[-1].state if tasks else "",
+        tasks=[forms.TaskAnswer(version=t.version, state=t.state, attempts=t.attempts, error=t.error) for t in tasks],
+        files={file.name: file.size for file in capture.files},
+    )
+
+
+async def _capture(asked: FleetAsked) -> forms.CaptureAnswer:
+    return await _answer_of(asked, await asked.capture())
+
+
+async def _captures(asked: FleetAsked) -> forms.CapturesAnswer:
+    try:
+        wanted = msgspec.convert(dict(asked.request.query_params), forms.CapturesParameters, strict=False)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error)) from error
+
+    def rows() -> list[forms.CaptureAnswer]:
+        state = asked.service.state
+        captures = state.captures(job=wanted.job, before_ns=wanted.before_ns, most=wanted.most)
+        tasks = state.tasks(*(capture.id for capture in captures))
+        return [
+            _capture_answer(capture, [task for task in tasks if task.capture == capture.id]) for capture in captures
+        ]
+
+    return forms.CapturesAnswer(captures=await asyncio.to_thread(rows))
+
+
+async def _file(asked: FleetAsked) -> Response:
+    capture = await asked.capture()
+    file = asked.file_of(capture)
+    name = f"{folder_of(capture)}/{file.name}"
+    if await asyncio.to_thread(asked.service.objects.size, name) is None:
+        raise RequestError(404, "the file has not arrived", slug="no-such-file")
+    headers = {"Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"'} | _PAGE_HEADERS
+    chunks = asked.service.objects.chunks(name)
+    return StreamingResponse(chunks, headers=headers, media_type="application/octet-stream")
+
+
+async def _report(asked: FleetAsked) -> Response:
+    capture = await asked.capture()
+    service = asked.service
+    tasks = await asyncio.to_thread(service.state.tasks, capture.id)
+    if not any(task.state in {"analysed", "committed"} for task in tasks):
+        error = tasks[-1].error if tasks else "its files are not all there"
+        raise RequestError(409, "the capture is not analysed" + (f": {error}" if error else ""), slug="not-analysed")
+    async with service.rendering:
+        try:
+            name = await asyncio.to_thread(service.pipeline.report, capture)
+        except TaskError as error:
+            raise RequestError(503, f"the report cannot be rendered: {error}", slug="not-rendered") from error
+    return StreamingResponse(service.objects.chunks(name), headers=_PAGE_HEADERS, media_type="text/html")
+
+
+async def _backfill(asked: FleetAsked) -> forms.BackfillAnswer:
+    body = await asked.body(forms.BackfillBody)
+    captures = await asyncio.to_thread(asked.service.state.backfill, __version__, again=body.again)
+    asked.service.pipeline.look()
+    await asked.note(captures=str(captures))
+    return forms.BackfillAnswer(version=__version__, captures=captures)
+
+
+async def _tokens(asked: FleetAsked) -> forms.TokensAnswer:
+    return forms.TokensAnswer(tokens=await asyncio.to_thread(asked.service.state.tokens))
+
+
+async def _add_token(asked: FleetAsked) -> forms.TokenAnswer:
+    body = await asked.body(forms.TokenBody)
+    try:
+        secret = await asyncio.to_thread(asked.service.state.add_token, body.name, body.role, days=body.days)
+    except UsageError as error:
+        raise RequestError(409, error.message, slug=error.slug, hint=error.hint) from error
+    await asked.note(token=body.name, role=body.role)
+    return forms.TokenAnswer(name=body.name, role=body.role, token=secret)
+
+
+async def _revoke(asked: FleetAsked) -> forms.RevokedAnswer:
+    name = asked.request.path_params["name"]
+    if not await asyncio.to_thread(asked.service.state.revoke_token, name):
+        raise RequestError(404, "there is no such token", slug="no-such-token")
+    await asked.note(token=name)
+    return forms.RevokedAnswer(name=name)
+
+
+async def _audit(asked: FleetAsked) -> forms.AuditAnswer:
+    return forms.AuditAnswer(entries=await asyncio.to_thread(asked.service.state.audit))
+
+
+async def _metrics(asked: FleetAsked) -> Response:
+    text = await asyncio.to_thread(asked.service.metrics)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+FLEET_ROUTES = (
+    FleetRoute(
+        path="/healthz", summary="Whether the service lives; needs no token", answers=_healthz, role=None,
+        answer=forms.FleetHealth, refuses=(503,),
+    ),
+    FleetRoute(path="/metrics", summary="The service's own series", answers=_metrics, content="text/plain"),
+    FleetRoute(
+        path="/api/v1/check", summary="What works and what does not", answers=_check, answer=forms.FleetCheckAnswer
+    ),
+    FleetRoute(
+        path="/api/v1/captures", summary="Captures, newest first", answers=_captures, answer=forms.CapturesAnswer,
+        parameters=forms.CapturesParameters, refuses=(400,),
+    ),
+    FleetRoute(
+        path="/api/v1/captures", summary="Announce a capture, and hear where its files go", answers=_announce,
+        answer=forms.AnnounceAnswer, method="POST", body=forms.AnnounceBody, role="requester", refuses=(400, 403, 413),
+    ),
+    FleetRoute(
+        path="/api/v1/captures/{id}", summary="A capture and how far it is", answers=_capture,
+        answer=forms.CaptureAnswer, refuses=(404,),
+    ),
+    FleetRoute(
+        path="/api/v1/captures/{id}/complete", summary="All files of a capture are there: analyse it",
+        answers=_complete, answer=forms.CaptureAnswer, method="POST", role="requester", refuses=(403, 404, 409),
+    ),
+    FleetRoute(
+        path="/api/v1/captures/{id}/files/{name:path}", summary="A file of a capture", answers=_file,
+        content="application/octet-stream", refuses=(404,),
+    ),
+    FleetRoute(
+        path="/api/v1/captures/{id}/files/{name:path}", summary="Send a file of a capture", answers=_take_file,
+        answer=forms.FileAnswer, method="PUT", role="requester", refuses=(400, 403, 404, 409, 413),
+    ),
+    FleetRoute(
+        path="/api/v1/captures/{id}/report", summary="The report of a capture, rendered when it is first asked for",
+        answers=_report, content="text/html", refuses=(404, 409, 503),
+    ),
+    FleetRoute(
+        path="/api/v1/backfill", summary="Analyse captures again with this version", answers=_backfill,
+        answer=forms.BackfillAnswer, method="POST", body=forms.BackfillBody, role="operator", refuses=(400, 403),
+    ),
+    FleetRoute(
+        path="/api/v1/tokens", summary="All tokens", answers=_tokens, answer=forms.TokensAnswer, role="admin",
+        refuses=(403,),
+    ),
+    FleetRoute(
+        path="/api/v1/tokens", summary="Make a token", answers=_add_token, answer=forms.TokenAnswer, method="POST",
+        body=forms.TokenBody, role="admin", refuses=(400, 403, 409),
+    ),
+    FleetRoute(
+        path="/api/v1/tokens/{name}", summary="Revoke a token", answers=_revoke, answer=forms.RevokedAnswer,
+        method="DELETE", role="admin", refuses=(403, 404),
+    ),
+    FleetRoute(
+        path="/api/v1/audit", summary="Who did what", answers=_audit, answer=forms.AuditAnswer, role="admin",
+        refuses=(403,),
+    ),
+)  # fmt: skip

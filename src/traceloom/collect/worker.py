@@ -1,0 +1,48 @@
+"""The process of tasks: lines of JSON come in and go out; it ends when whoever started it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import sys
+import threading
+from collections.abc import Callable, Mapping
+
+from traceloom.collect import tasks
+from traceloom.errors import InputError, TraceloomError, UsageError
+
+TASKS: Mapping[str, Callable[..., None]] = {"check": tasks.check, "analyse": tasks.analyse, "render": tasks.render}
+
+
+def main(known: Mapping[str, Callable[..., None]] = TASKS) -> None:
+    """Do tasks until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no answer
+    memory = json.loads(sys.stdin.readline())["memory_bytes"]
+    # What is allocated counts, not what is only mapped.
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)  # nobody waits for what is being done
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        job = json.loads(lines.get())
+        answer: dict[str, object] = {}
+        try:
+            known[job["task"]](**job["arguments"])
+        except MemoryError:
+            answer = {"error": f"`{job['task']}` needs more than {memory / 1e9:.1f} GB of memory", "final": False}
+        except TraceloomError as error:
+            refused = isinstance(error, (InputError, UsageError)) and error.slug != "unreadable"
+            answer = {"error": f"{error} [{error.slug}]", "final": refused}
+        except Exception as error:  # noqa: BLE001  (said where it was asked for)
+            answer = {"error": f"{type(error).__name__}: {error}", "final": False}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()

@@ -1,0 +1,102 @@
+"""Which hosts and ranks are slower than their peers?
+
+A host is held against other hosts that ran the same kernels on the same shapes and model of device; a rank against the
+other ranks of its job. What is compared is the logarithm of a time over the median of the peers, so that nothing has to
+be known of how long anything should take. The distance is a robust z: over 1.4826 times the median of the distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom.model.result import Result
+
+LEAST_PEERS = 4
+"""Hosts, or ranks, that have to be compared."""
+
+FAR = 3.5
+"""The robust z from which on one is an outlier (Iglewicz and Hoaglin, 1993)."""
+
+LEAST_RATIO = 1.05
+"""... if it is slower than its peers by this as well: alike peers make any difference a far one."""
+
+_LEAST_SCATTER = 0.005
+_ROBUST = 1.4826  # of the median distance: the standard deviation, where values are normal
+
+
+@dataclass(frozen=True)
+class Outliers(Result):
+    """Hosts and ranks against their peers.
+
+    Attributes:
+        hosts: The slowest first: host, device_model, ratio (the median over its kernels of its mean duration over the
+            median of the hosts), z, outlier, kernels (kernels and shapes that at least 4 hosts ran), jobs (that ran
+            there).
+        ranks: The slowest first: job, rank, host (of the last capture), ratio (the median over captures of the time in
+            which its compute kernels run, over the median of the ranks), z, outlier, captures.
+    """
+
+    hosts: pl.DataFrame
+    ranks: pl.DataFrame
+
+
+def outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFrame) -> Outliers:
+    """Compare hosts and ranks.
+
+    Args:
+        kernels: Rows of this table.
+        captures: The same, of the same days.
+        devices: The same.
+    """
+    where = devices.select("capture", "rank", "host").unique(["capture", "rank"]).filter(pl.col("host").is_not_null())
+    jobs = captures.select("capture", job=pl.coalesce("job", "capture"))
+    keys = ["kernel", "shapes", "device_model"]
+    # A job may do less work of the same shape than another, but not shorter: the median over jobs counts.
+    means = (
+        kernels.filter(pl.col("count") > 0, pl.col("total_ns") > 0)
+        .join(where, on=["capture", "rank"], nulls_equal=True)
+        .join(jobs, on="capture")
+        .group_by(*keys, "host", "job")
+        .agg(mean=pl.col("total_ns").sum() / pl.col("count").sum())
+        .group_by(*keys, "host")
+        .agg(pl.col("mean").median())
+        .with_columns(distance=(pl.col("mean") / pl.col("mean").median().over(keys)).log(), peers=pl.len().over(keys))
+        .filter(pl.col("peers") >= LEAST_PEERS)
+    )
+    of_hosts = means.group_by("host", "device_model").agg(pl.col("distance").median(), kernels=pl.len())
+    ran = where.join(jobs, on="capture").group_by("host").agg(jobs=pl.col("job").n_unique())
+    hosts = _judged(of_hosts.join(ran, on="host"), ["device_model"])
+
+    times = devices.filter(pl.col("rank").is_not_null()).group_by("capture", "rank").agg(
+        pl.col("compute_ns").sum(), pl.col("host").last()
+    ).filter(pl.col("compute_ns") > 0)  # fmt: skip
+    of_ranks = (
+        times.with_columns(distance=(pl.col("compute_ns") / pl.col("compute_ns").median().over("capture")).log())
+        .join(captures.select("capture", "start_ns", job=pl.coalesce("job", "capture")), on="capture")
+        .sort("start_ns")
+        .group_by("job", "rank")
+        .agg(pl.col("distance").median(), pl.col("host").last(), captures=pl.len())
+    )
+    ranks = _judged(of_ranks, ["job"])
+    return Outliers(
+        hosts.select("host", "device_model", "ratio", "z", "outlier", "kernels", "jobs"),
+        ranks.select("job", "rank", "host", "ratio", "z", "outlier", "captures"),
+    )
+
+
+def _judged(scores: pl.LazyFrame, peers: Sequence[str]) -> pl.DataFrame:
+    """Each against its peers, the slowest first; those with too few peers are left out."""
+    distance = pl.col("distance")
+    off = distance - distance.median().over(peers)
+    scatter = (off.abs().median().over(peers) * _ROBUST).clip(lower_bound=_LEAST_SCATTER)
+    return (
+        scores.with_columns(count=pl.len().over(peers))
+        .filter(pl.col("count") >= LEAST_PEERS)
+        .with_columns(z=off / scatter, ratio=off.exp())
+        .with_columns(outlier=(pl.col("z") >= FAR) & (pl.col("ratio") >= LEAST_RATIO))
+        .collect()
+        .sort("z", *peers, descending=[True, *(False for _ in peers)])
+    )

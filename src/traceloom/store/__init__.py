@@ -1,0 +1,1 @@
+"""What a fleet keeps: tables of numbers for months, beside the state and the files of the service."""

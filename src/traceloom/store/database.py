@@ -1,0 +1,152 @@
+"""The database that the service's state is in: SQLite or PostgreSQL, brought to this version's schema.
+
+Every method of the state is one transaction, and blocks: call it in a thread. Instants are of the database's clock
+where several services share it, so that hosts whose clocks differ agree on what a lease is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from traceloom.errors import InputError, OutputError, UsageError, newer_format
+from traceloom.store.migrations import MIGRATIONS, VERSION
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, RowMapping
+
+_BUSY_MS = 10_000  # how long SQLite waits for another writer
+
+
+class StateDatabase:
+    """The database, brought to this version's schema.
+
+    Args:
+        url: As of SQLAlchemy, `sqlite:///PATH` or `postgresql://USER@HOST/DATABASE`; or the path of a SQLite file.
+
+    Raises:
+        InputError: `no-extra`; `newer-format`: a later version made it.
+        OutputError: `state-busy`, `state-unusable`.
+        UsageError: `wrong-usage`: another kind of database.
+
+    Attributes:
+        identity: By which the tables tell the batches of this state from those of another.
+        where: Its address, without a password.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import sqlalchemy
+        except ImportError as error:
+            hint = "pip install 'traceloom[fleet]'"
+            raise InputError("the state of a fleet needs SQLAlchemy", slug="no-extra", hint=hint) from error
+        try:
+            address = sqlalchemy.make_url(url if "://" in url else f"sqlite:///{url}")
+            if address.drivername == "postgresql":
+                address = address.set(drivername="postgresql+psycopg")
+            if address.get_backend_name() not in MIGRATIONS:
+                raise UsageError("the state is kept in SQLite or PostgreSQL", slug="wrong-usage", where=url[:80])
+            self._engine = sqlalchemy.create_engine(address, pool_pre_ping=True)
+        except (sqlalchemy.exc.ArgumentError, ImportError) as error:
+            raise UsageError(f"this is no address of a database here: {error}", slug="wrong-usage") from error
+        self.where = address.render_as_string(hide_password=True)
+        self._lite = address.get_backend_name() == "sqlite"
+        self._text = sqlalchemy.text
+        if self._lite:
+            if address.database:
+                try:
+                    Path(address.database).parent.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise _unusable(error.strerror or str(error), self.where) from error
+            sqlalchemy.event.listen(self._engine, "connect", _prepare_sqlite)
+            sqlalchemy.event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql(_BEGIN))
+        try:
+            self._migrate()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._engine.dispose()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        from sqlalchemy.exc import DBAPIError
+
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except DBAPIError as error:
+            reason = str(error.orig).partition("\n")[0]
+            if "locked" in reason:
+                raise OutputError(
+                    "another process keeps the database locked", slug="state-busy", where=self.where,
+                    hint="try again; a backup or a shell may hold it",
+                ) from error  # fmt: skip
+            raise _unusable(reason, self.where) from error
+
+    def _rows(self, connection: Connection, statement: str, **values: object) -> Sequence[RowMapping]:
+        return connection.execute(self._text(statement), values).mappings().all()
+
+    def _change(self, connection: Connection, statement: str, **values: object) -> int:
+        return connection.execute(self._text(statement), values).rowcount
+
+    def _now_ns(self, connection: Connection) -> int:
+        if self._lite:  # which processes of one host share
+            return time.time_ns()
+        [row] = self._rows(connection, "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1e9 AS BIGINT) AS now")
+        return cast("int", row["now"])
+
+    def _migrate(self) -> None:
+        with self._transaction() as connection:
+            if not self._lite:  # two services may start at once
+                connection.exec_driver_sql("SELECT pg_advisory_xact_lock(74661020)")
+            self._change(
+                connection,
+                "CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL, identity TEXT NOT NULL)",
+            )
+            rows = self._rows(connection, "SELECT version FROM schema_version")
+            version = rows[0]["version"] if rows else 0
+            if version > VERSION:
+                raise newer_format("state", version, VERSION, self.where)
+            for step in MIGRATIONS[self._engine.dialect.name][version:]:
+                for statement in step:
+                    connection.exec_driver_sql(statement)
+            if not rows:
+                statement = "INSERT INTO schema_version (version, identity) VALUES (:version, :identity)"
+                self._change(connection, statement, version=VERSION, identity=secrets.token_hex(8))
+            elif version < VERSION:
+                self._change(connection, "UPDATE schema_version SET version = :version", version=VERSION)
+            [row] = self._rows(connection, "SELECT identity FROM schema_version")
+            self.identity: str = row["identity"]
+
+
+_BEGIN = "BEGIN IMMEDIATE"  # a transaction that reads and then writes would else be refused, not made to wait
+
+
+def _prepare_sqlite(connection: object, _record: object) -> None:
+    import sqlite3
+
+    assert isinstance(connection, sqlite3.Connection)
+    connection.isolation_level = None  # transactions begin where SQLAlchemy says so
+    connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _unusable(reason: str, where: str) -> OutputError:
+    return OutputError(
+        f"the state of the service cannot be used: {reason.lower()}", slug="state-unusable", where=where,
+        hint="it needs a disk with room that it may write to, or a PostgreSQL that answers",
+    )  # fmt: skip
+
+
+def secret_hash(secret: str) -> str:
+    """What is kept of a secret: its SHA-256, in hexadecimal."""
+    return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,0 +1,144 @@
+"""What the state knows of hosts: which belong to the fleet, requests for traces of them, and usage that waits."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from traceloom.store.database import StateDatabase, secret_hash
+
+
+class WaitingMinute(NamedTuple):
+    """What a host used in a minute since 1970, as text; of the minutes before it, from `since` on, it says nothing."""
+
+    host: str
+    minute: int
+    since: int
+    document: str
+
+
+class HostState(StateDatabase):
+    """Hosts, their requests, and their minutes of usage until these are in the tables."""
+
+    def add_enrolment(self, host: str, days: float) -> str:
+        """Make a token by which a host joins the fleet, once: this one, or any where `host` is ""."""
+        secret = f"tle_{secrets.token_urlsafe(32)}"
+        with self._transaction() as connection:
+            self._change(
+                connection, "INSERT INTO enrolments (sha256, host, expires_ns) VALUES (:sha256, :host, :expires)",
+                sha256=secret_hash(secret), host=host, expires=time.time_ns() + int(days * 86_400e9),
+            )  # fmt: skip
+        return secret
+
+    def take_enrolment(self, secret: str) -> str | None:
+        """Use up a token of enrolment: the host that it is for ("" any), None where it is none or has expired."""
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT * FROM enrolments WHERE sha256 = :sha256", sha256=secret_hash(secret))
+            if not self._change(
+                connection, "DELETE FROM enrolments WHERE sha256 = :sha256", sha256=secret_hash(secret)
+            ):
+                return None
+            return str(rows[0]["host"]) if rows[0]["expires_ns"] > time.time_ns() else None
+
+    def put_host(self, host: str, secret: str) -> None:
+        """A host belongs to the fleet, and shows this secret from now on."""
+        with self._transaction() as connection:
+            self._change(
+                connection,
+                "INSERT INTO hosts (host, sha256, enrolled_ns, usage_through) VALUES (:host, :sha256, :now, 0) "
+                "ON CONFLICT (host) DO UPDATE SET sha256 = :sha256, enrolled_ns = :now",
+                host=host, sha256=secret_hash(secret), now=time.time_ns(),
+            )  # fmt: skip
+
+    def remove_host(self, host: str) -> bool:
+        """Let a host belong to the fleet no more; False where it did not."""
+        with self._transaction() as connection:
+            return bool(self._change(connection, "DELETE FROM hosts WHERE host = :host", host=host))
+
+    def hosts(self) -> dict[str, str]:
+        """Host -> SHA-256 of the secret that it shows."""
+        with self._transaction() as connection:
+            return {row["host"]: row["sha256"] for row in self._rows(connection, "SELECT * FROM hosts")}
+
+    # requests for traces
+
+    def put_request(self, name: str, asked_ns: int, document: str, *, ended: bool) -> None:
+        """Write down how far a request is."""
+        with self._transaction() as connection:
+            self._change(
+                connection,
+                "INSERT INTO requests (id, asked_ns, ended, document) VALUES (:id, :asked, :ended, :document) "
+                "ON CONFLICT (id) DO UPDATE SET ended = :ended, document = :document",
+                id=name, asked=asked_ns, ended=int(ended), document=document,
+            )  # fmt: skip
+
+    def requests(self, *, most: int = 100) -> list[str]:
+        """Documents of requests, newest first: all that have not ended, and of the others the last ones."""
+        with self._transaction() as connection:
+            rows = self._rows(
+                connection, "SELECT document FROM requests ORDER BY ended, asked_ns DESC LIMIT :most", most=most
+            )
+            return [row["document"] for row in rows]
+
+    # usage that waits to be put into the tables
+
+    def add_usage(self, host: str, minutes: Mapping[int, str]) -> None:
+        """Keep a host's minutes until they are in the tables; they come in order, so earlier ones are there.
+
+        Args:
+            host: Belongs to the fleet.
+            minutes: Minute since 1970 -> its rows, as text.
+        """
+        with self._transaction() as connection:
+            [row] = self._rows(connection, "SELECT usage_through FROM hosts WHERE host = :host", host=host)
+            through = row["usage_through"]
+            for minute in sorted(minutes):
+                if minute <= through:
+                    continue
+                self._change(
+                    connection,
+                    "INSERT INTO usage_waiting (host, minute, since, document) "
+                    "VALUES (:host, :minute, :since, :document)",
+                    host=host, minute=minute, since=through + 1 if through else minute, document=minutes[minute],
+                )  # fmt: skip
+                through = minute
+            self._change(
+                connection, "UPDATE hosts SET usage_through = :through WHERE host = :host", host=host, through=through
+            )
+
+    def open_usage(self, most: int) -> tuple[int, list[WaitingMinute]] | None:
+        """The number of a batch of minutes that is to be put into the tables, and them; None where none waits.
+
+        The batch that was begun and not ended comes first. Only who leads `committer` may ask.
+        """
+        begun = "SELECT host, minute, since, batch, document FROM usage_waiting WHERE batch IS NOT NULL"
+        with self._transaction() as connection:
+            rows = self._rows(connection, begun)
+            if not rows:
+                waiting = self._rows(
+                    connection, "SELECT host, minute FROM usage_waiting ORDER BY minute, host LIMIT :most", most=most
+                )
+                if not waiting:
+                    return None
+                self._change(
+                    connection,
+                    "INSERT INTO numbers (name, value) VALUES ('usage', 1) "
+                    "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
+                )
+                [number] = self._rows(connection, "SELECT value FROM numbers WHERE name = 'usage'")
+                for row in waiting:
+                    self._change(
+                        connection, "UPDATE usage_waiting SET batch = :number WHERE host = :host AND minute = :minute",
+                        number=number["value"], **row,
+                    )  # fmt: skip
+                rows = self._rows(connection, begun)
+            return rows[0]["batch"], [
+                WaitingMinute(row["host"], row["minute"], row["since"], row["document"]) for row in rows
+            ]
+
+    def close_usage(self, number: int) -> None:
+        """The tables hold the batch."""
+        with self._transaction() as connection:
+            self._change(connection, "DELETE FROM usage_waiting WHERE batch = :number", number=number)

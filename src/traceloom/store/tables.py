@@ -1,0 +1,183 @@
+"""The fleet's tables: Delta tables in a directory or an object store, which any engine that knows Delta reads.
+
+Writers of several processes would lose commits of each other, so one writes: a batch of rows for several tables has a
+number, and each table notes the number of the last batch it holds (an application transaction of Delta). A batch that
+was interrupted is committed again under its number: tables that hold it already are left as they are, the others take
+it, so that no row is lost or stands twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date, timedelta
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from traceloom.errors import InputError, OutputError, newer_format
+from traceloom.store.schemas import SCHEMAS, VERSION
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
+
+_SCHEMA = "traceloom.schema"  # the transaction whose number is the version of the schema
+_CONFIGURATION = {
+    "delta.checkpointInterval": "50",  # commits after which the log is summed up: every few minutes at most
+    "delta.logRetentionDuration": "interval 7 days",
+}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of a capture: it stands in a predicate
+
+
+class Tables:
+    """All tables of a store.
+
+    Args:
+        url: Directory, or address as of `s3://bucket/prefix`; the tables lie in `tables/` below it.
+        options: What the object store needs (keys, endpoint), by the names of the `object_store` library.
+
+    Raises:
+        InputError: `no-extra`: the extra `fleet` is not installed.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, str] | None = None) -> None:
+        try:
+            import deltalake  # noqa: F401
+        except ImportError as error:
+            hint = "pip install 'traceloom[fleet]'"
+            raise InputError("the tables of a fleet need deltalake", slug="no-extra", hint=hint) from error
+        self.url = url.rstrip("/")
+        self.options = dict(options or {})
+
+    def address(self, name: str) -> str:
+        """Where a table lies."""
+        return f"{self.url}/tables/{SCHEMAS[name].name}"
+
+    def create(self) -> None:
+        """Make the tables that are not there.
+
+        Raises:
+            InputError: `newer-format`: a table was made by a later version; `unreadable`.
+            OutputError: `cannot-write`.
+        """
+        from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+
+        for name, schema in SCHEMAS.items():
+            with _writing(self.address(name)):
+                if not DeltaTable.is_deltatable(self.address(name), self.options):
+                    write_deltalake(
+                        self.address(name), schema.empty(), mode="ignore", partition_by=["day"], name=name,
+                        description=schema.meaning, configuration=_CONFIGURATION, storage_options=self.options,
+                        commit_properties=CommitProperties(app_transactions=[Transaction(_SCHEMA, VERSION)]),
+                    )  # fmt: skip
+            self._open(name)
+
+    def scan(self, name: str, first: date | None = None, last: date | None = None) -> pl.LazyFrame:
+        """The rows of a table from the first day to the last, both included, with the columns of its schema.
+
+        Raises:
+            InputError: `newer-format`, `unreadable`.
+            KeyError: There is no such table.
+        """
+        frame = pl.scan_delta(self._open(name))
+        if first is not None:
+            frame = frame.filter(pl.col("day") >= first)
+        if last is not None:
+            frame = frame.filter(pl.col("day") <= last)
+        types = SCHEMAS[name].types
+        older = frame.collect_schema()  # of a table from before a column was added
+        return frame.select(
+            pl.col(key) if key in older else pl.lit(None, kind).alias(key) for key, kind in types.items()
+        )
+
+    def commit(
+        self, source: str, number: int, rows: Mapping[str, pl.DataFrame], replaced: Iterable[str] = ()
+    ) -> dict[str, int]:
+        """Add a batch, exactly once however often it is called.
+
+        Args:
+            source: Who numbers batches, as `captures` or `usage`; each source counts for itself.
+            number: Of the batch, higher than those before. A batch that is committed again has the same rows.
+            rows: Rows by table; columns that are missing are null.
+            replaced: Captures that were analysed again: in each table the same commit takes their earlier rows away.
+                All rows are of these captures then.
+
+        Returns:
+            Table -> rows that were added now; tables that held the batch are not in it.
+
+        Raises:
+            InputError: `newer-format`, `unreadable`.
+            OutputError: `cannot-write`: nothing of the table that failed was added; those before hold the batch.
+            ValueError: a row is of no day, a column is not of the table, or the name of a capture has other signs than
+                letters, digits, `.`, `_`, `-`.
+        """
+        from deltalake import CommitProperties, Transaction, write_deltalake
+
+        captures = sorted(replaced)
+        strange = [name for name in captures if not _NAME.fullmatch(name)]
+        if strange:
+            raise ValueError(f"no name of a capture: {strange[0][:80]!r}")
+        noted = CommitProperties(app_transactions=[Transaction(source, number)])
+        added: dict[str, int] = {}
+        for name, schema in SCHEMAS.items():
+            frame = schema.complete(rows.get(name, schema.empty()))
+            if frame["day"].null_count():
+                raise ValueError(f"a row of `{name}` is of no day")
+            table = self._open(name)
+            again = captures if "capture" in schema.types else []
+            last = table.transaction_version(source)
+            if not (frame.height or again) or (last is not None and last >= number):
+                continue
+            with _writing(self.address(name)):
+                if again:
+                    named = "capture IN ({})".format(", ".join(f"'{capture}'" for capture in again))
+                    write_deltalake(table, frame, mode="overwrite", predicate=named, commit_properties=noted)
+                else:
+                    write_deltalake(table, frame, mode="append", schema_mode="merge", commit_properties=noted)
+            added[name] = frame.height
+        return added
+
+    def compact(self, today: date) -> None:
+        """What is to be done every night: small files become large ones, old rows and files go, logs are summed up.
+
+        Raises:
+            InputError: `newer-format`, `unreadable`.
+            OutputError: `cannot-write`.
+        """
+        for name, schema in SCHEMAS.items():
+            table = self._open(name)
+            with _writing(self.address(name)):
+                if schema.keep_days is not None:
+                    table.delete(f"day < '{(today - timedelta(days=schema.keep_days)).isoformat()}'")
+                table.optimize.compact()
+                table.vacuum(dry_run=False)  # files that no version of the last seven days has
+                table.create_checkpoint()
+                table.cleanup_metadata()
+
+    def _open(self, name: str) -> DeltaTable:
+        from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError
+
+        try:
+            table = DeltaTable(self.address(name), storage_options=self.options)
+            version = table.transaction_version(_SCHEMA)
+        except (DeltaError, OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InputError(
+                f"the table cannot be read: {reason}", slug="unreadable", where=self.address(name)
+            ) from error
+        if version is None or version > VERSION:
+            raise newer_format("table", version, VERSION, self.address(name))
+        return table
+
+
+@contextmanager
+def _writing(address: str) -> Iterator[None]:
+    from deltalake.exceptions import DeltaError
+
+    try:
+        yield
+    except (DeltaError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise OutputError(f"the table cannot be written: {reason}", slug="cannot-write", where=address) from error

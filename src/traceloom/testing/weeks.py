@@ -1,0 +1,391 @@
+"""Made weeks of a fleet: jobs with their owners, captures and use of devices, and what is true of them.
+
+The rows have the columns of the fleet's tables (docs/reference/fleet-tables.md). Whatever is planted is known apart
+from the rows: kernels that change on a day and why, device time of every job to the millisecond, hosts that are slow or
+out of reach. Only what is drawn by chance scatters: durations from job to job and from capture to capture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, timedelta, timezone
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+
+_MINUTE_MS = 60_000
+_HOUR_MS = 60 * _MINUTE_MS
+_DAY_MS = 24 * _HOUR_MS
+_DEVICES = 4  # of a host; a job takes all of them
+_LOST = (1, 5 * _HOUR_MS + 17 * _MINUTE_MS + 13_250, 6 * _HOUR_MS + 2 * _MINUTE_MS + 40_125)  # host, from, until
+_SHARED = (0, 3)  # host and device on which a second process runs in the first hour of each job
+_WATTS = {"busy": 400, "idle-allocated": 120, "unallocated": 60}
+_FLOPS_PER_MS = 300_000_000_000
+
+_KERNELS = (
+    ("embedding_bag_forward_{}", "embedding", "memory", "aten::embedding_bag", "[[{0}, 128], [4096]]", 90_000, 8),
+    ("sm90_gemm_bf16_{}", "gemm", "compute", "aten::mm", "[[4096, {0}], [{0}, 4096]]", 400_000, 12),
+    ("flash_fwd_{}", "attention", "compute", "aten::attention", "[[8, 16, {0}, 64]]", 250_000, 6),
+    ("vectorized_elementwise_{}", "elementwise", "memory", "aten::add", "[[4096, {0}]]", 30_000, 40),
+    ("softmax_warp_{}", "softmax", "latency", "aten::softmax", "[[512, {0}]]", 6_000, 20),
+)
+"""Name, kind, bound, operator, shapes, mean duration in ns, pieces in a capture; the name is filled with its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Who runs jobs: all of them alike, one after the other, on hosts of their own.
+
+    Attributes:
+        model: What their jobs train; names of jobs and kernels begin with it.
+        division, product, user, framework: Whose they are; "": nobody says it.
+        hosts: How many hosts they have.
+        busy: Share of the time of a device in which a job computes; the rest it holds the device idle.
+        kernels: How many kernels their program has.
+    """
+
+    model: str
+    division: str
+    product: str
+    user: str
+    framework: str
+    hosts: int = 2
+    busy: float = 0.75
+    kernels: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChange:
+    """A kernel that takes another time from a day on.
+
+    Attributes:
+        model: Whose.
+        kernel: Number of the kernel in the program.
+        day: From which day on, counted from 0.
+        factor: How much longer it takes; for `shapes` how much more work larger shapes get.
+        cause: `code`: a new version of the program does it; `host`: jobs run on new hosts since, and those are slow;
+            `shapes`: each piece takes as long as before, but more have the larger shapes; `""`: nothing that is kept.
+    """
+
+    model: str
+    kernel: int
+    day: int
+    factor: float
+    cause: str
+
+
+TEAMS = (
+    Team("recommender", "ads", "feed", "ana", "torch 2.9", kernels=40),
+    Team("assistant", "ads", "chat", "bo", "torch 2.13", busy=0.9, kernels=40),
+    Team("vision", "research", "", "chen", "torch 2.13", busy=0.05, kernels=40),  # holds its devices and does nothing
+    Team("speech", "", "", "", "jax 0.7", hosts=1, kernels=40),  # nobody says whose
+)
+CHANGES = (
+    KernelChange("recommender", 0, 9, 10.0, "code"),
+    KernelChange("assistant", 1, 12, 1.3, ""),
+    KernelChange("recommender", 5, 9, 0.5, "code"),
+    KernelChange("assistant", 6, 7, 8.0, "shapes"),
+)
+
+
+@dataclass(frozen=True)
+class WeeksRecipe:
+    """What to make.
+
+    Attributes:
+        start: The first day.
+        days: How many.
+        teams: Who runs jobs.
+        changes: What changes.
+        slow_host: Position of a host on which all kernels take `slow_factor` as long; None: there is none.
+        slow_factor: The same.
+        scatter: Standard deviation of the logarithm of durations from job to job; half of it from capture to capture.
+        captures: Of each job.
+        usage_days: Of how many days, from the first on, the use of devices is made.
+        seed: Of chance.
+    """
+
+    start: date = date(2026, 10, 5)
+    days: int = 21
+    teams: Sequence[Team] = TEAMS
+    changes: Sequence[KernelChange] = CHANGES
+    slow_host: int | None = None
+    slow_factor: float = 1.4
+    scatter: float = 0.04
+    captures: int = 2
+    usage_days: int = 2
+    seed: int = 1
+
+
+@dataclass
+class Weeks:
+    """Rows, and what is true of them.
+
+    Attributes:
+        recipe: What was made.
+        tables: Rows by table: captures, devices, kernels, findings, jobs.
+        observed: What agents saw of devices: rows of `usage_minute` with `device_ms` as it was, not in whole
+            milliseconds that add up, and without the time in which a device's agent was out of reach.
+        held_ms: Job -> device milliseconds that it held, in the days of usage.
+        busy_ms: Job -> those in which it computed.
+        free_ms: Device milliseconds that no job held, in the days of usage.
+        lost_ms: Device milliseconds out of reach.
+    """
+
+    recipe: WeeksRecipe
+    tables: dict[str, pl.DataFrame] = field(default_factory=dict)
+    observed: pl.DataFrame = field(default_factory=pl.DataFrame)
+    held_ms: dict[str, float] = field(default_factory=dict)
+    busy_ms: dict[str, float] = field(default_factory=dict)
+    free_ms: int = 0
+    lost_ms: int = 0
+
+    def kernel(self, change: KernelChange) -> str:
+        """Name of the kernel that changes."""
+        return f"{change.model}_{_KERNELS[change.kernel % len(_KERNELS)][0].format(change.kernel)}"
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of all hosts, by position."""
+        return [f"host{at:02}" for at in range(sum(team.hosts for team in self.recipe.teams) + self._later_hosts)]
+
+    @property
+    def _later_hosts(self) -> int:
+        return sum(change.cause == "host" for change in self.recipe.changes)
+
+
+@dataclass(frozen=True, slots=True)
+class _MadeJob:
+    name: str
+    team: Team
+    host: int
+    start_ms: int  # after the first midnight
+    end_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Time of a device in which nothing changes."""
+
+    host: int
+    device: int
+    start_ms: int
+    end_ms: int
+    shares: dict[str, float]  # job -> its share of what the device computes
+    busy: float
+
+
+def made_weeks(recipe: WeeksRecipe | None = None) -> Weeks:
+    """Make weeks; the same recipe makes the same weeks."""
+    weeks = Weeks(recipe or WeeksRecipe())
+    chance = np.random.default_rng(weeks.recipe.seed)
+    jobs = _jobs(weeks.recipe, chance)
+    _tables(weeks, jobs, chance)
+    _usage(weeks, jobs)
+    return weeks
+
+
+def _jobs(recipe: WeeksRecipe, chance: np.random.Generator) -> list[_MadeJob]:
+    """Jobs of 2 to 9 hours, one after the other on each host, with pauses; the last may go on beyond the weeks."""
+    jobs, first = [], 0
+    spare = sum(team.hosts for team in recipe.teams)
+    for team in recipe.teams:
+        moves = [change for change in recipe.changes if change.model == team.model and change.cause == "host"]
+        hosts = [(first + at, 0, recipe.days) for at in range(team.hosts)]
+        for change in moves:
+            hosts = [(host, begin, min(end, change.day)) for host, begin, end in hosts]
+            hosts.append((spare, change.day, recipe.days))
+            spare += 1
+        for host, begin, end in hosts:
+            now = begin * _DAY_MS + int(chance.integers(_HOUR_MS))
+            while now < end * _DAY_MS:
+                long = int(chance.integers(2 * _HOUR_MS, 9 * _HOUR_MS))
+                jobs.append(_MadeJob(f"{team.model}-{host}-{now // _MINUTE_MS}", team, host, now, now + long))
+                now += long + int(chance.integers(2 * _HOUR_MS))
+        first += team.hosts
+    return jobs
+
+
+def _tables(weeks: Weeks, jobs: list[_MadeJob], chance: np.random.Generator) -> None:
+    recipe = weeks.recipe
+    midnight = int(datetime(*recipe.start.timetuple()[:3], tzinfo=timezone.utc).timestamp()) * 1000
+    captures, devices, kernels, owners, findings = [], [], [], [], []
+    for job in jobs:
+        team = job.team
+        changes = [c for c in recipe.changes if c.model == team.model and job.start_ms >= c.day * _DAY_MS]
+        code = f"commit{sum(change.cause == 'code' for change in changes)}"
+        of_job = np.exp(chance.normal(0, recipe.scatter, team.kernels))
+        start = (midnight + job.start_ms) * 1_000_000
+        owners.append(
+            {
+                "day": recipe.start + timedelta(milliseconds=job.start_ms),
+                "job": job.name,
+                "scheduler": "slurm",
+                "user": team.user or None,
+                "model": team.model,
+                "product": team.product or None,
+                "division": team.division or None,
+                "application": "training",
+                "framework": team.framework,
+                "labels": json.dumps({"team": team.model}),
+                "valid_from_ns": start,
+                "valid_to_ns": None,
+            }
+        )
+        for number in range(recipe.captures):
+            at_ms = job.start_ms + (number + 1) * (job.end_ms - job.start_ms) // (recipe.captures + 1)
+            of_capture = {
+                "day": recipe.start + timedelta(milliseconds=at_ms),
+                "capture": f"{job.name}.{number}",
+            }
+            slow = recipe.slow_factor if job.host == recipe.slow_host else 1.0
+            busy = 0
+            for at in range(team.kernels):
+                name, kind, bound, op, shapes, mean, count = _KERNELS[at % len(_KERNELS)]
+                of_kernel = [change for change in changes if change.kernel == at]
+                factor = float(np.prod([c.factor for c in of_kernel if c.cause != "shapes"])) * slow
+                large = np.prod([change.factor for change in of_kernel if change.cause == "shapes"])
+                for size, share, longer in ((512, 1.0, 1.0), (2048, 0.25 * large, 3.0)):
+                    each = mean * factor * longer * of_job[at] * np.exp(chance.normal(0, recipe.scatter / 2))
+                    pieces = max(round(count * share), 1)
+                    total = round(each * pieces)
+                    busy += total
+                    kernels.append(
+                        {
+                            **of_capture,
+                            "rank": 0,
+                            "device_model": "NVIDIA H100 80GB HBM3",
+                            "kernel": f"{team.model}_{name.format(at)}",
+                            "kind": kind,
+                            "bound": bound,
+                            "op": op,
+                            "shapes": shapes.format(size),
+                            "types": '["bfloat16"]',
+                            "count": pieces,
+                            "total_ns": total,
+                            "min_ns": round(0.9 * each),
+                            "max_ns": round(1.2 * each),
+                            "roofline_ns": round(0.4 * mean * longer * pieces) if bound != "latency" else None,
+                            "clock_hz": 1.5e9,
+                        }
+                    )
+            window = round(busy / 0.8)
+            captures.append(
+                {
+                    **of_capture,
+                    "job": job.name,
+                    "start_ns": (midnight + at_ms) * 1_000_000,
+                    "window_ns": window,
+                    "ranks": 1,
+                    "hosts": 1,
+                    "device_model": "NVIDIA H100 80GB HBM3",
+                    "torch": team.framework.partition(" ")[2],
+                    "code": code,
+                    "step_ns": window // 4,
+                    "mfu": 0.4 / slow,
+                    "roofline_fraction": 0.5 / slow,
+                    "notices": [],
+                    "version": "made",
+                }
+            )
+            devices.append(
+                {
+                    **of_capture,
+                    "rank": 0,
+                    "host": weeks.hosts[job.host],
+                    "device": 0,
+                    "device_model": "NVIDIA H100 80GB HBM3",
+                    "window_ns": window,
+                    "busy_ns": busy,
+                    "idle_ns": window - busy,
+                    "idle_host_python_ns": window - busy,
+                    "compute_ns": busy,
+                    "communication_ns": 0,
+                    "memory_ns": 0,
+                    "exposed_communication_ns": 0,
+                    "exposed_memory_ns": 0,
+                }
+            )
+            rule, saving = ("python-bound", 0.5) if team.busy < 0.5 else ("exposed-communication", 0.1)
+            findings.append(
+                {
+                    **of_capture,
+                    "slug": rule,
+                    "saving_ns": round(window // 4 * saving),
+                    "saving_fraction": saving,
+                    "confidence": 0.8,
+                    "rank": 0,
+                }
+            )
+    lists = {"captures": captures, "devices": devices, "kernels": kernels, "findings": findings, "jobs": owners}
+    weeks.tables = {name: pl.DataFrame(rows, infer_schema_length=None) for name, rows in lists.items()}
+
+
+def _usage(weeks: Weeks, jobs: list[_MadeJob]) -> None:
+    """Pieces of time in which nothing changes on a device, then the minutes of each."""
+    until = weeks.recipe.usage_days * _DAY_MS
+    lost_host, lost_from, lost_until = _LOST
+    pieces: list[_Piece] = []
+    for host in range(len(weeks.hosts)):
+        of_host = sorted((job for job in jobs if job.host == host), key=lambda job: job.start_ms)
+        for device in range(_DEVICES):
+            second = {job.name: job.start_ms + _HOUR_MS for job in of_host} if (host, device) == _SHARED else {}
+            marks = {0, until, *(t for job in of_host for t in (job.start_ms, job.end_ms)), *second.values()}
+            marks |= {lost_from, lost_until} if host == lost_host else set()
+            bounds = sorted(mark for mark in marks if mark <= until)
+            for start, end in pairwise(bounds):
+                if host == lost_host and lost_from <= start < lost_until:
+                    weeks.lost_ms += end - start
+                    continue
+                job = next((job for job in of_host if job.start_ms <= start < job.end_ms), None)
+                if job is None:
+                    weeks.free_ms += end - start
+                    pieces.append(_Piece(host, device, start, end, {}, 0.0))
+                    continue
+                shares = {job.name: 1.0}
+                if start < second.get(job.name, 0):
+                    shares = {job.name: 2 / 3, f"{job.name}-notebook": 1 / 3}
+                pieces.append(_Piece(host, device, start, end, shares, job.team.busy))
+                for name, share in shares.items():
+                    busy = (end - start) * job.team.busy
+                    held = busy * share + (end - start - busy) / len(shares)
+                    weeks.held_ms[name] = weeks.held_ms.get(name, 0) + held
+                    weeks.busy_ms[name] = weeks.busy_ms.get(name, 0) + busy * share
+    weeks.observed = pl.concat([_minutes(weeks, piece) for piece in pieces]) if pieces else pl.DataFrame()
+
+
+def _minutes(weeks: Weeks, piece: _Piece) -> pl.DataFrame:
+    """What an agent sees of a piece of a device's time, by minutes."""
+    minute = np.arange(piece.start_ms // _MINUTE_MS, -(-piece.end_ms // _MINUTE_MS)) * _MINUTE_MS
+    ms = np.minimum(minute + _MINUTE_MS, piece.end_ms) - np.maximum(minute, piece.start_ms)
+    midnight = int(datetime(*weeks.recipe.start.timetuple()[:3], tzinfo=timezone.utc).timestamp()) * 1000
+    parts: list[tuple[str | None, str, float]] = [(None, "unallocated", 1.0)]
+    if piece.shares:
+        parts = [(job, "busy", piece.busy * share) for job, share in piece.shares.items()]
+        parts += [(job, "idle-allocated", (1 - piece.busy) / len(piece.shares)) for job in piece.shares]
+    frames = []
+    for job, state, share in parts:
+        own = ms * share
+        computes = state == "busy"
+        frames.append(
+            pl.DataFrame(
+                {
+                    "time_ns": (midnight + minute) * 1_000_000,
+                    "host": [weeks.hosts[piece.host]] * ms.size,
+                    "device": [f"GPU-{piece.host}-{piece.device}"] * ms.size,
+                    "device_model": ["NVIDIA H100 80GB HBM3"] * ms.size,
+                    "job": pl.Series([job] * ms.size, dtype=pl.String),
+                    "state": [state] * ms.size,
+                    "device_ms": own,
+                    "busy_ms": own if computes else pl.Series([None] * ms.size, dtype=pl.Float64),
+                    "energy_mj": own * _WATTS[state],
+                    "flops_low": own * (_FLOPS_PER_MS if computes else 0),
+                    "flops_high": own * (2 * _FLOPS_PER_MS if computes else 0),
+                    "input_bytes": own * 1_000 if computes else pl.Series([None] * ms.size, dtype=pl.Float64),
+                }
+            )
+        )
+    return pl.concat(frames)

@@ -1,0 +1,196 @@
+"""Two hosts whose clocks are three seconds apart, each with an agent and a rank of stock PyTorch: one trace of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.waiting import until
+from traceloom.agent.client import AgentClient
+from traceloom.agent.uplink.client import ServiceClient, ServiceError
+from traceloom.agent.uplink.messages import Enrolled, Enrolment, WorkAnswer
+from traceloom.errors import TraceloomError
+from traceloom.link import link_session
+from traceloom.read import load
+
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's"),
+    pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed (Debian: faketime)"),
+]
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_gpt.py"
+SMALL = [
+    "--layers",
+    "1",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--batch",
+    "2",
+    "--context",
+    "32",
+    "--workers",
+    "0",
+    "--accumulate",
+    "1",
+    "--steps",
+    "1000000",
+]
+JOB = f"two-hosts-{os.getpid()}"
+
+
+class Service:
+    """`traceloom serve` on loopback, with its files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environment = {**os.environ, "XDG_CONFIG_HOME": str(folder / "config")}
+        self.log = (folder / "serve.log").open("w")
+        command = [sys.executable, "-m", "traceloom", "serve", "--store", str(folder / "store")]
+        self.process = subprocess.Popen(
+            [*command, "--address", "127.0.0.1:0"], stdout=self.log, stderr=self.log, env=self.environment
+        )
+        match = until(lambda: re.search(r"answers at (\S+),", (folder / "serve.log").read_text()))
+        self.url = match[1]
+
+    def run(self, *words: str, code: int = 0) -> str:
+        """A command of ours; what it prints."""
+        done = subprocess.run(
+            [sys.executable, "-m", "traceloom", *words, "--server", self.url], capture_output=True, text=True,
+            check=False, env=self.environment,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        return done.stdout
+
+    def ask(self, *words: str) -> Any:
+        return json.loads(self.run("fleet", *words, "--json"))
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0
+        self.log.close()
+
+
+class Host:
+    """An agent and a rank of the job, whose clock is `ahead` seconds ahead."""
+
+    def __init__(self, folder: Path, url: str, name: str, token: str, ahead: int) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.short = Path(tempfile.mkdtemp(prefix="tl"))  # names of sockets are short
+        (folder / "agent.toml").write_text(
+            f'host = "{name}"\n[paths]\nsocket = "{folder}/socket"\nhistory = "{folder}/agent.db"\n'
+            f'audit = "{folder}/audit"\nkineto = "{self.short}/k"\n[collect]\nperiod = 1.0\n'
+            f'[history]\ninterval = 1.0\n[fleet]\nserver = "{url}"\nheartbeat = 0.5\n'
+        )
+        self.environment = {
+            **os.environ, "TRACELOOM_FLEET_TOKEN": token, "LD_PRELOAD": str(FAKETIME), "FAKETIME": f"{ahead:+d}s",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1", "TRACELOOM_JOB": JOB,
+        }  # fmt: skip
+        self.log = (folder / "log").open("w")
+        command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(folder / "agent.toml")]
+        self.agent = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=self.environment)
+        self.rank: subprocess.Popen[bytes] | None = None
+        self.client = AgentClient(folder / "socket", 30)
+        until(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.agent.poll() is None, (self.folder / "log").read_text()
+        try:
+            return bool(self.client.get("status"))
+        except TraceloomError:
+            return False
+
+    def train(self, rank: int, port: int) -> None:
+        variables = self.client.get("environment")["variables"]
+        place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**self.environment, **variables, **{name: str(value) for name, value in place.items()}}
+        self.rank = subprocess.Popen(
+            [sys.executable, str(EXAMPLE), *SMALL], stdout=self.log, stderr=self.log, env=environment
+        )
+
+    def close(self) -> None:
+        for process in (self.rank, self.agent):
+            if process is not None:
+                process.send_signal(signal.SIGKILL)  # an end in order needs sleeps, which fail under libfaketime
+                process.wait(60)
+        self.log.close()
+        shutil.rmtree(self.short, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("fleet")
+    service = Service(folder)
+    hosts: list[Host] = []
+    try:
+        for name, ahead in (("node1", 0), ("node2", 3)):
+            token = service.run("fleet", "token", "enrol", name).strip()
+            hosts.append(Host(folder / name, service.url, name, token, ahead))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank, host in enumerate(hosts):
+            host.train(rank, port)
+        until(lambda: "step   9" in (hosts[0].folder / "log").read_text(), 180)  # what rank 0 says
+        until(lambda: [job["traceable"] >= 2 for job in service.ask("jobs")["jobs"] if job["job"] == JOB] == [True])
+        yield service
+    finally:
+        for host in hosts:
+            host.close()
+        service.close()
+
+
+def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
+    for host in fleet.ask("hosts")["hosts"]:
+        ahead_ns = 3_000_000_000 if host["host"] == "node2" else 0
+        # Service and hosts are this machine: what is left is what the error says, and what libfaketime rounds.
+        assert abs(host["clock_offset_ns"] + ahead_ns) <= host["clock_error_ns"] + 1_000_000
+    words = ["trace", "--job", JOB, "--steps", "3", "--profilers", "timeline,telemetry", "-o", str(tmp_path / "job")]
+    request = json.loads(fleet.run(*words, "--json"))
+    assert (request["state"], request["detail"]) == ("done", "")
+    assert {host["host"]: host["state"] for host in request["hosts"]} == {"node1": "uploaded", "node2": "uploaded"}
+
+    session = load(tmp_path / "job", cache=False)
+    session.check()
+    assert session.ranks == (0, 1)
+    assert {trace.meta.host for trace in session.traces} == {"node1", "node2"}
+    starts = [trace.start_ns for trace in session.traces]
+    assert abs(starts[0] - starts[1]) < 1_000_000_000, "each began by its own clock, three seconds apart"
+    # Gradients are exchanged in every step and end together: what is left between the clocks is far below 50 ms.
+    offsets = link_session(session).ranks["clock_offset_ns"].to_list()
+    assert max(map(abs, offsets)) < 50_000_000, offsets
+    assert set(session.telemetry["host"].unique()) == {"node1", "node2"}
+
+    [capture] = [capture for capture in fleet.ask("captures")["captures"] if capture["job"] == JOB]
+    assert (capture["id"], capture["state"]) == (request["capture"], "committed")
+    fleet.run("fleet", "report", capture["id"], "-o", str(tmp_path / "report.html"))
+    page = (tmp_path / "report.html").read_text()
+    assert "node1" in page
+    assert "node2" in page
+
+
+def test_who_does_not_belong_is_refused(fleet: Service) -> None:
+    stranger = ServiceClient(fleet.url, credential="nothing")
+    with pytest.raises(ServiceError) as error:
+        stranger.post("agents/enrol", Enrolment(token="unknown", host="node3"), Enrolled)
+    assert (error.value.slug, error.value.status) == ("unknown-token", 401)
+    token = fleet.run("fleet", "token", "enrol").strip()
+    with pytest.raises(ServiceError) as error:
+        stranger.post("agents/enrol", Enrolment(token=token, host="node1"), Enrolled)
+    assert error.value.slug == "host-exists"
+    with pytest.raises(ServiceError) as error:
+        stranger.get("agents/node1/work?wait=0", WorkAnswer)
+    assert error.value.slug == "unknown-host"

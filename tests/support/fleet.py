@@ -1,0 +1,118 @@
+"""What the fleet's service stands on: SQLite and a directory, or PostgreSQL and S3; and captures for it."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+
+from support.postgres import database
+from support.prometheus import free_port
+from support.sessions import busy_step
+from support.waiting import until
+from traceloom.store.objects import Objects
+from traceloom.store.state import CaptureRecord, FileOfCapture, State
+from traceloom.store.tables import Tables
+from traceloom.testing import TraceBuilder
+
+Kind = Literal["alone", "shared"]
+KINDS: tuple[Kind, ...] = ("alone", "shared")
+VERSION = "0.2.0"
+_numbers = itertools.count()
+
+
+class Places(NamedTuple):
+    """Addresses of a state and a store."""
+
+    state: str
+    store: str
+
+
+class Stores(NamedTuple):
+    """A state and a store, opened."""
+
+    state: State
+    objects: Objects
+    tables: Tables
+
+
+def places(kind: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
+    """Where a service may keep things: in a folder, or in real servers."""
+    if kind == "alone":
+        return Places(str(folder / "state.db"), str(folder / "store"))
+    state = database()
+    for name, value in _s3().items():
+        monkeypatch.setenv(name, value)
+    import boto3
+
+    bucket = f"fleet-{os.getpid()}-{next(_numbers)}"
+    boto3.client("s3").create_bucket(Bucket=bucket)
+    return Places(state, f"s3://{bucket}/prefix")
+
+
+def opened(where: Places) -> Stores:
+    """Everything that a service opens."""
+    objects = Objects(where.store)
+    tables = Tables(where.store)
+    tables.create()
+    return Stores(State(where.state), objects, tables)
+
+
+@cache
+def _s3() -> dict[str, str]:
+    """The environment of who uses moto's S3: a process, as deltalake keeps Python's lock while it waits for an answer."""
+    pytest.importorskip("moto.server", reason="moto is not installed")
+    port = free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+    def end() -> None:
+        server.kill()
+        server.wait()
+
+    atexit.register(end)
+
+    def answers() -> bool:
+        assert server.poll() is None, "moto ended"
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    until(answers)
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
+
+
+@cache
+def trace_bytes(steps: int = 2) -> bytes:
+    """A small trace, as its file."""
+    made = TraceBuilder()
+    for number in range(steps):
+        busy_step(made, number, 1000 * number)
+    return made.text().encode()
+
+
+def add_capture(stores: Stores, name: str, content: bytes | None = None, version: str = VERSION) -> CaptureRecord:
+    """A capture that has arrived whole, of one file."""
+    content = trace_bytes() if content is None else content
+    file = FileOfCapture("trace.json", len(content), hashlib.sha256(content).hexdigest())
+    record = CaptureRecord(
+        id=name, day="2026-11-26", job="job", uploader="anna", received_ns=1_790_000_000 * 10**9, complete=False,
+        bytes=len(content), files=(file,),
+    )  # fmt: skip
+    stores.state.add_capture(record)
+    stores.objects.put(f"captures/2026-11-26/{name}/trace.json", content)
+    stores.state.complete_capture(name, version)
+    return record

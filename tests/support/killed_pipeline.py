@@ -1,0 +1,55 @@
+"""A process that works on what waits, and kills itself at a point of the way: `STATE STORE POINT before|after`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from support.fleet import Places, opened
+from traceloom.collect import worker
+from traceloom.collect.executors import EngineTask
+from traceloom.collect.pipeline import Pipeline
+
+
+class Here:
+    """An engine that works in this process, so that a kill takes the worker too."""
+
+    slots = 1
+
+    def submit(self, task: EngineTask) -> Future[None]:
+        """Do it at once."""
+        done: Future[None] = Future()
+        worker.TASKS[task.name](**task.arguments)
+        done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def main(state: str, store: str, point: str, when: str) -> None:
+    """Bring all tasks as far as it goes; the process is gone at the point."""
+    stores = opened(Places(state, store))
+    owner = getattr(stores, point.partition(".")[0])
+    name = point.partition(".")[2]
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def deadly(*arguments: Any, **named: Any) -> None:
+        if when == "after":
+            real(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, deadly)
+    pipeline = Pipeline(*stores, Here(), lease_s=60)
+    while pipeline.work():
+        pass
+    pipeline.commit()
+    sys.exit("it was not killed")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,105 @@
+"""Minutes of devices, against plain sums over random ticks: every millisecond is somebody's, once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traceloom.agent.owners.sharing import split
+from traceloom.agent.topline import DeviceTime
+from traceloom.agent.uplink.messages import UsageRow
+from traceloom.agent.uplink.usage import MINUTE_MS, UsageBacklog, UsageMinutes
+
+MS = 1_000_000
+FIRST = 28_333_333  # a minute of 2023
+TICK = st.tuples(
+    st.integers(1, 200_000),  # ms
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3
+    ),
+)
+
+
+def times(device: str, ms: int, shares: list[tuple[str | None, int, int]]) -> list[DeviceTime]:
+    """What jobs had of a device in a tick, by weights (busy, idle); they add up to it."""
+    parts = split(ms, [weight for _, *weights in shares for weight in weights])
+    return [
+        DeviceTime(device, job, busy, idle, 0, 100.0, (1e6, 2e6))
+        for (job, *_), busy, idle in zip(shares, parts[0::2], parts[1::2], strict=True)
+    ]
+
+
+@given(st.lists(TICK, min_size=1, max_size=20), st.integers(0, MINUTE_MS))
+def test_the_rows_are_the_ticks(ticks: list[tuple[int, list[tuple[str | None, int, int]]]], begin: int) -> None:
+    usage, end = UsageMinutes(), FIRST * MINUTE_MS + begin
+    expected: Counter[tuple[str, str]] = Counter()
+    for ms, shares in ticks:
+        end += ms
+        of_tick = times("g", ms, shares)
+        usage.add(end * MS, of_tick, {"a": 1000.0})
+        for time in of_tick:
+            expected[time.job or "", "busy"] += time.busy_ms
+            expected[time.job or "", "unallocated" if time.job is None else "idle-allocated"] += time.idle_ms
+    minutes = usage.take((end + MINUTE_MS) * MS, {"g": "H100"})
+    assert usage.dropped_ms == 0
+    spent: Counter[tuple[str, str]] = Counter()
+    for minute, rows in minutes.items():
+        begins, ends = minute * MINUTE_MS, (minute + 1) * MINUTE_MS
+        covered = min(end, ends) - max(FIRST * MINUTE_MS + begin, begins)
+        assert sum(row.device_ms for row in rows) == covered
+        for row in rows:
+            assert row.busy_ms == (row.device_ms if row.state == "busy" else 0)
+            spent[row.job, row.state] += row.device_ms
+    assert spent == +expected
+    if any(row.job == "a" for rows in minutes.values() for row in rows):
+        read = sum(row.input_bytes or 0 for rows in minutes.values() for row in rows if row.job == "a")
+        assert read <= 1000 * len(ticks) + len(minutes)
+
+
+def test_a_tick_is_cut_at_the_minute_and_its_energy_with_it() -> None:
+    usage = UsageMinutes()
+    tick = [DeviceTime("g", "a", 5000, 5000, 0, 3000.0, (1e12, 4e12))]
+    usage.add((FIRST * MINUTE_MS + 4000) * MS, tick, {"a": 900.0})  # 6 s before the minute, 4 s in it
+    minutes = usage.take((FIRST + 1) * MINUTE_MS * MS, {"g": "H100"})
+    assert {minute: [(row.state, row.device_ms, row.energy_mj, row.input_bytes) for row in rows]
+            for minute, rows in minutes.items()} == {
+        FIRST - 1: [("busy", 3000, 900_000, 270), ("idle-allocated", 3000, 900_000, 270)],
+        FIRST: [("busy", 2000, 600_000, 180), ("idle-allocated", 2000, 600_000, 180)],
+    }  # fmt: skip
+    assert sum(row.flops_low or 0 for rows in minutes.values() for row in rows) == pytest.approx(1e12)
+
+
+def test_no_minute_gets_more_than_it_has_and_none_is_given_twice() -> None:
+    usage, now = UsageMinutes(), (FIRST + 1) * MINUTE_MS * MS
+    whole = [DeviceTime("g", "a", MINUTE_MS, 0, 0, None, None)]
+    usage.add(now, whole, {})
+    usage.add(now, whole, {})  # the service's clock was set back
+    assert usage.dropped_ms == MINUTE_MS
+    assert [row.device_ms for row in usage.take(now, {})[FIRST]] == [MINUTE_MS]
+    usage.add(now, whole, {})
+    assert usage.dropped_ms == 2 * MINUTE_MS
+    assert usage.take(now + MINUTE_MS * MS, {}) == {}
+
+
+def test_the_backlog_keeps_minutes_until_they_are_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "usage.db"
+    backlog = UsageBacklog(path)
+    assert backlog.oldest() == []
+    backlog.acknowledge(5)
+    row = UsageRow(minute=FIRST, device="g", state="busy", device_ms=1, energy_mj=7)
+    backlog.put({FIRST: [row], FIRST + 1: []})
+    assert UsageBacklog(path).oldest() == [row]
+    UsageBacklog(path).acknowledge(FIRST)
+    assert UsageBacklog(path).oldest() == []
+
+
+def test_a_disk_that_takes_nothing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    backlog = UsageBacklog(tmp_path / "file" / "usage.db")
+    backlog.put({FIRST: []})
+    assert backlog.lost == 1
+    assert "file" in backlog.trouble

@@ -1,0 +1,138 @@
+"""A request for a trace of many hosts, with simulated hosts that are late, silent, failing or well: it always ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from traceloom.agent.requests.model import Target, Wanted
+from traceloom.agent.uplink.messages import ArmedProcess, ClockOffset, HostReport
+from traceloom.collect import plan
+from traceloom.collect.plan import FleetRequest, advanced, analysed, planned, reported, stitched, work_of
+
+S = 1_000_000_000
+NOW = 1_700_000_000 * S
+WANTED = Wanted(job="j", steps=3)
+
+
+def asked(*hosts: str, wanted: Wanted = WANTED) -> FleetRequest:
+    return planned(FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted), hosts, NOW)
+
+
+def target(host: str, state: str = "kept", rank: int = 0) -> Target:
+    return Target(
+        request="r", process="7@1", profiler="timeline", pid=7, uid=0, rank=rank, stem=f"rank{rank}", state=state,  # type: ignore[arg-type]
+        detail=f"{host} is full" if state == "failed" else "",
+    )  # fmt: skip
+
+
+def armed(*, ready: bool = True, offset_ns: int = 0, error_ns: int = 1000) -> HostReport:
+    process = ArmedProcess(key="7@1", pid=7, rank=0, ready=ready, steps_per_second=2.0)
+    return HostReport(
+        state="armed", processes=[process], clock=ClockOffset(offset_ns=offset_ns, error_ns=error_ns, round_trips=16)
+    )
+
+
+def test_all_begin_at_one_instant_of_their_own_clocks() -> None:
+    request = asked("a", "b")
+    request = reported(request, "a", armed(offset_ns=-3 * S), NOW + S)
+    assert advanced(request, NOW + S) == request  # b has not said anything
+    assert [work.step for host in "ab" if (work := work_of(request, host))] == ["arm", "arm"]
+    request = advanced(reported(request, "b", armed(offset_ns=2 * S, error_ns=40_000_000), NOW + 2 * S), NOW + 2 * S)
+    assert request.state == "armed"
+    works = {host: work_of(request, host) for host in "ab"}
+    starts = {host: work.at_ns for host, work in works.items() if work is not None and work.step == "start"}
+    assert starts["a"] - 3 * S == starts["b"] + 2 * S == request.start_ns
+    assert request.start_ns > NOW + 2 * S + 40_000_000
+
+
+def test_a_whole_trace_is_done() -> None:
+    request = advanced(reported(asked("a"), "a", armed(), NOW), NOW)
+    request = advanced(reported(request, "a", HostReport(state="running", targets=[target("a")]), NOW + S), NOW + S)
+    assert request.state == "running"
+    request = advanced(reported(request, "a", HostReport(state="uploading"), NOW + 9 * S), NOW + 9 * S)
+    assert request.state == "collecting"
+    request = advanced(reported(request, "a", HostReport(state="uploaded"), NOW + 10 * S), NOW + 10 * S)
+    assert request.state == "stitching"
+    assert work_of(request, "a") is None
+    request = analysed(stitched(request, "c1", NOW + 11 * S), NOW + 12 * S)
+    assert (request.state, request.capture, request.detail) == ("done", "c1", "")
+
+
+def test_a_host_that_is_late_is_left_out_and_named() -> None:
+    request = reported(asked("a", "b", "c"), "a", armed(), NOW + S)
+    request = reported(request, "c", armed(ready=False), NOW + S)
+    request = advanced(request, NOW + 31 * S)
+    assert request.state == "armed"
+    assert (request.hosts["b"].state, request.hosts["b"].reason) == ("failed", "no-answer")
+    assert request.hosts["c"].state == "armed"  # its process may be ready at the instant
+    assert work_of(request, "b") is None
+    for host in "ac":
+        request = reported(request, host, HostReport(state="uploaded", targets=[target(host)]), NOW + 60 * S)
+    request = advanced(advanced(request, NOW + 60 * S), NOW + 60 * S)
+    assert request.state == "stitching"
+    request = analysed(stitched(request, "c1", NOW), NOW)
+    assert request.state == "partial"
+    assert request.detail == "b: it did not say in time that it is ready"
+
+
+def test_a_rank_that_failed_makes_it_partial() -> None:
+    request = advanced(reported(asked("a"), "a", armed(), NOW), NOW)
+    report = HostReport(state="uploaded", targets=[target("a"), target("a", "failed", rank=3)])
+    request = reported(request, "a", report, NOW + S)
+    request = advanced(advanced(request, NOW + S), NOW + S)
+    assert analysed(stitched(request, "c", NOW), NOW).detail == "a: rank 3 (timeline): a is full"
+
+
+@pytest.mark.parametrize("hosts", [(), ("a", "b")])
+def test_a_request_that_nobody_can_answer_fails_with_the_reason(hosts: tuple[str, ...]) -> None:
+    request = advanced(asked(*hosts), NOW + 31 * S)
+    assert request.state == "failed"
+    assert request.detail
+    assert request.reason == ("no-host" if hosts else "no-such-job")
+
+
+def test_what_has_ended_stays_as_it_ended() -> None:
+    request = plan.cancelled(asked("a"), NOW)
+    assert request.state == "cancelled"
+    assert work_of(request, "a") is None
+    assert reported(request, "a", armed(), NOW) == request
+    assert advanced(request, NOW + 10**6 * S) == request
+    done = advanced(reported(asked("a", "b"), "a", HostReport(state="failed", reason="quota"), NOW), NOW)
+    assert reported(done, "a", armed(), NOW) == done
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_hosts_do_it_ends_and_says_who_is_missing(seed: int) -> None:
+    """Each host goes its way with random pauses, or stops somewhere for good."""
+    chance = random.Random(seed)
+    names = [f"h{number}" for number in range(chance.randint(1, 5))]
+    ways = [("armed", "running", "uploading", "uploaded"), ("armed", "failed"), ("armed", "running", "cancelled"), ()]
+    events: list[tuple[int, str, str]] = []
+    for name in names:
+        at, way = NOW, chance.choice(ways)
+        for state in way[: chance.randint(0, len(way))]:
+            at += chance.choice([0, S, 20 * S, 500 * S])
+            events.append((at, name, state))
+    request, now, states = asked(*names), NOW, []
+    for at in sorted({*(at for at, *_ in events), *range(NOW, NOW + 3000 * S, 10 * S)}):
+        now = at
+        for when, name, state in events:
+            if when == at:
+                report = armed() if state == "armed" else HostReport(state=state, targets=[target(name)])  # type: ignore[arg-type]
+                request = reported(request, name, report, at)
+        while (further := advanced(request, at)) != request:
+            request = further
+        if request.state == "stitching":
+            request = analysed(stitched(request, "c", at), at)
+        states.append(request.state)
+    assert request.ended
+    assert now >= request.since_ns
+    order = ["announced", "armed", "running", "collecting", "done", "partial", "failed"]
+    assert [order.index(state) for state in states] == sorted(order.index(state) for state in states)
+    uploaded = {name for name, progress in request.hosts.items() if progress.state == "uploaded"}
+    assert request.state == ("done" if uploaded == set(names) else "partial" if uploaded else "failed")
+    for name in names:
+        assert (f"{name}: " in request.detail) == (name not in uploaded)
+        assert request.hosts[name].ended

@@ -1,0 +1,120 @@
+"""The files of the service: in a directory and in S3 the same."""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("obstore", reason="the extra `fleet` is not installed")
+
+from support.fleet import KINDS, Kind, places
+from traceloom.errors import InputError, OutputError, UsageError
+from traceloom.store.objects import Objects, checked_name
+
+
+@pytest.fixture(params=KINDS)
+def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
+    kind: Kind = request.param
+    return Objects(places(kind, tmp_path, monkeypatch).store)
+
+
+def test_what_is_put_stays_as_it_was_first(objects: Objects, tmp_path: Path) -> None:
+    assert objects.size("captures/d/c/a.json") is None
+    assert objects.put("captures/d/c/a.json", b"first")
+    assert not objects.put("captures/d/c/a.json", b"second")
+    assert b"".join(objects.chunks("captures/d/c/a.json")) == b"first"
+    assert objects.size("captures/d/c/a.json") == 5
+    assert objects.put("captures/d/c/empty", b"")
+    assert objects.names("captures/d") == ["captures/d/c/a.json", "captures/d/c/empty"]
+    objects.fetch("captures/d/c/a.json", tmp_path / "copies" / "a")
+    assert (tmp_path / "copies" / "a").read_bytes() == b"first"
+    objects.delete("captures/d/c/a.json")
+    objects.delete("captures/d/c/a.json")
+    assert objects.names("captures") == ["captures/d/c/empty"]
+    with pytest.raises(InputError) as raised:
+        b"".join(objects.chunks("captures/d/c/a.json"))
+    assert raised.value.slug == "unreadable"
+
+
+def test_large_objects_come_in_pieces_and_whole(objects: Objects, tmp_path: Path) -> None:
+    content = os.urandom(3 << 20)
+    objects.put("big", content)
+    pieces = list(objects.chunks("big"))
+    assert len(pieces) > 1
+    assert b"".join(pieces) == content
+    objects.fetch("big", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "a/../b", "/etc/passwd", "", "a//b", ".hidden", "a/.", "a\\b", "a b", "a\0", "é", "a/b/c/d/e/f/g", "x" * 201, "a\n"],
+)  # fmt: skip
+def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    objects = Objects(str(tmp_path / "store"))
+    for ask in (checked_name, objects.size, objects.delete, objects.names, lambda name: objects.put(name, b"x")):
+        with pytest.raises(UsageError) as raised:
+            ask(name)  # type: ignore[operator]
+        assert raised.value.slug == "unsafe-name"
+    assert [*tmp_path.rglob("*")] == [tmp_path / "store"]
+
+
+def test_a_file_that_is_not_written_to_its_end_is_not_there(tmp_path: Path) -> None:
+    objects = Objects(str(tmp_path))
+    with pytest.raises(KeyError), objects.writing("a/b") as file:  # noqa: PT012
+        file.write(b"half")
+        assert objects.size("a/b") is None
+        raise KeyError
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    with objects.writing("a/b") as file:
+        file.write(b"all")
+    with objects.writing("a/b") as file:
+        file.write(b"other")
+    assert file.existed
+    assert (tmp_path / "a" / "b").read_bytes() == b"all"
+
+
+def test_what_a_killed_process_left_goes_after_a_day(tmp_path: Path) -> None:
+    for name, age_s in ((".incoming-old", 90_000), (".incoming-young", 60)):
+        (tmp_path / name).write_text("half")
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    Objects(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [".incoming-young"]
+
+
+def test_a_signed_address_takes_one_object_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Objects(str(tmp_path)).upload_url("a/b", 60) is None
+    objects = Objects(places("shared", tmp_path, monkeypatch).store)
+    url = objects.upload_url("captures/d/c/a+b=c@d.json", 60)
+    assert url is not None
+    headers = {"Content-Type": "application/octet-stream"}
+    urllib.request.urlopen(urllib.request.Request(url, b"content", headers, method="PUT")).close()
+    assert b"".join(objects.chunks("captures/d/c/a+b=c@d.json")) == b"content"
+
+
+def test_a_store_that_does_not_answer_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    options = {"aws_endpoint": "http://127.0.0.1:1", "aws_allow_http": "true", "aws_region": "us-east-1"}
+    objects = Objects("s3://bucket/x", options)
+    with pytest.raises(InputError):
+        objects.size("a")
+    with pytest.raises(OutputError):
+        objects.put("a", b"x")
+
+
+@pytest.mark.parametrize("url", ["ftp://x/y", "http://x/y", "memory://x"])
+def test_an_address_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        Objects(url)
+
+
+def test_a_directory_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError) as raised:
+        Objects(str(tmp_path / "file" / "store"))
+    assert raised.value.slug == "cannot-write"

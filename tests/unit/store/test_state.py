@@ -1,0 +1,286 @@
+"""The state of the service: on SQLite and on PostgreSQL the same."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
+
+from support.fleet import KINDS, Kind
+from support.postgres import database
+from traceloom.errors import InputError, OutputError, UsageError
+from traceloom.store.state import ATTEMPTS, CaptureRecord, FileOfCapture, State
+
+
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    kind: Kind = request.param
+    return str(tmp_path / "state.db") if kind == "alone" else database()
+
+
+@pytest.fixture
+def state(url: str) -> Iterator[State]:
+    made = State(url)
+    yield made
+    made.close()
+
+
+def record(name: str, received_ns: int = 5, job: str = "") -> CaptureRecord:
+    return CaptureRecord(
+        id=name, day="2026-11-26", job=job, uploader="anna", received_ns=received_ns, complete=False, bytes=3,
+        files=(FileOfCapture("a.json", 3, "0" * 64),),
+    )  # fmt: skip
+
+
+def arrived(state: State, *names: str, version: str = "1") -> None:
+    for at, name in enumerate(names):
+        state.add_capture(record(name, at + 1))
+        state.complete_capture(name, version)
+
+
+def analysed(state: State, *names: str) -> None:
+    arrived(state, *names)
+    for _ in names:
+        task = state.claim("me", 60)
+        assert task is not None
+        assert state.advance(task.id, "me", "checked")
+        assert state.advance(task.id, "me", "analysed")
+
+
+def test_a_capture_is_one_however_often_it_is_announced_and_completed(state: State) -> None:
+    assert state.add_capture(record("c1", 5)) == record("c1", 5)
+    assert state.add_capture(record("c1", 9)).received_ns == 5
+    assert state.captures() == []  # its files are not there yet
+    for version in ("1", "1", "2"):  # the last one after an upgrade
+        state.complete_capture("c1", version)
+    assert [task.version for task in state.tasks("c1")] == ["1"]
+    assert [capture.id for capture in state.captures()] == ["c1"]
+
+
+def test_captures_come_newest_first_and_by_whose_they_are(state: State) -> None:
+    for at in range(5):
+        state.add_capture(record(f"c{at}", at + 1, job="even" if at % 2 == 0 else "odd"))
+        state.complete_capture(f"c{at}", "1")
+    assert [capture.id for capture in state.captures(most=2)] == ["c4", "c3"]
+    assert [capture.id for capture in state.captures(before_ns=4)] == ["c2", "c1", "c0"]
+    assert [capture.id for capture in state.captures(job="odd")] == ["c3", "c1"]
+    assert state.captures(uploader="bert") == []
+
+
+def test_one_holds_a_task_until_its_lease_ends(state: State) -> None:
+    arrived(state, "c1")
+    first = state.claim("a", 60)
+    assert first is not None
+    assert (first.state, first.attempts) == ("received", 1)
+    assert state.claim("b", 60) is None
+    assert not state.advance(first.id, "b", "checked")
+    assert state.renew(first.id, "a", 0)  # it ends now
+    second = state.claim("b", 60)
+    assert second is not None
+    assert second.attempts == 2
+    assert not state.renew(first.id, "a", 60)
+    assert not state.advance(first.id, "a", "analysed")
+    assert state.tasks("c1")[0].state == "received"
+
+
+def test_many_who_claim_at_once_get_different_tasks(state: State) -> None:
+    names = [f"c{at}" for at in range(20)]
+    arrived(state, *names)
+    claimed: list[str] = []
+
+    def work(holder: str) -> None:
+        while task := state.claim(holder, 600):
+            claimed.append(task.capture)
+
+    threads = [threading.Thread(target=work, args=(f"h{at}",)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == sorted(names)
+
+
+def test_a_task_that_fails_is_tried_again_and_then_quarantined_with_its_error(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traceloom.store.state._WAIT_NS", 10**8)
+    arrived(state, "c1")
+    for attempt in range(1, ATTEMPTS + 1):
+        task = state.claim("a", 60)
+        while task is None:  # it waits a while
+            task = state.claim("a", 60)
+        assert task.attempts == attempt
+        state.fail(task.id, "a", f"failed {attempt}\0 times \ud800")
+    [task] = state.tasks("c1")
+    assert (task.state, task.error.split("\0")[0][:8]) == ("quarantined", "failed 3")
+    assert state.claim("a", 60) is None
+    assert [task.capture for task in state.quarantined()] == ["c1"]
+    assert state.backfill("1") == 0
+    assert state.backfill("1", again=True) == 1
+    assert state.claim("a", 60) is not None
+
+
+def test_whoever_dies_of_a_task_three_times_leaves_it_in_quarantine(state: State) -> None:
+    arrived(state, "c1")
+    for _ in range(ATTEMPTS):
+        assert state.claim("a", 0) is not None  # and it never comes back
+    assert state.claim("a", 0) is None
+    [task] = state.tasks("c1")
+    assert task.state == "quarantined"
+    assert "ended" in task.error
+
+
+def test_a_task_that_is_given_back_has_lost_no_try(state: State) -> None:
+    arrived(state, "c1")
+    for _ in range(ATTEMPTS + 1):
+        task = state.claim("a", 60)
+        assert task is not None
+        assert task.attempts == 1
+        state.give_back(task.id, "a", 0)
+
+
+def test_a_batch_that_was_begun_is_the_next_one_again(state: State) -> None:
+    analysed(state, "c1", "c2", "c3")
+    first = state.open_batch(2)
+    assert first is not None
+    assert [task.capture for task in first.tasks] == ["c1", "c2"]
+    assert state.open_batch(2) == first
+    state.close_batch(first.number)
+    second = state.open_batch(2)
+    assert second is not None
+    assert second.number > first.number
+    assert [task.capture for task in second.tasks] == ["c3"]
+    state.close_batch(second.number)
+    assert state.open_batch(2) is None
+    assert state.counts() == {"received": 0, "checked": 0, "analysed": 0, "committed": 3, "quarantined": 0}
+
+
+def test_a_newer_version_replaces_rows_in_batches_of_their_own(state: State) -> None:
+    analysed(state, "c1")
+    batch = state.open_batch(9)
+    assert batch is not None
+    state.close_batch(batch.number)
+    analysed(state, "c2")  # of the old version, on its way
+    assert state.backfill("2") == 1
+    assert state.backfill("2") == 0
+    task = state.claim("a", 60)
+    assert task is not None
+    assert (task.capture, task.version, task.again) == ("c1", "2", True)
+    assert state.advance(task.id, "a", "analysed")
+    batches = []
+    while batch := state.open_batch(9):
+        batches.append((batch.again, [task.capture for task in batch.tasks]))
+        state.close_batch(batch.number)
+    assert sorted(batches) == [(False, ["c2"]), (True, ["c1"])]
+    assert state.backfill("2") == 1  # now the other one
+
+
+def test_one_of_several_leads_until_its_lease_ends_or_it_resigns(url: str) -> None:
+    one, two = State(url), State(url)
+    assert one.lead("committer", "one", 60)
+    assert not two.lead("committer", "two", 60)
+    assert two.lead("other", "two", 60)
+    assert one.lead("committer", "one", 0)  # renewed, and it ends now
+    assert two.lead("committer", "two", 60)
+    assert not one.lead("committer", "one", 60)
+    two.resign("two")
+    assert one.lead("committer", "one", 60)
+    assert one.identity == two.identity
+    one.close()
+    two.close()
+
+
+def test_a_token_opens_until_it_expires_or_is_revoked_and_only_its_hash_is_kept(state: State, url: str) -> None:
+    secret = state.add_token("anna", "operator")
+    token = state.token(secret)
+    assert token is not None
+    assert (token.name, token.role) == ("anna", "operator")
+    with pytest.raises(UsageError) as raised:
+        state.add_token("anna", "admin")
+    assert raised.value.slug == "token-exists"
+    assert state.token(secret + "x") is None
+    assert state.token(state.add_token("brief", "viewer", days=1e-12)) is None
+    assert state.revoke_token("anna")
+    assert not state.revoke_token("anna")
+    assert state.token(secret) is None
+    assert [token.name for token in state.tokens()] == ["anna", "brief"]
+    again = state.add_token("anna", "viewer")  # its name is free
+    assert state.token(again) is not None
+    assert state.token(secret) is None
+    if not url.startswith("postgresql"):
+        kept = b"".join(path.read_bytes() for path in Path(url).parent.iterdir())
+        assert again.encode() not in kept
+
+
+@pytest.mark.parametrize("change", ["DELETE FROM audit", "UPDATE audit SET who = 'bert'"])
+def test_nobody_changes_the_audit(state: State, url: str, change: str) -> None:
+    state.note("anna", "GET /x", "done", {"capture": "c1"})
+    state.note("bert", "POST /y", "not-allowed")
+    with pytest.raises(Exception, match="only appended"):  # noqa: PT012
+        if url.startswith("postgresql"):
+            import psycopg
+
+            with psycopg.connect(url) as connection:
+                connection.execute(change)
+        else:
+            with sqlite3.connect(url) as lite:
+                lite.execute(change)
+    entries = sorted((entry.who, entry.result, entry.details) for entry in state.audit())
+    assert entries == [("anna", "done", {"capture": "c1"}), ("bert", "not-allowed", {})]
+
+
+def test_what_was_kept_is_there_after_a_restart_and_a_later_schema_is_refused(url: str) -> None:
+    state = State(url)
+    arrived(state, "c1")
+    state.close()
+    again = State(url)
+    assert [capture.id for capture in again.captures()] == ["c1"]
+    with again._transaction() as connection:
+        again._change(connection, "UPDATE schema_version SET version = 99")
+    again.close()
+    with pytest.raises(InputError) as raised:
+        State(url)
+    assert raised.value.slug == "newer-format"
+
+
+def test_a_database_that_another_keeps_locked_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceloom.store.database._BUSY_MS", 50)
+    state = State(str(tmp_path / "state.db"))
+    other = sqlite3.connect(tmp_path / "state.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(OutputError) as raised:
+        state.counts()
+    assert raised.value.slug == "state-busy"
+    other.execute("ROLLBACK")
+    assert state.counts()["received"] == 0
+    other.close()
+    state.close()
+
+
+def test_a_full_disk_is_said_so_and_nothing_is_half_there(tmp_path: Path) -> None:
+    state = State(str(tmp_path / "state.db"))
+    arrived(state, "c1")
+    with state._transaction() as connection:
+        [row] = state._rows(connection, "PRAGMA page_count")
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {row['page_count']}")  # as a disk that is full
+    with pytest.raises(OutputError) as raised:  # noqa: PT012
+        for at in range(500):
+            arrived(state, f"more{at}")
+    assert raised.value.slug == "state-unusable"
+    assert "full" in raised.value.message
+    assert state.capture("c1") is not None
+    state.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["mysql://host/fleet", "nothing://x", "postgresql://127.0.0.1:1/fleet?connect_timeout=2"]
+)
+def test_a_database_that_is_none_of_ours_or_does_not_answer_is_refused(url: str) -> None:
+    with pytest.raises((UsageError, OutputError)) as raised:
+        State(url)
+    assert raised.value.slug in {"wrong-usage", "state-unusable"}
