@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 from traceloom import files
 from traceloom.cli import options as types
@@ -97,7 +98,15 @@ def _captures(args: argparse.Namespace) -> int:
     return _shown(args, answer, ("capture", "day", "job", "state", "by"), rows)
 
 
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--remove", metavar="HOST", help="let this host belong to the fleet no more")
+
+
 def _hosts(args: argparse.Namespace) -> int:
+    if args.remove:
+        removed = client_of(args).delete(f"hosts/{quote(args.remove, safe='')}")
+        print(json.dumps(removed, indent=2) if args.json else f"{removed['host']} belongs to the fleet no more.")
+        return 0
     answer = client_of(args).get("hosts")
     rows = []
     for host in answer["hosts"]:
@@ -244,7 +253,7 @@ def _shown(args: argparse.Namespace, answer: Any, heads: Sequence[str], rows: Se
 ACTIONS = {
     "hosts": FleetAction(
         "list hosts, whether they are there, and how far their clocks are off",
-        "traceloom fleet hosts\nthen: traceloom fleet token enrol, for one more", lambda _: None, _hosts,
+        "traceloom fleet hosts\nthen: traceloom fleet token enrol, for one more", _add_hosts, _hosts,
     ),
     "jobs": FleetAction(
         "list jobs that run now",

@@ -64,6 +64,8 @@ class FleetGuard:
     async def _token(self, scope: Scope, headers: Headers) -> TokenRecord:
         address = f"tcp {(scope['client'] or ('',))[0]}"
         if scope["path"].startswith(AGENTS):  # hosts show a credential of their own, which their routes check
+            host = scope["path"].removeprefix(AGENTS).partition("/")[0]
+            self.rates.take(address if host == "enrol" else f"host {host}")
             return _STRANGER
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from traceloom.agent.http.answers import HttpAnswer, RequestError
@@ -69,7 +70,10 @@ async def _report(asked: FleetAsked, desk: HostDesk, host: str) -> ReportAnswer:
 
 async def _take_file(asked: FleetAsked, desk: HostDesk, host: str) -> Response:
     path = asked.request.path_params
-    await desk.take_file(host, path["id"], path["name"], asked.request.stream())
+    try:
+        await desk.take_file(host, path["id"], path["name"], asked.request.stream())
+    except ClientDisconnect as error:  # the host sends it again
+        raise RequestError(408, "the connection ended before the file did", slug="too-slow") from error
     return Response(status_code=204)
 
 

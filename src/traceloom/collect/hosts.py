@@ -12,6 +12,7 @@ import hmac
 import logging
 import re
 import secrets
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -45,6 +46,7 @@ LONGEST_WAIT_S = 30.0
 _MOST_FILE = 4 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _LOOK_S = 1.0
+_MOST_ENDED = 1000  # requests that are remembered here; the state has all
 Choice = Literal["", "slowest-and-median"]
 
 
@@ -143,6 +145,17 @@ class HostDesk:
                 hint="enrol it with a new token, and remove fleet.json beside the agent's history",
             )  # fmt: skip
 
+    async def remove(self, host: str) -> None:
+        """Let a host belong to the fleet no more.
+
+        Raises:
+            RequestError: `no-such-host`.
+        """
+        if not await asyncio.to_thread(self.state.remove_host, host):
+            raise RequestError(404, f"there is no host `{host}`", slug="no-such-host", hint="`traceloom fleet hosts`")
+        self.members.pop(host, None)
+        self.now.pop(host, None)
+
     # How hosts are.
 
     async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
@@ -211,6 +224,11 @@ class HostDesk:
             now = self.requests[request.id]
             document = msgspec.json.encode(now).decode()
             await asyncio.to_thread(self.state.put_request, now.id, now.asked_ns, document, ended=now.ended)
+        if request.ended:
+            await asyncio.to_thread(shutil.rmtree, self.incoming / request.id, ignore_errors=True)
+            ended = [of.id for of in self.requests.values() if of.ended]
+            for old in ended[: max(len(ended) - _MOST_ENDED, 0)]:
+                del self.requests[old]
         if request.state == "stitching" and (before is None or before.state != "stitching"):
             self.on_stitching(request)
         async with self._changed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import shutil
 import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
@@ -66,7 +65,6 @@ class Joining:
             LOG.exception("request %s", request.id)
             fault = f"the service could not write: {error.strerror or error}"
         await self.desk.put(analysed(request, self.desk.clock(), fault))
-        await asyncio.to_thread(shutil.rmtree, self.desk.incoming / request.id, ignore_errors=True)
 
     async def _analysed(self, capture: str) -> str:
         """Why the analysis of a capture failed for good; "" once its rows are in the tables."""

@@ -161,6 +161,19 @@ def _host(name: str, now: HostNow | None, *, lost: bool) -> HostAnswer:
     )  # fmt: skip
 
 
+class RemovedHostAnswer(HttpAnswer, frozen=True):
+    """A host that belongs to the fleet no more."""
+
+    host: str
+
+
+async def _remove_host(asked: FleetAsked) -> RemovedHostAnswer:
+    host = asked.request.path_params["host"]
+    await asked.hosts().remove(host)
+    await asked.note(host=host)
+    return RemovedHostAnswer(host=host)
+
+
 async def _jobs(asked: FleetAsked) -> FleetJobsAnswer:
     members: dict[str, list[tuple[str, HostProcess]]] = defaultdict(list)
     for host, now in asked.hosts().fresh().items():
@@ -259,6 +272,10 @@ async def _events(asked: FleetAsked) -> Response:
 
 REQUEST_ROUTES = (
     FleetRoute(path="/api/v1/hosts", summary="Hosts and how they are", answers=_hosts, answer=HostsAnswer),
+    FleetRoute(
+        path="/api/v1/hosts/{host}", summary="Let a host belong to the fleet no more", answers=_remove_host,
+        answer=RemovedHostAnswer, method="DELETE", role="operator", refuses=(403, 404, 503),
+    ),
     FleetRoute(path="/api/v1/jobs", summary="Jobs that run now", answers=_jobs, answer=FleetJobsAnswer),
     FleetRoute(
         path="/api/v1/requests", summary="Requests for traces, newest first", answers=_requests,
