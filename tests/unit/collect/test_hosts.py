@@ -1,0 +1,208 @@
+"""The desk for hosts: who joins, what each is to do, and files that count only whole; it goes on after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from traceloom.agent.http.answers import RequestError
+from traceloom.agent.requests.model import Target, Wanted
+from traceloom.agent.uplink.messages import (
+    ArmedProcess,
+    Enrolment,
+    Heartbeat,
+    HostFile,
+    HostProcess,
+    HostReport,
+    UsageRow,
+)
+from traceloom.collect.hosts import HostDesk, HostNow, matching_processes, possible_rows, slowest_and_median
+from traceloom.store.state import State
+
+WANTED = Wanted(job="j", steps=3)
+CONTENT = b"a trace"
+FILE = HostFile(name="rank0.kineto.json.gz", bytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest())
+
+
+def beat(*processes: HostProcess, usage: list[UsageRow] | None = None) -> Heartbeat:
+    return Heartbeat(sent_ns=1, boot_id="b", version="1", processes=list(processes), usage=usage or [])
+
+
+def rank(number: int, steps_per_second: float | None = None, job: str = "j") -> HostProcess:
+    return HostProcess(
+        key=f"{number}@1", pid=number + 1, uid=0, job=job, rank=number, user="ada", steps_per_second=steps_per_second
+    )
+
+
+async def sent(content: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(content), 3):
+        yield content[at : at + 3]
+
+
+def with_desk(tmp_path: Path, test: Callable[[HostDesk], Awaitable[None]]) -> None:
+    async def run() -> None:
+        state = State(str(tmp_path / "state.db"))
+        desk = HostDesk(state, tmp_path / "from-hosts")
+        await desk.start()
+        try:
+            await test(desk)
+        finally:
+            await desk.close()
+            state.close()
+
+    asyncio.run(run())
+
+
+async def joined(desk: HostDesk, host: str) -> str:
+    token = desk.state.add_enrolment("", 1)
+    return (await desk.enrol(Enrolment(token=token, host=host))).credential
+
+
+def test_a_host_joins_once_and_shows_its_credential(tmp_path: Path) -> None:
+    async def test(desk: HostDesk) -> None:
+        token = desk.state.add_enrolment("", 1)
+        credential = (await desk.enrol(Enrolment(token=token, host="a"))).credential
+        desk.check_host("a", credential)
+        refusals = []
+        for of_token, host in ((token, "b"), (desk.state.add_enrolment("", 1), "a"), (desk.state.add_enrolment("c", 1), "b"),
+                               (desk.state.add_enrolment("", -1), "b"), ("nothing", "b")):  # fmt: skip
+            with pytest.raises(RequestError) as error:
+                await desk.enrol(Enrolment(token=of_token, host=host))
+            refusals.append(error.value.slug)
+        assert refusals == ["unknown-token", "host-exists", "unknown-token", "unknown-token", "unknown-token"]
+        # A token for that very host replaces it.
+        again = (await desk.enrol(Enrolment(token=desk.state.add_enrolment("a", 1), host="a"))).credential
+        desk.check_host("a", again)
+        for host, secret in (("a", credential), ("a", ""), ("b", again)):
+            with pytest.raises(RequestError) as error:
+                desk.check_host(host, secret)
+            assert error.value.slug == "unknown-host"
+        await desk.remove("a")
+        with pytest.raises(RequestError):
+            desk.check_host("a", again)
+        with pytest.raises(RequestError) as error:
+            await desk.enrol(Enrolment(token="x", host="a", protocol=99))
+        assert error.value.slug == "newer-agent"
+
+    with_desk(tmp_path, test)
+
+
+def test_a_request_goes_its_way_and_only_whole_files_count(tmp_path: Path) -> None:
+    async def test(desk: HostDesk) -> None:
+        joining = []
+        desk.on_stitching = lambda request: joining.append(request.id)
+        await desk.heartbeat("a", beat(rank(0)))
+        with pytest.raises(RequestError) as error:
+            await desk.submit(Wanted(job="other", steps=3), "ada")
+        assert error.value.slug == "no-such-job"
+        waiting = asyncio.create_task(desk.work("a", (await desk.work("a", "", 0)).version, 30))
+        request = (await desk.submit(WANTED, "ada")).id
+        offered = await waiting  # it hears of it at once
+        assert [(work.request, work.step) for work in offered.work] == [(request, "arm")]
+        with pytest.raises(RequestError) as error:
+            await desk.report("stranger", request, HostReport(state="armed"))
+        assert error.value.slug == "no-such-request"
+        armed = HostReport(state="armed", processes=[ArmedProcess(key="0@1", pid=1, rank=0)])
+        await desk.report("a", request, armed)
+        [work] = (await desk.work("a", offered.version, 5)).work
+        assert work.step == "start"
+        assert work.at_ns == desk.requests[request].start_ns > 0
+        kept = Target(request="r", process="0@1", profiler="timeline", pid=1, uid=0, rank=0, stem="rank0", state="kept")
+        await desk.report("a", request, HostReport(state="running", targets=[kept]))
+        uploaded = HostReport(state="uploaded", targets=[kept], files=[FILE])
+        assert (await desk.report("a", request, uploaded)).missing == [FILE.name]
+        refusals = []
+        for name, content in (
+            ("other", CONTENT), (FILE.name, b"another"), (FILE.name, CONTENT + b"x"), (FILE.name, CONTENT[:-1])
+        ):  # fmt: skip
+            with pytest.raises(RequestError) as error:
+                await desk.take_file("a", request, name, sent(content))
+            refusals.append(error.value.slug)
+        assert refusals == ["no-such-file", "wrong-file", "wrong-file", "wrong-file"]
+        assert list((desk.incoming / request / "a").iterdir()) == []
+        await desk.take_file("a", request, FILE.name, sent(CONTENT))
+        assert (await desk.report("a", request, uploaded)).missing == []
+        assert desk.requests[request].state == "stitching"
+        assert joining == [request]
+
+    with_desk(tmp_path, test)
+
+    async def again(desk: HostDesk) -> None:
+        [request] = desk.requests.values()
+        assert request.state == "stitching"
+
+    with_desk(tmp_path, again)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "x" * 201])
+def test_names_of_files_stay_in_their_directory(tmp_path: Path, name: str) -> None:
+    async def test(desk: HostDesk) -> None:
+        await desk.heartbeat("a", beat(rank(0)))
+        request = (await desk.submit(WANTED, "ada")).id
+        file = HostFile(name=name, bytes=1, sha256="0" * 64)
+        with pytest.raises(RequestError) as error:
+            await desk.report("a", request, HostReport(state="uploading", files=[file]))
+        assert error.value.slug == "wrong-request"
+
+    with_desk(tmp_path, test)
+
+
+def test_a_request_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    async def test(desk: HostDesk) -> None:
+        await desk.heartbeat("a", beat(rank(0)))
+        request = (await desk.submit(WANTED, "ada")).id
+        (desk.incoming / request / "a").mkdir(parents=True)
+        version = (await desk.work("a", "", 0)).version
+        waiting = asyncio.create_task(desk.work("a", version, 30))
+        await desk.cancel(request)
+        assert (await waiting).work == []
+        assert [now.state async for now in desk.changes(request)] == ["cancelled"]
+        assert not (desk.incoming / request).exists()
+
+    with_desk(tmp_path, test)
+
+
+def test_usage_is_acknowledged_and_what_cannot_be_is_counted(tmp_path: Path) -> None:
+    async def test(desk: HostDesk) -> None:
+        await joined(desk, "a")
+        rows = [
+            UsageRow(minute=28_000_000, device="g", state="busy", device_ms=60_000),
+            UsageRow(minute=28_000_001, device="g", state="busy", device_ms=40_000),
+            UsageRow(minute=28_000_001, device="g", state="unallocated", device_ms=40_000),
+        ]
+        answer = await desk.heartbeat("a", beat(usage=rows))
+        assert answer.usage_through == 28_000_001
+        assert desk.refused_rows["a"] == 2
+        waiting = desk.state.open_usage(10)
+        assert waiting is not None
+        assert [(minute.minute, minute.document.count("device_ms")) for minute in waiting[1]] == [
+            (28_000_000, 1), (28_000_001, 0)
+        ]  # fmt: skip
+
+    with_desk(tmp_path, test)
+
+
+def test_minutes_that_have_not_been_are_no_usage() -> None:
+    row = UsageRow(minute=100, device="g", state="busy", device_ms=1)
+    assert possible_rows([row], 100 * 60_000_000_000) == [row]
+    assert possible_rows([row], 90 * 60_000_000_000) == []
+
+
+def test_which_processes_a_request_is_about() -> None:
+    hosts = {
+        "a": HostNow(heartbeat=beat(rank(0, 5.0), rank(1, 1.0), rank(9, job="other")), received_ns=0),
+        "b": HostNow(heartbeat=beat(rank(2, 3.0), rank(3)), received_ns=0),
+    }
+
+    def chosen(matching: dict[str, list[HostProcess]]) -> dict[str, list[int | None]]:
+        return {host: [process.rank for process in of] for host, of in matching.items()}
+
+    assert chosen(matching_processes(hosts, WANTED)) == {"a": [0, 1], "b": [2, 3]}
+    assert chosen(matching_processes(hosts, Wanted(job="j", ranks=(2,), steps=1))) == {"b": [2]}
+    assert chosen(matching_processes(hosts, Wanted(job="j", host="a", steps=1))) == {"a": [0, 1]}
+    assert chosen(slowest_and_median(matching_processes(hosts, WANTED))) == {"a": [1], "b": [2]}
+    assert slowest_and_median({"a": [rank(0)]}) == {}
