@@ -399,3 +399,65 @@ def test_wrong_requests_say_what_is_wrong(host: Host, tmp_path: Path, capsys: py
         assert host.trace(*words) in {2, 3}
         assert f"explain {slug}" in capsys.readouterr().err, words
     assert not (tmp_path / "a").exists()
+
+
+SPAWNED = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def train(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
+    torch.set_num_threads(1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = torch.utils.data.DataLoader(torch.ones(1_000_000, 32), batch_size=8, num_workers=1 if rank == 1 else 0)
+    child = 0
+    for step, batch in enumerate(data):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+        if step == 20 and rank == 0:
+            child = os.fork()  # after it has polled: the profiler does not survive that
+            if not child:
+                time.sleep(3600)
+            open(f"{folder}/child", "w").write(str(child))
+        if step >= 20 and not os.path.exists(f"{folder}/stepping{rank}"):
+            open(f"{folder}/stepping{rank}", "w").close()
+
+if __name__ == "__main__":
+    mp.spawn(train, (sys.argv[1],), nprocs=4)
+"""
+
+
+@pytest.mark.thorough
+def test_four_spawned_ranks_one_of_which_forked(host: Host, tmp_path: Path) -> None:
+    script, output = tmp_path / "spawned.py", tmp_path / "run"
+    script.write_text(SPAWNED, encoding="utf-8")
+    variables = host.client.get("environment")["variables"]
+    with (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)], env={**os.environ, **variables, "TRACELOOM_JOB": "spawned"},
+            stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        until(lambda: all((tmp_path / f"stepping{rank}").exists() for rank in range(4)), "all ranks step")
+        child = int((tmp_path / "child").read_text())
+
+        def known() -> bool:
+            rows = [row for row in host.client.get("processes")["processes"] if row["owner"]["job"] == "spawned"]
+            return sum(row["steps_per_second"] is not None for row in rows) == 4
+
+        until(known, "the agent knows who steps")
+        assert host.trace("--pid", str(job.pid), "--duration", "500ms", "-o", str(output), "-q") == 0
+        request = json.loads((output / "capture.json").read_text())["request"]
+        traced = [target for target in request["targets"] if target["state"] == "kept"]
+        assert len(traced) == len(request["targets"]) == 4  # neither the launcher nor the loader's worker
+        assert child not in {target["pid"] for target in traced}
+        assert all(target["operators"] > 0 for target in traced)
+        assert job.poll() is None
+        os.kill(child, 0)  # both go on
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait(60)

@@ -241,16 +241,31 @@ class RequestDesk:
             for process in processes
             if process.key in self.registry.clients or commands.get(process.parent_pid) != process.command
         ]
+        clients = self.registry.clients
+        above = {
+            process.key: clients[process.key].ancestors
+            if process.key in clients
+            else tuple(ancestors(self.registry.proc, process.parent_pid))
+            for process in processes
+        }
         ranks = {(process.pid, process.owner.job, process.owner.rank) for process in processes}
-        out = []
-        for process in processes:
-            client = self.registry.clients.get(process.key)
-            above = client.ancestors if client is not None else tuple(ancestors(self.registry.proc, process.parent_pid))
-            if process.owner.rank is None or ranks.isdisjoint(
-                (pid, process.owner.job, process.owner.rank) for pid in above
-            ):
-                out.append(process)
-        return out
+        steps = {process.key: bool(self.steps.per_second(process.key)) for process in processes}
+        stepping = {process.pid for process in processes if steps[process.key]}
+        # Whoever has no rank and makes no steps, but started some that do (the launcher of `mp.spawn`) or was started
+        # by one (a worker of a data loader), only serves.
+        launchers = {pid for process in processes if steps[process.key] for pid in above[process.key]}
+        return [
+            process
+            for process in processes
+            if (
+                process.owner.rank is None
+                and (steps[process.key] or (process.pid not in launchers and stepping.isdisjoint(above[process.key])))
+            )
+            or (
+                process.owner.rank is not None
+                and ranks.isdisjoint((pid, process.owner.job, process.owner.rank) for pid in above[process.key])
+            )
+        ]
 
     def check(self, wanted: Wanted) -> None:
         """Look at a request as such, whomever it is about.

@@ -333,3 +333,30 @@ def test_ranks_meet_in_each_round() -> None:
         assert await again != await one
 
     asyncio.run(live())
+
+
+def test_a_profile_that_never_ends_is_given_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceloom.agent.profilers.timeline._DRAIN_S", 0.3)
+    outcome = traced(place, lambda *_: [1] * 10_000, TIME)
+    assert outcome.slug == "deadline"
+    assert [state for state, _ in outcome.states][-1] == "accepted"
+
+
+def test_a_process_that_does_not_poll_is_not_registered(place: Path) -> None:
+    outcome = Outcome()
+    ticks = parent_and_start("/proc", os.getpid())[1]
+    process = Process(
+        key=f"{os.getpid()}@{ticks}", pid=os.getpid(), start_ticks=ticks, started_ns=1, parent_pid=1,
+        uid=os.geteuid(), command="",
+    )  # fmt: skip
+    order = TimelineOrder(
+        trace_id="t", group_id="g", incoming=place / "incoming", stem="rank0", wait_s=0.3
+    )  # fmt: skip
+    with pytest.raises(ProfilerError) as error:
+        asyncio.run(
+            TimelineProfiler(ProfilerRegistry(), order, outcome.tell).record(
+                process, TIME, place / "kept" / "request", "rank0"
+            )
+        )
+    assert error.value.slug == "not-registered"
+    assert outcome.states == [("queued", "not-registered")]
