@@ -182,8 +182,9 @@ def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
     assert "node2" in page
 
 
-def test_who_does_not_belong_is_refused(fleet: Service) -> None:
+def test_who_does_not_belong_is_refused(fleet: Service, request: pytest.FixtureRequest) -> None:
     stranger = ServiceClient(fleet.url, credential="nothing")
+    request.addfinalizer(stranger.close)
     with pytest.raises(ServiceError) as error:
         stranger.post("agents/enrol", Enrolment(token="unknown", host="node3"), Enrolled)
     assert (error.value.slug, error.value.status) == ("unknown-token", 401)
