@@ -35,7 +35,9 @@ class KinetoClient:
 
     def answer(self, timeout_s: float = 30.0) -> str | None:
         """The text that it is told; None where no answer comes."""
-        if not select.select([self.socket], [], [], timeout_s)[0]:
+        poller = select.poll()  # unlike `select` it takes files of any number
+        poller.register(self.socket, select.POLLIN)
+        if not poller.poll(timeout_s * 1000):
             return None
         datagram, sender = self.socket.recvfrom(8192)
         # libkineto ends its process where the answer comes from another name than it asked.
