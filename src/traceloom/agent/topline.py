@@ -95,7 +95,7 @@ class TickValues(NamedTuple):
     seconds: float
 
 
-class DeviceTime(NamedTuple):
+class JobDeviceTime(NamedTuple):
     """What a job had of a device in one tick; `job` None: nobody holds the device. Of a device they add up to the tick.
 
     Times in ms; `unknown_ms` is what could not be read. `joules`, and the bounds of FLOPs: None where not known.
@@ -122,7 +122,7 @@ class Topline:
         self.totals: dict[str, JobTotals] = {}
         self._seconds = 0.0
         self._ms = 0
-        self.device_times: list[DeviceTime] = []
+        self.device_times: list[JobDeviceTime] = []
         self.input_bytes: dict[str, float] = {}  # job -> what it read in the last tick, where that is known
         self._joules: dict[str, float] = {}  # device -> its counter at the last tick
 
@@ -225,7 +225,7 @@ class Topline:
         for job, part, busy_part, idle_part, unknown_part in zip(jobs, of_jobs, by_use, idle, unknown, strict=True):
             flops = None if rate is None else (rate.low * part * measured.seconds, rate.high * part * measured.seconds)
             spent = None if joules is None else joules * part
-            self.device_times.append(DeviceTime(uuid, job, busy_part, idle_part, unknown_part, spent, flops))
+            self.device_times.append(JobDeviceTime(uuid, job, busy_part, idle_part, unknown_part, spent, flops))
             if job is None or job not in ticks:
                 continue
             tick = ticks[job]

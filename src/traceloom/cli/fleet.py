@@ -32,6 +32,21 @@ What each can do: traceloom fleet token --help.
 """
 
 
+NO_HOSTS = """\
+No host belongs to the fleet yet.
+Next: traceloom fleet token enrol > host.token
+on the host: traceloom agent run --server URL --token-file host.token"""
+NO_JOBS = """\
+No job runs on hosts of the fleet, as far as they say.
+Next: traceloom fleet hosts"""
+NO_REQUESTS = """\
+No trace was asked for.
+Next: traceloom trace --server URL --job JOB --steps 3"""
+NO_CAPTURES = """\
+There are no such captures.
+Next: traceloom upload CAPTURE"""
+
+
 class FleetAction(NamedTuple):
     """What the fleet's verb can do: in a sentence, with examples, its options, and how it is done."""
 
@@ -95,7 +110,7 @@ def _captures(args: argparse.Namespace) -> int:
         (capture["id"], capture["day"], capture["job"] or "–", capture["state"], capture["uploader"])
         for capture in answer["captures"]
     ]
-    return _shown(args, answer, ("capture", "day", "job", "state", "by"), rows)
+    return _shown(args, answer, ("capture", "day", "job", "state", "by"), rows, NO_CAPTURES)
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +130,7 @@ def _hosts(args: argparse.Namespace) -> int:
         heard = "never" if host["heard_ns"] is None else "lost" if host["lost"] else "here"
         devices = str(host["devices"]) + (f" ({host['stale_devices']} silent)" if host["stale_devices"] else "")
         rows.append((host["host"], heard, devices, str(host["processes"]), ", ".join(host["jobs"]) or "–", clock))
-    return _shown(args, answer, ("host", "heard", "devices", "processes", "jobs", "clock"), rows)
+    return _shown(args, answer, ("host", "heard", "devices", "processes", "jobs", "clock"), rows, NO_HOSTS)
 
 
 def _jobs(args: argparse.Namespace) -> int:
@@ -128,7 +143,7 @@ def _jobs(args: argparse.Namespace) -> int:
         )
         for job in answer["jobs"]
     ]  # fmt: skip
-    return _shown(args, answer, ("job", "user", "hosts", "ranks", "traceable", "steps/s"), rows)
+    return _shown(args, answer, ("job", "user", "hosts", "ranks", "traceable", "steps/s"), rows, NO_JOBS)
 
 
 def _requests(args: argparse.Namespace) -> int:
@@ -137,7 +152,7 @@ def _requests(args: argparse.Namespace) -> int:
         (request["id"], request["wanted"]["job"], request["who"], request["state"], request["capture"] or "–")
         for request in answer["requests"]
     ]
-    return _shown(args, answer, ("request", "job", "by", "state", "capture"), rows)
+    return _shown(args, answer, ("request", "job", "by", "state", "capture"), rows, NO_REQUESTS)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -236,9 +251,14 @@ def _backfill(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shown(args: argparse.Namespace, answer: Any, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+def _shown(
+    args: argparse.Namespace, answer: Any, heads: Sequence[str], rows: Sequence[Sequence[str]], empty: str = ""
+) -> int:
     if args.json:
         print(json.dumps(answer, indent=2))
+        return 0
+    if not rows:
+        print(empty)
         return 0
     from traceloom.harmless import harmless
 

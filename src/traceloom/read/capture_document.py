@@ -49,7 +49,7 @@ class GraphStep(Struct, kw_only=True):
     sources: list[str] | None = None
 
 
-class Clock(Struct, kw_only=True):
+class CapturedClock(Struct, kw_only=True):
     """`clock` of a rank."""
 
     offset_ns: Whole | None = None
@@ -65,7 +65,7 @@ class Rank(Struct, kw_only=True):
     job: str | None = None
     name: str | None = None
     host: str | None = None
-    clock: Clock | None = None
+    clock: CapturedClock | None = None
     process: Whole | None = None
     command: list[str] | None = None
     platform: str | None = None

@@ -163,7 +163,9 @@ def test_a_pickle_that_would_run_something_runs_nothing(alone: Stores, engine: P
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no trace", b'{"traceEvents": [', gzip.compress(b"{" * 100)[:-9], b"\x80\x04}."], ids=str
+    "content",
+    [b"", b"no trace", b'{"traceEvents": [', gzip.compress(b"{" * 100)[:-9], b"\x80\x04}."],
+    ids=["empty", "no trace", "cut", "cut gzip", "pickle"],
 )
 def test_what_is_no_trace_is_quarantined_at_its_first_try_or_analysed(
     alone: Stores, engine: Processes, content: bytes

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import msgspec
 
 from traceloom.agent.owners.sharing import split
-from traceloom.agent.topline import DeviceTime
+from traceloom.agent.topline import JobDeviceTime
 from traceloom.agent.uplink.messages import MOST_MINUTES, UsageRow, UsageState
 
 MINUTE_MS = 60_000
 _MOST_KEPT = 2 * 24 * 60  # minutes that wait for a service; then the oldest go
 
 
-class _Use(NamedTuple):
+class _UseOfDevice(NamedTuple):
     """What a row is of."""
 
     device: str
@@ -41,7 +41,7 @@ class _Amounts:
     flops_low: float | None = 0.0
     flops_high: float | None = 0.0
 
-    def add(self, ms: int, time: DeviceTime) -> None:
+    def add(self, ms: int, time: JobDeviceTime) -> None:
         """Add so many ms of a tick, with that part of what was measured in it."""
         part = ms / (time.busy_ms + time.idle_ms + time.unknown_ms)
         low, high = time.flops or (None, None)
@@ -59,12 +59,12 @@ class UsageMinutes:
     """Adds up ticks into minutes. Used by the agent's loop alone."""
 
     def __init__(self) -> None:
-        self._minutes: dict[int, dict[_Use, _Amounts]] = {}
+        self._minutes: dict[int, dict[_UseOfDevice, _Amounts]] = {}
         self._bytes: dict[tuple[int, str], float] = {}  # (minute, job) -> what it read
         self._first = 0  # that is open; earlier ones were taken
         self.dropped_ms = 0  # of devices: in minutes that were taken already, or beyond their 60,000
 
-    def add(self, end_ns: int, times: Iterable[DeviceTime], input_bytes: Mapping[str, float]) -> None:
+    def add(self, end_ns: int, times: Iterable[JobDeviceTime], input_bytes: Mapping[str, float]) -> None:
         """Take a tick.
 
         Args:
@@ -72,7 +72,7 @@ class UsageMinutes:
             times: What jobs had of the devices; those of one device add up to the length of the tick.
             input_bytes: Job -> bytes that it read meanwhile, where that is known.
         """
-        by_device: dict[str, list[DeviceTime]] = defaultdict(list)
+        by_device: dict[str, list[JobDeviceTime]] = defaultdict(list)
         for time in times:
             by_device[time.device].append(time)
         pieces: list[tuple[int, int]] = []
@@ -89,7 +89,7 @@ class UsageMinutes:
                 if minute >= self._first:
                     self._bytes[minute, job] = self._bytes.get((minute, job), 0.0) + amount * length / whole
 
-    def _put(self, minute: int, times: list[DeviceTime], parts: list[int]) -> None:
+    def _put(self, minute: int, times: list[JobDeviceTime], parts: list[int]) -> None:
         """Book parts (busy, idle, unknown of each job) of a device on a minute, as far as there is room."""
         uses = self._minutes.setdefault(minute, {}) if minute >= self._first else {}
         booked = sum(amounts.ms for use, amounts in uses.items() if use.device == times[0].device)
@@ -102,7 +102,7 @@ class UsageMinutes:
             states: tuple[UsageState, ...] = ("busy", idle, "unreachable")
             for state, ms in zip(states, of_time, strict=True):
                 if ms:
-                    uses.setdefault(_Use(time.device, time.job or "", state), _Amounts()).add(ms, time)
+                    uses.setdefault(_UseOfDevice(time.device, time.job or "", state), _Amounts()).add(ms, time)
 
     def take(self, now_ns: int, models: Mapping[str, str]) -> dict[int, list[UsageRow]]:
         """The minutes that have ended by the service's clock; they are not given again.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.agent.owners.sharing import split
-from traceloom.agent.topline import DeviceTime
+from traceloom.agent.topline import JobDeviceTime
 from traceloom.agent.uplink.messages import UsageRow
 from traceloom.agent.uplink.usage import MINUTE_MS, UsageBacklog, UsageMinutes
 
@@ -24,11 +24,11 @@ TICK = st.tuples(
 )
 
 
-def times(device: str, ms: int, shares: list[tuple[str | None, int, int]]) -> list[DeviceTime]:
+def times(device: str, ms: int, shares: list[tuple[str | None, int, int]]) -> list[JobDeviceTime]:
     """What jobs had of a device in a tick, by weights (busy, idle); they add up to it."""
     parts = split(ms, [weight for _, *weights in shares for weight in weights])
     return [
-        DeviceTime(device, job, busy, idle, 0, 100.0, (1e6, 2e6))
+        JobDeviceTime(device, job, busy, idle, 0, 100.0, (1e6, 2e6))
         for (job, *_), busy, idle in zip(shares, parts[0::2], parts[1::2], strict=True)
     ]
 
@@ -62,7 +62,7 @@ def test_the_rows_are_the_ticks(ticks: list[tuple[int, list[tuple[str | None, in
 
 def test_a_tick_is_cut_at_the_minute_and_its_energy_with_it() -> None:
     usage = UsageMinutes()
-    tick = [DeviceTime("g", "a", 5000, 5000, 0, 3000.0, (1e12, 4e12))]
+    tick = [JobDeviceTime("g", "a", 5000, 5000, 0, 3000.0, (1e12, 4e12))]
     usage.add((FIRST * MINUTE_MS + 4000) * MS, tick, {"a": 900.0})  # 6 s before the minute, 4 s in it
     minutes = usage.take((FIRST + 1) * MINUTE_MS * MS, {"g": "H100"})
     assert {minute: [(row.state, row.device_ms, row.energy_mj, row.input_bytes) for row in rows]
@@ -75,7 +75,7 @@ def test_a_tick_is_cut_at_the_minute_and_its_energy_with_it() -> None:
 
 def test_no_minute_gets_more_than_it_has_and_none_is_given_twice() -> None:
     usage, now = UsageMinutes(), (FIRST + 1) * MINUTE_MS * MS
-    whole = [DeviceTime("g", "a", MINUTE_MS, 0, 0, None, None)]
+    whole = [JobDeviceTime("g", "a", MINUTE_MS, 0, 0, None, None)]
     usage.add(now, whole, {})
     usage.add(now, whole, {})  # the service's clock was set back
     assert usage.dropped_ms == MINUTE_MS
