@@ -158,12 +158,18 @@ def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
         ahead_ns = 3_000_000_000 if host["host"] == "node2" else 0
         # Service and hosts are this machine: what is left is what the error says, and what libfaketime rounds.
         assert abs(host["clock_offset_ns"] + ahead_ns) <= host["clock_error_ns"] + 1_000_000
-    words = ["trace", "--job", JOB, "--steps", "3", "--profilers", "timeline,telemetry", "-o", str(tmp_path / "job")]
-    request = json.loads(fleet.run(*words, "--json"))
+    # Where a machine is so busy that a rank misses the instant it is traced later, alone: that is tried again here.
+    for number in range(4):
+        output = tmp_path / f"job{number}"
+        words = ["trace", "--job", JOB, "--steps", "3", "--profilers", "timeline,telemetry", "-o", str(output)]
+        request = json.loads(fleet.run(*words, "--json"))
+        targets = json.loads((output / "capture.json").read_text())["request"]["targets"]
+        if all(target["attempt"] == 1 for target in targets):
+            break
     assert (request["state"], request["detail"]) == ("done", "")
     assert {host["host"]: host["state"] for host in request["hosts"]} == {"node1": "uploaded", "node2": "uploaded"}
 
-    session = load(tmp_path / "job", cache=False)
+    session = load(output, cache=False)
     session.check()
     assert session.ranks == (0, 1)
     assert {trace.meta.host for trace in session.traces} == {"node1", "node2"}
@@ -174,8 +180,8 @@ def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
     assert max(map(abs, offsets)) < 50_000_000, offsets
     assert set(session.telemetry["host"].unique()) == {"node1", "node2"}
 
-    [capture] = [capture for capture in fleet.ask("captures")["captures"] if capture["job"] == JOB]
-    assert (capture["id"], capture["state"]) == (request["capture"], "committed")
+    [capture] = [capture for capture in fleet.ask("captures")["captures"] if capture["id"] == request["capture"]]
+    assert (capture["job"], capture["state"]) == (JOB, "committed")
     fleet.run("fleet", "report", capture["id"], "-o", str(tmp_path / "report.html"))
     page = (tmp_path / "report.html").read_text()
     assert "node1" in page

@@ -33,8 +33,8 @@ _USUAL_AHEAD_S = 2.0  # its own, where no start is named
 _GRACE_S = 3.0  # for a busy machine
 _SLOW_STEP_S = 30.0  # it begins with a step, and steps may be slow
 _FALLBACK_MS = 100  # of a trace by steps that libkineto makes one by time, as the process has not stepped yet
-# Of steps by time: the profiler itself takes a while to begin, and whoever misses them is traced later, alone.
-_SHORTEST_S = 0.5
+# Of steps by time: the profiler takes a while to begin and slows them down; whoever misses them is traced later, alone.
+_SHORTEST_S, _MARGIN = 0.5, 3.0
 _FIRST_GUESS_S = 1.0  # of how long the steps of several ranks take together
 _DRAIN_S = 120.0  # from the end of the window until the file has its name
 _LOOK_S = 0.1
@@ -157,7 +157,7 @@ class TimelineProfiler:
         seconds = window.duration_s
         if by_time and window.steps is not None:
             rate = order.steps_per_second(process.key)
-            seconds = max(1.5 * (window.steps + 1) / rate, _SHORTEST_S) if rate else _FIRST_GUESS_S
+            seconds = max(_MARGIN * (window.steps + 1) / rate, _SHORTEST_S) if rate else _FIRST_GUESS_S
             seconds = min(order.most_seconds, seconds)
         retried: set[str] = set()
         resumed, attempt = order.resumed, order.attempt
