@@ -11,7 +11,8 @@ from msgspec import Meta
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from traceloom.agent.http.answers import HttpAnswer, RequestError
+from traceloom.agent.http.answers import HttpAnswer
+from traceloom.agent.http.reading import cut_off
 from traceloom.agent.uplink.messages import (
     Enrolled,
     Enrolment,
@@ -57,10 +58,7 @@ async def _heartbeat(asked: FleetAsked, desk: HostDesk, host: str) -> HeartbeatA
 
 
 async def _work(asked: FleetAsked, desk: HostDesk, host: str) -> WorkAnswer:
-    try:
-        known = msgspec.convert(dict(asked.request.query_params), WorkParameters, strict=False)
-    except msgspec.ValidationError as error:
-        raise RequestError(400, f"the request is wrong: {error}", slug="wrong-request") from error
+    known = asked.parameters(WorkParameters)
     return await desk.work(host, known.version, known.wait)
 
 
@@ -73,7 +71,7 @@ async def _take_file(asked: FleetAsked, desk: HostDesk, host: str) -> Response:
     try:
         await desk.take_file(host, path["id"], path["name"], asked.request.stream())
     except ClientDisconnect as error:  # the host sends it again
-        raise RequestError(408, "the connection ended before the file did", slug="too-slow") from error
+        raise cut_off() from error
     return Response(status_code=204)
 
 

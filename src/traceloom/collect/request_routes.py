@@ -203,10 +203,7 @@ def _job(job: str, members: list[tuple[str, HostProcess]]) -> FleetJobAnswer:
 
 
 async def _requests(asked: FleetAsked) -> FleetRequestsAnswer:
-    try:
-        wanted = msgspec.convert(dict(asked.request.query_params), RequestsParameters, strict=False)
-    except msgspec.ValidationError as error:
-        raise RequestError(400, f"the request is wrong: {error}", slug="wrong-request") from error
+    wanted = asked.parameters(RequestsParameters)
     newest = sorted(asked.hosts().requests.values(), key=lambda request: -request.asked_ns)[: wanted.most]
     return FleetRequestsAnswer(requests=[answer_of_request(request) for request in newest])
 

@@ -18,8 +18,8 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from traceloom import __version__
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.http.limits import body_of
+from traceloom.agent.http.answers import RequestError, wrong_request
+from traceloom.agent.http.reading import body_as, cut_off, parameters_as
 from traceloom.collect import answers as forms
 from traceloom.collect.executors import TaskError
 from traceloom.collect.pipeline import folder_of
@@ -59,17 +59,15 @@ class FleetAsked:
         Raises:
             RequestError: `too-large`, `wrong-request`, `too-slow`.
         """
-        from starlette.requests import ClientDisconnect
+        return await body_as(self.request, kind, BODY_BYTES, "send less at once")
 
-        declared = self.request.headers.get("content-length", "")
-        try:
-            body = await body_of(self.request.stream(), declared, BODY_BYTES, "send less at once")
-        except ClientDisconnect as error:
-            raise _gone() from error
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _wrong(str(error)) from error
+    def parameters(self, kind: type[Form]) -> Form:
+        """What stands behind the question mark.
+
+        Raises:
+            RequestError: `wrong-request`.
+        """
+        return parameters_as(self.request, kind)
 
     async def capture(self) -> CaptureRecord:
         """The capture that the path names.
@@ -142,14 +140,6 @@ def may(token: TokenRecord, role: Role) -> bool:
     return ROLES.index(token.role) >= ROLES.index(role)
 
 
-def _wrong(message: str) -> RequestError:
-    return RequestError(400, f"the request is wrong: {message[:1].lower()}{message[1:]}", slug="wrong-request")
-
-
-def _gone() -> RequestError:
-    return RequestError(408, "the connection ended before the request did", slug="too-slow")
-
-
 @asynccontextmanager
 async def _in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
     """Enter and leave what blocks."""
@@ -187,7 +177,7 @@ async def _announce(asked: FleetAsked) -> forms.AnnounceAnswer:
     folded = {name.casefold() for name in names}
     folders = {name.rpartition("/")[0] for name in folded}
     if len(folded) < len(names) or folders & folded or any(name.count("/") > 1 for name in names):
-        raise _wrong("a file is named twice, is a folder too, or lies deeper than one folder")
+        raise wrong_request("a file is named twice, is a folder too, or lies deeper than one folder")
     total = sum(file.size for file in body.files)
     too_large = max(file.size for file in body.files) > limits.file_bytes or total > limits.capture_bytes
     if too_large or len(names) > limits.files:
@@ -250,7 +240,7 @@ async def _take_file(asked: FleetAsked) -> forms.FileAnswer:
                     await asyncio.to_thread(out.write, bytes(waiting))
                     waiting.clear()
         except ClientDisconnect as error:
-            raise _gone() from error
+            raise cut_off() from error
         if size != file.size or digest.hexdigest() != file.sha256:
             raise RequestError(400, "the file is another than announced", slug="upload-differs", hint="send it again")
         await asyncio.to_thread(out.write, bytes(waiting))
@@ -310,10 +300,7 @@ async def _capture(asked: FleetAsked) -> forms.CaptureAnswer:
 
 
 async def _captures(asked: FleetAsked) -> forms.CapturesAnswer:
-    try:
-        wanted = msgspec.convert(dict(asked.request.query_params), forms.CapturesParameters, strict=False)
-    except msgspec.ValidationError as error:
-        raise _wrong(str(error)) from error
+    wanted = asked.parameters(forms.CapturesParameters)
 
     def rows() -> list[forms.CaptureAnswer]:
         state = asked.service.state

@@ -11,6 +11,7 @@ from traceloom.agent.config import Access
 from traceloom.agent.http.answers import RequestError
 from traceloom.agent.http.peers import Peer
 
+AGENT_HINT = "`access.request_bytes` of agent.toml"
 _PEERS = 4096  # that are remembered; those beyond are the ones that have been quiet longest
 
 
@@ -79,22 +80,20 @@ class Connections:
             del self.of[peer.name]
 
 
-async def body_of(
-    chunks: AsyncIterator[bytes], declared: str, most: int, hint: str = "`access.request_bytes` of agent.toml"
-) -> bytes:
+async def body_of(chunks: AsyncIterator[bytes], declared: str, most: int, hint: str = AGENT_HINT) -> bytes:
     """The body of a request, no longer than `most` bytes; `declared` is its Content-Length, or "".
 
     Raises:
         RequestError: `too-large`.
     """
-    body = b""
+    body = bytearray()  # bytes would be copied with every chunk
     if not declared.isdecimal() or int(declared) <= most:
         async for chunk in chunks:
             body += chunk
             if len(body) > most:
                 break
         else:
-            return body
+            return bytes(body)
     raise RequestError(
         413,
         f"the body is larger than {most:,} bytes",

@@ -17,9 +17,9 @@ from traceloom.agent import query
 from traceloom.agent.http import answers as forms
 from traceloom.agent.http.answers import Answers, HttpAnswer, RequestError, ValueAnswer, wrong_request
 from traceloom.agent.http.hangs import hangs_answer
-from traceloom.agent.http.limits import body_of
 from traceloom.agent.http.moments import moment
 from traceloom.agent.http.peers import Peer, View
+from traceloom.agent.http.reading import body_as, parameters_as
 from traceloom.agent.http.triggers import triggers_answer
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.owners import Process
@@ -51,28 +51,15 @@ class Asked:
         Raises:
             RequestError: `too-large`, `wrong-request`; `too-slow`: the client went before it was whole.
         """
-        from starlette.requests import ClientDisconnect
+        return await body_as(self.request, kind, self.agent.config.access.request_bytes)
 
-        most, headers = self.agent.config.access.request_bytes, self.request.headers
-        try:
-            body = await body_of(self.request.stream(), headers.get("content-length", ""), most)
-        except ClientDisconnect as error:
-            raise RequestError(408, "the connection ended before the request did", slug="too-slow") from error
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise wrong_request(str(error)) from error
-
-    def parameters(self, kind: type[HttpAnswer]) -> HttpAnswer:
+    def parameters(self, kind: type[Body]) -> Body:
         """What stands behind the question mark.
 
         Raises:
             RequestError: `wrong-request`.
         """
-        try:
-            return msgspec.convert(dict(self.request.query_params), kind, strict=False)
-        except msgspec.ValidationError as error:
-            raise wrong_request(str(error)) from error
+        return parameters_as(self.request, kind)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +184,6 @@ async def _jobs(asked: Asked) -> forms.JobsAnswer:
 
 async def _query(asked: Asked) -> forms.QueryAnswer:
     wanted = asked.parameters(forms.QueryParameters)
-    assert isinstance(wanted, forms.QueryParameters)
     name = wanted.metric.removeprefix(PREFIX)
     metric = METRICS.get(name)
     if metric is None:
@@ -409,13 +395,11 @@ async def _environment(asked: Asked) -> forms.EnvironmentAnswer:
 
 async def _hangs(asked: Asked) -> forms.HangsAnswer:
     wanted = asked.parameters(forms.HangParameters)
-    assert isinstance(wanted, forms.HangParameters)
     return hangs_answer(asked.agent.hangs, wanted.job, asked.peer, asked.view.jobs)
 
 
 async def _stacks(asked: Asked) -> forms.StacksAnswer:
     wanted = asked.parameters(forms.StacksParameters)
-    assert isinstance(wanted, forms.StacksParameters)
     if bool(wanted.job) == bool(wanted.pid):
         raise wrong_request("it takes either `job` or `pid`")
     view = asked.view
