@@ -341,10 +341,9 @@ def replace_directory(beside: Path, path: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of what a file holds, in hexadecimal."""
+def sha256_of(file: BinaryIO) -> str:
+    """SHA-256 of what follows in an open file, in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    while block := file.read(1 << 20):
+        digest.update(block)
     return digest.hexdigest()

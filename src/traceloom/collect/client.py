@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
 import os
@@ -18,7 +17,7 @@ from platformdirs import user_config_path
 
 from traceloom.agent.client import answer_of
 from traceloom.errors import InputError, UsageError, unreadable
-from traceloom.files import open_regular
+from traceloom.files import open_regular, sha256_of
 
 SERVER = "http://127.0.0.1:9466"
 TOKEN_VARIABLE, SERVER_VARIABLE = "TRACELOOM_TOKEN", "TRACELOOM_SERVER"
@@ -194,12 +193,9 @@ def _name(text: str) -> str:
 
 
 def _digest(path: Path) -> dict[str, str | int]:
-    digest, size = hashlib.sha256(), 0
     try:
         with open_regular(path) as file:
-            while piece := file.read(_READ):
-                digest.update(piece)
-                size += len(piece)
+            sha256 = sha256_of(file)
+            return {"size": file.tell(), "sha256": sha256}
     except OSError as error:
         raise unreadable(path, error) from error
-    return {"size": size, "sha256": digest.hexdigest()}

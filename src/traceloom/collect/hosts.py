@@ -38,6 +38,7 @@ from traceloom.agent.uplink.messages import (
     WorkAnswer,
 )
 from traceloom.collect.plan import FleetRequest, HostProgress, advanced, cancelled, planned, reported, work_of
+from traceloom.store.database import secret_hash
 from traceloom.store.state import State
 
 LOG = logging.getLogger("traceloom.collect")
@@ -129,7 +130,7 @@ class HostDesk:
             )  # fmt: skip
         credential = secrets.token_urlsafe(32)
         await asyncio.to_thread(self.state.put_host, enrolment.host, credential)
-        self.members[enrolment.host] = hashlib.sha256(credential.encode()).hexdigest()
+        self.members[enrolment.host] = secret_hash(credential)
         return Enrolled(host=enrolment.host, credential=credential)
 
     def check_host(self, host: str, credential: str) -> None:
@@ -138,8 +139,7 @@ class HostDesk:
         Raises:
             RequestError: `unknown-host`.
         """
-        digest = hashlib.sha256(credential.encode()).hexdigest()
-        if not hmac.compare_digest(self.members.get(host, ""), digest):
+        if not hmac.compare_digest(self.members.get(host, ""), secret_hash(credential)):
             raise RequestError(
                 401, "this host does not belong to the fleet", slug="unknown-host",
                 hint="enrol it with a new token, and remove fleet.json beside the agent's history",

@@ -93,7 +93,7 @@ class Joining:
             for fault in stitch(parts, whole, asked):
                 LOG.warning("request %s: %s", request.id, fault)
             paths = sorted(whole.iterdir())
-            files = tuple(FileOfCapture(path.name, path.stat().st_size, sha256_of(path)) for path in paths)
+            files = tuple(_announced(path) for path in paths)
             record = CaptureRecord(
                 id=f"c{hashlib.sha256(request.id.encode()).hexdigest()[:20]}", day=day, job=request.wanted.job,
                 uploader=request.who, received_ns=self.desk.clock(), complete=False,
@@ -106,3 +106,9 @@ class Joining:
                 self.pipeline.state.complete_capture(record.id, __version__)
                 self.pipeline.look()
         return record.id
+
+
+def _announced(path: Path) -> FileOfCapture:
+    with path.open("rb") as file:
+        sha256 = sha256_of(file)
+        return FileOfCapture(path.name, file.tell(), sha256)

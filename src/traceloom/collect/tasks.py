@@ -5,20 +5,17 @@ They run in processes of their own, on files of strangers.
 
 from __future__ import annotations
 
-import hashlib
 import stat
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from traceloom.errors import InputError
-from traceloom.files import open_regular
+from traceloom.files import open_regular, sha256_of
 from traceloom.packed import UnpackedFile
 
 MOST_TEXT = 64 << 30
 """Bytes of a capture when it is unpacked; one that expands beyond all measure is refused by its ratio before."""
-
-_READ = 1 << 20
 
 
 def check(*, folder: str, files: list[dict[str, Any]]) -> None:
@@ -34,13 +31,10 @@ def check(*, folder: str, files: list[dict[str, Any]]) -> None:
     text = 0
     for entry in files:
         path = Path(folder) / entry["name"]
-        digest = hashlib.sha256()
         if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size != entry["size"]:
             raise InputError("the file has another size than announced", slug="upload-differs", where=entry["name"])
         with open_regular(path) as stream:
-            while piece := stream.read(_READ):
-                digest.update(piece)
-            if digest.hexdigest() != entry["sha256"]:
+            if sha256_of(stream) != entry["sha256"]:
                 raise InputError("the file is another than announced", slug="upload-differs", where=entry["name"])
             stream.seek(0)
             unpacked = UnpackedFile(stream)

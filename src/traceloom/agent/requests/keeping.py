@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import mmap
 import os
 import resource
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from isal import igzip
 
 from traceloom.agent.requests.places import INCOMING
 from traceloom.errors import InputError
+from traceloom.files import sha256_of
 
 _PIECE = 1 << 20
 _LEVEL = 2
@@ -121,7 +121,7 @@ def keep_memory(
                 slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept"
             )
         with copy.open("rb") as reader:
-            digest = _sha256(reader)
+            digest = sha256_of(reader)
         copy.replace(target)
     except _FaultError as fault:
         return {"fault": fault.slug, "detail": str(fault)}
@@ -216,7 +216,7 @@ def _compressed(copy: Path, target: Path, most_kept_bytes: int, most_result_byte
                 while piece := reader.read(_PIECE):
                     packed.write(piece)
             writer.seek(0)
-            digest = _sha256(writer)
+            digest = sha256_of(writer)
             size = writer.tell()
             os.fsync(writer.fileno())
         if kept + size > most_kept_bytes:
@@ -240,13 +240,6 @@ def _kept_bytes(target: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 kept += entry.lstat().st_size
     return kept
-
-
-def _sha256(reader: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while piece := reader.read(_PIECE):
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def write_document(path: str, document: dict[str, Any]) -> None:

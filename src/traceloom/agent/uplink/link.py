@@ -386,6 +386,8 @@ def _who(request: str) -> str:
 
 
 def _files(folder: Path, names: list[str]) -> list[HostFile]:
-    return [
-        HostFile(name=name, bytes=(folder / name).stat().st_size, sha256=sha256_of(folder / name)) for name in names
-    ]
+    files = []
+    for name in names:
+        with (folder / name).open("rb") as file:
+            files.append(HostFile(name=name, bytes=os.fstat(file.fileno()).st_size, sha256=sha256_of(file)))
+    return files
