@@ -78,6 +78,7 @@ class HostDesk:
         self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
         self.now: dict[str, HostNow] = {}
         self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
+        self._open: dict[str, FleetRequest] = {}  # of these: each host that waits looks through them at every change
         self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
         self._changed = asyncio.Condition()
         self._writing = asyncio.Lock()
@@ -90,6 +91,7 @@ class HostDesk:
         self.members, documents = await asyncio.to_thread(lambda: (self.state.hosts(), self.state.requests()))
         requests = [msgspec.json.decode(document, type=FleetRequest) for document in reversed(documents)]
         self.requests = {request.id: request for request in requests}
+        self._open = {request.id: request for request in requests if not request.ended}
         for request in requests:
             if request.state in {"stitching", "analysing"}:
                 self.on_stitching(request)
@@ -220,6 +222,10 @@ class HostDesk:
         """Set how far a request is, write it down, and tell everybody who waits for it."""
         before = self.requests.get(request.id)
         self.requests[request.id] = request
+        if request.ended:
+            self._open.pop(request.id, None)
+        else:
+            self._open[request.id] = request
         async with self._writing:  # in order; what has changed again meanwhile is written as it is now
             now = self.requests[request.id]
             document = msgspec.json.encode(now).decode()
@@ -250,7 +256,7 @@ class HostDesk:
         """What a host is to do; waits while that is what the host knows (`version`) already."""
         until = time.monotonic() + min(max(wait_s, 0.0), LONGEST_WAIT_S)
         while True:
-            offers = (work_of(request, host) for request in self.requests.values())
+            offers = (work_of(request, host) for request in self._open.values())
             work = [offer for offer in offers if offer is not None]
             now = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:16]
             left = until - time.monotonic()
@@ -326,12 +332,11 @@ class HostDesk:
 
     async def _advance_for_ever(self) -> None:
         while True:
-            for request in list(self.requests.values()):
-                if not request.ended:
-                    try:
-                        await self._advance(request)
-                    except Exception:  # one that cannot be written down now does not stop the others
-                        LOG.exception("request %s", request.id)
+            for request in list(self._open.values()):
+                try:
+                    await self._advance(request)
+                except Exception:  # noqa: PERF203  (one that cannot be written down now does not stop the others)
+                    LOG.exception("request %s", request.id)
             await asyncio.sleep(_LOOK_S)
 
 

@@ -7,6 +7,7 @@ each time; the agent itself never waits for the service.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -14,6 +15,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -50,6 +52,7 @@ from traceloom.errors import InputError, unreadable
 from traceloom.files import sha256_of
 
 LOG = logging.getLogger("traceloom.agent")
+T = TypeVar("T")
 TOKEN_VARIABLE = "TRACELOOM_FLEET_TOKEN"  # noqa: S105  (its name)
 _WAIT_S = 30.0  # that the service keeps a question for work
 _LOOK_S = 0.5
@@ -133,19 +136,19 @@ class Uplink:
             await self._until_done(act)
             await asyncio.sleep(pause_s)
 
-    async def _until_done(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Try until it works; what is wrong is logged when it is something else than before."""
+    async def _until_done(self, act: Callable[[], Awaitable[T]]) -> T:
+        """What it gives, tried until it works; what is wrong is logged when it is something else than before."""
         wait_s = _FIRST_RETRY_S
         while True:
             try:
-                await act()
+                result = await act()
             except (ServiceError, InputError, sqlite3.Error, OSError, msgspec.MsgspecError) as error:
                 if str(error) != self.trouble:
                     LOG.warning("fleet: %s", error)
                 self.trouble = str(error)
             else:
                 self.trouble = ""
-                return
+                return result
             # A thousand hosts come back at once after a restart of the service, but not in one instant.
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311
             wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
@@ -245,7 +248,7 @@ class Uplink:
         self._work = {work.request: work for work in answer.work}
         self._version = answer.version
         for request in self._carried:
-            if request not in self._work or self._work[request].step == "cancel":
+            if request not in self._work:
                 traced = self._of_desk(request)
                 if traced is not None and not traced.ended:
                     self.desk.cancel(traced)
@@ -264,15 +267,14 @@ class Uplink:
         except RequestError as error:
             report = HostReport(state="failed", reason=error.slug, detail=str(error)[:2000])
         if report.state in HOST_ENDED:
-            await self._report(request, report)
+            with contextlib.suppress(RequestError):  # the service wants it no more
+                await self._report(request, report)
 
     async def _until_started(self, request: str) -> HostReport | None:
         """Say which processes there are and which are ready, until it is to start; a report where it never does."""
         before: HostReport | None = None
         until = time.monotonic() + _ARM_S
         while (work := self._work.get(request)) is not None:
-            if work.step == "cancel":
-                return HostReport(state="cancelled", reason="cancelled", detail="it was cancelled")
             if work.step == "start" or self._of_desk(request) is not None:
                 return None
             try:
@@ -338,19 +340,18 @@ class Uplink:
 
     async def _report(self, request: str, report: HostReport) -> ReportAnswer:
         """Tell the service, however long it takes to reach it; what it refuses for good is an error."""
-        wait_s = _FIRST_RETRY_S
-        while True:
+
+        async def tell() -> ReportAnswer:
+            route = f"agents/{self.host}/requests/{request}"
             try:
                 async with self._uploading:
-                    return await asyncio.to_thread(
-                        self._uploads.post, f"agents/{self.host}/requests/{request}", report, ReportAnswer
-                    )
+                    return await asyncio.to_thread(self._uploads.post, route, report, ReportAnswer)
             except ServiceError as error:
                 if 400 <= error.status < 500 and error.status != 429:
                     raise RequestError(error.status, str(error), slug=error.slug) from error
-                self.trouble = str(error)
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
+                raise
+
+        return await self._until_done(tell)
 
     async def _upload(self, request: str, folder: Path, file: HostFile) -> None:
         route = f"agents/{self.host}/requests/{request}/files/{file.name}"

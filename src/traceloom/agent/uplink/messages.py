@@ -21,7 +21,7 @@ Name = Annotated[str, Meta(max_length=256)]
 Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 # What a host is to do next for a request, and how far it is.
-WorkStep = Literal["arm", "start", "cancel"]
+WorkStep = Literal["arm", "start"]
 HostState = Literal["armed", "running", "uploading", "uploaded", "failed", "cancelled"]
 HOST_ENDED = frozenset({"uploaded", "failed", "cancelled"})
 # Whose a device was: a job's that used it, a job's that did not, nobody's; or it could not be read.
@@ -128,7 +128,7 @@ class HostWork(UplinkMessage, frozen=True, kw_only=True):
     """What a host is to do for a request, now.
 
     `arm`: find the processes and say when they are ready. `start`: begin at `at_ns` (of the host's clock; 0: at once),
-    and upload what is kept. `cancel`: stop. `wanted.at_ns` is not used.
+    and upload what is kept. Work that is offered no more is stopped. `wanted.at_ns` is not used.
     """
 
     request: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
