@@ -8,6 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from made_page import write_or_check
+
 BOARD = Path(__file__).resolve().parents[1] / "deploy" / "agent" / "grafana-dashboard.json"
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _COLUMNS, _HEIGHT = 24, 8  # of Grafana's grid
@@ -233,16 +235,5 @@ def _variable(name: str, label: str, query: str) -> dict[str, Json]:
     }  # fmt: skip
 
 
-def main() -> int:
-    """Write the dashboard, or compare it."""
-    text = json.dumps(board(), indent=1) + "\n"
-    if "--check" in sys.argv[1:]:
-        fresh = BOARD.exists() and BOARD.read_text(encoding="utf-8") == text
-        sys.stdout.write("" if fresh else f"{BOARD} is stale: run {Path(__file__).name}\n")
-        return 0 if fresh else 1
-    BOARD.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(BOARD, json.dumps(board(), indent=1) + "\n"))

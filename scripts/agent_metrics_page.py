@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from made_page import write_or_check
+
 from traceloom.agent.metrics import METRICS, Metric
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "agent-metrics.md"
@@ -62,16 +64,5 @@ def _part(name: str, metrics: list[Metric]) -> Iterator[str]:
     yield ""
 
 
-def main() -> int:
-    """Write the page, or compare it."""
-    text = page()
-    if "--check" in sys.argv[1:]:
-        fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
-        sys.stdout.write("" if fresh else f"{PAGE} is stale: run {Path(__file__).name}\n")
-        return 0 if fresh else 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

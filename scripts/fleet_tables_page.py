@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import polars as pl
+from made_page import write_or_check
 
 from traceloom.store.schemas import SCHEMAS, VERSION, TableSchema
 
@@ -47,16 +48,5 @@ def _part(table: TableSchema) -> Iterator[str]:
     yield ""
 
 
-def main() -> int:
-    """Write the page, or compare it."""
-    text = page()
-    if "--check" in sys.argv[1:]:
-        fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
-        sys.stdout.write("" if fresh else f"{PAGE} is stale: run {Path(__file__).name}\n")
-        return 0 if fresh else 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

@@ -6,6 +6,8 @@ import inspect
 import sys
 from pathlib import Path
 
+from made_page import write_or_check
+
 from traceloom.analyze import flops
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "modelled-operators.md"
@@ -82,10 +84,4 @@ def _counted(name: str) -> str:
 
 
 if __name__ == "__main__":
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-            sys.stdout.write(f"{PAGE.name} is not up to date: run python scripts/modelled_operators.py\n")
-            sys.exit(1)
-    else:
-        PAGE.write_text(text, encoding="utf-8")
+    sys.exit(write_or_check(PAGE, page()))

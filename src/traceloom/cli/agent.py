@@ -9,13 +9,13 @@ import os
 import shlex
 import shutil
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
+from traceloom.cli.actions import VerbAction, add_actions
 from traceloom.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -38,27 +38,9 @@ What each can do: traceloom agent query --help.
 """
 
 
-class AgentAction(NamedTuple):
-    """What the agent's verb can do: in a sentence, with examples, its options, and how it is done."""
-
-    text: str
-    examples: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their options."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
-    for name, action in ACTIONS.items():
-        own = actions.add_parser(
-            name,
-            help=action.text,
-            description=f"{action.text[0].upper()}{action.text[1:]}.",
-            epilog=f"examples:\n{textwrap.indent(action.examples, '  ')}",
-            formatter_class=parser.formatter_class,
-        )
-        action.add_options(own)
+    for name, own in add_actions(parser, ACTIONS):
         own.add_argument(
             "--config", metavar="FILE",
             help="agent.toml (default: root's in /etc/traceloom, a user's in ~/.config/traceloom, if there is one)",
@@ -470,30 +452,30 @@ def _shown(args: argparse.Namespace, answer: Any, rendered: Any) -> int:
 
 
 ACTIONS = {
-    "run": AgentAction(
+    "run": VerbAction(
         "run the agent until Ctrl-C",
         "traceloom agent run\n"
         "traceloom agent run --simulate 8 --tcp 127.0.0.1:9465    for Prometheus too\n"
         "then: traceloom agent ps",
         _add_run, _run,
     ),
-    "status": AgentAction(
+    "status": VerbAction(
         "show how the agent itself is doing",
         "traceloom agent status\nthen: traceloom agent doctor, where something fails",
         lambda _: None, _status,
     ),
-    "ps": AgentAction(
+    "ps": VerbAction(
         "list processes with owner, rank, devices and step rate",
         "traceloom agent ps --job slurm-42\nthen: traceloom agent query process_memory_bytes --by job",
         _add_job, _processes,
     ),
-    "top": AgentAction(
+    "top": VerbAction(
         "show devices and processes as they are now, again and again",
         "traceloom agent top\ntraceloom agent top --once --json    for programs\n"
         "then: traceloom agent query gpu_busy_ratio --since 1h",
         _add_top, _top,
     ),
-    "query": AgentAction(
+    "query": VerbAction(
         "show what a metric was: over time, by job, rank, user or device",
         "traceloom agent query                                all metrics there are\n"
         "traceloom agent query gpu_power_watts --by job --since 1h\n"
@@ -501,42 +483,42 @@ ACTIONS = {
         "then: traceloom report TRACE, for why it was so",
         _add_query, _query,
     ),
-    "events": AgentAction(
+    "events": VerbAction(
         "list errors of devices, and processes killed for want of memory",
         "traceloom agent events --since 1d\nthen: traceloom agent ps",
         _add_events, _events,
     ),
-    "learn": AgentAction(
+    "learn": VerbAction(
         "judge a job by a trace of it: FLOPs, element types, roofline",
         "traceloom agent learn run1 --job slurm-42\n"
         "then: traceloom agent query job_flops_error_ratio --where job=slurm-42",
         _add_learn, _learn,
     ),
-    "stacks": AgentAction(
+    "stacks": VerbAction(
         "show what all threads of a job or process do now, equal stacks together",
         "traceloom agent stacks --job slurm-42    ranks that are elsewhere than the others first\n"
         "traceloom agent stacks --pid 4711 --native\n"
         "then: traceloom trace --job slurm-42 --steps 3",
         _add_stacks, _stacks,
     ),
-    "hangs": AgentAction(
+    "hangs": VerbAction(
         "list jobs that hang, with the rank that the others wait for",
         "traceloom agent hangs --job slurm-42\n"
         "then: traceloom agent stacks --job slurm-42, for what they do now",
         _add_job, _hangs,
     ),
-    "triggers": AgentAction(
+    "triggers": VerbAction(
         "list rules that trace unasked: what they did, why not, what they may still",
         "traceloom agent triggers\nthen: traceloom trace --list",
         lambda _: None, _triggers,
     ),
-    "doctor": AgentAction(
+    "doctor": VerbAction(
         "say what works here, what does not, why, and what would help",
         "traceloom agent doctor    for the agent that runs, or for one that you would run\n"
         "then: traceloom agent run",
         lambda _: None, _doctor,
     ),
-    "env": AgentAction(
+    "env": VerbAction(
         "print the variables that prepare a job",
         'eval "$(traceloom agent env)"; python train.py    a job that can be asked for traces\n'
         "then: traceloom agent ps",

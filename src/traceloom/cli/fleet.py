@@ -6,14 +6,14 @@ import argparse
 import json
 import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from traceloom import files
 from traceloom.cli import options as types
+from traceloom.cli.actions import VerbAction, add_actions
 from traceloom.cli.upload import add_server
 from traceloom.errors import CheckError, UsageError, unreadable
 from traceloom.model import units
@@ -47,27 +47,9 @@ There are no such captures.
 Next: traceloom upload CAPTURE"""
 
 
-class FleetAction(NamedTuple):
-    """What the fleet's verb can do: in a sentence, with examples, its options, and how it is done."""
-
-    text: str
-    examples: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their options."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
-    for name, action in ACTIONS.items():
-        own = actions.add_parser(
-            name,
-            help=action.text,
-            description=f"{action.text[0].upper()}{action.text[1:]}.",
-            epilog=f"examples:\n{textwrap.indent(action.examples, '  ')}",
-            formatter_class=parser.formatter_class,
-        )
-        action.add_options(own)
+    for _, own in add_actions(parser, ACTIONS):
         add_server(own)
         own.add_argument("--json", action="store_true", help="print the answer as JSON")
         types.add_silence(own)
@@ -271,42 +253,42 @@ def _shown(
 
 
 ACTIONS = {
-    "hosts": FleetAction(
+    "hosts": VerbAction(
         "list hosts, whether they are there, and how far their clocks are off",
         "traceloom fleet hosts\nthen: traceloom fleet token enrol, for one more", _add_hosts, _hosts,
     ),
-    "jobs": FleetAction(
+    "jobs": VerbAction(
         "list jobs that run now",
         "traceloom fleet jobs\nthen: traceloom trace --server URL --job JOB --steps 3", lambda _: None, _jobs,
     ),
-    "requests": FleetAction(
+    "requests": VerbAction(
         "list requests for traces, and how far they are",
         "traceloom fleet requests --most 5\nthen: traceloom fleet report CAPTURE -o report.html",
         _add_most, _requests,
     ),
-    "captures": FleetAction(
+    "captures": VerbAction(
         "list captures and how far they are",
         "traceloom fleet captures --job slurm-42\nthen: traceloom fleet report CAPTURE -o report.html",
         _add_captures, _captures,
     ),
-    "report": FleetAction(
+    "report": VerbAction(
         "write the report of a capture to a file",
         "traceloom fleet report c0123456789abcdef0123 -o report.html",
         _add_report, _report,
     ),
-    "token": FleetAction(
+    "token": VerbAction(
         "make, list and revoke tokens",
         "traceloom fleet token add ci --role requester --days 90 > ci.token\n"
         "traceloom fleet token list\ntraceloom fleet token revoke ci\n"
         "traceloom fleet token enrol node7 > node7.token",
         _add_token, _token,
     ),
-    "check": FleetAction(
+    "check": VerbAction(
         "say what works, what does not, and which captures could not be analysed",
         "traceloom fleet check\nthen: traceloom fleet backfill --again, once a cause is gone",
         lambda _: None, _check,
     ),
-    "backfill": FleetAction(
+    "backfill": VerbAction(
         "have captures analysed again, by the version that the service has now",
         "traceloom fleet backfill\nthen: traceloom fleet check",
         _add_backfill, _backfill,
