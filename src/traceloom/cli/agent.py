@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
-from traceloom.cli.actions import VerbAction, add_actions
+from traceloom.cli.verb_actions import VerbAction, add_actions
 from traceloom.errors import InputError, UsageError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 from traceloom import files
 from traceloom.cli import options as types
-from traceloom.cli.actions import VerbAction, add_actions
 from traceloom.cli.upload import add_server
+from traceloom.cli.verb_actions import VerbAction, add_actions
 from traceloom.errors import CheckError, UsageError, unreadable
 from traceloom.model import units
 

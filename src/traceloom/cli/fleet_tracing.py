@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
-import shutil
 import sys
-import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from traceloom.cli.trace import download
 from traceloom.collect.client import FleetClient
 from traceloom.errors import CaptureError, InputError, OutputError, PartialError, UsageError
 from traceloom.harmless import harmless
 
 _LOOK_S = 0.5
 _AWAY_S = 120.0  # that a service may take to be started again
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 def run(args: argparse.Namespace, client: FleetClient, wanted: dict[str, Any]) -> int:
@@ -55,7 +52,13 @@ def run(args: argparse.Namespace, client: FleetClient, wanted: dict[str, Any]) -
         detail = request["detail"] or request["reason"] or request["state"]
         raise CaptureError(f"nothing was traced: {detail}", slug="nothing-traced", hint=_hint(request))
     if output is not None:
-        _download(client, request["capture"], output)
+        route = f"captures/{request['capture']}"
+
+        def fetch(name: str, path: Path) -> None:
+            with path.open("xb") as file:
+                client.fetch(f"{route}/files/{name}", file)
+
+        download(output, client.get(route)["files"], fetch)
     if not args.quiet and not args.json:
         server = f" --server {shlex.quote(args.server)}" if args.server else ""
         print(f"Capture {request['capture']} is in the fleet's store, analysed.")
@@ -95,26 +98,6 @@ def _watched(args: argparse.Namespace, client: FleetClient, request: dict[str, A
             if error.slug not in {"no-service", "not-leading"} or (away_until and time.monotonic() > away_until):
                 raise
             away_until = away_until or time.monotonic() + _AWAY_S
-
-
-def _download(client: FleetClient, capture: str, output: Path) -> None:
-    """Fetch all files of a capture beside the place where they go, and put them there at once."""
-    files = client.get(f"captures/{capture}")["files"]
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-        try:
-            for name in files:
-                if _NAME.fullmatch(name):  # nothing of an answer leaves the directory
-                    with (folder / name).open("xb") as file:
-                        client.fetch(f"captures/{capture}/files/{name}", file)
-            folder.chmod(0o755)
-            folder.rename(output)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise OutputError(f"the capture cannot be written: {reason}", slug="cannot-write", where=str(output)) from error
 
 
 def _list(args: argparse.Namespace, client: FleetClient) -> int:

@@ -18,7 +18,7 @@ from traceloom.cli import options as types
 from traceloom.errors import CaptureError, InputError, OutputError, PartialError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from rich.text import Text
 
@@ -154,7 +154,10 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
     reasons = "; ".join(dict.fromkeys(f"{target['stem']}: {target['detail']} ({target['reason']})" for target in lost))
     if not kept:
         raise CaptureError(f"nothing was traced: {reasons}", slug="nothing-traced")
-    _download(client, request, output)
+    download(
+        output, request["files"], lambda name, path: client.fetch(f"requests/{request['id']}/files/{name}", path),
+        hint=f"the agent keeps it: traceloom trace --list shows request {request['id']}",
+    )  # fmt: skip
     if not args.quiet and not args.json:
         print(f"{output}: {sum(target['bytes'] or 0 for target in kept):,} bytes of {len(kept)} profiles")
         for target in kept:
@@ -222,14 +225,18 @@ def _pause(target: dict[str, Any]) -> str:
     return f"{target['stem']} {target['profiler']}: stopped for {target['pause_ns'] / 1e6:.1f} ms{held}"
 
 
-def _download(client: AgentClient, request: dict[str, Any], output: Path) -> None:
-    """Fetch all files beside the place where they go, and put them there at once."""
+def download(output: Path, names: Iterable[str], fetch: Callable[[str, Path], object], hint: str = "") -> None:
+    """Fetch all files of a capture beside the place where they go, and put them there at once.
+
+    Raises:
+        OutputError: `cannot-write`.
+    """
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         try:
-            for name in request["files"]:
+            for name in names:
                 if _NAME.fullmatch(name):  # nothing of an answer leaves the directory
-                    client.fetch(f"requests/{request['id']}/files/{name}", folder / name)
+                    fetch(name, folder / name)
             folder.chmod(0o755)
             folder.rename(output)
         except BaseException:
@@ -238,9 +245,8 @@ def _download(client: AgentClient, request: dict[str, Any], output: Path) -> Non
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise OutputError(
-            f"the capture cannot be written: {reason}", slug="cannot-write", where=str(output),
-            hint=f"the agent keeps it: traceloom trace --list shows request {request['id']}",
-        ) from error  # fmt: skip
+            f"the capture cannot be written: {reason}", slug="cannot-write", where=str(output), hint=hint
+        ) from error
 
 
 def _instant(text: str) -> int:
