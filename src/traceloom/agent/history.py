@@ -27,6 +27,7 @@ import msgspec
 
 from traceloom.agent.board import Board
 from traceloom.agent.config import HistorySettings
+from traceloom.agent.databases import is_damage, put_aside
 from traceloom.agent.metrics import METRICS, Series
 from traceloom.errors import InputError, newer_format
 
@@ -158,7 +159,7 @@ class History:
             except sqlite3.Error as error:
                 self._fail(error)
                 self._lose(self.trouble)
-                if _is_damage(error):
+                if is_damage(error):
                     self._put_aside()
 
     def query(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
@@ -173,7 +174,7 @@ class History:
         except sqlite3.Error as error:
             with self._lock:
                 self.trouble = str(error)
-                if _is_damage(error) and not self._closed:
+                if is_damage(error) and not self._closed:
                     self._fail(error)
                     self._put_aside()
             return []
@@ -222,7 +223,7 @@ class History:
                 self._database.execute("PRAGMA incremental_vacuum")
             except sqlite3.Error as error:
                 self._fail(error)
-                if _is_damage(error):
+                if is_damage(error):
                     self._put_aside()
 
     def bytes(self) -> int:
@@ -251,7 +252,7 @@ class History:
             try:
                 self._database = self._prepared()
             except sqlite3.DatabaseError as error:
-                if not _is_damage(error):
+                if not is_damage(error):
                     raise
                 self._put_aside()
                 self._database = self._prepared()
@@ -293,12 +294,8 @@ class History:
     def _put_aside(self) -> None:
         """Give a damaged file, which is closed, another name; the next write begins a new one."""
         assert self.path is not None
-        aside = f"{self.path}.damaged-{time.time_ns()}"
         try:
-            self.path.rename(aside)
-            for end in ("-wal", "-shm"):  # what they hold belongs to it
-                with contextlib.suppress(FileNotFoundError):
-                    Path(f"{self.path}{end}").rename(f"{aside}{end}")
+            aside = put_aside(self.path)
         except OSError as error:  # tried again when it is written next
             self.trouble = str(error)
             return
@@ -329,11 +326,6 @@ class History:
         if len(self._layouts) > _LAYOUTS_IN_MEMORY:
             self._layouts.popitem(last=False)
         return number
-
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file holds what no database may: its subclasses say that a disk or a lock is in the way."""
-    return type(error) is sqlite3.DatabaseError
 
 
 def in_order(labels: Labels, times: array[int], values: array[float]) -> Points:

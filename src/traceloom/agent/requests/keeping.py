@@ -12,6 +12,7 @@ import mmap
 import os
 import resource
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +77,13 @@ def keep(
     """
     target = Path(to)
     copy = target.with_name(f".{target.name}.copy")
-    try:
+
+    def kept() -> dict[str, Any]:
         _copy(folder, name, uid, most_bytes, copy)
         facts = _verified(copy, trace_id, start_ns, duration_s, steps)
         return facts | _compressed(copy, target, most_kept_bytes, most_result_bytes)
-    except _FaultError as fault:
-        return {"fault": fault.slug, "detail": str(fault)}
-    except OSError as error:
-        return {
-            "fault": "disk-full" if error.errno in _FULL else "cannot-write",
-            "detail": (error.strerror or str(error)).lower(),
-        }
-    finally:
-        with contextlib.suppress(OSError):  # of a disk that has become read-only
-            copy.unlink(missing_ok=True)
+
+    return _facts_or_fault(kept, copy)
 
 
 def keep_memory(
@@ -112,17 +106,25 @@ def keep_memory(
 
     target = Path(to)
     copy = target.with_name(f".{target.name}.copy")
-    try:
+
+    def kept() -> dict[str, Any]:
         _copy(folder, name, uid, most_bytes, copy)
         read_snapshot(copy)
         size = copy.stat().st_size
         if _kept_bytes(target) + size > most_kept_bytes:
-            raise _FaultError(  # noqa: TRY301
-                slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept"
-            )
+            raise _FaultError(slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept")
         with copy.open("rb") as reader:
             digest = sha256_of(reader)
         copy.replace(target)
+        return {"bytes": size, "sha256": digest}
+
+    return _facts_or_fault(kept, copy)
+
+
+def _facts_or_fault(kept: Callable[[], dict[str, Any]], copy: Path) -> dict[str, Any]:
+    """What is kept, or why nothing is; the copy that it was read from goes in any case."""
+    try:
+        return kept()
     except _FaultError as fault:
         return {"fault": fault.slug, "detail": str(fault)}
     except InputError as error:
@@ -133,8 +135,8 @@ def keep_memory(
             "detail": (error.strerror or str(error)).lower(),
         }
     finally:
-        copy.unlink(missing_ok=True)
-    return {"bytes": size, "sha256": digest}
+        with contextlib.suppress(OSError):  # of a disk that has become read-only
+            copy.unlink(missing_ok=True)
 
 
 def _copy(folder: str, name: str, uid: int, most_bytes: int, copy: Path) -> None:

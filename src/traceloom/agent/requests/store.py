@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from traceloom.agent.databases import opened
 from traceloom.agent.requests.model import Target, TraceRequest
-from traceloom.errors import InputError, OutputError, newer_format
+from traceloom.errors import OutputError
 
 VERSION = 2  # 2: targets have more columns
 _COLUMNS = msgspec.structs.fields(Target)
@@ -112,24 +113,13 @@ class RequestStore:
             self.trouble = ""
 
     def _open(self) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        database = sqlite3.connect(self.path or ":memory:", check_same_thread=False, timeout=5.0)
+        database = opened(self.path, _SCHEMA, VERSION, "database of requests")
         try:
-            version = database.execute("PRAGMA user_version").fetchone()[0]
-            if version > VERSION:
-                raise newer_format("database of requests", version, VERSION, self.path)
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            database.executescript(_SCHEMA)
             there = {row[1] for row in database.execute("PRAGMA table_info(targets)")}
             for field in _COLUMNS:
                 if field.name not in there:  # written by an earlier version
                     database.execute(f"ALTER TABLE targets ADD COLUMN {field.name}")
-            database.execute(f"PRAGMA user_version = {VERSION}")
-            if self.path is not None:
-                self.path.chmod(0o600)
-        except (OSError, sqlite3.Error, InputError):
+        except sqlite3.Error:
             database.close()
             raise
         self._database = database

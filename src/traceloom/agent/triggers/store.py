@@ -6,14 +6,13 @@ import contextlib
 import logging
 import sqlite3
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from traceloom.agent.databases import is_damage, opened, put_aside
 from traceloom.agent.triggers.ledger import Charge
-from traceloom.errors import InputError, newer_format
 
 LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
@@ -122,7 +121,7 @@ class TriggerStore:
                 self.trouble = ""
             except sqlite3.Error as error:
                 self.trouble = str(error)
-                if type(error) is sqlite3.DatabaseError:  # its subclasses say that a disk or a lock is in the way
+                if is_damage(error):
                     self._put_aside()
 
     def close(self) -> None:
@@ -141,7 +140,7 @@ class TriggerStore:
             try:
                 self._open()
             except sqlite3.DatabaseError as error:
-                if type(error) is not sqlite3.DatabaseError:
+                if not is_damage(error):
                     raise
                 self._put_aside()
                 self._open()
@@ -150,34 +149,14 @@ class TriggerStore:
             self.trouble = str(error)
 
     def _open(self) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        database = sqlite3.connect(self.path or ":memory:", check_same_thread=False, timeout=5.0)
-        try:
-            version = database.execute("PRAGMA user_version").fetchone()[0]
-            if version > VERSION:
-                raise newer_format("database of triggers", version, VERSION, self.path)
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            database.executescript(_SCHEMA)
-            database.execute(f"PRAGMA user_version = {VERSION}")
-            if self.path is not None:
-                self.path.chmod(0o600)
-        except (OSError, sqlite3.Error, InputError):
-            database.close()
-            raise
-        self._database = database
+        self._database = opened(self.path, _SCHEMA, VERSION, "database of triggers")
 
     def _put_aside(self) -> None:
         self._let_go()
         if self.path is None:
             return
-        aside = f"{self.path}.damaged-{time.time_ns()}"
         try:
-            self.path.rename(aside)
-            for end in ("-wal", "-shm"):  # what they hold belongs to it
-                with contextlib.suppress(FileNotFoundError):
-                    Path(f"{self.path}{end}").rename(f"{aside}{end}")
+            aside = put_aside(self.path)
         except OSError as error:
             self.trouble = str(error)
             return
