@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from support.faketime import as_file_says, needs_faketime
 from support.kineto_clients import PollingProcess, write_trace
 from support.running_agent import Running
 from support.waiting import until
@@ -376,19 +377,12 @@ def test_disks_that_are_full_or_read_only(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
 
 
-def _faketime() -> Path | None:
-    return next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
-
-
-@pytest.mark.skipif(_faketime() is None, reason="libfaketime is not installed (Debian: faketime)")
+@needs_faketime
 def test_a_clock_that_jumps_while_requests_run(tmp_path: Path) -> None:
     """Without an instant nothing depends on the clock; an instant that has passed is handed to nobody."""
     clock = tmp_path / "clock"
     clock.write_text("+0", encoding="ascii")
-    environment = {
-        "LD_PRELOAD": str(_faketime()), "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_CACHE_DURATION": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }  # fmt: skip
+    environment = as_file_says(clock)
     agent = Running(tmp_path, SETTINGS, environment=environment)
     processes = [Traced(agent) for _ in range(4)]
     try:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from support.faketime import as_file_says, needs_faketime
 from support.running_agent import Running
 from support.waiting import until
 from traceloom.agent.client import AgentClient
@@ -127,19 +128,12 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
     _no_traceback(agent)
 
 
-def _faketime() -> Path | None:
-    return next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
-
-
-@pytest.mark.skipif(_faketime() is None, reason="libfaketime is not installed (Debian: faketime)")
+@needs_faketime
 def test_a_clock_that_jumps(tmp_path: Path) -> None:
     """An hour ahead, then two back: it collects and writes at its pace, and every tick can be asked for, in order."""
     clock = tmp_path / "clock"
     clock.write_text("+0", encoding="ascii")
-    environment = {
-        "LD_PRELOAD": str(_faketime()), "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_CACHE_DURATION": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }  # fmt: skip
+    environment = as_file_says(clock)
     agent = Running(tmp_path, environment=environment)
     try:
         began_ns = agent.client.get("status")["now_ns"]

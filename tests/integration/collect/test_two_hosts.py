@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from support.faketime import ahead_by, needs_faketime
 from support.waiting import until
 from traceloom.agent.client import AgentClient
 from traceloom.agent.uplink.client import ServiceClient, ServiceError
@@ -25,11 +26,10 @@ from traceloom.errors import TraceloomError
 from traceloom.link import link_session
 from traceloom.read import load
 
-FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's"),
-    pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed (Debian: faketime)"),
+    needs_faketime,
 ]
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_gpt.py"
 SMALL = [
@@ -97,8 +97,7 @@ class Host:
             f'[history]\ninterval = 1.0\n[fleet]\nserver = "{url}"\nheartbeat = 0.5\n'
         )
         self.environment = {
-            **os.environ, "TRACELOOM_FLEET_TOKEN": token, "LD_PRELOAD": str(FAKETIME), "FAKETIME": f"{ahead:+d}s",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1", "TRACELOOM_JOB": JOB,
+            **os.environ, **ahead_by(ahead), "TRACELOOM_FLEET_TOKEN": token, "TRACELOOM_JOB": JOB,
         }  # fmt: skip
         self.log = (folder / "log").open("w")
         command = [sys.executable, "-m", "traceloom", "agent", "run", "--config", str(folder / "agent.toml")]
