@@ -63,31 +63,38 @@ class Recordings:
         shutil.copytree(kept, folder / words[at + 1])
 
 
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Recordings:
+    """Of all pages."""
+    return Recordings(tmp_path_factory.mktemp("recordings"))
+
+
 @pytest.mark.torch
-def test_every_command_of_the_readme_and_the_tutorials_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_of_a_page_runs(
+    page: Path,
+    recordings: Recordings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    recordings = Recordings(tmp_path / "recordings")
-    for page in PAGES:
-        folder = tmp_path / page.stem
-        folder.mkdir()
-        (folder / "train.py").write_text(TRAIN)
-        monkeypatch.chdir(folder)
-        run_count = 0
-        for words in commands(page, folder):
-            if words[0] == "record":
-                recordings.put(words, folder)
-                window = next(folder.rglob("rank0.kineto.json.gz"))
-                shutil.copy(window, folder / "trace.json.gz")  # "any trace of torch.profiler"
-            else:
-                code = main(words)
-                said = capsys.readouterr().err
-                assert code in {0, FAILED_CHECK}, f"{page.name}: traceloom {shlex.join(words)}\n{said}"
-                assert code == 0 or "--fail-if" in words
-            run_count += 1
-        assert run_count >= 3, page
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    count = 0
+    for words in commands(page, tmp_path):
+        if words[0] == "record":
+            recordings.put(words, tmp_path)
+            window = next(tmp_path.rglob("rank0.kineto.json.gz"))
+            shutil.copy(window, tmp_path / "trace.json.gz")  # "any trace of torch.profiler"
+        else:
+            code = main(words)
+            errors = capsys.readouterr().err
+            assert code in {0, FAILED_CHECK}, f"traceloom {shlex.join(words)}\n{errors}"
+            assert code == 0 or "--fail-if" in words
+        count += 1
+    assert count >= 3
 
 
 def test_the_three_questions_take_at_most_three_commands_each() -> None:

@@ -34,7 +34,7 @@ EVENTS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(EVENTS, BUDGETS)
 def test_cooldown_and_budget_are_never_exceeded(
     events: list[tuple[float, set[int], float, bool]], limits: tuple[float, float]
