@@ -16,7 +16,8 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 
 from support.fleet import KINDS, Kind, Stores, add_capture, opened, places, trace_bytes  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.collect.executors import EngineTask, Processes, TaskError, engine_of  # noqa: E402
+from traceloom.collect.engine import EngineTask, TaskError, TaskFile  # noqa: E402
+from traceloom.collect.executors import Processes, engine_of  # noqa: E402
 from traceloom.collect.pipeline import Pipeline  # noqa: E402
 from traceloom.collect.tasks import check  # noqa: E402
 from traceloom.errors import InputError, UsageError  # noqa: E402
@@ -118,10 +119,9 @@ def test_what_crashes_hangs_or_swells_is_quarantined_and_the_others_go_on(alone:
             for name in names:
                 add_capture(alone, name, name.encode())
             until(lambda pipeline=pipeline: not pipeline.work() and not {"received", "checked"} & counts(alone).keys())  # type: ignore[misc]
-        folder = tmp_path / "files"
-        folder.mkdir()
-        (folder / "trace.json").write_bytes(b"hang")
-        hanging = engine.submit(EngineTask("analyse", {"folder": str(folder)}, 600))
+        (tmp_path / "trace.json").write_bytes(b"hang")
+        file = TaskFile("trace.json", 4, hashlib.sha256(b"hang").hexdigest(), str(tmp_path / "trace.json"))
+        hanging = engine.submit(EngineTask("analyse", (file,), {}, 600))
         add_capture(alone, "healthy")
         assert pipeline.work()
         assert not hanging.done()
@@ -223,17 +223,17 @@ def test_a_store_that_fails_costs_a_capture_no_try(alone: Stores, engine: Proces
     assert (task.state, task.attempts) == ("checked", 0)
 
 
-def test_a_process_knows_nothing_of_the_services_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_knows_nothing_of_the_services_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     engine = Processes(1)
     try:
-        engine.submit(EngineTask("check", {"folder": str(tmp_path), "files": []}, 60)).result()
+        engine.submit(EngineTask("check", (), {}, 60)).result()
         [pid] = [worker._process.pid for worker, _ in engine._idle]
         assert b"secret" not in Path(f"/proc/{pid}/environ").read_bytes()
     finally:
         engine.close()
     with pytest.raises((TaskError, RuntimeError)):
-        engine.submit(EngineTask("check", {"folder": str(tmp_path), "files": []}, 60)).result()
+        engine.submit(EngineTask("check", (), {}, 60)).result()
 
 
 def test_an_engine_that_there_is_not_is_refused() -> None:

@@ -123,7 +123,7 @@ def test_a_capture_is_uploaded_analysed_and_reported(
         assert main(["fleet", "check", "--json"]) == 0
         checks = json.loads(capsys.readouterr().out)
         assert {check["name"]: check["works"] for check in checks["checks"]} == {
-            "state": True, "files": True, "tables": True,
+            "state": True, "files": True, "tables": True, "engine": True,
         }  # fmt: skip
         assert checks["tasks"]["committed"] == 1
         assert "password" not in str(checks)
