@@ -10,12 +10,15 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from traceloom.collect.engine import MEMORY_BYTES, Engine, EngineTask, TaskError
 from traceloom.collect.scratch import in_scratch
-from traceloom.errors import UsageError
+from traceloom.errors import InputError, UsageError
 from traceloom.workers import Worker, cores
+
+if TYPE_CHECKING:
+    from traceloom.collect.cluster import EngineTls
 
 _TASKS_OF_A_PROCESS = 200  # then it is replaced: what little each leaves behind does not add up
 _ENDS = "the service ends"
@@ -137,12 +140,38 @@ def _ended(code: int) -> str:
         return f"its process was ended by signal {-code}"
 
 
-def engine_of(address: str, slots: int | None = None) -> Engine:
-    """The engine of an address: `processes`.
+def engine_of(address: str, slots: int | None = None, tls: EngineTls | None = None) -> Engine:
+    """The engine of an address: `processes`, `dask://HOST:PORT`, `ray://HOST:PORT`.
+
+    Args:
+        address: Which it is.
+        slots: How many tasks at once.
+        tls: For a cluster.
 
     Raises:
-        UsageError: `unknown-engine`.
+        InputError: `no-extra`: its package is not installed; `tls-unusable`.
+        UsageError: `unknown-engine`, `engine-without-tls`, `wrong-usage`.
     """
+    kind, _, where = address.partition("://")
     if address == "processes":
         return Processes(slots)
-    raise UsageError(f"there is no engine `{address[:80]}`", slug="unknown-engine", hint="it has `processes`")
+    try:
+        if kind == "dask":
+            import distributed  # noqa: F401
+
+            from traceloom.collect.dask_cluster import Dask
+
+            return Dask(where, slots, tls)
+        if kind == "ray":
+            import ray  # noqa: F401
+
+            from traceloom.collect.ray_cluster import Ray
+
+            return Ray(where, slots, tls)
+    except ImportError as error:
+        hint = f"pip install 'traceloom[fleet,{kind}]'"
+        raise InputError(f"the engine {kind} needs a package", slug="no-extra", hint=hint) from error
+    raise UsageError(
+        f"there is no engine `{address[:80]}`", slug="unknown-engine",
+        hint="it has `processes`, `dask://HOST:PORT` and `ray://HOST:PORT`",
+    )  # fmt: skip
