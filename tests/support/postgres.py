@@ -7,6 +7,7 @@ import itertools
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 from functools import cache
@@ -63,7 +64,7 @@ def _running(programs: str) -> int:
     )  # fmt: skip
 
     def end() -> None:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # SIGTERM would wait for connections that a failed test left open
         server.wait()
         shutil.rmtree(home, ignore_errors=True)
 

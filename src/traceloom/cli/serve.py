@@ -19,6 +19,8 @@ examples:
   traceloom serve --store /data/fleet --workers 8
   traceloom serve --store s3://bucket/fleet --state postgresql://fleet@db/fleet \\
                   --address 0.0.0.0:9466 --certificate fleet.pem --key fleet.key
+  traceloom serve --engine dask://scheduler:8786 --engine-ca ca.pem --engine-certificate fleet.pem \\
+                  --engine-key fleet.key
 then: traceloom upload run
 """
 
@@ -35,8 +37,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the database: a file of SQLite, or postgresql://USER@HOST/NAME (default: state.db in the store's "
         "directory)",
     )  # fmt: skip
-    parser.add_argument("--engine", metavar="ENGINE", default="processes", help="what analyses (default: processes)")
-    parser.add_argument("--workers", type=types.count, metavar="N", help="so many at once (default: cores but one)")
+    parser.add_argument(
+        "--engine", metavar="ENGINE", default="processes",
+        help="what analyses: processes of this host, or a cluster, dask://HOST:PORT or ray://HOST:PORT; beyond this "
+        "host only with TLS (default: processes)",
+    )  # fmt: skip
+    parser.add_argument("--engine-ca", metavar="FILE", default="", help="PEM file of the authority that cluster trusts")
+    parser.add_argument("--engine-certificate", metavar="FILE", default="", help="PEM file of a certificate for it")
+    parser.add_argument("--engine-key", metavar="FILE", default="", help="PEM file of the key of that certificate")
+    parser.add_argument(
+        "--workers", type=types.count, metavar="N",
+        help="so many captures at once (default: cores but one; 16 with a cluster)",
+    )  # fmt: skip
     parser.add_argument(
         "--address", metavar="HOST:PORT", default="127.0.0.1:9466",
         help="where it answers; beyond this host only with TLS (default: 127.0.0.1:9466)",
@@ -62,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
     from traceloom.agent.config import Tcp
     from traceloom.collect.client import token_path
+    from traceloom.collect.cluster import EngineTls
     from traceloom.collect.executors import engine_of
     from traceloom.collect.pipeline import COMMIT_S, LEASE_S
     from traceloom.collect.service import Service, keep_local_token, serve
@@ -69,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.store.state import State
     from traceloom.store.tables import Tables
 
+    files = (args.engine_ca, args.engine_certificate, args.engine_key)
+    engine = engine_of(args.engine, args.workers, EngineTls(*files) if any(files) else None)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     objects = Objects(args.store or str(user_data_path("traceloom") / "fleet"))
     if not args.state and objects.directory is None:
@@ -80,7 +95,6 @@ def run(args: argparse.Namespace) -> int:
     tables = Tables(objects.url if objects.directory is None else str(objects.directory))
     tables.create()
     keep_local_token(state, token_path())
-    engine = engine_of(args.engine, args.workers)
 
     def ready(url: str) -> None:
         if not args.quiet:

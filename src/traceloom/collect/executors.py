@@ -1,53 +1,27 @@
-"""Where tasks run: anything with `submit(task) -> Future`. Here: processes beside this one.
+"""Tasks in processes beside this one, and which engine an address names.
 
-A task is a pure function of files. Its process knows no secret of the service: it gets files, never where they are
-kept.
+A process of a task knows no secret of the service: it gets files, never where they are kept.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from traceloom.errors import TraceloomError, UsageError
+from traceloom.collect.engine import MEMORY_BYTES, Engine, EngineTask, TaskError
+from traceloom.collect.scratch import in_scratch
+from traceloom.errors import InputError, UsageError
 from traceloom.workers import Worker, cores
 
-TaskName = Literal["check", "analyse", "render"]
+if TYPE_CHECKING:
+    from traceloom.collect.cluster import EngineTls
 
-MEMORY_BYTES = 8 << 30
 _TASKS_OF_A_PROCESS = 200  # then it is replaced: what little each leaves behind does not add up
-
-
-class EngineTask(msgspec.Struct, frozen=True):
-    """What is to be done: a function of `traceloom.collect.tasks`, its keywords, and how long it may take."""
-
-    name: TaskName
-    arguments: dict[str, Any]
-    seconds: float
-
-
-class TaskError(TraceloomError):
-    """A task gave no result. `final`: it would not at the next try either, as the files are refused."""
-
-    def __init__(self, message: str, *, final: bool = False) -> None:
-        super().__init__(message, slug="task-failed")
-        self.final = final
-
-
-class Engine(Protocol):
-    """Runs tasks; `slots` at once."""
-
-    slots: int
-
-    def submit(self, task: EngineTask) -> Future[None]:
-        """Begin a task. The future fails with `TaskError`."""
-
-    def close(self) -> None:
-        """End what runs."""
+_ENDS = "the service ends"
 
 
 class Processes:
@@ -57,23 +31,30 @@ class Processes:
         slots: How many at once; None: one for each core but one.
         memory_bytes: Of data that a process may have.
         main: The module that a process runs.
+        temporary: Where files of tasks are brought; None: the system's temporary directory.
     """
 
     def __init__(
-        self, slots: int | None = None, *, memory_bytes: int = MEMORY_BYTES, main: str = "traceloom.collect.worker"
-    ) -> None:
+        self, slots: int | None = None, *, memory_bytes: int = MEMORY_BYTES, main: str = "traceloom.collect.worker",
+        temporary: Path | None = None,
+    ) -> None:  # fmt: skip
         self.slots = slots or max(1, cores() - 1)
         self._memory_bytes = memory_bytes
         self._main = main
+        self._temporary = temporary
         self._pool = ThreadPoolExecutor(self.slots, "traceloom-task")
         self._lock = threading.Lock()
         self._idle: list[tuple[Worker, int]] = []
         self._running: set[Worker] = set()
         self._closed = False
 
-    def submit(self, task: EngineTask) -> Future[None]:
-        """Begin a task as soon as a process is free. The future fails with `TaskError`."""
+    def submit(self, task: EngineTask) -> Future[bytes]:
+        """Begin a task as soon as a process is free; its result, or an error as of `Engine`."""
         return self._pool.submit(self._run, task)
+
+    def check(self) -> str:
+        """How many there are."""
+        return f"{self.slots} at once, in processes of this host"
 
     def close(self) -> None:
         """Kill what runs, and wait for its end."""
@@ -87,7 +68,18 @@ class Processes:
         for worker in workers:
             worker.ended()
 
-    def _run(self, task: EngineTask) -> None:
+    def _run(self, task: EngineTask) -> bytes:
+        end_s = time.monotonic() + task.seconds
+
+        def go_on() -> None:
+            if self._closed:
+                raise TaskError(_ENDS)
+            if time.monotonic() > end_s:
+                raise _too_long(task)
+
+        return in_scratch(task, lambda arguments: self._work(task, arguments, end_s), go_on, self._temporary)
+
+    def _work(self, task: EngineTask, arguments: dict[str, Any], end_s: float) -> None:
         worker, done = self._taken()
         late = threading.Event()
 
@@ -95,11 +87,11 @@ class Processes:
             late.set()
             worker.kill()
 
-        timer = threading.Timer(task.seconds, give_up)
+        timer = threading.Timer(max(0.0, end_s - time.monotonic()), give_up)
         timer.daemon = True
         timer.start()
         try:
-            worker.send({"task": task.name, "arguments": task.arguments})
+            worker.send({"task": task.name, "arguments": arguments})
             answer = next(worker.answers(), None)
         except ValueError:
             answer = None  # it was cut while it wrote
@@ -114,14 +106,14 @@ class Processes:
             worker.kill()
             code = worker.ended()
         if answer is None:
-            raise TaskError(f"`{task.name}` took longer than {task.seconds:g} s" if late.is_set() else _ended(code))
+            raise _too_long(task) if late.is_set() else TaskError(_ended(code))
         if "error" in answer:
             raise TaskError(answer["error"], final=answer["final"])
 
     def _taken(self) -> tuple[Worker, int]:
         with self._lock:
             if self._closed:
-                raise TaskError("the service ends")
+                raise TaskError(_ENDS)
             if self._idle:
                 worker, done = self._idle.pop()
             else:
@@ -134,6 +126,10 @@ class Processes:
             return worker, done
 
 
+def _too_long(task: EngineTask) -> TaskError:
+    return TaskError(f"`{task.name}` took longer than {task.seconds:g} s")
+
+
 def _ended(code: int) -> str:
     """Why a process ended, by its exit code."""
     if code >= 0:
@@ -144,12 +140,38 @@ def _ended(code: int) -> str:
         return f"its process was ended by signal {-code}"
 
 
-def engine_of(address: str, slots: int | None = None) -> Engine:
-    """The engine of an address: `processes`.
+def engine_of(address: str, slots: int | None = None, tls: EngineTls | None = None) -> Engine:
+    """The engine of an address: `processes`, `dask://HOST:PORT`, `ray://HOST:PORT`.
+
+    Args:
+        address: Which it is.
+        slots: How many tasks at once.
+        tls: For a cluster.
 
     Raises:
-        UsageError: `unknown-engine`.
+        InputError: `no-extra`: its package is not installed; `tls-unusable`.
+        UsageError: `unknown-engine`, `engine-without-tls`, `wrong-usage`.
     """
+    kind, _, where = address.partition("://")
     if address == "processes":
         return Processes(slots)
-    raise UsageError(f"there is no engine `{address[:80]}`", slug="unknown-engine", hint="it has `processes`")
+    try:
+        if kind == "dask":
+            import distributed  # noqa: F401
+
+            from traceloom.collect.dask_cluster import Dask
+
+            return Dask(where, slots, tls)
+        if kind == "ray":
+            import ray  # noqa: F401
+
+            from traceloom.collect.ray_cluster import Ray
+
+            return Ray(where, slots, tls)
+    except ImportError as error:
+        hint = f"pip install 'traceloom[fleet,{kind}]'"
+        raise InputError(f"the engine {kind} needs a package", slug="no-extra", hint=hint) from error
+    raise UsageError(
+        f"there is no engine `{address[:80]}`", slug="unknown-engine",
+        hint="it has `processes`, `dask://HOST:PORT` and `ray://HOST:PORT`",
+    )  # fmt: skip

@@ -8,27 +8,20 @@ and doubles nothing: tasks it held are taken again when their leases end, and it
 
 from __future__ import annotations
 
-import io
 import logging
 import secrets
-import shutil
-import tempfile
 import threading
-import zipfile
 from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from pathlib import Path
+from concurrent.futures import wait
 
-import msgspec
 import polars as pl
 
 from traceloom import __version__
-from traceloom.collect.executors import Engine, EngineTask, TaskError
+from traceloom.collect.engine import Engine, EngineTask, TaskError, TaskFile, TaskName
 from traceloom.collect.usage import commit_usage
 from traceloom.errors import TraceloomError
 from traceloom.store.objects import Objects
+from traceloom.store.row_files import unpacked_rows
 from traceloom.store.state import CaptureRecord, State, TaskRecord
 from traceloom.store.tables import Tables
 
@@ -37,6 +30,8 @@ COMMIT_S = 5.0
 LEASE_S = 30.0
 TASK_S = 1800.0
 """How long a task may take."""
+READ_S = 6 * 3600
+"""How long a signed address of a file works: a task may wait for a worker before it fetches."""
 
 _POLL_S = 0.5  # between looks for a task, where there was none
 _TROUBLE_S = 5.0  # before the next try, where the state or a store does not answer
@@ -60,15 +55,14 @@ class Pipeline:
         lease_s: For how long a task is taken at a time; after that others take it over from a service that died.
         commit_s: How long rows wait for others to be committed with them.
         task_s: How long a task may take.
-        temporary: Where captures are unpacked; None: the system's temporary directory.
     """
 
     def __init__(
         self, state: State, objects: Objects, tables: Tables, engine: Engine, *, lease_s: float = LEASE_S,
-        commit_s: float = COMMIT_S, task_s: float = TASK_S, temporary: Path | None = None,
+        commit_s: float = COMMIT_S, task_s: float = TASK_S,
     ) -> None:  # fmt: skip
         self.state, self.objects, self.tables, self.engine = state, objects, tables, engine
-        self.lease_s, self.commit_s, self.task_s, self.temporary = lease_s, commit_s, task_s, temporary
+        self.lease_s, self.commit_s, self.task_s = lease_s, commit_s, task_s
         self.holder = secrets.token_hex(8)
         self.leads = False
         self._stop = threading.Event()
@@ -115,7 +109,7 @@ class Pipeline:
                 self.state.give_back(task.id, self.holder, 0)
             else:
                 self.state.fail(task.id, self.holder, str(error), final=error.final)
-        except (TraceloomError, OSError) as error:  # of the store or the disk, not of the capture
+        except (TraceloomError, OSError) as error:  # of the engine, the store or the disk, not of the capture
             _log.warning("%s: %s", task.id, error)
             self.state.give_back(task.id, self.holder, _TROUBLE_S)
         return True
@@ -127,9 +121,8 @@ class Pipeline:
             return 0
         frames: dict[str, list[pl.DataFrame]] = defaultdict(list)
         for task in batch.tasks:
-            with zipfile.ZipFile(io.BytesIO(b"".join(self.objects.chunks(_rows_of(task))))) as whole:
-                for name in whole.namelist():
-                    frames[name.removesuffix(".parquet")].append(pl.read_parquet(whole.read(name)))
+            for name, frame in unpacked_rows(b"".join(self.objects.chunks(_rows_of(task))), task.capture).items():
+                frames[name].append(frame)
         replaced = [task.capture for task in batch.tasks] if batch.again else []
         rows = {name: pl.concat(parts) for name, parts in frames.items()}
         self.tables.commit(f"captures {self.state.identity}", batch.number, rows, replaced)
@@ -147,50 +140,44 @@ class Pipeline:
         """
         name = f"reports/{capture.day}/{capture.id}.{__version__}.html"
         if self.objects.size(name) is None:
-            with self._files(capture) as (folder, out):
-                task = EngineTask("render", {"folder": str(folder), "out": str(out)}, self.task_s)
-                self.engine.submit(task).result()
-                self.objects.put(name, out.read_bytes())
+            self.objects.put(name, self.engine.submit(self._work_on(capture, "render")).result())
         return name
 
     def _through(self, task: TaskRecord, capture: CaptureRecord) -> None:
-        with self._files(capture) as (folder, out):
-            if task.state == "received":
-                files = msgspec.to_builtins(capture.files)
-                self._done(task, EngineTask("check", {"folder": str(folder), "files": files}, self.task_s))
-                if not self.state.advance(task.id, self.holder, "checked"):
-                    return  # somebody else has it
-            arguments = {
-                "folder": str(folder), "out": str(out), "capture": capture.id, "job": capture.job,
-                "received_ns": capture.received_ns,
-            }  # fmt: skip
-            self._done(task, EngineTask("analyse", arguments, self.task_s))
-            self.objects.put(_rows_of(task), out.read_bytes())
+        if task.state == "received":
+            self._done(task, self._work_on(capture, "check"))
+            if not self.state.advance(task.id, self.holder, "checked"):
+                return  # somebody else has it
+        work = self._work_on(
+            capture, "analyse", capture=capture.id, job=capture.job, received_ns=capture.received_ns
+        )  # fmt: skip
+        content = self._done(task, work)
+        try:
+            unpacked_rows(content, capture.id)
+        except ValueError as error:  # kept, they would stop every commit
+            raise TaskError(f"`analyse` gave no rows of the capture: {error}") from error
+        self.objects.put(_rows_of(task), content)
         if self.state.advance(task.id, self.holder, "analysed"):
             self._waiting += 1
             if self._waiting >= MOST_IN_BATCH:
                 self._full.set()
 
-    def _done(self, task: TaskRecord, work: EngineTask) -> None:
+    def _done(self, task: TaskRecord, work: EngineTask) -> bytes:
         """Have it done, and keep the task meanwhile."""
-        future: Future[None] = self.engine.submit(work)
+        future = self.engine.submit(work)
         while not wait([future], self.lease_s / 3).done:
             self.state.renew(task.id, self.holder, self.lease_s)
-        future.result()
+        return future.result()
 
-    @contextmanager
-    def _files(self, capture: CaptureRecord) -> Iterator[tuple[Path, Path]]:
-        """A folder with the files of a capture, and where a result can be written beside it."""
-        home = Path(tempfile.mkdtemp(prefix="traceloom-", dir=self.temporary))
-        try:
-            for file in capture.files:
-                name = f"{folder_of(capture)}/{file.name}"
-                if self.objects.size(name) is None:
-                    raise TaskError(f"{file.name} is no longer in the store", final=True)
-                self.objects.fetch(name, home / "files" / file.name)
-            yield home / "files", home / "result"
-        finally:
-            shutil.rmtree(home, ignore_errors=True)
+    def _work_on(self, of: CaptureRecord, name: TaskName, **arguments: str | int) -> EngineTask:
+        """A task on all files of a capture, wherever they are kept."""
+        files = []
+        for file in of.files:
+            at = self.objects.readable_at(f"{folder_of(of)}/{file.name}", READ_S)
+            if at is None:
+                raise TaskError(f"{file.name} is no longer in the store", final=True)
+            files.append(TaskFile(file.name, file.size, file.sha256, at))
+        return EngineTask(name, tuple(files), arguments, self.task_s)
 
     def _work_loop(self) -> None:
         while not self._stop.is_set():

@@ -21,7 +21,7 @@ from traceloom import __version__
 from traceloom.agent.http.answers import RequestError, wrong_request
 from traceloom.agent.http.reading import body_as, cut_off, parameters_as
 from traceloom.collect import answers as forms
-from traceloom.collect.executors import TaskError
+from traceloom.collect.engine import TaskError
 from traceloom.collect.pipeline import folder_of
 from traceloom.errors import TraceloomError, UsageError
 from traceloom.store.objects import checked_name

@@ -17,7 +17,7 @@ from traceloom import files
 from traceloom.agent.config import Access, Tcp, host_and_port
 from traceloom.agent.http.limits import Connections
 from traceloom.collect import answers as forms
-from traceloom.collect.executors import Engine
+from traceloom.collect.engine import Engine
 from traceloom.collect.hosts import HostDesk
 from traceloom.collect.joining import Joining
 from traceloom.collect.pipeline import Pipeline
@@ -112,6 +112,7 @@ class Service:
             forms.FleetCheck(name="state", works=True, text=self.state.where),
             self._tried("files", self.objects.url, self._write),
             self._tried("tables", self.tables.url, lambda: self.tables.scan("captures")),
+            self._tried("engine", "", self.pipeline.engine.check),
         ]
         for task in self.state.quarantined(10):
             text = f"{task.capture} by {task.version}: {task.error}"
@@ -121,10 +122,10 @@ class Service:
 
     def _tried(self, name: str, where: str, attempt: Callable[[], object]) -> forms.FleetCheck:
         try:
-            attempt()
+            answer = attempt()
         except TraceloomError as error:
             return forms.FleetCheck(name=name, works=False, text=str(error), help=error.hint)
-        return forms.FleetCheck(name=name, works=True, text=where)
+        return forms.FleetCheck(name=name, works=True, text=where or str(answer))
 
     def _write(self) -> None:
         name = f"checks/{secrets.token_hex(8)}"

@@ -6,7 +6,6 @@ They run in processes of their own, on files of strangers.
 from __future__ import annotations
 
 import stat
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,11 @@ def check(*, folder: str, files: list[dict[str, Any]]) -> None:
 
 
 def analyse(*, folder: str, out: str, capture: str, received_ns: int, job: str) -> None:
-    """Write the rows of a capture to a new zip file, a Parquet file for each table.
+    """Write the rows of a capture to a new file, as of `packed_rows`.
 
     Args:
         folder: Where its files lie.
-        out: The zip file.
+        out: The file.
         capture: Its name.
         received_ns: When it arrived, Unix time.
         job: Its job; "" where nobody says it.
@@ -64,12 +63,11 @@ def analyse(*, folder: str, out: str, capture: str, received_ns: int, job: str) 
     """
     from traceloom.read import load
     from traceloom.store.captured import CaptureOrigin, rows
+    from traceloom.store.row_files import packed_rows
 
     tables = rows(load(folder, cache=False), CaptureOrigin(capture, received_ns, job=job or None))
-    with zipfile.ZipFile(out, "x") as whole:  # Parquet is compressed itself
-        for name, frame in tables.items():
-            with whole.open(f"{name}.parquet", "w") as file:
-                frame.write_parquet(file)
+    with Path(out).open("xb") as file:
+        file.write(packed_rows(tables))
 
 
 def render(*, folder: str, out: str) -> None:

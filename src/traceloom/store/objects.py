@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Literal
 from urllib.parse import unquote, urlsplit
 
 from traceloom.errors import InputError, OutputError, UsageError, unreadable
@@ -172,15 +172,30 @@ class Objects:
             InputError: `unreadable`: there are no credentials to sign with.
             UsageError: `unsafe-name`.
         """
+        return None if self.directory is not None else self._signed("PUT", name, seconds)
+
+    def readable_at(self, name: str, seconds: int) -> str | None:
+        """Where a process without credentials reads this object for so many seconds: an address that is signed for it
+        alone, or the path in a directory; None where a directory has no such file.
+
+        Raises:
+            InputError: `unreadable`: there are no credentials to sign with.
+            UsageError: `unsafe-name`.
+        """
+        if self.directory is None:
+            return self._signed("GET", name, seconds)
+        path = self.directory / checked_name(name)
+        return str(path) if path.is_file() else None
+
+    def _signed(self, method: Literal["GET", "PUT"], name: str, seconds: int) -> str:
         import obstore
         from obstore.exceptions import BaseError
         from obstore.store import LocalStore
 
         checked_name(name)
-        if isinstance(self._store, LocalStore):
-            return None
+        assert not isinstance(self._store, LocalStore), "a directory signs nothing"
         try:
-            return obstore.sign(self._store, "PUT", name, timedelta(seconds=seconds))
+            return obstore.sign(self._store, method, name, timedelta(seconds=seconds))
         except (BaseError, OSError, ValueError) as error:
             raise self._unreadable(name, error) from error
 
@@ -212,22 +227,6 @@ class Objects:
                 yield bytes(piece)
         except (BaseError, OSError) as error:
             raise self._unreadable(name, error) from error
-
-    def fetch(self, name: str, path: Path) -> None:
-        """Copy an object to a new file; a directory's is linked, where it may be.
-
-        Raises:
-            InputError: `unreadable`.
-            OSError: There is no room for it.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if self.directory is not None:
-            with suppress(OSError):  # another disk: then it is copied
-                os.link(self.directory / checked_name(name), path)
-                return
-        with path.open("xb") as file:
-            for piece in self.chunks(name):
-                file.write(piece)
 
     def delete(self, name: str) -> None:
         """Take an object away, if it is there.

@@ -14,21 +14,14 @@ import pytest
 for package in ("sqlalchemy", "obstore", "deltalake"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
-from support.fleet import KINDS, Kind, Stores, add_capture, opened, places, trace_bytes  # noqa: E402
+from support.fleet import Stores, add_capture, opened, places, trace_bytes  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.collect.executors import EngineTask, Processes, TaskError, engine_of  # noqa: E402
+from traceloom.collect.engine import EngineTask, TaskError  # noqa: E402
+from traceloom.collect.executors import Processes, engine_of  # noqa: E402
 from traceloom.collect.pipeline import Pipeline  # noqa: E402
 from traceloom.collect.tasks import check  # noqa: E402
 from traceloom.errors import InputError, UsageError  # noqa: E402
 from traceloom.store.state import CaptureRecord, FileOfCapture  # noqa: E402
-
-
-@pytest.fixture(params=KINDS)
-def stores(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
-    kind: Kind = request.param
-    made = opened(places(kind, tmp_path, monkeypatch))
-    yield made
-    made.state.close()
 
 
 @pytest.fixture
@@ -56,39 +49,6 @@ def rows(stores: Stores) -> dict[str, list[str]]:
     return {name: sorted(stores.tables.scan(name).select("capture").collect()["capture"].to_list()) for name in names}
 
 
-def test_captures_become_rows_and_a_report(stores: Stores, engine: Processes) -> None:
-    names = ["c1", "c2", "c3"]
-    records = [add_capture(stores, name) for name in names]
-    pipeline = Pipeline(*stores, engine)
-    while pipeline.work():
-        pass
-    assert counts(stores) == {"analysed": 3}
-    assert pipeline.commit() == 3
-    assert counts(stores) == {"committed": 3}
-    assert pipeline.commit() == 0
-    in_tables = rows(stores)
-    assert in_tables["captures"] == names
-    assert {table: in_tables[table].count("c1") for table in in_tables} == {
-        table: in_tables[table].count("c3") for table in in_tables
-    }
-    kernels = stores.tables.scan("kernels").collect()
-    assert set(kernels["kernel"]) >= {"gemm"}
-    assert kernels["count"].sum() == 3 * 4  # each capture has two steps of a kernel and a copy
-    assert stores.objects.names("analysed") == []
-
-    page = pipeline.report(records[0])
-    content = b"".join(stores.objects.chunks(page))
-    assert b"<html" in content
-    assert pipeline.report(records[0]) == page
-
-    # A newer version analyses them again: its rows replace the others.
-    assert stores.state.backfill("99") == 3
-    while pipeline.work():
-        pass
-    assert pipeline.commit() == 3
-    assert rows(stores) == in_tables
-
-
 def test_threads_do_all_of_it_and_a_second_service_helps(alone: Stores) -> None:
     for at in range(4):
         add_capture(alone, f"c{at}")
@@ -103,39 +63,6 @@ def test_threads_do_all_of_it_and_a_second_service_helps(alone: Stores) -> None:
             pipeline.stop()
     assert rows(alone)["captures"] == ["c0", "c1", "c2", "c3"]
     assert alone.state.lead("committer", "another", 1)  # they resigned
-
-
-def test_what_crashes_hangs_or_swells_is_quarantined_and_the_others_go_on(alone: Stores, tmp_path: Path) -> None:
-    disasters = {
-        "crash": "SIGSEGV", "exit": "exit code 7", "hang": "took longer than 1 s", "swell": "more than 2.1 GB of memory",
-    }  # fmt: skip
-    engine = Processes(2, memory_bytes=2 << 30, main="support.hostile_worker")
-    try:
-        for names, pipeline in (
-            (["hang"], Pipeline(*alone, engine, task_s=1)),
-            (["crash", "exit", "swell"], Pipeline(*alone, engine)),
-        ):
-            for name in names:
-                add_capture(alone, name, name.encode())
-            until(lambda pipeline=pipeline: not pipeline.work() and not {"received", "checked"} & counts(alone).keys())  # type: ignore[misc]
-        folder = tmp_path / "files"
-        folder.mkdir()
-        (folder / "trace.json").write_bytes(b"hang")
-        hanging = engine.submit(EngineTask("analyse", {"folder": str(folder)}, 600))
-        add_capture(alone, "healthy")
-        assert pipeline.work()
-        assert not hanging.done()
-    finally:
-        engine.close()
-    with pytest.raises(TaskError):
-        hanging.result()
-    pipeline.commit()
-    assert counts(alone) == {"quarantined": 4, "committed": 1}
-    for name, reason in disasters.items():
-        [task] = alone.state.tasks(name)
-        assert reason in task.error
-        assert task.attempts == 3
-    assert rows(alone)["captures"] == ["healthy"]
 
 
 def test_a_pickle_that_would_run_something_runs_nothing(alone: Stores, engine: Processes, tmp_path: Path) -> None:
@@ -223,17 +150,17 @@ def test_a_store_that_fails_costs_a_capture_no_try(alone: Stores, engine: Proces
     assert (task.state, task.attempts) == ("checked", 0)
 
 
-def test_a_process_knows_nothing_of_the_services_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_knows_nothing_of_the_services_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     engine = Processes(1)
     try:
-        engine.submit(EngineTask("check", {"folder": str(tmp_path), "files": []}, 60)).result()
+        engine.submit(EngineTask("check", (), {}, 60)).result()
         [pid] = [worker._process.pid for worker, _ in engine._idle]
         assert b"secret" not in Path(f"/proc/{pid}/environ").read_bytes()
     finally:
         engine.close()
     with pytest.raises((TaskError, RuntimeError)):
-        engine.submit(EngineTask("check", {"folder": str(tmp_path), "files": []}, 60)).result()
+        engine.submit(EngineTask("check", (), {}, 60)).result()
 
 
 def test_an_engine_that_there_is_not_is_refused() -> None:

@@ -20,6 +20,7 @@ import pytest
 for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
+from support.dask_cluster import running_cluster  # noqa: E402
 from support.fleet import KINDS, Kind, places, trace_bytes  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
 from support.waiting import until  # noqa: E402
@@ -96,8 +97,9 @@ def announced(content: bytes = b"abc", name: str = "a.json", **more: Any) -> dic
 def test_a_capture_is_uploaded_analysed_and_reported(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    engine = [] if kind == "alone" else running_cluster().options
     where = places(kind, tmp_path, monkeypatch)
-    service = Running(tmp_path, "--store", where.store, "--state", where.state, "--workers", "1")
+    service = Running(tmp_path, "--store", where.store, "--state", where.state, "--workers", "1", *engine)
     monkeypatch.setenv("TRACELOOM_SERVER", service.url)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     run = tmp_path / "run 1"
@@ -123,7 +125,7 @@ def test_a_capture_is_uploaded_analysed_and_reported(
         assert main(["fleet", "check", "--json"]) == 0
         checks = json.loads(capsys.readouterr().out)
         assert {check["name"]: check["works"] for check in checks["checks"]} == {
-            "state": True, "files": True, "tables": True,
+            "state": True, "files": True, "tables": True, "engine": True,
         }  # fmt: skip
         assert checks["tasks"]["committed"] == 1
         assert "password" not in str(checks)

@@ -1,0 +1,79 @@
+"""Tasks in a Dask cluster. Dask itself carries only bytes of ours, by pickles of its own between its processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING
+
+from traceloom.collect.cluster import Cluster, first_line, version_here, work_here
+from traceloom.collect.engine import TaskError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_CONNECT_S = 10.0
+
+
+class Dask(Cluster):
+    """Tasks in the workers of a Dask scheduler: as many at once in each worker as it has threads."""
+
+    kind = "dask"
+    _client: Client | None = None
+
+    def _connected(self) -> Client:
+        from distributed import Client
+        from distributed.security import Security
+
+        with self._lock:
+            if self._closed.is_set():
+                raise self.away("it was left")
+            if self._client is not None and self._client.status in {"running", "connecting"}:
+                return self._client
+            security = None
+            if self.tls is not None:
+                security = Security(
+                    require_encryption=True, tls_ca_file=self.tls.ca, tls_client_cert=self.tls.certificate,
+                    tls_client_key=self.tls.key,
+                )  # fmt: skip
+            scheme = "tcp" if security is None else "tls"
+            try:
+                self._client = Client(
+                    f"{scheme}://{self.address}", security=security, timeout=_CONNECT_S, set_as_default=False,
+                    name="traceloom",
+                )  # fmt: skip
+            except (OSError, ValueError) as error:
+                raise self.away(f"no scheduler answers: {first_line(error)}") from error
+            return self._client
+
+    def _asked(self, name: str, task: bytes) -> bytes:
+        from distributed.scheduler import KilledWorker
+
+        client = self._connected()
+        try:
+            answer: bytes = client.submit(_work, task, self._settings, key=name, pure=False).result()
+        except KilledWorker as error:
+            raise TaskError("workers of the cluster that worked on it were killed") from error
+        except CancelledError as error:
+            raise self.away("its scheduler lost the task") from error
+        except Exception as error:  # whatever a worker raises that cannot even begin it
+            raise self.away(f"{type(error).__name__}: {first_line(error)}") from error
+        return answer
+
+    def _versions(self) -> list[str]:
+        client = self._connected()
+        try:
+            answers = client.run(version_here, on_error="return")
+        except Exception as error:  # as above
+            raise self.away(f"{type(error).__name__}: {first_line(error)}") from error
+        return [str(answer).partition("\n")[0] for answer in answers.values()]
+
+    def _leave(self) -> None:
+        if self._client is not None:
+            self._client.close(timeout=_CONNECT_S)
+
+
+def _work(task: bytes, settings: bytes) -> bytes:
+    from distributed import get_worker
+
+    worker = get_worker()
+    return work_here(task, settings, worker.state.nthreads, worker.local_directory)
