@@ -38,6 +38,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", metavar="ENGINE", default="processes", help="what analyses (default: processes)")
     parser.add_argument("--workers", type=types.count, metavar="N", help="so many at once (default: cores but one)")
     parser.add_argument(
+        "--lease", type=types.positive, metavar="SECONDS",
+        help="after so long without a word from a service others of the same state take over its work (default: 30)",
+    )  # fmt: skip
+    parser.add_argument(
         "--address", metavar="HOST:PORT", default="127.0.0.1:9466",
         help="where it answers; beyond this host only with TLS (default: 127.0.0.1:9466)",
     )  # fmt: skip
@@ -89,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     async def live() -> None:
         service = Service(
-            state, objects, tables, engine, lease_s=LEASE_S, commit_s=COMMIT_S,
+            state, objects, tables, engine, lease_s=args.lease or LEASE_S, commit_s=COMMIT_S,
             incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
         )  # fmt: skip
         await serve(service, Tcp(address=args.address, certificate=args.certificate, key=args.key), ready)

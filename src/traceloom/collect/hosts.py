@@ -37,7 +37,17 @@ from traceloom.agent.uplink.messages import (
     UsageRow,
     WorkAnswer,
 )
-from traceloom.collect.plan import FleetRequest, HostProgress, advanced, cancelled, planned, reported, work_of
+from traceloom.collect.plan import (
+    FleetRequest,
+    HostProgress,
+    advanced,
+    cancelled,
+    planned,
+    reported,
+    sent_again,
+    work_of,
+)
+from traceloom.errors import TraceloomError
 from traceloom.store.database import secret_hash
 from traceloom.store.state import State
 
@@ -64,6 +74,7 @@ class HostDesk:
     Args:
         state: Where hosts and requests are written down.
         incoming: The directory for what hosts send: `incoming/REQUEST/HOST/`.
+        term: By which this service leads; once another one does, nothing is written down any more.
         clock: Now, in ns since the epoch.
 
     Attributes:
@@ -71,14 +82,15 @@ class HostDesk:
     """
 
     def __init__(
-        self, state: State, incoming: Path, clock: Callable[[], int] = time.time_ns
+        self, state: State, incoming: Path, term: str, clock: Callable[[], int] = time.time_ns
     ) -> None:  # fmt: skip
-        self.state, self.incoming, self.clock = state, incoming, clock
+        self.state, self.incoming, self.term, self.clock = state, incoming, term, clock
         self.on_stitching: Callable[[FleetRequest], None] = lambda _: None
         self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
         self.now: dict[str, HostNow] = {}
         self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
         self._open: dict[str, FleetRequest] = {}  # of these: each host that waits looks through them at every change
+        self._unwritten: set[str] = set()  # requests that are further than the state says, as it did not answer
         self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
         self._changed = asyncio.Condition()
         self._writing = asyncio.Lock()
@@ -92,10 +104,24 @@ class HostDesk:
         requests = [msgspec.json.decode(document, type=FleetRequest) for document in reversed(documents)]
         self.requests = {request.id: request for request in requests}
         self._open = {request.id: request for request in requests if not request.ended}
-        for request in requests:
-            if request.state in {"stitching", "analysing"}:
-                self.on_stitching(request)
+        for request in list(self._open.values()):
+            await self._take_over(request)
         self._advancing = asyncio.create_task(self._advance_for_ever(), name="requests of the fleet")
+
+    async def _take_over(self, request: FleetRequest) -> None:
+        """Go on with a request: what hosts sent to another service, which has ended, they are to send here."""
+        if request.state in {"running", "collecting", "stitching"}:
+            lost = {
+                host
+                for host, progress in request.hosts.items()
+                if progress.state == "uploaded"
+                and not all(_is_there(self.incoming / request.id / host, file) for file in progress.files)
+            }
+            if lost:
+                await self.put(sent_again(request, lost, self.clock()))
+                return
+        if request.state in {"stitching", "analysing"}:
+            self.on_stitching(request)
 
     async def close(self) -> None:
         """Stop; requests stay as they are. Hosts that wait for work are answered."""
@@ -211,7 +237,13 @@ class HostDesk:
         now_ns = self.clock()
         request = FleetRequest(id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted)
         request = planned(request, matching, now_ns)
-        await self.put(request)
+        try:
+            await self.put(request)
+        except TraceloomError:  # who asks hears so, and asks again
+            for known in (self.requests, self._open):
+                known.pop(request.id, None)
+            self._unwritten.discard(request.id)
+            raise
         return request
 
     async def cancel(self, request: str) -> None:
@@ -220,7 +252,6 @@ class HostDesk:
 
     async def put(self, request: FleetRequest) -> None:
         """Set how far a request is, write it down, and tell everybody who waits for it."""
-        before = self.requests.get(request.id)
         self.requests[request.id] = request
         if request.ended:
             self._open.pop(request.id, None)
@@ -229,13 +260,17 @@ class HostDesk:
         async with self._writing:  # in order; what has changed again meanwhile is written as it is now
             now = self.requests[request.id]
             document = msgspec.json.encode(now).decode()
-            await asyncio.to_thread(self.state.put_request, now.id, now.asked_ns, document, ended=now.ended)
+            self._unwritten.add(now.id)
+            await asyncio.to_thread(
+                self.state.put_request, now.id, now.asked_ns, document, self.term, ended=now.ended
+            )  # fmt: skip
+            self._unwritten.discard(now.id)
         if request.ended:
             await asyncio.to_thread(shutil.rmtree, self.incoming / request.id, ignore_errors=True)
-            ended = [of.id for of in self.requests.values() if of.ended]
+            ended = [of.id for of in self.requests.values() if of.ended and of.id not in self._unwritten]
             for old in ended[: max(len(ended) - _MOST_ENDED, 0)]:
                 del self.requests[old]
-        if request.state == "stitching" and (before is None or before.state != "stitching"):
+        if request.state == "stitching":
             self.on_stitching(request)
         async with self._changed:
             self._changed.notify_all()
@@ -332,11 +367,15 @@ class HostDesk:
 
     async def _advance_for_ever(self) -> None:
         while True:
-            for request in list(self._open.values()):
+            for name in {*self._open, *self._unwritten}:
                 try:
-                    await self._advance(request)
-                except Exception:  # noqa: PERF203  (one that cannot be written down now does not stop the others)
-                    LOG.exception("request %s", request.id)
+                    await self._advance(self.requests[name])
+                    if name in self._unwritten:
+                        await self.put(self.requests[name])
+                except TraceloomError as error:  # noqa: PERF203  (one that cannot be written down stops no other)
+                    LOG.warning("request %s: %s", name, error)
+                except Exception:
+                    LOG.exception("request %s", name)
             await asyncio.sleep(_LOOK_S)
 
 

@@ -98,6 +98,13 @@ def reported(request: FleetRequest, host: str, report: HostReport, now_ns: int) 
     return replace(request, hosts={**request.hosts, host: progress})
 
 
+def sent_again(request: FleetRequest, hosts: Iterable[str], now_ns: int) -> FleetRequest:
+    """The request, some of whose hosts are to send their files once more: they are not where they were."""
+    sending = {host: replace(request.hosts[host], state="uploading", since_ns=now_ns) for host in hosts}
+    request = replace(request, hosts={**request.hosts, **sending})
+    return _to(request, "collecting", now_ns) if request.state == "stitching" else request
+
+
 def cancelled(request: FleetRequest, now_ns: int) -> FleetRequest:
     """The request, which nobody wants any more."""
     return request if request.ended else _to(request, "cancelled", now_ns, "cancelled", "it was cancelled")

@@ -84,18 +84,26 @@ class Service:
         """Talk to hosts while this service leads, until it is cancelled."""
         try:
             while True:
-                if self.pipeline.leads and self.hosts is None:
-                    self.incoming.mkdir(parents=True, exist_ok=True)
-                    desk = HostDesk(self.state, self.incoming)
-                    self._joining = Joining(desk, self.pipeline)
-                    desk.on_stitching = self._joining.take
-                    await desk.start()
-                    self.hosts = desk
-                elif not self.pipeline.leads and self.hosts is not None:
+                term = self.pipeline.term if self.pipeline.leads else ""
+                if self.hosts is not None and self.hosts.term != term:
                     await self._leave_hosts()
+                if term and self.hosts is None:
+                    try:
+                        await self._meet_hosts(term)
+                    except (TraceloomError, OSError) as error:  # of the state, or of the directory
+                        _log.warning("hosts cannot be talked to: %s", error)
+                        await self._leave_hosts()
                 await asyncio.sleep(_LOOK_S)
         finally:
             await self._leave_hosts()
+
+    async def _meet_hosts(self, term: str) -> None:
+        self.incoming.mkdir(parents=True, exist_ok=True)
+        desk = HostDesk(self.state, self.incoming, term)
+        self._joining = Joining(desk, self.pipeline)
+        desk.on_stitching = self._joining.take
+        await desk.start()
+        self.hosts = desk
 
     async def _leave_hosts(self) -> None:
         desk, self.hosts = self.hosts, None

@@ -60,6 +60,7 @@ def test_captures_become_rows_and_a_report(stores: Stores, engine: Processes) ->
     names = ["c1", "c2", "c3"]
     records = [add_capture(stores, name) for name in names]
     pipeline = Pipeline(*stores, engine)
+    pipeline.lead()
     while pipeline.work():
         pass
     assert counts(stores) == {"analysed": 3}
@@ -129,6 +130,7 @@ def test_what_crashes_hangs_or_swells_is_quarantined_and_the_others_go_on(alone:
         engine.close()
     with pytest.raises(TaskError):
         hanging.result()
+    pipeline.lead()
     pipeline.commit()
     assert counts(alone) == {"quarantined": 4, "committed": 1}
     for name, reason in disasters.items():
