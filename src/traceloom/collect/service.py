@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 ADDRESS = "127.0.0.1:9466"
 _LOOK_S = 0.2
-LOCAL_TOKEN = "local"  # noqa: S105  (its name)
 
 _log = logging.getLogger(__name__)
 
@@ -232,6 +232,7 @@ def keep_local_token(state: State, path: Path) -> None:
         secret = path.read_text(encoding="ascii", errors="replace").strip()
         if secret and state.token(secret):
             return
-    state.revoke_token(LOCAL_TOKEN)
-    secret = state.add_token(LOCAL_TOKEN, "admin")
+    name = f"local@{socket.gethostname()}"  # services on other hosts may share the state, and have one each
+    state.revoke_token(name)
+    secret = state.add_token(name, "admin")
     files.write(path, lambda file: file.write(secret.encode() + b"\n"), force=True, private=True)
