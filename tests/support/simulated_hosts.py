@@ -19,6 +19,7 @@ from traceloom.agent.uplink.messages import (
     Enrolment,
     Heartbeat,
     HeartbeatAnswer,
+    HostDevice,
     HostFile,
     HostProcess,
     HostReport,
@@ -30,6 +31,7 @@ from traceloom.agent.uplink.messages import (
 from traceloom.testing import TraceBuilder
 
 T = TypeVar("T")
+CLOCK = ClockOffset(offset_ns=0, error_ns=1000, round_trips=16)
 BASE_NS = 1_790_000_000 * 10**9
 
 
@@ -100,7 +102,7 @@ class SimulatedHost:
         )  # fmt: skip
         beat = Heartbeat(
             sent_ns=time.time_ns() if sent_ns is None else sent_ns, boot_id="b", version="1", processes=[process],
-            usage=list(usage),
+            usage=list(usage), clock=CLOCK, devices=[HostDevice(uuid=f"GPU-{self.rank}", model="H100")],
         )  # fmt: skip
         return self.ask(lambda client: client.post(f"agents/{self.name}/heartbeat", beat, HeartbeatAnswer))
 
@@ -118,7 +120,7 @@ class SimulatedHost:
         report = HostReport(
             state=state, processes=[process], targets=[] if state == "armed" else [target],
             files=self.files if state in {"uploading", "uploaded"} else [],
-            clock=ClockOffset(offset_ns=0, error_ns=1000, round_trips=16),
+            clock=CLOCK,
         )  # fmt: skip
         return self.ask(lambda client: client.post(f"agents/{self.name}/requests/{request}", report, ReportAnswer))
 

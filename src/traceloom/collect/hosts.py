@@ -205,7 +205,7 @@ class HostDesk:
     def fresh(self) -> dict[str, HostNow]:
         """Hosts that spoke of late."""
         now_ns = self.clock()
-        return {host: now for host, now in self.now.items() if now_ns - now.received_ns < FRESH_NS}
+        return {host: now for host, now in list(self.now.items()) if now_ns - now.received_ns < FRESH_NS}
 
     def users_of(self, job: str) -> set[str]:
         """Users whose processes a job has, as far as hosts say."""

@@ -21,6 +21,7 @@ from traceloom.collect import answers as forms
 from traceloom.collect.executors import Engine
 from traceloom.collect.hosts import HostDesk
 from traceloom.collect.joining import Joining
+from traceloom.collect.metrics import FLEET_METRICS, FleetSeries
 from traceloom.collect.pipeline import Pipeline
 from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.objects import Objects
@@ -75,10 +76,10 @@ class Service:
         self.hosts: HostDesk | None = None  # while this service leads
         self.incoming = incoming
         self._joining: Joining | None = None
-        self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "traceloom_fleet_requests", "Requests by route and code", ["route", "code"], registry=self._registry
-        )
+        self._registry = CollectorRegistry(auto_describe=False)
+        answered = FLEET_METRICS["traceloom_fleet_requests"]
+        self.requests = Counter(answered.name, answered.help, answered.labels, registry=self._registry)
+        self._registry.register(FleetSeries(self))
 
     async def talk_to_hosts(self) -> None:
         """Talk to hosts while this service leads, until it is cancelled."""
@@ -141,15 +142,9 @@ class Service:
 
     def metrics(self) -> bytes:
         """All series, as text for Prometheus."""
-        from prometheus_client import CollectorRegistry, Gauge, generate_latest
+        from prometheus_client import generate_latest
 
-        now = CollectorRegistry()
-        tasks = Gauge("traceloom_fleet_tasks", "Tasks by state", ["state"], registry=now)
-        for state, count in self.state.counts().items():
-            tasks.labels(state).set(count)
-        leads = Gauge("traceloom_fleet_leads", "Whether this service commits", registry=now)
-        leads.set(self.pipeline.leads)
-        return generate_latest(now) + generate_latest(self._registry)
+        return generate_latest(self._registry)
 
 
 class ServiceDoor:

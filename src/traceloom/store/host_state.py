@@ -113,6 +113,12 @@ class HostState(StateDatabase):
                 connection, "UPDATE hosts SET usage_through = :through WHERE host = :host", host=host, through=through
             )
 
+    def waiting_minutes(self) -> int:
+        """How many minutes of hosts are not in the tables yet."""
+        with self._transaction() as connection:
+            [row] = self._rows(connection, "SELECT COUNT(*) AS waiting FROM usage_waiting")
+            return int(row["waiting"])
+
     def open_usage(self, most: int, term: str) -> tuple[int, list[WaitingMinute]] | None:
         """The number of a batch of minutes that is to be put into the tables, and them; None where none waits.
 
