@@ -48,7 +48,7 @@ _DECLARED = (
         "traceloom_fleet_cpu_seconds", "counter", "Processor time of the service, without its workers that still run."
     ),
     FleetMetric("traceloom_fleet_hosts", "gauge", "Hosts by whether they were heard in the last minute.", ("state",)),
-    FleetMetric("traceloom_fleet_host_up", "gauge", "1 where the host was heard in the last minute, else 0.", ("host",)),
+    FleetMetric("traceloom_fleet_host_up", "gauge", "1 where it was heard in the last minute, else 0.", ("host",)),
     FleetMetric(
         "traceloom_fleet_host_clock_offset_seconds", "gauge", "How far the service's clock is ahead of the host's.",
         ("host",),
