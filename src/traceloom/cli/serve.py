@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
     import importlib.util
     import logging
+    import resource
 
     needed = ("sqlalchemy", "obstore", "deltalake", "starlette", "uvicorn", "prometheus_client")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.store.state import State
     from traceloom.store.tables import Tables
 
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     objects = Objects(args.store or str(user_data_path("traceloom") / "fleet"))
     if not args.state and objects.directory is None:

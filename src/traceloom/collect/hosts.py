@@ -7,6 +7,7 @@ service that starts again goes on. Everything here runs in the service's loop; t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -90,9 +91,11 @@ class HostDesk:
         self.now: dict[str, HostNow] = {}
         self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
         self._open: dict[str, FleetRequest] = {}  # of these: each host that waits looks through them at every change
+        self._written: dict[str, FleetRequest] = {}  # what the state has of those that are open
         self._unwritten: set[str] = set()  # requests that are further than the state says, as it did not answer
         self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Condition()  # a request
+        self._call = asyncio.Event()  # set, and replaced, when hosts have something else to do
         self._writing = asyncio.Lock()
         self._closing = False
         self._advancing: asyncio.Task[None] | None = None
@@ -126,8 +129,7 @@ class HostDesk:
     async def close(self) -> None:
         """Stop; requests stay as they are. Hosts that wait for work are answered."""
         self._closing = True
-        async with self._changed:
-            self._changed.notify_all()
+        self._call_hosts()
         if self._advancing is not None:
             self._advancing.cancel()
             await asyncio.gather(self._advancing, return_exceptions=True)
@@ -189,7 +191,8 @@ class HostDesk:
     async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
         """Take how a host is, and its usage; what was sent before is acknowledged again."""
         received_ns = self.clock()
-        self.now[host] = HostNow(heartbeat=heartbeat, received_ns=received_ns)
+        without = msgspec.structs.replace(heartbeat, usage=[])  # which the state keeps
+        self.now[host] = HostNow(heartbeat=without, received_ns=received_ns)
         through = 0
         if heartbeat.usage:
             possible = possible_rows(heartbeat.usage, received_ns)
@@ -250,8 +253,14 @@ class HostDesk:
         """Stop a request; hosts hear of it with their next question for work."""
         await self.put(cancelled(self.requests[request], self.clock()))
 
-    async def put(self, request: FleetRequest) -> None:
-        """Set how far a request is, write it down, and tell everybody who waits for it."""
+    async def put(self, request: FleetRequest, *, calls: bool = True) -> None:
+        """Set how far a request is, write it down, and tell everybody who waits for it.
+
+        Args:
+            request: As it is now.
+            calls: Whether hosts have something else to do now. Where a thousand report how far they are, each of them
+                would else ask anew a thousand times.
+        """
         self.requests[request.id] = request
         if request.ended:
             self._open.pop(request.id, None)
@@ -259,12 +268,13 @@ class HostDesk:
             self._open[request.id] = request
         async with self._writing:  # in order; what has changed again meanwhile is written as it is now
             now = self.requests[request.id]
-            document = msgspec.json.encode(now).decode()
-            self._unwritten.add(now.id)
-            await asyncio.to_thread(
-                self.state.put_request, now.id, now.asked_ns, document, self.term, ended=now.ended
-            )  # fmt: skip
-            self._unwritten.discard(now.id)
+            if self._written.get(now.id) is not now:
+                self._unwritten.add(now.id)
+                await asyncio.to_thread(self._write, now)
+                self._unwritten.discard(now.id)
+                self._written[now.id] = now
+                if now.ended:
+                    del self._written[now.id]
         if request.ended:
             await asyncio.to_thread(shutil.rmtree, self.incoming / request.id, ignore_errors=True)
             ended = [of.id for of in self.requests.values() if of.ended and of.id not in self._unwritten]
@@ -274,6 +284,8 @@ class HostDesk:
             self.on_stitching(request)
         async with self._changed:
             self._changed.notify_all()
+        if calls:
+            self._call_hosts()
 
     async def changes(self, request: str) -> AsyncIterator[FleetRequest]:
         """The request now, and again after each change, until it has ended."""
@@ -291,17 +303,15 @@ class HostDesk:
         """What a host is to do; waits while that is what the host knows (`version`) already."""
         until = time.monotonic() + min(max(wait_s, 0.0), LONGEST_WAIT_S)
         while True:
+            call = self._call  # before the look: what changes after it is not missed
             offers = (work_of(request, host) for request in self._open.values())
             work = [offer for offer in offers if offer is not None]
             now = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:16]
             left = until - time.monotonic()
             if now != version or left <= 0 or self._closing:
                 return WorkAnswer(version=now, work=work)
-            async with self._changed:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), left)
-                except (asyncio.TimeoutError, TimeoutError):
-                    continue
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await asyncio.wait_for(call.wait(), left)
 
     async def report(self, host: str, request: str, report: HostReport) -> ReportAnswer:
         """Take how far a host is; the files of it that are missing.
@@ -359,11 +369,19 @@ class HostDesk:
 
     async def _advance(self, request: FleetRequest) -> None:
         """Write it down as far as it has come by now."""
-        now_ns = self.clock()
-        while (further := advanced(request, now_ns)) != request:
+        now_ns, before = self.clock(), request
+        while (further := advanced(request, now_ns)) is not request:
             request = further
-        if request != self.requests.get(request.id):
-            await self.put(request)
+        if request is not self.requests.get(request.id):
+            await self.put(request, calls=request is not before)
+
+    def _call_hosts(self) -> None:
+        self._call.set()
+        self._call = asyncio.Event()
+
+    def _write(self, request: FleetRequest) -> None:
+        document = msgspec.json.encode(request).decode()
+        self.state.put_request(request.id, request.asked_ns, document, self.term, ended=request.ended)
 
     async def _advance_for_ever(self) -> None:
         while True:

@@ -46,7 +46,7 @@ class ServiceLimits(msgspec.Struct, frozen=True, kw_only=True):
     file_bytes: int = 16 << 30
     capture_bytes: int = 256 << 30
     requests_per_second: float = 200.0
-    connections: int = 512
+    connections: int = 8192  # one address may have half of them: a thousand agents have three each
     seconds: float = 30.0
 
 
