@@ -1,6 +1,7 @@
-"""What the fleet's tables cost: processor time and memory of writing and of asking, at the size of a large fleet.
+"""What the fleet's tables and its hosts cost: processor time and memory, at the size of a large fleet.
 
     python benchmarks/fleet.py [kernels] [usage] [month] [--rows 10000000] [--devices 8000]
+    python benchmarks/fleet.py agents [--agents 1000] [--seconds 60]
 
 Each part runs in a process of its own, so that its memory is its own. The data are made; tables lie in a temporary
 directory. CPU seconds are of all threads.
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+from fleet_agents import agents_of_fleet
 
 from traceloom.fleet.attribution import attribution
 from traceloom.fleet.characterise import top_kernels
@@ -31,8 +33,12 @@ LIMITS = {
     "top kernels": 3.0,
     "a day of usage": 60.0,
     "a day of usage, MB": 400.0,
-    "a month by owner": 1.0,
-}  # the last in seconds, not of CPU
+    "a month by owner": 1.0,  # in seconds, not of CPU
+    "agents, % of a core": 50.0,
+    "agents, MB": 250.0,
+    "agents, s until all are woken": 2.0,
+    "agents, CPU s of a request": 6.0,  # until all know the instant at which they begin
+}
 DAY = date(2026, 11, 2)
 DAY_NS = 1_793_577_600 * 10**9
 HOUR_NS = 3_600 * 10**9
@@ -207,21 +213,40 @@ def verdict(limit: str, value: float) -> str:
     return f"limit {LIMITS[limit]:g}: {'held' if value <= LIMITS[limit] else 'NOT held'}"
 
 
+def agents(folder: Path, count: int, seconds: float) -> None:
+    """Simulated agents that talk to a service."""
+    cost = agents_of_fleet(folder, count, seconds)
+    print(f"{count:,} agents for {seconds:g} s")
+    for what, value, more in (
+        ("agents, % of a core", 100 * cost["share"], ""),
+        ("agents, MB", cost["memory"], f"{cost['memory_then']:.0f} MB after the request"),
+        ("agents, s until all are woken", cost["woken"], ""),
+        ("agents, CPU s of a request", cost["request_cpu"], f"all know its instant after {cost['started']:.1f} s"),
+    ):
+        print(f"  {what:40} {value:8.2f} {verdict(what, value)} {more}", flush=True)
+
+
 PARTS = {"kernels": kernel_rows, "usage": usage_day, "month": month}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS, "agents"], default=[])
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--devices", type=int, default=8_000)
+    parser.add_argument("--agents", type=int, default=1_000)
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--here", help=argparse.SUPPRESS)  # the part to run in this process
     options = parser.parse_args()
     if options.here:
         with tempfile.TemporaryDirectory() as folder:
             PARTS[options.here](Path(folder), options.rows if options.here == "kernels" else options.devices)
         return
-    for part in options.parts or PARTS:
+    for part in options.parts or [*PARTS, "agents"]:
+        if part == "agents":  # its service is a process of its own
+            with tempfile.TemporaryDirectory() as folder:
+                agents(Path(folder), options.agents, options.seconds)
+            continue
         arguments = ["--rows", str(options.rows), "--devices", str(options.devices), "--here", part]
         subprocess.run([sys.executable, __file__, *arguments], check=True)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import count
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
 
+from grafana import Board, Panel, variable
 from made_page import write_or_check
 
 BOARD = Path(__file__).resolve().parents[1] / "deploy" / "agent" / "grafana-dashboard.json"
-_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_COLUMNS, _HEIGHT = 24, 8  # of Grafana's grid
 # What the queries below abbreviate. Prometheus keeps the label `job` for its own jobs of scraping, and calls that of
 # a target `exported_job`.
 _LONG = {
@@ -22,20 +19,6 @@ _LONG = {
     "RATE": "$__rate_interval",
 }
 _GPU = "{{instance}} GPU {{index}}"
-
-Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | bool | None"
-
-
-class Panel(NamedTuple):
-    """One panel: its unit as Grafana names it, legend -> query, what it means, and its width of 24 columns."""
-
-    title: str
-    unit: str
-    queries: dict[str, str]
-    text: str = ""
-    kind: str = "timeseries"
-    width: int = 8
-
 
 ROWS: dict[str, tuple[Panel, ...]] = {
     "At a glance": (
@@ -160,80 +143,21 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 }  # fmt: skip
 
 
-def board() -> dict[str, Json]:
-    """The whole dashboard, as Grafana reads it."""
-    panels: list[Json] = []
-    numbers = count(1)
-    y = 0
-    for title, row in ROWS.items():
-        panels.append(
-            {"id": next(numbers), "type": "row", "title": title, "gridPos": {"h": 1, "w": _COLUMNS, "x": 0, "y": y}}
-        )
-        x, y = 0, y + 1
-        height = _HEIGHT // 2 if row[0].kind == "stat" else _HEIGHT
-        for panel in row:
-            if x + panel.width > _COLUMNS:
-                x, y = 0, y + height
-            where: dict[str, Json] = {"h": height, "w": panel.width, "x": x, "y": y}
-            panels.append({"id": next(numbers), "gridPos": where, **_drawn(panel)})
-            x += panel.width
-        y += height
-    return {
-        "title": "Traceloom: hosts, devices and jobs",
-        "uid": "traceloom-agent",
-        "description": "Of the host agent (traceloom agent run). Jobs and steps need a scrape with a token.",
-        "tags": ["traceloom", "gpu"],
-        "schemaVersion": 38,
-        "editable": True,
-        "refresh": "30s",
-        "time": {"from": "now-1h", "to": "now"},
-        "templating": {
-            "list": [
-                {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
-                _variable("instance", "Host", "label_values(traceloom_host_info, instance)"),
-                _variable("job", "Job", _spelled_out("label_values(traceloom_job_info{HERE}, exported_job)")),
-            ]
-        },
-        "panels": panels,
-    }
-
-
-def _drawn(panel: Panel) -> dict[str, Json]:
-    targets: list[Json] = [
-        {
-            "refId": chr(ord("A") + number), "datasource": _SOURCE, "expr": _spelled_out(query), "legendFormat": legend,
-            **({"instant": True, "format": "table"} if panel.kind == "table" else {}),
-        }
-        for number, (legend, query) in enumerate(panel.queries.items())
-    ]  # fmt: skip
-    drawn: dict[str, Json] = {
-        "type": panel.kind,
-        "title": panel.title,
-        "description": panel.text,
-        "datasource": _SOURCE,
-        "targets": targets,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
-    }
-    if panel.kind == "timeseries":
-        drawn["options"] = {"tooltip": {"mode": "multi", "sort": "desc"}, "legend": {"displayMode": "list"}}
-    if panel.kind == "table":  # Prometheus's own labels say nothing here
-        hidden: dict[str, Json] = {"Time": True, "__name__": True, "job": True}
-        drawn["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden}}]
-    return drawn
-
-
-def _spelled_out(query: str) -> str:
-    for short, long in _LONG.items():
-        query = query.replace(short, long)
-    return query
-
-
-def _variable(name: str, label: str, query: str) -> dict[str, Json]:
-    return {
-        "name": name, "label": label, "type": "query", "datasource": _SOURCE, "query": query, "refresh": 2, "sort": 1,
-        "multi": True, "includeAll": True, "allValue": ".*", "current": {"text": "All", "value": "$__all"},
-    }  # fmt: skip
+def board() -> Board:
+    """The whole dashboard."""
+    return Board(
+        title="Traceloom: hosts, devices and jobs",
+        uid="traceloom-agent",
+        text="Of the host agent (traceloom agent run). Jobs and steps need a scrape with a token.",
+        tags=("traceloom", "gpu"),
+        variables=(
+            variable("instance", "Host", "label_values(traceloom_host_info, instance)"),
+            variable("job", "Job", "label_values(traceloom_job_info{HERE}, exported_job)"),
+        ),
+        rows=ROWS,
+        long=_LONG,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(BOARD, json.dumps(board(), indent=1) + "\n"))
+    sys.exit(write_or_check(BOARD, json.dumps(board().drawn(), indent=1) + "\n"))

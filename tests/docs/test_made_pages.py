@@ -12,8 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    "name", ["agent_dashboard", "agent_http_page", "agent_metrics_page", "command_line_page", "fleet_tables_page"]
-)
+    "name",
+    [
+        "agent_dashboard", "agent_http_page", "agent_metrics_page", "command_line_page", "fleet_dashboard",
+        "fleet_metrics_page", "fleet_tables_page",
+    ],
+)  # fmt: skip
 def test_the_page_is_up_to_date(name: str) -> None:
     script = ROOT / "scripts" / f"{name}.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)

@@ -49,6 +49,7 @@ def main(state: str, store: str, point: str, when: str) -> None:
 
     setattr(owner, name, deadly)
     pipeline = Pipeline(*stores, Here(), lease_s=60)
+    pipeline.lead()
     while pipeline.work():
         pass
     pipeline.commit()

@@ -501,6 +501,7 @@ class Agent:
             Reading("agent_memory_bytes", (), float(_resident_bytes())),
             Reading("agent_series", (), float(self.board.series())),
             *self.scheduler.readings(),
+            *(self.uplink.readings() if self.uplink is not None else ()),
             *(Reading("agent_history_lost_total", (reason,), float(ticks)) for reason, ticks in lost.items()),
             *(Reading("agent_requests_total", labels, float(number)) for labels, number in self._requests.items()),
             *(

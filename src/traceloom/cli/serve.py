@@ -50,6 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="so many captures at once (default: cores but one; 16 with a cluster)",
     )  # fmt: skip
     parser.add_argument(
+        "--lease", type=types.positive, metavar="SECONDS",
+        help="after so long without a word from a service others of the same state take over its work (default: 30)",
+    )  # fmt: skip
+    parser.add_argument(
         "--address", metavar="HOST:PORT", default="127.0.0.1:9466",
         help="where it answers; beyond this host only with TLS (default: 127.0.0.1:9466)",
     )  # fmt: skip
@@ -63,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
     import importlib.util
     import logging
+    import resource
 
     needed = ("sqlalchemy", "obstore", "deltalake", "starlette", "uvicorn", "prometheus_client")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -84,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
 
     files = (args.engine_ca, args.engine_certificate, args.engine_key)
     engine = engine_of(args.engine, args.workers, EngineTls(*files) if any(files) else None)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     objects = Objects(args.store or str(user_data_path("traceloom") / "fleet"))
     if not args.state and objects.directory is None:
@@ -103,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
     async def live() -> None:
         service = Service(
-            state, objects, tables, engine, lease_s=LEASE_S, commit_s=COMMIT_S,
+            state, objects, tables, engine, lease_s=args.lease or LEASE_S, commit_s=COMMIT_S,
             incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
         )  # fmt: skip
         await serve(service, Tcp(address=args.address, certificate=args.certificate, key=args.key), ready)

@@ -7,6 +7,7 @@ service that starts again goes on. Everything here runs in the service's loop; t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -37,7 +38,17 @@ from traceloom.agent.uplink.messages import (
     UsageRow,
     WorkAnswer,
 )
-from traceloom.collect.plan import FleetRequest, HostProgress, advanced, cancelled, planned, reported, work_of
+from traceloom.collect.plan import (
+    FleetRequest,
+    HostProgress,
+    advanced,
+    cancelled,
+    planned,
+    reported,
+    sent_again,
+    work_of,
+)
+from traceloom.errors import TraceloomError
 from traceloom.store.database import secret_hash
 from traceloom.store.state import State
 
@@ -64,6 +75,7 @@ class HostDesk:
     Args:
         state: Where hosts and requests are written down.
         incoming: The directory for what hosts send: `incoming/REQUEST/HOST/`.
+        term: By which this service leads; once another one does, nothing is written down any more.
         clock: Now, in ns since the epoch.
 
     Attributes:
@@ -71,16 +83,19 @@ class HostDesk:
     """
 
     def __init__(
-        self, state: State, incoming: Path, clock: Callable[[], int] = time.time_ns
+        self, state: State, incoming: Path, term: str, clock: Callable[[], int] = time.time_ns
     ) -> None:  # fmt: skip
-        self.state, self.incoming, self.clock = state, incoming, clock
+        self.state, self.incoming, self.term, self.clock = state, incoming, term, clock
         self.on_stitching: Callable[[FleetRequest], None] = lambda _: None
         self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
         self.now: dict[str, HostNow] = {}
         self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
         self._open: dict[str, FleetRequest] = {}  # of these: each host that waits looks through them at every change
+        self._written: dict[str, FleetRequest] = {}  # what the state has of those that are open
+        self._unwritten: set[str] = set()  # requests that are further than the state says, as it did not answer
         self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Condition()  # a request
+        self._call = asyncio.Event()  # set, and replaced, when hosts have something else to do
         self._writing = asyncio.Lock()
         self._closing = False
         self._advancing: asyncio.Task[None] | None = None
@@ -92,16 +107,29 @@ class HostDesk:
         requests = [msgspec.json.decode(document, type=FleetRequest) for document in reversed(documents)]
         self.requests = {request.id: request for request in requests}
         self._open = {request.id: request for request in requests if not request.ended}
-        for request in requests:
-            if request.state in {"stitching", "analysing"}:
-                self.on_stitching(request)
+        for request in list(self._open.values()):
+            await self._take_over(request)
         self._advancing = asyncio.create_task(self._advance_for_ever(), name="requests of the fleet")
+
+    async def _take_over(self, request: FleetRequest) -> None:
+        """Go on with a request: what hosts sent to another service, which has ended, they are to send here."""
+        if request.state in {"running", "collecting", "stitching"}:
+            lost = {
+                host
+                for host, progress in request.hosts.items()
+                if progress.state == "uploaded"
+                and not all(_is_there(self.incoming / request.id / host, file) for file in progress.files)
+            }
+            if lost:
+                await self.put(sent_again(request, lost, self.clock()))
+                return
+        if request.state in {"stitching", "analysing"}:
+            self.on_stitching(request)
 
     async def close(self) -> None:
         """Stop; requests stay as they are. Hosts that wait for work are answered."""
         self._closing = True
-        async with self._changed:
-            self._changed.notify_all()
+        self._call_hosts()
         if self._advancing is not None:
             self._advancing.cancel()
             await asyncio.gather(self._advancing, return_exceptions=True)
@@ -163,7 +191,8 @@ class HostDesk:
     async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
         """Take how a host is, and its usage; what was sent before is acknowledged again."""
         received_ns = self.clock()
-        self.now[host] = HostNow(heartbeat=heartbeat, received_ns=received_ns)
+        without = msgspec.structs.replace(heartbeat, usage=[])  # which the state keeps
+        self.now[host] = HostNow(heartbeat=without, received_ns=received_ns)
         through = 0
         if heartbeat.usage:
             possible = possible_rows(heartbeat.usage, received_ns)
@@ -179,7 +208,7 @@ class HostDesk:
     def fresh(self) -> dict[str, HostNow]:
         """Hosts that spoke of late."""
         now_ns = self.clock()
-        return {host: now for host, now in self.now.items() if now_ns - now.received_ns < FRESH_NS}
+        return {host: now for host, now in list(self.now.items()) if now_ns - now.received_ns < FRESH_NS}
 
     def users_of(self, job: str) -> set[str]:
         """Users whose processes a job has, as far as hosts say."""
@@ -211,16 +240,27 @@ class HostDesk:
         now_ns = self.clock()
         request = FleetRequest(id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted)
         request = planned(request, matching, now_ns)
-        await self.put(request)
+        try:
+            await self.put(request)
+        except TraceloomError:  # who asks hears so, and asks again
+            for known in (self.requests, self._open):
+                known.pop(request.id, None)
+            self._unwritten.discard(request.id)
+            raise
         return request
 
     async def cancel(self, request: str) -> None:
         """Stop a request; hosts hear of it with their next question for work."""
         await self.put(cancelled(self.requests[request], self.clock()))
 
-    async def put(self, request: FleetRequest) -> None:
-        """Set how far a request is, write it down, and tell everybody who waits for it."""
-        before = self.requests.get(request.id)
+    async def put(self, request: FleetRequest, *, calls: bool = True) -> None:
+        """Set how far a request is, write it down, and tell everybody who waits for it.
+
+        Args:
+            request: As it is now.
+            calls: Whether hosts have something else to do now. Where a thousand report how far they are, each of them
+                would else ask anew a thousand times.
+        """
         self.requests[request.id] = request
         if request.ended:
             self._open.pop(request.id, None)
@@ -228,17 +268,24 @@ class HostDesk:
             self._open[request.id] = request
         async with self._writing:  # in order; what has changed again meanwhile is written as it is now
             now = self.requests[request.id]
-            document = msgspec.json.encode(now).decode()
-            await asyncio.to_thread(self.state.put_request, now.id, now.asked_ns, document, ended=now.ended)
+            if self._written.get(now.id) is not now:
+                self._unwritten.add(now.id)
+                await asyncio.to_thread(self._write, now)
+                self._unwritten.discard(now.id)
+                self._written[now.id] = now
+                if now.ended:
+                    del self._written[now.id]
         if request.ended:
             await asyncio.to_thread(shutil.rmtree, self.incoming / request.id, ignore_errors=True)
-            ended = [of.id for of in self.requests.values() if of.ended]
+            ended = [of.id for of in self.requests.values() if of.ended and of.id not in self._unwritten]
             for old in ended[: max(len(ended) - _MOST_ENDED, 0)]:
                 del self.requests[old]
-        if request.state == "stitching" and (before is None or before.state != "stitching"):
+        if request.state == "stitching":
             self.on_stitching(request)
         async with self._changed:
             self._changed.notify_all()
+        if calls:
+            self._call_hosts()
 
     async def changes(self, request: str) -> AsyncIterator[FleetRequest]:
         """The request now, and again after each change, until it has ended."""
@@ -256,17 +303,15 @@ class HostDesk:
         """What a host is to do; waits while that is what the host knows (`version`) already."""
         until = time.monotonic() + min(max(wait_s, 0.0), LONGEST_WAIT_S)
         while True:
+            call = self._call  # before the look: what changes after it is not missed
             offers = (work_of(request, host) for request in self._open.values())
             work = [offer for offer in offers if offer is not None]
             now = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:16]
             left = until - time.monotonic()
             if now != version or left <= 0 or self._closing:
                 return WorkAnswer(version=now, work=work)
-            async with self._changed:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), left)
-                except (asyncio.TimeoutError, TimeoutError):
-                    continue
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await asyncio.wait_for(call.wait(), left)
 
     async def report(self, host: str, request: str, report: HostReport) -> ReportAnswer:
         """Take how far a host is; the files of it that are missing.
@@ -324,19 +369,31 @@ class HostDesk:
 
     async def _advance(self, request: FleetRequest) -> None:
         """Write it down as far as it has come by now."""
-        now_ns = self.clock()
-        while (further := advanced(request, now_ns)) != request:
+        now_ns, before = self.clock(), request
+        while (further := advanced(request, now_ns)) is not request:
             request = further
-        if request != self.requests.get(request.id):
-            await self.put(request)
+        if request is not self.requests.get(request.id):
+            await self.put(request, calls=request is not before)
+
+    def _call_hosts(self) -> None:
+        self._call.set()
+        self._call = asyncio.Event()
+
+    def _write(self, request: FleetRequest) -> None:
+        document = msgspec.json.encode(request).decode()
+        self.state.put_request(request.id, request.asked_ns, document, self.term, ended=request.ended)
 
     async def _advance_for_ever(self) -> None:
         while True:
-            for request in list(self._open.values()):
+            for name in {*self._open, *self._unwritten}:
                 try:
-                    await self._advance(request)
-                except Exception:  # noqa: PERF203  (one that cannot be written down now does not stop the others)
-                    LOG.exception("request %s", request.id)
+                    await self._advance(self.requests[name])
+                    if name in self._unwritten:
+                        await self.put(self.requests[name])
+                except TraceloomError as error:  # noqa: PERF203  (one that cannot be written down stops no other)
+                    LOG.warning("request %s: %s", name, error)
+                except Exception:
+                    LOG.exception("request %s", name)
             await asyncio.sleep(_LOOK_S)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import tempfile
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from traceloom.store.state import CaptureRecord, FileOfCapture
 
 LOG = logging.getLogger("traceloom.collect")
 _LOOK_S = 0.5
+_PAUSE_S, _TROUBLE_S = 5.0, 900.0  # between tries, and for how long, where the state or a store does not answer
+_FOR_GOOD = {"no-capture", "unsafe-name"}  # what is wrong with the parts themselves
 
 
 class Joining:
@@ -52,19 +56,28 @@ class Joining:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _through(self, request: FleetRequest) -> None:
-        try:
-            if request.state == "stitching":
-                async with self._one:
-                    capture = await asyncio.to_thread(self._join, request)
-                request = stitched(request, capture, self.desk.clock())
-                await self.desk.put(request)
-            fault = await self._analysed(request.capture)
-        except TraceloomError as error:
-            fault = str(error)
-        except OSError as error:
-            LOG.exception("request %s", request.id)
-            fault = f"the service could not write: {error.strerror or error}"
-        await self.desk.put(analysed(request, self.desk.clock(), fault))
+        """Bring it to its end; where the state or a store does not answer it is tried again for a while."""
+        until = time.monotonic() + _TROUBLE_S
+        while True:
+            try:
+                if request.state == "stitching":
+                    async with self._one:
+                        capture = await asyncio.to_thread(self._join, request)
+                    request = stitched(request, capture, self.desk.clock())
+                    await self.desk.put(request)
+                fault = await self._analysed(request.capture)
+                break
+            except (TraceloomError, OSError) as error:
+                slug = error.slug if isinstance(error, TraceloomError) else ""
+                if slug == "not-leading":
+                    return  # it is another service's now
+                LOG.warning("request %s: %s", request.id, error)
+                fault = str(error)
+                if slug in _FOR_GOOD or time.monotonic() > until:
+                    break
+            await asyncio.sleep(_PAUSE_S)
+        with contextlib.suppress(TraceloomError):  # the desk writes it down as soon as it can
+            await self.desk.put(analysed(request, self.desk.clock(), fault))
 
     async def _analysed(self, capture: str) -> str:
         """Why the analysis of a capture failed for good; "" once its rows are in the tables."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections import defaultdict
 from concurrent.futures import wait
 
@@ -20,6 +21,7 @@ from traceloom import __version__
 from traceloom.collect.engine import Engine, EngineTask, TaskError, TaskFile, TaskName
 from traceloom.collect.usage import commit_usage
 from traceloom.errors import TraceloomError
+from traceloom.store.database import LEADER
 from traceloom.store.objects import Objects
 from traceloom.store.row_files import unpacked_rows
 from traceloom.store.state import CaptureRecord, State, TaskRecord
@@ -64,7 +66,8 @@ class Pipeline:
         self.state, self.objects, self.tables, self.engine = state, objects, tables, engine
         self.lease_s, self.commit_s, self.task_s = lease_s, commit_s, task_s
         self.holder = secrets.token_hex(8)
-        self.leads = False
+        self.term = ""  # by which this service leads: a new name each time that it begins to
+        self._leads_until = 0.0  # of the monotonic clock, which goes on while a process is stopped
         self._stop = threading.Event()
         self._more = threading.Event()  # a task may be there
         self._full = threading.Event()  # a whole batch waits
@@ -87,9 +90,14 @@ class Pipeline:
         for thread in self._threads:
             thread.join()
         try:
-            self.state.resign(self.holder)
+            self.state.resign(self.term)
         except TraceloomError as error:  # the lease ends by itself
             _log.warning("%s", error)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this service talks to hosts and commits; what it writes as such is refused once another one does."""
+        return bool(self.term) and time.monotonic() < self._leads_until
 
     def look(self) -> None:
         """A task was added: do not wait to look for it."""
@@ -114,9 +122,29 @@ class Pipeline:
             self.state.give_back(task.id, self.holder, _TROUBLE_S)
         return True
 
+    def lead(self) -> None:
+        """Begin to lead where nobody does, or go on with it.
+
+        Raises:
+            OutputError: The state does not answer.
+        """
+        until = time.monotonic() + self.lease_s
+        if self.term and not self.state.keep_leading(LEADER, self.term, self.lease_s):
+            self.term = ""
+        if not self.term:
+            term = secrets.token_hex(8)
+            if self.state.lead(LEADER, term, self.lease_s):
+                self.term = term
+        self._leads_until = until
+
     def commit(self) -> int:
-        """Put the rows of a batch into the tables; how many captures were in it. For who leads alone."""
-        batch = self.state.open_batch(MOST_IN_BATCH)
+        """Put the rows of a batch into the tables; how many captures were in it.
+
+        Raises:
+            TraceloomError: `not-leading`, or a store does not answer.
+        """
+        term = self.term
+        batch = self.state.open_batch(MOST_IN_BATCH, term)
         if batch is None:
             return 0
         frames: dict[str, list[pl.DataFrame]] = defaultdict(list)
@@ -126,7 +154,7 @@ class Pipeline:
         replaced = [task.capture for task in batch.tasks] if batch.again else []
         rows = {name: pl.concat(parts) for name, parts in frames.items()}
         self.tables.commit(f"captures {self.state.identity}", batch.number, rows, replaced)
-        self.state.close_batch(batch.number)
+        self.state.close_batch(batch.number, term)
         for task in batch.tasks:
             self.objects.delete(_rows_of(task))
         return len(batch.tasks)
@@ -195,10 +223,12 @@ class Pipeline:
             self._full.clear()
             self._waiting = 0
             try:
-                while (
-                    self.leads and not self._stop.is_set() and (self.commit() or commit_usage(self.state, self.tables))
-                ):
-                    pass
+                while self.leads and not self._stop.is_set():
+                    if not (self.commit() or commit_usage(self.state, self.tables, self.term)):
+                        break
+            except TraceloomError as error:
+                _log.warning("rows could not be committed: %s", error)
+                self._stop.wait(_TROUBLE_S)
             except Exception:  # noqa: BLE001  (as above)
                 _log.exception("rows could not be committed")
                 self._stop.wait(_TROUBLE_S)
@@ -206,9 +236,8 @@ class Pipeline:
     def _lead_loop(self) -> None:
         while not self._stop.is_set():
             try:
-                self.leads = self.state.lead("committer", self.holder, self.lease_s)
-            except TraceloomError as error:
-                self.leads = False
+                self.lead()
+            except TraceloomError as error:  # it leads until its lease has ended
                 _log.warning("%s", error)
             self._stop.wait(self.lease_s / 3)
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from traceloom.collect import answers as forms
 from traceloom.collect.engine import Engine
 from traceloom.collect.hosts import HostDesk
 from traceloom.collect.joining import Joining
+from traceloom.collect.metrics import FLEET_METRICS, FleetSeries
 from traceloom.collect.pipeline import Pipeline
 from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.objects import Objects
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 ADDRESS = "127.0.0.1:9466"
 _LOOK_S = 0.2
-LOCAL_TOKEN = "local"  # noqa: S105  (its name)
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class ServiceLimits(msgspec.Struct, frozen=True, kw_only=True):
     file_bytes: int = 16 << 30
     capture_bytes: int = 256 << 30
     requests_per_second: float = 200.0
-    connections: int = 512
+    connections: int = 8192  # one address may have half of them: a thousand agents have three each
     seconds: float = 30.0
 
 
@@ -75,27 +76,35 @@ class Service:
         self.hosts: HostDesk | None = None  # while this service leads
         self.incoming = incoming
         self._joining: Joining | None = None
-        self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "traceloom_fleet_requests", "Requests by route and code", ["route", "code"], registry=self._registry
-        )
+        self._registry = CollectorRegistry(auto_describe=False)
+        answered = FLEET_METRICS["traceloom_fleet_requests"]
+        self.requests = Counter(answered.name, answered.help, answered.labels, registry=self._registry)
+        self._registry.register(FleetSeries(self))
 
     async def talk_to_hosts(self) -> None:
         """Talk to hosts while this service leads, until it is cancelled."""
         try:
             while True:
-                if self.pipeline.leads and self.hosts is None:
-                    self.incoming.mkdir(parents=True, exist_ok=True)
-                    desk = HostDesk(self.state, self.incoming)
-                    self._joining = Joining(desk, self.pipeline)
-                    desk.on_stitching = self._joining.take
-                    await desk.start()
-                    self.hosts = desk
-                elif not self.pipeline.leads and self.hosts is not None:
+                term = self.pipeline.term if self.pipeline.leads else ""
+                if self.hosts is not None and self.hosts.term != term:
                     await self._leave_hosts()
+                if term and self.hosts is None:
+                    try:
+                        await self._meet_hosts(term)
+                    except (TraceloomError, OSError) as error:  # of the state, or of the directory
+                        _log.warning("hosts cannot be talked to: %s", error)
+                        await self._leave_hosts()
                 await asyncio.sleep(_LOOK_S)
         finally:
             await self._leave_hosts()
+
+    async def _meet_hosts(self, term: str) -> None:
+        self.incoming.mkdir(parents=True, exist_ok=True)
+        desk = HostDesk(self.state, self.incoming, term)
+        self._joining = Joining(desk, self.pipeline)
+        desk.on_stitching = self._joining.take
+        await desk.start()
+        self.hosts = desk
 
     async def _leave_hosts(self) -> None:
         desk, self.hosts = self.hosts, None
@@ -134,15 +143,9 @@ class Service:
 
     def metrics(self) -> bytes:
         """All series, as text for Prometheus."""
-        from prometheus_client import CollectorRegistry, Gauge, generate_latest
+        from prometheus_client import generate_latest
 
-        now = CollectorRegistry()
-        tasks = Gauge("traceloom_fleet_tasks", "Tasks by state", ["state"], registry=now)
-        for state, count in self.state.counts().items():
-            tasks.labels(state).set(count)
-        leads = Gauge("traceloom_fleet_leads", "Whether this service commits", registry=now)
-        leads.set(self.pipeline.leads)
-        return generate_latest(now) + generate_latest(self._registry)
+        return generate_latest(self._registry)
 
 
 class ServiceDoor:
@@ -225,6 +228,7 @@ def keep_local_token(state: State, path: Path) -> None:
         secret = path.read_text(encoding="ascii", errors="replace").strip()
         if secret and state.token(secret):
             return
-    state.revoke_token(LOCAL_TOKEN)
-    secret = state.add_token(LOCAL_TOKEN, "admin")
+    name = f"local@{socket.gethostname()}"  # services on other hosts may share the state, and have one each
+    state.revoke_token(name)
+    secret = state.add_token(name, "admin")
     files.write(path, lambda file: file.write(secret.encode() + b"\n"), force=True, private=True)

@@ -21,12 +21,12 @@ _SEEN = {
 }  # fmt: skip
 
 
-def commit_usage(state: State, tables: Tables) -> int:
-    """Put a batch of minutes into the tables, exactly once; how many there were. For who leads alone.
+def commit_usage(state: State, tables: Tables, term: str) -> int:
+    """Put a batch of minutes into the tables, exactly once; how many there were. `term`: by which this service leads.
 
     A host sends its minutes in order, so those that it left out it will never send: its devices were unreachable then.
     """
-    batch = state.open_usage(MOST_IN_BATCH)
+    batch = state.open_usage(MOST_IN_BATCH, term)
     if batch is None:
         return 0
     number, waiting = batch
@@ -49,5 +49,5 @@ def commit_usage(state: State, tables: Tables) -> int:
     due = pl.DataFrame(silent, schema=dict(list(_SEEN.items())[:4]), orient="row")
     of_minutes = minutes(pl.DataFrame(seen, schema=_SEEN, orient="row"), due)
     tables.commit(f"usage {state.identity}", number, {"usage_minute": of_minutes, "usage_hour": hours(of_minutes)})
-    state.close_usage(number)
+    state.close_usage(number, term)
     return len(waiting)

@@ -20,6 +20,7 @@ from traceloom.store.migrations import MIGRATIONS, VERSION
 if TYPE_CHECKING:
     from sqlalchemy import Connection, RowMapping
 
+LEADER = "committer"  # the lease of who talks to hosts and puts rows into the tables
 _BUSY_MS = 10_000  # how long SQLite waits for another writer
 
 
@@ -102,6 +103,17 @@ class StateDatabase:
             return time.time_ns()
         [row] = self._rows(connection, "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1e9 AS BIGINT) AS now")
         return cast("int", row["now"])
+
+    def _check_leader(self, connection: Connection, term: str) -> None:
+        """Let nothing be changed by who led once: the lease stays as it is until this transaction ends.
+
+        Raises:
+            OutputError: `not-leading`.
+        """
+        lock = "" if self._lite else " FOR SHARE"  # SQLite has one writer at a time
+        statement = f"SELECT 1 FROM leases WHERE name = :name AND holder = :term{lock}"  # noqa: S608
+        if not self._rows(connection, statement, name=LEADER, term=term):
+            raise OutputError("another service of this state leads now", slug="not-leading", where=self.where)
 
     def _migrate(self) -> None:
         with self._transaction() as connection:

@@ -64,9 +64,14 @@ class HostState(StateDatabase):
 
     # requests for traces
 
-    def put_request(self, name: str, asked_ns: int, document: str, *, ended: bool) -> None:
-        """Write down how far a request is."""
+    def put_request(self, name: str, asked_ns: int, document: str, term: str, *, ended: bool) -> None:
+        """Write down how far a request is.
+
+        Raises:
+            OutputError: `not-leading`: it is not `term` that leads.
+        """
         with self._transaction() as connection:
+            self._check_leader(connection, term)
             self._change(
                 connection,
                 "INSERT INTO requests (id, asked_ns, ended, document) VALUES (:id, :asked, :ended, :document) "
@@ -108,13 +113,23 @@ class HostState(StateDatabase):
                 connection, "UPDATE hosts SET usage_through = :through WHERE host = :host", host=host, through=through
             )
 
-    def open_usage(self, most: int) -> tuple[int, list[WaitingMinute]] | None:
+    def waiting_minutes(self) -> int:
+        """How many minutes of hosts are not in the tables yet."""
+        with self._transaction() as connection:
+            [row] = self._rows(connection, "SELECT COUNT(*) AS waiting FROM usage_waiting")
+            return int(row["waiting"])
+
+    def open_usage(self, most: int, term: str) -> tuple[int, list[WaitingMinute]] | None:
         """The number of a batch of minutes that is to be put into the tables, and them; None where none waits.
 
-        The batch that was begun and not ended comes first. Only who leads `committer` may ask.
+        The batch that was begun and not ended comes first.
+
+        Raises:
+            OutputError: `not-leading`: it is not `term` that leads.
         """
         begun = "SELECT host, minute, since, batch, document FROM usage_waiting WHERE batch IS NOT NULL"
         with self._transaction() as connection:
+            self._check_leader(connection, term)
             rows = self._rows(connection, begun)
             if not rows:
                 waiting = self._rows(
@@ -138,7 +153,8 @@ class HostState(StateDatabase):
                 WaitingMinute(row["host"], row["minute"], row["since"], row["document"]) for row in rows
             ]
 
-    def close_usage(self, number: int) -> None:
-        """The tables hold the batch."""
+    def close_usage(self, number: int, term: str) -> None:
+        """The tables hold the batch. Errors as of `open_usage`."""
         with self._transaction() as connection:
+            self._check_leader(connection, term)
             self._change(connection, "DELETE FROM usage_waiting WHERE batch = :number", number=number)

@@ -280,12 +280,16 @@ class State(HostState):
 
     # batches
 
-    def open_batch(self, most: int) -> Batch | None:
+    def open_batch(self, most: int, term: str) -> Batch | None:
         """The batch that is to be committed: the one that was begun and not ended, else a new one of tasks that wait.
 
-        Only who leads `committer` may ask. A batch either replaces rows in all of its tasks or in none.
+        A batch either replaces rows in all of its tasks or in none.
+
+        Raises:
+            OutputError: `not-leading`: it is not `term` that leads.
         """
         with self._transaction() as connection:
+            self._check_leader(connection, term)
             rows = self._rows(connection, "SELECT * FROM batches WHERE done = 0 ORDER BY number")
             if not rows:
                 waiting = self._rows(
@@ -312,9 +316,10 @@ class State(HostState):
             tasks = self._rows(connection, "SELECT * FROM tasks WHERE batch = :number ORDER BY id", number=number)
             return Batch(number, bool(rows[0]["again"]), tuple(_task(row) for row in tasks))
 
-    def close_batch(self, number: int) -> None:
-        """All tables hold the batch."""
+    def close_batch(self, number: int, term: str) -> None:
+        """All tables hold the batch. Errors as of `open_batch`."""
         with self._transaction() as connection:
+            self._check_leader(connection, term)
             self._change(connection, "UPDATE tasks SET state = 'committed' WHERE batch = :number", number=number)
             self._change(connection, "UPDATE batches SET done = 1 WHERE number = :number", number=number)
 
@@ -334,6 +339,13 @@ class State(HostState):
                     **values,
                 )
             )
+
+    def keep_leading(self, name: str, holder: str, lease_s: float) -> bool:
+        """Lead for longer, also where the time was over and nobody else took it; False: another one has led since."""
+        with self._transaction() as connection:
+            until = self._now_ns(connection) + int(lease_s * 1e9)
+            statement = "UPDATE leases SET until_ns = :until WHERE name = :name AND holder = :holder"
+            return bool(self._change(connection, statement, name=name, holder=holder, until=until))
 
     def resign(self, holder: str) -> None:
         """Let others lead at once."""

@@ -95,8 +95,10 @@ def test_captures_become_rows_once_and_a_report(setting: Setting) -> None:
     pipeline = Pipeline(*stores, engine)
     worked(pipeline)
     assert counts(stores) == {"analysed": 3}
+    pipeline.lead()
     assert pipeline.commit() == 3
     assert counts(stores) == {"committed": 3}
+    pipeline.lead()
     assert pipeline.commit() == 0
     in_tables = rows(stores)
     assert in_tables["captures"] == names
@@ -116,6 +118,7 @@ def test_captures_become_rows_once_and_a_report(setting: Setting) -> None:
     # A newer version analyses them again: its rows replace the others.
     assert stores.state.backfill("99") == 3
     worked(pipeline)
+    pipeline.lead()
     assert pipeline.commit() == 3
     assert rows(stores) == in_tables
 
@@ -141,6 +144,7 @@ def test_what_crashes_hangs_or_swells_is_quarantined_and_the_others_go_on(settin
         add_capture(stores, "healthy")
         pipeline = Pipeline(*stores, engine)
         worked(pipeline)
+        pipeline.lead()
         assert pipeline.commit() == 1
         assert rows(stores)["captures"] == ["healthy"]
         assert not hanging.done()
@@ -168,6 +172,7 @@ def test_a_worker_that_is_killed_costs_a_try_and_the_next_one_does_it(setting: S
     until(lambda: not Path(f"/proc/{pids[0]}").exists())  # what worked for a worker ends with it
     worked(pipeline)
     assert task_of(stores, "c1").state == "analysed"
+    pipeline.lead()
     assert pipeline.commit() == 1
     assert rows(stores)["captures"] == ["c1"]
 

@@ -51,7 +51,9 @@ def test_whatever_is_killed_where_is_finished_by_the_next(
 
     with stores.state._transaction() as connection:  # as if the time of its leases had gone by
         stores.state._change(connection, "UPDATE tasks SET free_at_ns = 0")
+        stores.state._change(connection, "UPDATE leases SET until_ns = 0")
     pipeline = Pipeline(*stores, Here())
+    pipeline.lead()
     while pipeline.work():
         pass
     while pipeline.commit():

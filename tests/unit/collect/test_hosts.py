@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from traceloom.agent.uplink.messages import (
     UsageRow,
 )
 from traceloom.collect.hosts import HostDesk, HostNow, matching_processes, possible_rows, slowest_and_median
+from traceloom.errors import OutputError
+from traceloom.store.database import LEADER
 from traceloom.store.state import State
 
 WANTED = Wanted(job="j", steps=3)
@@ -46,7 +49,8 @@ async def sent(content: bytes) -> AsyncIterator[bytes]:
 def with_desk(tmp_path: Path, test: Callable[[HostDesk], Awaitable[None]]) -> None:
     async def run() -> None:
         state = State(str(tmp_path / "state.db"))
-        desk = HostDesk(state, tmp_path / "from-hosts")
+        assert state.lead(LEADER, "term", 600) or state.keep_leading(LEADER, "term", 600)
+        desk = HostDesk(state, tmp_path / "from-hosts", "term")
         await desk.start()
         try:
             await test(desk)
@@ -177,7 +181,7 @@ def test_usage_is_acknowledged_and_what_cannot_be_is_counted(tmp_path: Path) -> 
         answer = await desk.heartbeat("a", beat(usage=rows))
         assert answer.usage_through == 28_000_001
         assert desk.refused_rows["a"] == 2
-        waiting = desk.state.open_usage(10)
+        waiting = desk.state.open_usage(10, "term")
         assert waiting is not None
         assert [(minute.minute, minute.document.count("device_ms")) for minute in waiting[1]] == [
             (28_000_000, 1), (28_000_001, 0)
@@ -206,3 +210,66 @@ def test_which_processes_a_request_is_about() -> None:
     assert chosen(matching_processes(hosts, Wanted(job="j", host="a", steps=1))) == {"a": [0, 1]}
     assert chosen(slowest_and_median(matching_processes(hosts, WANTED))) == {"a": [1], "b": [2]}
     assert slowest_and_median({"a": [rank(0)]}) == {}
+
+
+def test_what_a_service_took_that_is_gone_is_sent_to_the_next(tmp_path: Path) -> None:
+    async def run() -> None:
+        state = State(str(tmp_path / "state.db"))
+        state.lead(LEADER, "first", 0)
+        first = HostDesk(state, tmp_path / "of-first", "first")
+        await first.start()
+        await first.heartbeat("a", beat(rank(0)))
+        name = (await first.submit(WANTED, "ada")).id
+        await first.report("a", name, HostReport(state="armed", processes=[ArmedProcess(key="0@1", pid=1, rank=0)]))
+        await first.report("a", name, HostReport(state="uploading", files=[FILE]))
+        await first.take_file("a", name, FILE.name, sent(CONTENT))
+        await first.report("a", name, HostReport(state="uploaded", files=[FILE]))
+        assert first.requests[name].state == "stitching"
+
+        assert state.lead(LEADER, "second", 600)  # the first one's lease has ended
+        second = HostDesk(state, tmp_path / "of-second", "second")  # on another machine
+        joining = []
+        second.on_stitching = lambda request: joining.append(request.id)
+        await second.start()
+        assert second.requests[name].state == "collecting"
+        assert [work.step for work in (await second.work("a", "", 0)).work] == ["start"]
+        assert (await second.report("a", name, HostReport(state="uploading", files=[FILE]))).missing == [FILE.name]
+        await second.take_file("a", name, FILE.name, sent(CONTENT))
+        await second.report("a", name, HostReport(state="uploaded", files=[FILE]))
+        assert joining == [name]
+
+        # The first one was only asleep: what it decides now is not written down.
+        with pytest.raises(OutputError) as error:
+            await first.cancel(name)
+        assert error.value.slug == "not-leading"
+        assert '"state":"stitching"' in state.requests()[0]
+        await first.close()
+        await second.close()
+        state.close()
+
+    asyncio.run(run())
+
+
+def test_while_the_state_does_not_answer_nothing_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceloom.store.database._BUSY_MS", 20)
+
+    async def test(desk: HostDesk) -> None:
+        await desk.heartbeat("a", beat(rank(0)))
+        kept = (await desk.submit(WANTED, "ada")).id
+        other = sqlite3.connect(tmp_path / "state.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(OutputError) as error:
+            await desk.submit(WANTED, "ada")
+        assert error.value.slug == "state-busy"
+        assert list(desk.requests) == [kept]  # who asked was refused
+        with pytest.raises(OutputError):
+            await desk.cancel(kept)
+        assert '"state":"announced"' in other.execute("SELECT document FROM requests").fetchone()[0]
+        other.execute("ROLLBACK")
+        document = ""
+        while '"state":"cancelled"' not in document:  # which the desk writes down as soon as it can
+            document = other.execute("SELECT document FROM requests").fetchone()[0]
+            await asyncio.sleep(0.05)
+        other.close()
+
+    with_desk(tmp_path, test)

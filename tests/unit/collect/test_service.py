@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
-import os
 import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
 from support.dask_cluster import running_cluster  # noqa: E402
 from support.fleet import KINDS, Kind, places, trace_bytes  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
+from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.cli import main  # noqa: E402
 from traceloom.collect.client import FleetClient, upload  # noqa: E402
@@ -30,61 +28,10 @@ from traceloom.errors import InputError  # noqa: E402
 from traceloom.store.state import State  # noqa: E402
 
 
-class Running:
-    """A service in a process of its own, and who asks it."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.folder = folder
-        self.log = folder / "serve.log"
-        # Its user's files lie in the test's folder.
-        self.environment = {
-            **os.environ,
-            "XDG_CONFIG_HOME": str(folder),
-            "XDG_DATA_HOME": str(folder),
-            "HOME": str(folder),
-        }
-        self.arguments = [sys.executable, "-m", "traceloom", "serve", "--address", f"127.0.0.1:{self.port}", *arguments]
-        self.start()
-
-    def start(self) -> None:
-        """Start it, again."""
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(self.arguments, stdout=log, stderr=log, env=self.environment)
-        until(lambda: b"answers at" in self.log.read_bytes() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log.read_text()
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        """End it; its exit code."""
-        self.process.send_signal(number)
-        return self.process.wait(60)
-
-    @property
-    def token_file(self) -> Path:
-        return self.folder / "traceloom" / "fleet-token"
-
-    def client(self, token: str = "") -> FleetClient:
-        """Who asks it; as its own user, without a token."""
-        return FleetClient(self.url, token or self.token_file.read_text().strip())
-
-    def ask(self, method: str, path: str, token: str = "", body: Any = None, **headers: str) -> tuple[int, Any]:
-        """A bare request: the code and the answer."""
-        if not token:
-            token = self.token_file.read_text().strip()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        content = body if isinstance(body, (bytes, type(None))) else json.dumps(body)
-        connection.request(method, path, content, {"Authorization": f"Bearer {token}", **headers})
-        response = connection.getresponse()
-        text = response.read()
-        connection.close()
-        return response.status, json.loads(text) if "json" in response.headers["content-type"] else text
-
-
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("fleet")
-    running = Running(folder, "--store", str(folder / "store"), "--workers", "1")
+    running = RunningService(folder, "--store", str(folder / "store"), "--workers", "1")
     yield running
     assert running.end() == 0, running.log.read_text()
 
@@ -99,7 +46,7 @@ def test_a_capture_is_uploaded_analysed_and_reported(
 ) -> None:
     engine = [] if kind == "alone" else running_cluster().options
     where = places(kind, tmp_path, monkeypatch)
-    service = Running(tmp_path, "--store", where.store, "--state", where.state, "--workers", "1", *engine)
+    service = RunningService(tmp_path, "--store", where.store, "--state", where.state, "--workers", "1", *engine)
     monkeypatch.setenv("TRACELOOM_SERVER", service.url)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     run = tmp_path / "run 1"
@@ -133,14 +80,14 @@ def test_a_capture_is_uploaded_analysed_and_reported(
         assert service.end() == 0
 
 
-def test_the_token_of_this_user_is_in_a_file_that_nobody_else_reads(service: Running) -> None:
+def test_the_token_of_this_user_is_in_a_file_that_nobody_else_reads(service: RunningService) -> None:
     assert stat.S_IMODE(service.token_file.stat().st_mode) == 0o600
     secret = service.token_file.read_text().strip().encode()
     kept = b"".join(path.read_bytes() for path in (service.folder / "store").glob("state.db*"))
     assert secret not in kept
 
 
-def test_nothing_but_health_is_answered_without_a_token(service: Running) -> None:
+def test_nothing_but_health_is_answered_without_a_token(service: RunningService) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
     connection.request("GET", "/healthz")
     assert json.loads(connection.getresponse().read()) == {"healthy": True}
@@ -152,7 +99,7 @@ def test_nothing_but_health_is_answered_without_a_token(service: Running) -> Non
     assert service.ask("GET", "/api/v1/captures", "wrong")[0] == 401
 
 
-def test_each_role_may_do_what_it_is_for_and_no_more(service: Running) -> None:
+def test_each_role_may_do_what_it_is_for_and_no_more(service: RunningService) -> None:
     needs = {
         "viewer": ("GET", "/api/v1/captures", None),
         "requester": ("POST", "/api/v1/captures", announced(b"role")),
@@ -175,7 +122,7 @@ def test_each_role_may_do_what_it_is_for_and_no_more(service: Running) -> None:
     assert ("of-requester", "POST /api/v1/captures", "done") in {(e["who"], e["what"], e["result"]) for e in entries}
 
 
-def test_one_uploader_cannot_write_into_a_capture_of_another(service: Running) -> None:
+def test_one_uploader_cannot_write_into_a_capture_of_another(service: RunningService) -> None:
     anna, eve = (
         service.client().post("tokens", {"name": name, "role": "requester"})["token"] for name in ("anna", "eve")
     )
@@ -207,12 +154,12 @@ def test_one_uploader_cannot_write_into_a_capture_of_another(service: Running) -
     ],
     ids=range(15),
 )
-def test_what_cannot_be_a_capture_is_refused(service: Running, body: object, slug: str) -> None:
+def test_what_cannot_be_a_capture_is_refused(service: RunningService, body: object, slug: str) -> None:
     code, answer = service.ask("POST", "/api/v1/captures", body=body)
     assert (code, answer["error"]["slug"]) == (413 if slug == "too-large" else 400, slug)
 
 
-def test_a_half_upload_leaves_nothing_and_goes_on(service: Running) -> None:
+def test_a_half_upload_leaves_nothing_and_goes_on(service: RunningService) -> None:
     content = b"x" * 300_000
     _, capture = service.ask("POST", "/api/v1/captures", body=announced(content, "half.json"))
     path = f"/api/v1/captures/{capture['id']}"
@@ -243,14 +190,14 @@ def test_a_half_upload_leaves_nothing_and_goes_on(service: Running) -> None:
     assert (code, answer["error"]["slug"]) == (409, "not-analysed")
 
 
-def test_what_is_not_there_is_said_so(service: Running) -> None:
+def test_what_is_not_there_is_said_so(service: RunningService) -> None:
     assert service.ask("GET", "/api/v1/captures/c0")[1]["error"]["slug"] == "no-such-capture"
     assert service.ask("GET", "/api/v1/nothing")[1]["error"]["slug"] == "no-such-route"
     assert service.ask("PATCH", "/api/v1/captures")[1]["error"]["slug"] == "wrong-method"
     assert service.ask("GET", "/api/v1/captures?most=0")[1]["error"]["slug"] == "wrong-request"
 
 
-def test_the_document_describes_every_route_and_the_series_count_requests(service: Running) -> None:
+def test_the_document_describes_every_route_and_the_series_count_requests(service: RunningService) -> None:
     document = service.ask("GET", "/api/v1/openapi.json")[1]
     assert {"/api/v1/captures/{id}/files/{name}", "/api/v1/tokens", "/healthz"} <= set(document["paths"])
     names = [op["operationId"] for path in document["paths"].values() for op in path.values()]
@@ -279,7 +226,7 @@ def test_a_service_that_does_not_run_is_said_so(capsys: pytest.CaptureFixture[st
     "moment", ["uploaded", *(pytest.param(moment, marks=pytest.mark.thorough) for moment in ("checked", "committed"))]
 )
 def test_a_service_that_is_killed_loses_and_doubles_nothing(tmp_path: Path, moment: str) -> None:
-    service = Running(tmp_path, "--store", str(tmp_path / "store"), "--workers", "1")
+    service = RunningService(tmp_path, "--store", str(tmp_path / "store"), "--workers", "1")
     (tmp_path / "t.json").write_bytes(trace_bytes())
     state = State(str(tmp_path / "store" / "state.db"))
     try:
@@ -300,7 +247,7 @@ def test_a_service_that_is_killed_loses_and_doubles_nothing(tmp_path: Path, mome
     assert Tables(str(tmp_path / "store")).scan("captures").collect()["capture"].to_list() == [capture]
 
 
-def test_too_many_requests_are_told_when_to_come_again(service: Running) -> None:
+def test_too_many_requests_are_told_when_to_come_again(service: RunningService) -> None:
     secret = service.client().post("tokens", {"name": "eager", "role": "viewer"})["token"]
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
     end = time.monotonic() + 60

@@ -10,6 +10,7 @@ import pytest
 
 from traceloom.agent.uplink.messages import UsageRow
 from traceloom.collect.usage import commit_usage
+from traceloom.store.database import LEADER
 from traceloom.store.state import State
 from traceloom.store.tables import Tables
 
@@ -34,6 +35,7 @@ def fleet(tmp_path: Path) -> tuple[State, Tables]:
     state, tables = State(str(tmp_path / "state.db")), Tables(str(tmp_path))
     tables.create()
     state.put_host("node1", "secret")
+    state.lead(LEADER, "term", 600)
     return state, tables
 
 
@@ -45,11 +47,11 @@ def test_minutes_are_in_the_tables_once(fleet: tuple[State, Tables], monkeypatch
     with monkeypatch.context() as killed:  # after the tables took it, and before the state knows
         killed.setattr(State, "close_usage", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            commit_usage(state, tables)
-    assert commit_usage(state, tables) == 1
-    assert commit_usage(state, tables) == 0
+            commit_usage(state, tables, "term")
+    assert commit_usage(state, tables, "term") == 1
+    assert commit_usage(state, tables, "term") == 0
     state.add_usage("node1", whole)  # of long ago
-    assert commit_usage(state, tables) == 0
+    assert commit_usage(state, tables, "term") == 0
     usage = tables.scan("usage_minute").collect()
     assert usage.select("host", "job", "state", "device_ms", "busy_ms", "energy_mj").sort("state").rows() == [
         ("node1", "a", "busy", 45_000, 45_000, 45_000), ("node1", "a", "idle-allocated", 15_000, 0, 15_000)
@@ -61,7 +63,7 @@ def test_what_a_host_left_out_was_unreachable(fleet: tuple[State, Tables]) -> No
     state, tables = fleet
     state.add_usage("node1", {FIRST: rows(FIRST, ("", "unallocated", 60_000))})
     state.add_usage("node1", {FIRST + 3: rows(FIRST + 3, ("b", "busy", 20_000))})  # it was away for two minutes
-    while commit_usage(state, tables):
+    while commit_usage(state, tables, "term"):
         pass
     usage = tables.scan("usage_minute").collect()
     sums = usage.group_by("time_ns").agg(pl.col("device_ms").sum()).sort("time_ns")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 from support.fleet import KINDS, Kind
 from support.postgres import database
 from traceloom.errors import InputError, OutputError, UsageError
+from traceloom.store.database import LEADER
 from traceloom.store.state import ATTEMPTS, CaptureRecord, FileOfCapture, State
 
 
@@ -26,6 +27,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def state(url: str) -> Iterator[State]:
     made = State(url)
+    made.lead(LEADER, "me", 600)
     yield made
     made.close()
 
@@ -146,25 +148,25 @@ def test_a_task_that_is_given_back_has_lost_no_try(state: State) -> None:
 
 def test_a_batch_that_was_begun_is_the_next_one_again(state: State) -> None:
     analysed(state, "c1", "c2", "c3")
-    first = state.open_batch(2)
+    first = state.open_batch(2, "me")
     assert first is not None
     assert [task.capture for task in first.tasks] == ["c1", "c2"]
-    assert state.open_batch(2) == first
-    state.close_batch(first.number)
-    second = state.open_batch(2)
+    assert state.open_batch(2, "me") == first
+    state.close_batch(first.number, "me")
+    second = state.open_batch(2, "me")
     assert second is not None
     assert second.number > first.number
     assert [task.capture for task in second.tasks] == ["c3"]
-    state.close_batch(second.number)
-    assert state.open_batch(2) is None
+    state.close_batch(second.number, "me")
+    assert state.open_batch(2, "me") is None
     assert state.counts() == {"received": 0, "checked": 0, "analysed": 0, "committed": 3, "quarantined": 0}
 
 
 def test_a_newer_version_replaces_rows_in_batches_of_their_own(state: State) -> None:
     analysed(state, "c1")
-    batch = state.open_batch(9)
+    batch = state.open_batch(9, "me")
     assert batch is not None
-    state.close_batch(batch.number)
+    state.close_batch(batch.number, "me")
     analysed(state, "c2")  # of the old version, on its way
     assert state.backfill("2") == 1
     assert state.backfill("2") == 0
@@ -173,9 +175,9 @@ def test_a_newer_version_replaces_rows_in_batches_of_their_own(state: State) -> 
     assert (task.capture, task.version, task.again) == ("c1", "2", True)
     assert state.advance(task.id, "a", "analysed")
     batches = []
-    while batch := state.open_batch(9):
+    while batch := state.open_batch(9, "me"):
         batches.append((batch.again, [task.capture for task in batch.tasks]))
-        state.close_batch(batch.number)
+        state.close_batch(batch.number, "me")
     assert sorted(batches) == [(False, ["c2"]), (True, ["c1"])]
     assert state.backfill("2") == 1  # now the other one
 
@@ -193,6 +195,37 @@ def test_one_of_several_leads_until_its_lease_ends_or_it_resigns(url: str) -> No
     assert one.identity == two.identity
     one.close()
     two.close()
+
+
+def test_who_led_once_changes_nothing_any_more(url: str) -> None:
+    state = State(url)
+    assert state.lead(LEADER, "first", 0)
+    assert state.keep_leading(LEADER, "first", 0)  # its time is over, and nobody else took it
+    state.put_request("r", 1, "by the first", "first", ended=False)
+    state.put_host("a", "secret")
+    state.add_usage("a", {5: "[]"})
+    analysed(state, "c1")
+    batch = state.open_batch(9, "first")
+    assert batch is not None
+    usage = state.open_usage(9, "first")
+    assert usage is not None
+    assert state.lead(LEADER, "second", 600)
+    state.resign("second")  # it is gone as well, and the first one still does not know what it did
+    changes: list[Callable[[], object]] = [
+        lambda: state.put_request("r", 1, "late", "first", ended=True), lambda: state.open_batch(9, "first"),
+        lambda: state.close_batch(batch.number, "first"), lambda: state.open_usage(9, "first"),
+        lambda: state.close_usage(usage[0], "first"),
+    ]  # fmt: skip
+    for change in changes:
+        with pytest.raises(OutputError) as raised:
+            change()
+        assert raised.value.slug == "not-leading"
+    assert not state.keep_leading(LEADER, "first", 600)
+    assert state.requests() == ["by the first"]
+    assert state.lead(LEADER, "third", 600)
+    assert state.open_batch(9, "third") == batch
+    assert state.open_usage(9, "third") == usage
+    state.close()
 
 
 def test_a_token_opens_until_it_expires_or_is_revoked_and_only_its_hash_is_kept(state: State, url: str) -> None:

@@ -153,6 +153,8 @@ class ServiceClient:
             raise ServiceError(f"the fleet's service does not answer: {reason}", slug="no-service") from error
         if status < 300:
             return answer
+        if status == 503:  # behind an address of several services the next connection may lead to another one
+            self.close()
         with contextlib.suppress(msgspec.DecodeError):
             problem = msgspec.json.decode(answer, type=_Refusal).error
             raise ServiceError(problem.message, slug=problem.slug, status=status, hint=problem.hint)

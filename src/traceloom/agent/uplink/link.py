@@ -23,6 +23,7 @@ from traceloom import __version__
 from traceloom.agent.board import Board
 from traceloom.agent.config import Config
 from traceloom.agent.http.answers import RequestError
+from traceloom.agent.metrics import Reading
 from traceloom.agent.owners import Process
 from traceloom.agent.registry import ProfilerClient
 from traceloom.agent.requests.desk import RequestDesk
@@ -121,6 +122,13 @@ class Uplink:
         now_ns = self.now_ns()
         self.minutes.add(now_ns, self.topline.device_times, self.topline.input_bytes)
         return self.minutes.take(now_ns, {uuid: device.model for uuid, device in self.board.devices.items()})
+
+    def readings(self) -> list[Reading]:
+        """What of the use of devices the fleet will not have."""
+        return [
+            Reading("agent_usage_dropped_seconds_total", (), self.minutes.dropped_ms / 1000),
+            Reading("agent_usage_lost_minutes_total", (), float(self.backlog.lost)),
+        ]
 
     # Belonging, and saying how the host is.
 

@@ -1,0 +1,75 @@
+"""The fleet's service in a process of its own, and who asks it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from support.prometheus import free_port
+from support.waiting import until
+from traceloom.collect.client import FleetClient
+
+
+class RunningService:
+    """A service in a process of its own, and who asks it."""
+
+    def __init__(self, folder: Path, *arguments: str, command: Sequence[str] | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.folder = folder
+        self.log = folder / "serve.log"
+        # Its user's files lie in the test's folder.
+        self.environment = {
+            **os.environ,
+            "XDG_CONFIG_HOME": str(folder),
+            "XDG_DATA_HOME": str(folder),
+            "PYTHONPATH": ":".join(filter(None, sys.path)),
+            "HOME": str(folder),
+        }
+        self.arguments = ["--address", f"127.0.0.1:{self.port}", *arguments]
+        self.start(command)
+
+    def start(self, command: Sequence[str] | None = None) -> None:
+        """Start it, again; `command` instead of `traceloom serve`."""
+        command = command or [sys.executable, "-m", "traceloom", "serve"]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([*command, *self.arguments], stdout=log, stderr=log, env=self.environment)
+        until(lambda: b"answers at" in self.log.read_bytes() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """End it; its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process has not ended."""
+        return self.process.poll() is None
+
+    @property
+    def token_file(self) -> Path:
+        return self.folder / "traceloom" / "fleet-token"
+
+    def client(self, token: str = "") -> FleetClient:
+        """Who asks it; as its own user, without a token."""
+        return FleetClient(self.url, token or self.token_file.read_text().strip())
+
+    def ask(self, method: str, path: str, token: str = "", body: Any = None, **headers: str) -> tuple[int, Any]:
+        """A bare request: the code and the answer."""
+        if not token:
+            token = self.token_file.read_text().strip()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        content = body if isinstance(body, (bytes, type(None))) else json.dumps(body)
+        connection.request(method, path, content, {"Authorization": f"Bearer {token}", **headers})
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        return response.status, json.loads(text) if "json" in response.headers["content-type"] else text
