@@ -38,8 +38,10 @@ from traceloom.agent.uplink.messages import (
     WorkAnswer,
 )
 from traceloom.collect.plan import FleetRequest, HostProgress, advanced, cancelled, planned, reported, work_of
+from traceloom.collect.telling import fleet_event
 from traceloom.store.database import secret_hash
 from traceloom.store.state import State
+from traceloom.store.webhook_state import FleetEvent
 
 LOG = logging.getLogger("traceloom.collect")
 FRESH_NS = 60_000_000_000  # a host that was silent for longer is lost
@@ -229,7 +231,10 @@ class HostDesk:
         async with self._writing:  # in order; what has changed again meanwhile is written as it is now
             now = self.requests[request.id]
             document = msgspec.json.encode(now).decode()
-            await asyncio.to_thread(self.state.put_request, now.id, now.asked_ns, document, ended=now.ended)
+            events = [_event(now)] if now.state in {"done", "partial", "failed"} else []
+            await asyncio.to_thread(
+                self.state.put_request, now.id, now.asked_ns, document, ended=now.ended, events=events
+            )
         if request.ended:
             await asyncio.to_thread(shutil.rmtree, self.incoming / request.id, ignore_errors=True)
             ended = [of.id for of in self.requests.values() if of.ended]
@@ -338,6 +343,16 @@ class HostDesk:
                 except Exception:  # noqa: PERF203  (one that cannot be written down now does not stop the others)
                     LOG.exception("request %s", request.id)
             await asyncio.sleep(_LOOK_S)
+
+
+def _event(request: FleetRequest) -> FleetEvent:
+    """What webhooks are told of a request that has ended."""
+    content = {
+        "id": request.id, "job": request.wanted.job, "who": request.who, "state": request.state,
+        "reason": request.reason, "detail": request.detail, "capture": request.capture, "asked_ns": request.asked_ns,
+        "start_ns": request.start_ns,
+    }  # fmt: skip
+    return fleet_event(f"request.{request.state}", "request", request.id, content, request.since_ns)
 
 
 def matching_processes(hosts: Mapping[str, HostNow], wanted: Wanted) -> dict[str, list[HostProcess]]:

@@ -21,6 +21,7 @@ from traceloom.collect.executors import Engine
 from traceloom.collect.hosts import HostDesk
 from traceloom.collect.joining import Joining
 from traceloom.collect.pipeline import Pipeline
+from traceloom.collect.telling import WebhookSender, WebhookTargets
 from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.objects import Objects
 from traceloom.store.state import State
@@ -60,11 +61,12 @@ class Service:
         limits: What clients may cost.
         lease_s, commit_s: As of `Pipeline`.
         incoming: Directory for what hosts send, until it is joined.
+        webhook_targets: Where webhooks may lead; None: to public addresses.
     """
 
     def __init__(
         self, state: State, objects: Objects, tables: Tables, engine: Engine, limits: ServiceLimits | None = None,
-        *, lease_s: float, commit_s: float, incoming: Path,
+        *, lease_s: float, commit_s: float, incoming: Path, webhook_targets: WebhookTargets | None = None,
     ) -> None:  # fmt: skip
         from prometheus_client import CollectorRegistry, Counter
 
@@ -75,6 +77,8 @@ class Service:
         self.hosts: HostDesk | None = None  # while this service leads
         self.incoming = incoming
         self._joining: Joining | None = None
+        self.webhook_targets = webhook_targets or WebhookTargets()
+        self._telling: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "traceloom_fleet_requests", "Requests by route and code", ["route", "code"], registry=self._registry
@@ -91,6 +95,8 @@ class Service:
                     desk.on_stitching = self._joining.take
                     await desk.start()
                     self.hosts = desk
+                    sender = WebhookSender(self.state, self.webhook_targets)
+                    self._telling = asyncio.create_task(sender.send_for_ever(), name="webhooks")
                 elif not self.pipeline.leads and self.hosts is not None:
                     await self._leave_hosts()
                 await asyncio.sleep(_LOOK_S)
@@ -100,6 +106,9 @@ class Service:
     async def _leave_hosts(self) -> None:
         desk, self.hosts = self.hosts, None
         joining, self._joining = self._joining, None
+        telling, self._telling = self._telling, None
+        if telling is not None:
+            await _ended(telling)
         if desk is not None:
             await desk.close()
         if joining is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from traceloom.store.database import StateDatabase, secret_hash
+from traceloom.store.database import secret_hash
+from traceloom.store.webhook_state import FleetEvent, WebhookState
 
 
 class WaitingMinute(NamedTuple):
@@ -19,7 +20,7 @@ class WaitingMinute(NamedTuple):
     document: str
 
 
-class HostState(StateDatabase):
+class HostState(WebhookState):
     """Hosts, their requests, and their minutes of usage until these are in the tables."""
 
     def add_enrolment(self, host: str, days: float) -> str:
@@ -64,15 +65,20 @@ class HostState(StateDatabase):
 
     # requests for traces
 
-    def put_request(self, name: str, asked_ns: int, document: str, *, ended: bool) -> None:
-        """Write down how far a request is."""
+    def put_request(
+        self, name: str, asked_ns: int, document: str, *, ended: bool, events: Sequence[FleetEvent] = ()
+    ) -> None:
+        """Write down how far a request is; where it ends by this, webhooks are told the events."""
         with self._transaction() as connection:
+            before = self._rows(connection, "SELECT ended FROM requests WHERE id = :id", id=name)
             self._change(
                 connection,
                 "INSERT INTO requests (id, asked_ns, ended, document) VALUES (:id, :asked, :ended, :document) "
                 "ON CONFLICT (id) DO UPDATE SET ended = :ended, document = :document",
                 id=name, asked=asked_ns, ended=int(ended), document=document,
             )  # fmt: skip
+            if ended and not (before and before[0]["ended"]):
+                self._tell(connection, events)
 
     def requests(self, *, most: int = 100) -> list[str]:
         """Documents of requests, newest first: all that have not ended, and of the others the last ones."""
