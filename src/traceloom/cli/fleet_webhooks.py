@@ -25,7 +25,8 @@ def add_webhooks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", metavar="URL", help="where it leads, with add")
     parser.add_argument(
         "--events", metavar="NAMES", default="",
-        help="what it is told, with commas: request.done, request.partial, request.failed, regression.new (default: all)",
+        help="what it is told, with commas: request.done, request.partial, request.failed, regression.new (default: "
+        "all)",
     )  # fmt: skip
 
 

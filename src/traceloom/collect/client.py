@@ -65,6 +65,10 @@ class FleetClient:
         """Tell it something; errors as of `get`."""
         return self._ask("POST", route, {}, json.dumps(body or {}).encode())
 
+    def put(self, route: str, body: Mapping[str, Any]) -> Any:
+        """Set something; errors as of `get`."""
+        return self._ask("PUT", route, {}, json.dumps(body).encode())
+
     def delete(self, route: str) -> Any:
         """Take something away; errors as of `get`."""
         return self._ask("DELETE", route, {})

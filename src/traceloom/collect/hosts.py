@@ -15,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from traceloom.agent.http.answers import RequestError
-from traceloom.agent.requests.model import Wanted
+from traceloom.agent.requests.model import Cause, Wanted
 from traceloom.agent.uplink.messages import (
     PROTOCOL,
     Enrolled,
@@ -70,6 +70,7 @@ class HostDesk:
 
     Attributes:
         on_stitching: Called with a request whose parts are all there; the parts are joined and analysed by it.
+        on_usage: Called with a host and rows of minutes that it told of, perhaps not for the first time.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class HostDesk:
     ) -> None:  # fmt: skip
         self.state, self.incoming, self.clock = state, incoming, clock
         self.on_stitching: Callable[[FleetRequest], None] = lambda _: None
+        self.on_usage: Callable[[str, list[UsageRow]], None] = lambda _host, _rows: None
         self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
         self.now: dict[str, HostNow] = {}
         self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
@@ -169,6 +171,7 @@ class HostDesk:
         through = 0
         if heartbeat.usage:
             possible = possible_rows(heartbeat.usage, received_ns)
+            self.on_usage(host, possible)
             self.refused_rows[host] += len(heartbeat.usage) - len(possible)
             minutes: dict[int, list[UsageRow]] = {row.minute: [] for row in heartbeat.usage}
             for row in possible:
@@ -190,8 +193,18 @@ class HostDesk:
 
     # Requests.
 
-    async def submit(self, wanted: Wanted, who: str, choice: Choice = "") -> FleetRequest:
+    async def submit(
+        self, wanted: Wanted, who: str, choice: Choice = "", *, hosts: Collection[str] = (),
+        trigger: Cause | None = None,
+    ) -> FleetRequest:  # fmt: skip
         """Take a request for a trace of the processes of a job, on all hosts that have some.
+
+        Args:
+            wanted: What is asked for.
+            who: By whom.
+            choice: Of the processes that match, whom.
+            hosts: Of these hosts alone, where some are named.
+            trigger: The rule that asks, where nobody does.
 
         Raises:
             RequestError: `wrong-request`; `no-such-job`: no host of late has such processes.
@@ -200,7 +213,8 @@ class HostDesk:
             raise RequestError(400, "of which job?", slug="wrong-request", hint="name a job")
         if (wanted.steps is None) == (wanted.duration_s is None):
             raise RequestError(400, "either steps or a duration", slug="wrong-request")
-        matching = matching_processes(self.fresh(), wanted)
+        fresh = {host: now for host, now in self.fresh().items() if not hosts or host in hosts}
+        matching = matching_processes(fresh, wanted)
         if choice == "slowest-and-median":
             matching = slowest_and_median(matching)
             ranks = sorted({process.rank for of in matching.values() for process in of if process.rank is not None})
@@ -211,7 +225,7 @@ class HostDesk:
                 hint="`traceloom fleet jobs` lists jobs",
             )  # fmt: skip
         now_ns = self.clock()
-        request = FleetRequest(id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted)
+        request = FleetRequest(id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted, trigger=trigger)
         request = planned(request, matching, now_ns)
         await self.put(request)
         return request

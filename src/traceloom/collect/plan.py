@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from traceloom.agent.requests.model import Target, Wanted
+from traceloom.agent.requests.model import Cause, Target, Wanted
 from traceloom.agent.uplink.messages import HOST_ENDED, ArmedProcess, ClockOffset, HostFile, HostReport, HostWork
 
 FleetState = Literal[
@@ -56,7 +56,7 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for a trace of the processes of a job, on all hosts that have some.
 
     `start_ns`: the common instant by the service's clock, 0 before it is set; `reason` and `detail`: why it failed, or
-    what is missing; `capture`: the result.
+    what is missing; `capture`: the result; `trigger`: the rule that asked, None where somebody did.
     """
 
     id: str
@@ -70,6 +70,7 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     detail: str = ""
     capture: str = ""
+    trigger: Cause | None = None
 
     @property
     def ended(self) -> bool:

@@ -12,7 +12,7 @@ from msgspec import Meta
 from starlette.responses import Response, StreamingResponse
 
 from traceloom.agent.http.answers import HttpAnswer, RequestError
-from traceloom.agent.requests.model import Wanted
+from traceloom.agent.requests.model import Cause, Wanted
 from traceloom.agent.uplink.messages import HostProcess
 from traceloom.collect.hosts import Choice, HostNow
 from traceloom.collect.plan import FleetRequest, FleetState
@@ -86,7 +86,10 @@ class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetRequestAnswer(HttpAnswer, frozen=True):
-    """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result."""
+    """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result.
+
+    `trigger`: the rule that asked, null where somebody did.
+    """
 
     id: str
     who: str
@@ -98,6 +101,7 @@ class FleetRequestAnswer(HttpAnswer, frozen=True):
     reason: str
     detail: str
     capture: str
+    trigger: Cause | None
     hosts: list[HostOfRequest]
 
 
@@ -137,7 +141,7 @@ def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
     return FleetRequestAnswer(
         id=request.id, who=request.who, asked_ns=request.asked_ns, wanted=request.wanted, state=request.state,
         since_ns=request.since_ns, start_ns=request.start_ns, reason=request.reason, detail=request.detail,
-        capture=request.capture, hosts=hosts,
+        capture=request.capture, trigger=request.trigger, hosts=hosts,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from traceloom.collect.hosts import HostDesk
 from traceloom.collect.joining import Joining
 from traceloom.collect.pipeline import Pipeline
 from traceloom.collect.telling import WebhookSender, WebhookTargets
+from traceloom.collect.triggers import FleetTriggers
 from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.objects import Objects
 from traceloom.store.state import State
@@ -78,6 +79,7 @@ class Service:
         self.incoming = incoming
         self._joining: Joining | None = None
         self.webhook_targets = webhook_targets or WebhookTargets()
+        self.triggers: FleetTriggers | None = None  # beside `hosts`
         self._telling: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
         self.requests = Counter(
@@ -94,7 +96,9 @@ class Service:
                     self._joining = Joining(desk, self.pipeline)
                     desk.on_stitching = self._joining.take
                     await desk.start()
-                    self.hosts = desk
+                    triggers = FleetTriggers(desk, self.tables)
+                    await triggers.start()
+                    self.hosts, self.triggers = desk, triggers
                     sender = WebhookSender(self.state, self.webhook_targets)
                     self._telling = asyncio.create_task(sender.send_for_ever(), name="webhooks")
                 elif not self.pipeline.leads and self.hosts is not None:
@@ -107,6 +111,9 @@ class Service:
         desk, self.hosts = self.hosts, None
         joining, self._joining = self._joining, None
         telling, self._telling = self._telling, None
+        triggers, self.triggers = self.triggers, None
+        if triggers is not None:
+            await triggers.close()
         if telling is not None:
             await _ended(telling)
         if desk is not None:

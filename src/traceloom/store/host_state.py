@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from traceloom.store.database import secret_hash
-from traceloom.store.webhook_state import FleetEvent, WebhookState
+from traceloom.store.trigger_state import TriggerState
+from traceloom.store.webhook_state import FleetEvent
 
 
 class WaitingMinute(NamedTuple):
@@ -20,7 +21,7 @@ class WaitingMinute(NamedTuple):
     document: str
 
 
-class HostState(WebhookState):
+class HostState(TriggerState):
     """Hosts, their requests, and their minutes of usage until these are in the tables."""
 
     def add_enrolment(self, host: str, days: float) -> str:

@@ -61,8 +61,9 @@ _TRIGGERS = (
         "PRIMARY KEY (webhook, id))"
     ),
     "CREATE INDEX deliveries_due ON deliveries (webhook, due_ns)",
-    "CREATE TABLE trigger_rules (name TEXT PRIMARY KEY, document TEXT NOT NULL)",
-    "CREATE TABLE trigger_charges (request TEXT PRIMARY KEY, at_ns BIGINT NOT NULL, document TEXT NOT NULL)",
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, document TEXT NOT NULL)",
+    "CREATE TABLE trigger_counts (name TEXT PRIMARY KEY, document TEXT NOT NULL)",
+    "CREATE TABLE trigger_charges (request TEXT PRIMARY KEY, document TEXT NOT NULL)",
     "CREATE TABLE regressions_seen (series TEXT PRIMARY KEY, since_ns BIGINT NOT NULL)",
     "CREATE TABLE job_statements (job TEXT PRIMARY KEY, said_ns BIGINT NOT NULL, batch BIGINT, document TEXT NOT NULL)",
 )

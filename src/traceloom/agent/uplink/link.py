@@ -231,12 +231,13 @@ class Uplink:
         )  # fmt: skip
 
     def _process(self, process: Process) -> HostProcess:
-        owner = process.owner
+        owner, pace = process.owner, self.desk.steps.pace(process.key)
         return HostProcess(
             key=process.key, pid=process.pid, uid=process.uid, job=owner.job, job_name=owner.name,
             scheduler=owner.scheduler, rank=owner.rank, world_size=owner.world_size, user=owner.user,
             account=owner.account, framework=owner.framework, labels=owner.labels, devices=process.devices,
-            steps_per_second=process.steps_per_second, polls=process.key in self.desk.registry.clients,
+            steps_per_second=process.steps_per_second, steps=None if pace is None else pace.steps,
+            polls=process.key in self.desk.registry.clients,
         )  # fmt: skip
 
     # Work.

@@ -68,7 +68,10 @@ class HostDevice(UplinkMessage, frozen=True, kw_only=True):
 
 
 class HostProcess(UplinkMessage, frozen=True, kw_only=True):
-    """A process that matters; "" and null: not known. `polls`: it is prepared for traces on demand."""
+    """A process that matters; "" and null: not known. `polls`: it is prepared for traces on demand.
+
+    `steps`: that it made since its agent heard of it.
+    """
 
     key: Name
     pid: Whole
@@ -84,6 +87,7 @@ class HostProcess(UplinkMessage, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     devices: tuple[str, ...] = ()
     steps_per_second: float | None = None
+    steps: Whole | None = None
     polls: bool = False
 
 
