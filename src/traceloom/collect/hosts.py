@@ -34,6 +34,7 @@ from traceloom.agent.uplink.messages import (
     HostProcess,
     HostReport,
     ReportAnswer,
+    StartBy,
     UsageRow,
     WorkAnswer,
 )
@@ -49,6 +50,7 @@ LONGEST_WAIT_S = 30.0
 _MOST_FILE = 4 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _LOOK_S = 1.0
+_SAME_NS = 3600 * 10**9  # that a mark of a request is good for
 _MOST_ENDED = 1000  # requests that are remembered here; the state has all
 Choice = Literal["", "slowest-and-median"]
 
@@ -195,7 +197,8 @@ class HostDesk:
 
     async def submit(
         self, wanted: Wanted, who: str, choice: Choice = "", *, hosts: Collection[str] = (),
-        trigger: Cause | None = None,
+        trigger: Cause | None = None, start: StartBy = "instant", at_step: int = 0, after_s: float = 0.0,
+        mark: str = "",
     ) -> FleetRequest:  # fmt: skip
         """Take a request for a trace of the processes of a job, on all hosts that have some.
 
@@ -205,6 +208,10 @@ class HostDesk:
             choice: Of the processes that match, whom.
             hosts: Of these hosts alone, where some are named.
             trigger: The rule that asks, where nobody does.
+            start: By what all begin.
+            at_step: With which step at the earliest, where they begin with one.
+            after_s: In how many seconds at the earliest, where they begin at an instant.
+            mark: Whoever asked for this job with the same one in the last hour gets that request; "": a new one.
 
         Raises:
             RequestError: `wrong-request`; `no-such-job`: no host of late has such processes.
@@ -225,7 +232,13 @@ class HostDesk:
                 hint="`traceloom fleet jobs` lists jobs",
             )  # fmt: skip
         now_ns = self.clock()
-        request = FleetRequest(id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted, trigger=trigger)
+        for same in self.requests.values() if mark else ():
+            if (same.mark, same.wanted.job) == (mark, wanted.job) and now_ns - same.asked_ns < _SAME_NS:
+                return same
+        request = FleetRequest(
+            id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted, trigger=trigger, start=start,
+            at_step=at_step, earliest_ns=now_ns + int(after_s * 1e9) if after_s else 0, mark=mark,
+        )  # fmt: skip
         request = planned(request, matching, now_ns)
         await self.put(request)
         return request

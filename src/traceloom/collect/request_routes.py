@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from traceloom.agent.http.answers import HttpAnswer, RequestError
 from traceloom.agent.requests.model import Cause, Wanted
-from traceloom.agent.uplink.messages import HostProcess
+from traceloom.agent.uplink.messages import HostProcess, StartBy
 from traceloom.collect.hosts import Choice, HostNow
 from traceloom.collect.plan import FleetRequest, FleetState
 from traceloom.collect.routes import FleetAsked, FleetRoute, may
@@ -67,10 +67,18 @@ class FleetJobsAnswer(HttpAnswer, frozen=True):
 
 
 class RequestBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
-    """A trace that is wanted of a job. `choose`: all that match, or only the slowest rank and one in the middle."""
+    """A trace that is wanted of a job. `choose`: all that match, or only the slowest rank and one in the middle.
+
+    `start`: all begin at one instant, in `after_s` seconds at the earliest, or with one step, where the steps of all
+    processes are known and agree, `at_step` at the earliest. `mark`: the same within an hour is the same request.
+    """
 
     wanted: Wanted
     choose: Choice = ""
+    start: StartBy = "instant"
+    at_step: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    after_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    mark: Annotated[str, Meta(max_length=100)] = ""
 
 
 class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +96,8 @@ class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
 class FleetRequestAnswer(HttpAnswer, frozen=True):
     """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result.
 
-    `trigger`: the rule that asked, null where somebody did.
+    `start_step`: the step that all begin with, 0 where they begin at an instant; `start_detail`: why that is so, or why
+    it is a later one. `trigger`: the rule that asked, null where somebody did.
     """
 
     id: str
@@ -98,6 +107,8 @@ class FleetRequestAnswer(HttpAnswer, frozen=True):
     state: FleetState
     since_ns: int
     start_ns: int
+    start_step: int
+    start_detail: str
     reason: str
     detail: str
     capture: str
@@ -140,7 +151,8 @@ def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
         )
     return FleetRequestAnswer(
         id=request.id, who=request.who, asked_ns=request.asked_ns, wanted=request.wanted, state=request.state,
-        since_ns=request.since_ns, start_ns=request.start_ns, reason=request.reason, detail=request.detail,
+        since_ns=request.since_ns, start_ns=request.start_ns, start_step=request.start_step,
+        start_detail=request.start_detail, reason=request.reason, detail=request.detail,
         capture=request.capture, trigger=request.trigger, hosts=hosts,
     )  # fmt: skip
 
@@ -222,7 +234,10 @@ async def _submit(asked: FleetAsked) -> FleetRequestAnswer:
                 403, f"`{body.wanted.job}` is not the job of `{asked.token.name}`", slug="not-allowed",
                 hint="a token of a requester is called as its user is; an operator's traces all jobs",
             )  # fmt: skip
-    request = await desk.submit(body.wanted, asked.token.name, body.choose)
+    request = await desk.submit(
+        body.wanted, asked.token.name, body.choose, start=body.start, at_step=body.at_step, after_s=body.after_s,
+        mark=f"{asked.token.name} {body.mark}" if body.mark else "",
+    )  # fmt: skip
     await asked.note(request=request.id, job=body.wanted.job)
     return answer_of_request(request)
 
