@@ -31,13 +31,13 @@ class RunningService:
                 [sys.executable, "-m", "traceloom", "serve", *self.arguments, "--address", address],
                 stdout=log, stderr=log, env=self.environment,
             )  # fmt: skip
-        match = until(self._answers)
-        self.url = match[1]
+        self.url = until(self._address)
 
-    def _answers(self) -> re.Match[str] | None:
+    def _address(self) -> str:
         text = (self.folder / "serve.log").read_text()
         assert self.process.poll() is None, text
-        return re.search(r"answers at (\S+),", text)
+        match = re.search(r"answers at (\S+),", text)
+        return match[1] if match else ""
 
     @property
     def token(self) -> str:

@@ -26,6 +26,7 @@ import polars as pl
 
 from traceloom import __version__
 from traceloom.collect.executors import Engine, EngineTask, TaskError
+from traceloom.collect.statements import commit_statements
 from traceloom.collect.usage import commit_usage
 from traceloom.errors import TraceloomError
 from traceloom.store.objects import Objects
@@ -209,7 +210,13 @@ class Pipeline:
             self._waiting = 0
             try:
                 while (
-                    self.leads and not self._stop.is_set() and (self.commit() or commit_usage(self.state, self.tables))
+                    self.leads
+                    and not self._stop.is_set()
+                    and (
+                        self.commit()
+                        or commit_usage(self.state, self.tables)
+                        or commit_statements(self.state, self.tables)
+                    )
                 ):
                     pass
             except Exception:  # noqa: BLE001  (as above)

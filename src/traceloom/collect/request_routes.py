@@ -224,16 +224,24 @@ async def _requests(asked: FleetAsked) -> FleetRequestsAnswer:
     return FleetRequestsAnswer(requests=[answer_of_request(request) for request in newest])
 
 
+def check_own_job(asked: FleetAsked, job: str) -> None:
+    """Check that the one who asks may have a job traced, and speak of it.
+
+    Raises:
+        RequestError: `not-allowed`.
+    """
+    users = asked.hosts().users_of(job) - {asked.token.name, asked.token.name.partition("@")[0]}
+    if users and not may(asked.token, "operator"):
+        raise RequestError(
+            403, f"`{job}` is not the job of `{asked.token.name}`", slug="not-allowed",
+            hint="a token of a requester is called as its user is; an operator's traces all jobs",
+        )  # fmt: skip
+
+
 async def _submit(asked: FleetAsked) -> FleetRequestAnswer:
     body = await asked.body(RequestBody)
     desk = asked.hosts()
-    if not may(asked.token, "operator"):
-        users = desk.users_of(body.wanted.job)
-        if users - {asked.token.name, asked.token.name.partition("@")[0]}:
-            raise RequestError(
-                403, f"`{body.wanted.job}` is not the job of `{asked.token.name}`", slug="not-allowed",
-                hint="a token of a requester is called as its user is; an operator's traces all jobs",
-            )  # fmt: skip
+    check_own_job(asked, body.wanted.job)
     request = await desk.submit(
         body.wanted, asked.token.name, body.choose, start=body.start, at_step=body.at_step, after_s=body.after_s,
         mark=f"{asked.token.name} {body.mark}" if body.mark else "",
