@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from urllib.parse import quote
 
 from traceloom.capture.distributed import place
@@ -131,26 +132,23 @@ class Autoprofile:
 
     def _exchange(self, address: ServiceAddress, method: str, route: str, body: bytes) -> dict[str, object]:
         connection = address.connection(_SILENT_S)
-
-        def end() -> None:
-            if connection.sock is not None:
-                with contextlib.suppress(OSError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
-
-        # Who sends a letter now and then would never be silent for long.
-        watchdog = threading.Timer(_EXCHANGE_S, end)
-        watchdog.daemon = True
-        watchdog.start()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
         try:
-            connection.request(method, f"{address.prefix}/api/v1/{route}", body, headers)
-            response = connection.getresponse()
-            text = response.read(_MOST_ANSWER + 1)
+            connection.connect()
+            # Who sends a letter now and then would never be silent for long.
+            watchdog = threading.Timer(_EXCHANGE_S, partial(_shut, connection.sock))
+            watchdog.daemon = True
+            watchdog.start()
+            try:
+                connection.request(method, f"{address.prefix}/api/v1/{route}", body, headers)
+                with connection.getresponse() as response:
+                    text = response.read(_MOST_ANSWER + 1)
+            finally:
+                watchdog.cancel()
         except Exception as error:
             # Whatever a stranger sends is no answer; of the network, it may come back.
             raise _RefusedError(f"the service does not answer: {error or type(error).__name__}", lasts=False) from error
         finally:
-            watchdog.cancel()
             connection.close()
         try:
             answer = json.loads(text) if len(text) <= _MOST_ANSWER else None
@@ -166,6 +164,11 @@ class Autoprofile:
                 f"the service refuses: {str(problem.get('message', response.status))[:300]}", lasts=lasts
             )
         return answer
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def autoprofile(
