@@ -19,6 +19,7 @@ lazy(
         "record": ".capture",
         "step": ".capture",
         "scope": ".capture",
+        "autoprofile": ".capture.autoprofile",
         # reading and understanding
         "analyze": None,
         "load": ".read",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from traceloom import retime as retime
     from traceloom.capture import record as record
     from traceloom.capture import step as step
+    from traceloom.capture.autoprofile import autoprofile as autoprofile
     from traceloom.capture.scope import scope as scope
     from traceloom.errors import CaptureError as CaptureError
     from traceloom.errors import CheckError as CheckError

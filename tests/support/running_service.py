@@ -33,6 +33,8 @@ class RunningService:
             "PYTHONPATH": ":".join(filter(None, sys.path)),
             "HOME": str(folder),
         }
+        if "--store" not in arguments:
+            arguments = ("--store", str(folder / "store"), "--workers", "1", *arguments)
         self.arguments = ["--address", f"127.0.0.1:{self.port}", *arguments]
         self.start(command)
 
@@ -58,17 +60,29 @@ class RunningService:
     def token_file(self) -> Path:
         return self.folder / "traceloom" / "fleet-token"
 
+    @property
+    def token(self) -> str:
+        """Of its own user."""
+        return self.token_file.read_text().strip()
+
     def client(self, token: str = "") -> FleetClient:
         """Who asks it; as its own user, without a token."""
-        return FleetClient(self.url, token or self.token_file.read_text().strip())
+        return FleetClient(self.url, token or self.token)
+
+    def run(self, *words: str, code: int = 0) -> str:
+        """A command of its own user; what it prints."""
+        done = subprocess.run(
+            [sys.executable, "-m", "traceloom", *words, "--server", self.url], capture_output=True, text=True,
+            check=False, env=self.environment,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        return done.stdout
 
     def ask(self, method: str, path: str, token: str = "", body: Any = None, **headers: str) -> tuple[int, Any]:
         """A bare request: the code and the answer."""
-        if not token:
-            token = self.token_file.read_text().strip()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         content = body if isinstance(body, (bytes, type(None))) else json.dumps(body)
-        connection.request(method, path, content, {"Authorization": f"Bearer {token}", **headers})
+        connection.request(method, path, content, {"Authorization": f"Bearer {token or self.token}", **headers})
         response = connection.getresponse()
         text = response.read()
         connection.close()

@@ -32,6 +32,7 @@ TOP = {
     "leaving",
     "packed",
     "plain_text",
+    "service_address",
     "workers",
     "__version__",
 }  # anybody may import these

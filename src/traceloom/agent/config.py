@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -325,6 +325,9 @@ class Config(ConfigTable, frozen=True):
         return self.host or socket.gethostname()
 
 
+Document = TypeVar("Document", bound=ConfigTable)
+
+
 def load(path: str | os.PathLike[str]) -> Config:
     """Read `agent.toml`.
 
@@ -332,19 +335,30 @@ def load(path: str | os.PathLike[str]) -> Config:
         InputError: `unreadable`; `wrong-config`: not TOML, an unknown key or a value of another type, with its path.
     """
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(path, error, "configuration") from error
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"the configuration is not TOML: {error}", slug="wrong-config", where=str(path)) from error
-    _refuse_unknown(document, Config, "", str(path))
+    return parsed(text, Config, str(path))
+
+
+def parsed(text: str, kind: type[Document], path: str) -> Document:
+    """A document of TOML; `path` says where it stands, in errors.
+
+    Raises:
+        InputError: `wrong-config`: not TOML, an unknown key or a value of another type, with its path.
+    """
     try:
-        return msgspec.convert(document, Config)
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"the configuration is not TOML: {error}", slug="wrong-config", where=path) from error
+    _refuse_unknown(document, kind, "", path)
+    try:
+        return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$.")
         raise InputError(
             f"the configuration is wrong: {message[:1].lower()}{message[1:]}",
-            slug="wrong-config", where=f"{path}: {where.rstrip('`')}" if where else str(path),
+            slug="wrong-config", where=f"{path}: {where.rstrip('`')}" if where else path,
         ) from error  # fmt: skip
 
 

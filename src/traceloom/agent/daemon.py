@@ -323,7 +323,7 @@ class Agent:
             raise RequestError(403, "this process is another user's", slug="not-allowed")
         owner = process.owner
         rank = owner.rank if owner.rank is not None else body.rank
-        self.step_counts.report(process.key, owner.job, rank, body.steps, body.loader_wait_seconds)
+        self.step_counts.report(process.key, owner.job, rank, body.steps, body.loader_wait_seconds, body.total)
 
     def environment(self, uid: int) -> dict[str, str]:
         """The variables that prepare a job of a user.

@@ -29,12 +29,13 @@ _MOST_LIBRARIES = 64  # of different files; each has two probes
 
 
 class _Library(NamedTuple):
-    """A file with probes: those, the processes that map it, and what cannot be seen of it."""
+    """A file with probes: those, the processes that map it, what cannot be seen of it, and since when (clock ticks)."""
 
     probes: Uprobes
     processes: set[str]
     path: str
     lacks: str
+    since_ticks: int
 
 
 class ProbedStepClock:
@@ -143,7 +144,7 @@ class ProbedStepClock:
                     self._refused[process.key] = f"more than {_MOST_LIBRARIES} copies of PyTorch are in use"
                 else:
                     attached, lacks = probes.attach(descriptor)
-                    self._libraries[file] = _Library(attached, {process.key}, mapping.path, lacks)
+                    self._libraries[file] = _Library(attached, {process.key}, mapping.path, lacks, _ticks_now())
             except OSError as error:
                 self._refused[process.key] = f"no probes in {mapping.path}: {error.strerror}"
             return
@@ -173,4 +174,15 @@ class ProbedStepClock:
         now, last = marks.get((kind, which), nothing), before.get((kind, which), nothing)
         buckets = tuple(number - earlier for number, earlier in zip(now.buckets, last.buckets, strict=True))
         seconds = (now.total_ns - last.total_ns) / 1e9
-        return StepsTaken(process.key, buckets, seconds, None if waited_ns is None else waited_ns / 1e9)
+        # Of a process that began before there were probes, some steps were perhaps not seen.
+        seen = any(
+            process.key in library.processes and process.start_ticks > library.since_ticks
+            for library in self._libraries.values()
+        )
+        total = now.number + 1 if seen and len(steps) == 1 else None  # the first call ends no step that has begun
+        return StepsTaken(process.key, buckets, seconds, None if waited_ns is None else waited_ns / 1e9, total)
+
+
+def _ticks_now() -> int:
+    """Since the start of the host, as processes' starts are told."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) * TICKS_PER_S // 10**9

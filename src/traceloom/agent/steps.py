@@ -34,12 +34,14 @@ class StepsTaken(NamedTuple):
 
     `buckets`: how many took at most each bound of `step_seconds`, not cumulated, the last beyond; shape (bounds + 1,).
     `seconds`: how long they took together; `waited`: of that for data, seconds, None where it is not known.
+    `total`: all steps of the process since it began, None where some were perhaps not seen.
     """
 
     process: str
     buckets: tuple[int, ...]
     seconds: float
     waited: float | None
+    total: int | None = None
 
 
 class Pace(NamedTuple):
@@ -85,17 +87,26 @@ class Steps:
         self._untaken: dict[str, int] = {}  # process -> steps since `take`
         self._reporting: set[str] = set()  # processes that report themselves
         self._paces: dict[str, _Pacing] = {}
+        self._totals: dict[str, int] = {}  # process -> its steps since it began, where all are known
 
-    def report(
+    def report(  # noqa: PLR0917  (of one report)
         self,
         process: str,
         job: str,
         rank: int | None,
         seconds: Sequence[float],
         loader_wait_seconds: float | None = None,
+        total: int | None = None,
     ) -> None:
-        """Take steps that ended since the last report; durations that are no time (NaN, negative) are left out."""
+        """Take steps that ended since the last report; durations that are no time (NaN, negative) are left out.
+
+        `total`: all steps since the process began, these among them, where it says so.
+        """
         self._reporting.add(process)
+        if total is not None:
+            self._totals[process] = total
+        elif process in self._totals:
+            self._totals[process] += len(seconds)
         durations = [duration for duration in seconds if 0 <= duration < math.inf]
         buckets = [0] * (len(_BOUNDS) + 1)
         for duration in durations:
@@ -112,6 +123,8 @@ class Steps:
             if taken.process in self._paces:
                 self._paces[taken.process].lived = time.monotonic()
             return
+        if taken.total is not None:
+            self._totals[taken.process] = taken.total
         self._add(taken, job, rank)
         if number := sum(taken.buckets):
             for listener in self.listeners:
@@ -147,6 +160,13 @@ class Steps:
         if pacing is None or not pacing.steps:
             return None
         return Pace(pacing.steps, pacing.last, pacing.lived, median(pacing.times), median(pacing.between))
+
+    def total(self, process: str) -> int | None:
+        """Steps that a process has made by now since it began, as its pace has it; None where not all were counted."""
+        total, pace, rate = self._totals.get(process), self.pace(process), self.per_second(process)
+        if total is None or pace is None:
+            return None
+        return total + int((time.monotonic() - pace.last) * (rate or 0.0))
 
     def resume(self, process: str, pace: Pace) -> None:
         """Take up the pace of a process from before this agent began; a step it makes from now on is its next."""
@@ -188,6 +208,7 @@ class Steps:
         self._untaken = {process: steps for process, steps in self._untaken.items() if process in living}
         self._rates = {process: times for process, times in self._rates.items() if process in living}
         self._paces = {process: pacing for process, pacing in self._paces.items() if process in living}
+        self._totals = {process: total for process, total in self._totals.items() if process in living}
         self._counters = {key: counter for key, counter in self._counters.items() if counter.reported > now - _KEPT_S}
 
     def readings(self) -> list[Reading | Histogram]:

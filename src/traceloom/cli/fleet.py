@@ -13,6 +13,8 @@ from urllib.parse import quote
 
 from traceloom import files
 from traceloom.cli import options as types
+from traceloom.cli.fleet_triggers import NO_RULES, TRIGGER_HEADS, add_triggers, budget_line, trigger_rows, triggers
+from traceloom.cli.fleet_webhooks import NO_WEBHOOKS, add_webhooks, webhooks
 from traceloom.cli.upload import add_server
 from traceloom.cli.verb_actions import VerbAction, add_actions
 from traceloom.errors import CheckError, UsageError, unreadable
@@ -220,6 +222,37 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
+def _triggers(args: argparse.Namespace) -> int:
+    answer = triggers(args, client_of(args))
+    if args.what == "show":
+        print(json.dumps(answer, indent=2) if args.json else answer["toml"].rstrip())
+        return 0
+    _shown(args, answer, TRIGGER_HEADS, trigger_rows(answer), NO_RULES)
+    if not args.json:
+        print(budget_line(answer))
+    return 0
+
+
+def _webhooks(args: argparse.Namespace) -> int:
+    answer, text = webhooks(args, client_of(args))
+    if text:
+        if args.json and answer is not None:
+            print(json.dumps(answer, indent=2))
+        elif not args.json and (args.what == "add" or not args.quiet):
+            print(text)
+        return 0
+    rows = [
+        (
+            hook["name"], hook["url"], ", ".join(hook["events"]), str(hook["waiting"]), str(hook["delivered"]),
+            str(hook["failed"] + hook["dropped"]), hook["error"] or "–",
+        )
+        for hook in answer["webhooks"]
+    ]  # fmt: skip
+    return _shown(
+        args, answer, ("webhook", "to", "events", "waiting", "arrived", "lost", "last error"), rows, NO_WEBHOOKS
+    )
+
+
 def _add_backfill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="also what this version could not analyse")
 
@@ -282,6 +315,17 @@ ACTIONS = {
         "traceloom fleet token list\ntraceloom fleet token revoke ci\n"
         "traceloom fleet token enrol node7 > node7.token",
         _add_token, _token,
+    ),
+    "triggers": VerbAction(
+        "show or set the rules by which jobs are traced though nobody asks, and what they did",
+        "traceloom fleet triggers set fleet-triggers.toml\ntraceloom fleet triggers\ntraceloom fleet triggers show",
+        add_triggers, _triggers,
+    ),
+    "webhooks": VerbAction(
+        "have the fleet's events sent to an address, signed",
+        "traceloom fleet webhooks add chat https://chat.example/hook > chat.secret\n"
+        "traceloom fleet webhooks test chat\ntraceloom fleet webhooks",
+        add_webhooks, _webhooks,
     ),
     "check": VerbAction(
         "say what works, what does not, and which captures could not be analysed",

@@ -40,7 +40,8 @@ def run(args: argparse.Namespace, client: FleetClient, wanted: dict[str, Any]) -
     output = Path(args.output) if args.output else None
     if output is not None and (output.exists() or output.is_symlink()):
         raise OutputError("there is something already", slug="file-exists", where=args.output, hint="name another -o")
-    request = client.post("requests", {"wanted": wanted, "choose": args.choose or ""})
+    start = "step" if args.by_step else "instant"
+    request = client.post("requests", {"wanted": wanted, "choose": args.choose or "", "start": start})
     try:
         request = _watched(args, client, request)
     except KeyboardInterrupt:
@@ -48,6 +49,9 @@ def run(args: argparse.Namespace, client: FleetClient, wanted: dict[str, Any]) -
         raise
     if args.json:
         print(json.dumps(request, indent=2))
+    if args.by_step and not args.quiet:
+        step = f"All began with step {request['start_step']}." if request["start_step"] else ""
+        print(harmless(" ".join(filter(None, (step, request["start_detail"])))), file=sys.stderr)
     if request["state"] in {"failed", "cancelled"}:
         detail = request["detail"] or request["reason"] or request["state"]
         raise CaptureError(f"nothing was traced: {detail}", slug="nothing-traced", hint=_hint(request))

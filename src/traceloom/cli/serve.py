@@ -59,6 +59,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--certificate", metavar="FILE", default="", help="PEM file of its TLS certificate")
     parser.add_argument("--key", metavar="FILE", default="", help="PEM file of its key, where that is another file")
+    parser.add_argument(
+        "--webhooks-to", metavar="NETWORK", action="append", default=[],
+        help="webhooks may lead into this network, as 10.1.0.0/16 or 127.0.0.1; several times (default: only to public "
+        "addresses)",
+    )  # fmt: skip
     types.add_silence(parser, "no line when it is ready")
 
 
@@ -83,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.collect.executors import engine_of
     from traceloom.collect.pipeline import COMMIT_S, LEASE_S
     from traceloom.collect.service import Service, keep_local_token, serve
+    from traceloom.collect.telling import WebhookTargets
     from traceloom.store.objects import Objects
     from traceloom.store.state import State
     from traceloom.store.tables import Tables
@@ -92,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    targets = WebhookTargets(args.webhooks_to)
     objects = Objects(args.store or str(user_data_path("traceloom") / "fleet"))
     if not args.state and objects.directory is None:
         raise UsageError(
@@ -112,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         service = Service(
             state, objects, tables, engine, lease_s=args.lease or LEASE_S, commit_s=COMMIT_S,
             incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
+            webhook_targets=targets,
         )  # fmt: skip
         await serve(service, Tcp(address=args.address, certificate=args.certificate, key=args.key), ready)
 

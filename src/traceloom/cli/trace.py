@@ -77,6 +77,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument(
         "--choose", choices=("slowest-and-median",), help="of a job only the slowest rank and one in the middle"
     )
+    fleet.add_argument(
+        "--by-step", action="store_true",
+        help="all ranks begin with one step, where agents know the steps of all, else at one instant as usual",
+    )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="show requests and how far they are")
     parser.add_argument("--cancel", metavar="REQUEST", help="cancel a request")
     parser.add_argument("-o", "--output", metavar="DIR", help="where the capture goes: a new directory")

@@ -20,6 +20,9 @@ from traceloom.agent.http.openapi import document
 from traceloom.collect.host_routes import AGENTS, HOST_ROUTES
 from traceloom.collect.request_routes import REQUEST_ROUTES
 from traceloom.collect.routes import FLEET_ROUTES, FleetAsked, FleetRoute, may
+from traceloom.collect.statement_routes import STATEMENT_ROUTES
+from traceloom.collect.trigger_routes import TRIGGER_ROUTES
+from traceloom.collect.webhook_routes import WEBHOOK_ROUTES
 from traceloom.errors import TraceloomError
 from traceloom.store.state import TokenRecord
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
     from traceloom.collect.service import Service
 
-ROUTES = (*FLEET_ROUTES, *REQUEST_ROUTES, *HOST_ROUTES)
+ROUTES = (*FLEET_ROUTES, *REQUEST_ROUTES, *HOST_ROUTES, *STATEMENT_ROUTES, *TRIGGER_ROUTES, *WEBHOOK_ROUTES)
 _OPEN = {"/healthz"}
 _STRANGER = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
 _HINT = "come again later, or less often"

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +15,9 @@ from urllib.parse import quote, urlencode, urlsplit
 from platformdirs import user_config_path
 
 from traceloom.agent.client import answer_of
-from traceloom.errors import InputError, UsageError, unreadable
+from traceloom.errors import InputError, unreadable
 from traceloom.files import open_regular, sha256_of
+from traceloom.service_address import ServiceAddress
 
 SERVER = "http://127.0.0.1:9466"
 TOKEN_VARIABLE, SERVER_VARIABLE = "TRACELOOM_TOKEN", "TRACELOOM_SERVER"
@@ -39,14 +39,13 @@ class FleetClient:
         timeout_s: How long it may be silent.
 
     Raises:
-        UsageError: `wrong-usage`: it is no address.
+        InputError: `wrong-address`: it is no address, or leads over a network without TLS.
     """
 
     def __init__(self, url: str = "", token: str = "", timeout_s: float = 60.0) -> None:
         self.url = (url or os.environ.get(SERVER_VARIABLE) or SERVER).rstrip("/")
         self.timeout_s = timeout_s
-        if urlsplit(self.url).scheme not in {"http", "https"} or not urlsplit(self.url).hostname:
-            raise UsageError("a service has an address as http://127.0.0.1:9466", slug="wrong-usage", where=self.url)
+        ServiceAddress.of(self.url)  # every question carries a token
         self._token = token or os.environ.get(TOKEN_VARIABLE, "")
         if not self._token and self.url.startswith(SERVER.rpartition(":")[0]):  # it is of no use elsewhere
             try:
@@ -65,6 +64,10 @@ class FleetClient:
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """Tell it something; errors as of `get`."""
         return self._ask("POST", route, {}, json.dumps(body or {}).encode())
+
+    def put(self, route: str, body: Mapping[str, Any]) -> Any:
+        """Set something; errors as of `get`."""
+        return self._ask("PUT", route, {}, json.dumps(body).encode())
 
     def delete(self, route: str) -> Any:
         """Take something away; errors as of `get`."""
@@ -110,13 +113,9 @@ class FleetClient:
     ) -> tuple[int, bytes]:  # fmt: skip
         parts = urlsplit(url)
         assert parts.hostname is not None
-        connection = (
-            http.client.HTTPSConnection(
-                parts.hostname, parts.port, timeout=self.timeout_s, context=ssl.create_default_context()
-            )
-            if parts.scheme == "https"
-            else http.client.HTTPConnection(parts.hostname, parts.port, timeout=self.timeout_s)
-        )
+        tls = parts.scheme == "https"
+        address = ServiceAddress(parts.hostname, parts.port or (443 if tls else 80), "", tls)
+        connection = address.connection(self.timeout_s)
         connection.blocksize = _READ
         where = parts._replace(query="").geturl()  # of a signed address the query is a secret
         try:

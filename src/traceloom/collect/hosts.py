@@ -16,7 +16,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,7 @@ from typing import Literal
 import msgspec
 
 from traceloom.agent.http.answers import RequestError
-from traceloom.agent.requests.model import Wanted
+from traceloom.agent.requests.model import Cause, Wanted
 from traceloom.agent.uplink.messages import (
     PROTOCOL,
     Enrolled,
@@ -35,6 +35,7 @@ from traceloom.agent.uplink.messages import (
     HostProcess,
     HostReport,
     ReportAnswer,
+    StartBy,
     UsageRow,
     WorkAnswer,
 )
@@ -48,9 +49,11 @@ from traceloom.collect.plan import (
     sent_again,
     work_of,
 )
+from traceloom.collect.telling import fleet_event
 from traceloom.errors import TraceloomError
 from traceloom.store.database import secret_hash
 from traceloom.store.state import State
+from traceloom.store.webhook_state import FleetEvent
 
 LOG = logging.getLogger("traceloom.collect")
 FRESH_NS = 60_000_000_000  # a host that was silent for longer is lost
@@ -58,6 +61,7 @@ LONGEST_WAIT_S = 30.0
 _MOST_FILE = 4 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _LOOK_S = 1.0
+_SAME_NS = 3600 * 10**9  # that a mark of a request is good for
 _MOST_ENDED = 1000  # requests that are remembered here; the state has all
 Choice = Literal["", "slowest-and-median"]
 
@@ -80,6 +84,7 @@ class HostDesk:
 
     Attributes:
         on_stitching: Called with a request whose parts are all there; the parts are joined and analysed by it.
+        on_usage: Called with a host and rows of minutes that it told of, perhaps not for the first time.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class HostDesk:
     ) -> None:  # fmt: skip
         self.state, self.incoming, self.term, self.clock = state, incoming, term, clock
         self.on_stitching: Callable[[FleetRequest], None] = lambda _: None
+        self.on_usage: Callable[[str, list[UsageRow]], None] = lambda _host, _rows: None
         self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
         self.now: dict[str, HostNow] = {}
         self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
@@ -196,6 +202,7 @@ class HostDesk:
         through = 0
         if heartbeat.usage:
             possible = possible_rows(heartbeat.usage, received_ns)
+            self.on_usage(host, possible)
             self.refused_rows[host] += len(heartbeat.usage) - len(possible)
             minutes: dict[int, list[UsageRow]] = {row.minute: [] for row in heartbeat.usage}
             for row in possible:
@@ -217,8 +224,23 @@ class HostDesk:
 
     # Requests.
 
-    async def submit(self, wanted: Wanted, who: str, choice: Choice = "") -> FleetRequest:
+    async def submit(
+        self, wanted: Wanted, who: str, choice: Choice = "", *, hosts: Collection[str] = (),
+        trigger: Cause | None = None, start: StartBy = "instant", at_step: int = 0, after_s: float = 0.0,
+        mark: str = "",
+    ) -> FleetRequest:  # fmt: skip
         """Take a request for a trace of the processes of a job, on all hosts that have some.
+
+        Args:
+            wanted: What is asked for.
+            who: By whom.
+            choice: Of the processes that match, whom.
+            hosts: Of these hosts alone, where some are named.
+            trigger: The rule that asks, where nobody does.
+            start: By what all begin.
+            at_step: With which step at the earliest, where they begin with one.
+            after_s: In how many seconds at the earliest, where they begin at an instant.
+            mark: Whoever asked for this job with the same one in the last hour gets that request; "": a new one.
 
         Raises:
             RequestError: `wrong-request`; `no-such-job`: no host of late has such processes.
@@ -227,7 +249,8 @@ class HostDesk:
             raise RequestError(400, "of which job?", slug="wrong-request", hint="name a job")
         if (wanted.steps is None) == (wanted.duration_s is None):
             raise RequestError(400, "either steps or a duration", slug="wrong-request")
-        matching = matching_processes(self.fresh(), wanted)
+        fresh = {host: now for host, now in self.fresh().items() if not hosts or host in hosts}
+        matching = matching_processes(fresh, wanted)
         if choice == "slowest-and-median":
             matching = slowest_and_median(matching)
             ranks = sorted({process.rank for of in matching.values() for process in of if process.rank is not None})
@@ -238,7 +261,13 @@ class HostDesk:
                 hint="`traceloom fleet jobs` lists jobs",
             )  # fmt: skip
         now_ns = self.clock()
-        request = FleetRequest(id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted)
+        for same in self.requests.values() if mark else ():
+            if (same.mark, same.wanted.job) == (mark, wanted.job) and now_ns - same.asked_ns < _SAME_NS:
+                return same
+        request = FleetRequest(
+            id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted, trigger=trigger, start=start,
+            at_step=at_step, earliest_ns=now_ns + int(after_s * 1e9) if after_s else 0, mark=mark,
+        )  # fmt: skip
         request = planned(request, matching, now_ns)
         try:
             await self.put(request)
@@ -381,7 +410,8 @@ class HostDesk:
 
     def _write(self, request: FleetRequest) -> None:
         document = msgspec.json.encode(request).decode()
-        self.state.put_request(request.id, request.asked_ns, document, self.term, ended=request.ended)
+        events = [_event(request)] if request.state in {"done", "partial", "failed"} else []
+        self.state.put_request(request.id, request.asked_ns, document, self.term, ended=request.ended, events=events)
 
     async def _advance_for_ever(self) -> None:
         while True:
@@ -395,6 +425,16 @@ class HostDesk:
                 except Exception:
                     LOG.exception("request %s", name)
             await asyncio.sleep(_LOOK_S)
+
+
+def _event(request: FleetRequest) -> FleetEvent:
+    """What webhooks are told of a request that has ended."""
+    content = {
+        "id": request.id, "job": request.wanted.job, "who": request.who, "state": request.state,
+        "reason": request.reason, "detail": request.detail, "capture": request.capture, "asked_ns": request.asked_ns,
+        "start_ns": request.start_ns,
+    }  # fmt: skip
+    return fleet_event(f"request.{request.state}", "request", request.id, content, request.since_ns)
 
 
 def matching_processes(hosts: Mapping[str, HostNow], wanted: Wanted) -> dict[str, list[HostProcess]]:

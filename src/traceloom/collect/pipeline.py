@@ -19,6 +19,7 @@ import polars as pl
 
 from traceloom import __version__
 from traceloom.collect.engine import Engine, EngineTask, TaskError, TaskFile, TaskName
+from traceloom.collect.statements import commit_statements
 from traceloom.collect.usage import commit_usage
 from traceloom.errors import TraceloomError
 from traceloom.store.database import LEADER
@@ -224,7 +225,11 @@ class Pipeline:
             self._waiting = 0
             try:
                 while self.leads and not self._stop.is_set():
-                    if not (self.commit() or commit_usage(self.state, self.tables, self.term)):
+                    if not (
+                        self.commit()
+                        or commit_usage(self.state, self.tables, self.term)
+                        or commit_statements(self.state, self.tables, self.term)
+                    ):
                         break
             except TraceloomError as error:
                 _log.warning("rows could not be committed: %s", error)

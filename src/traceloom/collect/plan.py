@@ -8,14 +8,23 @@ Hosts that do not keep up are left out with a reason; the others do not wait for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from traceloom.agent.requests.model import Target, Wanted
-from traceloom.agent.uplink.messages import HOST_ENDED, ArmedProcess, ClockOffset, HostFile, HostReport, HostWork
+from traceloom.agent.requests.model import Cause, Target, Wanted
+from traceloom.agent.uplink.messages import (
+    HOST_ENDED,
+    ArmedProcess,
+    ClockOffset,
+    HostFile,
+    HostReport,
+    HostWork,
+    StartBy,
+)
 
 FleetState = Literal[
     "planned", "announced", "armed", "running", "collecting", "stitching", "analysing",
@@ -27,6 +36,7 @@ _S = 1_000_000_000
 _ARM_NS = 30 * _S  # for the hosts to say that they are ready
 # Between the decision and the instant: a host hears of it at once, and its processes poll every second.
 _LEAD_NS = 6 * _S
+_STEP_LEAD_S = 12.0  # the same where all begin with a step: no clock says when, so there is more room
 _READY_NS = 120 * _S  # that a host waits for processes to be ready, beyond the instant
 _DRAIN_NS = 120 * _S  # for files to be written and verified
 _UPLOAD_NS = 900 * _S
@@ -34,10 +44,11 @@ _LONGEST_STEP_S = 60.0  # where nobody knows how long the steps of a job take
 
 
 class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a host is. `state` is "" until it has said something; `since_ns`: by the service's clock."""
+    """How far a host is. `state` is "" until it has said something; `since_ns`, `heard_ns`: by the service's clock."""
 
     state: str = ""
     since_ns: int = 0
+    heard_ns: int = 0
     reason: str = ""
     detail: str = ""
     processes: list[ArmedProcess] = []
@@ -55,8 +66,11 @@ class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
 class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for a trace of the processes of a job, on all hosts that have some.
 
-    `start_ns`: the common instant by the service's clock, 0 before it is set; `reason` and `detail`: why it failed, or
-    what is missing; `capture`: the result.
+    `start`: by what all are to begin, an instant or a step; `at_step`, `earliest_ns`: with which step at the earliest,
+    and when. `start_ns`: the common instant by the service's clock, about which where it is a step, 0 before it is set;
+    `start_step`: the common step, 0 where they begin at an instant; `start_detail`: why that is so, or it is a later
+    step. `mark`: who asks again with it means the same request. `reason` and `detail`: why it failed, or
+    what is missing; `capture`: the result; `trigger`: the rule that asked, None where somebody did.
     """
 
     id: str
@@ -66,10 +80,17 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
     hosts: dict[str, HostProgress] = {}
     state: FleetState = "planned"
     since_ns: int = 0
+    start: StartBy = "instant"
+    at_step: int = 0
+    earliest_ns: int = 0
     start_ns: int = 0
+    start_step: int = 0
+    start_detail: str = ""
+    mark: str = ""
     reason: str = ""
     detail: str = ""
     capture: str = ""
+    trigger: Cause | None = None
 
     @property
     def ended(self) -> bool:
@@ -93,7 +114,7 @@ def reported(request: FleetRequest, host: str, report: HostReport, now_ns: int) 
     progress = HostProgress(
         state=report.state, since_ns=before.since_ns if report.state == before.state else now_ns, reason=report.reason,
         detail=report.detail, processes=report.processes or before.processes, targets=report.targets or before.targets,
-        files=report.files or before.files, clock=report.clock or before.clock, at_ns=before.at_ns,
+        files=report.files or before.files, clock=report.clock or before.clock, at_ns=before.at_ns, heard_ns=now_ns,
     )  # fmt: skip
     return replace(request, hosts={**request.hosts, host: progress})
 
@@ -130,7 +151,7 @@ def advanced(request: FleetRequest, now_ns: int) -> FleetRequest:
             return request
         if not ready:
             return _to(request, "failed", now_ns, "no-host", _names(request))
-        return _to(_with_instant(request, now_ns), "armed", now_ns)
+        return _to(_with_start(request, now_ns), "armed", now_ns)
     if request.state in {"armed", "running"}:
         if now_ns >= request.start_ns + _READY_NS + _DRAIN_NS and now_ns >= request.start_ns + _expected_ns(request):
             overdue = {
@@ -179,8 +200,11 @@ def work_of(request: FleetRequest, host: str) -> HostWork | None:
         return None
     wanted = replace(request.wanted, host="", at_ns=0)
     if not request.start_ns:
-        return HostWork(request=request.id, step="arm", wanted=wanted)
-    return HostWork(request=request.id, step="start", wanted=wanted, at_ns=progress.at_ns)
+        return HostWork(request=request.id, step="arm", wanted=wanted, start=request.start)
+    return HostWork(
+        request=request.id, step="start", wanted=wanted, start=request.start, at_ns=progress.at_ns,
+        at_step=request.start_step,
+    )  # fmt: skip
 
 
 # Inside.
@@ -211,13 +235,52 @@ def _left_out(progress: HostProgress) -> tuple[str, str]:
     return "not-armed", f"it was {progress.state} when the others began"
 
 
+def _with_start(request: FleetRequest, now_ns: int) -> FleetRequest:
+    """The request with what all begin by: one step, where that is wanted and can be, else one instant."""
+    if request.start == "step":
+        why, made, rate = _steps_now(request, now_ns)
+        if not why:
+            possible = made + math.ceil(rate * _STEP_LEAD_S) + 1
+            step = max(request.at_step, possible)
+            if 0 < request.at_step < step:
+                why = f"step {request.at_step} is too near: all can begin with step {step}"
+            start_ns = now_ns + int((step - made) / rate * _S)
+            request = _with_instant(replace(request, earliest_ns=start_ns), now_ns)
+            return replace(request, start_step=step, start_detail=why)
+        request = replace(request, start_detail=f"they begin at one instant: {why}")
+    return _with_instant(request, now_ns)
+
+
+def _steps_now(request: FleetRequest, now_ns: int) -> tuple[str, int, float]:
+    """Why there can be no common step, "" where there can; steps that were made by now, and are made per second."""
+    if request.wanted.steps is None or request.wanted.profilers != ("timeline",):
+        return "only a timeline of a number of steps can begin with a step", 0, 0.0
+    made: dict[str, float] = {}
+    rates: list[float] = []
+    for host, progress in request.hosts.items():
+        for process in progress.processes if progress.state == "armed" else ():
+            name = f"process {process.pid}" if process.rank is None else f"rank {process.rank}"
+            if not process.ready:
+                return f"{name} on {host} is not ready", 0, 0.0
+            if process.steps is None or not process.steps_per_second:
+                return f"not all steps of {name} on {host} are known", 0, 0.0
+            made[f"{name} on {host}"] = process.steps + process.steps_per_second * (now_ns - progress.heard_ns) / _S
+            rates.append(process.steps_per_second)
+    if not made:
+        return "no process is ready", 0, 0.0
+    first, last = min(made, key=made.__getitem__), max(made, key=made.__getitem__)
+    if made[last] - made[first] > max(2.0, *rates):  # two steps, or what is made in a second
+        return f"{first} has made {made[first]:.0f} steps, {last} {made[last]:.0f}", 0, 0.0
+    return "", math.ceil(made[last]), max(rates)
+
+
 def _with_instant(request: FleetRequest, now_ns: int) -> FleetRequest:
     """The request with one instant for all, in each host's own clock.
 
     A clock that is not known is taken as right: its host is not left out, and the capture says so.
     """
     errors = [progress.clock.error_ns for progress in request.hosts.values() if progress.clock is not None]
-    start_ns = now_ns + _LEAD_NS + max(errors, default=0)
+    start_ns = max(now_ns + _LEAD_NS + max(errors, default=0), request.earliest_ns)
     hosts = {
         host: replace(progress, at_ns=start_ns - (progress.clock.offset_ns if progress.clock is not None else 0))
         for host, progress in request.hosts.items()

@@ -12,8 +12,8 @@ from msgspec import Meta
 from starlette.responses import Response, StreamingResponse
 
 from traceloom.agent.http.answers import HttpAnswer, RequestError
-from traceloom.agent.requests.model import Wanted
-from traceloom.agent.uplink.messages import HostProcess
+from traceloom.agent.requests.model import Cause, Wanted
+from traceloom.agent.uplink.messages import HostProcess, StartBy
 from traceloom.collect.hosts import Choice, HostNow
 from traceloom.collect.plan import FleetRequest, FleetState
 from traceloom.collect.routes import FleetAsked, FleetRoute, may
@@ -67,10 +67,18 @@ class FleetJobsAnswer(HttpAnswer, frozen=True):
 
 
 class RequestBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
-    """A trace that is wanted of a job. `choose`: all that match, or only the slowest rank and one in the middle."""
+    """A trace that is wanted of a job. `choose`: all that match, or only the slowest rank and one in the middle.
+
+    `start`: all begin at one instant, in `after_s` seconds at the earliest, or with one step, where the steps of all
+    processes are known and agree, `at_step` at the earliest. `mark`: the same within an hour is the same request.
+    """
 
     wanted: Wanted
     choose: Choice = ""
+    start: StartBy = "instant"
+    at_step: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    after_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    mark: Annotated[str, Meta(max_length=100)] = ""
 
 
 class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +94,11 @@ class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetRequestAnswer(HttpAnswer, frozen=True):
-    """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result."""
+    """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result.
+
+    `start_step`: the step that all begin with, 0 where they begin at an instant; `start_detail`: why that is so, or why
+    it is a later one. `trigger`: the rule that asked, null where somebody did.
+    """
 
     id: str
     who: str
@@ -95,9 +107,12 @@ class FleetRequestAnswer(HttpAnswer, frozen=True):
     state: FleetState
     since_ns: int
     start_ns: int
+    start_step: int
+    start_detail: str
     reason: str
     detail: str
     capture: str
+    trigger: Cause | None
     hosts: list[HostOfRequest]
 
 
@@ -136,8 +151,9 @@ def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
         )
     return FleetRequestAnswer(
         id=request.id, who=request.who, asked_ns=request.asked_ns, wanted=request.wanted, state=request.state,
-        since_ns=request.since_ns, start_ns=request.start_ns, reason=request.reason, detail=request.detail,
-        capture=request.capture, hosts=hosts,
+        since_ns=request.since_ns, start_ns=request.start_ns, start_step=request.start_step,
+        start_detail=request.start_detail, reason=request.reason, detail=request.detail,
+        capture=request.capture, trigger=request.trigger, hosts=hosts,
     )  # fmt: skip
 
 
@@ -208,17 +224,28 @@ async def _requests(asked: FleetAsked) -> FleetRequestsAnswer:
     return FleetRequestsAnswer(requests=[answer_of_request(request) for request in newest])
 
 
+def check_own_job(asked: FleetAsked, job: str) -> None:
+    """Check that the one who asks may have a job traced, and speak of it.
+
+    Raises:
+        RequestError: `not-allowed`.
+    """
+    users = asked.hosts().users_of(job) - {asked.token.name, asked.token.name.partition("@")[0]}
+    if users and not may(asked.token, "operator"):
+        raise RequestError(
+            403, f"`{job}` is not the job of `{asked.token.name}`", slug="not-allowed",
+            hint="a token of a requester is called as its user is; an operator's traces all jobs",
+        )  # fmt: skip
+
+
 async def _submit(asked: FleetAsked) -> FleetRequestAnswer:
     body = await asked.body(RequestBody)
     desk = asked.hosts()
-    if not may(asked.token, "operator"):
-        users = desk.users_of(body.wanted.job)
-        if users - {asked.token.name, asked.token.name.partition("@")[0]}:
-            raise RequestError(
-                403, f"`{body.wanted.job}` is not the job of `{asked.token.name}`", slug="not-allowed",
-                hint="a token of a requester is called as its user is; an operator's traces all jobs",
-            )  # fmt: skip
-    request = await desk.submit(body.wanted, asked.token.name, body.choose)
+    check_own_job(asked, body.wanted.job)
+    request = await desk.submit(
+        body.wanted, asked.token.name, body.choose, start=body.start, at_step=body.at_step, after_s=body.after_s,
+        mark=f"{asked.token.name} {body.mark}" if body.mark else "",
+    )  # fmt: skip
     await asked.note(request=request.id, job=body.wanted.job)
     return answer_of_request(request)
 

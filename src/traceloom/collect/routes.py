@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from traceloom.collect.hosts import HostDesk
     from traceloom.collect.service import Service
+    from traceloom.collect.triggers import FleetTriggers
 
 Form = TypeVar("Form", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -112,6 +113,16 @@ class FleetAsked:
         if self.service.hosts is None:
             raise RequestError(503, "another service talks to hosts now", slug="not-leading", retry_s=2)
         return self.service.hosts
+
+    def triggers(self) -> FleetTriggers:
+        """The rules of the fleet.
+
+        Raises:
+            RequestError: `not-leading`, as of `hosts`.
+        """
+        self.hosts()
+        assert self.service.triggers is not None, "both are there, or none"
+        return self.service.triggers
 
     async def note(self, **details: str) -> None:
         """Add to the audit that it was done."""

@@ -23,6 +23,8 @@ from traceloom.collect.hosts import HostDesk
 from traceloom.collect.joining import Joining
 from traceloom.collect.metrics import FLEET_METRICS, FleetSeries
 from traceloom.collect.pipeline import Pipeline
+from traceloom.collect.telling import WebhookSender, WebhookTargets
+from traceloom.collect.triggers import FleetTriggers
 from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.objects import Objects
 from traceloom.store.state import State
@@ -61,11 +63,12 @@ class Service:
         limits: What clients may cost.
         lease_s, commit_s: As of `Pipeline`.
         incoming: Directory for what hosts send, until it is joined.
+        webhook_targets: Where webhooks may lead; None: to public addresses.
     """
 
     def __init__(
         self, state: State, objects: Objects, tables: Tables, engine: Engine, limits: ServiceLimits | None = None,
-        *, lease_s: float, commit_s: float, incoming: Path,
+        *, lease_s: float, commit_s: float, incoming: Path, webhook_targets: WebhookTargets | None = None,
     ) -> None:  # fmt: skip
         from prometheus_client import CollectorRegistry, Counter
 
@@ -76,6 +79,9 @@ class Service:
         self.hosts: HostDesk | None = None  # while this service leads
         self.incoming = incoming
         self._joining: Joining | None = None
+        self.webhook_targets = webhook_targets or WebhookTargets()
+        self.triggers: FleetTriggers | None = None  # beside `hosts`
+        self._telling: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         answered = FLEET_METRICS["traceloom_fleet_requests"]
         self.requests = Counter(answered.name, answered.help, answered.labels, registry=self._registry)
@@ -105,10 +111,20 @@ class Service:
         desk.on_stitching = self._joining.take
         await desk.start()
         self.hosts = desk
+        self.triggers = FleetTriggers(desk, self.tables)
+        await self.triggers.start()
+        sender = WebhookSender(self.state, self.webhook_targets)
+        self._telling = asyncio.create_task(sender.send_for_ever(), name="webhooks")
 
     async def _leave_hosts(self) -> None:
         desk, self.hosts = self.hosts, None
         joining, self._joining = self._joining, None
+        telling, self._telling = self._telling, None
+        triggers, self.triggers = self.triggers, None
+        if triggers is not None:
+            await triggers.close()
+        if telling is not None:
+            await _ended(telling)
         if desk is not None:
             await desk.close()
         if joining is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from traceloom.store.database import StateDatabase, secret_hash
+from traceloom.store.database import secret_hash
+from traceloom.store.trigger_state import TriggerState
+from traceloom.store.webhook_state import FleetEvent
 
 
 class WaitingMinute(NamedTuple):
@@ -19,7 +21,7 @@ class WaitingMinute(NamedTuple):
     document: str
 
 
-class HostState(StateDatabase):
+class HostState(TriggerState):
     """Hosts, their requests, and their minutes of usage until these are in the tables."""
 
     def add_enrolment(self, host: str, days: float) -> str:
@@ -64,20 +66,25 @@ class HostState(StateDatabase):
 
     # requests for traces
 
-    def put_request(self, name: str, asked_ns: int, document: str, term: str, *, ended: bool) -> None:
-        """Write down how far a request is.
+    def put_request(
+        self, name: str, asked_ns: int, document: str, term: str, *, ended: bool, events: Sequence[FleetEvent] = ()
+    ) -> None:
+        """Write down how far a request is; where it ends by this, webhooks are told the events.
 
         Raises:
             OutputError: `not-leading`: it is not `term` that leads.
         """
         with self._transaction() as connection:
             self._check_leader(connection, term)
+            before = self._rows(connection, "SELECT ended FROM requests WHERE id = :id", id=name)
             self._change(
                 connection,
                 "INSERT INTO requests (id, asked_ns, ended, document) VALUES (:id, :asked, :ended, :document) "
                 "ON CONFLICT (id) DO UPDATE SET ended = :ended, document = :document",
                 id=name, asked=asked_ns, ended=int(ended), document=document,
             )  # fmt: skip
+            if ended and not (before and before[0]["ended"]):
+                self._tell(connection, events)
 
     def requests(self, *, most: int = 100) -> list[str]:
         """Documents of requests, newest first: all that have not ended, and of the others the last ones."""

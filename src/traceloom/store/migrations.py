@@ -49,6 +49,25 @@ _FIRST = (
     "CREATE TABLE numbers (name TEXT PRIMARY KEY, value BIGINT NOT NULL)",
 )
 
+_TRIGGERS = (
+    (
+        "CREATE TABLE webhooks (name TEXT PRIMARY KEY, url TEXT NOT NULL, secret TEXT NOT NULL, events TEXT NOT NULL, "
+        "created_ns BIGINT NOT NULL, delivered BIGINT NOT NULL, failed BIGINT NOT NULL, dropped BIGINT NOT NULL, "
+        "error TEXT NOT NULL)"
+    ),
+    (
+        "CREATE TABLE deliveries (webhook TEXT NOT NULL, id TEXT NOT NULL, event TEXT NOT NULL, "
+        "created_ns BIGINT NOT NULL, due_ns BIGINT NOT NULL, attempts BIGINT NOT NULL, document TEXT NOT NULL, "
+        "PRIMARY KEY (webhook, id))"
+    ),
+    "CREATE INDEX deliveries_due ON deliveries (webhook, due_ns)",
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, document TEXT NOT NULL)",
+    "CREATE TABLE trigger_counts (name TEXT PRIMARY KEY, document TEXT NOT NULL)",
+    "CREATE TABLE trigger_charges (request TEXT PRIMARY KEY, document TEXT NOT NULL)",
+    "CREATE TABLE regressions_seen (series TEXT PRIMARY KEY, since_ns BIGINT NOT NULL)",
+    "CREATE TABLE job_statements (job TEXT PRIMARY KEY, said_ns BIGINT NOT NULL, batch BIGINT, document TEXT NOT NULL)",
+)
+
 _GUARD: Mapping[str, tuple[str, ...]] = {
     "sqlite": tuple(
         f"CREATE TRIGGER audit_no_{verb} BEFORE {verb} ON audit "
@@ -68,7 +87,7 @@ _GUARD: Mapping[str, tuple[str, ...]] = {
 }
 
 MIGRATIONS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    dialect: ((*_FIRST, *guard),) for dialect, guard in _GUARD.items()
+    dialect: ((*_FIRST, *guard), _TRIGGERS) for dialect, guard in _GUARD.items()
 }
 """Dialect -> steps; the number of a step is its place from 1 on."""
 

@@ -53,6 +53,24 @@ def test_the_rate_is_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None
     assert steps.per_second("2@1") is None
 
 
+def test_a_total_is_what_a_process_says_or_probes_have_counted_and_goes_on_with_its_pace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, steps = _Clock(monkeypatch), Steps()
+    for second in range(10):
+        clock.now += 1
+        steps.report("1@1", "job", 0, [0.1] * 8, total=100 + 8 * second)
+        steps.report("2@1", "job", 1, [0.1] * 8)  # does not say it
+        steps.count(StepsTaken("3@1", (8,) + (0,) * len(module._BOUNDS), 0.8, None, 8 * second), "job", 2)
+    assert (steps.total("1@1"), steps.total("2@1"), steps.total("3@1")) == (172, None, 72)
+    steps.report("1@1", "job", 0, [0.1] * 8)
+    assert steps.total("1@1") == 180
+    clock.now += 5
+    assert 180 + 5 * 4 < (steps.total("1@1") or 0) <= 180 + 5 * 9
+    steps.forget({"2@1"})
+    assert steps.total("1@1") is None
+
+
 def test_who_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, steps = _Clock(monkeypatch), Steps()
     steps.report("1@1", "job", 0, [0.1])

@@ -47,6 +47,64 @@ def test_all_begin_at_one_instant_of_their_own_clocks() -> None:
     assert request.start_ns > NOW + 2 * S + 40_000_000
 
 
+def by_step(*hosts: str, at_step: int = 0, wanted: Wanted = WANTED) -> FleetRequest:
+    request = FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted, start="step", at_step=at_step)
+    return planned(request, hosts, NOW)
+
+
+def stepping(steps: int | None, rate: float | None = 2.0, *, ready: bool = True) -> HostReport:
+    process = ArmedProcess(key="7@1", pid=7, rank=0, ready=ready, steps=steps, steps_per_second=rate)
+    return HostReport(state="armed", processes=[process], clock=ClockOffset(offset_ns=0, error_ns=1000, round_trips=16))
+
+
+def test_all_begin_with_one_step_that_lies_ahead_of_all() -> None:
+    request = reported(by_step("a", "b"), "a", stepping(100), NOW)
+    request = advanced(reported(request, "b", stepping(109), NOW + 4 * S), NOW + 4 * S)  # a is at 108 by then
+    assert (request.state, request.start_detail) == ("armed", "")
+    works = [work for host in "ab" if (work := work_of(request, host))]
+    assert {work.at_step for work in works} == {request.start_step}
+    # At 2 steps per second there is time for the way, a poll of each process and libkineto's own look.
+    assert 109 + 2 * 6 < request.start_step < 109 + 2 * 20
+    assert (request.start_ns - NOW - 4 * S) / S == pytest.approx((request.start_step - 109) / 2)
+
+
+def test_a_step_that_was_asked_for_is_taken_where_it_can_be() -> None:
+    request = advanced(reported(by_step("a", at_step=1000), "a", stepping(100), NOW), NOW)
+    assert (request.start_step, request.start_detail) == (1000, "")
+    assert request.start_ns == NOW + 450 * S
+    running = advanced(reported(request, "a", HostReport(state="running"), NOW), NOW + 449 * S)
+    assert running.state == "running", "nobody is late before it begins"
+    late = advanced(reported(by_step("a", at_step=101), "a", stepping(100), NOW), NOW)
+    assert late.start_step > 101
+    assert "step 101 is too near" in late.start_detail
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wanted", "why"),
+    [
+        (stepping(100), stepping(None), WANTED, "not all steps of rank 0 on b are known"),
+        (stepping(100), stepping(100, None), WANTED, "not all steps"),
+        (stepping(100), stepping(4000), WANTED, "rank 0 on a has made 100 steps, rank 0 on b 4000"),
+        (stepping(100), stepping(100), Wanted(job="j", duration_s=1.0), "only a timeline"),
+        (
+            stepping(100),
+            stepping(100),
+            Wanted(job="j", steps=3, profilers=("timeline", "telemetry")),
+            "only a timeline",
+        ),
+    ],
+    ids=["unknown", "pace", "differ", "duration", "profilers"],
+)
+def test_where_there_is_no_common_step_they_begin_at_an_instant(
+    first: HostReport, second: HostReport, wanted: Wanted, why: str
+) -> None:
+    request = reported(reported(by_step("a", "b", wanted=wanted), "a", first, NOW), "b", second, NOW)
+    request = advanced(request, NOW)
+    assert (request.state, request.start_step) == ("armed", 0)
+    assert why in request.start_detail
+    assert all((work := work_of(request, host)) and work.at_step == 0 and work.at_ns > NOW for host in "ab")
+
+
 def test_a_whole_trace_is_done() -> None:
     request = advanced(reported(asked("a"), "a", armed(), NOW), NOW)
     request = advanced(reported(request, "a", HostReport(state="running", targets=[target("a")]), NOW + S), NOW + S)

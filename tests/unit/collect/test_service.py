@@ -265,8 +265,10 @@ def test_too_many_requests_are_told_when_to_come_again(service: RunningService) 
 
 
 def test_the_client_refuses_addresses_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="address"):
-        FleetClient("ftp://x")
+    for url in ("ftp://x", "http://10.0.0.1:9466", "http://fleet.example.org", "https://u@x", "http://[::1"):
+        with pytest.raises(InputError) as refused:
+            FleetClient(url, "secret")  # which would go over a network
+        assert refused.value.slug == "wrong-address"
     with pytest.raises(InputError) as raised:
         upload(FleetClient("http://127.0.0.1:1", "x"), tmp_path)
     assert raised.value.slug == "no-inputs"

@@ -372,12 +372,14 @@ class HangsAnswer(HttpAnswer, frozen=True):
 class StepsBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """Steps that a job finished since it last told: durations in seconds, waits for data where it knows them.
 
-    `rank` counts where nothing else tells it.
+    `rank` counts where nothing else tells it. `total`: all steps since the process began, these among them, as PyTorch
+    counts them (those of its optimizer): traces of several ranks can then begin with one step.
     """
 
     steps: Annotated[list[Annotated[float, Meta(ge=0, le=1e6)]], Meta(max_length=100_000)] = []
     loader_wait_seconds: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     rank: Annotated[int, Meta(ge=0)] | None = None
+    total: Annotated[int, Meta(ge=0, le=2**53)] | None = None
 
 
 class StepsAnswer(HttpAnswer, frozen=True):

@@ -20,7 +20,8 @@ class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     """One trace of one process. Either `duration_ms` or `steps`; `start_ms` (since the epoch) 0: at once.
 
     `fallback_ms`: how long a trace by steps is where the process has not stepped yet: libkineto makes it one by time.
-    `round_up`: steps begin at a multiple of it, so that ranks that hear of it at different steps begin at the same one.
+    `start_step`: by the process's own count, of steps; one that has passed is the next. `round_up`: steps begin at a
+    multiple of it, so that ranks that hear of it at different steps begin at the same one.
     Memory snapshots have no key: on a CPU they make libkineto spin until the process ends.
     """
 
@@ -32,6 +33,7 @@ class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     fallback_ms: int = 0
     round_up: int = 1
     start_ms: int = 0
+    start_step: int = 0
     warmup_s: int = 0
     shapes: bool = False
     stacks: bool = False
@@ -60,7 +62,7 @@ class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         }
         if self.steps:
             lines |= {
-                "PROFILE_START_ITERATION": "0",
+                "PROFILE_START_ITERATION": str(max(0, int(self.start_step))),
                 "PROFILE_START_ITERATION_ROUNDUP": str(max(1, int(self.round_up))),
                 "ACTIVITIES_ITERATIONS": str(int(self.steps)),
             }

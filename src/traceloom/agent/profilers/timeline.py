@@ -57,7 +57,8 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
     """What a trace is to be. `steps_per_second` says how fast a process steps, None where nobody knows.
 
     `resumed`: the state in which an earlier agent left it, with the instant `start_ns` that it had named. `start`:
-    gives the instant at which all begin, once all are ready; None where there is only one.
+    gives the instant at which all begin, once all are ready; None where there is only one. `at_step`: the step with
+    which it begins, as PyTorch counts them; 0: with the next; `steps_made` says how many a process has made.
     """
 
     trace_id: str
@@ -78,6 +79,8 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
     attempt: int = 1
     steps_per_second: Callable[[str], float | None] = lambda _: None
     start: CommonStart | None = None
+    at_step: int = 0
+    steps_made: Callable[[str], int | None] = lambda _: None
 
     def name(self, attempt: int) -> str:
         """The file that the process writes at a try."""
@@ -217,8 +220,9 @@ class TimelineProfiler:
         self, process: Process, window: Window, seconds: float | None, attempt: int, resumed: State, until: float
     ) -> int | None:
         """Until the file has its name; when it was to begin, where an instant was named."""
-        name = self.order.name(attempt)
-        start_ns = self.order.start_ns
+        order = self.order
+        name = order.name(attempt)
+        start_ns = order.start_ns
         watch = _Watch(self.order.incoming, name)
         if watch.written():
             return start_ns
@@ -233,7 +237,9 @@ class TimelineProfiler:
             await self._deliver(process, window, configuration, start_ns, until)
         begin_s = max(0.0, (start_ns or 0) / 1e9 - time.time()) if start_ns else _USUAL_AHEAD_S
         if seconds is None:
-            begin_s = _SLOW_STEP_S
+            made, rate = order.steps_made(process.key), order.steps_per_second(process.key)
+            ahead = max(order.at_step - made, 0) if made is not None else 0
+            begin_s = _SLOW_STEP_S + (ahead / rate if rate else 0.0)
         await self._collected(process, watch, begin_s, seconds or self.order.most_seconds)
         return start_ns
 
@@ -246,6 +252,7 @@ class TimelineProfiler:
             duration_ms=0 if seconds is None else max(1, round(seconds * 1000)),
             steps=(window.steps or 0) if seconds is None else 0, fallback_ms=_FALLBACK_MS if seconds is None else 0,
             start_ms=0 if start_ns is None or seconds is None else start_ns // 1_000_000,
+            start_step=order.at_step if seconds is None else 0,
             shapes=order.shapes, stacks=order.stacks, flops=order.flops, modules=order.modules,
         )  # fmt: skip
 

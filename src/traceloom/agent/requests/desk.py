@@ -93,7 +93,7 @@ class RequestDesk:
 
     async def submit(
         self, wanted: Wanted, who: str, may_trace: Callable[[int], bool], *, trigger: Cause | None = None,
-        most_bytes: int | None = None,
+        most_bytes: int | None = None, at_step: int = 0,
     ) -> TraceRequest:  # fmt: skip
         """Take a request, write it down, and begin.
 
@@ -103,6 +103,7 @@ class RequestDesk:
             may_trace: Whether they may trace processes of a user.
             trigger: The rule that asks, where nobody does.
             most_bytes: Of each file that is kept, where that is less than the configuration allows.
+            at_step: With which step of each process it begins; 0: as `wanted` says. For timelines of steps alone.
 
         Raises:
             RequestError: `wrong-request`, `no-such-process`, `several-users`, `no-profiler`, `quota`, `too-much`,
@@ -125,7 +126,7 @@ class RequestDesk:
             )  # fmt: skip
         request = TraceRequest(
             id=secrets.token_hex(6), who=who, uid=uid, asked_ns=time.time_ns(), boot_id=self.boot_id, wanted=wanted,
-            trigger=trigger, most_bytes=most_bytes,
+            trigger=trigger, most_bytes=most_bytes, at_step=at_step,
         )  # fmt: skip
         request.targets = list(_targets(request, matching, self.config.host_name))
         loop = asyncio.get_running_loop()
@@ -315,7 +316,7 @@ class RequestDesk:
         }
         beside = any(target.profiler != "timeline" for target in open_targets)
         start = None
-        if len(traced) > 1 or beside or request.wanted.at_ns:
+        if not request.at_step and (len(traced) > 1 or beside or request.wanted.at_ns):
             start = CommonStart(waiting, request.wanted.at_ns)
             if not waiting:
                 start.leave("")
@@ -385,7 +386,8 @@ class RequestDesk:
             most_bytes=int(most.most_file_mb * 1e6), most_kept_bytes=int(most.most_mb_per_user * 1e6),
             most_result_bytes=request.most_bytes,
             resumed=target.state, start_ns=target.start_ns, attempt=target.attempt,
-            steps_per_second=self.steps.per_second, start=start if target.profiler == "timeline" else None,
+            at_step=request.at_step, steps_per_second=self.steps.per_second, steps_made=self.steps.total,
+            start=start if target.profiler == "timeline" else None,
         )  # fmt: skip
         tell = partial(self._tell, request, target)
         if target.profiler == "memory":

@@ -89,6 +89,7 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     """A request. `uid`: whose the processes are; `files`: what lies in its directory.
 
     `trigger`: None where somebody asked; `most_bytes`: of each file that is kept, None: as the configuration says.
+    `at_step`: with which step of each process it begins, by its own count; 0: as `wanted.at_ns` says.
     """
 
     id: str
@@ -101,6 +102,7 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     files: list[str] = []
     trigger: Cause | None = None
     most_bytes: int | None = None
+    at_step: int = 0
     done: bool = False  # all targets have ended, and capture.json says so
 
     @property

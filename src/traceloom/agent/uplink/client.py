@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import ipaddress
 import socket
 import ssl
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from traceloom.agent.uplink.messages import UplinkMessage
 from traceloom.errors import InputError, TraceloomError
+from traceloom.service_address import ServiceAddress
 
 Message = TypeVar("Message")
 _MOST_ANSWER = 16 << 20
@@ -31,46 +30,6 @@ class ServiceError(TraceloomError):
         self.status = status
 
 
-class ServiceAddress(msgspec.Struct, frozen=True):
-    """Where a service is: `https://host:port/prefix`; without TLS on loopback alone."""
-
-    host: str
-    port: int
-    prefix: str
-    tls: bool
-
-    @classmethod
-    def of(cls, url: str) -> ServiceAddress:
-        """Read a URL.
-
-        Raises:
-            InputError: `wrong-config`: it is no such URL, or leads over a network without TLS.
-        """
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError as error:
-            raise InputError(f"`{url}` is no address: {error}", slug="wrong-config") from error
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.query:
-            raise InputError(f"`{url}` is no address, as https://fleet.example:8443", slug="wrong-config")
-        tls = parts.scheme == "https"
-        if not tls and not _is_loopback(parts.hostname):
-            raise InputError(
-                f"`{url}` would send credentials over a network that others can listen to", slug="wrong-config",
-                hint="use https://",
-            )  # fmt: skip
-        return cls(parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 class ServiceClient:
     """Asks a service; used by one thread at a time.
 
@@ -81,7 +40,7 @@ class ServiceClient:
         timeout_s: How long an answer may take.
 
     Raises:
-        InputError: `wrong-config`, as of `ServiceAddress.of`, or the certificates cannot be read.
+        InputError: `wrong-address`, as of `ServiceAddress.of`; `wrong-config`: the certificates cannot be read.
     """
 
     def __init__(self, url: str, *, ca: str = "", credential: str = "", timeout_s: float = 10.0) -> None:
@@ -165,11 +124,7 @@ class ServiceClient:
 
     def _exchange(self, method: str, route: str, body: object, headers: dict[str, str]) -> tuple[int, bytes]:
         if self._connection is None:
-            host, port = self.address.host, self.address.port
-            if self._tls is not None:
-                self._connection = http.client.HTTPSConnection(host, port, timeout=self.timeout_s, context=self._tls)
-            else:
-                self._connection = http.client.HTTPConnection(host, port, timeout=self.timeout_s)
+            self._connection = self.address.connection(self.timeout_s, self._tls)
         self._connection.request(method, f"{self.address.prefix}/api/v1/{route}", body or None, headers)  # type: ignore[arg-type]
         response = self._connection.getresponse()
         answer = response.read(_MOST_ANSWER + 1)

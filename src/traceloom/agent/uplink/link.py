@@ -60,6 +60,7 @@ _LOOK_S = 0.5
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 _MOST_UPLOADS = 3  # of a request's files, before the host gives up
 _IMPORTED_NS = 15_000_000_000  # after its first poll a process has imported PyTorch, where nobody sees it step
+_TELL_STEPS_S = 2.0  # where a common step is looked for: counts go on
 _ARM_S = 20.0  # for a process to appear that the service says is here
 
 
@@ -239,12 +240,13 @@ class Uplink:
         )  # fmt: skip
 
     def _process(self, process: Process) -> HostProcess:
-        owner = process.owner
+        owner, pace = process.owner, self.desk.steps.pace(process.key)
         return HostProcess(
             key=process.key, pid=process.pid, uid=process.uid, job=owner.job, job_name=owner.name,
             scheduler=owner.scheduler, rank=owner.rank, world_size=owner.world_size, user=owner.user,
             account=owner.account, framework=owner.framework, labels=owner.labels, devices=process.devices,
-            steps_per_second=process.steps_per_second, polls=process.key in self.desk.registry.clients,
+            steps_per_second=process.steps_per_second, steps=None if pace is None else pace.steps,
+            polls=process.key in self.desk.registry.clients,
         )  # fmt: skip
 
     # Work.
@@ -281,7 +283,7 @@ class Uplink:
     async def _until_started(self, request: str) -> HostReport | None:
         """Say which processes there are and which are ready, until it is to start; a report where it never does."""
         before: HostReport | None = None
-        until = time.monotonic() + _ARM_S
+        told, until = 0.0, time.monotonic() + _ARM_S
         while (work := self._work.get(request)) is not None:
             if work.step == "start" or self._of_desk(request) is not None:
                 return None
@@ -298,7 +300,7 @@ class Uplink:
                     ArmedProcess(
                         key=process.key, pid=process.pid, job=process.owner.job, rank=process.owner.rank,
                         ready=_is_ready(process, clients.get(process.key)),
-                        steps_per_second=process.steps_per_second,
+                        steps_per_second=process.steps_per_second, steps=self.desk.steps.total(process.key),
                     )
                     for process in matching
                 ],
@@ -307,9 +309,10 @@ class Uplink:
             changed = before is None or [(of.key, of.ready) for of in armed.processes] != [
                 (of.key, of.ready) for of in before.processes
             ]
-            if matching and changed:
+            old = work.start == "step" and time.monotonic() > told + _TELL_STEPS_S
+            if matching and (changed or old):
                 await self._report(request, armed)
-                before = armed
+                before, told = armed, time.monotonic()
             await asyncio.sleep(_LOOK_S)
         return HostReport(state="cancelled", reason="cancelled", detail="the service wants it no more")
 
@@ -318,8 +321,8 @@ class Uplink:
         traced = self._of_desk(request)
         if traced is None:
             work = self._work[request]
-            wanted = msgspec.structs.replace(work.wanted, at_ns=work.at_ns)
-            traced = await self.desk.submit(wanted, _who(request), self._may_trace)
+            wanted = msgspec.structs.replace(work.wanted, at_ns=0 if work.at_step else work.at_ns)
+            traced = await self.desk.submit(wanted, _who(request), self._may_trace, at_step=work.at_step)
         async for now in self.desk.changes(traced):
             await self._report(request, HostReport(state="running", targets=now.targets))
         if not any(target.state == "kept" for target in traced.targets):

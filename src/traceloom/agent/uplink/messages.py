@@ -22,6 +22,7 @@ Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 # What a host is to do next for a request, and how far it is.
 WorkStep = Literal["arm", "start"]
+StartBy = Literal["instant", "step"]
 HostState = Literal["armed", "running", "uploading", "uploaded", "failed", "cancelled"]
 HOST_ENDED = frozenset({"uploaded", "failed", "cancelled"})
 # Whose a device was: a job's that used it, a job's that did not, nobody's; or it could not be read.
@@ -68,7 +69,10 @@ class HostDevice(UplinkMessage, frozen=True, kw_only=True):
 
 
 class HostProcess(UplinkMessage, frozen=True, kw_only=True):
-    """A process that matters; "" and null: not known. `polls`: it is prepared for traces on demand."""
+    """A process that matters; "" and null: not known. `polls`: it is prepared for traces on demand.
+
+    `steps`: that it made since its agent heard of it.
+    """
 
     key: Name
     pid: Whole
@@ -84,6 +88,7 @@ class HostProcess(UplinkMessage, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     devices: tuple[str, ...] = ()
     steps_per_second: float | None = None
+    steps: Whole | None = None
     polls: bool = False
 
 
@@ -128,13 +133,16 @@ class HostWork(UplinkMessage, frozen=True, kw_only=True):
     """What a host is to do for a request, now.
 
     `arm`: find the processes and say when they are ready. `start`: begin at `at_ns` (of the host's clock; 0: at once),
-    and upload what is kept. Work that is offered no more is stopped. `wanted.at_ns` is not used.
+    and upload what is kept; or with the step `at_step` of each process, where that is not 0. Work that is offered no
+    more is stopped. `wanted.at_ns` is not used. `start`: with what it is to begin, if that can be.
     """
 
     request: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
     step: WorkStep
     wanted: Wanted
+    start: StartBy = "instant"
     at_ns: Whole = 0
+    at_step: Whole = 0
 
 
 class WorkAnswer(UplinkMessage, frozen=True, kw_only=True):
@@ -151,7 +159,10 @@ class ReportAnswer(UplinkMessage, frozen=True, kw_only=True):
 
 
 class ArmedProcess(UplinkMessage, frozen=True, kw_only=True):
-    """A process that a request is about. `ready`: it polls; its profiler can begin."""
+    """A process that a request is about. `ready`: it polls; its profiler can begin.
+
+    `steps`: that it made since it began, as it says itself or probes have counted; null: nobody has counted all.
+    """
 
     key: Name
     pid: Whole
@@ -159,6 +170,7 @@ class ArmedProcess(UplinkMessage, frozen=True, kw_only=True):
     rank: Whole | None = None
     ready: bool = True
     steps_per_second: float | None = None
+    steps: Whole | None = None
 
 
 class HostFile(UplinkMessage, frozen=True, kw_only=True):

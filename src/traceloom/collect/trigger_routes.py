@@ -1,0 +1,92 @@
+"""The routes for triggers: rules of the fleet, what they did, and why they did not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from traceloom.agent.http.answers import HttpAnswer, RequestError
+from traceloom.agent.triggers.store import Fired, Refused
+from traceloom.collect.routes import FleetAsked, FleetRoute
+from traceloom.collect.trigger_rules import on
+from traceloom.collect.triggers import FleetTriggers
+from traceloom.errors import InputError
+
+
+class FleetTriggersBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """All rules, as TOML; they take the place of those before."""
+
+    toml: Annotated[str, Meta(max_length=200_000)]
+
+
+class FleetTriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule, what it did since it is there, and why it last did not. null: never."""
+
+    name: str
+    on: str
+    target: str
+    cooldown_seconds: float
+    fired: int
+    refusals: dict[str, int]
+    kept_bytes: int
+    last: Fired | None
+    last_refusal: Refused | None
+
+
+class FleetTriggersAnswer(HttpAnswer, frozen=True):
+    """All rules, the text that they were set by, and what may still be spent of the budget of 24 hours."""
+
+    toml: str
+    rules: list[FleetTriggerAnswer]
+    traces_per_day: int
+    traces_left: int
+    bytes_per_day: int
+    bytes_left: int
+    share: float
+    trouble: str
+
+
+def _answer(triggers: FleetTriggers) -> FleetTriggersAnswer:
+    now_ns, ledger = triggers.desk.clock(), triggers.ledger
+    rules = [
+        FleetTriggerAnswer(
+            name=name, on=on(rule), target=rule.target, cooldown_seconds=rule.cooldown, fired=counts.fired,
+            refusals=dict(counts.refusals), kept_bytes=counts.kept_bytes, last=counts.last,
+            last_refusal=counts.last_refusal,
+        )
+        for name, rule in triggers.rules.items()
+        for counts in (triggers.counts[name],)
+    ]  # fmt: skip
+    return FleetTriggersAnswer(
+        toml=triggers.text, rules=rules, traces_per_day=ledger.budget.traces_per_day,
+        traces_left=ledger.traces_left(now_ns), bytes_per_day=int(ledger.budget.mb_per_day * 1e6),
+        bytes_left=max(ledger.bytes_left(now_ns), 0), share=ledger.budget.share, trouble=triggers.trouble,
+    )  # fmt: skip
+
+
+async def _triggers(asked: FleetAsked) -> FleetTriggersAnswer:
+    return _answer(asked.triggers())
+
+
+async def _set(asked: FleetAsked) -> FleetTriggersAnswer:
+    body, triggers = await asked.body(FleetTriggersBody), asked.triggers()
+    try:
+        await triggers.set_rules(body.toml)
+    except InputError as error:
+        raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+    await asked.note(rules=", ".join(triggers.rules))
+    return _answer(triggers)
+
+
+TRIGGER_ROUTES = (
+    FleetRoute(
+        path="/api/v1/triggers", summary="Rules by which jobs are traced though nobody asks, and what they did",
+        answers=_triggers, answer=FleetTriggersAnswer, refuses=(503,),
+    ),
+    FleetRoute(
+        path="/api/v1/triggers", summary="Set all rules", answers=_set, answer=FleetTriggersAnswer, method="PUT",
+        body=FleetTriggersBody, role="operator", refuses=(400, 403, 503),
+    ),
+)  # fmt: skip
