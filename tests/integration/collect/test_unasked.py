@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -107,7 +108,7 @@ def test_ranks_of_a_loop_ask_for_one_trace_and_say_what_the_job_is(service: Runn
         request for request in service.client().get("requests")["requests"] if request["wanted"]["job"] == "train"
     ]
     assert [[f"{request['id']} \n" for request in requests]] * 2 == [[out] for out, _ in asked], asked
-    assert (requests[0]["who"], requests[0]["wanted"]["steps"]) == ("local", 2)
+    assert (requests[0]["who"], requests[0]["wanted"]["steps"]) == (f"local@{socket.gethostname()}", 2)
     tables = Tables(str(service.folder / "store"))
     rows = until(lambda: tables.scan("jobs").collect().to_dicts())
     assert [(row["job"], row["model"], row["product"], row["user"], row["framework"]) for row in rows] == [

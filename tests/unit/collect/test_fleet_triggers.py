@@ -248,7 +248,7 @@ def committed(stores: Stores, first: int, last: int, slower_from: int) -> None:
         task = stores.state.claim("me", 60)
         assert task is not None
         stores.state.advance(task.id, "me", "analysed")
-    batch = stores.state.open_batch(1000)
+    batch = stores.state.open_batch(1000, "term")
     assert batch is not None
     frames = {name: frame[first:last] for name, frame in rows(last, slower_from).items()}
     stores.tables.commit("captures", batch.number, frames)

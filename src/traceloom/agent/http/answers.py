@@ -398,7 +398,8 @@ class RequestAnswer(HttpAnswer, frozen=True):
     """A request for traces: what was `wanted`, how far each target is, and the files that are there.
 
     States: queued, delivered, accepted, written, verified, kept; failed, cancelled. `done`: nothing changes any more.
-    `trigger`: the rule that asked, null where somebody did; `most_bytes`: of each file, null: as usual.
+    `trigger`: the rule that asked, null where somebody did; `most_bytes`: of each file, null: as usual; `at_step`: with
+    which step of each process it begins, 0: as `wanted` says.
     """
 
     id: str
@@ -411,6 +412,7 @@ class RequestAnswer(HttpAnswer, frozen=True):
     files: list[str]
     trigger: Cause | None
     most_bytes: int | None
+    at_step: int
     done: bool
 
 
