@@ -239,7 +239,8 @@ class HostDesk:
             )  # fmt: skip
         now_ns = self.clock()
         request = FleetRequest(id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted)
-        request = planned(request, matching, now_ns)
+        ranks = {host: {of.rank for of in processes} - {None} for host, processes in matching.items()}
+        request = planned(request, ranks, now_ns)
         try:
             await self.put(request)
         except TraceloomError:  # who asks hears so, and asks again

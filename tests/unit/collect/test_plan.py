@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -17,7 +18,9 @@ WANTED = Wanted(job="j", steps=3)
 
 
 def asked(*hosts: str, wanted: Wanted = WANTED) -> FleetRequest:
-    return planned(FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted), hosts, NOW)
+    return planned(
+        FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted), dict.fromkeys(hosts, (0, 1, 2, 7)), NOW
+    )
 
 
 def target(host: str, state: str = "kept", rank: int = 0) -> Target:
@@ -74,7 +77,7 @@ def test_a_host_that_is_late_is_left_out_and_named() -> None:
     assert request.state == "stitching"
     request = analysed(stitched(request, "c1", NOW), NOW)
     assert request.state == "partial"
-    assert request.detail == "b: it did not say in time that it is ready"
+    assert request.detail == "b (ranks 0-2, 7): it did not say in time that it is ready"
 
 
 def test_a_rank_that_failed_makes_it_partial() -> None:
@@ -134,5 +137,5 @@ def test_whatever_hosts_do_it_ends_and_says_who_is_missing(seed: int) -> None:
     uploaded = {name for name, progress in request.hosts.items() if progress.state == "uploaded"}
     assert request.state == ("done" if uploaded == set(names) else "partial" if uploaded else "failed")
     for name in names:
-        assert (f"{name}: " in request.detail) == (name not in uploaded)
+        assert (re.search(rf"{name} \(rank[^)]*\): ", request.detail) is not None) == (name not in uploaded)
         assert request.hosts[name].ended
