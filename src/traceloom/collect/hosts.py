@@ -48,7 +48,7 @@ from traceloom.collect.plan import (
     sent_again,
     work_of,
 )
-from traceloom.errors import TraceloomError
+from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.database import secret_hash
 from traceloom.store.state import State
 
@@ -336,6 +336,7 @@ class HostDesk:
         """Take a file that a host has said; it counts only whole.
 
         Raises:
+            OutputError: `cannot-write`: there is no room for it.
             RequestError: `no-such-request`; `no-such-file`: it was not said; `wrong-file`: it is another than was said.
         """
         files = {file.name: file for file in self._progress(host, request).files}
@@ -343,10 +344,10 @@ class HostDesk:
             raise RequestError(404, f"the host did not say that it has a file `{name}`", slug="no-such-file")
         file = files[name]
         folder = self.incoming / request / host
-        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
         part = folder / f".{name}.{secrets.token_hex(4)}"
         digest, size = hashlib.sha256(), 0
         try:
+            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
             with part.open("xb") as target:
                 async for piece in content:
                     size += len(piece)
@@ -357,6 +358,9 @@ class HostDesk:
             if size != file.bytes or digest.hexdigest() != file.sha256:
                 raise RequestError(400, f"`{name}` is not what the host said that it is", slug="wrong-file")
             await asyncio.to_thread(part.replace, folder / name)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise OutputError(f"the file cannot be kept: {reason}", slug="cannot-write", where=name) from error
         finally:
             part.unlink(missing_ok=True)
 

@@ -30,6 +30,8 @@ _LEAD_NS = 6 * _S
 _READY_NS = 120 * _S  # that a host waits for processes to be ready, beyond the instant
 _DRAIN_NS = 120 * _S  # for files to be written and verified
 _UPLOAD_NS = 900 * _S
+# Of a clock that is believed: one that begins anew in 1970 is, and no round trip of an agent takes twice the error.
+_MOST_OFFSET_NS, _MOST_ERROR_NS = 100 * 365 * 86_400 * _S, 10 * _S
 _MOST_RUNS = 8  # of ranks that are named
 _LONGEST_STEP_S = 60.0  # where nobody knows how long the steps of a job take
 
@@ -96,10 +98,13 @@ def reported(request: FleetRequest, host: str, report: HostReport, now_ns: int) 
     before = request.hosts[host]
     if before.ended or request.ended:
         return request
+    clock = report.clock
+    if clock is not None and (abs(clock.offset_ns) > _MOST_OFFSET_NS or clock.error_ns > _MOST_ERROR_NS):
+        clock = None  # all would wait for it, or the capture would lie in no time that there is
     progress = HostProgress(
         state=report.state, since_ns=before.since_ns if report.state == before.state else now_ns, reason=report.reason,
         detail=report.detail, processes=report.processes or before.processes, targets=report.targets or before.targets,
-        files=report.files or before.files, clock=report.clock or before.clock, at_ns=before.at_ns, ranks=before.ranks,
+        files=report.files or before.files, clock=clock or before.clock, at_ns=before.at_ns, ranks=before.ranks,
     )  # fmt: skip
     return replace(request, hosts={**request.hosts, host: progress})
 

@@ -50,6 +50,21 @@ def test_all_begin_at_one_instant_of_their_own_clocks() -> None:
     assert request.start_ns > NOW + 2 * S + 40_000_000
 
 
+@pytest.mark.parametrize(
+    ("offset_ns", "error_ns"), [(0, 2**62), (2**62, 0), (-(2**63), 5)], ids=["unsure", "ahead", "behind"]
+)
+def test_a_clock_that_cannot_be_holds_nobody_up(offset_ns: int, error_ns: int) -> None:
+    request = reported(asked("a", "b"), "a", armed(offset_ns=offset_ns, error_ns=error_ns), NOW)
+    request = advanced(reported(request, "b", armed(offset_ns=3600 * S), NOW), NOW)
+    assert NOW < request.start_ns < NOW + 30 * S
+    works = {host: work_of(request, host) for host in "ab"}
+    # The one that cannot be is taken as right; an hour is what a clock may be off.
+    assert {host: work.at_ns for host, work in works.items() if work is not None} == {
+        "a": request.start_ns, "b": request.start_ns - 3600 * S
+    }  # fmt: skip
+    assert request.hosts["a"].clock is None
+
+
 def test_a_whole_trace_is_done() -> None:
     request = advanced(reported(asked("a"), "a", armed(), NOW), NOW)
     request = advanced(reported(request, "a", HostReport(state="running", targets=[target("a")]), NOW + S), NOW + S)
