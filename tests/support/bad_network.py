@@ -1,8 +1,14 @@
-"""A proxy before a server on loopback, on which some answers are late, refused, cut off, or lost after the deed."""
+"""A proxy before a server on loopback, on which some answers are late, refused, cut off, or lost after the deed.
+
+`PORT FAULT,FAULT,...` runs it: a process, as deltalake keeps Python's lock while it waits for an answer. It prints its
+own port, and the number of its faults when its input ends.
+"""
 
 from __future__ import annotations
 
 import http.client
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -33,8 +39,18 @@ class BadNetwork:
 
 
 @contextmanager
-def bad_network(port: int, faults: tuple[Fault, ...]) -> Iterator[tuple[int, BadNetwork]]:
-    """A proxy before `127.0.0.1:port`; its own port and what it deals out, again and again."""
+def bad_network(port: int, faults: tuple[Fault, ...]) -> Iterator[int]:
+    """A proxy before `127.0.0.1:port`, that deals out faults again and again; its own port."""
+    command = [sys.executable, __file__, str(port), ",".join(faults)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        text, _ = process.communicate()
+        assert int(text) > 0, "nothing went wrong"
+
+
+def main(port: int, faults: tuple[Fault, ...]) -> None:
+    """Be the proxy until the input ends."""
     network = BadNetwork(port, faults)
 
     class Proxy(BaseHTTPRequestHandler):
@@ -75,18 +91,19 @@ def bad_network(port: int, faults: tuple[Fault, ...]) -> Iterator[tuple[int, Bad
             if cut:
                 self.close_connection = True
 
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
-
         def log_message(self, *_arguments: object) -> None:
             """Nothing: the test says what went wrong."""
 
+    for method in ("GET", "PUT", "POST", "DELETE", "HEAD"):
+        setattr(Proxy, f"do_{method}", Proxy.handle_any)
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
     proxy.daemon_threads = True
-    thread = threading.Thread(target=proxy.serve_forever)
-    thread.start()
-    try:
-        yield proxy.server_address[1], network
-    finally:
-        proxy.shutdown()
-        thread.join()
-        proxy.server_close()
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    sys.stdout.write(f"{proxy.server_address[1]}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    sys.stdout.write(f"{network.dealt}\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), tuple(sys.argv[2].split(",")))  # type: ignore[arg-type]

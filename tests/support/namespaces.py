@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +59,14 @@ class Network:
     def on(self, name: str, command: Sequence[str]) -> list[str]:
         """A command that runs on a host, or on `hub`."""
         return ["ip", "netns", "exec", f"{self.prefix}-{name}", *command]
+
+    def kill(self, name: str) -> None:
+        """End every process of a host, until there is none."""
+        question = ["ip", "netns", "pids", f"{self.prefix}-{name}"]
+        while pids := subprocess.run(question, check=True, capture_output=True).stdout.split():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
     def close(self) -> None:
         """Take all of it away; processes in there have ended."""

@@ -122,7 +122,11 @@ class Host:
         )
         self.launcher: subprocess.Popen[bytes] | None = None
         self.client = AgentClient(folder / "socket", 30)
-        until(self._answers)
+        try:
+            until(self._answers, 180)
+        except BaseException:
+            self.close()
+            raise
 
     def _answers(self) -> bool:
         assert self.agent.poll() is None, (self.folder / "log").read_text()
@@ -143,11 +147,12 @@ class Host:
         )  # fmt: skip
 
     def close(self) -> None:
-        if self.launcher is not None:
-            os.killpg(self.launcher.pid, signal.SIGKILL)
-            self.launcher.wait(60)
-        self.agent.send_signal(signal.SIGKILL)  # an end in order needs sleeps, which fail under libfaketime
-        self.agent.wait(60)
+        # All that runs there: ranks are in sessions of their own, and an end in order needs sleeps, which fail where
+        # the clock is shifted.
+        self.network.kill(self.name)
+        for process in (self.launcher, self.agent):
+            if process is not None:
+                process.wait(60)
         self.log.close()
         shutil.rmtree(self.short, ignore_errors=True)
 
@@ -179,14 +184,15 @@ def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
         ahead_ns = 3_000_000_000 if host["host"] == "node2" else 0
         # Service and hosts are this machine: what is left is what the error says, and what libfaketime rounds.
         assert abs(host["clock_offset_ns"] + ahead_ns) <= host["clock_error_ns"] + 1_000_000
-    # Where a machine is so busy that a rank misses the instant it is traced later, alone: that is tried again here.
+    # Where a machine is so busy that a host or rank misses the instant, it is tried again here.
     for number in range(4):
         output = tmp_path / f"job{number}"
         words = ["trace", "--job", JOB, "--steps", "3", "--profilers", "timeline,telemetry", "-o", str(output)]
-        request = json.loads(fleet.run(*words, "--json", codes=(0, PARTIAL)))
-        targets = json.loads((output / "capture.json").read_text())["request"]["targets"]
-        if request["state"] == "done" and all(target["attempt"] == 1 for target in targets):
-            break
+        request = json.loads(fleet.run(*words, "--json", codes=(0, PARTIAL, FAILED)))
+        if request["state"] == "done":
+            targets = json.loads((output / "capture.json").read_text())["request"]["targets"]
+            if all(target["attempt"] == 1 for target in targets):
+                break
     assert (request["state"], request["detail"]) == ("done", "")
     assert {host["host"]: host["state"] for host in request["hosts"]} == {"node1": "uploaded", "node2": "uploaded"}
 
@@ -213,18 +219,7 @@ def test_a_host_whose_link_is_cut_is_missing_by_name_and_comes_back(fleet: Servi
     words = ["trace", "--job", JOB, "--duration", "2s", "--profilers", "timeline"]
     command = fleet.network.on("hub", [sys.executable, "-m", "traceloom", *words, "--json", "--server", fleet.url])
     for _ in range(3):  # on a machine that is busy the other host may be too late as well
-        ended = {request["id"] for request in fleet.ask("requests")["requests"]}
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=fleet.environment
-        ) as asking:
-            request = until(
-                lambda: [of for of in fleet.ask("requests")["requests"] if of["id"] not in ended and of["start_ns"]]
-            )[0]
-            until(lambda: time.time_ns() > request["start_ns"] + 500_000_000)  # noqa: B023
-            fleet.network.link("node2", "down")
-            text, _ = asking.communicate(timeout=180)
-        fleet.network.link("node2", "up")
-        result = json.loads(text)
+        result = _cut_meanwhile(fleet, command)
         if result["state"] == "partial":
             break
     assert re.match(r"node2 \(rank 1\): it did not end in time", result["detail"]), result
@@ -235,3 +230,20 @@ def test_a_host_whose_link_is_cut_is_missing_by_name_and_comes_back(fleet: Servi
     while "done" not in states and len(states) < 4:
         states.append(json.loads(fleet.run(*words, "--json", codes=(0, PARTIAL, FAILED)))["state"])
     assert states[-1] == "done", states
+
+
+def _cut_meanwhile(fleet: Service, command: list[str]) -> dict[str, Any]:
+    """The result of a request, during whose trace the link of the second host was cut; it is mended again."""
+    before = {request["id"] for request in fleet.ask("requests")["requests"]}
+
+    def begun() -> int:
+        return max((of["start_ns"] for of in fleet.ask("requests")["requests"] if of["id"] not in before), default=0)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=fleet.environment) as asking:
+        start_ns = until(begun)
+        until(lambda: time.time_ns() > start_ns + 500_000_000)
+        fleet.network.link("node2", "down")
+        text, _ = asking.communicate(timeout=180)
+    fleet.network.link("node2", "up")
+    result: dict[str, Any] = json.loads(text)
+    return result
