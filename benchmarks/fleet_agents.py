@@ -8,6 +8,7 @@ processor time and memory, and how long all hosts take to hear of a request for 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -30,6 +31,7 @@ from traceloom.agent.uplink.messages import (
     WorkAnswer,
 )
 from traceloom.collect.client import FleetClient
+from traceloom.errors import TraceloomError
 from traceloom.store.state import State
 
 DEVICES, BEAT_S, POLL_S = 8, 10.0, 30
@@ -124,7 +126,9 @@ class Agent:
         return Heartbeat(
             sent_ns=time.time_ns(), boot_id="8d4f5a5e-31d4-4d0e-9ad5-1d6c3b6c4a4e", version="0.2.0", usage=usage,
             clock=CLOCK,
-            devices=[HostDevice(uuid=self._device(at), index=str(at), model=MODEL, values=values) for at in range(DEVICES)],
+            devices=[
+                HostDevice(uuid=self._device(at), index=str(at), model=MODEL, values=values) for at in range(DEVICES)
+            ],
             processes=[
                 HostProcess(
                     key=f"{1000 + at}@77", pid=1000 + at, uid=1000, job=JOB, job_name="train", scheduler="slurm",
@@ -148,7 +152,14 @@ def memory_mb(pid: int) -> float:
 async def measured(port: int, pid: int, client: FleetClient, agents: int, seconds: float) -> dict[str, float]:
     """What the service costs, and how long hosts take to hear of a request, and then of its common instant."""
     heard: dict[str, list[float]] = {"arm": [], "start": []}
-    hosts = [Agent(port, number, lambda step: heard[step].append(time.monotonic())) for number in range(agents)]
+    all_begin = asyncio.Event()
+
+    def hears(step: str) -> None:
+        heard[step].append(time.monotonic())
+        if len(heard["start"]) == agents:
+            all_begin.set()
+
+    hosts = [Agent(port, number, hears) for number in range(agents)]
     tasks = [asyncio.create_task(loop) for host in hosts for loop in (host.beat_for_ever(), host.poll_for_ever())]
     await asyncio.wait(tasks, timeout=1.5 * BEAT_S, return_when=asyncio.FIRST_EXCEPTION)  # all have come
     before, began = cpu_s(pid), time.monotonic()
@@ -160,8 +171,8 @@ async def measured(port: int, pid: int, client: FleetClient, agents: int, second
     wanted = {"job": JOB, "steps": 3}
     before, began = cpu_s(pid), time.monotonic()
     await asyncio.to_thread(client.post, "requests", {"wanted": wanted})
-    while len(heard["start"]) < agents and time.monotonic() - began < 60:
-        await asyncio.sleep(0.01)
+    with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+        await asyncio.wait_for(all_begin.wait(), 60)
     times = {step: max(times) - began if len(times) == agents else float("inf") for step, times in heard.items()}
     result = {
         "share": share, "memory": memory, "woken": times["arm"], "started": times["start"],
@@ -194,7 +205,7 @@ def agents_of_fleet(folder: Path, agents: int, seconds: float) -> dict[str, floa
                 try:
                     client.get("hosts")
                     break
-                except Exception:
+                except TraceloomError:  # it does not lead yet
                     time.sleep(0.2)
             return asyncio.run(measured(port, service.pid, client, agents, seconds))
         finally:

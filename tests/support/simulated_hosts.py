@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -128,10 +129,10 @@ class SimulatedHost:
         """Send some of its files."""
         for file in self.files:
             if file.name in names:
-                route = f"agents/{self.name}/requests/{request}/files/{file.name}"
-                self.ask(
-                    lambda client, route=route, file=file: client.put_file(route, self.folder / file.name, file.bytes)
-                )  # type: ignore[misc]
+                self.ask(partial(self._put, f"agents/{self.name}/requests/{request}/files/{file.name}", file))
+
+    def _put(self, route: str, file: HostFile, client: ServiceClient) -> None:
+        client.put_file(route, self.folder / file.name, file.bytes)
 
     def upload(self, request: str) -> None:
         """Send what is missing, and say that it is all there."""

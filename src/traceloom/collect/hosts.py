@@ -50,7 +50,7 @@ from traceloom.collect.plan import (
     work_of,
 )
 from traceloom.collect.telling import fleet_event
-from traceloom.errors import TraceloomError
+from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.database import secret_hash
 from traceloom.store.state import State
 from traceloom.store.webhook_state import FleetEvent
@@ -268,7 +268,8 @@ class HostDesk:
             id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted, trigger=trigger, start=start,
             at_step=at_step, earliest_ns=now_ns + int(after_s * 1e9) if after_s else 0, mark=mark,
         )  # fmt: skip
-        request = planned(request, matching, now_ns)
+        ranks = {host: {of.rank for of in processes} - {None} for host, processes in matching.items()}
+        request = planned(request, ranks, now_ns)
         try:
             await self.put(request)
         except TraceloomError:  # who asks hears so, and asks again
@@ -364,6 +365,7 @@ class HostDesk:
         """Take a file that a host has said; it counts only whole.
 
         Raises:
+            OutputError: `cannot-write`: there is no room for it.
             RequestError: `no-such-request`; `no-such-file`: it was not said; `wrong-file`: it is another than was said.
         """
         files = {file.name: file for file in self._progress(host, request).files}
@@ -371,10 +373,10 @@ class HostDesk:
             raise RequestError(404, f"the host did not say that it has a file `{name}`", slug="no-such-file")
         file = files[name]
         folder = self.incoming / request / host
-        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
         part = folder / f".{name}.{secrets.token_hex(4)}"
         digest, size = hashlib.sha256(), 0
         try:
+            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
             with part.open("xb") as target:
                 async for piece in content:
                     size += len(piece)
@@ -385,6 +387,9 @@ class HostDesk:
             if size != file.bytes or digest.hexdigest() != file.sha256:
                 raise RequestError(400, f"`{name}` is not what the host said that it is", slug="wrong-file")
             await asyncio.to_thread(part.replace, folder / name)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise OutputError(f"the file cannot be kept: {reason}", slug="cannot-write", where=name) from error
         finally:
             part.unlink(missing_ok=True)
 

@@ -40,12 +40,20 @@ _STEP_LEAD_S = 12.0  # the same where all begin with a step: no clock says when,
 _READY_NS = 120 * _S  # that a host waits for processes to be ready, beyond the instant
 _DRAIN_NS = 120 * _S  # for files to be written and verified
 _UPLOAD_NS = 900 * _S
+# Of a clock that is believed: one that begins anew in 1970 is, and no round trip of an agent takes twice the error.
+_MOST_OFFSET_NS, _MOST_ERROR_NS = 100 * 365 * 86_400 * _S, 10 * _S
+_MOST_RUNS = 8  # of ranks that are named
 _LONGEST_STEP_S = 60.0  # where nobody knows how long the steps of a job take
 
 
 class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a host is. `state` is "" until it has said something; `since_ns`, `heard_ns`: by the service's clock."""
+    """How far a host is.
 
+    `state` is "" until it has said something; `since_ns`, `heard_ns`: by the service's clock; `ranks`: that it had when
+    it was asked.
+    """
+
+    ranks: tuple[int, ...] = ()
     state: str = ""
     since_ns: int = 0
     heard_ns: int = 0
@@ -98,9 +106,9 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in FLEET_ENDED
 
 
-def planned(request: FleetRequest, hosts: Iterable[str], now_ns: int) -> FleetRequest:
-    """The request with the hosts that have processes of it."""
-    chosen = {host: HostProgress(since_ns=now_ns) for host in sorted(hosts)}
+def planned(request: FleetRequest, hosts: Mapping[str, Iterable[int]], now_ns: int) -> FleetRequest:
+    """The request with the hosts that have processes of it, and their ranks as far as they are known."""
+    chosen = {host: HostProgress(since_ns=now_ns, ranks=tuple(sorted(hosts[host]))) for host in sorted(hosts)}
     if not chosen:
         return _to(request, "failed", now_ns, "no-such-job", "no host of the fleet has such processes")
     return _to(replace(request, hosts=chosen), "announced", now_ns)
@@ -111,10 +119,14 @@ def reported(request: FleetRequest, host: str, report: HostReport, now_ns: int) 
     before = request.hosts[host]
     if before.ended or request.ended:
         return request
+    clock = report.clock
+    if clock is not None and (abs(clock.offset_ns) > _MOST_OFFSET_NS or clock.error_ns > _MOST_ERROR_NS):
+        clock = None  # all would wait for it, or the capture would lie in no time that there is
     progress = HostProgress(
         state=report.state, since_ns=before.since_ns if report.state == before.state else now_ns, reason=report.reason,
         detail=report.detail, processes=report.processes or before.processes, targets=report.targets or before.targets,
-        files=report.files or before.files, clock=report.clock or before.clock, at_ns=before.at_ns, heard_ns=now_ns,
+        files=report.files or before.files, clock=clock or before.clock, at_ns=before.at_ns, heard_ns=now_ns,
+        ranks=before.ranks,
     )  # fmt: skip
     return replace(request, hosts={**request.hosts, host: progress})
 
@@ -307,7 +319,10 @@ def _names(request: FleetRequest) -> str:
     parts = []
     for host, progress in request.hosts.items():
         if progress.state != "uploaded":
-            parts.append(f"{host}: {progress.detail or progress.reason or progress.state or 'it said nothing'}")
+            armed = {process.rank for process in progress.processes if process.rank is not None}
+            ranks = _in_words(tuple(sorted(armed)) or progress.ranks)
+            reason = progress.detail or progress.reason or progress.state or "it said nothing"
+            parts.append(f"{host}{f' ({ranks})' if ranks else ''}: {reason}")
             continue
         lost = [target for target in progress.targets if target.state != "kept"]
         ranks = ", ".join(
@@ -317,3 +332,16 @@ def _names(request: FleetRequest) -> str:
         if lost:
             parts.append(f"{host}: {ranks}: {lost[0].detail or lost[0].reason}")
     return "; ".join(parts)[:4000]
+
+
+def _in_words(ranks: tuple[int, ...]) -> str:
+    """Ranks in a few words, as `ranks 0-7, 12`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    more = ", ..." if len(texts) > _MOST_RUNS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts[:_MOST_RUNS])}{more}" if ranks else ""

@@ -132,7 +132,8 @@ def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
     """What is told of a request."""
     hosts = []
     for host, progress in request.hosts.items():
-        ranks = sorted({process.rank for process in progress.processes if process.rank is not None})
+        armed = {process.rank for process in progress.processes if process.rank is not None}
+        ranks = sorted(armed or progress.ranks)
         targets = [
             f"{f'process {target.pid}' if target.rank is None else f'rank {target.rank}'} {target.profiler}: "
             f"{target.state}" + (f" ({target.detail or target.reason})" if target.reason else "")

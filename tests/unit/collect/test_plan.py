@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -17,7 +18,9 @@ WANTED = Wanted(job="j", steps=3)
 
 
 def asked(*hosts: str, wanted: Wanted = WANTED) -> FleetRequest:
-    return planned(FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted), hosts, NOW)
+    return planned(
+        FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted), dict.fromkeys(hosts, (0, 1, 2, 7)), NOW
+    )
 
 
 def target(host: str, state: str = "kept", rank: int = 0) -> Target:
@@ -49,7 +52,7 @@ def test_all_begin_at_one_instant_of_their_own_clocks() -> None:
 
 def by_step(*hosts: str, at_step: int = 0, wanted: Wanted = WANTED) -> FleetRequest:
     request = FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted, start="step", at_step=at_step)
-    return planned(request, hosts, NOW)
+    return planned(request, dict.fromkeys(hosts, (0,)), NOW)
 
 
 def stepping(steps: int | None, rate: float | None = 2.0, *, ready: bool = True) -> HostReport:
@@ -105,6 +108,21 @@ def test_where_there_is_no_common_step_they_begin_at_an_instant(
     assert all((work := work_of(request, host)) and work.at_step == 0 and work.at_ns > NOW for host in "ab")
 
 
+@pytest.mark.parametrize(
+    ("offset_ns", "error_ns"), [(0, 2**62), (2**62, 0), (-(2**63), 5)], ids=["unsure", "ahead", "behind"]
+)
+def test_a_clock_that_cannot_be_holds_nobody_up(offset_ns: int, error_ns: int) -> None:
+    request = reported(asked("a", "b"), "a", armed(offset_ns=offset_ns, error_ns=error_ns), NOW)
+    request = advanced(reported(request, "b", armed(offset_ns=3600 * S), NOW), NOW)
+    assert NOW < request.start_ns < NOW + 30 * S
+    works = {host: work_of(request, host) for host in "ab"}
+    # The one that cannot be is taken as right; an hour is what a clock may be off.
+    assert {host: work.at_ns for host, work in works.items() if work is not None} == {
+        "a": request.start_ns, "b": request.start_ns - 3600 * S
+    }  # fmt: skip
+    assert request.hosts["a"].clock is None
+
+
 def test_a_whole_trace_is_done() -> None:
     request = advanced(reported(asked("a"), "a", armed(), NOW), NOW)
     request = advanced(reported(request, "a", HostReport(state="running", targets=[target("a")]), NOW + S), NOW + S)
@@ -132,7 +150,7 @@ def test_a_host_that_is_late_is_left_out_and_named() -> None:
     assert request.state == "stitching"
     request = analysed(stitched(request, "c1", NOW), NOW)
     assert request.state == "partial"
-    assert request.detail == "b: it did not say in time that it is ready"
+    assert request.detail == "b (ranks 0-2, 7): it did not say in time that it is ready"
 
 
 def test_a_rank_that_failed_makes_it_partial() -> None:
@@ -192,5 +210,5 @@ def test_whatever_hosts_do_it_ends_and_says_who_is_missing(seed: int) -> None:
     uploaded = {name for name, progress in request.hosts.items() if progress.state == "uploaded"}
     assert request.state == ("done" if uploaded == set(names) else "partial" if uploaded else "failed")
     for name in names:
-        assert (f"{name}: " in request.detail) == (name not in uploaded)
+        assert (re.search(rf"{name} \(rank[^)]*\): ", request.detail) is not None) == (name not in uploaded)
         assert request.hosts[name].ended
