@@ -2,14 +2,20 @@
 
     python benchmarks/fleet.py [kernels] [usage] [month] [--rows 10000000] [--devices 8000]
     python benchmarks/fleet.py agents [--agents 1000] [--seconds 60]
+    python benchmarks/fleet.py --dask [--captures 12] [--steps 1500]
 
 Each part runs in a process of its own, so that its memory is its own. The data are made; tables lie in a temporary
 directory. CPU seconds are of all threads.
+
+`--dask` has captures analysed by a Dask cluster of this host, of one worker and of two by turns. Where the cores are
+not free, wall time says little: the CPU time of the workers and how much of a core each got stand beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
 import resource
 import subprocess
 import sys
@@ -20,14 +26,22 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import psutil
+from distributed import LocalCluster
 from fleet_agents import agents_of_fleet
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.sessions import busy_step
+from traceloom.collect.dask_cluster import Dask
+from traceloom.collect.engine import EngineTask, TaskFile
 from traceloom.fleet.attribution import attribution
 from traceloom.fleet.characterise import top_kernels
 from traceloom.fleet.documents import Prices
 from traceloom.fleet.owners import periods
 from traceloom.store.tables import Tables
 from traceloom.store.usage import hours, minutes
+from traceloom.testing import TraceBuilder
 
 LIMITS = {
     "top kernels": 3.0,
@@ -39,6 +53,7 @@ LIMITS = {
     "agents, s until all are woken": 2.0,
     "agents, CPU s of a request": 6.0,  # until all know the instant at which they begin
 }
+SCALING = 1.7  # how much faster two workers are than one, at least
 DAY = date(2026, 11, 2)
 DAY_NS = 1_793_577_600 * 10**9
 HOUR_NS = 3_600 * 10**9
@@ -209,6 +224,55 @@ def month(folder: Path, devices: int) -> None:
     say(f"a month by owner: {rows:,} rows, {owned.height:,} jobs", cpu, wall, verdict("a month by owner", wall))
 
 
+def clusters(folder: Path, captures: int, steps: int) -> None:
+    """How much faster two workers of Dask analyse captures than one; the best of three turns of each."""
+    trace = TraceBuilder()
+    for number in range(steps):
+        busy_step(trace, number, 1000 * number)
+    content = trace.text().encode()
+    path = folder / "trace.json"
+    path.write_bytes(content)
+    file = TaskFile(path.name, len(content), hashlib.sha256(content).hexdigest(), str(path))
+    tasks = [
+        EngineTask("analyse", (file,), {"capture": f"c{at}", "job": "", "received_ns": DAY_NS}, 600)
+        for at in range(captures)
+    ]
+    print(f"{captures} captures of {len(content) / 1e6:.1f} MB, load of this host {os.getloadavg()[0]:.1f}")
+    best = dict.fromkeys((1, 2), float("inf"))
+    for _ in range(3):
+        for workers in best:
+            with LocalCluster(
+                n_workers=workers, threads_per_worker=1, host="127.0.0.1", dashboard_address=":0",
+                local_directory=str(folder),
+            ) as cluster:  # fmt: skip
+                engine = Dask(cluster.scheduler_address.removeprefix("tcp://"), captures)
+                # Each worker starts its process before anything counts.
+                for future in [engine.submit(task) for task in tasks[: 2 * workers]]:
+                    future.result()
+                pids = [worker.pid for worker in cluster.workers.values()]
+                began = tree_cpu_s(pids), time.perf_counter()
+                sizes = {len(future.result()) > 0 for future in [engine.submit(task) for task in tasks]}
+                cpu, wall = tree_cpu_s(pids) - began[0], time.perf_counter() - began[1]
+                engine.close()
+            assert sizes == {True}
+            best[workers] = min(best[workers], wall)
+            say(
+                f"{workers} workers",
+                cpu,
+                wall,
+                f"{captures / wall:.2f} captures/s, {cpu / wall / workers:.2f} cores each",
+            )
+    scaling = best[1] / best[2]
+    held = "held" if scaling >= SCALING else "NOT held"
+    print(f"two workers are {scaling:.2f} times as fast as one; limit {SCALING}: {held}")
+
+
+def tree_cpu_s(pids: list[int]) -> float:
+    """CPU seconds of processes and of all that they started and that live."""
+    tree = [member for pid in pids for member in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+    return sum(sum(member.cpu_times()[:2]) for member in tree)
+
+
 def verdict(limit: str, value: float) -> str:
     return f"limit {LIMITS[limit]:g}: {'held' if value <= LIMITS[limit] else 'NOT held'}"
 
@@ -236,11 +300,18 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8_000)
     parser.add_argument("--agents", type=int, default=1_000)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--dask", action="store_true", help="only this: how analyses get faster with workers of Dask")
+    parser.add_argument("--captures", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=1_500, help="of each capture")
     parser.add_argument("--here", help=argparse.SUPPRESS)  # the part to run in this process
     options = parser.parse_args()
     if options.here:
         with tempfile.TemporaryDirectory() as folder:
             PARTS[options.here](Path(folder), options.rows if options.here == "kernels" else options.devices)
+        return
+    if options.dask:
+        with tempfile.TemporaryDirectory() as folder:
+            clusters(Path(folder), options.captures, options.steps)
         return
     for part in options.parts or [*PARTS, "agents"]:
         if part == "agents":  # its service is a process of its own

@@ -1,0 +1,46 @@
+"""The same tasks in a Ray cluster, which takes half a minute to start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+for package in ("sqlalchemy", "obstore", "deltalake", "ray"):
+    pytest.importorskip(package, reason="the extras `fleet` and `ray` are not installed")
+
+from support.fleet import add_capture, opened, places  # noqa: E402
+from support.ray_cluster import ray_cluster  # noqa: E402
+from support.waiting import until  # noqa: E402
+from traceloom.collect.cluster import ClusterSettings  # noqa: E402
+from traceloom.collect.pipeline import Pipeline  # noqa: E402
+from traceloom.collect.ray_cluster import Ray  # noqa: E402
+
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:::ray")]
+
+
+def test_captures_go_their_way_in_a_ray_cluster_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceloom.store.state._WAIT_NS", 10**7)
+    stores = opened(places("alone", tmp_path, monkeypatch))
+    with ray_cluster(2) as cluster:
+        engine = Ray(cluster.address, 2, cluster.tls, ClusterSettings(main="support.hostile_worker"))
+        try:
+            assert engine.check() == f"ray://{cluster.address}, workers: 1"
+            record = add_capture(stores, "c1")
+            add_capture(stores, "c2", b"crash")
+            pipeline = Pipeline(*stores, engine)
+
+            def worked() -> bool:
+                pipeline.work()
+                return stores.state.counts()["analysed"] + stores.state.counts()["quarantined"] == 2
+
+            until(worked, 180)
+            [task] = stores.state.tasks("c2")
+            assert task.attempts == 3
+            assert "SIGSEGV" in task.error
+            assert pipeline.commit() == 1
+            assert stores.tables.scan("captures").collect()["capture"].to_list() == ["c1"]
+            assert b"<html" in b"".join(stores.objects.chunks(pipeline.report(record)))
+        finally:
+            engine.close()
+    stores.state.close()
