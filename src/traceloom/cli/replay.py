@@ -44,7 +44,7 @@ examples:
   traceloom replay run --scope forward
   traceloom replay run --record again                  and record it: traceloom diff run again
   traceloom replay run --batch 2 --dry-run             twice the data: does it fit into memory?
-  traceloom replay run --machine machine.toml          beside its simulation, after traceloom measure -o machine.toml
+  traceloom replay run --machine machine.toml          beside its simulation, see traceloom measure
   traceloom replay run -o replay.html -o tables/       the comparison as a page, and its tables
   traceloom replay run -o replay.py                    a script that needs torch alone, to hand out
   traceloom replay run --op aten::mm --slowest 5 -o mm.py
