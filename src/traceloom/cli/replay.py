@@ -44,6 +44,7 @@ examples:
   traceloom replay run --scope forward
   traceloom replay run --record again                  and record it: traceloom diff run again
   traceloom replay run --batch 2 --dry-run             twice the data: does it fit into memory?
+  traceloom replay run --machine machine.toml          beside its simulation, see traceloom measure
   traceloom replay run -o replay.html -o tables/       the comparison as a page, and its tables
   traceloom replay run -o replay.py                    a script that needs torch alone, to hand out
   traceloom replay run --op aten::mm --slowest 5 -o mm.py
@@ -75,6 +76,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     size.add_argument("--repeat", type=repeat, metavar="SCOPE=N", help="what ran in a scope N times, as blocks.3=8")
     replaying.add_options(parser)
+    parser.add_argument(
+        "--machine", metavar="FILE|PRESET",
+        help="also simulate the steps on this machine, as `traceloom measure` writes it here, and print the difference",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     script = parser.add_argument_group("scripts (-o FILE.py)")
     script.add_argument("--op", metavar="NAME", help="the calls of one op, as aten::mm, each timed on its own")
@@ -82,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     outputs.add_output(
         parser,
         ".plan; .py, a script that needs torch alone; .json or .html of the comparison; .csv or .parquet for its table "
-        "of that name (whole, coverage, not_run, ops, each, collectives, contents); DIR/ for all of them",
+        "of that name (whole, simulated, coverage, not_run, ops, each, collectives, contents); DIR/ for all of them",
     )
     types.add_reading(parser.add_argument_group("more"))
 
@@ -106,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     runs = bool(of_run or directories or args.record or is_printed)
     if replaying.is_follower():
         of_plan, of_run, directories, args.quiet = [], [], [], True
-    replayed = dry = comparison = None
+    replayed = dry = comparison = simulated = None
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
         plan = _resized(args, plan)
@@ -116,9 +121,16 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             dry = dry_run(plan, imports=args.imports)
         elif runs:
+            if args.machine and not replaying.is_follower():
+                from traceloom.replay.simulated import simulate_steps
+
+                simulated = simulate_steps(
+                    args.inputs, plan, args.machine, with_gaps=args.pace == "recorded", cache=not args.no_cache,
+                    say=progress.say,
+                )  # fmt: skip
             replayed = replay(plan, replaying.run_options(args), say=progress.say)
         if replayed is not None:
-            comparison = compare_replay(plan, replayed)
+            comparison = compare_replay(plan, replayed, simulated)
             written += outputs.write(args, of_run, comparison, progress)
             written += [(path, REPLAY.write_directory(comparison, path, force=args.force)) for path in directories]
     if dry is not None and args.json:
@@ -216,6 +228,9 @@ def _targets(
         wrong, hint = "--op and --slowest cut ops out into a script", "add -o slowest.py"
     elif args.record and (args.plan_only or args.dry_run):
         wrong, hint = "--record is of what runs, and nothing runs", "leave --plan-only and --dry-run out"
+    elif args.machine and (args.plan_only or args.dry_run or args.batch or args.scale or args.repeat):
+        wrong = "--machine simulates what was recorded, beside a replay of just that"
+        hint = "leave --plan-only, --dry-run, --batch, --scale and --repeat out"
     elif of_run and (args.plan_only or args.dry_run):
         wrong, hint = f"`{of_run[0]}` is about what ran, and nothing runs", "name a .plan or a .py"
     if wrong:

@@ -14,6 +14,7 @@ from traceloom.model.notice import Notice
 from traceloom.model.result import Result
 from traceloom.replay.plan import COLLECTIVE, ITEM_BYTES, WAIT, RankPlan, ReplayPlan
 from traceloom.replay.replayed import RankReplayed, Replayed
+from traceloom.replay.simulated import SimulatedSteps
 
 RUN, FAILED, OTHER_SHAPE, STAND_IN, LEFT_OUT = OUTCOMES = ("run", "failed", "other-shape", "stand-in", "left-out")
 LONG_NS = 50_000
@@ -42,9 +43,10 @@ COLLECTIVES = schema("rank kind group group_size asynchronous size_bytes count o
                      "recorded_gb_per_s replayed_gb_per_s",
                      {**_RATIO, "group_size": pl.Int32, "on_gpu": pl.Boolean})
 CONTENTS = schema("rank content evidence count bytes", {"content": pl.String})
+SIMULATED = schema("rank step_count replayed_ns simulated_ns difference", {"difference": pl.Float64})
 # fmt: on
 HOLES = schema("rank name count recorded_ns")
-TABLES = ("whole", "coverage", "not_run", "holes", "ops", "each", "collectives", "contents")
+TABLES = ("whole", "simulated", "coverage", "not_run", "holes", "ops", "each", "collectives", "contents")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class ReplayComparison(Result):
         long_count: Ops of `each` that took `LONG_NS` at least when recorded: by their GPU work where that is known.
         long_ratios: 10th, 50th and 90th percentile of their ratios; None where there are none.
         notices: What must be known about it.
+        machine: Name of the machine that the steps were simulated on; None where nobody asked.
+        simulated: Of each rank: rank; step_count (the timed steps that were simulated); replayed_ns; simulated_ns, the
+            median of these steps on that machine, of the same ops, with what the host did between them where the pace
+            is `recorded`; difference, (simulated - replayed) / replayed.
+        not_simulated: Why there are none, in words; None where there are, or nobody asked.
     """
 
     source: str
@@ -104,6 +111,9 @@ class ReplayComparison(Result):
     long_ratios: tuple[float, float, float] | None
     environment: dict[str, Any] = field(default_factory=dict)
     notices: tuple[Notice, ...] = ()
+    machine: str | None = None
+    simulated: pl.DataFrame = field(default_factory=SIMULATED.to_frame)
+    not_simulated: str | None = None
 
     def check(self) -> None:
         """Raise InvariantError where shares of a rank do not add up to 1, or a count is not what its parts come to."""
@@ -116,12 +126,13 @@ class ReplayComparison(Result):
             raise broken("account", "ops by name and shapes are not all ops")
 
 
-def compare_replay(plan: ReplayPlan, replayed: Replayed) -> ReplayComparison:
+def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSteps | None = None) -> ReplayComparison:
     """Hold a replay against the recorded times of its plan.
 
     Args:
         plan: What was run.
         replayed: What running it gave.
+        simulated: The same steps on a machine.
     """
     pairs = [(plan.ranks[rank], result) for rank, result in replayed.ranks.items()]
     about = [_about_ops(*pair) for pair in pairs]
@@ -135,13 +146,14 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed) -> ReplayComparison:
     long = each.filter(pl.col(f"recorded_{of_gpu}ns") >= LONG_NS)[f"{of_gpu}ratio"].drop_nulls()
     quantiles = [long.quantile(share, "linear") for share in (0.1, 0.5, 0.9)]
     collectives = [_collectives(*pair, plan.groups) for pair in pairs]
+    whole = _together([_whole(*pair, each) for pair in pairs], WHOLE)
     comparison = ReplayComparison(
         source=plan.source,
         recorded_torch=plan.torch,
         torch=replayed.environment.get("torch"),
         device=replayed.device,
         pace=replayed.pace,
-        whole=_together([_whole(*pair, each) for pair in pairs], WHOLE),
+        whole=whole,
         coverage=_together([_coverage(of_rank) for of_rank in about], COVERAGE),
         not_run=_together([_not_run(of_rank) for of_rank in about], NOT_RUN),
         holes=_together([of.holes.rename({"duration_ns": "recorded_ns"}) for of, _ in pairs], HOLES),
@@ -152,7 +164,15 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed) -> ReplayComparison:
         long_count=long.len(),
         long_ratios=(quantiles[0], quantiles[1], quantiles[2]) if long.len() else None,  # type: ignore[arg-type]
         environment=replayed.environment,
-        notices=(*plan.notices, *replayed.notices, *(n for result in replayed.ranks.values() for n in result.notices)),
+        notices=(
+            *plan.notices,
+            *replayed.notices,
+            *(n for result in replayed.ranks.values() for n in result.notices),
+            *(simulated.notices if simulated else ()),
+        ),
+        machine=simulated.machine if simulated else None,
+        simulated=_simulated(whole, simulated) if simulated else SIMULATED.to_frame(),
+        not_simulated=(simulated.absent or None) if simulated else None,
     )
     comparison.check()
     return comparison
@@ -244,6 +264,15 @@ def _by_name(each: pl.DataFrame) -> pl.DataFrame:
             _ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio"),
         )
         .sort(-pl.col("gpu_lost_ns").abs(), -pl.col("lost_ns").abs(), "name", "shapes", nulls_last=True)
+    )
+
+
+def _simulated(whole: pl.DataFrame, simulated: SimulatedSteps) -> pl.DataFrame:
+    replayed = whole.select("rank", "replayed_ns")
+    rows = simulated.ranks.join(replayed, on="rank", maintain_order="left")
+    difference = (pl.col("simulated_ns") - pl.col("replayed_ns")) / pl.col("replayed_ns")
+    return as_declared(
+        rows.with_columns(pl.when(pl.col("replayed_ns") > 0).then(difference).alias("difference")), SIMULATED
     )
 
 

@@ -24,6 +24,15 @@ REPLAY: dict[str, Column] = {
         "long_ratios": Column(
             "number", "Ratios", "10th, 50th and 90th percentile of their ratios", "no op took as long"
         ),
+        "machine": Column("name", "Machine", "name of the machine of the simulation beside it", "nobody asked for one"),
+        "not_simulated": Column("text", "Not simulated", "why there is no simulation", "there is, or nobody asked"),
+        "simulated.rank": Column("count", "Rank", "number of the rank"),
+        "simulated.step_count": Column("count", "Steps", "timed steps that were simulated, each on its own"),
+        "simulated.replayed_ns": Column("time", "Replayed", "a pass, median"),
+        "simulated.simulated_ns": Column("time", "Simulated", "a step on the machine, of the same ops, median"),
+        "simulated.difference": Column(
+            "change", "Difference", "(simulated - replayed) / replayed", "the pass took no time"
+        ),
         "whole.rank": Column("count", "Rank", "number of the rank"),
         "whole.step_count": Column("count", "Steps", "timed steps that the recorded times are medians of"),
         "whole.pass_count": Column("count", "Passes", "passes that the replayed times are medians of"),

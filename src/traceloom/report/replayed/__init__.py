@@ -68,13 +68,26 @@ def sentence(comparison: ReplayComparison) -> str:
     on_gpus = comparison.coverage.drop_nulls("recorded_gpu_ns")
     if comparison.device != "cpu" and (work := int(on_gpus["recorded_gpu_ns"].sum())):
         ran += f" and {units.share(int(on_gpus.filter(outcome='run')['recorded_gpu_ns'].sum()), work)} of its GPU work"
-    return f"{answer}. {ran} ran."
+    return " ".join([f"{answer}. {ran} ran.", *beside_simulation(comparison)])
+
+
+def beside_simulation(comparison: ReplayComparison) -> Iterator[str]:
+    """The slowest rank's replay beside its simulation, in words; nothing where there is none."""
+    for row in comparison.simulated.filter(rank=slowest(comparison)["rank"]).iter_rows(named=True):
+        between = "with" if comparison.pace == "recorded" else "without"
+        differs = "" if row["difference"] is None else f" ({units.change(row['difference'])} against the replay)"
+        yield (
+            f"Simulated on {comparison.machine}, the same ops {between} the host's gaps take "
+            f"{units.duration(row['simulated_ns'])}{differs}."
+        )
 
 
 def limits(comparison: ReplayComparison) -> Iterator[str]:
     """What these times do not tell, in words; one sentence each."""
     if not comparison.whole.height:
         return
+    if comparison.not_simulated:
+        yield f"It was not simulated on {comparison.machine}: {comparison.not_simulated}."
     row = slowest(comparison)
     in_ops = int(comparison.coverage.filter(rank=row["rank"])["recorded_ns"].sum())
     if comparison.pace == "fast" and row["recorded_ns"] and row["recorded_ns"] > in_ops:

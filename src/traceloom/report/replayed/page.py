@@ -102,6 +102,11 @@ def _numbers(comparison: ReplayComparison) -> Iterator[tuple[str, str, str]]:
         yield "Processor time", f"{row['cpu_ratio']:.2f} ×", f"{units.duration(row['replayed_cpu_ns'])} in the replay"
     if row["gpu_ratio"] is not None:
         yield "GPU work", f"{row['gpu_ratio']:.2f} ×", f"{units.duration(row['replayed_gpu_ns'])} in the replay"
+    for simulated in comparison.simulated.filter(rank=row["rank"]).iter_rows(named=True):
+        differs = (
+            "" if simulated["difference"] is None else f"{units.change(simulated['difference'])} against the replay, "
+        )
+        yield "Simulated", units.duration(simulated["simulated_ns"]), f"{differs}on {comparison.machine}"
     yield "Coverage", units.share(covered(comparison), 1), "of what was recorded ran as it is"
     if comparison.long_ratios is not None:
         low, median, high = comparison.long_ratios

@@ -18,6 +18,11 @@ _OP = Col("op", "Op and shapes", "name", "shapes of the tensors that it takes")
 _TABLES: tuple[tuple[str, str, str, Columns], ...] = (
     ("whole", "The whole", "A recorded step against a pass of the replay; medians.", _WHOLE),
     (
+        "simulated", "Beside its simulation",
+        "A pass against the recorded steps on the machine that was named: the same ops of the same ranks.",
+        ["?rank", "step_count", "replayed_ns", "simulated_ns", "difference"],
+    ),
+    (
         "coverage", "Coverage", "What became of the recorded ops; shares of a rank add up.",
         ["?rank", "outcome", "reason", "count", "count_share", "recorded_ns", "time_share"],
     ),

@@ -19,8 +19,6 @@ from traceloom.simulate.native.isolating import isolated
 from traceloom.simulate.native.joining import joined
 from traceloom.simulate.native.operations import operations
 
-AnyWorkload = str | Path | Sequence[str | Path] | Graph | Session
-
 
 @dataclass(frozen=True)
 class SimulationInput:
@@ -43,6 +41,9 @@ class SimulationInput:
     only: str | None = None
 
 
+AnyWorkload = str | Path | Sequence[str | Path] | Graph | Session | SimulationInput
+
+
 def open_input(
     workload: AnyWorkload,
     *,
@@ -55,7 +56,7 @@ def open_input(
 
     Args:
         workload: Files or directories as `traceloom.load` takes them, a `.graph`, a directory of `.et` files; or what
-            was read of it already.
+            was read of it already; what was opened is given back as it is.
         groups: The file that says which ranks are in which group, of `.et` files; where None the one beside them.
         only: One of `SIDES`: the other side takes no time.
         step: One step of a recorded run.
@@ -65,6 +66,8 @@ def open_input(
         UsageError: slugs `no-file`, `wrong-usage`: a step of what has none, groups of what has its own.
         InputError: A file is refused.
     """
+    if isinstance(workload, SimulationInput):
+        return workload
     chakra = False
     session = None
     members = None
