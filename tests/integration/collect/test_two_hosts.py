@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -13,11 +12,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.faketime import ahead_by, needs_faketime
+from support.running_service import RunningService
 from support.waiting import until
 from traceloom.agent.client import AgentClient
 from traceloom.agent.uplink.client import ServiceClient, ServiceError
@@ -51,37 +50,6 @@ SMALL = [
     "1000000",
 ]
 JOB = f"two-hosts-{os.getpid()}"
-
-
-class Service:
-    """`traceloom serve` on loopback, with its files in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.environment = {**os.environ, "XDG_CONFIG_HOME": str(folder / "config")}
-        self.log = (folder / "serve.log").open("w")
-        command = [sys.executable, "-m", "traceloom", "serve", "--store", str(folder / "store")]
-        self.process = subprocess.Popen(
-            [*command, "--address", "127.0.0.1:0"], stdout=self.log, stderr=self.log, env=self.environment
-        )
-        match = until(lambda: re.search(r"answers at (\S+),", (folder / "serve.log").read_text()))
-        self.url = match[1]
-
-    def run(self, *words: str, code: int = 0) -> str:
-        """A command of ours; what it prints."""
-        done = subprocess.run(
-            [sys.executable, "-m", "traceloom", *words, "--server", self.url], capture_output=True, text=True,
-            check=False, env=self.environment,
-        )  # fmt: skip
-        assert done.returncode == code, done.stderr
-        return done.stdout
-
-    def ask(self, *words: str) -> Any:
-        return json.loads(self.run("fleet", *words, "--json"))
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0
-        self.log.close()
 
 
 class Host:
@@ -131,9 +99,9 @@ class Host:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("fleet")
-    service = Service(folder)
+    service = RunningService(folder)
     hosts: list[Host] = []
     try:
         for name, ahead in (("node1", 0), ("node2", 3)):
@@ -152,7 +120,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         service.close()
 
 
-def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
+def test_one_trace_of_both(fleet: RunningService, tmp_path: Path) -> None:
     for host in fleet.ask("hosts")["hosts"]:
         ahead_ns = 3_000_000_000 if host["host"] == "node2" else 0
         # Service and hosts are this machine: what is left is what the error says, and what libfaketime rounds.
@@ -187,7 +155,7 @@ def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
     assert "node2" in page
 
 
-def test_who_does_not_belong_is_refused(fleet: Service, request: pytest.FixtureRequest) -> None:
+def test_who_does_not_belong_is_refused(fleet: RunningService, request: pytest.FixtureRequest) -> None:
     stranger = ServiceClient(fleet.url, credential="nothing")
     request.addfinalizer(stranger.close)
     with pytest.raises(ServiceError) as error:
