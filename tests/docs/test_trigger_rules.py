@@ -10,8 +10,10 @@ import msgspec
 
 from traceloom.agent.config import AnyRule, Config, HangRule, TriggerBudget, load
 from traceloom.cli.agent_views import EXAMPLE_RULES
+from traceloom.collect.trigger_rules import AnyFleetRule, FleetBudget, FleetRules
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "triggers.md").read_text(encoding="utf-8")
+HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+PAGE = (HOW_TO / "triggers.md").read_text(encoding="utf-8")
 
 
 def _load(directory: Path, text: str) -> Config:
@@ -33,3 +35,13 @@ def test_the_page_has_a_rule_of_every_kind_and_names_every_key(tmp_path: Path) -
 def test_the_rule_that_is_shown_where_there_are_none(tmp_path: Path) -> None:
     (rule,) = _load(tmp_path, EXAMPLE_RULES).triggers
     assert rule.name == "loader-waits"
+
+
+def test_the_page_of_the_fleet_has_a_rule_of_every_kind_and_names_every_key() -> None:
+    page = (HOW_TO / "fleet-triggers.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    rules = FleetRules.of(block)
+    assert {type(rule) for rule in rules.triggers} == set(get_args(AnyFleetRule))
+    assert rules.budget == FleetBudget()
+    keys = {field.encode_name for kind in get_args(AnyFleetRule) for field in msgspec.structs.fields(kind)}
+    assert keys <= set(re.findall(r"^(\w+) = ", block, re.MULTILINE)) | set(re.findall(r"`(\w+)`", page))

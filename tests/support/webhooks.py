@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +31,8 @@ class Receiver:
 
 
 @contextmanager
-def receiver() -> Iterator[Receiver]:
-    """A receiver on loopback."""
+def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
+    """A receiver on loopback, with a certificate where `tls` has one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -46,6 +47,9 @@ def receiver() -> Iterator[Receiver]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         receiving = Receiver(server.server_port)
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+            receiving.url = f"https://localhost:{server.server_port}/hook"
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

@@ -35,24 +35,28 @@ class FleetLedger:
     def __init__(self, budget: FleetBudget) -> None:
         self.budget = budget
         self.charges: dict[str, FleetCharge] = {}  # by request
+        self._fired: dict[tuple[str, str], int] = {}  # rule and job -> when last
 
     def add(self, charges: Iterable[FleetCharge], now_ns: int) -> None:
         """Take charges; those of the future, as a clock that was set back leaves them, are of now."""
         for charge in charges:
             charge.at_ns = min(charge.at_ns, now_ns)
             self.charges[charge.request] = charge
+            key = (charge.rule, charge.job)
+            self._fired[key] = max(charge.at_ns, self._fired.get(key, 0))
 
     def forget(self, before_ns: int) -> list[str]:
         """Drop settled charges of before an instant; their requests."""
         gone = [name for name, charge in self.charges.items() if charge.settled and charge.at_ns < before_ns]
         for name in gone:
             del self.charges[name]
+        if gone:
+            self._fired = {key: at_ns for key, at_ns in self._fired.items() if at_ns >= before_ns}
         return gone
 
     def fired_ns(self, rule: str, job: str) -> int | None:
         """When the rule last traced the job, as far as that is remembered."""
-        times = [charge.at_ns for charge in self.charges.values() if (charge.rule, charge.job) == (rule, job)]
-        return max(times, default=None)
+        return self._fired.get((rule, job))
 
     def cooling(self, rule: str, job: str, cooldown_s: float, now_ns: int) -> float:
         """Seconds until the rule may trace the job again; 0.0 where it may."""

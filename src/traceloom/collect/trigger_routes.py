@@ -62,7 +62,8 @@ def _answer(triggers: FleetTriggers) -> FleetTriggersAnswer:
     return FleetTriggersAnswer(
         toml=triggers.text, rules=rules, traces_per_day=ledger.budget.traces_per_day,
         traces_left=ledger.traces_left(now_ns), bytes_per_day=int(ledger.budget.mb_per_day * 1e6),
-        bytes_left=max(ledger.bytes_left(now_ns), 0), share=ledger.budget.share, trouble=triggers.trouble,
+        bytes_left=max(ledger.bytes_left(now_ns), 0), share=ledger.budget.share,
+        trouble="; ".join(filter(None, (triggers.trouble, *triggers.defects.values()))),
     )  # fmt: skip
 
 

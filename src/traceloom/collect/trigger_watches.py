@@ -50,8 +50,10 @@ class FleetCadenceWatch:
             digest = hashlib.sha256(f"{self._rule.name}\0{job}\0{day}".encode()).digest()
             chosen = int.from_bytes(digest[:8], "big") < self._rule.share * 2**64
             due_ns = max(day * DAY_NS, first_ns) + int.from_bytes(digest[8:16], "big") * _HOUR_NS // 2**64
+            if not chosen or now_ns < due_ns:
+                continue
             fired_ns = self._fired_ns(job)
-            if chosen and now_ns >= due_ns and (fired_ns is None or fired_ns < day * DAY_NS):
+            if fired_ns is None or fired_ns < day * DAY_NS:
                 what = f"one of the {per_cent(self._rule.share)} % of jobs that are traced each day"
                 yield Firing({"job": job}, f"{self._rule.name}#{day}", what)
 

@@ -68,7 +68,8 @@ class FleetTriggers:
         self.rules: dict[str, AnyFleetRule] = {}
         self.counts: dict[str, RuleCounts] = {}
         self.ledger = FleetLedger(FleetRules().budget)
-        self.trouble = ""  # why the rules that are on record cannot be used, or what went wrong last
+        self.trouble = ""  # why the rules that are on record cannot be used
+        self.defects: dict[str, str] = {}  # rule, or "" for all of them -> what went wrong when it was looked at last
         self._usage = FleetUsage()
         self._watches: dict[str, FleetCadenceWatch | UsageWatch | NewsWatch] = {}
         self._kept: dict[str, RuleCounts] = {}  # of all rules that ever were
@@ -125,10 +126,19 @@ class FleetTriggers:
         jobs = self._jobs()
         for name, rule in self.rules.items():
             watch = self._watches[name]
-            if news is not None and isinstance(watch, NewsWatch):
-                watch.hear(news)
-            for firing in list(watch.look(now_ns)):
-                await self._try(rule, firing, jobs, now_ns)
+            try:
+                if news is not None and isinstance(watch, NewsWatch):
+                    watch.hear(news)
+                for firing in list(watch.look(now_ns)):
+                    await self._try(rule, firing, jobs, now_ns)
+            except TraceloomError:  # of the state, which the others need as well
+                raise
+            except Exception as error:  # a defect of one rule must not stop the others
+                if name not in self.defects:
+                    LOG.exception("trigger %s has a defect", name)
+                self.defects[name] = f"{type(error).__name__}: {error}"
+            else:
+                self.defects.pop(name, None)
         await self._write(settled, gone)
 
     # Inside.
@@ -142,7 +152,7 @@ class FleetTriggers:
         self._usage.keep_minutes = max(
             (rule.minutes for rule in rules.triggers if isinstance(rule, UsageRule)), default=0
         )  # fmt: skip
-        self._tried = {}
+        self._tried, self.defects = {}, {}
 
     def _watch(self, rule: AnyFleetRule) -> FleetCadenceWatch | UsageWatch | NewsWatch:
         def jobs() -> Jobs:
@@ -293,10 +303,11 @@ class FleetTriggers:
                     findings = [finding for finding in news.findings if finding.capture not in asked]
                     news = news._replace(findings=findings)
                 await self.tick(news)
+                self.defects.pop("", None)
             except TraceloomError as error:
                 LOG.warning("triggers: %s", error)
-                self.trouble = str(error)
+                self.defects[""] = str(error)
             except Exception as error:
                 LOG.exception("triggers have a defect")
-                self.trouble = f"{type(error).__name__}: {error}"
+                self.defects[""] = f"{type(error).__name__}: {error}"
             await asyncio.sleep(_LOOK_S)

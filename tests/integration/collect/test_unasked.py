@@ -32,12 +32,14 @@ from traceloom.agent.uplink.messages import (  # noqa: E402
 )
 from traceloom.store.tables import Tables  # noqa: E402
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "autoprofile.md"
+# The loop of the page, until its trace is asked for.
 LOOP = """
-import sys, time, traceloom
-profile = traceloom.autoprofile(job=sys.argv[1], model="gpt", product="feed", at_step=60, steps=2)
-while not (profile.request or profile.trouble):
-    time.sleep(0.05)
-    profile.step()
+import sys, time
+batches = iter(lambda: bool(profile.request or profile.trouble), True)
+def train(_batch):
+    time.sleep(0.02)
+{example}
 print(profile.request, profile.trouble)
 """
 
@@ -95,8 +97,10 @@ def _joined(service: RunningService) -> JobHost | None:
 
 def test_ranks_of_a_loop_ask_for_one_trace_and_say_what_the_job_is(service: RunningService, host: JobHost) -> None:
     host.beat()
-    variables = {"TRACELOOM_SERVER": service.url, "TRACELOOM_TOKEN": service.token}
-    command = [sys.executable, "-c", LOOP, "train"]
+    variables = {"TRACELOOM_TOKEN": service.token, "TRACELOOM_JOB": "train"}
+    [example] = [part for part in PAGE.read_text().split("```") if part.startswith("python\n")]
+    example = example.removeprefix("python\n").replace("https://fleet.example.org:9466", service.url)
+    command = [sys.executable, "-c", LOOP.format(example=example)]
     nobody = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
     # Two do not know their rank; of two ranks that do, the second would wait for ever.
     loops = [
@@ -108,11 +112,11 @@ def test_ranks_of_a_loop_ask_for_one_trace_and_say_what_the_job_is(service: Runn
         request for request in service.client().get("requests")["requests"] if request["wanted"]["job"] == "train"
     ]
     assert [[f"{request['id']} \n" for request in requests]] * 2 == [[out] for out, _ in asked], asked
-    assert (requests[0]["who"], requests[0]["wanted"]["steps"]) == (f"local@{socket.gethostname()}", 2)
+    assert (requests[0]["who"], requests[0]["wanted"]["steps"]) == (f"local@{socket.gethostname()}", 3)
     tables = Tables(str(service.folder / "store"))
     rows = until(lambda: tables.scan("jobs").collect().to_dicts())
-    assert [(row["job"], row["model"], row["product"], row["user"], row["framework"]) for row in rows] == [
-        ("train", "gpt", "feed", "ada", None)
+    assert [(row["job"], row["model"], row["user"], row["framework"]) for row in rows] == [
+        ("train", "gpt", "ada", None)
     ]
 
 

@@ -95,7 +95,8 @@ def test_a_configuration_is_lines_of_one_key_and_one_value() -> None:
         "ACTIVITIES_WARMUP_PERIOD_SECS=0", "ACTIVITIES_DURATION_MSECS=500", "PROFILE_START_TIME=1700000000000",
         "PROFILE_REPORT_INPUT_SHAPES=true",
     ]  # fmt: skip
-    steps = _configuration(duration_ms=0, steps=3, round_up=50).text()
+    steps = _configuration(duration_ms=0, steps=3, round_up=50, start_step=120).text()
+    assert "PROFILE_START_ITERATION=120\n" in steps
     assert "ACTIVITIES_ITERATIONS=3\n" in steps
     assert "PROFILE_START_ITERATION_ROUNDUP=50\n" in steps
     assert "PROFILE_MEMORY" not in steps

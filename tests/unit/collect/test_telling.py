@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,8 @@ import pytest
 
 pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 
+from support.fleet import KINDS
+from support.postgres import database
 from support.webhooks import Receiver, is_genuine, receiver
 from traceloom.collect import telling
 from traceloom.collect.telling import WebhookSender, WebhookTargets, fleet_event
@@ -30,10 +35,15 @@ def hook() -> Iterator[Receiver]:
         yield receiving
 
 
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "state.db") if request.param == "alone" else database()
+
+
 @pytest.fixture
-def state(tmp_path: Path) -> Iterator[State]:
-    opened = State(str(tmp_path / "state.db"))
-    assert opened.lead(LEADER, "term", 600)
+def state(url: str) -> Iterator[State]:
+    opened = State(url)
+    assert opened.lead(LEADER, "term", 600) or opened.keep_leading(LEADER, "term", 600)
     yield opened
     opened.close()
 
@@ -44,12 +54,12 @@ def ended(state: State, name: str, result: str = "done") -> None:
     state.put_request(name, 1, "{}", "term", ended=True, events=[event])
 
 
-def send(state: State, later_ns: int = 0, targets: WebhookTargets = LOOPBACK) -> None:
+def send(state: State, later_ns: int = 0, tls: ssl.SSLContext | None = None) -> None:
     """Send all that is due so much later, by a sender that is new each time, as after a restart."""
 
     async def run() -> None:
         clock = telling.time.time_ns
-        sender = WebhookSender(state, targets, lambda: clock() + later_ns)
+        sender = WebhookSender(state, LOOPBACK, lambda: clock() + later_ns, tls)
         while await sender.start_due():
             await asyncio.gather(*sender._sending.values())
 
@@ -86,7 +96,8 @@ def test_where_webhooks_may_lead() -> None:
         WebhookTargets(["10.1.0.1/16"])
 
 
-def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(state: State, hook: Receiver) -> None:
+def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(url: str, hook: Receiver) -> None:
+    state = State(url)
     secret = state.add_webhook("ci", hook.url, EVENTS)
     hook.codes = [500, 302]
     ended(state, "r1")
@@ -95,6 +106,8 @@ def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(state: Sta
     send(state)  # not yet again
     assert [len(hook.came), state.webhooks()[0].error] == [1, "it answers 500"]
     for days in (0.5, 0.9):
+        state.close()
+        state = State(url)
         send(state, int(days * DAY))
     assert len(hook.came) == 3
     send(state, int(0.95 * DAY))
@@ -108,6 +121,7 @@ def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(state: Sta
     assert not is_genuine("another", first)
     assert not is_genuine(secret, first._replace(body=first.body + b" "))
     assert not is_genuine(secret, last), "its timestamp is 20 hours ahead"
+    state.close()
 
 
 def test_only_what_is_wanted_is_told_and_a_webhook_that_is_removed_nothing(state: State, hook: Receiver) -> None:
@@ -136,6 +150,31 @@ def test_who_never_answers_is_given_up_after_a_day_and_keeps_nobody_waiting(
     assert (hooks["well"].delivered, hooks["silent"].failed, hooks["inside"].failed) == (1, 1, 1)
     assert "no answer within" in hooks["silent"].error
     assert "may not lead" in hooks["inside"].error
+
+
+def test_whose_certificate_is_not_trusted_or_is_of_another_name_is_told_nothing(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    certificate, key = str(tmp_path / "c.pem"), str(tmp_path / "k.pem")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost", "-out", certificate, "-keyout", key]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate, key)
+    trusting = ssl.create_default_context(cafile=certificate)
+    state = State(str(tmp_path / "state.db"))
+    with receiver(server) as hook:
+        state.add_webhook("name", hook.url, EVENTS)
+        state.add_webhook("other", hook.url.replace("localhost", "127.0.0.1"), EVENTS)
+        ended(state, "r1")
+        send(state)
+        assert hook.came == []
+        send(state, DAY // 2, trusting)
+        assert len(hook.came) == 1
+    webhooks = {webhook.name: webhook for webhook in state.webhooks()}
+    assert (webhooks["name"].delivered, webhooks["other"].delivered) == (1, 0)
+    assert "certificate" in webhooks["other"].error
+    state.close()
 
 
 def test_what_waits_is_bounded_and_what_is_dropped_counted(state: State) -> None:
