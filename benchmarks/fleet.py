@@ -1,14 +1,16 @@
-"""What the fleet's tables cost: processor time and memory of writing and of asking, at the size of a large fleet.
+"""What the fleet's service costs: processor time and memory of analysing, of writing and of asking, for a large fleet.
 
-    python benchmarks/fleet.py [kernels] [usage] [month] [--rows 10000000] [--devices 8000]
+    python benchmarks/fleet.py [kernels] [usage] [month] [captures] [--rows 10000000] [--devices 8000]
 
 Each part runs in a process of its own, so that its memory is its own. The data are made; tables lie in a temporary
-directory. CPU seconds are of all threads.
+directory. CPU seconds are of all threads. `captures` has the service's engine check and analyse captures of about 2,000
+events; the start of its process, which it does 200 tasks with, is printed beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import resource
 import subprocess
 import sys
@@ -20,10 +22,15 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.jobs import ParallelRecipe, parallel_job
+from traceloom.collect.executors import EngineTask, Processes
 from traceloom.fleet.attribution import attribution
 from traceloom.fleet.characterise import top_kernels
 from traceloom.fleet.documents import Prices
 from traceloom.fleet.owners import periods
+from traceloom.read import load
 from traceloom.store.tables import Tables
 from traceloom.store.usage import hours, minutes
 
@@ -31,8 +38,9 @@ LIMITS = {
     "top kernels": 3.0,
     "a day of usage": 60.0,
     "a day of usage, MB": 400.0,
-    "a month by owner": 1.0,
-}  # the last in seconds, not of CPU
+    "a month by owner": 1.0,  # seconds, not of CPU
+    "a capture": 0.25,
+}
 DAY = date(2026, 11, 2)
 DAY_NS = 1_793_577_600 * 10**9
 HOUR_NS = 3_600 * 10**9
@@ -203,11 +211,49 @@ def month(folder: Path, devices: int) -> None:
     say(f"a month by owner: {rows:,} rows, {owned.height:,} jobs", cpu, wall, verdict("a month by owner", wall))
 
 
+def captures(folder: Path, count: int) -> None:
+    """Captures of one rank, three steps and about 2,000 events each, none like another, one after the other."""
+    every = []
+    for number in range(count):
+        (at := folder / f"capture{number}").mkdir()
+        recipe = ParallelRecipe(steps=3, layers=2, microbatches=2, stacks=True, hidden=1024 << number % 3, seed=number)
+        parallel_job(recipe).run().write(at)
+        every.append(at)
+    events = load(every[0], cache=False).traces[0].events.height
+    first, wall = analysed(folder / "first", every[:1])
+    say("a process and its first capture", first, wall)
+    all_of_them, wall_of_all = analysed(folder / "all", every)
+    cpu, wall = (all_of_them - first) / (count - 1), (wall_of_all - wall) / (count - 1)
+    say(f"each of {count - 1} more captures, {events:,} events", cpu, wall, verdict("a capture", cpu))
+
+
+def analysed(out: Path, captures: list[Path]) -> tuple[float, float]:
+    """CPU and wall seconds of a process that checks and analyses these."""
+    out.mkdir()
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    engine = Processes(1)
+    for at in captures:
+        files = []
+        for path in sorted(at.iterdir()):
+            text = path.read_bytes()
+            files.append({"name": path.name, "size": len(text), "sha256": hashlib.sha256(text).hexdigest()})
+        check = {"folder": str(at), "files": files}
+        analyse = {
+            "folder": str(at), "out": str(out / at.name), "capture": at.name, "received_ns": DAY_NS, "job": "job"
+        }  # fmt: skip
+        engine.submit(EngineTask("check", check, 60)).result()
+        engine.submit(EngineTask("analyse", analyse, 60)).result()
+    wall = time.perf_counter() - began
+    engine.close()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
+
+
 def verdict(limit: str, value: float) -> str:
     return f"limit {LIMITS[limit]:g}: {'held' if value <= LIMITS[limit] else 'NOT held'}"
 
 
-PARTS = {"kernels": kernel_rows, "usage": usage_day, "month": month}
+PARTS = {"kernels": kernel_rows, "usage": usage_day, "month": month, "captures": captures}
 
 
 def main() -> None:
@@ -215,15 +261,18 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--devices", type=int, default=8_000)
+    parser.add_argument("--captures", type=int, default=40)
     parser.add_argument("--here", help=argparse.SUPPRESS)  # the part to run in this process
     options = parser.parse_args()
     if options.here:
         with tempfile.TemporaryDirectory() as folder:
-            PARTS[options.here](Path(folder), options.rows if options.here == "kernels" else options.devices)
+            size = {"kernels": options.rows, "captures": options.captures}.get(options.here, options.devices)
+            PARTS[options.here](Path(folder), size)
         return
     for part in options.parts or PARTS:
-        arguments = ["--rows", str(options.rows), "--devices", str(options.devices), "--here", part]
-        subprocess.run([sys.executable, __file__, *arguments], check=True)
+        sizes = {"--rows": options.rows, "--devices": options.devices, "--captures": options.captures}
+        arguments = [text for name, size in sizes.items() for text in (name, str(size))]
+        subprocess.run([sys.executable, __file__, *arguments, "--here", part], check=True)
 
 
 if __name__ == "__main__":
