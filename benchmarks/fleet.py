@@ -1,13 +1,14 @@
-"""What the fleet's tables and its hosts cost: processor time and memory, at the size of a large fleet.
+"""What the fleet's service and its hosts cost: processor time and memory, at the size of a large fleet.
 
-    python benchmarks/fleet.py [kernels] [usage] [month] [--rows 10000000] [--devices 8000]
+    python benchmarks/fleet.py [kernels] [usage] [month] [captures] [--rows 10000000] [--devices 8000]
     python benchmarks/fleet.py agents [--agents 1000] [--seconds 60]
-    python benchmarks/fleet.py --dask [--captures 12] [--steps 1500]
+    python benchmarks/fleet.py dask [--captures 12] [--steps 1500]
 
 Each part runs in a process of its own, so that its memory is its own. The data are made; tables lie in a temporary
-directory. CPU seconds are of all threads.
+directory. CPU seconds are of all threads. `captures` has the service's engine check and analyse captures of about 2,000
+events; the start of its process, which it does 200 tasks with, is printed beside it.
 
-`--dask` has captures analysed by a Dask cluster of this host, of one worker and of two by turns. Where the cores are
+`dask` has captures analysed by a Dask cluster of this host, of one worker and of two by turns. Where the cores are
 not free, wall time says little: the CPU time of the workers and how much of a core each got stand beside it.
 """
 
@@ -32,13 +33,16 @@ from fleet_agents import agents_of_fleet
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from support.jobs import ParallelRecipe, parallel_job
 from support.sessions import busy_step
 from traceloom.collect.dask_cluster import Dask
 from traceloom.collect.engine import EngineTask, TaskFile
+from traceloom.collect.executors import Processes
 from traceloom.fleet.attribution import attribution
 from traceloom.fleet.characterise import top_kernels
 from traceloom.fleet.documents import Prices
 from traceloom.fleet.owners import periods
+from traceloom.read import load
 from traceloom.store.tables import Tables
 from traceloom.store.usage import hours, minutes
 from traceloom.testing import TraceBuilder
@@ -48,6 +52,7 @@ LIMITS = {
     "a day of usage": 60.0,
     "a day of usage, MB": 400.0,
     "a month by owner": 1.0,  # in seconds, not of CPU
+    "a capture": 0.25,
     "agents, % of a core": 50.0,
     "agents, MB": 250.0,
     "agents, s until all are woken": 2.0,
@@ -224,6 +229,40 @@ def month(folder: Path, devices: int) -> None:
     say(f"a month by owner: {rows:,} rows, {owned.height:,} jobs", cpu, wall, verdict("a month by owner", wall))
 
 
+def captures(folder: Path, count: int) -> None:
+    """Captures of one rank, three steps and about 2,000 events each, none like another, one after the other."""
+    every = []
+    for number in range(count):
+        (at := folder / f"capture{number}").mkdir()
+        recipe = ParallelRecipe(steps=3, layers=2, microbatches=2, stacks=True, hidden=1024 << number % 3, seed=number)
+        parallel_job(recipe).run().write(at)
+        every.append(at)
+    events = load(every[0], cache=False).traces[0].events.height
+    first, wall = analysed(every[:1])
+    say("a process and its first capture", first, wall)
+    all_of_them, wall_of_all = analysed(every)
+    cpu, wall = (all_of_them - first) / (count - 1), (wall_of_all - wall) / (count - 1)
+    say(f"each of {count - 1} more captures, {events:,} events", cpu, wall, verdict("a capture", cpu))
+
+
+def analysed(captures: list[Path]) -> tuple[float, float]:
+    """CPU and wall seconds of a process that checks and analyses these."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    engine = Processes(1)
+    for at in captures:
+        files = []
+        for path in sorted(at.iterdir()):
+            content = path.read_bytes()
+            files.append(TaskFile(path.name, len(content), hashlib.sha256(content).hexdigest(), str(path)))
+        engine.submit(EngineTask("check", tuple(files), {}, 60)).result()
+        arguments: dict[str, str | int] = {"capture": at.name, "received_ns": DAY_NS, "job": "job"}
+        engine.submit(EngineTask("analyse", tuple(files), arguments, 60)).result()
+    wall = time.perf_counter() - began
+    engine.close()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
+
+
 def clusters(folder: Path, captures: int, steps: int) -> None:
     """How much faster two workers of Dask analyse captures than one; the best of three turns of each."""
     trace = TraceBuilder()
@@ -290,36 +329,36 @@ def agents(folder: Path, count: int, seconds: float) -> None:
         print(f"  {what:40} {value:8.2f} {verdict(what, value)} {more}", flush=True)
 
 
-PARTS = {"kernels": kernel_rows, "usage": usage_day, "month": month}
+PARTS = {"kernels": kernel_rows, "usage": usage_day, "month": month, "captures": captures}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS, "agents"], default=[])
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS, "agents", "dask"], default=[])
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--devices", type=int, default=8_000)
     parser.add_argument("--agents", type=int, default=1_000)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--dask", action="store_true", help="only this: how analyses get faster with workers of Dask")
-    parser.add_argument("--captures", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=1_500, help="of each capture")
+    parser.add_argument("--captures", type=int, help="how many (default: 40; 12 for `dask`)")
+    parser.add_argument("--steps", type=int, default=1_500, help="of each capture of `dask`")
     parser.add_argument("--here", help=argparse.SUPPRESS)  # the part to run in this process
     options = parser.parse_args()
     if options.here:
         with tempfile.TemporaryDirectory() as folder:
-            PARTS[options.here](Path(folder), options.rows if options.here == "kernels" else options.devices)
+            size = {"kernels": options.rows, "captures": options.captures}.get(options.here, options.devices)
+            PARTS[options.here](Path(folder), size)
         return
-    if options.dask:
-        with tempfile.TemporaryDirectory() as folder:
-            clusters(Path(folder), options.captures, options.steps)
-        return
-    for part in options.parts or [*PARTS, "agents"]:
-        if part == "agents":  # its service is a process of its own
-            with tempfile.TemporaryDirectory() as folder:
-                agents(Path(folder), options.agents, options.seconds)
+    for part in options.parts or [*PARTS, "agents", "dask"]:
+        if part in PARTS:
+            sizes = {"--rows": options.rows, "--devices": options.devices, "--captures": options.captures or 40}
+            arguments = [text for name, size in sizes.items() for text in (name, str(size))]
+            subprocess.run([sys.executable, __file__, *arguments, "--here", part], check=True)
             continue
-        arguments = ["--rows", str(options.rows), "--devices", str(options.devices), "--here", part]
-        subprocess.run([sys.executable, __file__, *arguments], check=True)
+        with tempfile.TemporaryDirectory() as folder:  # what costs is in processes of its own
+            if part == "agents":
+                agents(Path(folder), options.agents, options.seconds)
+            else:
+                clusters(Path(folder), options.captures or 12, options.steps)
 
 
 if __name__ == "__main__":

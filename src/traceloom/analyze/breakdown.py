@@ -13,6 +13,7 @@ import polars as pl
 
 from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.intervals import coverage, merge, summed_coverage, union
+from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.steps import tiles
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
@@ -65,6 +66,11 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
         trace: One process's trace.
         rules: Kernel rules of the user's, before the built-in table.
     """
+    rules = tuple(rules)
+    return _gpu_time(trace, rules) if rules else _without_rules(trace)
+
+
+def _gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
     work = gpu_work(trace, rules).select("device", "start_ns", "end_ns", "category", "kind")
     cut = tiles(trace)
     names = dict(zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True))
@@ -116,3 +122,6 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
         )
         steps.append(by_step.pipe(as_declared, STEP_SCHEMA))
     return GpuTime(pl.concat(devices), pl.concat(steps))
+
+
+_without_rules = per_trace(_gpu_time)

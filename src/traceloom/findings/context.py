@@ -34,7 +34,7 @@ from traceloom.retime.law import Law, law
 from traceloom.simulate import Scenario
 from traceloom.simulate.beside import exposed
 from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import among, of_events
+from traceloom.simulate.selection import of_events
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -296,7 +296,7 @@ class Context:
 
     def in_step(self, rows: pl.DataFrame) -> pl.DataFrame:
         """The rows of the steps that are looked at, of a frame with a column `step`."""
-        return rows if self.steps is None else rows.filter(pl.col("step").is_in(list(self.steps)))
+        return rows if self.steps is None else rows.filter(pl.col("step").is_between(self.steps[0], self.steps[-1]))
 
     @cached_property
     def across(self) -> AcrossRanks | None:
@@ -329,7 +329,7 @@ class Context:
 
     def of_kind(self, *kinds: str) -> Bools:
         """The nodes of some kinds, shape (nodes,)."""
-        return among(self.graph.nodes["kind"], gs.NODE_KINDS, kinds)
+        return self.graph.nodes_of(*kinds)
 
     @cached_property
     def on_device(self) -> bool:

@@ -13,7 +13,7 @@ from traceloom.analyze.intervals import coverage, union
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.matrix_units import matrix_units
 from traceloom.analyze.roofline import modelled
-from traceloom.findings.context import Bools, Context
+from traceloom.findings.context import Bools, Context, Ints
 from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
@@ -90,12 +90,21 @@ def _bounded(context: Context) -> pl.DataFrame:
     return pl.concat(parts)
 
 
+def _bounded_nodes(context: Context) -> tuple[Ints, Ints, Ints]:
+    """Nodes of such work: which, their durations and what the roofline allows; shape (work,) each, ns."""
+    keys = ["rank", "event"] if len(context.traces) > 1 else ["event"]
+    work = context.ask(context, _bounded).select(*keys, "roofline_ns")
+    nodes = context.graph.nodes.select(*keys, "node", "duration_ns").join(work, on=keys)
+    node, ns, roof = (nodes[name].to_numpy() for name in ("node", "duration_ns", "roofline_ns"))
+    return node, ns, roof
+
+
 def _reached(context: Context, mask: Bools) -> float | None:
     """The share of the roofline that some kernels reach; None where no peak is known."""
-    keys = ["rank", "event"] if len(context.traces) > 1 else ["event"]
-    nodes = context.graph.nodes.filter(pl.Series(mask)).select(*keys, "duration_ns")
-    ns, roof = context.ask(context, _bounded).join(nodes, on=keys).select("duration_ns", "roofline_ns").sum().row(0)
-    return roof / ns if ns else None
+    node, ns, roof = context.ask(context, _bounded_nodes)
+    chosen = mask[node]
+    whole = int(ns[chosen].sum())
+    return int(roof[chosen].sum()) / whole if whole else None
 
 
 def _factor(reached: float) -> float:
@@ -161,9 +170,9 @@ def low_roofline(context: Context) -> Iterator[Said]:
         return
     odd, unused, _ = context.ask(context, _products)
     work = context.ask(context, _bounded)
-    by_op = work.group_by("op_name", maintain_order=True).agg(pl.col("ns").sum())
-    for name in by_op.sort("ns", descending=True, maintain_order=True)["op_name"].head(_LARGEST).to_list():
-        op_work = work.filter(pl.col("op_name") == name)
+    of_ops = work.partition_by("op_name", maintain_order=True)
+    for op_work in sorted(of_ops, key=lambda of_op: -of_op["ns"].sum())[:_LARGEST]:
+        name = op_work["op_name"][0]
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         for trace in context.traces:
             mask |= context.nodes_of(trace, op_work.filter(pl.col("rank").eq_missing(trace.rank))["event"])

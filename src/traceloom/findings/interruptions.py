@@ -27,7 +27,7 @@ _COSTLY = 1.05  # recording that makes steps this many times longer is told
 
 def collections(context: Context) -> Iterator[Said]:
     """Python collects garbage in the step."""
-    mask = named(context.graph, COLLECTIONS).fill_null(value=False).to_numpy() & context.of_kind(gs.HOST, gs.THINK)
+    mask = named(context.graph, COLLECTIONS) & context.of_kind(gs.HOST, gs.THINK)
     nodes = context.graph.nodes
     for trace in context.traces:  # frames and annotations that the graph knows only as time of something else
         gaps = context.in_step(context.ask(trace, analyze.idle).gaps)
@@ -89,7 +89,7 @@ def compiling(context: Context) -> Iterator[Said]:
 
 def autotuning(context: Context) -> Iterator[Said]:
     """Kernels are tried out in the step."""
-    mask = named(context.graph, _AUTOTUNING).fill_null(value=False).to_numpy() & context.of_kind(*_HOST, gs.KERNEL)
+    mask = named(context.graph, _AUTOTUNING) & context.of_kind(*_HOST, gs.KERNEL)
     for trace in context.traces:
         names = trace.events["name"].unique()
         fitting = names.filter(names.str.contains(f"(?i){_AUTOTUNING}"))

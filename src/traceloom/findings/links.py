@@ -16,7 +16,7 @@ from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.finding import Abstention
 from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import Chosen, among
+from traceloom.simulate.selection import Chosen
 
 _SLOWER = 1.5  # times as long as in the other groups
 _FAR = 3.0  # times as long as the link takes for it: less may be other traffic, or kernels beside it
@@ -59,7 +59,7 @@ def slow_links(context: Context) -> list[SlowTransfers]:
     """Transfers that take too long, by kind and size, those that lose longest first."""
     # communication whose transfer is known
     edges = context.graph.edges
-    ends = pl.Series(among(edges["kind"], gs.EDGE_KINDS, ("rendezvous",))) & edges["to_end"]
+    ends = pl.Series(context.graph.edges_of("rendezvous")) & edges["to_end"]
     transfers = edges.filter(ends).select(node="target", transfer_ns=pl.col("delay_ns") + pl.col("residual_ns"))
     transfers = transfers.filter(pl.col("transfer_ns") > 0)
     calls = context.graph.communication.join(transfers, on="node").filter(pl.col("kind").is_in(list(_STEPS)))

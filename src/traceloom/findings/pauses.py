@@ -48,6 +48,8 @@ def pauses(context: Context) -> Iterator[Said]:
     python = between_operators(context)
     work = context.graph.nodes["work_ns"].to_numpy()
     long = python & (work >= long_ns(context))
+    if not long.any():
+        return
     # regions named backward, on ranks of whose backward pass no derivative was recorded: they run elsewhere
     nodes = context.graph.nodes
     name, of_rank = nodes["name"].cast(pl.String).fill_null(""), nodes["rank"].fill_null(-1)
@@ -80,7 +82,7 @@ def between_operators(context: Context) -> Bools:
     frames = pl.Series(context.of_kind(gs.HOST)) & nodes["category"].cast(pl.String).is_in([cat.ANNOTATION, cat.PYTHON])
     between = context.of_kind(gs.THINK) | frames.fill_null(value=False).to_numpy()
     others = (named(context.graph, pattern) for pattern in (LOADING, COLLECTIONS, _COLLECTIVES))
-    unclaimed: Bools = between & ~reduce(or_, others).fill_null(value=False).to_numpy()
+    unclaimed: Bools = between & ~reduce(or_, others)
     return unclaimed
 
 

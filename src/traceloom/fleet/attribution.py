@@ -83,7 +83,7 @@ def attribution(
             hint = nearest(name, BY) + f"there are {', '.join(BY)}"
             raise UsageError(f"device time is not divided by `{name}`", slug="no-such-dimension", hint=hint)
     by = tuple(dict.fromkeys(by))
-    times = [] if every_ns is None else ["time_ns"]
+    times, stretches = ([], []) if every_ns is None else (["time_ns"], ["stretch_ns"])
     devices = [name for name in by if name in OF_DEVICES]
     if prices is not None and prices.of_models and "device_model" not in devices:
         devices.append("device_model")
@@ -91,10 +91,10 @@ def attribution(
         pl.when(pl.col(amount).is_not_null()).then("device_ms").otherwise(0).alias(of_time)
         for of_time, amount in {of_time: amount for amount, of_time in _MEASURED.items()}.items()
     ]
-    rows = usage.with_columns(
-        measured, stretch_ns=pl.lit(0) if every_ns is None else pl.col("time_ns") // every_ns * every_ns
-    )
-    held = _with_owners(rows, owned, ["state", *devices, "stretch_ns"], [name for name in by if name in OF_JOBS])
+    rows = usage.with_columns(measured)
+    if every_ns is not None:
+        rows = rows.with_columns(stretch_ns=pl.col("time_ns") // every_ns * every_ns)
+    held = _with_owners(rows, owned, ["state", *devices, *stretches], [name for name in by if name in OF_JOBS])
     nobody = pl.when(pl.col("state").is_in((UNALLOCATED, UNREACHABLE))).then("state")
     values = [
         (nobody.otherwise(name) if name in OF_JOBS else pl.col(name)).fill_null(UNATTRIBUTED).alias(name) for name in by
@@ -102,7 +102,9 @@ def attribution(
     states = [
         pl.when(pl.col("state") == state).then("device_ms").otherwise(0).alias(name) for name, state in _STATES.items()
     ]
-    priced = held.with_columns(*states, *_priced(prices), time_ns="stretch_ns").with_columns(values)
+    priced = held.with_columns(*states, *_priced(prices)).with_columns(values)
+    if every_ns is not None:
+        priced = priced.with_columns(time_ns="stretch_ns")
     leaves = _summed(priced, [*times, *by]).collect()
     return Attribution(by, None if prices is None else prices.currency, leaves)
 

@@ -54,7 +54,8 @@ def periods(jobs: pl.LazyFrame, owners: pl.LazyFrame, rules: Sequence[OwnerRule]
         label = pl.col("labels").str.json_path_match(f"$['{name}']")
         columns.append(pl.coalesce(by_people[name], *by_rules, name, label).alias(name))
     owned = facts.with_columns(columns).select("job", "from_ns", *_SAID)
-    changed = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift().over("job")) for name in _SAID)
+    # of the same job: the first row of each is the earliest, which stays
+    changed = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift()) for name in _SAID)
     return owned.filter(changed | (pl.col("from_ns") == EARLIEST))
 
 

@@ -41,6 +41,8 @@ def join_parts(parts: pl.DataFrame) -> JoinedParts:
         parts: One row per communication node of every rank: `part` (which rank's graph), `rank`, `kind`, `group`,
             `group_size`, `ranks`, `sequence`, `in_bytes`, `in_splits`, `peer`, `tag`, `start_ns`, `end_ns`.
     """
+    if not parts.height:
+        return JoinedParts(np.zeros(0, dtype=np.int64), [], ())
     table = parts.with_columns(
         pl.int_range(pl.len(), dtype=pl.Int64).alias("row"),
         pl.col("group").fill_null("").alias("group"),

@@ -20,7 +20,7 @@ from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model.arrays import nearest
 from traceloom.model.frames import as_declared
-from traceloom.model.graph_schema import GRAPH_SCHEMAS
+from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
 
 if TYPE_CHECKING:
     from traceloom.link.rank import Parts
@@ -98,6 +98,8 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> OwnCommunic
     total = np.cumsum(submitted)
     host = np.flatnonzero(outermost)
     host = host[total[tree.stop[host]] == total[host]]
+    if not chosen.size and not host.size:
+        return OwnCommunication(chosen, chosen, host, empty_frame("communication").select(_FIELDS))
     # what the file says of each event that describes a collective; columns `event` and _FIELDS
     members = trace.groups.select("group", pl.col("ranks").alias("members"))
     described = (

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import polars as pl
 
+from traceloom.array_types import Array, Bools
 from traceloom.errors import broken
-from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
+from traceloom.model.graph_schema import EDGE_KINDS, GRAPH_SCHEMAS, NODE_KINDS, empty_frame
 from traceloom.model.notice import Notice
 from traceloom.model.points import topological
 
 # As Chakra distinguishes: the model as written; after compilers changed it; as it was executed on a platform.
 Stage = Literal["pre-transformed", "post-transformed", "profiled"]
+_NO_EVENT = 2**32 - 1
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
@@ -61,6 +64,34 @@ class Graph:
     def frames(self) -> dict[str, pl.DataFrame]:
         """All frames by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in GRAPH_SCHEMAS}
+
+    def nodes_of(self, *kinds: str) -> Bools:
+        """Which nodes are of these kinds, shape (nodes,)."""
+        chosen: Bools = np.isin(NODE_KINDS, kinds)[self._node_kinds]
+        return chosen
+
+    def edges_of(self, *kinds: str) -> Bools:
+        """Which edges are of these kinds, shape (edges,)."""
+        chosen: Bools = np.isin(EDGE_KINDS, kinds)[self._edge_kinds]
+        return chosen
+
+    @cached_property
+    def names(self) -> pl.Series:
+        """The different names of nodes, in no order."""
+        return self.nodes["name"].unique().drop_nulls()
+
+    @cached_property
+    def events(self) -> Array:
+        """The row of its trace that each node stands for, shape (nodes,); for others more than any row."""
+        return self.nodes["event"].fill_null(_NO_EVENT).to_numpy()
+
+    @cached_property
+    def _node_kinds(self) -> Array:
+        return self.nodes["kind"].to_physical().to_numpy()
+
+    @cached_property
+    def _edge_kinds(self) -> Array:
+        return self.edges["kind"].to_physical().to_numpy()
 
     @property
     def end_ns(self) -> int:

@@ -22,6 +22,15 @@ _PLAIN = re.compile(
 _LAST: dict[tuple[str, ...], tuple[pl.Series, list[pl.Series]]] = {}
 
 
+_LOWER: list[pl.Series] = []  # the names put to lower case last, and these
+
+
+def _lower_case(names: pl.Series) -> pl.Series:
+    if not _LOWER or not _LOWER[0].equals(names):
+        _LOWER[:] = names, names.str.to_lowercase().alias("lower")
+    return _LOWER[1]
+
+
 @lru_cache(maxsize=256)
 def lowered(pattern: str) -> str | None:
     """The expression that finds in names of lower case what `pattern` finds in any case; None where there is none."""
@@ -41,7 +50,7 @@ def contain(names: pl.Series, patterns: Sequence[str]) -> list[pl.Series]:
     if last is None or not last[0].equals(names):
         frame = names.to_frame("name")
         if any(pattern.startswith(_ANY_CASE) for pattern in patterns):
-            frame = frame.with_columns(lower=pl.col("name").str.to_lowercase())
+            frame = frame.hstack([_lower_case(names)])
         holds = [
             pl.col("name" if low is None else "lower").str.contains(low or pattern).alias(str(at))
             for at, pattern in enumerate(patterns)

@@ -12,7 +12,6 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array
-from traceloom.simulate.selection import among
 
 _ORDER = ("stream", "wait", "occupancy")
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
@@ -36,11 +35,10 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
         The graph with other edges, the first of them in their old order, and their delays.
     """
     source, target = (array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target"))
-    kind = graph.edges["kind"]
     from_end, to_end = (graph.edges[end].to_numpy() for end in ("from_end", "to_end"))
     optimizer = of_optimizer(graph)
-    moved = among(kind, gs.EDGE_KINDS, _ORDER) & from_end & ~to_end & hidden[source]
-    moved &= hidden[target] | (among(graph.nodes["kind"], gs.NODE_KINDS, _DEVICE)[target] & ~optimizer[target])
+    moved = graph.edges_of(*_ORDER) & from_end & ~to_end & hidden[source]
+    moved &= hidden[target] | (graph.nodes_of(*_DEVICE)[target] & ~optimizer[target])
     delay = delay_ns.copy()
     delay[moved] += covered_ns(graph, hidden)[source[moved]]
     edges = graph.edges.with_columns(
@@ -58,7 +56,7 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
         "start_ns",
         end_ns=pl.col("start_ns") + pl.col("duration_ns"),
     )
-    device = among(graph.nodes["kind"], gs.NODE_KINDS, _DEVICE)
+    device = graph.nodes_of(*_DEVICE)
     firsts = times.filter(pl.Series(optimizer & device & ~hidden)).sort("start_ns", "node")
     firsts = firsts.unique(["rank", "step"], keep="first", maintain_order=True).select("rank", "start_ns", first="node")
     before = times.filter(pl.Series(hidden)).select("rank", "lane", "end_ns", last="node").sort("end_ns", "last")
@@ -69,7 +67,7 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     last, first = (pairs[end].cast(pl.Int64).to_numpy() for end in ("last", "first"))
     # What each node takes itself: its work, or the transfer of its communication.
     own_ns = work_ns.copy()
-    transfers = among(kind, gs.EDGE_KINDS, ("rendezvous",)) & to_end
+    transfers = graph.edges_of("rendezvous") & to_end
     np.maximum.at(own_ns, target[transfers], delay_ns[transfers])
     more = pl.DataFrame(
         {
@@ -97,7 +95,7 @@ def exposed(graph: Graph, nodes: Bools) -> list[Spans]:
     if not nodes.any():
         return out
     start, end, rank = _times(graph)
-    kernels = among(graph.nodes["kind"], gs.NODE_KINDS, (gs.KERNEL,)) & ~nodes
+    kernels = graph.nodes_of(gs.KERNEL) & ~nodes
     for rank_id in np.unique(rank[nodes]):
         chosen, others = nodes & (rank == rank_id), kernels & (rank == rank_id)
         out.append(difference(union(start[chosen], end[chosen]), union(start[others], end[others])))
@@ -107,7 +105,7 @@ def exposed(graph: Graph, nodes: Bools) -> list[Spans]:
 def covered_ns(graph: Graph, nodes: Bools) -> Ints:
     """How long another kernel of its rank runs during each chosen work, shape (nodes,); 0 for all others."""
     start, end, rank = _times(graph)
-    kernels = among(graph.nodes["kind"], gs.NODE_KINDS, (gs.KERNEL,)) & ~nodes
+    kernels = graph.nodes_of(gs.KERNEL) & ~nodes
     out = np.zeros(nodes.size, dtype=np.int64)
     for rank_id in np.unique(rank[nodes]):
         chosen, others = nodes & (rank == rank_id), kernels & (rank == rank_id)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from traceloom.array_types import Bools
-from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.retime import ABSENT, Plan
 from traceloom.simulate.scenario import Scenario
-from traceloom.simulate.selection import among
 
 
 def unknown_wakers(graph: Graph) -> Bools:
@@ -18,9 +16,9 @@ def unknown_wakers(graph: Graph) -> Bools:
     Those of the origin hold a wait's end; guesses hold it by what another thread did long before.
     """
     edges = graph.edges
-    pinned = among(edges["kind"], gs.EDGE_KINDS, ("origin",)) & edges["to_end"].to_numpy()
-    guessed = among(edges["kind"], gs.EDGE_KINDS, ("cross-thread",)) & (edges["delay_ns"].to_numpy() > 0)
-    assumed = among(edges["evidence"], gs.EVIDENCE, ("assumed",))
+    pinned = graph.edges_of("origin") & edges["to_end"].to_numpy()
+    guessed = graph.edges_of("cross-thread") & (edges["delay_ns"].to_numpy() > 0)
+    assumed = (edges["evidence"] == "assumed").to_numpy()
     unknown: Bools = (pinned | guessed) & assumed
     return unknown
 

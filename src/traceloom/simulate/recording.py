@@ -9,7 +9,6 @@ import numpy as np
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import among
 
 _HOST = (gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
 _MOST = 2 / 3  # of a saving: a loop of `item`, the cheapest there is, takes three times as long when it is recorded
@@ -43,7 +42,7 @@ def unrecorded_saving_ns(
     if ratio is None or ratio <= 1:
         return saved_ns
     of_recording = 1 - 1 / ratio
-    host = among(graph.nodes["kind"], gs.NODE_KINDS, _HOST)
+    host = graph.nodes_of(*_HOST)
     rank = graph.nodes["rank"].rank("dense").fill_null(0).to_numpy()[host]
     recorded = np.bincount(rank)
     left = np.ones(graph.nodes.height)

@@ -17,7 +17,7 @@ from traceloom.retime import ABSENT, Plan
 from traceloom.retime.running import running
 from traceloom.simulate.beside import set_beside
 from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import Selection, among
+from traceloom.simulate.selection import Selection
 
 _SHOWN = 80  # characters of a name
 
@@ -85,7 +85,7 @@ class Scenario:
 
     def edges(self, *kinds: str) -> Bools:
         """Which edges are of these kinds, shape (edges,)."""
-        return among(self.graph.edges["kind"], gs.EDGE_KINDS, kinds)
+        return self.graph.edges_of(*kinds)
 
     def ends(self) -> tuple[Ints, Ints]:
         """Source and target of each edge, shape (edges,) each."""
@@ -94,7 +94,7 @@ class Scenario:
 
     def nodes(self, *kinds: str) -> Bools:
         """Which nodes are of these kinds, shape (nodes,)."""
-        return among(self.graph.nodes["kind"], gs.NODE_KINDS, kinds)
+        return self.graph.nodes_of(*kinds)
 
     def overlapping(self) -> Bools:
         """Edges whose delay is no pause, since the work before them runs; shape (edges,)."""

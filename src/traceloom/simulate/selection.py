@@ -6,7 +6,6 @@ A selection is written as words: `kernels`, `kernels ~ gemm`, `rank 7 host`, `co
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -18,6 +17,7 @@ from traceloom.array_types import Bools
 from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
+from traceloom.model.letter_case import contains
 
 TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
     "kernels": ((gs.KERNEL,), "kernels that compute"),
@@ -58,16 +58,14 @@ class Selection:
             UsageError: slug `bad-change`: the pattern is none.
         """
         kinds, _ = TARGETS[self.target]
-        frame = graph.nodes
-        chosen = pl.Series(among(frame["kind"], gs.NODE_KINDS, kinds))
+        chosen = graph.nodes_of(*kinds)
         if self.target == "loading":
             chosen &= named(graph, LOADING)
         if self.pattern:
             chosen &= named(graph, self.pattern)
         if self.ranks:
-            chosen &= frame["rank"].is_in(list(self.ranks))
-        mask: Bools = chosen.fill_null(value=False).to_numpy()
-        return mask
+            chosen &= graph.nodes["rank"].is_in(list(self.ranks)).fill_null(value=False).to_numpy()
+        return chosen
 
     def nearest(self, graph: Graph, most: int = 3) -> list[str]:
         """Names that the selection could mean where it means nothing: the most alike, else those of the most work."""
@@ -110,26 +108,23 @@ class Chosen:
 
 def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
     """The nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
-    same = pl.col("event").is_in(pl.lit(events.cast(pl.UInt32)).implode())
+    rows = events.drop_nulls().to_numpy()
+    chosen = np.zeros(int(rows.max()) + 1 if rows.size else 0, dtype=np.bool_)
+    chosen[rows] = True
+    within = graph.events < chosen.size
+    mask: Bools = within.copy()
+    mask[within] = chosen[graph.events[within]]
     if rank is not None:
-        same &= pl.col("rank") == rank
-    mask: Bools = graph.nodes.select(same.fill_null(value=False)).to_series().to_numpy()
+        mask &= (graph.nodes["rank"] == rank).fill_null(value=False).to_numpy()
     return mask
 
 
-def among(column: pl.Series, known: Sequence[str], kinds: Sequence[str]) -> Bools:
-    """Which values of an enum column are among some of its categories, shape (rows,)."""
-    table = np.array([kind in kinds for kind in known], dtype=np.bool_)
-    mask: Bools = table[column.to_physical().to_numpy()]
-    return mask
-
-
-def named(graph: Graph, pattern: str) -> pl.Series:
-    """Which nodes have a name that holds the pattern, or are communication or kernels of that kind."""
+def named(graph: Graph, pattern: str) -> Bools:
+    """Which nodes have a name that holds the pattern, or are communication or kernels of that kind; shape (nodes,)."""
     try:
         re.compile(pattern)
-        distinct = graph.nodes["name"].unique().drop_nulls()
-        fits = distinct.str.contains(f"(?i){pattern}")
+        distinct = graph.names
+        fits = contains(distinct, f"(?i){pattern}")
     except (re.error, pl.exceptions.ComputeError) as error:
         raise UsageError(f"`{pattern}` is no regular expression: {error}", slug="bad-change") from error
     if pattern.lower() in KINDS and pattern.lower() != "other":  # matrix products are seldom called `gemm`
@@ -137,7 +132,12 @@ def named(graph: Graph, pattern: str) -> pl.Series:
         nothing = np.zeros(distinct.len(), dtype=np.uint64)
         first = matcher.first(distinct, np.arange(distinct.len()), nothing, nothing)
         kind_of = [*(rule.kind for rule in matcher.rules), ""]
-        fits |= pl.Series([kind_of[rule] == pattern.lower() for rule in first], dtype=pl.Boolean)
-    by_name = graph.nodes["name"].is_in(distinct.filter(fits).implode())
-    kinds = graph.communication.filter(pl.col("kind").str.contains(f"(?i){pattern}"))["node"]
-    return by_name | graph.nodes["node"].is_in(kinds.implode())
+        fits = fits | pl.Series([kind_of[rule] == pattern.lower() for rule in first], dtype=pl.Boolean)
+    names = distinct.filter(fits)
+    chosen = np.zeros(graph.nodes.height, dtype=np.bool_)
+    if names.len():
+        chosen |= graph.nodes["name"].is_in(names.implode()).fill_null(value=False).to_numpy()
+    if graph.communication.height:
+        kinds = graph.communication["kind"]
+        chosen[graph.communication["node"].filter(kinds.str.contains(f"(?i){pattern}")).to_numpy()] = True
+    return chosen

@@ -12,7 +12,6 @@ import polars as pl
 from traceloom.array_types import Bools, Ints
 from traceloom.link import link_session
 from traceloom.model import Session
-from traceloom.model import graph_schema as gs
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import plain, point_times
@@ -26,7 +25,6 @@ from traceloom.simulate.limits import least_ns
 from traceloom.simulate.lower_bound import saves_more
 from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.scenario import Scenario
-from traceloom.simulate.selection import among
 
 RANKS = schema("rank before_ns after_ns saved_ns")
 PARTS = schema("what kind before_ns after_ns")
@@ -219,7 +217,7 @@ def changed_nodes(graph: Graph, scenario: Scenario) -> Bools:
     base = Scenario.of(graph)
     changed: Bools = (scenario.work_ns != base.work_ns) | scenario.beside
     moved = scenario.delay_ns[: graph.edges.height] != base.delay_ns
-    moved &= among(graph.edges["kind"], gs.EDGE_KINDS, ("rendezvous", "synchronize"))
+    moved &= graph.edges_of("rendezvous", "synchronize")
     changed[graph.edges["target"].to_numpy()[moved]] = True
     return changed
 

@@ -117,12 +117,11 @@ def _devices(trace: Trace) -> pl.DataFrame:
     """One row per device of a rank; the causes of idle time that do not occur are 0."""
     times = analyze.gpu_time(trace).devices
     totals = analyze.idle(trace).totals
+    idle_ns = {(device, cause): ns for device, cause, ns in totals.select("device", "cause", "idle_ns").iter_rows()}
     causes = {
-        f"idle_{cause}_ns": times.select("device").join(
-            totals.filter(pl.col("cause") == cause), on="device", how="left", nulls_equal=True, maintain_order="left"
-        )["idle_ns"].fill_null(0)
+        f"idle_{cause}_ns": pl.Series([idle_ns.get((device, cause), 0) for device in times["device"]], dtype=pl.Int64)
         for cause in CAUSES
-    }  # fmt: skip
+    }
     return times.select("device", "window_ns", "busy_ns", "idle_ns", *_KEPT, device_model="name").with_columns(
         rank=pl.lit(trace.rank, pl.Int64), host=pl.lit(trace.meta.host, pl.String), **causes
     )

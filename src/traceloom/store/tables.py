@@ -121,13 +121,17 @@ class Tables:
         noted = CommitProperties(app_transactions=[Transaction(source, number)])
         added: dict[str, int] = {}
         for name, schema in SCHEMAS.items():
+            again = captures if "capture" in schema.types else []
+            if name not in rows and not again:
+                continue
             frame = schema.complete(rows.get(name, schema.empty()))
             if frame["day"].null_count():
                 raise ValueError(f"a row of `{name}` is of no day")
+            if not (frame.height or again):
+                continue
             table = self._open(name)
-            again = captures if "capture" in schema.types else []
             last = table.transaction_version(source)
-            if not (frame.height or again) or (last is not None and last >= number):
+            if last is not None and last >= number:
                 continue
             with _writing(self.address(name)):
                 if again:

@@ -11,6 +11,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 
 from support.kineto_clients import KinetoClient, request
-from traceloom.agent.ipc.sockets import KinetoSockets
+from traceloom.agent.ipc.sockets import _TOGETHER_S, KinetoSockets
 from traceloom.agent.registry import Offer, ProfilerClient, ProfilerRegistry
 from traceloom.errors import OutputError
 
@@ -94,6 +96,30 @@ def test_an_offer_waits_for_an_idle_poll_and_is_handed_over_once(place: Path) ->
     assert served(sockets, work) == ["", "", "A=3\n", ""]
     assert len(delivered) == 1
     assert seen == [(1, False), (2, True), (3, False), (4, False)]
+
+
+def test_many_polls_at_once_are_all_answered_and_so_is_who_comes_long_after_them(place: Path) -> None:
+    """More than are taken at one wake-up, and one when nothing came for longer than the sockets wait for more."""
+    registry = ProfilerRegistry()
+    sockets = KinetoSockets(place, registry)
+
+    def work() -> list[str | None]:
+        clients = [KinetoClient(place / str(os.geteuid())) for _ in range(30)]
+        senders = [threading.Thread(target=client.poll) for client in clients]
+        for sender in senders:
+            sender.start()
+        answers = [client.answer() for client in clients]
+        for sender in senders:
+            sender.join()
+        time.sleep(5 * _TOGETHER_S)
+        clients[0].poll()
+        answers.append(clients[0].answer())
+        for client in clients:
+            client.close()
+        return answers
+
+    assert served(sockets, work) == [""] * 31
+    assert (sockets.malformed, sockets.strangers, sockets.dropped) == (0, 0, 0)
 
 
 def test_malformed_datagrams_change_nothing(place: Path) -> None:
