@@ -72,7 +72,7 @@ class Service:
         self.state, self.objects, self.tables = state, objects, tables
         self.limits = limits or ServiceLimits()
         self.pipeline = Pipeline(state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s)
-        self.questions = QuestionDesk(tables)
+        self.questions = QuestionDesk(tables, state)
         self.rendering = asyncio.Lock()  # one report at a time
         self.hosts: HostDesk | None = None  # while this service leads
         self.incoming = incoming
