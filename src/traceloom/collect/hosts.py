@@ -39,6 +39,7 @@ from traceloom.agent.uplink.messages import (
     UsageRow,
     WorkAnswer,
 )
+from traceloom.collect.job_rows import said_of_jobs
 from traceloom.collect.plan import (
     FleetRequest,
     HostProgress,
@@ -52,6 +53,7 @@ from traceloom.collect.plan import (
 from traceloom.collect.telling import fleet_event
 from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.database import secret_hash
+from traceloom.store.job_facts import JobFacts
 from traceloom.store.state import State
 from traceloom.store.webhook_state import FleetEvent
 
@@ -62,6 +64,7 @@ _MOST_FILE = 4 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _LOOK_S = 1.0
 _SAME_NS = 3600 * 10**9  # that a mark of a request is good for
+_LOOKS_AT_JOBS = 5  # every so many looks at requests
 _MOST_ENDED = 1000  # requests that are remembered here; the state has all
 Choice = Literal["", "slowest-and-median"]
 
@@ -100,6 +103,7 @@ class HostDesk:
         self._written: dict[str, FleetRequest] = {}  # what the state has of those that are open
         self._unwritten: set[str] = set()  # requests that are further than the state says, as it did not answer
         self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
+        self._said: dict[str, JobFacts] = {}  # job -> what hosts said of it last
         self._changed = asyncio.Condition()  # a request
         self._call = asyncio.Event()  # set, and replaced, when hosts have something else to do
         self._writing = asyncio.Lock()
@@ -268,8 +272,8 @@ class HostDesk:
             id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted, trigger=trigger, start=start,
             at_step=at_step, earliest_ns=now_ns + int(after_s * 1e9) if after_s else 0, mark=mark,
         )  # fmt: skip
-        ranks = {host: {of.rank for of in processes} - {None} for host, processes in matching.items()}
-        request = planned(request, ranks, now_ns)
+        of_hosts = {host: {of.rank for of in processes if of.rank is not None} for host, processes in matching.items()}
+        request = planned(request, of_hosts, now_ns)
         try:
             await self.put(request)
         except TraceloomError:  # who asks hears so, and asks again
@@ -418,8 +422,25 @@ class HostDesk:
         events = [_event(request)] if request.state in {"done", "partial", "failed"} else []
         self.state.put_request(request.id, request.asked_ns, document, self.term, ended=request.ended, events=events)
 
+    async def _say_of_jobs(self) -> None:
+        """Write down what hosts say of jobs, where it is new."""
+        said = said_of_jobs({host: now.heartbeat.processes for host, now in self.fresh().items()})
+        news = {job: facts for job, facts in said.items() if self._said.get(job) != facts}
+        if news:
+            await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
+        self._said = said
+
     async def _advance_for_ever(self) -> None:
+        looks = 0
         while True:
+            if looks % _LOOKS_AT_JOBS == 0:
+                try:
+                    await self._say_of_jobs()
+                except TraceloomError as error:
+                    LOG.warning("what hosts say of jobs: %s", error)
+                except Exception:
+                    LOG.exception("what hosts say of jobs")
+            looks += 1
             for name in {*self._open, *self._unwritten}:
                 try:
                     await self._advance(self.requests[name])

@@ -13,18 +13,20 @@ import secrets
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import wait
 
 import polars as pl
 
 from traceloom import __version__
 from traceloom.collect.engine import Engine, EngineTask, TaskError, TaskFile, TaskName
-from traceloom.collect.statements import commit_statements
+from traceloom.collect.job_rows import commit_jobs, said_by_captures
 from traceloom.collect.usage import commit_usage
 from traceloom.errors import TraceloomError
 from traceloom.store.database import LEADER
 from traceloom.store.objects import Objects
 from traceloom.store.row_files import unpacked_rows
+from traceloom.store.schemas import day_of
 from traceloom.store.state import CaptureRecord, State, TaskRecord
 from traceloom.store.tables import Tables
 
@@ -36,6 +38,9 @@ TASK_S = 1800.0
 READ_S = 6 * 3600
 """How long a signed address of a file works: a task may wait for a worker before it fetches."""
 
+_DAY_NS = 86_400 * 10**9
+_NIGHT_NS = 2 * 3_600 * 10**9  # after midnight in UTC, when hosts have sent the last minutes of the day
+_COMPACTED = "compacted"  # the number of the day on which the tables were compacted last
 _POLL_S = 0.5  # between looks for a task, where there was none
 _TROUBLE_S = 5.0  # before the next try, where the state or a store does not answer
 
@@ -58,17 +63,19 @@ class Pipeline:
         lease_s: For how long a task is taken at a time; after that others take it over from a service that died.
         commit_s: How long rows wait for others to be committed with them.
         task_s: How long a task may take.
+        clock: Now, in ns since the epoch.
     """
 
     def __init__(
         self, state: State, objects: Objects, tables: Tables, engine: Engine, *, lease_s: float = LEASE_S,
-        commit_s: float = COMMIT_S, task_s: float = TASK_S,
+        commit_s: float = COMMIT_S, task_s: float = TASK_S, clock: Callable[[], int] = time.time_ns,
     ) -> None:  # fmt: skip
         self.state, self.objects, self.tables, self.engine = state, objects, tables, engine
-        self.lease_s, self.commit_s, self.task_s = lease_s, commit_s, task_s
+        self.lease_s, self.commit_s, self.task_s, self.clock = lease_s, commit_s, task_s, clock
         self.holder = secrets.token_hex(8)
         self.term = ""  # by which this service leads: a new name each time that it begins to
         self._leads_until = 0.0  # of the monotonic clock, which goes on while a process is stopped
+        self._writing = threading.Lock()  # of the tables: who writes is one
         self._stop = threading.Event()
         self._more = threading.Event()  # a task may be there
         self._full = threading.Event()  # a whole batch waits
@@ -154,11 +161,27 @@ class Pipeline:
                 frames[name].append(frame)
         replaced = [task.capture for task in batch.tasks] if batch.again else []
         rows = {name: pl.concat(parts) for name, parts in frames.items()}
+        for (job, start_ns), facts in said_by_captures(rows["captures"]).items():
+            self.state.say_of_jobs({job: facts}, start_ns)
         self.tables.commit(f"captures {self.state.identity}", batch.number, rows, replaced)
         self.state.close_batch(batch.number, term)
         for task in batch.tasks:
             self.objects.delete(_rows_of(task))
         return len(batch.tasks)
+
+    def compact(self, by_night: bool = False) -> bool:
+        """Do what is to be done to the tables once a day; False where it is not time. For who leads alone.
+
+        Args:
+            by_night: Only once a day, and only from 02:00 in UTC on.
+        """
+        days, rest = divmod(self.clock(), _DAY_NS)
+        if by_night and (rest < _NIGHT_NS or self.state.number(_COMPACTED) >= days):
+            return False
+        with self._writing:
+            self.tables.compact(day_of(days * _DAY_NS))
+        self.state.put_number(_COMPACTED, days)
+        return True
 
     def report(self, capture: CaptureRecord) -> str:
         """The name of the page of a capture's report, which is rendered when it is first asked for.
@@ -224,19 +247,24 @@ class Pipeline:
             self._full.clear()
             self._waiting = 0
             try:
-                while self.leads and not self._stop.is_set():
-                    if not (
-                        self.commit()
-                        or commit_usage(self.state, self.tables, self.term)
-                        or commit_statements(self.state, self.tables, self.term)
-                    ):
-                        break
+                while self.leads and not self._stop.is_set() and self._commit_any():
+                    pass
+                if self.leads and not self._stop.is_set():
+                    self.compact(by_night=True)
             except TraceloomError as error:
                 _log.warning("rows could not be committed: %s", error)
                 self._stop.wait(_TROUBLE_S)
             except Exception:  # noqa: BLE001  (as above)
                 _log.exception("rows could not be committed")
                 self._stop.wait(_TROUBLE_S)
+
+    def _commit_any(self) -> int:
+        with self._writing:
+            return (
+                self.commit()
+                or commit_usage(self.state, self.tables, self.term)
+                or commit_jobs(self.state, self.tables, self.term)
+            )
 
     def _lead_loop(self) -> None:
         while not self._stop.is_set():

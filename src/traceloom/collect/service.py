@@ -23,6 +23,7 @@ from traceloom.collect.hosts import HostDesk
 from traceloom.collect.joining import Joining
 from traceloom.collect.metrics import FLEET_METRICS, FleetSeries
 from traceloom.collect.pipeline import Pipeline
+from traceloom.collect.questions.desk import QuestionDesk
 from traceloom.collect.telling import WebhookSender, WebhookTargets
 from traceloom.collect.triggers import FleetTriggers
 from traceloom.errors import OutputError, TraceloomError
@@ -75,6 +76,7 @@ class Service:
         self.state, self.objects, self.tables = state, objects, tables
         self.limits = limits or ServiceLimits()
         self.pipeline = Pipeline(state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s)
+        self.questions = QuestionDesk(tables, state)
         self.rendering = asyncio.Lock()  # one report at a time
         self.hosts: HostDesk | None = None  # while this service leads
         self.incoming = incoming
@@ -217,6 +219,7 @@ async def serve(service: Service, tcp: Tcp, ready: Callable[[str], None]) -> Non
         stack.callback(server.close)
         service.pipeline.start()
         stack.push_async_callback(asyncio.to_thread, service.pipeline.stop)
+        stack.callback(service.questions.close)
         talking = asyncio.create_task(service.talk_to_hosts(), name="hosts")
         stack.push_async_callback(_ended, talking)
         at, bound = server.sockets[0].getsockname()[:2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import time
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -12,6 +12,7 @@ from msgspec import Meta
 from traceloom.agent.http.answers import HttpAnswer, RequestError
 from traceloom.collect.request_routes import check_own_job
 from traceloom.collect.routes import FleetAsked, FleetRoute
+from traceloom.store.job_facts import JobFacts
 
 Said: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
 
@@ -42,8 +43,8 @@ async def _state(asked: FleetAsked) -> JobStatementAnswer:
         )
     check_own_job(asked, job)
     said = {name: value for name, value in msgspec.structs.asdict(body).items() if value}
-    document = json.dumps(said | {"user": min(users)}, sort_keys=True)
-    changed = await asyncio.to_thread(asked.service.state.state_job, job, document)
+    facts = JobFacts(**said, user=min(users))
+    changed = bool(await asyncio.to_thread(asked.service.state.say_of_jobs, {job: facts}, time.time_ns()))
     if changed:
         asked.service.pipeline.look()
         await asked.note(job=job)

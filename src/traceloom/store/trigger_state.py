@@ -20,14 +20,6 @@ class CommittedCapture(NamedTuple):
     job: str
 
 
-class JobStatement(NamedTuple):
-    """What a job said of itself, JSON, and when, ns since the epoch."""
-
-    job: str
-    said_ns: int
-    document: str
-
-
 class TriggerState(WebhookState):
     """Rules, charges and counts, as documents of their owner."""
 
@@ -88,57 +80,6 @@ class TriggerState(WebhookState):
         """Captures up to this batch are new no more."""
         with self._transaction() as connection:
             self._set(connection, "settings", _BATCH, str(through))
-
-    def state_job(self, job: str, document: str) -> bool:
-        """Take what a job says of itself, to be put into the tables; False where it said that before."""
-        with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT document FROM job_statements WHERE job = :job", job=job)
-            if rows and rows[0]["document"] == document:
-                return False
-            self._change(
-                connection,
-                "INSERT INTO job_statements (job, said_ns, batch, document) VALUES (:job, :now, 0, :document) "
-                "ON CONFLICT (job) DO UPDATE SET said_ns = :now, batch = 0, document = :document",
-                job=job, now=self._now_ns(connection), document=document,
-            )  # fmt: skip
-            return True
-
-    def open_statements(self, term: str, most: int = 10_000) -> tuple[int, list[JobStatement]] | None:
-        """The number of a batch of statements that is to be put into the tables, and them; None where none waits.
-
-        The batch that was begun and not ended comes first.
-
-        Raises:
-            OutputError: `not-leading`: it is not `term` that leads.
-        """
-        begun = "SELECT job, said_ns, document, batch FROM job_statements WHERE batch > 0"
-        with self._transaction() as connection:
-            self._check_leader(connection, term)
-            rows = self._rows(connection, begun)
-            if not rows:
-                waiting = self._rows(
-                    connection, "SELECT job FROM job_statements WHERE batch = 0 ORDER BY said_ns, job LIMIT :most",
-                    most=most,
-                )  # fmt: skip
-                if not waiting:
-                    return None
-                self._change(
-                    connection,
-                    "INSERT INTO numbers (name, value) VALUES ('statements', 1) "
-                    "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
-                )
-                [number] = self._rows(connection, "SELECT value FROM numbers WHERE name = 'statements'")
-                for row in waiting:
-                    statement = "UPDATE job_statements SET batch = :number WHERE job = :job"
-                    self._change(connection, statement, number=number["value"], job=row["job"])
-                rows = self._rows(connection, begun)
-            return rows[0]["batch"], [JobStatement(row["job"], row["said_ns"], row["document"]) for row in rows]
-
-    def close_statements(self, number: int, term: str) -> None:
-        """The tables hold the batch. Errors as of `open_statements`."""
-        with self._transaction() as connection:
-            self._check_leader(connection, term)
-            self._change(connection, "UPDATE job_statements SET batch = NULL WHERE batch = :number", number=number)
 
     def add_regressions(
         self, since_ns: Mapping[str, int], apart_ns: int, event: Callable[[str], FleetEvent]
