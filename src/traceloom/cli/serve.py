@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from traceloom.cli import options as types
@@ -16,6 +18,7 @@ DESCRIPTION = (
 EXAMPLES = """\
 examples:
   traceloom serve                        all of it in ~/.local/share/traceloom
+  traceloom serve --demo                 a made fleet to look at, in a store that goes with Ctrl-C
   traceloom serve --store /data/fleet --workers 8
   traceloom serve --store s3://bucket/fleet --state postgresql://fleet@db/fleet \\
                   --address 0.0.0.0:9466 --certificate fleet.pem --key fleet.key
@@ -35,6 +38,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the database: a file of SQLite, or postgresql://USER@HOST/NAME (default: state.db in the store's "
         "directory)",
     )  # fmt: skip
+    parser.add_argument(
+        "--demo", action="store_true",
+        help="serve ten days of a made fleet, in a temporary store; with --store in a directory that is empty or such "
+        "a demo's",
+    )  # fmt: skip
     parser.add_argument("--engine", metavar="ENGINE", default="processes", help="what analyses (default: processes)")
     parser.add_argument("--workers", type=types.count, metavar="N", help="so many at once (default: cores but one)")
     parser.add_argument(
@@ -49,6 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run it; returns the exit code."""
     import asyncio
+    import contextlib
     import importlib.util
     import logging
 
@@ -70,33 +79,54 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.store.tables import Tables
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    objects = Objects(args.store or str(user_data_path("traceloom") / "fleet"))
-    if not args.state and objects.directory is None:
-        raise UsageError(
-            "files in an object store need a state beside them", slug="wrong-usage",
-            hint="--state postgresql://USER@HOST/NAME, or a file of SQLite where one service runs",
-        )  # fmt: skip
-    state = State(args.state or str(Path(objects.directory or ".") / "state.db"))
-    tables = Tables(objects.url if objects.directory is None else str(objects.directory))
-    tables.create()
-    keep_local_token(state, token_path())
-    engine = engine_of(args.engine, args.workers)
 
-    def ready(url: str) -> None:
+    def say(text: str) -> None:
         if not args.quiet:
-            print(f"The fleet's service answers at {url}, and keeps its files in {objects.url}.", flush=True)
-            print("Try: traceloom upload CAPTURE; traceloom fleet check", flush=True)
+            print(f"{text} ...", file=sys.stderr, flush=True)
 
-    async def live() -> None:
-        service = Service(
-            state, objects, tables, engine, lease_s=LEASE_S, commit_s=COMMIT_S,
-            incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
-        )  # fmt: skip
-        await serve(service, Tcp(address=args.address, certificate=args.certificate, key=args.key), ready)
+    with ExitStack() as stack:
+        demo = None
+        if args.demo:
+            from traceloom.demo.serving import Demo
 
-    try:
+            demo = stack.enter_context(Demo.in_directory(args.store, args.state))
+        store = args.store if demo is None else str(demo.directory.path)
+        objects = Objects(store or str(user_data_path("traceloom") / "fleet"))
+        if not args.state and objects.directory is None:
+            raise UsageError(
+                "files in an object store need a state beside them", slug="wrong-usage",
+                hint="--state postgresql://USER@HOST/NAME, or a file of SQLite where one service runs",
+            )  # fmt: skip
+        state = State(args.state or str(Path(objects.directory or ".") / "state.db"))
+        stack.callback(state.close)
+        tables = Tables(objects.url if objects.directory is None else str(objects.directory))
+        tables.create()
+        if demo is None:
+            keep_local_token(state, token_path())
+        else:
+            demo.fill(state, objects, tables, say)
+        engine = engine_of(args.engine, args.workers)
+        stack.callback(engine.close)
+
+        def ready(url: str) -> None:
+            if demo is not None:  # its token is printed nowhere else
+                print(f"A made fleet is served at {url}/", flush=True)
+                print(f"Its token, for the browser and for commands: {demo.token}", flush=True)
+                print(f"Try: TRACELOOM_SERVER={url} TRACELOOM_TOKEN={demo.token} traceloom fleet captures", flush=True)
+            elif not args.quiet:
+                print(f"The fleet's service answers at {url}, and keeps its files in {objects.url}.", flush=True)
+                print("Try: traceloom upload CAPTURE; traceloom fleet check", flush=True)
+
+        async def live() -> None:
+            service = Service(
+                state, objects, tables, engine, lease_s=LEASE_S, commit_s=COMMIT_S,
+                incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
+            )  # fmt: skip
+            tcp = Tcp(address=args.address, certificate=args.certificate, key=args.key)
+            async with contextlib.AsyncExitStack() as beside:
+                if demo is not None:
+                    await beside.enter_async_context(demo.hosts(service))
+                await serve(service, tcp, ready)
+
         asyncio.run(live())
-    finally:
-        engine.close()
-        state.close()
     return 0
