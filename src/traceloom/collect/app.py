@@ -18,6 +18,7 @@ from traceloom.agent.http.app import DOCUMENT_PATH, refusal_response, refusals
 from traceloom.agent.http.limits import Rates
 from traceloom.agent.http.openapi import document
 from traceloom.collect.host_routes import AGENTS, HOST_ROUTES
+from traceloom.collect.questions.routes import QUESTION_ROUTES
 from traceloom.collect.request_routes import REQUEST_ROUTES
 from traceloom.collect.routes import FLEET_ROUTES, FleetAsked, FleetRoute, may
 from traceloom.errors import TraceloomError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from traceloom.collect.service import Service
 
-ROUTES = (*FLEET_ROUTES, *REQUEST_ROUTES, *HOST_ROUTES)
+ROUTES = (*FLEET_ROUTES, *REQUEST_ROUTES, *HOST_ROUTES, *QUESTION_ROUTES)
 _OPEN = {"/healthz"}
 _STRANGER = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
 _HINT = "come again later, or less often"

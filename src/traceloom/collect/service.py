@@ -21,6 +21,7 @@ from traceloom.collect.executors import Engine
 from traceloom.collect.hosts import HostDesk
 from traceloom.collect.joining import Joining
 from traceloom.collect.pipeline import Pipeline
+from traceloom.collect.questions.desk import QuestionDesk
 from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.objects import Objects
 from traceloom.store.state import State
@@ -71,6 +72,7 @@ class Service:
         self.state, self.objects, self.tables = state, objects, tables
         self.limits = limits or ServiceLimits()
         self.pipeline = Pipeline(state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s)
+        self.questions = QuestionDesk(tables)
         self.rendering = asyncio.Lock()  # one report at a time
         self.hosts: HostDesk | None = None  # while this service leads
         self.incoming = incoming
@@ -197,6 +199,7 @@ async def serve(service: Service, tcp: Tcp, ready: Callable[[str], None]) -> Non
         stack.callback(server.close)
         service.pipeline.start()
         stack.push_async_callback(asyncio.to_thread, service.pipeline.stop)
+        stack.callback(service.questions.close)
         talking = asyncio.create_task(service.talk_to_hosts(), name="hosts")
         stack.push_async_callback(_ended, talking)
         at, bound = server.sockets[0].getsockname()[:2]

@@ -73,6 +73,13 @@ def with_owners(captures: pl.LazyFrame, owned: pl.DataFrame, of_jobs: Sequence[s
     )
 
 
+def fits(text: pl.Expr, pattern: str) -> pl.Expr:
+    """Whether texts are what a pattern says, in which `*` and `?` stand for any signs, one sign; a null never is."""
+    # of Rust's engine, whose time is linear whatever the pattern
+    signs = (".*" if sign == "*" else "." if sign == "?" else re.escape(sign) for sign in pattern)
+    return text.str.contains(f"(?s)^{''.join(signs)}$").fill_null(False)
+
+
 def _at(times: pl.DataFrame, statements: pl.DataFrame) -> pl.DataFrame:
     """What holds from each time on: the statement that began last, while it is valid; null columns where none is."""
     latest = times.join_asof(
@@ -90,7 +97,5 @@ def _matches(rule: OwnerRule) -> pl.Expr:
         text = pl.col(name)
         if name.startswith("label."):
             text = pl.col("labels").str.json_path_match(f"$['{name.removeprefix('label.')}']")
-        # of Rust's engine, whose time is linear whatever the pattern
-        signs = (".*" if sign == "*" else "." if sign == "?" else re.escape(sign) for sign in pattern)
-        parts.append(text.str.contains(f"(?s)^{''.join(signs)}$").fill_null(False))
+        parts.append(fits(text, pattern))
     return reduce(lambda left, right: left & right, parts)

@@ -128,7 +128,7 @@ def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyF
     for series in by_kernel:
         for change in changes(series.mean, level):
             if series.kernel not in parts:
-                parts[series.kernel] = _by_job(works.filter(pl.col("kernel") == series.kernel), _KEYS)
+                parts[series.kernel] = by_job(works.filter(pl.col("kernel") == series.kernel), _KEYS)
             cause = _mix(series, change, parts[series.kernel])
             if cause is not None:
                 rows.append(_row(series, change, cause, "shown"))
@@ -139,7 +139,7 @@ def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyF
     return Regressions(pl.DataFrame(rows, schema=_COLUMNS, orient="row"), len(by_part), short)
 
 
-def _by_job(works: pl.LazyFrame, keys: Sequence[str]) -> pl.DataFrame:
+def by_job(works: pl.LazyFrame, keys: Sequence[str]) -> pl.DataFrame:
     """Per key and job: start_ns, mean (median over captures of the mean duration), count, total, capture."""
     of_capture = works.group_by(*keys, "job", "capture").agg(
         pl.col("start_ns").min(), pl.col("count", "total_ns").sum()
@@ -161,7 +161,7 @@ def _by_job(works: pl.LazyFrame, keys: Sequence[str]) -> pl.DataFrame:
 
 
 def _series(works: pl.LazyFrame, keys: Sequence[str]) -> Iterator[_JobSeries]:
-    for key, jobs in _by_job(works, keys).group_by(keys, maintain_order=True):
+    for key, jobs in by_job(works, keys).group_by(keys, maintain_order=True):
         part = {name: None if value is None else str(value) for name, value in zip(keys, key, strict=True)}
         yield _JobSeries(
             part["kernel"] or "",

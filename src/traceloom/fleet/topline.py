@@ -88,15 +88,17 @@ def _rows(usage: pl.LazyFrame, owned: pl.DataFrame, captures: pl.LazyFrame, by: 
     held = usage.filter(~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)))
     leaves = attribution(held, owned, [*keys, "device_model"]).leaves
     sheets = {name: device_model(name) for name in leaves["device_model"].unique()}
-    relative = {name: relative_peak(sheet, device_model(reference)) for name, sheet in sheets.items()}
-    peak = {
-        name: None if sheet is None else sheet.flops.get("bf16", sheet.flops.get("fp16"))
-        for name, sheet in sheets.items()
-    }
-    model = pl.col("device_model")
-    parts = leaves.with_columns(
-        peak_flops=pl.col("flops_known_ms") / 1e3 * model.replace_strict(peak, return_dtype=pl.Float64),
-        reference_hours=pl.col("device_ms") / 3.6e6 * model.replace_strict(relative, return_dtype=pl.Float64),
+    peaks = pl.DataFrame(
+        {
+            "device_model": list(sheets),
+            "peak": [sheet and sheet.flops.get("bf16", sheet.flops.get("fp16")) for sheet in sheets.values()],
+            "relative": [relative_peak(sheet, device_model(reference)) for sheet in sheets.values()],
+        },
+        schema={"device_model": pl.String, "peak": pl.Float64, "relative": pl.Float64},
+    )
+    parts = leaves.join(peaks, on="device_model", how="left").with_columns(
+        peak_flops=pl.col("flops_known_ms") / 1e3 * pl.col("peak"),
+        reference_hours=pl.col("device_ms") / 3.6e6 * pl.col("relative"),
     )
     sums = (
         "device_ms",

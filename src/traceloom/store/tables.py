@@ -91,6 +91,10 @@ class Tables:
             pl.col(key) if key in older else pl.lit(None, kind).alias(key) for key, kind in types.items()
         )
 
+    def version(self, name: str) -> int:
+        """The number of the last commit to a table; errors as of `scan`."""
+        return self._open(name).version()
+
     def commit(
         self, source: str, number: int, rows: Mapping[str, pl.DataFrame], replaced: Iterable[str] = ()
     ) -> dict[str, int]:

@@ -1,0 +1,79 @@
+"""A service in this process that answers over HTTP, and whose tables hold made weeks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+
+import uvicorn
+
+from support.waiting import until
+from traceloom.collect.app import build_fleet_app
+from traceloom.collect.client import FleetClient
+from traceloom.collect.executors import engine_of
+from traceloom.collect.service import Service
+from traceloom.store.objects import Objects
+from traceloom.store.schemas import SCHEMAS
+from traceloom.store.state import Role, State
+from traceloom.store.tables import Tables
+from traceloom.store.usage import hours, minutes
+from traceloom.testing.weeks import Weeks
+
+
+def fill(tables: Tables, weeks: Weeks) -> None:
+    """Put made weeks into tables, as the service does."""
+    rows = {name: SCHEMAS[name].complete(frame) for name, frame in weeks.tables.items()}
+    if weeks.observed.height:
+        every = weeks.observed.select("host", "device", "device_model").unique()
+        of_minutes = minutes(weeks.observed, every.join(weeks.observed.select("time_ns").unique(), how="cross"))
+        rows |= {"usage_minute": of_minutes, "usage_hour": hours(of_minutes)}
+    tables.commit("made", 1, rows)
+
+
+class AnsweringService:
+    """A service, its address, and who asks it."""
+
+    def __init__(self, service: Service, url: str) -> None:
+        self.service, self.url = service, url
+        self.admin = self.client("admin")
+
+    def client(self, role: Role, name: str = "") -> FleetClient:
+        """Somebody with a role."""
+        return FleetClient(self.url, self.token(role, name))
+
+    def token(self, role: Role, name: str = "") -> str:
+        """A new token of a role; called as the role, unless it has another name."""
+        return self.service.state.add_token(name or role, role)
+
+
+@contextmanager
+def answering(folder: Path, weeks: Weeks | None = None) -> Iterator[AnsweringService]:
+    """A service that answers; nothing is analysed."""
+    state, tables = State(str(folder / "state.db")), Tables(str(folder / "store"))
+    tables.create()
+    if weeks is not None:
+        fill(tables, weeks)
+    engine = engine_of("processes", 1)
+    service = Service(
+        state, Objects(str(folder / "store")), tables, engine, lease_s=30, commit_s=5, incoming=folder / "from-hosts"
+    )
+    server = uvicorn.Server(uvicorn.Config(build_fleet_app(service), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, name="answering")
+    thread.start()
+    try:
+        until(lambda: server.started or not thread.is_alive())
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield AnsweringService(service, f"http://127.0.0.1:{port}")
+    finally:
+        server.should_exit = True
+        thread.join()
+        service.questions.close()
+        engine.close()
+        state.close()
+
+
+DAYS = {"since": date(2026, 10, 5).isoformat(), "until": date(2026, 10, 28).isoformat()}
+"""The made weeks, whose last jobs end after them."""
