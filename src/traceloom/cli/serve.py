@@ -43,6 +43,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--certificate", metavar="FILE", default="", help="PEM file of its TLS certificate")
     parser.add_argument("--key", metavar="FILE", default="", help="PEM file of its key, where that is another file")
+    parser.add_argument(
+        "--proxy-user-header", metavar="NAME", default="",
+        help="of the pages: a proxy has checked who asks, and names the user in this header",
+    )  # fmt: skip
+    parser.add_argument(
+        "--proxy-from", metavar="ADDRESS", default="", help="the proxy's address or network, which alone is believed"
+    )
+    parser.add_argument(
+        "--proxy-role", choices=("viewer", "requester", "operator", "admin"), default="requester",
+        help="what users whom the proxy names may do, where no token of that name says it (default: requester)",
+    )  # fmt: skip
     types.add_silence(parser, "no line when it is ready")
 
 
@@ -52,12 +63,14 @@ def run(args: argparse.Namespace) -> int:
     import importlib.util
     import logging
 
-    needed = ("sqlalchemy", "obstore", "deltalake", "starlette", "uvicorn", "prometheus_client")
+    needed = ("htpy", "sqlalchemy", "obstore", "deltalake", "starlette", "uvicorn", "prometheus_client")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
             f"the service needs {', '.join(missing)}", slug="missing-packages", hint="pip install 'traceloom[fleet]'"
         )
+    if bool(args.proxy_user_header) != bool(args.proxy_from):
+        raise UsageError("--proxy-user-header and --proxy-from go together", slug="wrong-usage")
     from platformdirs import user_data_path
 
     from traceloom.agent.config import Tcp
@@ -65,10 +78,18 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.collect.executors import engine_of
     from traceloom.collect.pipeline import COMMIT_S, LEASE_S
     from traceloom.collect.service import Service, keep_local_token, serve
+    from traceloom.portal.app import build_portal
+    from traceloom.portal.readers import ProxyUsers
     from traceloom.store.objects import Objects
     from traceloom.store.state import State
     from traceloom.store.tables import Tables
 
+    proxy = None
+    if args.proxy_from:
+        try:
+            proxy = ProxyUsers(header=args.proxy_user_header, source=args.proxy_from, role=args.proxy_role)
+        except ValueError as error:
+            raise UsageError(f"no such proxy: {error}", slug="wrong-usage") from error
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     objects = Objects(args.store or str(user_data_path("traceloom") / "fleet"))
     if not args.state and objects.directory is None:
@@ -85,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
     def ready(url: str) -> None:
         if not args.quiet:
             print(f"The fleet's service answers at {url}, and keeps its files in {objects.url}.", flush=True)
+            print(f"Its pages are there too; sign in with the token in {token_path()}.", flush=True)
             print("Try: traceloom upload CAPTURE; traceloom fleet check", flush=True)
 
     async def live() -> None:
@@ -92,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
             state, objects, tables, engine, lease_s=LEASE_S, commit_s=COMMIT_S,
             incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
         )  # fmt: skip
-        await serve(service, Tcp(address=args.address, certificate=args.certificate, key=args.key), ready)
+        tcp = Tcp(address=args.address, certificate=args.certificate, key=args.key)
+        await serve(service, tcp, ready, build_portal(service, proxy))
 
     try:
         asyncio.run(live())

@@ -87,7 +87,8 @@ def _rows(usage: pl.LazyFrame, owned: pl.DataFrame, captures: pl.LazyFrame, by: 
     keys = [by] if by else []
     held = usage.filter(~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)))
     leaves = attribution(held, owned, [*keys, "device_model"]).leaves
-    sheets = {name: device_model(name) for name in leaves["device_model"].unique()}
+    names = {"", *leaves["device_model"]}  # never none: Polars could not guess the types
+    sheets = {name: device_model(name) for name in names}
     relative = {name: relative_peak(sheet, device_model(reference)) for name, sheet in sheets.items()}
     peak = {
         name: None if sheet is None else sheet.flops.get("bf16", sheet.flops.get("fp16"))
