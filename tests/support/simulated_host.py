@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from support.fleet import trace_bytes
+from support.sessions import busy_step
 from traceloom.agent.requests.model import Target
 from traceloom.agent.uplink.client import ServiceClient, ServiceError
 from traceloom.agent.uplink.messages import (
@@ -28,6 +28,7 @@ from traceloom.agent.uplink.messages import (
     UsageRow,
     WorkAnswer,
 )
+from traceloom.testing import TraceBuilder
 
 _BEAT_S = 0.5
 
@@ -122,7 +123,10 @@ class SimulatedHost:
         ranks = []
         for process in processes:
             name = f"rank{process.rank}.kineto.json"
-            (folder / name).write_bytes(trace_bytes())
+            made = TraceBuilder(process.rank or 0, process.world_size or 1, host=self.name, base_ns=work.at_ns)
+            for number in range(3):
+                busy_step(made, number, 1000 * number)
+            made.write(folder / name)
             window = {"file": name, "start_ns": work.at_ns, "end_ns": work.at_ns + 10**9}
             ranks.append({"rank": process.rank, "pid": process.pid, "name": f"rank{process.rank}", "window": window})
         document = {"format": "traceloom-capture", "version": 1, "stage": "profiled", "run": {}, "ranks": ranks}

@@ -14,9 +14,11 @@ from traceloom.collect.answers import Job
 from traceloom.collect.request_routes import FleetJobAnswer, HostAnswer, host_answer, job_answer
 from traceloom.collect.routes import FleetAsked, FleetRoute
 from traceloom.collect.watching import (
+    CaptureFacts,
     DeviceNow,
     DeviceState,
     FleetFinding,
+    MeasuredBeside,
     ToplineOfDay,
     UsageOfTime,
     counted_states,
@@ -26,6 +28,7 @@ from traceloom.collect.watching import (
 from traceloom.store.state import TaskState
 
 _MOST_CAPTURES = 200  # of a job whose findings are shown
+_LONGEST_WINDOW_NS = 3600 * 10**9  # of a capture, of which usage is looked up
 
 
 class FleetNowAnswer(HttpAnswer, frozen=True):
@@ -74,6 +77,13 @@ class FindingsAnswer(HttpAnswer, frozen=True):
     """Findings, what saves most first."""
 
     findings: list[FleetFinding]
+
+
+class CaptureFactsAnswer(HttpAnswer, frozen=True):
+    """What the tables say of a capture, and what agents measured of its job meanwhile; null: not in the tables yet."""
+
+    facts: CaptureFacts | None
+    beside: list[MeasuredBeside]
 
 
 class UsageParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
@@ -136,6 +146,19 @@ async def _findings(asked: FleetAsked) -> FindingsAnswer:
     return FindingsAnswer(findings=await asyncio.to_thread(rows))
 
 
+async def _facts(asked: FleetAsked) -> CaptureFactsAnswer:
+    capture, watching = await asked.capture(), asked.service.watching
+
+    def answer() -> CaptureFactsAnswer:
+        facts = watching.facts(capture.id)
+        if facts is None or not capture.job:
+            return CaptureFactsAnswer(facts=facts, beside=[])
+        end_ns = min(facts.start_ns + facts.window_ns, facts.start_ns + _LONGEST_WINDOW_NS)
+        return CaptureFactsAnswer(facts=facts, beside=watching.beside(capture.job, facts.start_ns, end_ns))
+
+    return await asyncio.to_thread(answer)
+
+
 async def _usage(asked: FleetAsked) -> UsageAnswer:
     wanted = asked.parameters(UsageParameters)
     rows = await asyncio.to_thread(
@@ -160,6 +183,10 @@ WATCH_ROUTES = (
     FleetRoute(
         path="/api/v1/findings", summary="Findings of a capture, or of the last captures of a job", answers=_findings,
         answer=FindingsAnswer, parameters=FindingsParameters, refuses=(400,),
+    ),
+    FleetRoute(
+        path="/api/v1/captures/{id}/facts", summary="What the tables say of a capture, and what agents measured beside",
+        answers=_facts, answer=CaptureFactsAnswer, refuses=(404,),
     ),
     FleetRoute(
         path="/api/v1/usage", summary="Device time of a host or job", answers=_usage, answer=UsageAnswer,

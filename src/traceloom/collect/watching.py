@@ -51,6 +51,37 @@ class FleetFinding(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
 
 
+class CaptureFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A capture as it was analysed last; the table of captures says what each is. null: not known."""
+
+    start_ns: int
+    window_ns: int
+    ranks: int
+    hosts: int | None
+    device_model: str | None
+    torch: str | None
+    code: str | None
+    step_ns: int | None
+    mfu: float | None
+    roofline_fraction: float | None
+    notices: list[str] | None
+    version: str
+
+
+class MeasuredBeside(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent of a host measured in the minutes of a capture: device time of its job by state, and energy.
+
+    `energy_mj`: null where no device measures it.
+    """
+
+    host: str
+    devices: int
+    busy_ms: int
+    idle_ms: int
+    energy_mj: int | None
+    flops_low: float | None
+
+
 class UsageOfTime(msgspec.Struct, frozen=True, kw_only=True):
     """Device time of a minute or hour in a state, of a job or of none; `energy_mj`: null where nothing measures it."""
 
@@ -103,6 +134,25 @@ class Watching:
         ranked = rows.sort("saving_fraction", descending=True, nulls_last=True).head(_MOST_ROWS).collect()
         return msgspec.convert(ranked.to_dicts(), list[FleetFinding])
 
+    def facts(self, capture: str) -> CaptureFacts | None:
+        """A capture as it was analysed last; None where it is not in the tables."""
+        rows = self.tables.scan("captures").filter(pl.col("capture") == capture).collect().to_dicts()
+        return msgspec.convert(rows[-1], CaptureFacts) if rows else None
+
+    def beside(self, job: str, start_ns: int, end_ns: int) -> list[MeasuredBeside]:
+        """What agents measured of a job in the minutes from `start_ns` to `end_ns`, by host."""
+        rows = self.tables.scan("usage_minute", day_of(start_ns), day_of(end_ns)).filter(
+            pl.col("job") == job, pl.col("time_ns") > start_ns - _MINUTE_NS, pl.col("time_ns") < end_ns
+        )
+        time_in = {
+            state: pl.col("device_ms").filter(pl.col("state") == state).sum() for state in ("busy", "idle-allocated")
+        }
+        summed = rows.group_by("host").agg(
+            devices=pl.col("device").n_unique(), busy_ms=time_in["busy"], idle_ms=time_in["idle-allocated"],
+            energy_mj=_sum_if_any("energy_mj"), flops_low=_sum_if_any("flops_low"),
+        )  # fmt: skip
+        return msgspec.convert(summed.sort("host").collect().to_dicts(), list[MeasuredBeside])
+
     def usage(self, *, host: str = "", job: str = "", hours: float) -> list[UsageOfTime]:
         """Device time of a host or job, the last first: by minutes up to six hours, by hours beyond."""
         until = self.clock()
@@ -112,8 +162,7 @@ class Watching:
         for name, value in (("host", host), ("job", job)):
             if value:
                 rows = rows.filter(pl.col(name) == value)
-        energy = pl.when(pl.col("energy_mj").is_not_null().any()).then(pl.col("energy_mj").sum())
-        summed = rows.group_by("time_ns", "job", "state").agg(pl.col("device_ms").sum(), energy.alias("energy_mj"))
+        summed = rows.group_by("time_ns", "job", "state").agg(pl.col("device_ms").sum(), _sum_if_any("energy_mj"))
         last = summed.sort("time_ns", "state", "job", descending=[True, False, False]).head(_MOST_ROWS).collect()
         return msgspec.convert(last.to_dicts(), list[UsageOfTime])
 
@@ -157,6 +206,10 @@ def processes_of(now: Mapping[str, HostNow], job: str) -> list[tuple[str, HostPr
     """Host and process of all that belong to a job, by rank."""
     members = [(host, process) for host, of in now.items() for process in of.heartbeat.processes if process.job == job]
     return sorted(members, key=lambda member: (member[1].rank is None, member[1].rank or 0, member[0], member[1].pid))
+
+
+def _sum_if_any(name: str) -> pl.Expr:
+    return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
 
 
 def _state(device: HostDevice, *, is_here: bool, is_held: bool) -> DeviceState:

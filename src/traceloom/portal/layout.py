@@ -50,6 +50,7 @@ from htpy import (
 from markupsafe import Markup
 
 from traceloom.agent.http.answers import RequestError
+from traceloom.collect.routes import may
 from traceloom.harmless import harmless
 from traceloom.portal.page import Page, PageContent
 from traceloom.portal.static_files import address_of
@@ -206,7 +207,8 @@ def command(words: str) -> Node:
 
 
 def _menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
-    parts = groupby((page for page in pages if page.menu), key=lambda page: page.menu)
+    shown = (page for page in pages if page.menu and may(token, page.role))
+    parts = groupby(shown, key=lambda page: page.menu)
     return nav(aria_label="Pages")[
         p(".mark")[_MARK, "Traceloom"],
         div(".links")[

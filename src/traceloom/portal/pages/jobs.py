@@ -34,11 +34,17 @@ async def compute(visit: Visit) -> list[FleetJobAnswer]:
 def row_of(job: FleetJobAnswer) -> PageRow:
     """A job as a row of `COLUMNS`."""
     return {
-        "job": job.job, "user": job.user, "hosts": len(job.hosts), "devices": job.devices, "ranks": job.ranks,
-        "world_size": job.world_size, "steps_per_second": job.steps_per_second,
+        "job": job.job,
+        "user": job.user,
+        "hosts": len(job.hosts),
+        "devices": job.devices,
+        "ranks": job.ranks,
+        "world_size": job.world_size,
+        "steps_per_second": job.steps_per_second,
         "traceable": "all" if job.traceable == job.processes else f"{job.traceable} of {job.processes}",
-        "framework": job.framework, "scheduler": job.scheduler,
-    }  # fmt: skip
+        "framework": job.framework,
+        "scheduler": job.scheduler,
+    }
 
 
 def table(jobs: list[FleetJobAnswer]) -> PageTable:
@@ -64,6 +70,11 @@ def content(jobs: list[FleetJobAnswer]) -> PageContent:
 
 
 PAGE = Page(
-    "/jobs", "Jobs", "Jobs that run now: whose they are, how fast they step, whether they can be traced.", compute,
-    content, live=True, menu="Watch",
-)  # fmt: skip
+    "/jobs",
+    "Jobs",
+    "Jobs that run now: whose they are, how fast they step, whether they can be traced.",
+    compute,
+    content,
+    live=True,
+    menu="Watch",
+)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from htpy import Node, a, code, div, fragment, li, p, span, ul
-from markupsafe import Markup
+from htpy import Node, a, code, div, fragment, li, p, ul
 
 from traceloom.collect.request_routes import (
     FleetJobAnswer,
@@ -23,6 +22,7 @@ from traceloom.portal.layout import command
 from traceloom.portal.links import to_host, to_request
 from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
 from traceloom.portal.pages import jobs
+from traceloom.portal.pictures import bar
 from traceloom.portal.table import instant
 from traceloom.portal.visit import Visit
 
@@ -57,9 +57,12 @@ async def compute(visit: Visit) -> FleetView:
     since = time.time_ns() - _DAY_NS
     ended = {"done", "cancelled", "partial", "failed"}
     return FleetView(
-        now, hosts.hosts, running.jobs, [r for r in requests if r.state == "failed" and r.since_ns > since],
+        now,
+        hosts.hosts,
+        running.jobs,
+        [r for r in requests if r.state == "failed" and r.since_ns > since],
         [r for r in requests if r.state not in ended],
-    )  # fmt: skip
+    )
 
 
 def content(view: FleetView) -> PageContent:
@@ -118,28 +121,7 @@ def _devices(view: FleetView) -> Node:
         ]
     if not whole:
         return p(".quiet")["No host has devices."]
-    at, bars = 0.0, Markup("")
-    for state, _, colour in STATES:
-        width = 1000 * counts.get(state, 0) / whole
-        bars += Markup('<rect class="f-{}" x="{:.2f}" y="0" width="{:.2f}" height="16"/>').format(colour, at, width)
-        at += width
-    picture = Markup(
-        '<svg class="stack tall" viewBox="0 0 1000 16" preserveAspectRatio="none" aria-hidden="true">{}</svg>'
-    )
-    return fragment[
-        picture.format(bars),
-        ul(".legend")[
-            (
-                li[
-                    span(class_=f"swatch b-{colour}"),
-                    name,
-                    " ",
-                    Markup("<b>{}</b>").format(units.count(counts.get(state, 0))),
-                ]
-                for state, name, colour in STATES
-            )
-        ],
-    ]
+    return bar([(name, colour, counts.get(state, 0)) for state, name, colour in STATES])
 
 
 def _wrong(view: FleetView) -> list[Node]:
@@ -166,14 +148,21 @@ def _wrong(view: FleetView) -> list[Node]:
         items.append(
             li(".bad")[
                 a(href="/captures?captures.q=quarantined")[units.counted(quarantined, "capture")],
-                " could not be analysed; ", code["traceloom fleet check"], " says why",
+                " could not be analysed; ",
+                code["traceloom fleet check"],
+                " says why",
             ]
-        )  # fmt: skip
+        )
     more = max(len(lost) - _SHOWN, 0) + max(len(troubled) - _SHOWN, 0) + max(len(view.failed) - _SHOWN, 0)
     return [*items, li[f"and {units.count(more)} more"]] if more else items
 
 
 PAGE = Page(
-    "/", "Overview", "The fleet now: devices by what they do, the topline of the last day, what is wrong, what runs.",
-    compute, content, live=True, menu="Watch",
-)  # fmt: skip
+    "/",
+    "Overview",
+    "The fleet now: devices by what they do, the topline of the last day, what is wrong, what runs.",
+    compute,
+    content,
+    live=True,
+    menu="Watch",
+)
