@@ -18,7 +18,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Imports only point to the right (a package may import those after it).
 LAYERS = [
-    "cli", "demo", "collect", "fleet", "store", "agent", "report", "findings", "anonymize", "replay", "simulate", "analyze", "link", "retime", "read", "chakra", "schedules", "model", "storage",
+    "cli", "demo", "portal", "collect", "fleet", "store", "agent", "report", "findings", "anonymize", "replay", "simulate", "analyze", "link", "retime", "read", "chakra", "schedules", "model", "storage",
 ]  # fmt: skip
 STORES = {"read", "model"}  # the others see arrays and frames, wherever their data lie
 ALONE = {"capture"}  # runs in the user's process: the standard library and the user's torch

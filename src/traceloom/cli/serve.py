@@ -51,6 +51,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--certificate", metavar="FILE", default="", help="PEM file of its TLS certificate")
     parser.add_argument("--key", metavar="FILE", default="", help="PEM file of its key, where that is another file")
+    parser.add_argument(
+        "--proxy-user-header", metavar="NAME", default="",
+        help="of the pages: a proxy has checked who asks, and names the user in this header",
+    )  # fmt: skip
+    parser.add_argument(
+        "--proxy-from", metavar="ADDRESS", default="", help="the proxy's address or network, which alone is believed"
+    )
+    parser.add_argument(
+        "--proxy-role", choices=("viewer", "requester", "operator", "admin"), default="requester",
+        help="what users whom the proxy names may do, where no token of that name says it (default: requester)",
+    )  # fmt: skip
     types.add_silence(parser, "no line when it is ready")
 
 
@@ -61,12 +72,14 @@ def run(args: argparse.Namespace) -> int:
     import importlib.util
     import logging
 
-    needed = ("sqlalchemy", "obstore", "deltalake", "starlette", "uvicorn", "prometheus_client")
+    needed = ("htpy", "sqlalchemy", "obstore", "deltalake", "starlette", "uvicorn", "prometheus_client")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
             f"the service needs {', '.join(missing)}", slug="missing-packages", hint="pip install 'traceloom[fleet]'"
         )
+    if bool(args.proxy_user_header) != bool(args.proxy_from):
+        raise UsageError("--proxy-user-header and --proxy-from go together", slug="wrong-usage")
     from platformdirs import user_data_path
 
     from traceloom.agent.config import Tcp
@@ -74,10 +87,18 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.collect.executors import engine_of
     from traceloom.collect.pipeline import COMMIT_S, LEASE_S
     from traceloom.collect.service import Service, keep_local_token, serve
+    from traceloom.portal.app import build_portal
+    from traceloom.portal.readers import ProxyUsers
     from traceloom.store.objects import Objects
     from traceloom.store.state import State
     from traceloom.store.tables import Tables
 
+    proxy = None
+    if args.proxy_from:
+        try:
+            proxy = ProxyUsers(header=args.proxy_user_header, source=args.proxy_from, role=args.proxy_role)
+        except ValueError as error:
+            raise UsageError(f"no such proxy: {error}", slug="wrong-usage") from error
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def say(text: str) -> None:
@@ -115,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"Try: TRACELOOM_SERVER={url} TRACELOOM_TOKEN={demo.token} traceloom fleet captures", flush=True)
             elif not args.quiet:
                 print(f"The fleet's service answers at {url}, and keeps its files in {objects.url}.", flush=True)
+                print(f"Its pages are there too; sign in with the token in {token_path()}.", flush=True)
                 print("Try: traceloom upload CAPTURE; traceloom fleet check", flush=True)
 
         async def live() -> None:
@@ -126,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
             async with contextlib.AsyncExitStack() as beside:
                 if demo is not None:
                     await beside.enter_async_context(demo.hosts(service))
-                await serve(service, tcp, ready)
+                await serve(service, tcp, ready, build_portal(service, proxy))
 
         asyncio.run(live())
     return 0

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import polars as pl
@@ -138,18 +139,19 @@ class Pipeline:
             self.objects.delete(_rows_of(task))
         return len(batch.tasks)
 
-    def report(self, capture: CaptureRecord) -> str:
-        """The name of the page of a capture's report, which is rendered when it is first asked for.
+    def rendered(self, capture: CaptureRecord, task: Literal["render", "render_timeline"]) -> str:
+        """The name of the report of a capture, or of its timeline for Perfetto, which is made when first asked for.
 
         Raises:
             TaskError: It could not be rendered.
             TraceloomError: A store does not answer.
         """
-        name = f"reports/{capture.day}/{capture.id}.{__version__}.html"
+        ending = "html" if task == "render" else "perfetto.json.gz"
+        name = f"reports/{capture.day}/{capture.id}.{__version__}.{ending}"
         if self.objects.size(name) is None:
             with self._files(capture) as (folder, out):
-                task = EngineTask("render", {"folder": str(folder), "out": str(out)}, self.task_s)
-                self.engine.submit(task).result()
+                work = EngineTask(task, {"folder": str(folder), "out": str(out)}, self.task_s)
+                self.engine.submit(work).result()
                 self.objects.put(name, out.read_bytes())
         return name
 

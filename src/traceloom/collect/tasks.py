@@ -72,6 +72,23 @@ def analyse(*, folder: str, out: str, capture: str, received_ns: int, job: str) 
                 frame.write_parquet(file)
 
 
+def render_timeline(*, folder: str, out: str) -> None:
+    """Write the timeline of a capture to a new file for Perfetto, packed.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    from traceloom import report
+    from traceloom.read import load
+    from traceloom.report.formats import Report, write_perfetto_gz
+    from traceloom.report.options import ReportOptions
+
+    session = load(folder, cache=False)
+    whole = Report(report.build(session), lambda: session, ReportOptions())
+    with Path(out).open("xb") as file:
+        write_perfetto_gz(whole, file)
+
+
 def render(*, folder: str, out: str) -> None:
     """Write the report of a capture to a new HTML file.
 

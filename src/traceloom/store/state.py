@@ -17,6 +17,7 @@ import msgspec
 from traceloom.errors import UsageError
 from traceloom.store.database import secret_hash
 from traceloom.store.host_state import HostState
+from traceloom.store.session_state import SessionState
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, RowMapping
@@ -95,7 +96,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, str]
 
 
-class State(HostState):
+class State(HostState, SessionState):
     """All of the state: captures, tasks, batches, leases, tokens and the audit, beside what it knows of hosts."""
 
     # captures
@@ -373,8 +374,12 @@ class State(HostState):
 
     def token(self, secret: str) -> TokenRecord | None:
         """The token with this secret, None where it is none, expired or was revoked."""
+        return self.token_of(secret_hash(secret))
+
+    def token_of(self, sha256: str) -> TokenRecord | None:
+        """The same by the hash of its secret."""
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=secret_hash(secret))
+            rows = self._rows(connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=sha256)
         token = _token(rows[0]) if rows else None
         if token is None or token.revoked_ns or (token.expires_ns and token.expires_ns <= time.time_ns()):
             return None

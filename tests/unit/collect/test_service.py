@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
-import os
 import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,62 +19,12 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
 
 from support.fleet import KINDS, Kind, places, trace_bytes  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
+from support.running_service import Running  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.cli import main  # noqa: E402
 from traceloom.collect.client import FleetClient, upload  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
 from traceloom.store.state import State  # noqa: E402
-
-
-class Running:
-    """A service in a process of its own, and who asks it."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.folder = folder
-        self.log = folder / "serve.log"
-        # Its user's files lie in the test's folder.
-        self.environment = {
-            **os.environ,
-            "XDG_CONFIG_HOME": str(folder),
-            "XDG_DATA_HOME": str(folder),
-            "HOME": str(folder),
-        }
-        self.arguments = [sys.executable, "-m", "traceloom", "serve", "--address", f"127.0.0.1:{self.port}", *arguments]
-        self.start()
-
-    def start(self) -> None:
-        """Start it, again."""
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(self.arguments, stdout=log, stderr=log, env=self.environment)
-        until(lambda: b"answers at" in self.log.read_bytes() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log.read_text()
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        """End it; its exit code."""
-        self.process.send_signal(number)
-        return self.process.wait(60)
-
-    @property
-    def token_file(self) -> Path:
-        return self.folder / "traceloom" / "fleet-token"
-
-    def client(self, token: str = "") -> FleetClient:
-        """Who asks it; as its own user, without a token."""
-        return FleetClient(self.url, token or self.token_file.read_text().strip())
-
-    def ask(self, method: str, path: str, token: str = "", body: Any = None, **headers: str) -> tuple[int, Any]:
-        """A bare request: the code and the answer."""
-        if not token:
-            token = self.token_file.read_text().strip()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        content = body if isinstance(body, (bytes, type(None))) else json.dumps(body)
-        connection.request(method, path, content, {"Authorization": f"Bearer {token}", **headers})
-        response = connection.getresponse()
-        text = response.read()
-        connection.close()
-        return response.status, json.loads(text) if "json" in response.headers["content-type"] else text
 
 
 @pytest.fixture(scope="module")
