@@ -16,7 +16,7 @@ import msgspec
 from traceloom.errors import TraceloomError, UsageError
 from traceloom.workers import Worker, cores
 
-TaskName = Literal["check", "analyse", "render", "render_timeline"]
+TaskName = Literal["check", "analyse", "render", "render_timeline", "compare"]
 
 MEMORY_BYTES = 8 << 30
 _TASKS_OF_A_PROCESS = 200  # then it is replaced: what little each leaves behind does not add up

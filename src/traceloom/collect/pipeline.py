@@ -155,6 +155,16 @@ class Pipeline:
                 self.objects.put(name, out.read_bytes())
         return name
 
+    def comparison(self, base: CaptureRecord, new: CaptureRecord) -> str:
+        """The name of the page of a capture against another one; errors as of `report`."""
+        name = f"reports/{new.day}/{new.id}@{base.id}"[:180] + f".{__version__}.html"
+        if self.objects.size(name) is None:
+            with self._files(base) as (old, _), self._files(new) as (folder, out):
+                task = EngineTask("compare", {"base": str(old), "new": str(folder), "out": str(out)}, self.task_s)
+                self.engine.submit(task).result()
+                self.objects.put(name, out.read_bytes())
+        return name
+
     def _through(self, task: TaskRecord, capture: CaptureRecord) -> None:
         with self._files(capture) as (folder, out):
             if task.state == "received":

@@ -39,7 +39,7 @@ T = TypeVar("T")
 BODY_BYTES = 32 << 20  # an announcement of the most files that a capture may have
 _UPLOAD_S = 3600  # how long a signed address works
 _WRITE = 1 << 20
-_PAGE_HEADERS = {
+PAGE_HEADERS = {
     # The page is made of a stranger's trace: it may run its own scripts, and reach nothing of this service.
     "Content-Security-Policy": "sandbox allow-scripts allow-downloads",
     "X-Content-Type-Options": "nosniff",
@@ -319,20 +319,20 @@ async def _file(asked: FleetAsked) -> Response:
     name = f"{folder_of(capture)}/{file.name}"
     if await asyncio.to_thread(asked.service.objects.size, name) is None:
         raise RequestError(404, "the file has not arrived", slug="no-such-file")
-    headers = {"Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"'} | _PAGE_HEADERS
+    headers = {"Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"'} | PAGE_HEADERS
     chunks = asked.service.objects.chunks(name)
     return StreamingResponse(chunks, headers=headers, media_type="application/octet-stream")
 
 
 async def _report(asked: FleetAsked) -> Response:
     name = await _rendered(asked, "render")
-    return StreamingResponse(asked.service.objects.chunks(name), headers=_PAGE_HEADERS, media_type="text/html")
+    return StreamingResponse(asked.service.objects.chunks(name), headers=PAGE_HEADERS, media_type="text/html")
 
 
 async def _timeline(asked: FleetAsked) -> Response:
     name = await _rendered(asked, "render_timeline")
     download = f'attachment; filename="{asked.request.path_params["id"]}.perfetto.json.gz"'
-    headers = {"Content-Disposition": download} | _PAGE_HEADERS
+    headers = {"Content-Disposition": download} | PAGE_HEADERS
     return StreamingResponse(asked.service.objects.chunks(name), headers=headers, media_type="application/gzip")
 
 

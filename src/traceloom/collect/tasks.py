@@ -102,3 +102,25 @@ def render(*, folder: str, out: str) -> None:
     session = load(folder, cache=False)
     with Path(out).open("x", encoding="utf-8") as file:
         file.write(page_of(report.build(session), session))
+
+
+def compare(*, base: str, new: str, out: str) -> None:
+    """Write the comparison of two captures to a new HTML file.
+
+    Args:
+        base: The folder with the files of one.
+        new: The same of the other.
+        out: The file.
+
+    Raises:
+        InputError: One of them cannot be read.
+        UsageError: They cannot be compared.
+    """
+    from traceloom import analyze
+    from traceloom.read import load
+    from traceloom.report import comparison
+    from traceloom.report.comparison.page import render as page_of
+
+    sides = load(base, cache=False), load(new, cache=False)
+    with Path(out).open("x", encoding="utf-8") as file:
+        file.write(page_of(comparison.build(analyze.compare(*sides), *sides)))

@@ -181,7 +181,8 @@ WATCH_ROUTES = (
         answer=JobDetailAnswer, refuses=(503,),
     ),
     FleetRoute(
-        path="/api/v1/findings", summary="Findings of a capture, or of the last captures of a job", answers=_findings,
+        path="/api/v1/findings/latest", summary="Findings of a capture, or of the last captures of a job",
+        answers=_findings,
         answer=FindingsAnswer, parameters=FindingsParameters, refuses=(400,),
     ),
     FleetRoute(

@@ -18,6 +18,7 @@ TASKS: Mapping[str, Callable[..., None]] = {
     "analyse": tasks.analyse,
     "render": tasks.render,
     "render_timeline": tasks.render_timeline,
+    "compare": tasks.compare,
 }
 
 

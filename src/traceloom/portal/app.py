@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from traceloom.collect.service import Service
 
 API = ("/api/", "/metrics", "/healthz")
-STRANGERS = ("/captures/{id}/report", "/captures/{id}/timeline", "/captures/{id}/files/{name:path}")
+STRANGERS = (
+    "/captures/{id}/report", "/captures/{id}/against/{base}", "/captures/{id}/timeline",
+    "/captures/{id}/files/{name:path}",
+)  # fmt: skip
 _SAFE = frozenset({"GET", "HEAD"})
 _PER_SECOND = 50.0  # requests of a reader
 # Everything a page needs comes from this service; nothing of it runs that is not a file of it, nor stands in a frame.

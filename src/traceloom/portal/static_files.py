@@ -20,7 +20,7 @@ class PortalAsset(NamedTuple):
 @cache
 def assets() -> dict[str, PortalAsset]:
     """Name -> file."""
-    styles = [*map(of_reports, ("colours.css", "page.css", "views.css")), _own("portal.css")]
+    styles = [*map(of_reports, ("colours.css", "page.css", "views.css")), _own("portal.css"), _own("charts.css")]
     texts = {
         "portal.css": ("\n".join(styles), "text/css; charset=utf-8"),
         "theme.js": (of_reports("theme.js"), "text/javascript; charset=utf-8"),

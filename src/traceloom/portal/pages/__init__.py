@@ -18,6 +18,7 @@ from traceloom.portal.pages import (
     requests,
     tokens,
 )
+from traceloom.portal.pages.questions import QUESTION_PAGES
 
 PAGES: tuple[Page[Any], ...] = (
     overview.PAGE,
@@ -29,6 +30,7 @@ PAGES: tuple[Page[Any], ...] = (
     request.PAGE,
     captures.PAGE,
     capture.PAGE,
+    *QUESTION_PAGES,
     tokens.PAGE,
     audit.PAGE,
 )

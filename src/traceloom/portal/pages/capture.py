@@ -47,7 +47,7 @@ async def compute(visit: Visit) -> CaptureView:
     name = visit.names["id"]
     capture = await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=name)
     facts = await visit.answer(CaptureFactsAnswer, "/api/v1/captures/{id}/facts", id=name)
-    found = await visit.answer(FindingsAnswer, "/api/v1/findings", query={"capture": name})
+    found = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"capture": name})
     return CaptureView(capture, facts, found.findings)
 
 

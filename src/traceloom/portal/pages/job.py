@@ -74,7 +74,7 @@ async def compute(visit: Visit) -> JobView:
     job = visit.names["job"]
     asked = await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})
     kept = await visit.answer(CapturesAnswer, "/api/v1/captures", query={"job": job, "most": "200"})
-    found = await visit.answer(FindingsAnswer, "/api/v1/findings", query={"job": job})
+    found = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"job": job})
     used = await visit.answer(UsageAnswer, "/api/v1/usage", query={"job": job, "hours": "6"})
     return JobView(
         job,
