@@ -80,6 +80,7 @@ def content_node(content: PageContent, address: Address) -> Node:
             else None,
             h1[content.heading],
             p(".lead")[content.lead] if content.lead else None,
+            content.asking,
             dl(".key")[
                 (
                     div(class_=number.grade or None)[dt[number.label], dd[b[number.value], span[number.about]]]

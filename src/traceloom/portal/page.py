@@ -51,6 +51,7 @@ class PageContent:
         sections: Its parts.
         above: What stands over the heading: the way from the menu to here, as (name, address).
         lead: What stands below the heading.
+        asking: The form by which one asks another way.
         numbers: Key numbers.
         ended: Nothing on it changes any more.
     """
@@ -59,6 +60,7 @@ class PageContent:
     sections: Sequence[PageSection] = ()
     above: Sequence[tuple[str, str]] = ()
     lead: Node = ""
+    asking: Node = None
     numbers: Sequence[KeyNumber] = ()
     ended: bool = False
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from htpy import Node, a, div, fragment, li, ol, p, span
+from htpy import Node, a, div, fragment, li, ol, span
 
 from traceloom.agent.http.answers import RequestError
-from traceloom.fleet.attribution import BY, UNATTRIBUTED
+from traceloom.fleet.attribution import BY
 from traceloom.model import units
-from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing, to_page
+from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing
 from traceloom.portal.charts import DAY_NS, HOUR_NS, ChartColumn, TreeBox, columns, icicle, legend
 from traceloom.portal.links import to_host, to_job
 from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
@@ -65,12 +65,20 @@ async def compute(visit: Visit) -> TimeView:
 
 def content(view: TimeView) -> PageContent:
     """What is shown of it."""
+    asking = fragment[
+        _order(view.whole.address, view.by),
+        asking_form(
+            view.whole.address, extra=choice(view.whole.address, "top", _TOP, "20", "Parts"), keep=("by", "at")
+        ),
+    ]
     address, rows = view.whole.address, view.whole.tables["rows"]
     tree = {tuple(row["values"]): row for row in rows}
     chosen = tree.get(view.at)
     if not rows or chosen is None or not chosen["device_ms"]:
         empty = div(".empty", id="parts")[nothing("device time")]
-        return PageContent("Device time", [PageSection("divided", "Parts", empty)], above=_above(view, address))
+        return PageContent(
+            "Device time", [PageSection("divided", "Parts", empty)], above=_above(view, address), asking=asking
+        )
     depth = len(view.at)
     parts = [row for row in rows if len(row["values"]) == depth + 1 and tuple(row["values"][:depth]) == view.at]
     sections = [
@@ -81,17 +89,18 @@ def content(view: TimeView) -> PageContent:
         dimension = _words(view.by[depth])
         sections.append(PageSection("divided", f"By {dimension}", _table(view, parts, chosen)))
     return PageContent(
-        _heading(view, chosen), sections, above=_above(view, address), lead=_order(address, view.by),
-        numbers=_numbers(view, chosen),
-    )  # fmt: skip
+        _heading(view, chosen), sections, above=_above(view, address),
+        numbers=_numbers(view, chosen), asking=asking)  # fmt: skip
 
 
 def _heading(view: TimeView, chosen: Mapping[str, Any]) -> str:
     hours, held = _hours(chosen["device_ms"]), chosen["busy_ms"] + chosen["idle_ms"]
     name = f"{view.at[-1]}: " if view.at else ""
     if not held:
-        return f"{name}{hours} device hours"
-    return f"{name}{hours} device hours, {units.share(chosen['busy_ms'], held)} of those held compute"
+        return f"{name}{hours} device hours that no job held"
+    return (
+        f"{name}{hours} device hours; jobs that held them computed {units.share(chosen['busy_ms'], held)} of the time"
+    )
 
 
 def _numbers(view: TimeView, chosen: Mapping[str, Any]) -> list[KeyNumber]:
@@ -129,7 +138,7 @@ def _picture(view: TimeView, tree: Mapping[Values, Mapping[str, Any]]) -> Node:
             boxes.append(_box(view, row, len(values), start, size))
     label = f"Device time by {', then '.join(map(_words, view.by))}"
     entries = [(words, LOOKS[name], "") for name, words in _WORDS.items() if tree[view.at][name]]
-    return fragment[icicle(boxes, label), legend(entries), _back(address) if depth else None]
+    return fragment[icicle(boxes, label), legend(entries)]
 
 
 def _box(view: TimeView, row: Mapping[str, Any], level: int, start: float, size: float) -> TreeBox:
@@ -146,20 +155,17 @@ def _box(view: TimeView, row: Mapping[str, Any], level: int, start: float, size:
     )  # fmt: skip
 
 
-def _back(address: Address) -> Node:
-    return p(".quiet")[a(href=address.changed({"at": ""}))["All devices"], " leads back."]
-
-
 def _over(view: TimeView) -> Node:
-    stretches = []
-    for row in view.over.tables["rows"]:
-        if tuple(row["values"]) == view.at and row["time_ns"] is not None:
-            parts = [(LOOKS[name], row[name] / 3.6e6) for name in LOOKS]
-            says = ", ".join(f"{_WORDS[name].lower()} {_hours(row[name])} h" for name in LOOKS if row[name])
-            stretches.append(ChartColumn(row["time_ns"], parts, says))
+    shown = [row for row in view.over.tables["rows"] if tuple(row["values"]) == view.at]
+    stretches = [
+        ChartColumn(
+            row["time_ns"], [(LOOKS[name], row[name] / 3.6e6) for name in LOOKS],
+            ", ".join(f"{_WORDS[name].lower()} {_hours(row[name])} h" for name in LOOKS if row[name]),
+        )
+        for row in shown
+    ]  # fmt: skip
     name = view.at[-1] if view.at else "all devices"
-    entries = [(words, LOOKS[part], "") for part, words in _WORDS.items()]
-    stretches.sort(key=lambda stretch: stretch.time_ns)
+    entries = [(words, LOOKS[name], "") for name, words in _WORDS.items() if any(row[name] for row in shown)]
     picture = columns(stretches, view.every_ns, label=f"Device hours of {name} over time", write=units.number)
     return fragment[picture, legend(entries)]
 
@@ -173,7 +179,7 @@ def _table(view: TimeView, parts: Sequence[Mapping[str, Any]], chosen: Mapping[s
             "share": row["device_ms"] / chosen["device_ms"],
             "use": row["busy_ms"] / held if (held := row["busy_ms"] + row["idle_ms"]) else None,
             "idle": row["idle_ms"] / 3.6e6, "energy": None if row["energy_mj"] is None else row["energy_mj"] / 3.6e9,
-            "cost": row["cost"], "device_ms": row["device_ms"], "about": "about it",
+            "cost": row["cost"], "about": "about it",
         }
         for row in parts
     ]  # fmt: skip
@@ -189,7 +195,6 @@ def _table(view: TimeView, parts: Sequence[Mapping[str, Any]], chosen: Mapping[s
         PageColumn("cost", f"Cost, {view.whole.fact('currency')}", "number", "at the prices", "it has no price")
         if view.whole.fact("currency")
         else None,
-        PageColumn("device_ms", "Device time, ms", "count", "the same as the hours, exact"),
     ]  # fmt: skip
     if dimension in {"job", "host"}:
         lead = to_job if dimension == "job" else to_host
@@ -249,18 +254,8 @@ def _hours(ms: float) -> str:
     return units.number(ms / 3.6e6)
 
 
-def controls(_visit: Visit, view: TimeView) -> Node:
-    """Another time, other filters."""
-    address = view.whole.address
-    owners = a(href=to_page("/owners", address))["Rules"]
-    return fragment[
-        asking_form(address, extra=choice(address, "top", _TOP, "20", "Parts"), keep=("by", "at")),
-        p(".quiet")["Whose a job is: ", owners, f" say it; what nobody says is `{UNATTRIBUTED}`."],
-    ]
-
-
 PAGE = Page(
     "/attribution", "Device time", "Whose the time of devices was, by division, product, user, job, host or device, in "
     "any order, drilled down and over time; with energy and cost. All levels have the same sum.",
-    compute, content, controls, menu="Account",
+    compute, content, menu="Account",
 )  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from htpy import Node
-
 from traceloom.model import units
 from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing, to_page
 from traceloom.portal.charts import share_bar
@@ -25,7 +23,7 @@ _LOOKS = ("compute", "communication", "memory", "annotation", "forward", "launch
 _LED = frozenset({"job", "user", "division", "product", "model", "framework", "device_model"})
 """Dimensions that are filters of all questions."""
 
-_COVERED = ("number", "kernel", "shapes", "device_model", "total_ns", "fraction", "covered_fraction")
+_COVERED = ("number", "kernel", "shapes", "total_ns", "fraction", "covered_fraction")
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,7 @@ async def compute(visit: Visit) -> WorkView:
 
 def content(view: WorkView) -> PageContent:
     """What is shown of it."""
+    asking = asking_form(view.divided.address, extra=choice(view.divided.address, "by", BY_CHOICES, "kind", "By"))
     asked = view.divided
     by, rows = asked.fact("by"), asked.tables["rows"]
     columns = [
@@ -84,7 +83,7 @@ def content(view: WorkView) -> PageContent:
         PageSection("divided", f"By {words}", table),
         PageSection("coverage", "Common shapes", covered, "what specialising kernels for the commonest would cover"),
     ]
-    return PageContent(heading, sections, numbers=numbers)
+    return PageContent(heading, sections, numbers=numbers, asking=asking)
 
 
 def _name(row: PageRow, by: list[str]) -> str:
@@ -99,11 +98,6 @@ def _leads(asked: Asked, name: str) -> Callable[[PageRow], str] | None:
     return None
 
 
-def controls(_visit: Visit, view: WorkView) -> Node:
-    """Another time, other filters, divided by something else."""
-    return asking_form(view.divided.address, extra=choice(view.divided.address, "by", BY_CHOICES, "kind", "By"))
-
-
 BY_CHOICES = {
     **{name: f"by {words}" for name, words in NAMES.items()},
     "kind,bound": "by kind and bound", "bound,kind": "by bound and kind", "division,kind": "by division and kind",
@@ -112,5 +106,5 @@ BY_CHOICES = {
 PAGE = Page(
     "/gpu-time", "GPU time", "Where GPU time goes, by kind of work, what bounds it, device, version or whose it is; "
     "and what specialising kernels for the commonest shapes would cover.",
-    compute, content, controls, menu="Understand",
+    compute, content, menu="Understand",
 )  # fmt: skip

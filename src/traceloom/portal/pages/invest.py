@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from htpy import Node
-
 from traceloom.findings import RULES
 from traceloom.model import units
 from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing, to_page
@@ -38,6 +36,7 @@ async def compute(visit: Visit) -> SavingsView:
 
 def content(view: SavingsView) -> PageContent:
     """What is shown of it."""
+    asking = asking_form(view.savings.address, extra=choice(view.savings.address, "by", BY, "rule", "By"))
     asked, by = view.savings, view.savings.fact("by")
     rows: list[PageRow] = [
         {**row, "hours": row["saved_ms"] / 3.6e6, **_meaning(row)} for row in asked.tables["rows"]
@@ -78,7 +77,7 @@ def content(view: SavingsView) -> PageContent:
         PageSection("rules", "Findings", findings, f"in {units.counted(found.fact('captures'), 'capture')}"),
     ]
     if not rows:
-        return PageContent("Where to invest", sections)
+        return PageContent("Where to invest", sections, asking=asking)
     saved = sum(row["saved_ms"] for row in asked.tables["rows"])
     head = asked.tables["rows"][: len(_LOOKS) - 1]
     parts = [(" · ".join(str(row[name]) for name in by), look, row["saved_ms"] / 3.6e6)
@@ -104,20 +103,14 @@ def content(view: SavingsView) -> PageContent:
         else f"{name} could save {units.number(first['saved_ms'] / 3.6e6)} device hours",
         sections, numbers=numbers,
         lead="Device time of a job, times the share of its steps that fixing a finding saves. Findings of a capture "
-        "are disjoint, so rules add up; time of jobs without captures is in none of it.",
-    )  # fmt: skip
+        "are disjoint, so rules add up; time of jobs without captures is in none of it.", asking=asking)  # fmt: skip
 
 
 def _meaning(row: PageRow) -> PageRow:
     return {"meaning": _TITLES.get(str(row["rule"]), "")} if "rule" in row else {}
 
 
-def controls(_visit: Visit, view: SavingsView) -> Node:
-    """Another time, other filters, divided by something else."""
-    return asking_form(view.savings.address, extra=choice(view.savings.address, "by", BY, "rule", "By"))
-
-
 PAGE = Page(
     "/invest", "Where to invest", "Where work on software pays: device time times what fixing findings saves; and how "
-    "common each finding is.", compute, content, controls, menu="Account",
+    "common each finding is.", compute, content, menu="Account",
 )  # fmt: skip

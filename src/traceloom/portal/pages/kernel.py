@@ -59,6 +59,7 @@ async def compute(visit: Visit) -> KernelView:
 
 def content(view: KernelView) -> PageContent:
     """What is shown of it."""
+    asking = asking_form(view.history.address, keep=("kernel", "shapes"))
     address, rows = view.history.address, view.history.tables["rows"]
     jobs = PageTable(
         "jobs", "Jobs that ran it",
@@ -98,7 +99,7 @@ def content(view: KernelView) -> PageContent:
           for row in view.changes[:1]),
     ] if rows else []  # fmt: skip
     lead = f"Only of the shapes {view.shapes}." if view.shapes else None
-    return PageContent(view.kernel, sections, above=above, lead=lead, numbers=numbers)
+    return PageContent(view.kernel, sections, above=above, lead=lead, numbers=numbers, asking=asking)
 
 
 def history_chart(view: KernelView) -> Node:
@@ -128,12 +129,7 @@ def history_chart(view: KernelView) -> Node:
     return [picture, legend(names) if len(versions) > 1 else None]
 
 
-def controls(_visit: Visit, view: KernelView) -> Node:
-    """Another time, other filters."""
-    return asking_form(view.history.address, keep=("kernel", "shapes"))
-
-
 PAGE = Page(
     "/kernels/history", "Kernel", "One kernel: its duration in each job over time, its shapes, its changes, its jobs.",
-    compute, content, controls,
+    compute, content,
 )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from htpy import Node
-
 from traceloom.model import units
 from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing, to_page
 from traceloom.portal.links import to_capture
@@ -26,6 +24,7 @@ async def compute(visit: Visit) -> Asked:
 
 def content(asked: Asked) -> PageContent:
     """What is shown of them."""
+    asking = asking_form(asked.address, extra=choice(asked.address, "sort", _SORTS, "time", "Order"))
     rows, total = asked.tables["rows"], asked.fact("total_ns")
     links = {
         "kernel": lambda row: to_page("/kernels/history", asked.address, kernel=str(row["kernel"])),
@@ -33,9 +32,11 @@ def content(asked: Asked) -> PageContent:
         "shapes": lambda row: to_page("/kernels/history", asked.address, kernel=str(row["kernel"])) + "#shapes",
         "example": lambda row: to_capture(str(row["example"])),
     }
-    table = PageTable("rows", "Kernels, most first", asked.columns("rows", _COLUMNS, links), rows, nothing("GPU work"))
+    known_clock = any(row["cycles"] is not None for row in rows)
+    names = [name for name in _COLUMNS if name != "cycles" or known_clock]
+    table = PageTable("rows", "Kernels, most first", asked.columns("rows", names, links), rows, nothing("GPU work"))
     if not rows:
-        return PageContent("Kernels", [PageSection("kernels", "Kernels", table)])
+        return PageContent("Kernels", [PageSection("kernels", "Kernels", table)], asking=asking)
     first = rows[0]
     known = sum(row["roofline_known_ns"] for row in rows)
     numbers = [
@@ -45,15 +46,10 @@ def content(asked: Asked) -> PageContent:
         KeyNumber("Modelled", units.share(known, total), "of the GPU time has a time at the peaks"),
     ]
     heading = f"{first['kernel']} takes {units.share(first['fraction'], 1.0)} of the GPU time"
-    return PageContent(heading, [PageSection("kernels", "Kernels", table)], numbers=numbers)
-
-
-def controls(_visit: Visit, asked: Asked) -> Node:
-    """Another time, other filters, another order."""
-    return asking_form(asked.address, extra=choice(asked.address, "sort", _SORTS, "time", "Order"))
+    return PageContent(heading, [PageSection("kernels", "Kernels", table)], numbers=numbers, asking=asking)
 
 
 PAGE = Page(
     "/kernels", "Kernels", "The kernels that take most GPU time: how long each piece of work takes, at the peaks of "
-    "the device too, in how many shapes, captures and jobs.", compute, content, controls, menu="Understand",
+    "the device too, in how many shapes, captures and jobs.", compute, content, menu="Understand",
 )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from htpy import Node
-
 from traceloom.fleet.outliers import FAR, LEAST_PEERS
 from traceloom.model import units
 from traceloom.portal.asking import Asked, ask, asking_form, to_page
@@ -22,6 +20,7 @@ async def compute(visit: Visit) -> Asked:
 
 def content(asked: Asked) -> PageContent:
     """What is shown of them."""
+    asking = asking_form(asked.address)
     sections, slow = [], {}
     empty = (
         f"Nothing is compared: it takes {LEAST_PEERS} of them that ran the same kernels on the same shapes and "
@@ -54,15 +53,10 @@ def content(asked: Asked) -> PageContent:
         KeyNumber("Slow ranks", units.count(len(slow["ranks"])),
                   f"of {units.count(len(asked.tables['ranks']))} compared", "bad" if slow["ranks"] else ""),
     ]  # fmt: skip
-    return PageContent(heading, sections, numbers=numbers)
-
-
-def controls(_visit: Visit, asked: Asked) -> Node:
-    """Another time, other filters."""
-    return asking_form(asked.address)
+    return PageContent(heading, sections, numbers=numbers, asking=asking)
 
 
 PAGE = Page(
     "/outliers", "Outliers", "Hosts and ranks that are slower than their peers, with how far they are from them.",
-    compute, content, controls, menu="Understand",
+    compute, content, menu="Understand",
 )  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from htpy import Node
-
 from traceloom.fleet.regressions import MIX
 from traceloom.model import units
 from traceloom.portal.asking import Asked, ask, asking_form, to_page
@@ -15,8 +13,7 @@ from traceloom.portal.table import PageTable
 from traceloom.portal.visit import Address, Visit
 
 COLUMNS = (
-    "kernel", "shapes", "change", "low", "high", "since_ns", "before_ns", "after_ns", "extra_ns", "cause", "evidence",
-    "jobs_after",
+    "kernel", "shapes", "change", "low", "high", "since_ns", "before_ns", "after_ns", "extra_ns", "jobs_after", "cause",
 )  # fmt: skip
 _HOW = {
     "code": "with another version of the program or of PyTorch",
@@ -53,6 +50,7 @@ def sentence(row: Mapping[str, Any]) -> str:
 
 def content(asked: Asked) -> PageContent:
     """What is shown of them."""
+    asking = asking_form(asked.address)
     rows = asked.tables["changes"]
     slower = [row for row in rows if row["change"] > 0 and row["cause"] not in MIX]
     faster = [row for row in rows if row["change"] <= 0 and row["cause"] not in MIX]
@@ -90,15 +88,10 @@ def content(asked: Asked) -> PageContent:
     heading = "No kernel became slower"
     if slower:
         heading = f"{slower[0]['kernel']} takes {times(slower[0]['change'])} now"
-    return PageContent(heading, sections, numbers=numbers)
-
-
-def controls(_visit: Visit, asked: Asked) -> Node:
-    """Another time, other filters."""
-    return asking_form(asked.address)
+    return PageContent(heading, sections, numbers=numbers, asking=asking)
 
 
 PAGE = Page(
     "/regressions", "Regressions", "Kernels that became slower or faster: since when, by how much, with its interval, "
-    "what changed with them, and what that costs.", compute, content, controls, menu="Understand",
+    "what changed with them, and what that costs.", compute, content, menu="Understand",
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from htpy import Node, div, fragment, p
+from htpy import Node, div, p
 from markupsafe import Markup
 
 from traceloom.fleet.topline import METRICS
@@ -43,6 +43,7 @@ async def compute(visit: Visit) -> ToplineView:
 
 def content(view: ToplineView) -> PageContent:
     """What is shown of it."""
+    asking = asking_form(view.divided.address, extra=choice(view.divided.address, "by", BY, "model", "By"))
     rows = view.divided.tables["rows"]
     of_rows = view.divided.question.tables["rows"].columns
 
@@ -61,13 +62,19 @@ def content(view: ToplineView) -> PageContent:
         ),
     ]
     table = PageTable("rows", f"The topline {BY.get(view.by, '')}", columns, rows, nothing("device time"))
+    strongest = sorted(view.whole.tables["correlations"], key=lambda row: -abs(row["correlation"] or 0.0))
+    pairs = PageTable(
+        "correlations", "Pairs of numbers",
+        view.whole.columns("correlations", ("first", "second", "correlation", "jobs")), strongest,
+    )  # fmt: skip
     sections = [
         PageSection("divided", BY.get(view.by, "Parts").capitalize(), table, "the most device time first"),
         PageSection("together", "What goes together", _correlations(view.whole), "rank correlation over jobs"),
+        PageSection("pairs", "The same as a table", pairs, "the strongest first"),
     ]
     whole = view.whole.tables["rows"][0] if view.whole.tables["rows"] else None
     if not rows or whole is None or whole["device_use"] is None:
-        return PageContent("The topline", sections[:1])
+        return PageContent("The topline", sections[:1], asking=asking)
     numbers = [
         KeyNumber(_SHORT[name], units.written(whole[name], of_rows[name].unit), of_rows[name].meaning)
         for name in METRICS
@@ -83,7 +90,7 @@ def content(view: ToplineView) -> PageContent:
         "None of these numbers says enough alone: a device can be busy and compute nothing, draw power and wait, reach "
         "its FLOP/s on work that is thrown away."
     )
-    return PageContent(heading, sections, lead=lead_text, numbers=numbers)
+    return PageContent(heading, sections, lead=lead_text, numbers=numbers, asking=asking)
 
 
 def _correlations(asked: Asked) -> Node:
@@ -124,18 +131,10 @@ def _correlations(asked: Asked) -> Node:
         '<svg class="pairs" role="img" aria-label="Rank correlations of pairs of numbers over jobs" width="{}" '
         'height="{}">{}{}</svg>'
     ).format(width, height, cells, foot)
-    columns = asked.columns("correlations", ("first", "second", "jobs", "correlation"))
-    table = PageTable("correlations", "Pairs of numbers", columns, asked.tables["correlations"])
-    return fragment[div(".scroll", tabindex="0", role="region", aria_label="Correlations")[picture],
-                    table.render(asked.address)]  # fmt: skip
-
-
-def controls(_visit: Visit, view: ToplineView) -> Node:
-    """Another time, other filters, other rows."""
-    return asking_form(view.divided.address, extra=choice(view.divided.address, "by", BY, "model", "By"))
+    return div(".scroll", tabindex="0", role="region", aria_label="Correlations")[picture]
 
 
 PAGE = Page(
     "/topline", "Topline", "What jobs, models, hosts or the whole fleet get out of their devices: use, FLOP/s, power, "
-    "roofline, MFU, reference hours; and how these go together.", compute, content, controls, menu="Account",
+    "roofline, MFU, reference hours; and how these go together.", compute, content, menu="Account",
 )  # fmt: skip
