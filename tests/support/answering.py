@@ -14,6 +14,7 @@ from support.waiting import until
 from traceloom.collect.app import build_fleet_app
 from traceloom.collect.client import FleetClient
 from traceloom.collect.executors import engine_of
+from traceloom.collect.hosts import HostDesk
 from traceloom.collect.service import Service
 from traceloom.store.objects import Objects
 from traceloom.store.schemas import SCHEMAS
@@ -60,6 +61,8 @@ def answering(folder: Path, weeks: Weeks | None = None) -> Iterator[AnsweringSer
     service = Service(
         state, Objects(str(folder / "store")), tables, engine, lease_s=30, commit_s=5, incoming=folder / "from-hosts"
     )
+    service.hosts = HostDesk(state, folder / "from-hosts")
+    service.pipeline.leads = True
     server = uvicorn.Server(uvicorn.Config(build_fleet_app(service), port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, name="answering")
     thread.start()

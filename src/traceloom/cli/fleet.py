@@ -13,9 +13,12 @@ from urllib.parse import quote
 
 from traceloom import files
 from traceloom.cli import options as types
+from traceloom.cli.fleet_now import NOW_ACTIONS
+from traceloom.cli.fleet_questions import QUESTION_ACTIONS
+from traceloom.cli.fleet_rules import RULE_ACTIONS
 from traceloom.cli.upload import add_server
 from traceloom.cli.verb_actions import VerbAction, add_actions
-from traceloom.errors import CheckError, UsageError, unreadable
+from traceloom.errors import CheckError, OutputError, UsageError, unreadable
 from traceloom.model import units
 
 if TYPE_CHECKING:
@@ -92,7 +95,7 @@ def _captures(args: argparse.Namespace) -> int:
         (capture["id"], capture["day"], capture["job"] or "–", capture["state"], capture["uploader"])
         for capture in answer["captures"]
     ]
-    return _shown(args, answer, ("capture", "day", "job", "state", "by"), rows, NO_CAPTURES)
+    return shown(args, answer, ("capture", "day", "job", "state", "by"), rows, NO_CAPTURES)
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +115,7 @@ def _hosts(args: argparse.Namespace) -> int:
         heard = "never" if host["heard_ns"] is None else "lost" if host["lost"] else "here"
         devices = str(host["devices"]) + (f" ({host['stale_devices']} silent)" if host["stale_devices"] else "")
         rows.append((host["host"], heard, devices, str(host["processes"]), ", ".join(host["jobs"]) or "–", clock))
-    return _shown(args, answer, ("host", "heard", "devices", "processes", "jobs", "clock"), rows, NO_HOSTS)
+    return shown(args, answer, ("host", "heard", "devices", "processes", "jobs", "clock"), rows, NO_HOSTS)
 
 
 def _jobs(args: argparse.Namespace) -> int:
@@ -125,7 +128,7 @@ def _jobs(args: argparse.Namespace) -> int:
         )
         for job in answer["jobs"]
     ]  # fmt: skip
-    return _shown(args, answer, ("job", "user", "hosts", "ranks", "traceable", "steps/s"), rows, NO_JOBS)
+    return shown(args, answer, ("job", "user", "hosts", "ranks", "traceable", "steps/s"), rows, NO_JOBS)
 
 
 def _requests(args: argparse.Namespace) -> int:
@@ -134,7 +137,7 @@ def _requests(args: argparse.Namespace) -> int:
         (request["id"], request["wanted"]["job"], request["who"], request["state"], request["capture"] or "–")
         for request in answer["requests"]
     ]
-    return _shown(args, answer, ("request", "job", "by", "state", "capture"), rows, NO_REQUESTS)
+    return shown(args, answer, ("request", "job", "by", "state", "capture"), rows, NO_REQUESTS)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -153,6 +156,33 @@ def _report(args: argparse.Namespace) -> int:
         print(json.dumps({"report": str(args.output), "bytes": size}))
     elif not args.quiet:
         print(f"Wrote {args.output} ({units.size(size)}).")
+    return 0
+
+
+def _add_fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("capture", metavar="CAPTURE", help="name of a capture, as `traceloom fleet captures` shows it")
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="the directory to make")
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from traceloom.cli.trace import download
+
+    if args.output.exists() or args.output.is_symlink():
+        message = "there is something already"
+        raise OutputError(message, slug="file-exists", where=str(args.output), hint="name another -o")
+    client, route = client_of(args), f"captures/{quote(args.capture, safe='')}"
+
+    def fetch(name: str, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        with path.open("xb") as file:
+            client.fetch(f"{route}/files/{name}", file)
+
+    answer = client.get(route)
+    download(args.output, answer["files"], fetch)
+    if args.json:
+        print(json.dumps(answer, indent=2))
+    elif not args.quiet:
+        print(f"Wrote {args.output} ({units.size(answer['bytes'])}).")
     return 0
 
 
@@ -199,7 +229,7 @@ def _token(args: argparse.Namespace) -> int:
         (token["name"], token["role"], "revoked" if token["revoked_ns"] else _date(token["expires_ns"]))
         for token in answer["tokens"]
     ]
-    return _shown(args, answer, ("token", "role", "until"), rows)
+    return shown(args, answer, ("token", "role", "until"), rows)
 
 
 def _date(time_ns: int) -> str:
@@ -212,7 +242,7 @@ def _check(args: argparse.Namespace) -> int:
     answer = client_of(args).get("check")
     rows = [("✓" if check["works"] else "✗", check["name"], check["text"]) for check in answer["checks"]]
     tasks = ", ".join(f"{count} {state}" for state, count in answer["tasks"].items() if count)
-    _shown(args, answer, ("", "part", ""), [*rows, ("", "tasks", tasks or "none yet")])
+    shown(args, answer, ("", "part", ""), [*rows, ("", "tasks", tasks or "none yet")])
     failed = [check for check in answer["checks"] if not check["works"]]
     if failed:
         names = ", ".join(dict.fromkeys(check["name"] for check in failed))
@@ -233,9 +263,10 @@ def _backfill(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shown(
+def shown(
     args: argparse.Namespace, answer: Any, heads: Sequence[str], rows: Sequence[Sequence[str]], empty: str = ""
 ) -> int:
+    """Print an answer: as JSON where that is asked for, else as a table, else what there is not; the exit code."""
     if args.json:
         print(json.dumps(answer, indent=2))
         return 0
@@ -293,4 +324,12 @@ ACTIONS = {
         "traceloom fleet backfill\nthen: traceloom fleet check",
         _add_backfill, _backfill,
     ),
+    "fetch": VerbAction(
+        "write the files of a capture to a new directory",
+        "traceloom fleet fetch c0123456789abcdef0123 -o run\nthen: traceloom report run; traceloom diff other run",
+        _add_fetch, _fetch,
+    ),
+    **QUESTION_ACTIONS,
+    **RULE_ACTIONS,
+    **NOW_ACTIONS,
 }  # fmt: skip

@@ -17,9 +17,12 @@ from traceloom.agent.http.answers import RequestError
 from traceloom.agent.http.app import DOCUMENT_PATH, refusal_response, refusals
 from traceloom.agent.http.limits import Rates
 from traceloom.agent.http.openapi import document
+from traceloom.collect.compaction import COMPACTION_ROUTES
 from traceloom.collect.compare_routes import COMPARE_ROUTES
 from traceloom.collect.host_routes import AGENTS, HOST_ROUTES
+from traceloom.collect.live import LIVE_ROUTES
 from traceloom.collect.questions.routes import QUESTION_ROUTES
+from traceloom.collect.questions.rules import RULE_ROUTES
 from traceloom.collect.request_routes import REQUEST_ROUTES
 from traceloom.collect.routes import FLEET_ROUTES, FleetAsked, FleetRoute, may
 from traceloom.collect.watch_routes import WATCH_ROUTES
@@ -31,7 +34,17 @@ if TYPE_CHECKING:
 
     from traceloom.collect.service import Service
 
-ROUTES = (*FLEET_ROUTES, *COMPARE_ROUTES, *REQUEST_ROUTES, *WATCH_ROUTES, *HOST_ROUTES, *QUESTION_ROUTES)
+ROUTES = (
+    *FLEET_ROUTES,
+    *COMPARE_ROUTES,
+    *REQUEST_ROUTES,
+    *WATCH_ROUTES,
+    *HOST_ROUTES,
+    *QUESTION_ROUTES,
+    *RULE_ROUTES,
+    *LIVE_ROUTES,
+    *COMPACTION_ROUTES,
+)
 _OPEN = {"/healthz"}
 _STRANGER = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
 _HINT = "come again later, or less often"

@@ -37,8 +37,10 @@ from traceloom.agent.uplink.messages import (
     UsageRow,
     WorkAnswer,
 )
+from traceloom.collect.job_rows import said_of_jobs
 from traceloom.collect.plan import FleetRequest, HostProgress, advanced, cancelled, planned, reported, work_of
 from traceloom.store.database import secret_hash
+from traceloom.store.job_facts import JobFacts
 from traceloom.store.state import State
 
 LOG = logging.getLogger("traceloom.collect")
@@ -47,6 +49,7 @@ LONGEST_WAIT_S = 30.0
 _MOST_FILE = 4 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _LOOK_S = 1.0
+_LOOKS_AT_JOBS = 5  # every so many looks at requests
 _MOST_ENDED = 1000  # requests that are remembered here; the state has all
 Choice = Literal["", "slowest-and-median"]
 
@@ -80,6 +83,7 @@ class HostDesk:
         self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
         self._open: dict[str, FleetRequest] = {}  # of these: each host that waits looks through them at every change
         self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
+        self._said: dict[str, JobFacts] = {}  # job -> what hosts said of it last
         self._changed = asyncio.Condition()
         self._writing = asyncio.Lock()
         self._closing = False
@@ -330,8 +334,23 @@ class HostDesk:
         if request != self.requests.get(request.id):
             await self.put(request)
 
+    async def _say_of_jobs(self) -> None:
+        """Write down what hosts say of jobs, where it is new."""
+        said = said_of_jobs({host: now.heartbeat.processes for host, now in self.fresh().items()})
+        news = {job: facts for job, facts in said.items() if self._said.get(job) != facts}
+        if news:
+            await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
+        self._said = said
+
     async def _advance_for_ever(self) -> None:
+        looks = 0
         while True:
+            if looks % _LOOKS_AT_JOBS == 0:
+                try:
+                    await self._say_of_jobs()
+                except Exception:
+                    LOG.exception("what hosts say of jobs")
+            looks += 1
             for request in list(self._open.values()):
                 try:
                     await self._advance(request)

@@ -8,15 +8,17 @@ and doubles nothing: tasks it held are taken again when their leases end, and it
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import secrets
 import shutil
 import tempfile
 import threading
+import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,9 +29,11 @@ import polars as pl
 
 from traceloom import __version__
 from traceloom.collect.executors import Engine, EngineTask, TaskError
+from traceloom.collect.job_rows import commit_jobs, said_by_captures
 from traceloom.collect.usage import commit_usage
 from traceloom.errors import TraceloomError
 from traceloom.store.objects import Objects
+from traceloom.store.schemas import day_of
 from traceloom.store.state import CaptureRecord, State, TaskRecord
 from traceloom.store.tables import Tables
 
@@ -39,6 +43,9 @@ LEASE_S = 30.0
 TASK_S = 1800.0
 """How long a task may take."""
 
+_DAY_NS = 86_400 * 10**9
+_NIGHT_NS = 2 * 3_600 * 10**9  # after midnight in UTC, when hosts have sent the last minutes of the day
+_COMPACTED = "compacted"  # the number of the day on which the tables were compacted last
 _POLL_S = 0.5  # between looks for a task, where there was none
 _TROUBLE_S = 5.0  # before the next try, where the state or a store does not answer
 
@@ -62,15 +69,19 @@ class Pipeline:
         commit_s: How long rows wait for others to be committed with them.
         task_s: How long a task may take.
         temporary: Where captures are unpacked; None: the system's temporary directory.
+        clock: Now, in ns since the epoch.
     """
 
     def __init__(
         self, state: State, objects: Objects, tables: Tables, engine: Engine, *, lease_s: float = LEASE_S,
         commit_s: float = COMMIT_S, task_s: float = TASK_S, temporary: Path | None = None,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:  # fmt: skip
         self.state, self.objects, self.tables, self.engine = state, objects, tables, engine
         self.lease_s, self.commit_s, self.task_s, self.temporary = lease_s, commit_s, task_s, temporary
+        self.clock = clock
         self.holder = secrets.token_hex(8)
+        self._writing = threading.Lock()  # of the tables: who writes is one
         self.leads = False
         self._stop = threading.Event()
         self._more = threading.Event()  # a task may be there
@@ -133,11 +144,27 @@ class Pipeline:
                     frames[name.removesuffix(".parquet")].append(pl.read_parquet(whole.read(name)))
         replaced = [task.capture for task in batch.tasks] if batch.again else []
         rows = {name: pl.concat(parts) for name, parts in frames.items()}
+        for (job, start_ns), facts in said_by_captures(rows["captures"]).items():
+            self.state.say_of_jobs({job: facts}, start_ns)
         self.tables.commit(f"captures {self.state.identity}", batch.number, rows, replaced)
         self.state.close_batch(batch.number)
         for task in batch.tasks:
             self.objects.delete(_rows_of(task))
         return len(batch.tasks)
+
+    def compact(self, by_night: bool = False) -> bool:
+        """Do what is to be done to the tables once a day; False where it is not time. For who leads alone.
+
+        Args:
+            by_night: Only once a day, and only from 02:00 in UTC on.
+        """
+        days, rest = divmod(self.clock(), _DAY_NS)
+        if by_night and (rest < _NIGHT_NS or self.state.number(_COMPACTED) >= days):
+            return False
+        with self._writing:
+            self.tables.compact(day_of(days * _DAY_NS))
+        self.state.put_number(_COMPACTED, days)
+        return True
 
     def rendered(self, capture: CaptureRecord, task: Literal["render", "render_timeline"]) -> str:
         """The name of the report of a capture, or of its timeline for Perfetto, which is made when first asked for.
@@ -156,12 +183,21 @@ class Pipeline:
         return name
 
     def comparison(self, base: CaptureRecord, new: CaptureRecord) -> str:
-        """The name of the page of a capture against another one; errors as of `report`."""
-        name = f"reports/{new.day}/{new.id}@{base.id}"[:180] + f".{__version__}.html"
+        """The name of the page of a capture against another one, which is made when it is first asked for.
+
+        Raises:
+            TaskError: They cannot be compared.
+            TraceloomError: A store does not answer.
+        """
+        both = hashlib.sha256(f"{base.id} {new.id}".encode()).hexdigest()[:32]
+        name = f"reports/{new.day}/{both}.{__version__}.html"
         if self.objects.size(name) is None:
             with self._files(base) as (old, _), self._files(new) as (folder, out):
-                task = EngineTask("compare", {"base": str(old), "new": str(folder), "out": str(out)}, self.task_s)
-                self.engine.submit(task).result()
+                arguments = {
+                    "base": str(old), "base_name": base.job or base.id, "new": str(folder),
+                    "new_name": new.job or new.id, "out": str(out),
+                }  # fmt: skip
+                self.engine.submit(EngineTask("compare", arguments, self.task_s)).result()
                 self.objects.put(name, out.read_bytes())
         return name
 
@@ -220,13 +256,17 @@ class Pipeline:
             self._full.clear()
             self._waiting = 0
             try:
-                while (
-                    self.leads and not self._stop.is_set() and (self.commit() or commit_usage(self.state, self.tables))
-                ):
+                while self.leads and not self._stop.is_set() and self._commit_any():
                     pass
+                if self.leads and not self._stop.is_set():
+                    self.compact(by_night=True)
             except Exception:  # noqa: BLE001  (as above)
                 _log.exception("rows could not be committed")
                 self._stop.wait(_TROUBLE_S)
+
+    def _commit_any(self) -> int:
+        with self._writing:
+            return self.commit() or commit_usage(self.state, self.tables) or commit_jobs(self.state, self.tables)
 
     def _lead_loop(self) -> None:
         while not self._stop.is_set():

@@ -74,7 +74,7 @@ class Service:
         self.state, self.objects, self.tables = state, objects, tables
         self.limits = limits or ServiceLimits()
         self.pipeline = Pipeline(state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s)
-        self.questions = QuestionDesk(tables)
+        self.questions = QuestionDesk(tables, state)
         self.watching = Watching(tables)
         self.rendering = asyncio.Lock()  # one report at a time
         self.hosts: HostDesk | None = None  # while this service leads

@@ -104,23 +104,27 @@ def render(*, folder: str, out: str) -> None:
         file.write(page_of(report.build(session), session))
 
 
-def compare(*, base: str, new: str, out: str) -> None:
+def compare(*, base: str, base_name: str, new: str, new_name: str, out: str) -> None:
     """Write the comparison of two captures to a new HTML file.
 
     Args:
         base: The folder with the files of one.
-        new: The same of the other.
+        base_name: What it is called.
+        new: The folder of the other.
+        new_name: What that is called.
         out: The file.
 
     Raises:
         InputError: One of them cannot be read.
         UsageError: They cannot be compared.
     """
+    from dataclasses import replace
+
     from traceloom import analyze
     from traceloom.read import load
     from traceloom.report import comparison
     from traceloom.report.comparison.page import render as page_of
 
-    sides = load(base, cache=False), load(new, cache=False)
+    sides = [replace(load(path, cache=False), name=name) for path, name in ((base, base_name), (new, new_name))]
     with Path(out).open("x", encoding="utf-8") as file:
         file.write(page_of(comparison.build(analyze.compare(*sides), *sides)))

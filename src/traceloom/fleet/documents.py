@@ -97,7 +97,16 @@ def read_rules(path: Path) -> tuple[OwnerRule, ...]:
     Raises:
         InputError: `unreadable`, `bad-owners`.
     """
-    return _read(path, _OwnersDocument, slug="bad-owners").rule
+    return rules_of(_bytes_of(path), str(path))
+
+
+def rules_of(text: str | bytes, where: str = "") -> tuple[OwnerRule, ...]:
+    """The same from the text of the file, which lies there.
+
+    Raises:
+        InputError: `bad-owners`.
+    """
+    return _converted(text, _OwnersDocument, slug="bad-owners", where=where).rule
 
 
 def read_prices(path: Path) -> Prices:
@@ -106,18 +115,30 @@ def read_prices(path: Path) -> Prices:
     Raises:
         InputError: `unreadable`, `bad-prices`.
     """
-    return _read(path, Prices, slug="bad-prices")
+    return prices_of(_bytes_of(path), str(path))
 
 
-def _read(path: Path, kind: type[_Kind], *, slug: str) -> _Kind:
+def prices_of(text: str | bytes, where: str = "") -> Prices:
+    """The same from the text of the file, which lies there.
+
+    Raises:
+        InputError: `bad-prices`.
+    """
+    return _converted(text, Prices, slug="bad-prices", where=where)
+
+
+def _bytes_of(path: Path) -> bytes:
     try:
-        data = read_small(path, MOST_BYTES)
+        return read_small(path, MOST_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def _converted(text: str | bytes, kind: type[_Kind], *, slug: str, where: str) -> _Kind:
     try:
-        return msgspec.convert(tomllib.loads(data.decode()), kind)
+        return msgspec.convert(tomllib.loads(text if isinstance(text, str) else text.decode()), kind)
     except (ValueError, RecursionError) as error:  # what is no TOML, no UTF-8, or has a wrong key
-        raise InputError(f"the file is not what it should be: {error}", slug=slug, where=str(path)) from error
+        raise InputError(f"the file is not what it should be: {error}", slug=slug, where=where) from error
 
 
 def _ns(day: date) -> int:

@@ -47,6 +47,14 @@ _FIRST = (
         "document TEXT NOT NULL, PRIMARY KEY (host, minute))"
     ),
     "CREATE TABLE numbers (name TEXT PRIMARY KEY, value BIGINT NOT NULL)",
+    (
+        "CREATE TABLE documents (name TEXT NOT NULL, version BIGINT NOT NULL, at_ns BIGINT NOT NULL, "
+        "who TEXT NOT NULL, document TEXT NOT NULL, PRIMARY KEY (name, version))"
+    ),
+    (
+        "CREATE TABLE job_facts (job TEXT NOT NULL, since_ns BIGINT NOT NULL, batch BIGINT, document TEXT NOT NULL, "
+        "PRIMARY KEY (job, since_ns))"
+    ),
 )
 
 _GUARD: Mapping[str, tuple[str, ...]] = {

@@ -17,6 +17,8 @@ import msgspec
 from traceloom.errors import UsageError
 from traceloom.store.database import secret_hash
 from traceloom.store.host_state import HostState
+from traceloom.store.job_facts import JobFactState
+from traceloom.store.kept_documents import DocumentState
 from traceloom.store.session_state import SessionState
 
 if TYPE_CHECKING:
@@ -96,8 +98,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, str]
 
 
-class State(HostState, SessionState):
-    """All of the state: captures, tasks, batches, leases, tokens and the audit, beside what it knows of hosts."""
+class State(HostState, DocumentState, JobFactState, SessionState):
+    """All of the state: captures, tasks, batches, leases, tokens and the audit, beside hosts, documents and jobs."""
 
     # captures
 
@@ -318,6 +320,22 @@ class State(HostState, SessionState):
         with self._transaction() as connection:
             self._change(connection, "UPDATE tasks SET state = 'committed' WHERE batch = :number", number=number)
             self._change(connection, "UPDATE batches SET done = 1 WHERE number = :number", number=number)
+
+    def number(self, name: str) -> int:
+        """A number that is kept by name; 0 where none is."""
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT value FROM numbers WHERE name = :name", name=name)
+            return int(rows[0]["value"]) if rows else 0
+
+    def put_number(self, name: str, value: int) -> None:
+        """Keep a number."""
+        with self._transaction() as connection:
+            self._change(
+                connection,
+                "INSERT INTO numbers (name, value) VALUES (:name, :value) "
+                "ON CONFLICT (name) DO UPDATE SET value = :value",
+                name=name, value=value,
+            )  # fmt: skip
 
     # leases
 

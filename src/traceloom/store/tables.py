@@ -18,6 +18,7 @@ import polars as pl
 
 from traceloom.errors import InputError, OutputError, newer_format
 from traceloom.store.schemas import SCHEMAS, VERSION
+from traceloom.store.usage import hours
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -27,6 +28,7 @@ _CONFIGURATION = {
     "delta.checkpointInterval": "50",  # commits after which the log is summed up: every few minutes at most
     "delta.logRetentionDuration": "interval 7 days",
 }
+_LATE_DAYS = 3  # minutes wait on a host for two days where it does not reach the service
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of a capture: it stands in a predicate
 
 
@@ -145,6 +147,9 @@ class Tables:
     def compact(self, today: date) -> None:
         """What is to be done every night: small files become large ones, old rows and files go, logs are summed up.
 
+        Of the last days before today, to which hosts may still have sent minutes, the parts of hours that came one
+        after the other become one row.
+
         Raises:
             InputError: `newer-format`, `unreadable`.
             OutputError: `cannot-write`.
@@ -154,10 +159,21 @@ class Tables:
             with _writing(self.address(name)):
                 if schema.keep_days is not None:
                     table.delete(f"day < '{(today - timedelta(days=schema.keep_days)).isoformat()}'")
+                if name == "usage_hour":
+                    for ago in range(1, _LATE_DAYS + 1):
+                        self._add_up(table, today - timedelta(days=ago))
                 table.optimize.compact()
                 table.vacuum(dry_run=False)  # files that no version of the last seven days has
                 table.create_checkpoint()
                 table.cleanup_metadata()
+
+    def _add_up(self, table: DeltaTable, day: date) -> None:
+        from deltalake import write_deltalake
+
+        parts = self.scan("usage_hour", day, day).collect()
+        whole = hours(parts)
+        if whole.height < parts.height:
+            write_deltalake(table, whole, mode="overwrite", predicate=f"day = '{day.isoformat()}'")
 
     def _open(self, name: str) -> DeltaTable:
         from deltalake import DeltaTable

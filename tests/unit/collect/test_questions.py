@@ -193,3 +193,70 @@ def test_ranges_begin_at_full_hours_or_days() -> None:
     now = 20_000 * DAY_NS + 5 * HOUR_NS + 7
     assert Period.of(Asking(since="30d"), now) == (19_970 * DAY_NS, 20_000 * DAY_NS + 6 * HOUR_NS, True)
     assert Period.of(Asking(since="6h"), now)[0] == 20_000 * DAY_NS - HOUR_NS
+
+
+RULES = """
+[[rule]]
+match = {model = "speech"}
+set = {division = "research"}
+
+[[rule]]
+match = {job = "vision-*"}
+set = {division = "ads"}
+"""
+
+
+def held_by(*models: str) -> float:
+    return sum(ms for job, ms in WEEKS.held_ms.items() if job.startswith(models) and not job.endswith("notebook"))
+
+
+def hours_of_divisions(fleet: AnsweringService) -> dict[tuple[str, ...], int]:
+    rows = fleet.admin.get("attribution", by="division", **USAGE)["rows"]
+    return {tuple(row["values"]): row["device_ms"] for row in rows}
+
+
+def test_rules_say_what_they_change_before_they_are_kept(fleet: AnsweringService) -> None:
+    operator, viewer = fleet.client("operator", "olga"), fleet.client("viewer", "vera")
+    assert operator.get("owners") == {"version": 0, "at_ns": None, "who": "", "text": ""}
+    before = hours_of_divisions(fleet)
+    body = {"text": RULES, "since": USAGE["since"], "dry_run": True}
+    tried = operator.post("owners", body)
+    moved = {(row["dimension"], row["before"], row["after"]): row["device_ms"] for row in tried["moves"]}
+    assert moved == {
+        ("division", "unattributed", "research"): pytest.approx(held_by("speech"), abs=700),
+        ("division", "research", "ads"): pytest.approx(held_by("vision"), abs=700),
+    }
+    assert tried["version"] is None
+    assert hours_of_divisions(fleet) == before
+    with pytest.raises(InputError, match="needs the role operator"):
+        viewer.post("owners", body)
+
+    assert operator.post("owners", {**body, "dry_run": False})["version"] == 1
+    of = hours_of_divisions(fleet)
+    assert of["research",] == pytest.approx(held_by("speech"), abs=700)
+    assert of[()] == before[()]
+    assert operator.post("owners", {**body, "text": ""})["moves"]
+    assert operator.post("owners", {"text": ""})["version"] == 2
+    assert hours_of_divisions(fleet) == before
+    versions = viewer.get("owners/history")["versions"]
+    assert [(each["version"], each["who"]) for each in versions] == [(2, "olga"), (1, "olga")]
+    assert viewer.get("owners", version="1")["text"] == RULES
+    with pytest.raises(InputError, match="no such version"):
+        viewer.get("owners", version="9")
+    with pytest.raises(InputError) as raised:
+        operator.post("owners", {"text": "[[rule]]\nset = {colour = 'red'}"})
+    assert raised.value.slug == "bad-owners"
+    did = {(entry["who"], entry["what"], entry["result"]) for entry in fleet.admin.get("audit")["entries"]}
+    assert {("olga", "POST /api/v1/owners", "done"), ("vera", "POST /api/v1/owners", "not-allowed")} <= did
+
+
+def test_prices_say_what_they_change_and_make_costs(fleet: AnsweringService) -> None:
+    operator = fleet.client("operator", "otto")
+    hours = sum(row["device_ms"] for row in operator.get("attribution", **USAGE)["rows"][:1]) / 3.6e6
+    body = {"text": 'currency = "EUR"\n[device_hour]\ndefault = 2.0', "since": USAGE["since"]}
+    [cost] = operator.post("prices", {**body, "dry_run": True})["costs"]
+    assert (cost["before"], cost["after"]) == (None, pytest.approx(2 * hours))
+    assert operator.get("attribution", **USAGE)["rows"][0]["cost"] is None
+    assert operator.post("prices", body)["version"] == 1
+    answer = operator.get("attribution", **USAGE)
+    assert (answer["currency"], answer["rows"][0]["cost"]) == ("EUR", pytest.approx(2 * hours))

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,7 +16,12 @@ from traceloom.collect.questions.asking import Asking, Period
 from traceloom.collect.questions.declared import Question
 from traceloom.collect.questions.frames import QuestionFrames
 from traceloom.errors import UsageError
+from traceloom.fleet.documents import prices_of, rules_of
+from traceloom.store.kept_documents import KeptDocument
+from traceloom.store.state import State
 from traceloom.store.tables import Tables
+
+T = TypeVar("T")
 
 MOST_AT_ONCE = 2
 MOST_WAITING = 32
@@ -28,27 +34,34 @@ class QuestionDesk:
 
     Args:
         tables: The tables.
+        state: Where rules and prices are.
         clock: Now, in ns since the epoch.
         seconds: How long whoever asks waits.
     """
 
-    def __init__(self, tables: Tables, clock: Callable[[], int] = time.time_ns, seconds: float = MOST_SECONDS) -> None:
-        self.tables, self.clock, self.seconds = tables, clock, seconds
+    def __init__(
+        self, tables: Tables, state: State, clock: Callable[[], int] = time.time_ns, seconds: float = MOST_SECONDS
+    ) -> None:
+        self.tables, self.state, self.clock, self.seconds = tables, state, clock, seconds
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="traceloom-question")
         self._waiting = 0
         self._kept: OrderedDict[bytes, msgspec.Struct] = OrderedDict()
 
     async def ask(self, question: Question, asked: Asking) -> msgspec.Struct:
-        """The answer; one that was given before is given again until its tables change.
+        """The answer; one that was given before is given again until its tables change; errors as of `work`."""
+        return await self.work(lambda: self._answer(question, asked))
+
+    async def work(self, compute: Callable[[], T]) -> T:
+        """Have something computed in a thread.
 
         Raises:
-            RequestError: `wrong-request`, and the slugs of `UsageError` of the question; `busy`: too many are asked at
-                once; `slow-question`: it takes too long.
+            RequestError: `wrong-request`, and the slugs of `UsageError` of what is computed; `busy`: too much is asked
+                at once; `slow-question`: it takes too long.
         """
         if self._waiting >= MOST_WAITING:
             raise RequestError(503, "too many questions are asked at once", slug="busy", retry_s=5)
         self._waiting += 1
-        working = asyncio.get_running_loop().run_in_executor(self._threads, self._answer, question, asked)
+        working = asyncio.get_running_loop().run_in_executor(self._threads, compute)
         working.add_done_callback(self._ended)
         try:
             return await asyncio.wait_for(asyncio.shield(working), self.seconds)
@@ -60,24 +73,42 @@ class QuestionDesk:
         except UsageError as error:
             raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
 
+    def frames(self, asked: Asking) -> QuestionFrames:
+        """The rows that are asked for, by the rules and prices of now. It blocks.
+
+        Raises:
+            RequestError: `wrong-request`.
+        """
+        return self._frames(asked, Period.of(asked, self.clock()), *self._documents())
+
     def close(self) -> None:
         """Take no more questions."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _ended(self, working: asyncio.Future[msgspec.Struct]) -> None:
+    def _ended(self, working: asyncio.Future[Any]) -> None:
         self._waiting -= 1
         if not working.cancelled():
             working.exception()  # whoever asked may be gone
 
+    def _documents(self) -> tuple[KeptDocument | None, KeptDocument | None]:
+        return self.state.document("owners"), self.state.document("prices")
+
+    def _frames(
+        self, asked: Asking, period: Period, owners: KeptDocument | None, prices: KeptDocument | None
+    ) -> QuestionFrames:
+        rules = rules_of(owners.document) if owners else ()
+        return QuestionFrames(self.tables, asked, period, rules, prices_of(prices.document) if prices else None)
+
     def _answer(self, question: Question, asked: Asking) -> msgspec.Struct:
-        period = Period.of(asked, self.clock())
+        period, documents = Period.of(asked, self.clock()), self._documents()
         versions = [self.tables.version(name) for name in question.reads]
-        key = msgspec.json.encode((question.name, period, asked, versions))
+        key = msgspec.json.encode(
+            (question.name, period, asked, versions, [each and each.version for each in documents])
+        )
         kept = self._kept.get(key)
-        if kept is not None:
-            return kept
-        answer = question.ask(QuestionFrames(self.tables, asked, period), asked)
-        self._kept[key] = answer
-        while len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
-        return answer
+        if kept is None:
+            kept = question.ask(self._frames(asked, period, *documents), asked)
+            self._kept[key] = kept
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return kept

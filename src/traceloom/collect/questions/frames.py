@@ -37,7 +37,11 @@ class QuestionFrames:
     @cached_property
     def owned(self) -> pl.DataFrame:
         """Whose each job is, of `owners.periods`: of jobs that began before the range too."""
-        return periods(self.tables.scan("jobs", None, self._last), self.tables.scan("owners"), self.rules)
+        return self.owned_by(self.rules)
+
+    def owned_by(self, rules: Sequence[OwnerRule]) -> pl.DataFrame:
+        """The same by other rules."""
+        return periods(self.tables.scan("jobs", None, self._last), self.tables.scan("owners"), rules)
 
     @cached_property
     def captures(self) -> pl.LazyFrame:

@@ -1,0 +1,97 @@
+"""The verbs of the fleet's questions, against a service whose tables hold made weeks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvicorn"):
+    pytest.importorskip(package, reason="the extra `fleet` is not installed")
+
+from support.answering import DAYS, AnsweringService, answering  # noqa: E402
+from traceloom.cli import main  # noqa: E402
+from traceloom.testing.weeks import CHANGES, WeeksRecipe, made_weeks  # noqa: E402
+
+WEEKS = made_weeks(WeeksRecipe(captures=1))
+TIME = ["--since", DAYS["since"], "--until", DAYS["until"]]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnsweringService]:
+    with answering(tmp_path_factory.mktemp("fleet"), WEEKS) as service:
+        yield service
+
+
+@pytest.fixture(autouse=True)
+def _asked(fleet: AnsweringService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACELOOM_SERVER", fleet.url)
+    monkeypatch.setenv("TRACELOOM_TOKEN", fleet.admin._token)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["fleet", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_regressions_name_the_planted_kernel_and_what_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "regressions", *TIME).splitlines()
+    assert lines[1].startswith(WEEKS.kernel(CHANGES[0])[:40])
+    [compare] = [line for line in lines if line.startswith("Compare: ")]
+    words = compare.split()
+    jobs = {row["capture"] for row in WEEKS.tables["captures"].to_dicts() if row["job"].startswith("recommender")}
+    assert {words[words.index("fetch") + 1]} <= jobs
+    assert compare.endswith("&& traceloom diff healthy changed")
+
+
+@pytest.mark.parametrize("verb", ["kernels", "characterise", "coverage", "topline", "findings", "outliers", "invest"])
+def test_every_question_is_a_verb_that_says_what_it_looked_at(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    text = printed(capsys, verb, *TIME)
+    assert "Looked at 2026-10-05 00:00 to 2026-10-28 00:00 UTC." in text
+    answer = json.loads(printed(capsys, verb, *TIME, "--json"))
+    assert answer["since_ns"] < answer["until_ns"]
+
+
+def test_the_tree_of_owners_has_one_sum_on_every_level(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "attribution", "--by", "division,product", *TIME).splitlines()
+    hours: dict[int, float] = {0: 0.0, 1: 0.0, 2: 0.0}
+    for line in lines[1:-1]:
+        depth = (len(line) - len(line.lstrip())) // 2
+        hours[depth] += _hours(line)
+    assert hours[1] == pytest.approx(hours[0], abs=0.5)
+    assert hours[2] == pytest.approx(hours[0], abs=0.5)
+    devices = len(WEEKS.observed.select("host", "device").unique())
+    assert hours[0] == devices * 48
+
+
+def _hours(line: str) -> float:
+    return float(line.strip().split("  ", 1)[1].split()[0].replace(",", ""))
+
+
+def test_rules_are_tried_kept_and_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rules = tmp_path / "owners.toml"
+    rules.write_text('[[rule]]\nmatch = {model = "speech"}\nset = {division = "research"}\n')
+    assert "Nothing is set." in printed(capsys, "owners")
+    tried = printed(capsys, "owners", "set", str(rules), "--dry-run", "--since", DAYS["since"])
+    held = sum(ms for job, ms in WEEKS.held_ms.items() if job.startswith("speech"))
+    [line] = [line.split() for line in tried.splitlines() if line.startswith("division")]
+    assert line[:3] == ["division", "unattributed", "research"]
+    assert float(line[-1]) == pytest.approx(held / 3.6e6, abs=0.06)
+    assert "Nothing was kept" in tried
+    assert "Nothing is set." in printed(capsys, "owners", "history")
+    assert "Version 1 counts now." in printed(capsys, "owners", "set", str(rules), "--since", DAYS["since"])
+    assert rules.read_text() in printed(capsys, "owners")
+    assert "admin" in printed(capsys, "owners", "history")
+    prices = tmp_path / "prices.toml"
+    prices.write_text('currency = "EUR"\n[device_hour]\ndefault = 2\n')
+    assert "Version 1 counts now." in printed(capsys, "prices", "set", str(prices), "--since", DAYS["since"])
+    assert "cost, EUR" in printed(capsys, "attribution", *TIME)
+
+
+def test_what_cannot_be_asked_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["fleet", "attribution", "--by", "colour"]) == 3
+    assert "no-such-dimension" in capsys.readouterr().err
+    assert main(["fleet", "owners", "set"]) == 2
+    assert main(["fleet", "kernel-history"]) == 2
