@@ -14,7 +14,6 @@ import secrets
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -48,12 +47,19 @@ TEAMS = (
     Team("vision", "research", "", "chen", "torch 2.13", hosts=1, busy=0.05, kernels=10),  # its devices are idle
     Team("speech", "", "", "", "torch 2.13", hosts=1, kernels=10),  # nobody says whose
 )
-CHANGES = (
-    KernelChange("recommender", 0, DAYS // 2 + 1, 10.0, "code"),
-    KernelChange("assistant", 1, DAYS // 2, 1.3, ""),
-    KernelChange("recommender", 5, DAYS // 2 + 1, 0.5, "code"),
-    KernelChange("assistant", 6, DAYS // 2 - 1, 8.0, "shapes"),
-)
+OWNERS = """\
+[[rule]]
+match = {model = "vision"}
+set = {product = "segmentation"}
+"""
+PRICES = """\
+currency = "EUR"
+per_kwh = 0.30
+co2_g_per_kwh = 350
+
+[device_hour]
+"NVIDIA H100 80GB HBM3" = 2.60
+"""
 _MINUTE_NS = 60 * 10**9
 _HOUR_NS = 60 * _MINUTE_NS
 _DAY_NS = 24 * _HOUR_NS
@@ -70,34 +76,39 @@ _REQUESTS: tuple[tuple[str, FleetState, str, str], ...] = (
 """Model, state, reason and detail of requests for traces that have ended, the newest first."""
 
 
-@dataclass(frozen=True)
-class MadeFleet:
-    """What a store was filled with.
-
-    Attributes:
-        weeks: The weeks that it was made of, and what is true of them.
-        tables: What stands in the tables of the store.
-    """
-
-    weeks: Weeks
-    tables: dict[str, pl.DataFrame]
+def recipe(now_ns: int, days: int = DAYS) -> WeeksRecipe:
+    """What the demo shows, where its weeks end at a Unix time."""
+    start = datetime.fromtimestamp(now_ns / 1e9, timezone.utc).date() - timedelta(days=days - 1)
+    changes = (
+        KernelChange("recommender", 0, days // 2 + 1, 10.0, "code"),
+        KernelChange("assistant", 1, days // 2, 1.3, ""),
+        KernelChange("recommender", 5, days // 2 + 1, 0.5, "code"),
+        KernelChange("assistant", 6, days // 2 - 1, 8.0, "shapes"),
+    )
+    return WeeksRecipe(start, days, TEAMS, changes, slow_host=SLOW_HOST, captures=1, usage_days=days)
 
 
 def fill(
-    state: State, objects: Objects, tables: Tables, now_ns: int, progress: Callable[[str], object] = lambda _: None
-) -> MadeFleet:
+    state: State,
+    objects: Objects,
+    tables: Tables,
+    made: WeeksRecipe,
+    now_ns: int,
+    *,
+    progress: Callable[[str], object] = lambda _: None,
+) -> None:
     """Fill an empty store.
 
     Args:
         state: Of the store, as `objects` and `tables`.
         objects: The same.
         tables: The same, created.
+        made: What, of `recipe`.
         now_ns: When the weeks end, Unix time.
         progress: Called with what is done next.
     """
     progress("weeks of eight hosts are made")
-    start = datetime.fromtimestamp(now_ns / 1e9, timezone.utc).date() - timedelta(days=DAYS - 1)
-    weeks = made_weeks(WeeksRecipe(start, DAYS, TEAMS, CHANGES, slow_host=SLOW_HOST, captures=1, usage_days=DAYS))
+    weeks = made_weeks(made)
     jobs = weeks.tables["jobs"].filter(pl.col("valid_from_ns") < now_ns)
     captures = weeks.tables["captures"].filter(pl.col("start_ns") + _LATEST_NS < now_ns).sort("start_ns")
     requests = _requests(captures, now_ns)
@@ -114,14 +125,14 @@ def fill(
     tables.commit(f"captures {state.identity}", batch.number, of_captures)
     state.close_batch(batch.number)
     usage = minutes(weeks.observed.filter(pl.col("time_ns") + _MINUTE_NS <= now_ns))
-    of_usage = {"usage_minute": usage, "usage_hour": hours(usage)}
-    tables.commit(f"usage {state.identity}", 1, of_usage)
+    tables.commit(f"usage {state.identity}", 1, {"usage_minute": usage, "usage_hour": hours(usage)})
 
+    state.put_document("owners", "operator", OWNERS)
+    state.put_document("prices", "operator", PRICES)
     for host in (*weeks.hosts, SILENT_HOST):
         state.put_host(host, secrets.token_urlsafe(32))
     for request in requests:
         state.put_request(request.id, request.asked_ns, msgspec.json.encode(request).decode(), ended=True)
-    return MadeFleet(weeks, of_captures | of_usage)
 
 
 def _requests(captures: pl.DataFrame, now_ns: int) -> list[FleetRequest]:
@@ -148,6 +159,7 @@ class _Writing:
 
     def __init__(self, state: State, objects: Objects, weeks: Weeks, requests: Mapping[str, str]) -> None:
         self._state, self._objects, self._requests = state, objects, requests
+        self._changes = weeks.recipe.changes
         self._teams = {team.model: team for team in TEAMS}
         self._began = dict(weeks.tables["jobs"].select("job", "valid_from_ns").iter_rows())
         self._hosts = dict(weeks.tables["devices"].select("capture", "host").iter_rows())
@@ -170,7 +182,7 @@ class _Writing:
         content = gzip.compress(made.text.encode(), 6, mtime=0)
         self._keep(name, job, start_ns + made.window_ns + _ARRIVES_NS, content)
         day = (self._began[job] - self._start_ns) // _DAY_NS
-        program = model, sum(change.model == model and day >= change.day for change in CHANGES)
+        program = model, sum(change.model == model and day >= change.day for change in self._changes)
         if program not in self._analysed:
             self._analysed[program] = _analysed(content, start_ns)
         for table, rows_of in self._as_made(capture, made, self._analysed[program]).items():
@@ -199,13 +211,6 @@ class _Writing:
     ) -> dict[str, list[dict[str, Any]]]:
         """The rows of a capture: durations as they were made, the rest as of the one that was analysed."""
         of_capture = {"day": capture["day"], "capture": capture["capture"]}
-        like = analysed["captures"].row(0, named=True)
-        longer = made.step_ns / like["step_ns"]
-        whole = capture | {
-            "request": self._requests.get(capture["capture"]), "window_ns": made.window_ns, "step_ns": made.step_ns,
-            "mfu": like["mfu"] / longer, "roofline_fraction": like["roofline_fraction"] / longer,
-            "notices": like["notices"], "version": __version__,
-        }  # fmt: skip
         work = self._work[capture["capture"]]
         busy_ns = sum(row["total_ns"] for row in work)
         idle_ns = made.device_window_ns - busy_ns
@@ -225,6 +230,15 @@ class _Writing:
                     "roofline_ns": None if roofline_ns is None else roofline_ns * row["count"] // kind["count"],
                 }
             )  # fmt: skip
+        # what has no model counts as if it were at the peaks
+        at_the_peaks = sum(row["total_ns"] if row["roofline_ns"] is None else row["roofline_ns"] for row in kernels)
+        like = analysed["captures"].row(0, named=True)
+        longer = made.step_ns / like["step_ns"]
+        whole = capture | {
+            "request": self._requests.get(capture["capture"]), "window_ns": made.window_ns, "step_ns": made.step_ns,
+            "mfu": like["mfu"] / longer, "roofline_fraction": at_the_peaks / made.window_ns,
+            "notices": like["notices"], "version": __version__,
+        }  # fmt: skip
         findings = [
             finding | of_capture | {"saving_ns": round((finding["saving_fraction"] or 0.0) * made.step_ns)}
             for finding in analysed["findings"].iter_rows(named=True)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from traceloom.collect.service import Service
 from traceloom.demo.directory import DemoDirectory, demo_directory
-from traceloom.demo.fleet import fill
+from traceloom.demo.fleet import fill, recipe
 from traceloom.demo.hosts import hosts_at_the_end, speak
 from traceloom.errors import UsageError
 from traceloom.store.objects import Objects
@@ -50,7 +50,8 @@ class Demo:
         The token of this user's own service is left alone.
         """
         if not self.directory.full:
-            fill(state, objects, tables, time.time_ns(), progress)
+            now_ns = time.time_ns()
+            fill(state, objects, tables, recipe(now_ns), now_ns, progress=progress)
             self.directory.filled()
         state.revoke_token(TOKEN)
         self.token = state.add_token(TOKEN, "admin")

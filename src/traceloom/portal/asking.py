@@ -24,7 +24,11 @@ FILTERS = {
 }  # fmt: skip
 """Parameter of all questions -> how it is called."""
 
-_INSTANTS = frozenset({"since_ns", "last_before_ns", "start_ns", "time_ns"})
+_KINDS = {
+    **dict.fromkeys(("since_ns", "last_before_ns", "start_ns", "time_ns"), "instant"),
+    **dict.fromkeys(("job", "capture", "example"), "name"),
+}  # fmt: skip
+"""How columns stand on pages, where it is not by their unit: instants are no durations."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Asked:
         """Columns of a table of the answer, as the question declares them, with where they lead."""
         of_table = self.question.tables[table].columns
         columns = [declared(name, of_table[name], (links or {}).get(name)) for name in names]
-        return [replace(column, kind="instant") if column.key in _INSTANTS else column for column in columns]
+        return [replace(column, kind=_KINDS.get(column.key, column.kind)) for column in columns]
 
 
 async def ask(visit: Visit, name: str, **fixed: str) -> Asked:

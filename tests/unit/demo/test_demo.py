@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +16,13 @@ import pytest
 for package in ("sqlalchemy", "obstore", "deltalake"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
+from support.demo_store import demo_store  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.analyze.compare import compare  # noqa: E402
 from traceloom.collect.client import FleetClient  # noqa: E402
 from traceloom.demo.directory import MARK, demo_directory  # noqa: E402
-from traceloom.demo.fleet import CHANGES, FILE, SILENT_HOST, SLOW_HOST, MadeFleet, fill  # noqa: E402
+from traceloom.demo.fleet import FILE, SILENT_HOST, SLOW_HOST  # noqa: E402
 from traceloom.errors import InputError, OutputError, UsageError  # noqa: E402
 from traceloom.fleet.attribution import UNATTRIBUTED, attribution  # noqa: E402
 from traceloom.fleet.invest import invest  # noqa: E402
@@ -32,17 +32,16 @@ from traceloom.fleet.regressions import Regressions, regressions  # noqa: E402
 from traceloom.fleet.topline import topline  # noqa: E402
 from traceloom.read import load  # noqa: E402
 from traceloom.store.captured import CaptureOrigin, rows  # noqa: E402
-from traceloom.store.objects import Objects  # noqa: E402
-from traceloom.store.state import State  # noqa: E402
 from traceloom.store.tables import Tables  # noqa: E402
+from traceloom.testing.weeks import Weeks  # noqa: E402
 
 
 class Filled(NamedTuple):
-    """A store that holds a demo."""
+    """A store that holds a demo, and what is true of its weeks."""
 
     path: Path
     tables: Tables
-    fleet: MadeFleet
+    weeks: Weeks
     now_ns: int
 
     def file(self, capture: str) -> Path:
@@ -52,18 +51,8 @@ class Filled(NamedTuple):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Filled:
-    path = tmp_path_factory.mktemp("demo") / "store"
-    with demo_directory(str(path)) as directory:
-        objects, tables, state = Objects(str(path)), Tables(str(path)), State(str(path / "state.db"))
-        tables.create()
-        now_ns = time.time_ns()
-        fleet = fill(state, objects, tables, now_ns)
-        assert {name: count for name, count in state.counts().items() if count} == {
-            "committed": tables.scan("captures").collect().height
-        }
-        state.close()
-        directory.filled()
-    return Filled(path, tables, fleet, now_ns)
+    path, made, now_ns = demo_store(tmp_path_factory)
+    return Filled(path, Tables(str(path)), Weeks(made), now_ns)
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +62,10 @@ def changes(demo: Filled) -> Regressions:
 
 def test_the_planted_changes_are_what_became_slower(demo: Filled, changes: Regressions) -> None:
     causes = {"code": "code", "": "unknown", "shapes": "shapes"}
-    planted = {(demo.fleet.weeks.kernel(change), causes[change.cause]) for change in CHANGES}
+    planted = {(demo.weeks.kernel(change), causes[change.cause]) for change in demo.weeks.recipe.changes}
     assert set(changes.changes.select("kernel", "cause").rows()) == planted
     worst = changes.slower.row(0, named=True)
-    assert worst["kernel"] == demo.fleet.weeks.kernel(CHANGES[0])
+    assert worst["kernel"] == demo.weeks.kernel(demo.weeks.recipe.changes[0])
     assert worst["low"] < 9 < worst["high"]
 
 
@@ -89,7 +78,7 @@ def test_its_captures_show_the_kernel_that_became_slower(demo: Filled, changes: 
 
 def test_the_slow_host_is_the_outlier(demo: Filled) -> None:
     hosts = outliers(*(demo.tables.scan(name) for name in ("kernels", "captures", "devices"))).hosts
-    assert hosts.filter("outlier")["host"].to_list() == [demo.fleet.weeks.hosts[SLOW_HOST]]
+    assert hosts.filter("outlier")["host"].to_list() == [demo.weeks.hosts[SLOW_HOST]]
 
 
 def test_there_are_owners_an_idle_team_and_what_to_invest_in(demo: Filled) -> None:
@@ -152,7 +141,7 @@ def test_it_is_served_with_a_token_of_its_own_until_ctrl_c(demo: Filled, tmp_pat
         assert token, log.read_text()
         client = FleetClient(f"http://127.0.0.1:{port}", token[0])
         hosts = {host["host"]: host["lost"] for host in until(lambda: _heard(client))}
-        assert hosts == dict.fromkeys(demo.fleet.weeks.hosts, False) | {SILENT_HOST: True}
+        assert hosts == dict.fromkeys(demo.weeks.hosts, False) | {SILENT_HOST: True}
         states = [request["state"] for request in client.get("requests")["requests"]]
         assert sorted(states) == ["cancelled", "done", "failed", "partial"]
         assert client.post("backfill")["captures"] == 0

@@ -10,7 +10,7 @@ import msgspec
 from htpy import Node, a, div, fragment, li, ol, span
 
 from traceloom.agent.http.answers import RequestError
-from traceloom.fleet.attribution import BY
+from traceloom.fleet.attribution import BY, UNATTRIBUTED
 from traceloom.model import units
 from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing
 from traceloom.portal.charts import DAY_NS, HOUR_NS, ChartColumn, TreeBox, columns, icicle, legend
@@ -82,15 +82,21 @@ def content(view: TimeView) -> PageContent:
     depth = len(view.at)
     parts = [row for row in rows if len(row["values"]) == depth + 1 and tuple(row["values"][:depth]) == view.at]
     sections = [
-        PageSection("tree", "At a glance", _picture(view, tree), "as wide as the device time; dark where jobs compute"),
+        PageSection(
+            "tree",
+            "At a glance",
+            _picture(view, tree),
+            "as wide as the device time; the line is the part in which jobs compute",
+        ),
         PageSection("over", "Over time", _over(view), "by day" if view.every_ns == DAY_NS else "by hour"),
     ]
     if parts:
         dimension = _words(view.by[depth])
         sections.append(PageSection("divided", f"By {dimension}", _table(view, parts, chosen)))
     return PageContent(
-        _heading(view, chosen), sections, above=_above(view, address),
-        numbers=_numbers(view, chosen), asking=asking)  # fmt: skip
+        _heading(view, chosen), sections, above=_above(view, address), numbers=_numbers(view, chosen), asking=asking,
+        lead=[a(href="/owners")["Rules"], f" say whose a job is; what nobody says is {UNATTRIBUTED}."],
+    )  # fmt: skip
 
 
 def _heading(view: TimeView, chosen: Mapping[str, Any]) -> str:
@@ -124,7 +130,7 @@ def _known(row: Mapping[str, Any], what: str) -> str:
 
 def _picture(view: TimeView, tree: Mapping[Values, Mapping[str, Any]]) -> Node:
     """The way to the part over the whole width, and below it what it holds."""
-    address, depth = view.whole.address, len(view.at)
+    depth = len(view.at)
     whole = tree[view.at]["device_ms"]
     boxes = [_box(view, tree[view.at[:level]], level, 0.0, 1.0) for level in range(depth + 1)]
     starts: dict[Values, float] = {view.at: 0.0}

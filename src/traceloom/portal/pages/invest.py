@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from traceloom.findings import RULES
@@ -43,17 +44,16 @@ def content(view: SavingsView) -> PageContent:
     ]  # fmt: skip
     held, analysed = asked.fact("held_ms"), asked.fact("analysed_ms")
 
-    def lead(name: str, row: PageRow) -> str:
-        value = str(row[name])
+    def leads(name: str) -> Callable[[PageRow], str]:
         if name == "job":
-            return to_job(value)
-        return to_page(
-            "/invest", asked.address, by="job,rule", **({"rule": value} if name == "rule" else {name: value})
+            return lambda row: to_job(str(row["job"]))
+        return lambda row: to_page(
+            "/invest", asked.address, by="job,rule", **{"rows.q" if name == "rule" else name: str(row[name])}
         )
 
     example = {"example": lambda row: to_capture(str(row["example"]))}
     columns = [
-        *(PageColumn(name, name.capitalize(), link=lambda row, name=name: lead(name, row)) for name in by),
+        *(PageColumn(name, name.capitalize(), link=leads(name)) for name in by),
         *([PageColumn("meaning", "What it is", hint="as `traceloom explain` has it")] if "rule" in by else []),
         PageColumn("hours", "Saves, device hours", "number", "device hours that fixing would save"),
         *asked.columns("rows", ("jobs", "confidence", "example"), example),
@@ -66,7 +66,7 @@ def content(view: SavingsView) -> PageContent:
     common: list[PageRow] = [{**row, **_meaning(row)} for row in found.tables["rows"]]
     of_rules = [
         *found.columns(
-            "rows", ("rule",), {"rule": lambda row: to_page("/invest", found.address, rule=str(row["rule"]))}
+            "rows", ("rule",), {"rule": leads("rule")}
         ),
         PageColumn("meaning", "What it is", hint="as `traceloom explain` has it"),
         *found.columns("rows", ("captures", "fraction", "jobs", "saving_fraction", "confidence", "example"), example),

@@ -124,7 +124,7 @@ def history_chart(view: KernelView) -> Node:
         ]
     marks = [(change["since_ns"], units.change(change["change"])) for change in view.changes]
     label = f"Mean duration of a piece of work of {view.kernel} in {units.counted(len(rows), 'job')} over time"
-    picture = dots(points, levels, list(dict(marks).items()), label=label, write=units.duration)
+    picture = dots(points, levels, list(dict(marks).items()), label=label, write=lambda ns: units.written(ns, "time"))
     names = [(version or "version not known", look[version], "") for version in versions[: len(LOOKS)]]
     return [picture, legend(names) if len(versions) > 1 else None]
 

@@ -13,6 +13,7 @@ from traceloom.portal.pages import (
     kernel,
     kernels,
     outliers,
+    owners,
     regression,
     regressions,
     topline,
@@ -20,5 +21,5 @@ from traceloom.portal.pages import (
 
 QUESTION_PAGES: tuple[Page[Any], ...] = (
     regressions.PAGE, regression.PAGE, kernels.PAGE, kernel.PAGE, characterise.PAGE, outliers.PAGE, comparison.PAGE,
-    attribution.PAGE, topline.PAGE, invest.PAGE,
+    attribution.PAGE, topline.PAGE, invest.PAGE, owners.PAGE,
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from htpy import a, div, p
+from htpy import a, div
 
 from traceloom.agent.http.answers import RequestError
 from traceloom.model import units
@@ -18,7 +18,7 @@ from traceloom.portal.pages.regressions import sentence, times
 from traceloom.portal.table import PageColumn, PageTable
 from traceloom.portal.visit import Visit
 
-_JOBS = ("job", "mean_ns", "count", "total_ns", "code", "torch", "start_ns", "capture")
+_JOBS = ("job", "mean_ns", "total_ns", "code", "start_ns", "capture")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def content(view: ChangeView) -> PageContent:
             PageSection("of-jobs", "Jobs behind it", table, "those that lose most by it"),
         ],
         above=[("Regressions", to_page("/regressions", address))],
-        lead=p[f"{shapes}{_upper(sentence(change))}."],
+        lead=f"{shapes}{_upper(sentence(change))}.",
         numbers=numbers,
     )  # fmt: skip
 

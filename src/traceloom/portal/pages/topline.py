@@ -62,7 +62,10 @@ def content(view: ToplineView) -> PageContent:
         ),
     ]
     table = PageTable("rows", f"The topline {BY.get(view.by, '')}", columns, rows, nothing("device time"))
-    strongest = sorted(view.whole.tables["correlations"], key=lambda row: -abs(row["correlation"] or 0.0))
+    strongest: list[PageRow] = [
+        {**row, "first": _SHORT[row["first"]], "second": _SHORT[row["second"]]}
+        for row in sorted(view.whole.tables["correlations"], key=lambda row: -abs(row["correlation"] or 0.0))
+    ]
     pairs = PageTable(
         "correlations", "Pairs of numbers",
         view.whole.columns("correlations", ("first", "second", "correlation", "jobs")), strongest,
