@@ -86,7 +86,7 @@ def content(view: TimeView) -> PageContent:
             "tree",
             "At a glance",
             _picture(view, tree),
-            "as wide as the device time; the line is the part in which jobs compute",
+            "as wide as the device time; the line: jobs compute",
         ),
         PageSection("over", "Over time", _over(view), "by day" if view.every_ns == DAY_NS else "by hour"),
     ]
