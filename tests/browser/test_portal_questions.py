@@ -42,7 +42,7 @@ class Served:
         self.page.goto(f"{url}/sign-in")
         self.page.fill("#token", token)
         self.page.click("button[type=submit]")
-        self.page.wait_for_selector("#content")
+        self.page.wait_for_selector("#parts")
 
     def open(self, path: str) -> Any:
         """A page, when it is ready."""
@@ -111,7 +111,7 @@ def test_every_level_of_device_time_has_the_sums_of_the_api(served: Served) -> N
     tree = {tuple(row["values"]): row for row in answer["rows"]}
     page, path = served.open(f"/attribution?by={by}"), ()
     for _ in by.split(","):
-        rows = page.evaluate("() => fetch(location.href + '&table=parts&as=json').then((answer) => answer.json())")
+        rows = page.evaluate("() => fetch(location.href + '&table=of-part&as=json').then((answer) => answer.json())")
         shown = {row["part"]: round(row["hours"] * 3.6e6) for row in rows}
         expected = {key[-1]: row["device_ms"] for key, row in tree.items() if key[:-1] == path and key}
         assert shown == expected
@@ -119,11 +119,11 @@ def test_every_level_of_device_time_has_the_sums_of_the_api(served: Served) -> N
         largest = max((part for part in shown if part != "(others)"), key=shown.__getitem__)
         path = (*path, largest)
         before = page.inner_text("h1")
-        page.click(f"#parts tbody a:text-is('{largest}')")
+        page.click(f"#of-part tbody a:text-is('{largest}')")
         page.wait_for_function("(before) => document.querySelector('h1')?.innerText !== before", arg=before)
     assert largest in page.inner_text("h1")
-    page.click(".way a:text-is('All devices')")
-    page.wait_for_function("() => !document.querySelector('.way')")
+    page.click(".trail a:text-is('All devices')")
+    page.wait_for_function("() => !document.querySelector('.trail')")
 
 
 def test_rules_show_what_they_move_before_they_are_saved_and_change_the_past_then(served: Served) -> None:
@@ -140,7 +140,7 @@ def test_rules_show_what_they_move_before_they_are_saved_and_change_the_past_the
     page.wait_for_selector("#rules tbody tr:has-text('voice')")
     assert page.input_value("#text").strip() == rule.strip()
     page = served.open("/attribution?by=division")
-    assert "voice" in page.inner_text("#parts")
+    assert "voice" in page.inner_text("#of-part")
     page.goto(f"{served.url}/owners?version=1")
     assert "segmentation" in page.inner_text("#rules")
 
@@ -149,9 +149,9 @@ def test_hostile_names_are_text_and_every_page_is_small_and_quiet(served: Served
     rule = f'[[rule]]\nmatch = {{model = "vision"}}\nset = {{division = {json.dumps(EVIL)}}}\n'
     served.client.post("owners", {"text": rule})
     page = served.open("/attribution?by=division,job")
-    assert "<img src=x onerror=alert(1)>" in page.inner_text("#parts")
+    assert "<img src=x onerror=alert(1)>" in page.inner_text("#of-part")
     assert "<img src=x" in (page.text_content(".tree-picture") or "")
-    page.click("#parts tbody a:has-text('<img src=x')")
+    page.click("#of-part tbody a:has-text('<img src=x')")
     page.wait_for_function("() => document.querySelector('h1').innerText.includes('<img src=x')")
     kernel = quote(served.weeks.kernel(served.weeks.recipe.changes[0]))
     for path in (
@@ -162,8 +162,9 @@ def test_hostile_names_are_text_and_every_page_is_small_and_quiet(served: Served
         assert page.query_selector("img") is None
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
         assert len(page.content()) < 300_000, path
-        served.open(f"{path}{'&' if '?' in path else '?'}since=2000-01-01&until=2000-01-03")  # says what to do
-        assert page.query_selector(".empty") is not None, path
+        if path != "/owners":  # where there is nothing, they say what to do
+            served.open(f"{path}{'&' if '?' in path else '?'}since=2000-01-01&until=2000-01-03")
+            assert page.query_selector(".empty") is not None, path
     assert served.open("/kernels/history?kernel=" + quote(EVIL)).query_selector("img") is None
     assert served.page.goto(f"{served.url}/attribution?at=%5B1%5D").status == 400
     assert served.page.goto(f"{served.url}/regressions/change?kernel=none").status == 404

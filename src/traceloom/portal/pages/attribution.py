@@ -75,7 +75,7 @@ def content(view: TimeView) -> PageContent:
     tree = {tuple(row["values"]): row for row in rows}
     chosen = tree.get(view.at)
     if not rows or chosen is None or not chosen["device_ms"]:
-        empty = div(".empty", id="parts")[nothing("device time")]
+        empty = div(".empty", id="of-part")[nothing("device time")]
         return PageContent(
             "Device time", [PageSection("divided", "Parts", empty)], above=_above(view, address), asking=asking
         )
@@ -205,12 +205,12 @@ def _table(view: TimeView, parts: Sequence[Mapping[str, Any]], chosen: Mapping[s
     if dimension in {"job", "host"}:
         lead = to_job if dimension == "job" else to_host
         shown.append(PageColumn("about", "", link=lambda row: lead(str(row["part"]))))
-    return PageTable("parts", f"Device time by {_words(dimension)}", list(filter(None, shown)), rows)
+    return PageTable("of-part", f"Device time by {_words(dimension)}", list(filter(None, shown)), rows)
 
 
 def to_part(address: Address, values: Values) -> str:
     """The page of a part of device time."""
-    return address.changed({"at": msgspec.json.encode(values).decode() if values else "", "parts.leaf": ""})
+    return address.changed({"at": msgspec.json.encode(values).decode() if values else "", "of-part.leaf": ""})
 
 
 def _above(view: TimeView, address: Address) -> list[tuple[str, str]]:
@@ -226,7 +226,7 @@ def _order(address: Address, by: Sequence[str]) -> Node:
     """The dimensions, each with ways to move it out, or to drop it; and those that can be added."""
 
     def to(names: Sequence[str]) -> str:
-        return address.changed({"by": ",".join(names), "at": "", "parts.leaf": ""})
+        return address.changed({"by": ",".join(names), "at": "", "of-part.leaf": ""})
 
     chips = []
     for at, name in enumerate(by):

@@ -88,7 +88,7 @@ async def compute(visit: Visit) -> OwnersView:
         rules = rules_of(document.text)
     except InputError as error:
         raise RequestError(500, f"the rules that are kept are none: {error}", slug=error.slug) from error
-    parts = (await ask(visit, "attribution", by="division", since=_SINCE, top="100")).tables["rows"]
+    parts = (await ask(visit, "attribution", by="division", since=_SINCE, until="", top="100")).tables["rows"]
     of = {row["values"][0]: row["busy_ms"] + row["idle_ms"] for row in parts if row["values"]}
     return OwnersView(document, rules, versions, of.get(UNATTRIBUTED, 0), sum(of.values()))
 
