@@ -21,9 +21,10 @@ NOT_LEADING = 503
 
 
 class LiveContent(NamedTuple):
-    """What a page shows, and whether it changes no more."""
+    """What a page shows, as HTML, and whether it changes no more."""
 
-    html: str
+    head: str
+    parts: str
     ended: bool
 
 
@@ -32,7 +33,6 @@ class LiveEvent(NamedTuple):
 
     name: str
     sent: bytes
-    ended: bool
 
 
 class LiveStream:
@@ -75,10 +75,10 @@ class LiveStream:
                 _LOG.exception("a live page")
                 self.gone = True
             else:
-                name = hashlib.sha256(content.html.encode()).hexdigest()[:16]
+                body = msgspec.json.encode({"head": content.head, "parts": content.parts})
+                name = hashlib.sha256(body).hexdigest()[:16]
                 if self.now is None or name != self.now.name:
-                    body = msgspec.json.encode({"html": content.html, "ended": content.ended})
-                    self.now = LiveEvent(name, b"id: " + name.encode() + b"\ndata: " + body + b"\n\n", content.ended)
+                    self.now = LiveEvent(name, b"id: " + name.encode() + b"\ndata: " + body + b"\n\n")
                     self._tell()
                 self.gone = content.ended
             if not self.gone:
