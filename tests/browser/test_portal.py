@@ -222,14 +222,12 @@ def test_a_page_lives_through_a_restart_of_the_service(browser: Any, fleet: Flee
     admin = Guest(browser, fleet)
     admin.go("/hosts")
     admin.sign_in(fleet.service.token_file.read_text().strip())
+    fleet.hosts.pop().close()
     fleet.service.end()
     admin.page.wait_for_selector(".live:has-text('Connecting again')", timeout=WAIT_MS)
     fleet.service.start()
-    fleet.hosts.pop().close()
     admin.page.wait_for_selector("#hosts tr:has-text('node0') >> text=here", timeout=WAIT_MS)
     admin.page.wait_for_selector("#hosts tr:has-text('node1') >> text=never", timeout=WAIT_MS)
     admin.page.wait_for_selector(".live", state="detached", timeout=WAIT_MS)
-    assert [
-        text for text in admin.refused if "404" not in text and "ERR_CON" not in text and "ERR_INCOM" not in text
-    ] == []
-    admin.close(refused=len(admin.refused))
+    admin.refused = [text for text in admin.refused if "net::ERR_" not in text]
+    admin.close()

@@ -64,6 +64,7 @@ ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath d='M1 4h10M4 8h11M2 "
     "12h7' stroke='%233566b8' stroke-width='2.6' stroke-linecap='round'/%3E%3C/svg%3E"
 )
+_SHORT = 14  # characters of a key number that stand in large letters
 _MARK = Markup(
     '<svg viewBox="0 0 16 16" width="18" height="18" aria-hidden="true"><path d="M1 4h10M4 8h11M2 12h7"/></svg>'
 )
@@ -83,7 +84,10 @@ def head_node(content: PageContent) -> Node:
         p(".lead")[content.lead] if content.lead else None,
         dl(".key")[
             (
-                div(class_=number.grade or None)[dt[number.label], dd[b[number.value], span[number.about]]]
+                div(class_=number.grade or None)[
+                    dt[number.label],
+                    dd[b(class_="long" if len(str(number.value)) > _SHORT else None)[number.value], span[number.about]],
+                ]
                 for number in content.numbers
             )
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import get_args
 
@@ -153,8 +154,8 @@ def _processes(processes: list[ProcessOfJob]) -> PageTable:
 
 def _no_captures(job: str) -> Node:
     return fragment[
-        p["Nothing of this job is kept yet. Ask for a trace below, or upload what was recorded:"],
-        command(f"traceloom upload run --job {job}") if job.replace("-", "").replace("_", "").isalnum() else None,
+        p["Nothing of this job is kept yet. Ask for a trace while it runs, or upload what was recorded:"],
+        command(f"traceloom upload run --job {shlex.quote(job)}"),
     ]
 
 
