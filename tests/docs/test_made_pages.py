@@ -12,7 +12,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    "name", ["agent_dashboard", "agent_http_page", "agent_metrics_page", "command_line_page", "fleet_tables_page"]
+    "name",
+    [
+        "agent_dashboard",
+        "agent_http_page",
+        "agent_metrics_page",
+        "command_line_page",
+        "fleet_tables_page",
+        "portal_page",
+    ],
 )
 def test_the_page_is_up_to_date(name: str) -> None:
     script = ROOT / "scripts" / f"{name}.py"

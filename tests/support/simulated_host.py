@@ -128,7 +128,8 @@ class SimulatedHost:
                 busy_step(made, number, 1000 * number)
             made.write(folder / name)
             window = {"file": name, "start_ns": work.at_ns, "end_ns": work.at_ns + 10**9}
-            ranks.append({"rank": process.rank, "pid": process.pid, "name": f"rank{process.rank}", "window": window})
+            place = {"rank": process.rank, "world_size": process.world_size, "name": f"rank{process.rank}"}
+            ranks.append({**place, "window": window})
         document = {"format": "traceloom-capture", "version": 1, "stage": "profiled", "run": {}, "ranks": ranks}
         (folder / "capture.json").write_text(json.dumps(document))
         files = [

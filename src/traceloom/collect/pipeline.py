@@ -177,7 +177,9 @@ class Pipeline:
         name = f"reports/{capture.day}/{capture.id}.{__version__}.{ending}"
         if self.objects.size(name) is None:
             with self._files(capture) as (folder, out):
-                work = EngineTask(task, {"folder": str(folder), "out": str(out)}, self.task_s)
+                title = f"{capture.job} · {capture.id}" if capture.job else capture.id
+                arguments = {"folder": str(folder), "out": str(out), "name": title}
+                work = EngineTask(task, arguments, self.task_s)
                 self.engine.submit(work).result()
                 self.objects.put(name, out.read_bytes())
         return name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import stat
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ def analyse(*, folder: str, out: str, capture: str, received_ns: int, job: str) 
                 frame.write_parquet(file)
 
 
-def render_timeline(*, folder: str, out: str) -> None:
-    """Write the timeline of a capture to a new file for Perfetto, packed.
+def render_timeline(*, folder: str, out: str, name: str) -> None:
+    """Write the timeline of a capture to a new file for Perfetto, packed; arguments as of `render`.
 
     Raises:
         InputError: It cannot be read.
@@ -83,14 +84,19 @@ def render_timeline(*, folder: str, out: str) -> None:
     from traceloom.report.formats import Report, write_perfetto_gz
     from traceloom.report.options import ReportOptions
 
-    session = load(folder, cache=False)
+    session = replace(load(folder, cache=False), name=name)
     whole = Report(report.build(session), lambda: session, ReportOptions())
     with Path(out).open("xb") as file:
         write_perfetto_gz(whole, file)
 
 
-def render(*, folder: str, out: str) -> None:
+def render(*, folder: str, out: str, name: str) -> None:
     """Write the report of a capture to a new HTML file.
+
+    Args:
+        folder: Where its files lie.
+        out: The HTML file.
+        name: What the run is called in there.
 
     Raises:
         InputError: It cannot be read.
@@ -99,7 +105,7 @@ def render(*, folder: str, out: str) -> None:
     from traceloom.read import load
     from traceloom.report.views.html import render as page_of
 
-    session = load(folder, cache=False)
+    session = replace(load(folder, cache=False), name=name)
     with Path(out).open("x", encoding="utf-8") as file:
         file.write(page_of(report.build(session), session))
 

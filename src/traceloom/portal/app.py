@@ -176,9 +176,7 @@ class Portal:
     async def _shown(self, page: Page[object], visit: Visit, notice: Node = None, status: int = 200) -> Response:
         data = await page.compute(visit)
         content = page.content(data)
-        shown = layout.content_node(content, visit.address)
-        live = page.live and not content.ended
-        inside = layout.page_node(shown, page.controls(visit, data), notice, live=live)
+        inside = layout.page_node(content, visit.address, page.controls(visit, data), notice, live=page.live)
         return HTMLResponse(self._document(page.title, inside, visit.token, visit.address.path), status)
 
     async def _acted(self, page: Page[object], visit: Visit) -> Response:
@@ -200,7 +198,8 @@ class Portal:
 
         async def look() -> LiveContent:
             content = await page.shown(everybody)
-            return LiveContent(layout.written(layout.content_node(content, everybody.address)), content.ended)
+            head, parts = layout.head_node(content), layout.parts_node(content, everybody.address)
+            return LiveContent(layout.written(head), layout.written(parts), content.ended)
 
         self.live.check_room(key)
         return StreamingResponse(self.live.events(key, look, last), media_type="text/event-stream")

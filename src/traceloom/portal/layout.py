@@ -18,6 +18,7 @@ from htpy import (
     button,
     code,
     dd,
+    details,
     div,
     dl,
     dt,
@@ -39,6 +40,7 @@ from htpy import (
     script,
     section,
     span,
+    summary,
     ul,
 )
 from htpy import (
@@ -62,6 +64,7 @@ ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath d='M1 4h10M4 8h11M2 "
     "12h7' stroke='%233566b8' stroke-width='2.6' stroke-linecap='round'/%3E%3C/svg%3E"
 )
+_SHORT = 14  # characters of a key number that stand in large letters
 _MARK = Markup(
     '<svg viewBox="0 0 16 16" width="18" height="18" aria-hidden="true"><path d="M1 4h10M4 8h11M2 12h7"/></svg>'
 )
@@ -71,25 +74,32 @@ _THEME = Markup(
 )
 
 
-def content_node(content: PageContent, address: Address) -> Node:
-    """What of a page is the same for everybody; what is sent again when it changes."""
+def head_node(content: PageContent) -> Node:
+    """The head of a page: where it stands, its heading, key numbers; sent again when it changes."""
+    return header(".top")[
+        nav(".trail", aria_label="Where this is")[ol[(li[a(href=href)[name]] for name, href in content.above)]]
+        if content.above
+        else None,
+        h1[content.heading],
+        p(".lead")[content.lead] if content.lead else None,
+        content.asking,
+        dl(".key")[
+            (
+                div(class_=number.grade or None)[
+                    dt[number.label],
+                    dd[b(class_="long" if len(str(number.value)) > _SHORT else None)[number.value], span[number.about]],
+                ]
+                for number in content.numbers
+            )
+        ]
+        if content.numbers
+        else None,
+    ]
+
+
+def parts_node(content: PageContent, address: Address) -> Node:
+    """The parts of a page; sent again when they change."""
     return fragment[
-        header(".top")[
-            nav(".way", aria_label="Where this is")[ol[(li[a(href=href)[name]] for name, href in content.above)]]
-            if content.above
-            else None,
-            h1[content.heading],
-            p(".lead")[content.lead] if content.lead else None,
-            content.asking,
-            dl(".key")[
-                (
-                    div(class_=number.grade or None)[dt[number.label], dd[b[number.value], span[number.about]]]
-                    for number in content.numbers
-                )
-            ]
-            if content.numbers
-            else None,
-        ],
         (
             section(id=f"{part.key}-part", aria_labelledby=f"{part.key}-title")[
                 header[h2(id=f"{part.key}-title")[part.title], p(".quiet")[part.note] if part.note else None],
@@ -138,12 +148,13 @@ def document(
     return f"<!doctype html>{written(shown).removeprefix('<!doctype html>')}"
 
 
-def page_node(content: Node, controls: Node, notice: Node, *, live: bool) -> Node:
-    """The main part of a page: what is said of what was just done, its content, forms for this reader."""
+def page_node(content: PageContent, address: Address, controls: Node, notice: Node, *, live: bool) -> Node:
+    """The main part of a page: what is said of what was just done, its head, forms for this reader, its parts."""
     return fragment[
         notice,
-        div("#content", data_live="yes" if live else None)[content],
+        div("#head", data_live="yes" if live and not content.ended else None)[head_node(content)],
         div("#controls")[controls] if controls else None,
+        div("#parts")[parts_node(content, address)],
     ]
 
 
@@ -200,6 +211,11 @@ def local_path(address: str) -> str:
 def written(node: Node) -> str:
     """HTML of elements, with nothing invisible in it."""
     return harmless(str(fragment[node]))
+
+
+def folded(key: str, words: str, inside: Node, *, is_open: bool) -> Node:
+    """A button that unfolds a form."""
+    return details(".fold-out", id=key, open=is_open or None)[summary(".primary")[words], div(".panel")[inside]]
 
 
 def command(words: str) -> Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import NamedTuple
 
 import msgspec
@@ -21,9 +21,10 @@ NOT_LEADING = 503
 
 
 class LiveContent(NamedTuple):
-    """What a page shows, and whether it changes no more."""
+    """What a page shows, as HTML, and whether it changes no more."""
 
-    html: str
+    head: str
+    parts: str
     ended: bool
 
 
@@ -32,7 +33,6 @@ class LiveEvent(NamedTuple):
 
     name: str
     sent: bytes
-    ended: bool
 
 
 class LiveStream:
@@ -40,13 +40,14 @@ class LiveStream:
 
     Args:
         look: Works it out.
+        look_s: How often.
     """
 
-    def __init__(self, look: Callable[[], Coroutine[object, object, LiveContent]]) -> None:
+    def __init__(self, look: Callable[[], Coroutine[object, object, LiveContent]], look_s: float) -> None:
         self.readers = 0
         self.now: LiveEvent | None = None
         self.gone = False  # there is nothing to look at any more
-        self._look = look
+        self._look, self._look_s = look, look_s
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._follow(), name="live page")
 
@@ -75,14 +76,14 @@ class LiveStream:
                 _LOG.exception("a live page")
                 self.gone = True
             else:
-                name = hashlib.sha256(content.html.encode()).hexdigest()[:16]
+                body = msgspec.json.encode({"head": content.head, "parts": content.parts})
+                name = hashlib.sha256(body).hexdigest()[:16]
                 if self.now is None or name != self.now.name:
-                    body = msgspec.json.encode({"html": content.html, "ended": content.ended})
-                    self.now = LiveEvent(name, b"id: " + name.encode() + b"\ndata: " + body + b"\n\n", content.ended)
+                    self.now = LiveEvent(name, b"id: " + name.encode() + b"\ndata: " + body + b"\n\n")
                     self._tell()
                 self.gone = content.ended
             if not self.gone:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(self._look_s)
         self._tell()
 
     def _tell(self) -> None:
@@ -91,14 +92,19 @@ class LiveStream:
 
 
 class Live:
-    """All pages that somebody reads now."""
+    """All pages that somebody reads now.
 
-    def __init__(self) -> None:
+    Args:
+        look_s: How often each is worked out.
+    """
+
+    def __init__(self, look_s: float = _LOOK_S) -> None:
+        self.look_s = look_s
         self.streams: dict[str, LiveStream] = {}
 
     async def events(
         self, key: str, look: Callable[[], Coroutine[object, object, LiveContent]], name: str
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """What a reader is sent: each state of the page that differs from the one before, the first from `name`.
 
         Args:
@@ -108,7 +114,7 @@ class Live:
         """
         stream = self.streams.get(key)
         if stream is None or stream.gone:
-            stream = self.streams[key] = LiveStream(look)
+            stream = self.streams[key] = LiveStream(look, self.look_s)
         stream.readers += 1
         loop = asyncio.get_running_loop()
         until = loop.time() + _CONNECTION_S

@@ -48,6 +48,8 @@ from traceloom.portal.visit import Address
 Cell = str | int | float | bool | None
 PageRow = Mapping[str, Cell]
 
+ONE_LINE = 36
+"""Characters of a text that never wraps."""
 LEAF = 50
 """Rows that are shown at once."""
 FILTER_FROM = 9
@@ -152,14 +154,18 @@ class PageTable:
         asked = address.query.get(f"{self.key}.leaf", "")
         leaf = min(int(asked), leaves) if asked.isdecimal() and int(asked[:9]) > 0 else 1
         shown = rows[(leaf - 1) * LEAF : leaf * LEAF]
-        narrow = len(self.columns) <= 4
+        # A column that says nothing of any row is left out; who downloads the table has it.
+        columns = [
+            c for k, c in enumerate(self.columns) if not k or any(r.get(c.key) not in (None, "") for r in self.rows)
+        ]
+        narrow = len(columns) <= 4
         return figure(class_=["table", "narrow" if narrow else ""], id=self.key)[
             self._filter(address, len(rows)),
             div(".scroll", tabindex="0", role="region", aria_label=f"Table: {self.label}")[
                 table_[
                     caption(".unseen")[self.label],
-                    thead[tr[(self._head(address, column) for column in self.columns)]],
-                    tbody[(tr[(_cell(column, row) for column in self.columns)] for row in shown)],
+                    thead[tr[(self._head(address, column) for column in columns)]],
+                    tbody[(tr[(_cell(column, row) for column in columns)] for row in shown)],
                 ]
             ],
             None if rows else p(".quiet")["No row has these words."],
@@ -265,5 +271,5 @@ def _cell(column: PageColumn, row: PageRow) -> Node:
         shown = harmless(str(value))
     if column.link is not None:
         shown = a(href=column.link(row))[shown]
-    look = "n" if column.numeric else "s" if column.kind in {"instant", "state"} else column.kind
+    look = "n" if column.numeric else "name" if column.kind == "name" else "s" if len(str(value)) <= ONE_LINE else None
     return td(class_=look, title=title)[shown]

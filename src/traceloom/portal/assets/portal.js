@@ -37,11 +37,15 @@ function morph(now, next) {
   for (const extra of old.slice(fresh.length)) extra.remove();
 }
 
-function show(html) {
-  const parsed = new DOMParser().parseFromString(`<div id="content">${html}</div>`, "text/html");
-  const next = parsed.getElementById("content");
-  prepare(next);
-  morph(document.getElementById("content"), next);
+const PARTS = ["head", "parts"]; // what of a page changes
+
+// `page` is a document that has the same parts.
+function show(page) {
+  for (const name of PARTS) {
+    const next = page.getElementById(name);
+    prepare(next);
+    morph(document.getElementById(name), next);
+  }
 }
 
 function prepare(inside) {
@@ -65,17 +69,18 @@ function say(words) {
 }
 
 function follow() {
-  const content = document.getElementById("content");
-  if (stream || !content || !content.dataset.live || document.hidden) return;
+  const head = document.getElementById("head");
+  if (stream || !head?.dataset.live || document.hidden) return;
   stream = new EventSource(location.href.split("#")[0]);
   stream.onopen = () => say("");
   stream.onmessage = ({ data, lastEventId }) => {
     if (lastEventId === lastEvent) return;
     lastEvent = lastEventId;
-    show(JSON.parse(data).html);
+    const html = JSON.parse(data);
+    show(new DOMParser().parseFromString(PARTS.map((name) => `<div id="${name}">${html[name]}</div>`).join(""), "text/html"));
   };
   stream.addEventListener("ended", () => {
-    delete content.dataset.live;
+    delete head.dataset.live;
     leave();
   });
   stream.onerror = () => {
@@ -104,9 +109,7 @@ async function filter(form) {
   }
   const page = new DOMParser().parseFromString(await response.text(), "text/html");
   if (mine !== asked) return;
-  const next = page.getElementById("content");
-  prepare(next);
-  morph(document.getElementById("content"), next);
+  show(page);
   history.replaceState(null, "", address);
   leave();
   follow();

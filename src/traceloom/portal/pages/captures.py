@@ -25,8 +25,8 @@ COLUMNS = (
 _MOST = 1000
 
 
-def table(captures: list[CaptureAnswer], empty: Node) -> PageTable:
-    """The table of captures."""
+def table(captures: list[CaptureAnswer], empty: Node, *, of_job: bool = False) -> PageTable:
+    """The table of captures; `of_job`: all are of one, which need not be named."""
     rows: list[PageRow] = [
         {
             "id": capture.id,
@@ -40,7 +40,8 @@ def table(captures: list[CaptureAnswer], empty: Node) -> PageTable:
         }
         for capture in captures
     ]
-    return PageTable("captures", "Captures", COLUMNS, rows, empty)
+    columns = [column for column in COLUMNS if not (of_job and column.key == "job")]
+    return PageTable("captures", "Captures", columns, rows, empty)
 
 
 async def compute(visit: Visit) -> list[CaptureAnswer]:

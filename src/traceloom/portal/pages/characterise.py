@@ -60,7 +60,7 @@ def content(view: WorkView) -> PageContent:
         if rest:
             parts.append((f"{units.count(len(rest))} others", _LOOKS[-1], float(sum(row["total_ns"] for row in rest))))
         picture = share_bar(parts, lambda ns: units.share(ns, total), f"GPU time by {words}")
-        sections.append(PageSection("parts", "At a glance", picture))
+        sections.append(PageSection("glance", "At a glance", picture))
         heading = f"{_name(rows[0], by)} makes up {units.share(rows[0]['fraction'], 1.0)} of the GPU time"
         needed = next((row["number"] for row in view.coverage.tables["rows"] if row["covered_fraction"] >= 0.5), None)
         unshaped = view.coverage.fact("unshaped_ns")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from htpy import Node, div, fragment, li, p, ul
+from htpy import Node, fragment, li, p, ul
 
 from traceloom.agent.uplink.messages import HostProcess
 from traceloom.collect.request_routes import RemovedHostAnswer
@@ -168,7 +168,7 @@ def controls(visit: Visit, view: HostView) -> Node:
     if not visit.may("operator"):
         return None
     question = p["Its agent is refused from then on; what it sent is kept."]
-    return div(".buttons")[sure(f"Remove {view.detail.host.host}", question, {"do": "remove"})]
+    return sure(f"Remove {view.detail.host.host}", question, {"do": "remove"})
 
 
 async def act(visit: Visit) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from htpy import Node, button, code, div, form, fragment, h2, p, section
+from htpy import Node, button, code, div, form, fragment, p
 
 from traceloom.collect.host_routes import EnrolmentAnswer, EnrolmentBody
 from traceloom.collect.request_routes import HostAnswer, HostsAnswer
 from traceloom.model import units
 from traceloom.portal.forms import number_of, text_field
-from traceloom.portal.layout import command
+from traceloom.portal.layout import command, folded
 from traceloom.portal.links import to_host
 from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
 from traceloom.portal.table import PageColumn, PageRow, PageTable
@@ -81,26 +81,14 @@ def controls(visit: Visit, _hosts: list[HostAnswer]) -> Node:
     """The form by which a host may join, for operators."""
     if not visit.may("operator"):
         return None
-    return section("#join", aria_labelledby="join-title")[
-        div(".panel")[
-            h2("#join-title")["Let a host join"],
-            form(method="post")[
-                div(".fields")[
-                    text_field(
-                        "host", "Host", "Its name; empty: any host.", value=visit.field("host"), maxlength="253"
-                    ),
-                    text_field(
-                        "days",
-                        "Days",
-                        "For so many the token may be used, once.",
-                        value=visit.field("days") or "1",
-                        inputmode="decimal",
-                    ),
-                ],
-                div(".buttons")[button(".primary", type="submit")["Make a token"]],
-            ],
-        ]
+    inside = form(method="post")[
+        div(".fields")[
+            text_field("host", "Host", "Its name; empty: any host.", value=visit.field("host"), maxlength="253"),
+            text_field("days", "Days", "For so many it may be used, once.", value=visit.field("days") or "1"),
+        ],
+        div(".buttons")[button(".primary", type="submit")["Make a token"]],
     ]
+    return folded("join", "Let a host join", inside, is_open=bool(visit.form))
 
 
 async def act(visit: Visit) -> Node:

@@ -87,7 +87,7 @@ def content(view: SavingsView) -> PageContent:
     picture = share_bar(
         parts, lambda hours: f"{units.number(hours)} h", f"Device hours that fixing would save, {words}"
     )
-    sections.insert(0, PageSection("parts", "At a glance", picture))
+    sections.insert(0, PageSection("glance", "At a glance", picture))
     first = asked.tables["rows"][0]
     numbers = [
         KeyNumber(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import get_args
 
 import msgspec
-from htpy import Node, button, code, div, form, fragment, h2, p, section
+from htpy import Node, button, code, div, form, fragment, p
 
 from traceloom.agent.http.answers import wrong_request
 from traceloom.agent.requests.model import ProfilerName, Wanted
@@ -21,7 +22,7 @@ from traceloom.collect.watch_routes import FindingsAnswer, JobDetailAnswer, Proc
 from traceloom.collect.watching import FleetFinding, UsageOfTime
 from traceloom.model import units
 from traceloom.portal.forms import choices, number_of, ranks_of, text_field
-from traceloom.portal.layout import command
+from traceloom.portal.layout import command, folded
 from traceloom.portal.links import to_capture, to_host, to_request
 from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
 from traceloom.portal.pages import captures, host, requests
@@ -90,15 +91,17 @@ def content(view: JobView) -> PageContent:
     """What is shown of it."""
     job = view.detail.job
     sections = [
-        PageSection("processes", "Processes", _processes(view.detail.processes)) if job else None,
         PageSection("findings", "What to fix first", findings_table(view.findings), "Findings of its captures.")
         if view.findings
         else None,
-        PageSection("captures", "Captures", captures.table(view.captures, _no_captures(view.name))),
-        PageSection("requests", "Traces asked for", requests.table(view.requests)) if view.requests else None,
+        PageSection("captures", "Captures", captures.table(view.captures, _no_captures(view.name), of_job=True)),
+        PageSection("requests", "Traces asked for", requests.table(view.requests, of_job=True))
+        if view.requests
+        else None,
         PageSection("usage", "Device time, last 6 h", host.usage_picture(view.usage, f"Device time of {view.name}"))
         if view.usage
         else None,
+        PageSection("processes", "Processes", _processes(view.detail.processes)) if job else None,
     ]
     return PageContent(
         view.name,
@@ -151,8 +154,8 @@ def _processes(processes: list[ProcessOfJob]) -> PageTable:
 
 def _no_captures(job: str) -> Node:
     return fragment[
-        p["Nothing of this job is kept yet. Ask for a trace below, or upload what was recorded:"],
-        command(f"traceloom upload run --job {job}") if job.replace("-", "").replace("_", "").isalnum() else None,
+        p["Nothing of this job is kept yet. Ask for a trace while it runs, or upload what was recorded:"],
+        command(f"traceloom upload run --job {shlex.quote(job)}"),
     ]
 
 
@@ -171,7 +174,7 @@ def controls(visit: Visit, view: JobView) -> Node:
         ]
     else:
         inside = _form(visit)
-    return section("#ask", aria_labelledby="ask-title")[div(".panel")[h2("#ask-title")["Ask for a trace"], inside]]
+    return folded("ask", "Ask for a trace", inside, is_open=bool(visit.form))
 
 
 def _form(visit: Visit) -> Node:

@@ -110,7 +110,11 @@ def _way(request: FleetRequestAnswer) -> Node:
         if request.state not in {"failed", "cancelled"}
         else p[state_mark(request.state)],
         p(".lead")[missing] if missing else None,
-        div(".buttons")[a(".primary", href=to_capture(request.capture))["Open the report"]]
+        div(".buttons")[
+            a(".primary", href=to_capture(request.capture))[
+                "See the capture" if request.reason == "analysis-failed" else "Open the report"
+            ]
+        ]
         if ended and request.capture
         else None,
     ]

@@ -32,8 +32,8 @@ def length_of(request: FleetRequestAnswer) -> str:
     return units.duration(int((request.wanted.duration_s or 0.0) * 1e9))
 
 
-def table(requests: list[FleetRequestAnswer]) -> PageTable:
-    """The table of requests, newest first."""
+def table(requests: list[FleetRequestAnswer], *, of_job: bool = False) -> PageTable:
+    """The table of requests, newest first; `of_job`: all are of one, which need not be named."""
     rows: list[PageRow] = [
         {
             "id": request.id,
@@ -48,7 +48,8 @@ def table(requests: list[FleetRequestAnswer]) -> PageTable:
         }
         for request in requests
     ]
-    return PageTable("requests", "Traces that were asked for", COLUMNS, rows, _empty())
+    columns = [column for column in COLUMNS if not (of_job and column.key == "job")]
+    return PageTable("requests", "Traces that were asked for", columns, rows, _empty())
 
 
 def _empty() -> Node:

@@ -6,12 +6,12 @@ import time
 from typing import get_args
 
 import msgspec
-from htpy import Node, button, code, div, form, h2, label, option, p, section, select
+from htpy import Node, button, code, div, form, label, option, p, select
 
 from traceloom.agent.http.answers import wrong_request
 from traceloom.collect.answers import RevokedAnswer, TokenAnswer, TokenBody, TokensAnswer
 from traceloom.portal.forms import choices, number_of, sure, text_field
-from traceloom.portal.layout import command
+from traceloom.portal.layout import command, folded
 from traceloom.portal.page import Page, PageContent, PageSection
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
@@ -63,45 +63,27 @@ def content(tokens: list[TokenRecord]) -> PageContent:
 
 def controls(visit: Visit, tokens: list[TokenRecord]) -> Node:
     """Forms by which tokens are made and revoked."""
-    return section("#change", aria_labelledby="make-title")[
-        div(".panel")[
-            h2("#make-title")["Make a token"],
-            form(method="post")[
-                div(".fields")[
-                    text_field(
-                        "name",
-                        "Name",
-                        "As the user is called whose jobs it traces.",
-                        value=visit.field("name"),
-                        required="required",
-                        maxlength="80",
-                    ),
-                    text_field(
-                        "days",
-                        "Days",
-                        "After so many it expires; empty: never.",
-                        value=visit.field("days"),
-                        inputmode="decimal",
-                    ),
-                    choices(
-                        "role",
-                        "Role",
-                        [(role, f"{role}: {about}") for role, about in _ABOUT.items()],
-                        [visit.field("role") or "requester"],
-                    ),
-                ],
-                div(".buttons")[button(".primary", type="submit")["Make it"]],
-            ],
+    roles = [(role, f"{role}: {about}") for role, about in _ABOUT.items()]
+    inside = form(method="post")[
+        div(".fields")[
+            text_field(
+                "name", "Name", "As the user is called whose jobs it traces.", value=visit.field("name"),
+                required="required", maxlength="80",
+            ),
+            text_field("days", "Days", "After so many it expires; empty: never.", value=visit.field("days")),
+            choices("role", "Role", roles, [visit.field("role") or "requester"]),
         ],
-        _revoke([token.name for token in tokens if _state(token) == "active"]),
-    ]
+        div(".buttons")[button(".primary", type="submit")["Make it"]],
+    ]  # fmt: skip
+    names = [token.name for token in tokens if _state(token) == "active"]
+    return [folded("make", "Make a token", inside, is_open=bool(visit.form)), _revoke(names)]
 
 
 def _revoke(names: list[str]) -> Node:
     choice = div(".field")[
         label(for_="revoke")["Token"], select(id="revoke", name="revoke")[(option(value=name)[name] for name in names)]
     ]
-    return div(".buttons")[sure("Revoke a token", choice, {})] if names else None
+    return sure("Revoke a token", choice, {}) if names else None
 
 
 async def act(visit: Visit) -> str | Node:
