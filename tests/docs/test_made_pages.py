@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
         "agent_http_page",
         "agent_metrics_page",
         "command_line_page",
+        "fleet_http_page",
         "fleet_tables_page",
         "portal_page",
     ],

@@ -31,6 +31,9 @@ class AnswerView(NamedTuple):
     then: str
     columns: Mapping[str, Sequence[str]]
     next_of: Callable[[dict[str, Any]], Sequence[str]] = lambda _: ()
+    empty: str = """\
+There is nothing in this time.
+Next: traceloom fleet captures; --since 90d looks further back"""
 
 
 def _next_of_example(rows: str, argument: str) -> Callable[[dict[str, Any]], Sequence[str]]:
@@ -66,7 +69,7 @@ _VIEWS: Mapping[str, AnswerView] = {
     "regressions": AnswerView(
         "--since 30d", "traceloom diff healthy changed, of the captures that it names",
         {"changes": ("kernel", "shapes", "cause", "since_ns", "before_ns", "after_ns", "change", "extra_ns")},
-        _next_of_change,
+        _next_of_change, "No kernel changed.",
     ),
     "characterise": AnswerView(
         "--by division,kind --since 7d", "traceloom fleet coverage",
@@ -94,6 +97,7 @@ _VIEWS: Mapping[str, AnswerView] = {
             "hosts": ("host", "device_model", "ratio", "z", "outlier", "kernels", "jobs"),
             "ranks": ("job", "rank", "host", "ratio", "z", "outlier", "captures"),
         },
+        empty="No four hosts ran the same kernels on the same shapes, and no job has four ranks: none can be compared.",
     ),
     "invest": AnswerView(
         "--by rule,division --since 30d", "traceloom explain RULE",
@@ -146,7 +150,7 @@ def _run(question: Question, args: argparse.Namespace) -> int:
         if number and rows and not args.quiet:
             print()
         if rows or not number:
-            shown(args, answer, heads, rows, _NOTHING)
+            shown(args, answer, heads, rows, view.empty)
     if not args.quiet:
         if answer["more"]:
             skipped = (wanted["skip"] or 0) + len(answer[next(iter(question.tables))])
@@ -155,11 +159,6 @@ def _run(question: Question, args: argparse.Namespace) -> int:
             print(harmless(line))
         print(f"Looked at {_instant(answer['since_ns'])} to {_instant(answer['until_ns'])} UTC.")
     return 0
-
-
-_NOTHING = """\
-There is nothing in this time.
-Next: traceloom fleet captures; --since 90d looks further back"""
 
 
 def _title(name: str, column: Column) -> str:
@@ -199,7 +198,7 @@ def _show_tree(args: argparse.Namespace, answer: dict[str, Any]) -> None:
         cells = [f"{'  ' * depth}{name}", f"{row['device_ms'] / _HOUR_MS:,.1f}"]
         cells += [units.share(row["device_ms"], whole[row["time_ns"]]), used]
         rows.append([*cells, *(["–" if row["cost"] is None else f"{row['cost']:,.2f}"] if priced else [])])
-    shown(args, answer, heads, rows, _NOTHING)
+    shown(args, answer, heads, rows)
 
 
 QUESTION_ACTIONS = {

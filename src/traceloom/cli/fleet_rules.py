@@ -26,6 +26,7 @@ def _add_what(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", type=int, metavar="N", help="with show: this version (default: the last)")
     parser.add_argument("--dry-run", action="store_true", help="with set: say what would change, and keep nothing")
     parser.add_argument("--since", default="30d", help="with set: since when changes are looked at (default: 30d)")
+    parser.add_argument("--until", default="", help="with set: until when (default: now)")
 
 
 def _run(name: str, args: argparse.Namespace) -> int:
@@ -51,14 +52,15 @@ def _run(name: str, args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise unreadable(args.file, error) from error
     client.timeout_s = 120.0
-    answer = client.post(name, {"text": text, "dry_run": args.dry_run, "since": args.since})
+    body = {"text": text, "dry_run": args.dry_run, "since": args.since, "until": args.until}
+    answer = client.post(name, body)
     if args.json:
         print(json.dumps(answer, indent=2))
         return 0
     (_show_moves if name == "owners" else _show_costs)(args, answer)
     if not args.quiet:
         kept = "Nothing was kept: leave out --dry-run." if args.dry_run else f"Version {answer['version']} counts now."
-        print(f"Since {_date(answer['since_ns'])}. {kept}")
+        print(f"Looked at {_date(answer['since_ns'])} to {_date(answer['until_ns'])} UTC. {kept}")
     return 0
 
 

@@ -74,19 +74,19 @@ def test_rules_are_tried_kept_and_listed(capsys: pytest.CaptureFixture[str], tmp
     rules = tmp_path / "owners.toml"
     rules.write_text('[[rule]]\nmatch = {model = "speech"}\nset = {division = "research"}\n')
     assert "Nothing is set." in printed(capsys, "owners")
-    tried = printed(capsys, "owners", "set", str(rules), "--dry-run", "--since", DAYS["since"])
+    tried = printed(capsys, "owners", "set", str(rules), "--dry-run", *TIME)
     held = sum(ms for job, ms in WEEKS.held_ms.items() if job.startswith("speech"))
     [line] = [line.split() for line in tried.splitlines() if line.startswith("division")]
     assert line[:3] == ["division", "unattributed", "research"]
     assert float(line[-1]) == pytest.approx(held / 3.6e6, abs=0.06)
     assert "Nothing was kept" in tried
     assert "Nothing is set." in printed(capsys, "owners", "history")
-    assert "Version 1 counts now." in printed(capsys, "owners", "set", str(rules), "--since", DAYS["since"])
+    assert "Version 1 counts now." in printed(capsys, "owners", "set", str(rules), *TIME)
     assert rules.read_text() in printed(capsys, "owners")
     assert "admin" in printed(capsys, "owners", "history")
     prices = tmp_path / "prices.toml"
     prices.write_text('currency = "EUR"\n[device_hour]\ndefault = 2\n')
-    assert "Version 1 counts now." in printed(capsys, "prices", "set", str(prices), "--since", DAYS["since"])
+    assert "Version 1 counts now." in printed(capsys, "prices", "set", str(prices), *TIME)
     assert "cost, EUR" in printed(capsys, "attribution", *TIME)
 
 

@@ -219,7 +219,7 @@ def test_rules_say_what_they_change_before_they_are_kept(fleet: AnsweringService
     operator, viewer = fleet.client("operator", "olga"), fleet.client("viewer", "vera")
     assert operator.get("owners") == {"version": 0, "at_ns": None, "who": "", "text": ""}
     before = hours_of_divisions(fleet)
-    body = {"text": RULES, "since": USAGE["since"], "dry_run": True}
+    body = {"text": RULES, **USAGE, "dry_run": True}
     tried = operator.post("owners", body)
     moved = {(row["dimension"], row["before"], row["after"]): row["device_ms"] for row in tried["moves"]}
     assert moved == {
@@ -235,11 +235,12 @@ def test_rules_say_what_they_change_before_they_are_kept(fleet: AnsweringService
     of = hours_of_divisions(fleet)
     assert of["research",] == pytest.approx(held_by("speech"), abs=700)
     assert of[()] == before[()]
-    assert operator.post("owners", {**body, "text": ""})["moves"]
-    assert operator.post("owners", {"text": ""})["version"] == 2
+    assert operator.post("owners", {**body, "text": ""})["version"] is None
+    assert operator.post("owners", {**body, "text": RULES, "dry_run": False})["moves"] == []
+    assert operator.post("owners", {**USAGE, "text": ""})["version"] == 3
     assert hours_of_divisions(fleet) == before
     versions = viewer.get("owners/history")["versions"]
-    assert [(each["version"], each["who"]) for each in versions] == [(2, "olga"), (1, "olga")]
+    assert [(each["version"], each["who"]) for each in versions] == [(3, "olga"), (2, "olga"), (1, "olga")]
     assert viewer.get("owners", version="1")["text"] == RULES
     with pytest.raises(InputError, match="no such version"):
         viewer.get("owners", version="9")
@@ -253,7 +254,7 @@ def test_rules_say_what_they_change_before_they_are_kept(fleet: AnsweringService
 def test_prices_say_what_they_change_and_make_costs(fleet: AnsweringService) -> None:
     operator = fleet.client("operator", "otto")
     hours = sum(row["device_ms"] for row in operator.get("attribution", **USAGE)["rows"][:1]) / 3.6e6
-    body = {"text": 'currency = "EUR"\n[device_hour]\ndefault = 2.0', "since": USAGE["since"]}
+    body = {"text": 'currency = "EUR"\n[device_hour]\ndefault = 2.0', **USAGE}
     [cost] = operator.post("prices", {**body, "dry_run": True})["costs"]
     assert (cost["before"], cost["after"]) == (None, pytest.approx(2 * hours))
     assert operator.get("attribution", **USAGE)["rows"][0]["cost"] is None

@@ -107,14 +107,17 @@ _AMOUNTS = {
         )
     },
 }  # fmt: skip
-_UNITS = {"flop_rate": "flop_rate", "power_w": "number", "reference_hours_per_byte": "number"}
+_METRICS = {
+    "device_use": ("share", "Busy"), "flop_rate": ("flop_rate", "FLOP/s"), "compute_use": ("share", "Of the peak"),
+    "power_w": ("number", "Power, W"), "roofline_fraction": ("share", "Roofline"), "mfu": ("share", "MFU"),
+    "reference_hours_per_byte": ("number", "Hours per byte"),
+}  # fmt: skip
 _TOPLINE = {
     "device_hours": Column("number", "Device hours", "hours of devices that jobs held"),
-    "flop_rate_high": Column("flop_rate", "FLOP/s, most", "FLOP/s of a device that is held, at most", "not measured"),
-    **{
-        name: Column(_UNITS.get(name, "share"), name.replace("_", " ").capitalize(), meaning, "not measured")
-        for name, meaning in METRICS.items()
-    },
+    "flop_rate_high": Column(
+        "flop_rate", "FLOP/s, most", "FLOP/s of a device that is held, at most", "they are not measured"
+    ),
+    **{name: Column(*_METRICS[name], meaning, "it is not measured") for name, meaning in METRICS.items()},
 }
 
 

@@ -25,12 +25,13 @@ Kind = TypeVar("Kind")
 class DocumentBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """A new version of a document: its text in TOML. `dry_run`: only what would change.
 
-    `since`: since when what would change is looked at.
+    `since`, `until`: the time in which what would change is looked at.
     """
 
     text: Annotated[str, Meta(max_length=MOST_BYTES)]
     dry_run: bool = False
     since: Annotated[str, Meta(max_length=40)] = "30d"
+    until: Annotated[str, Meta(max_length=40)] = ""
 
 
 class DocumentParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +108,7 @@ async def _set_owners(asked: FleetAsked) -> OwnersChangeAnswer:
     rules = _parsed(rules_of, body.text)
 
     def compare() -> OwnersChangeAnswer:
-        frames = desk.frames(Asking(since=body.since))
+        frames = desk.frames(Asking(since=body.since, until=body.until))
         rows = moves(frames.usage, frames.owned, frames.owned_by(rules)).rows.head(_MOST_MOVES)
         return OwnersChangeAnswer(
             since_ns=frames.period.since_ns, until_ns=frames.period.until_ns, version=None,
@@ -124,7 +125,7 @@ async def _set_prices(asked: FleetAsked) -> PricesChangeAnswer:
     prices = _parsed(prices_of, body.text)
 
     def compare() -> PricesChangeAnswer:
-        frames = desk.frames(Asking(since=body.since))
+        frames = desk.frames(Asking(since=body.since, until=body.until))
         before, after = (
             attribution(frames.usage, frames.owned, ["device_model"], each).leaves for each in (frames.prices, prices)
         )

@@ -1,0 +1,85 @@
+"""Questions are answered a few at a time, in bounded time, and once as long as their tables stay as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+for package in ("sqlalchemy", "obstore", "deltalake"):
+    pytest.importorskip(package, reason="the extra `fleet` is not installed")
+
+from traceloom.agent.http.answers import RequestError  # noqa: E402
+from traceloom.collect.questions.asking import RulesAsking  # noqa: E402
+from traceloom.collect.questions.catalogue import QUESTIONS  # noqa: E402
+from traceloom.collect.questions.desk import MOST_AT_ONCE, MOST_WAITING, QuestionDesk  # noqa: E402
+from traceloom.store.schemas import SCHEMAS, day_of  # noqa: E402
+from traceloom.store.state import State  # noqa: E402
+from traceloom.store.tables import Tables  # noqa: E402
+
+NOW = 1_790_000_000 * 10**9
+[FINDINGS] = [question for question in QUESTIONS if question.name == "findings"]
+
+
+def with_desk(folder: Path, test: Callable[[QuestionDesk], Awaitable[None]], seconds: float = 60.0) -> None:
+    async def run() -> None:
+        tables, state = Tables(str(folder)), State(str(folder / "state.db"))
+        tables.create()
+        desk = QuestionDesk(tables, state, lambda: NOW, seconds)
+        try:
+            await test(desk)
+        finally:
+            desk.close()
+            state.close()
+
+    asyncio.run(run())
+
+
+def test_what_takes_too_long_is_said_so_and_what_is_too_much_is_refused(tmp_path: Path) -> None:
+    async def test(desk: QuestionDesk) -> None:
+        release = threading.Event()
+        slugs = []
+        try:
+            asked = [asyncio.ensure_future(desk.work(release.wait)) for _ in range(MOST_WAITING)]
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError) as refused:
+                await desk.work(release.wait)
+            assert (refused.value.slug, refused.value.status) == ("busy", 503)
+            # a state's method, as an agent's request needs it, goes on meanwhile
+            assert await asyncio.to_thread(desk.state.counts)
+            for answer in await asyncio.gather(*asked, return_exceptions=True):
+                assert isinstance(answer, RequestError)
+                slugs.append(answer.slug)
+            names = [thread.name for thread in threading.enumerate() if "traceloom-question" in thread.name]
+            assert len(names) == MOST_AT_ONCE
+        finally:
+            release.set()
+        assert set(slugs) == {"slow-question"}
+        desk.seconds = 60.0
+        await asyncio.to_thread(desk._threads.submit(bool).result)  # what was asked before has ended
+        assert await desk.work(lambda: "answered") == "answered"
+
+    with_desk(tmp_path, test, seconds=0.2)
+
+
+def test_an_answer_is_given_again_until_a_table_or_a_rule_changes(tmp_path: Path) -> None:
+    async def test(desk: QuestionDesk) -> None:
+        first = await desk.ask(FINDINGS, RulesAsking())
+        assert await desk.ask(FINDINGS, RulesAsking()) is first
+        assert await desk.ask(FINDINGS, RulesAsking(top=7)) is not first
+        day = day_of(NOW)
+        row = {"day": [day], "capture": ["c"], "slug": ["launch-bound"], "confidence": [1.0]}
+        about = {"day": [day], "capture": ["c"], "start_ns": [NOW]}
+        rows = {name: SCHEMAS[name].complete(pl.DataFrame(data)) for name, data in
+                (("findings", row), ("captures", about))}  # fmt: skip
+        desk.tables.commit("captures", 1, rows)
+        second = await desk.ask(FINDINGS, RulesAsking())
+        assert [each.rule for each in second.rows] == ["launch-bound"]  # type: ignore[attr-defined]
+        desk.state.put_document("owners", "olga", "")
+        assert await desk.ask(FINDINGS, RulesAsking()) is not second
+
+    with_desk(tmp_path, test)
