@@ -106,7 +106,14 @@ def asking_form(address: Address, *, extra: Node = None, keep: Sequence[str] = (
             ],
         ],
         extra,
-        details(open=bool(chosen))[
+        button(type="submit")["Ask"],
+        (
+            a(".chip", href=address.changed({name: ""}), title="Drop this filter")[
+                f"{FILTERS[name]}: {value}", span(aria_hidden="true")[" ×"]
+            ]
+            for name, value in chosen.items()
+        ),
+        details[
             summary["Filter"],
             div(".fields")[
                 (
@@ -121,13 +128,6 @@ def asking_form(address: Address, *, extra: Node = None, keep: Sequence[str] = (
                 )
             ],
         ],
-        button(type="submit")["Ask"],
-        (
-            a(".chip", href=address.changed({name: ""}), title="Drop this filter")[
-                f"{FILTERS[name]}: {value}", span(aria_hidden="true")[" ×"]
-            ]
-            for name, value in chosen.items()
-        ),
     ]  # fmt: skip
 
 

@@ -14,10 +14,8 @@ from htpy import (
     figure,
     form,
     fragment,
-    h2,
     label,
     p,
-    section,
     table,
     tbody,
     td,
@@ -40,6 +38,7 @@ from traceloom.fleet.attribution import UNATTRIBUTED
 from traceloom.fleet.documents import OwnerRule, rules_of
 from traceloom.model import units
 from traceloom.portal.asking import ask
+from traceloom.portal.layout import folded
 from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
 from traceloom.portal.table import PageColumn, PageRow, PageTable, instant
 from traceloom.portal.visit import Visit
@@ -105,7 +104,7 @@ def content(view: OwnersView) -> PageContent:
         for number, rule in enumerate(view.rules, 1)
     ]  # fmt: skip
     empty = fragment[
-        p["There are no rules: jobs are of whom they say themselves, or their labels. Write rules below, as:"],
+        p["There are no rules: jobs are of whom they say themselves, or their labels. Write rules, as:"],
         div(".command")[code[EXAMPLE.splitlines()[1]], code[EXAMPLE.splitlines()[2]]],
     ]
     versions: list[PageRow] = [
@@ -141,26 +140,24 @@ def controls(visit: Visit, view: OwnersView) -> Node:
     if not visit.may("operator"):
         return p(".quiet")["An operator may change the rules."]
     text = visit.form.get("text", [view.document.text or EXAMPLE])[0].replace("\r\n", "\n")
-    return section(aria_labelledby="change-title")[
-        h2("#change-title")["Change the rules"],
-        form(method="post", action="/owners", class_="panel wide")[
-            div(".field")[
-                label(for_="text")["owners.toml"],
-                textarea(
-                    "#text", name="text", rows=max(10, min(30, text.count("\n") + 3)), spellcheck="false",
-                    autocomplete="off", aria_describedby="text-about",
-                )[_lines(text)],
-                p("#text-about.quiet")[
-                    "match: job, scheduler, user, model, product, division, application, framework or label.NAME, with "
-                    "* and ?. set: division, product, application, model, user, framework. from, until: days in UTC."
-                ],
-            ],
-            div(".buttons")[
-                button(type="submit", name="do", value="try")["Show what would change"],
-                button(".primary", type="submit", name="do", value="save")["Save"],
+    inside = form(method="post", action="/owners")[
+        div(".field")[
+            label(for_="text")["owners.toml"],
+            textarea(
+                "#text", name="text", rows=max(10, min(30, text.count("\n") + 3)), spellcheck="false",
+                autocomplete="off", aria_describedby="text-about",
+            )[_lines(text)],
+            p("#text-about.quiet")[
+                "match: job, scheduler, user, model, product, division, application, framework or label.NAME, with * "
+                "and ?. set: division, product, application, model, user, framework. from, until: days in UTC."
             ],
         ],
+        div(".buttons")[
+            button(type="submit", name="do", value="try")["Show what would change"],
+            button(".primary", type="submit", name="do", value="save")["Save"],
+        ],
     ]  # fmt: skip
+    return folded("change", "Change the rules", inside, is_open=bool(visit.form))
 
 
 def _lines(text: str) -> Markup:
