@@ -138,10 +138,11 @@ async def _findings(asked: FleetAsked) -> FindingsAnswer:
     wanted, service = asked.parameters(FindingsParameters), asked.service
 
     def rows() -> list[FleetFinding]:
-        names = [wanted.capture]
-        if wanted.job:
-            names = [capture.id for capture in service.state.captures(job=wanted.job, most=_MOST_CAPTURES)]
-        return service.watching.findings(names)
+        if not wanted.job:
+            return service.watching.findings([wanted.capture])
+        return service.watching.findings_of_job(
+            wanted.job, lambda: [of.id for of in service.state.captures(job=wanted.job, most=_MOST_CAPTURES)]
+        )
 
     return FindingsAnswer(findings=await asyncio.to_thread(rows))
 

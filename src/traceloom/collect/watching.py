@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 import polars as pl
@@ -18,10 +18,13 @@ from traceloom.fleet.topline import METRICS, topline
 from traceloom.store.schemas import day_of
 from traceloom.store.tables import Tables
 
+T = TypeVar("T")
 DeviceState = Literal["busy", "idle-allocated", "unallocated", "unreachable"]
 """As in the tables of usage, but of this moment."""
 
 _TOPLINE_S = 60.0  # that it is kept: it is of a whole day
+_USAGE_S = 15.0  # the same of device time, which comes by minutes
+_MOST_KEPT = 256  # answers of a sort
 _MINUTE_NS, _HOUR_NS = 60 * 10**9, 3600 * 10**9
 _MOST_ROWS = 10_000
 BUSY = "gpu_busy_ratio"
@@ -105,6 +108,33 @@ class ToplineOfDay(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float | None
 
 
+class RecentAnswers(Generic[T]):
+    """Answers that many ask for again and again: each is worked out anew only after a while, by one at a time.
+
+    Args:
+        seconds: That an answer is kept.
+        clock: Seconds.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self.clock = seconds, clock
+        self._lock = threading.Lock()
+        self._kept: dict[Hashable, tuple[float, T]] = {}  # question -> when, the answer; the oldest is first
+
+    def get(self, question: Hashable, work_out: Callable[[], T]) -> T:
+        """The answer to a question."""
+        with self._lock:
+            kept = self._kept.get(question)
+            if kept is not None and self.clock() - kept[0] <= self.seconds:
+                return kept[1]
+            answer = work_out()
+            self._kept.pop(question, None)
+            self._kept[question] = (self.clock(), answer)
+            if len(self._kept) > _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            return answer
+
+
 class Watching:
     """Asks the tables what pages show; its methods block.
 
@@ -115,16 +145,13 @@ class Watching:
 
     def __init__(self, tables: Tables, clock: Callable[[], int] = time.time_ns) -> None:
         self.tables, self.clock = tables, clock
-        self._lock = threading.Lock()
-        self._topline: ToplineOfDay | None = None
-        self._of = float("-inf")  # when it was worked out
+        self._toplines = RecentAnswers[ToplineOfDay](_TOPLINE_S)
+        self._usage = RecentAnswers[list[UsageOfTime]](_USAGE_S)
+        self._findings = RecentAnswers[list[FleetFinding]](_USAGE_S)
 
     def topline(self) -> ToplineOfDay:
         """The topline of the last 24 hours, at most a minute old."""
-        with self._lock:
-            if self._topline is None or time.monotonic() - self._of > _TOPLINE_S:
-                self._topline, self._of = self._worked_out(), time.monotonic()
-            return self._topline
+        return self._toplines.get("", self._topline)
 
     def findings(self, captures: Sequence[str]) -> list[FleetFinding]:
         """Findings of captures, by name; what saves most first."""
@@ -154,7 +181,14 @@ class Watching:
         return msgspec.convert(summed.sort("host").collect().to_dicts(), list[MeasuredBeside])
 
     def usage(self, *, host: str = "", job: str = "", hours: float) -> list[UsageOfTime]:
-        """Device time of a host or job, the last first: by minutes up to six hours, by hours beyond."""
+        """Device time of a host or job, by minutes up to six hours, else by hours; 15 s old at most, the last first."""
+        return self._usage.get((host, job, hours), lambda: self._used(host, job, hours))
+
+    def findings_of_job(self, job: str, captures: Callable[[], Sequence[str]]) -> list[FleetFinding]:
+        """Findings of the captures of a job, at most 15 s old."""
+        return self._findings.get(job, lambda: self.findings(captures()))
+
+    def _used(self, host: str, job: str, hours: float) -> list[UsageOfTime]:
         until = self.clock()
         since = until - int(hours * _HOUR_NS)
         rows = self.tables.scan("usage_minute" if hours <= 6 else "usage_hour", first=day_of(since))
@@ -166,7 +200,7 @@ class Watching:
         last = summed.sort("time_ns", "state", "job", descending=[True, False, False]).head(_MOST_ROWS).collect()
         return msgspec.convert(last.to_dicts(), list[UsageOfTime])
 
-    def _worked_out(self) -> ToplineOfDay:
+    def _topline(self) -> ToplineOfDay:
         since = self.clock() - 24 * _HOUR_NS
         first = day_of(since)
         usage = self.tables.scan("usage_hour", first=first).filter(pl.col("time_ns") > since - _HOUR_NS)

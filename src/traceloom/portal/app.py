@@ -219,6 +219,9 @@ class Portal:
         assert isinstance(error, RequestError)
         if error.status == 401 and "text/event-stream" not in request.headers.get("accept", ""):
             where = layout.local_path(request.url.path + (f"?{request.url.query}" if request.url.query else ""))
+            if request.method == "GET" and request.headers.get("sec-fetch-site") == "cross-site":
+                # Who follows a link from another site is sent here without the cookie; from here they come with it.
+                return HTMLResponse("", headers={"Refresh": f"0; url={where}"})
             query = {} if request.method != "GET" or where == "/" else {"next": where}
             if "traceloom" in request.headers.get("cookie", ""):
                 query["ended"] = "yes"

@@ -55,6 +55,13 @@ def test_a_token_opens_a_session_whose_cookie_no_script_reads(service: Running) 
     assert service.browse("/", cookie.partition(";")[0]).headers["Location"] == "/sign-in?ended=yes"
 
 
+def test_who_follows_a_link_of_another_site_comes_again_with_the_cookie(service: Running) -> None:
+    seen = service.browse("/jobs?a=b", Sec_Fetch_Site="cross-site")
+    assert (seen.status, seen.headers["Refresh"]) == (200, "0; url=/jobs?a=b")
+    assert seen.headers["X-Frame-Options"] == "DENY"
+    assert service.browse("/jobs?a=b", Sec_Fetch_Site="same-origin").status == 303
+
+
 def test_a_wrong_an_expired_and_a_revoked_token_are_refused_alike(service: Running) -> None:
     state = State(str(service.folder / "store" / "state.db"))
     expired = state.add_token("late", "admin", days=-1)

@@ -46,6 +46,8 @@ async def compute(visit: Visit) -> CaptureView:
     """Ask the routes."""
     name = visit.names["id"]
     capture = await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=name)
+    if not any(task.state == "committed" for task in capture.tasks):  # the tables do not have it yet
+        return CaptureView(capture, CaptureFactsAnswer(facts=None, beside=[]), [])
     facts = await visit.answer(CaptureFactsAnswer, "/api/v1/captures/{id}/facts", id=name)
     found = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"capture": name})
     return CaptureView(capture, facts, found.findings)
