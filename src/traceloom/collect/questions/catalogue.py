@@ -7,10 +7,13 @@ import polars as pl
 from traceloom.collect.questions import asking
 from traceloom.collect.questions.declared import AnswerTable, Question
 from traceloom.collect.questions.frames import QuestionFrames
+from traceloom.fleet.attribution import BY as DEVICE_TIME_BY
 from traceloom.fleet.attribution import attribution
 from traceloom.fleet.attribution_tree import AttributionTree, tree
+from traceloom.fleet.characterise import BY as GPU_TIME_BY
 from traceloom.fleet.characterise import Coverage, GpuTimeBy, TopKernels, coverage, gpu_time_by, top_kernels
 from traceloom.fleet.common_findings import CommonFindings, common_findings
+from traceloom.fleet.invest import BY as SAVINGS_BY
 from traceloom.fleet.invest import Investment, invest
 from traceloom.fleet.kernel_history import KernelHistory, kernel_history
 from traceloom.fleet.outliers import Outliers, outliers
@@ -210,7 +213,8 @@ QUESTIONS = (
         {
             "rows": AnswerTable(
                 "combinations of values, the longest first",
-                {"count": _COUNT, "total_ns": _GPU_NS, "fraction": _FRACTION, "captures": _CAPTURES_OF}, divided=True,
+                {"count": _COUNT, "total_ns": _GPU_NS, "fraction": _FRACTION, "captures": _CAPTURES_OF},
+                divided=GPU_TIME_BY,
             )
         },
         {"by": _BY}, ("kernels", *_CAPTURES), _characterise,
@@ -252,7 +256,7 @@ QUESTIONS = (
     Question(
         "topline", "what jobs, models, hosts or the whole fleet get out of their devices", asking.ToplineAsking,
         {
-            "rows": AnswerTable("the most device time first", _TOPLINE, divided=True),
+            "rows": AnswerTable("the most device time first", _TOPLINE, divided=DEVICE_TIME_BY),
             "correlations": AnswerTable(
                 "how two metrics go together over jobs",
                 {
@@ -331,7 +335,7 @@ QUESTIONS = (
                     "confidence": Column("share", "Confidence", "how sure the rules are, mean by what is saved"),
                     "example": Column("text", "Look at", "a capture of the job that would save most"),
                 },
-                divided=True,
+                divided=SAVINGS_BY,
             )
         },
         {

@@ -26,6 +26,7 @@ _OF_UNIT: Mapping[str, Any] = {
     # a mean time is no whole number of ns
     "time": int | float | None,
 }
+_DIMENSION: Any = Annotated[str | msgspec.UnsetType, Meta(description="its value, where it is asked for")]
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,18 @@ class AnswerTable:
         meaning: What a row is, and how rows are ordered.
         columns: Their declarations.
         types: The types of columns that their unit does not tell.
-        divided: The rows have the dimensions that were asked for as well, each as a text.
+        divided: Dimensions that rows have as well, those that are asked for, each as a text.
     """
 
     meaning: str
     columns: Mapping[str, Column]
     types: Mapping[str, Any] = field(default_factory=dict)
-    divided: bool = False
+    divided: tuple[str, ...] = ()
 
     def row(self, name: str) -> Any:
-        """The structure of a row, called so; a mapping where dimensions stand beside the columns."""
-        if self.divided:
-            return dict[str, str | int | float | bool | None]
-        fields = [(key, _type(column, self.types.get(key))) for key, column in self.columns.items()]
+        """The structure of a row, called so; dimensions that are not asked for are not in it."""
+        fields: list[Any] = [(key, _DIMENSION, msgspec.UNSET) for key in self.divided]
+        fields += [(key, _type(column, self.types.get(key))) for key, column in self.columns.items()]
         return msgspec.defstruct(name, fields, bases=(HttpAnswer,), frozen=True, kw_only=True, module=__name__)
 
 
