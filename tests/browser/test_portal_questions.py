@@ -168,5 +168,6 @@ def test_hostile_names_are_text_and_every_page_is_small_and_quiet(served: Served
             assert page.query_selector(".empty") is not None, path
     assert served.open("/kernels/history?kernel=" + quote(EVIL)).query_selector("img") is None
     assert served.page.goto(f"{served.url}/attribution?at=%5B1%5D").status == 400
-    assert served.page.goto(f"{served.url}/regressions/change?kernel=none").status == 404
+    for path in ("regressions/change?kernel=none", "compare?base=none&new=none", "captures/none/against/none"):
+        assert served.page.goto(f"{served.url}/{path}").status == 404
     assert [text for text in served.problems if "400" not in text and "404" not in text] == []

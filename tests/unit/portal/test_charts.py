@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -28,12 +28,12 @@ EVIL = "</title><script>alert(1)</script>&\"'"
 START = 20_000 * DAY_NS
 
 
-def drawn(node: Node) -> ElementTree.Element:
+def drawn(node: Node) -> ET.Element:
     """The elements of a picture, which is well-formed whatever the names are."""
-    return ElementTree.fromstring(str(div[node]))
+    return ET.fromstring(str(div[node]))
 
 
-def places(elements: list[ElementTree.Element], name: str) -> list[float]:
+def places(elements: list[ET.Element], name: str) -> list[float]:
     return [float(str(element.get(name)).removesuffix("%")) for element in elements]
 
 
