@@ -215,8 +215,8 @@ def _plot(  # noqa: PLR0917  (all are what was just worked out)
     for time_ns, words in _times(first, last):
         at = 100 * (time_ns - first) / (last - first)
         lines += Markup('<line class="grid" x1="{0:.2f}%" x2="{0:.2f}%" y1="0" y2="100%"/>').format(at)
-        anchor = "start" if at < 3 else "end" if at > 97 else "middle"
-        times += Markup('<text x="{:.2f}%" y="14" text-anchor="{}">{}</text>').format(at, anchor, words)
+        if at < 98:
+            times += Markup('<text x="{:.2f}%" y="14" text-anchor="middle">{}</text>').format(at, words)
     return figure(".chart")[
         div(".plot")[
             Markup('<svg class="scale" aria-hidden="true" height="{}">{}</svg>').format(_HEIGHT, scale),
