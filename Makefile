@@ -46,6 +46,7 @@ demo: $(VENV)/.demo ## Record a small GPT on 2 ranks, report it in the terminal 
 	    $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 	$(BIN)/traceloom report demo/run
 	$(BIN)/traceloom report demo/run --force -o demo/report.html
+	@echo "For a fleet: $(PIP) install --editable '.[fleet]' && $(BIN)/traceloom serve --demo"
 
 test: $(VENV)/.test ## Run the whole test suite
 	$(BIN)/python -m compileall -q src  # many tests start processes, which may not be allowed to keep bytecode

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
     "name",
     [
         "agent_dashboard", "agent_http_page", "agent_metrics_page", "command_line_page", "fleet_dashboard",
-        "fleet_http_page", "fleet_metrics_page", "fleet_tables_page",
+        "fleet_http_page", "fleet_metrics_page", "fleet_tables_page", "portal_page",
     ],
 )  # fmt: skip
 def test_the_page_is_up_to_date(name: str) -> None:

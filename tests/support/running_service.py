@@ -8,13 +8,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
 from support.prometheus import free_port
 from support.waiting import until
 from traceloom.collect.client import FleetClient
+
+
+class Seen(NamedTuple):
+    """What a browser is answered."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    text: str
 
 
 class RunningService:
@@ -87,3 +96,19 @@ class RunningService:
         text = response.read()
         connection.close()
         return response.status, json.loads(text) if "json" in response.headers["content-type"] else text
+
+    def browse(self, path: str, cookie: str = "", form: Mapping[str, str] | None = None, **headers: str) -> Seen:
+        """A request for a page as a browser sends it, with a form where there is one."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        sent = {"Cookie": cookie, **({} if form is None else {"Origin": self.url}), **headers}
+        method, body = ("GET", None) if form is None else ("POST", urlencode(form))
+        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in sent.items() if value})
+        response = connection.getresponse()
+        seen = Seen(response.status, response.headers, response.read().decode())
+        connection.close()
+        return seen
+
+    def signed_in(self, token: str = "") -> str:
+        """The cookie of who signs in, as its own user without a token."""
+        form = {"token": token or self.token, "next": "/"}
+        return self.browse("/sign-in", form=form).headers["Set-Cookie"].partition(";")[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from traceloom.cli import options as types
@@ -16,6 +18,7 @@ DESCRIPTION = (
 EXAMPLES = """\
 examples:
   traceloom serve                        all of it in ~/.local/share/traceloom
+  traceloom serve --demo                 a made fleet to look at, in a store that goes with Ctrl-C
   traceloom serve --store /data/fleet --workers 8
   traceloom serve --store s3://bucket/fleet --state postgresql://fleet@db/fleet \\
                   --address 0.0.0.0:9466 --certificate fleet.pem --key fleet.key
@@ -36,6 +39,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--state", metavar="URL", default="",
         help="the database: a file of SQLite, or postgresql://USER@HOST/NAME (default: state.db in the store's "
         "directory)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--demo", action="store_true",
+        help="serve ten days of a made fleet, in a temporary store; with --store in a directory that is empty or such "
+        "a demo's",
     )  # fmt: skip
     parser.add_argument(
         "--engine", metavar="ENGINE", default="processes",
@@ -64,22 +72,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="webhooks may lead into this network, as 10.1.0.0/16 or 127.0.0.1; several times (default: only to public "
         "addresses)",
     )  # fmt: skip
+    parser.add_argument(
+        "--proxy-user-header", metavar="NAME", default="",
+        help="of the pages: a proxy has checked who asks, and names the user in this header",
+    )  # fmt: skip
+    parser.add_argument(
+        "--proxy-from", metavar="ADDRESS", default="", help="the proxy's address or network, which alone is believed"
+    )
+    parser.add_argument(
+        "--proxy-role", choices=("viewer", "requester", "operator", "admin"), default="requester",
+        help="what users whom the proxy names may do, where no token of that name says it (default: requester)",
+    )  # fmt: skip
     types.add_silence(parser, "no line when it is ready")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run it; returns the exit code."""
     import asyncio
+    import contextlib
     import importlib.util
     import logging
     import resource
 
-    needed = ("sqlalchemy", "obstore", "deltalake", "starlette", "uvicorn", "prometheus_client")
+    needed = ("htpy", "sqlalchemy", "obstore", "deltalake", "starlette", "uvicorn", "prometheus_client")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
             f"the service needs {', '.join(missing)}", slug="missing-packages", hint="pip install 'traceloom[fleet]'"
         )
+    if bool(args.proxy_user_header) != bool(args.proxy_from):
+        raise UsageError("--proxy-user-header and --proxy-from go together", slug="wrong-usage")
     from platformdirs import user_data_path
 
     from traceloom.agent.config import Tcp
@@ -89,43 +111,74 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.collect.pipeline import COMMIT_S, LEASE_S
     from traceloom.collect.service import Service, keep_local_token, serve
     from traceloom.collect.telling import WebhookTargets
+    from traceloom.portal.app import build_portal
+    from traceloom.portal.readers import ProxyUsers
     from traceloom.store.objects import Objects
     from traceloom.store.state import State
     from traceloom.store.tables import Tables
 
+    proxy = None
+    if args.proxy_from:
+        try:
+            proxy = ProxyUsers(header=args.proxy_user_header, source=args.proxy_from, role=args.proxy_role)
+        except ValueError as error:
+            raise UsageError(f"no such proxy: {error}", slug="wrong-usage") from error
     files = (args.engine_ca, args.engine_certificate, args.engine_key)
-    engine = engine_of(args.engine, args.workers, EngineTls(*files) if any(files) else None)
+    tls = EngineTls(*files) if any(files) else None
+    targets = WebhookTargets(args.webhooks_to)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    targets = WebhookTargets(args.webhooks_to)
-    objects = Objects(args.store or str(user_data_path("traceloom") / "fleet"))
-    if not args.state and objects.directory is None:
-        raise UsageError(
-            "files in an object store need a state beside them", slug="wrong-usage",
-            hint="--state postgresql://USER@HOST/NAME, or a file of SQLite where one service runs",
-        )  # fmt: skip
-    state = State(args.state or str(Path(objects.directory or ".") / "state.db"))
-    tables = Tables(objects.url if objects.directory is None else str(objects.directory))
-    tables.create()
-    keep_local_token(state, token_path())
 
-    def ready(url: str) -> None:
+    def say(text: str) -> None:
         if not args.quiet:
-            print(f"The fleet's service answers at {url}, and keeps its files in {objects.url}.", flush=True)
-            print("Try: traceloom upload CAPTURE; traceloom fleet check", flush=True)
+            print(f"{text} ...", file=sys.stderr, flush=True)
 
-    async def live() -> None:
-        service = Service(
-            state, objects, tables, engine, lease_s=args.lease or LEASE_S, commit_s=COMMIT_S,
-            incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
-            webhook_targets=targets,
-        )  # fmt: skip
-        await serve(service, Tcp(address=args.address, certificate=args.certificate, key=args.key), ready)
+    with ExitStack() as stack:
+        demo = None
+        if args.demo:
+            from traceloom.demo.serving import Demo
 
-    try:
+            demo = stack.enter_context(Demo.in_directory(args.store, args.state))
+        store = args.store if demo is None else str(demo.directory.path)
+        objects = Objects(store or str(user_data_path("traceloom") / "fleet"))
+        if not args.state and objects.directory is None:
+            raise UsageError(
+                "files in an object store need a state beside them", slug="wrong-usage",
+                hint="--state postgresql://USER@HOST/NAME, or a file of SQLite where one service runs",
+            )  # fmt: skip
+        state = State(args.state or str(Path(objects.directory or ".") / "state.db"))
+        stack.callback(state.close)
+        tables = Tables(objects.url if objects.directory is None else str(objects.directory))
+        tables.create()
+        if demo is None:
+            keep_local_token(state, token_path())
+        else:
+            demo.fill(state, objects, tables, say)
+        engine = engine_of(args.engine, args.workers, tls)
+        stack.callback(engine.close)
+
+        def ready(url: str) -> None:
+            if demo is not None:  # its token is printed nowhere else
+                print(f"A made fleet is served at {url}/", flush=True)
+                print(f"Its token, for the browser and for commands: {demo.token}", flush=True)
+                print(f"Try: TRACELOOM_SERVER={url} TRACELOOM_TOKEN={demo.token} traceloom fleet captures", flush=True)
+            elif not args.quiet:
+                print(f"The fleet's service answers at {url}, and keeps its files in {objects.url}.", flush=True)
+                print(f"Its pages are there too; sign in with the token in {token_path()}.", flush=True)
+                print("Try: traceloom upload CAPTURE; traceloom fleet check", flush=True)
+
+        async def live() -> None:
+            service = Service(
+                state, objects, tables, engine, lease_s=args.lease or LEASE_S, commit_s=COMMIT_S,
+                incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
+                webhook_targets=targets,
+            )  # fmt: skip
+            tcp = Tcp(address=args.address, certificate=args.certificate, key=args.key)
+            async with contextlib.AsyncExitStack() as beside:
+                if demo is not None:
+                    await beside.enter_async_context(demo.hosts(service))
+                await serve(service, tcp, ready, build_portal(service, proxy))
+
         asyncio.run(live())
-    finally:
-        engine.close()
-        state.close()
     return 0

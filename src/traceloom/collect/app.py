@@ -18,6 +18,7 @@ from traceloom.agent.http.app import DOCUMENT_PATH, refusal_response, refusals
 from traceloom.agent.http.limits import Rates
 from traceloom.agent.http.openapi import document
 from traceloom.collect.compaction import COMPACTION_ROUTES
+from traceloom.collect.compare_routes import COMPARE_ROUTES
 from traceloom.collect.host_routes import AGENTS, HOST_ROUTES
 from traceloom.collect.live import LIVE_ROUTES
 from traceloom.collect.questions.routes import QUESTION_ROUTES
@@ -26,9 +27,10 @@ from traceloom.collect.request_routes import REQUEST_ROUTES
 from traceloom.collect.routes import FLEET_ROUTES, FleetAsked, FleetRoute, may
 from traceloom.collect.statement_routes import STATEMENT_ROUTES
 from traceloom.collect.trigger_routes import TRIGGER_ROUTES
+from traceloom.collect.watch_routes import WATCH_ROUTES
 from traceloom.collect.webhook_routes import WEBHOOK_ROUTES
 from traceloom.errors import TraceloomError
-from traceloom.store.state import TokenRecord
+from traceloom.store.state import Role, TokenRecord
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
 
 ROUTES = (
     *FLEET_ROUTES,
+    *COMPARE_ROUTES,
     *REQUEST_ROUTES,
+    *WATCH_ROUTES,
     *HOST_ROUTES,
     *STATEMENT_ROUTES,
     *TRIGGER_ROUTES,
@@ -110,24 +114,39 @@ def unavailable(error: TraceloomError) -> RequestError:
     return RequestError(503, error.message, slug=error.slug, hint="its administrator sees more", retry_s=5)
 
 
+async def answered(route: FleetRoute, asked: FleetAsked) -> msgspec.Struct | Response:
+    """What a route answers to who may ask it; `asked.request.state.what` is what the audit says of it.
+
+    Raises:
+        RequestError: It is refused: `not-allowed` for who has another role.
+    """
+    await check_role(asked, route.role)
+    try:
+        return await route.answers(asked)
+    except RequestError:
+        raise
+    except TraceloomError as error:
+        raise unavailable(error) from error
+
+
+async def check_role(asked: FleetAsked, role: Role | None) -> None:
+    """Refuse, and put into the audit, who may not do what needs a role.
+
+    Raises:
+        RequestError: `not-allowed`.
+    """
+    if role is not None and not may(asked.token, role):
+        await asyncio.to_thread(asked.service.state.note, asked.token.name, asked.request.state.what, "not-allowed")
+        raise RequestError(403, f"this needs the role {role}, and the token has {asked.token.role}", slug="not-allowed")
+
+
 def build_fleet_app(service: Service) -> ASGIApp:
     """The application that answers for a service."""
 
     def endpoint(route: FleetRoute) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
-            asked = FleetAsked(service, request)
             request.state.route, request.state.what = route.path, f"{route.method} {request.url.path}"
-            if route.role is not None and not may(asked.token, route.role):
-                await asyncio.to_thread(service.state.note, asked.token.name, request.state.what, "not-allowed")
-                raise RequestError(
-                    403, f"this needs the role {route.role}, and the token has {asked.token.role}", slug="not-allowed"
-                )
-            try:
-                answer = await route.answers(asked)
-            except RequestError:
-                raise
-            except TraceloomError as error:
-                raise unavailable(error) from error
+            answer = await answered(route, FleetAsked(service, request))
             if isinstance(answer, Response):
                 return answer
             return Response(msgspec.json.encode(answer), media_type="application/json")

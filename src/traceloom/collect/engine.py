@@ -9,7 +9,7 @@ import msgspec
 
 from traceloom.errors import TraceloomError
 
-TaskName = Literal["check", "analyse", "render"]
+TaskName = Literal["check", "analyse", "render", "render_timeline", "compare"]
 
 MEMORY_BYTES = 8 << 30
 RESULT_BYTES = 256 << 20

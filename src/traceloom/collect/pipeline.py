@@ -8,19 +8,22 @@ and doubles nothing: tasks it held are taken again when their leases end, and it
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from typing import Literal
 
 import polars as pl
 
 from traceloom import __version__
 from traceloom.collect.engine import Engine, EngineTask, TaskError, TaskFile, TaskName
 from traceloom.collect.job_rows import commit_jobs, said_by_captures
+from traceloom.collect.tasks import BASE, NEW
 from traceloom.collect.usage import commit_usage
 from traceloom.errors import TraceloomError
 from traceloom.store.database import LEADER
@@ -183,16 +186,34 @@ class Pipeline:
         self.state.put_number(_COMPACTED, days)
         return True
 
-    def report(self, capture: CaptureRecord) -> str:
-        """The name of the page of a capture's report, which is rendered when it is first asked for.
+    def rendered(self, capture: CaptureRecord, task: Literal["render", "render_timeline"]) -> str:
+        """The name of the report of a capture, or of its timeline for Perfetto, which is made when first asked for.
 
         Raises:
             TaskError: It could not be rendered.
             TraceloomError: A store does not answer.
         """
-        name = f"reports/{capture.day}/{capture.id}.{__version__}.html"
+        ending = "html" if task == "render" else "perfetto.json.gz"
+        name = f"reports/{capture.day}/{capture.id}.{__version__}.{ending}"
         if self.objects.size(name) is None:
-            self.objects.put(name, self.engine.submit(self._work_on(capture, "render")).result())
+            title = f"{capture.job} · {capture.id}" if capture.job else capture.id
+            self.objects.put(name, self.engine.submit(self._work_on(capture, task, name=title)).result())
+        return name
+
+    def comparison(self, base: CaptureRecord, new: CaptureRecord) -> str:
+        """The name of the page of a capture against another one, which is made when it is first asked for.
+
+        Raises:
+            TaskError: They cannot be compared.
+            TraceloomError: A store does not answer.
+        """
+        both = hashlib.sha256(f"{base.id} {new.id}".encode()).hexdigest()[:32]
+        name = f"reports/{new.day}/{both}.{__version__}.html"
+        if self.objects.size(name) is None:
+            files = (*self._files_of(base, BASE), *self._files_of(new, NEW))
+            names: dict[str, str | int] = {"base_name": base.job or base.id, "new_name": new.job or new.id}
+            work = EngineTask("compare", files, names, self.task_s)
+            self.objects.put(name, self.engine.submit(work).result())
         return name
 
     def _through(self, task: TaskRecord, capture: CaptureRecord) -> None:
@@ -221,15 +242,16 @@ class Pipeline:
             self.state.renew(task.id, self.holder, self.lease_s)
         return future.result()
 
-    def _work_on(self, of: CaptureRecord, name: TaskName, **arguments: str | int) -> EngineTask:
+    def _work_on(self, of: CaptureRecord, task: TaskName, **arguments: str | int) -> EngineTask:
         """A task on all files of a capture, wherever they are kept."""
-        files = []
+        return EngineTask(task, tuple(self._files_of(of)), arguments, self.task_s)
+
+    def _files_of(self, of: CaptureRecord, folder: str = "") -> Iterator[TaskFile]:
         for file in of.files:
             at = self.objects.readable_at(f"{folder_of(of)}/{file.name}", READ_S)
             if at is None:
                 raise TaskError(f"{file.name} is no longer in the store", final=True)
-            files.append(TaskFile(file.name, file.size, file.sha256, at))
-        return EngineTask(name, tuple(files), arguments, self.task_s)
+            yield TaskFile(f"{folder}/{file.name}" if folder else file.name, file.size, file.sha256, at)
 
     def _work_loop(self) -> None:
         while not self._stop.is_set():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -161,10 +161,13 @@ def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
 async def _hosts(asked: FleetAsked) -> HostsAnswer:
     desk = asked.hosts()
     fresh = desk.fresh()
-    return HostsAnswer(hosts=[_host(name, desk.now.get(name), lost=name not in fresh) for name in sorted(desk.members)])
+    return HostsAnswer(
+        hosts=[host_answer(name, desk.now.get(name), lost=name not in fresh) for name in sorted(desk.members)]
+    )
 
 
-def _host(name: str, now: HostNow | None, *, lost: bool) -> HostAnswer:
+def host_answer(name: str, now: HostNow | None, *, lost: bool) -> HostAnswer:
+    """What is told of a host."""
     if now is None:
         return HostAnswer(host=name)
     beat = now.heartbeat
@@ -197,10 +200,11 @@ async def _jobs(asked: FleetAsked) -> FleetJobsAnswer:
         for process in now.heartbeat.processes:
             if process.job:
                 members[process.job].append((host, process))
-    return FleetJobsAnswer(jobs=[_job(job, members[job]) for job in sorted(members)])
+    return FleetJobsAnswer(jobs=[job_answer(job, members[job]) for job in sorted(members)])
 
 
-def _job(job: str, members: list[tuple[str, HostProcess]]) -> FleetJobAnswer:
+def job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJobAnswer:
+    """What is told of a job, by its processes and their hosts."""
     processes = [process for _, process in members]
     rates = [process.steps_per_second for process in processes if process.steps_per_second is not None]
     sizes = [process.world_size for process in processes if process.world_size is not None]

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
@@ -40,7 +40,7 @@ T = TypeVar("T")
 BODY_BYTES = 32 << 20  # an announcement of the most files that a capture may have
 _UPLOAD_S = 3600  # how long a signed address works
 _WRITE = 1 << 20
-_PAGE_HEADERS = {
+PAGE_HEADERS = {
     # The page is made of a stranger's trace: it may run its own scripts, and reach nothing of this service.
     "Content-Security-Policy": "sandbox allow-scripts allow-downloads",
     "X-Content-Type-Options": "nosniff",
@@ -330,12 +330,25 @@ async def _file(asked: FleetAsked) -> Response:
     name = f"{folder_of(capture)}/{file.name}"
     if await asyncio.to_thread(asked.service.objects.size, name) is None:
         raise RequestError(404, "the file has not arrived", slug="no-such-file")
-    headers = {"Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"'} | _PAGE_HEADERS
+    headers = {"Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"'} | PAGE_HEADERS
     chunks = asked.service.objects.chunks(name)
     return StreamingResponse(chunks, headers=headers, media_type="application/octet-stream")
 
 
 async def _report(asked: FleetAsked) -> Response:
+    name = await _rendered(asked, "render")
+    return StreamingResponse(asked.service.objects.chunks(name), headers=PAGE_HEADERS, media_type="text/html")
+
+
+async def _timeline(asked: FleetAsked) -> Response:
+    name = await _rendered(asked, "render_timeline")
+    download = f'attachment; filename="{asked.request.path_params["id"]}.perfetto.json.gz"'
+    headers = {"Content-Disposition": download} | PAGE_HEADERS
+    return StreamingResponse(asked.service.objects.chunks(name), headers=headers, media_type="application/gzip")
+
+
+async def _rendered(asked: FleetAsked, task: Literal["render", "render_timeline"]) -> str:
+    """What is made of a capture when it is first asked for: its name in the store."""
     capture = await asked.capture()
     service = asked.service
     tasks = await asyncio.to_thread(service.state.tasks, capture.id)
@@ -344,10 +357,9 @@ async def _report(asked: FleetAsked) -> Response:
         raise RequestError(409, "the capture is not analysed" + (f": {error}" if error else ""), slug="not-analysed")
     async with service.rendering:
         try:
-            name = await asyncio.to_thread(service.pipeline.report, capture)
+            return await asyncio.to_thread(service.pipeline.rendered, capture, task)
         except TaskError as error:
             raise RequestError(503, f"the report cannot be rendered: {error}", slug="not-rendered") from error
-    return StreamingResponse(service.objects.chunks(name), headers=_PAGE_HEADERS, media_type="text/html")
 
 
 async def _backfill(asked: FleetAsked) -> forms.BackfillAnswer:
@@ -425,6 +437,10 @@ FLEET_ROUTES = (
     FleetRoute(
         path="/api/v1/captures/{id}/report", summary="The report of a capture, rendered when it is first asked for",
         answers=_report, content="text/html", refuses=(404, 409, 503),
+    ),
+    FleetRoute(
+        path="/api/v1/captures/{id}/timeline", summary="The timeline of a capture for Perfetto",
+        answers=_timeline, content="application/gzip", refuses=(404, 409, 503),
     ),
     FleetRoute(
         path="/api/v1/backfill", summary="Analyse captures again with this version", answers=_backfill,

@@ -26,6 +26,7 @@ from traceloom.collect.pipeline import Pipeline
 from traceloom.collect.questions.desk import QuestionDesk
 from traceloom.collect.telling import WebhookSender, WebhookTargets
 from traceloom.collect.triggers import FleetTriggers
+from traceloom.collect.watching import Watching
 from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.objects import Objects
 from traceloom.store.state import State
@@ -33,6 +34,7 @@ from traceloom.store.tables import Tables
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
+    from starlette.types import ASGIApp
 
     from traceloom.agent.http.peers import Peer
 
@@ -77,6 +79,7 @@ class Service:
         self.limits = limits or ServiceLimits()
         self.pipeline = Pipeline(state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s)
         self.questions = QuestionDesk(tables, state)
+        self.watching = Watching(tables)
         self.rendering = asyncio.Lock()  # one report at a time
         self.hosts: HostDesk | None = None  # while this service leads
         self.incoming = incoming
@@ -186,8 +189,14 @@ class ServiceDoor:
         return lambda _headers: peer
 
 
-async def serve(service: Service, tcp: Tcp, ready: Callable[[str], None]) -> None:
+async def serve(service: Service, tcp: Tcp, ready: Callable[[str], None], app: ASGIApp | None = None) -> None:
     """Answer and analyse until a signal; `ready` is called with the address when everything listens.
+
+    Args:
+        service: What answers.
+        tcp: Where.
+        ready: Told the address.
+        app: What answers over HTTP; None: the routes alone.
 
     Raises:
         InputError: `tcp-without-tls`, `tls-unusable`, `wrong-config`.
@@ -200,7 +209,7 @@ async def serve(service: Service, tcp: Tcp, ready: Callable[[str], None]) -> Non
 
     tls, _ = tcp_security(tcp, asks=True)
     host, port = host_and_port(tcp.address)
-    config = http_config(build_fleet_app(service), service.limits.seconds)
+    config = http_config(app or build_fleet_app(service), service.limits.seconds)
     connections, door = ServerState(), ServiceDoor(service.limits)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -6,12 +6,16 @@ They run in processes of their own, on files of strangers.
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from traceloom.errors import InputError
 from traceloom.files import open_regular, sha256_of
 from traceloom.packed import UnpackedFile
+
+BASE, NEW = "base", "new"
+"""Folders of two captures that are compared."""
 
 MOST_TEXT = 64 << 30
 """Bytes of a capture when it is unpacked; one that expands beyond all measure is refused by its ratio before."""
@@ -70,8 +74,30 @@ def analyse(*, folder: str, out: str, capture: str, received_ns: int, job: str) 
         file.write(packed_rows(tables))
 
 
-def render(*, folder: str, out: str) -> None:
+def render_timeline(*, folder: str, out: str, name: str) -> None:
+    """Write the timeline of a capture to a new file for Perfetto, packed; arguments as of `render`.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    from traceloom import report
+    from traceloom.read import load
+    from traceloom.report.formats import Report, write_perfetto_gz
+    from traceloom.report.options import ReportOptions
+
+    session = replace(load(folder, cache=False), name=name)
+    whole = Report(report.build(session), lambda: session, ReportOptions())
+    with Path(out).open("xb") as file:
+        write_perfetto_gz(whole, file)
+
+
+def render(*, folder: str, out: str, name: str) -> None:
     """Write the report of a capture to a new HTML file.
+
+    Args:
+        folder: Where its files lie.
+        out: The HTML file.
+        name: What the run is called in there.
 
     Raises:
         InputError: It cannot be read.
@@ -80,6 +106,30 @@ def render(*, folder: str, out: str) -> None:
     from traceloom.read import load
     from traceloom.report.views.html import render as page_of
 
-    session = load(folder, cache=False)
+    session = replace(load(folder, cache=False), name=name)
     with Path(out).open("x", encoding="utf-8") as file:
         file.write(page_of(report.build(session), session))
+
+
+def compare(*, folder: str, out: str, base_name: str, new_name: str) -> None:
+    """Write the comparison of two captures to a new HTML file.
+
+    Args:
+        folder: Where the files of one lie in `BASE`, those of the other in `NEW`.
+        out: The HTML file.
+        base_name: What one is called.
+        new_name: What the other is called.
+
+    Raises:
+        InputError: One of them cannot be read.
+        UsageError: They cannot be compared.
+    """
+    from traceloom import analyze
+    from traceloom.read import load
+    from traceloom.report import comparison
+    from traceloom.report.comparison.page import render as page_of
+
+    names = {BASE: base_name, NEW: new_name}
+    sides = [replace(load(str(Path(folder, side)), cache=False), name=name) for side, name in names.items()]
+    with Path(out).open("x", encoding="utf-8") as file:
+        file.write(page_of(comparison.build(analyze.compare(*sides), *sides)))

@@ -13,7 +13,13 @@ from collections.abc import Callable, Mapping
 from traceloom.collect import tasks
 from traceloom.errors import InputError, TraceloomError, UsageError
 
-TASKS: Mapping[str, Callable[..., None]] = {"check": tasks.check, "analyse": tasks.analyse, "render": tasks.render}
+TASKS: Mapping[str, Callable[..., None]] = {
+    "check": tasks.check,
+    "analyse": tasks.analyse,
+    "render": tasks.render,
+    "render_timeline": tasks.render_timeline,
+    "compare": tasks.compare,
+}
 
 
 def main(known: Mapping[str, Callable[..., None]] = TASKS) -> None:

@@ -93,8 +93,10 @@ _GUARD: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+_SESSIONS = ("CREATE TABLE sessions (sha256 TEXT PRIMARY KEY, token TEXT NOT NULL, expires_ns BIGINT NOT NULL)",)
+
 MIGRATIONS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    dialect: ((*_FIRST, *guard), _TRIGGERS) for dialect, guard in _GUARD.items()
+    dialect: ((*_FIRST, *guard), _TRIGGERS, _SESSIONS) for dialect, guard in _GUARD.items()
 }
 """Dialect -> steps; the number of a step is its place from 1 on."""
 

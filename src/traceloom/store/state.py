@@ -19,6 +19,7 @@ from traceloom.store.database import secret_hash
 from traceloom.store.host_state import HostState
 from traceloom.store.job_facts import JobFactState
 from traceloom.store.kept_documents import DocumentState
+from traceloom.store.session_state import SessionState
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, RowMapping
@@ -97,7 +98,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, str]
 
 
-class State(HostState, DocumentState, JobFactState):
+class State(HostState, DocumentState, JobFactState, SessionState):
     """All of the state: captures, tasks, batches, leases, tokens and the audit, beside hosts, documents and jobs."""
 
     # captures
@@ -403,8 +404,12 @@ class State(HostState, DocumentState, JobFactState):
 
     def token(self, secret: str) -> TokenRecord | None:
         """The token with this secret, None where it is none, expired or was revoked."""
+        return self.token_of(secret_hash(secret))
+
+    def token_of(self, sha256: str) -> TokenRecord | None:
+        """The same by the hash of its secret."""
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=secret_hash(secret))
+            rows = self._rows(connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=sha256)
         token = _token(rows[0]) if rows else None
         if token is None or token.revoked_ns or (token.expires_ns and token.expires_ns <= time.time_ns()):
             return None

@@ -25,11 +25,20 @@ _SHARED = (0, 3)  # host and device on which a second process runs in the first 
 _WATTS = {"busy": 400, "idle-allocated": 120, "unallocated": 60}
 _FLOPS_PER_MS = 300_000_000_000
 
+_ATTENTION = "[[{0}, 1, 1024, 64], [{0}, 1, 1024, 64], [{0}, 1, 1024, 64], [], [], []]"
 _KERNELS = (
     ("embedding_bag_forward_{}", "embedding", "memory", "aten::embedding_bag", "[[{0}, 128], [4096]]", 90_000, 8),
-    ("sm90_gemm_bf16_{}", "gemm", "compute", "aten::mm", "[[4096, {0}], [{0}, 4096]]", 400_000, 12),
-    ("flash_fwd_{}", "attention", "compute", "aten::attention", "[[8, 16, {0}, 64]]", 250_000, 6),
-    ("vectorized_elementwise_{}", "elementwise", "memory", "aten::add", "[[4096, {0}]]", 30_000, 40),
+    ("sm90_gemm_bf16_{}", "gemm", "compute", "aten::mm", "[[16384, {0}], [{0}, 16384]]", 400_000, 12),
+    (
+        "flash_fwd_{}",
+        "attention",
+        "compute",
+        "aten::scaled_dot_product_attention",
+        "[[{0}, 1, 1024, 64], [{0}, 1, 1024, 64], [{0}, 1, 1024, 64], [], [], []]",
+        250_000,
+        6,
+    ),
+    ("vectorized_elementwise_{}", "elementwise", "memory", "aten::add", "[[16384, {0}], [16384, {0}]]", 30_000, 40),
     ("softmax_warp_{}", "softmax", "latency", "aten::softmax", "[[512, {0}]]", 6_000, 20),
 )
 """Name, kind, bound, operator, shapes, mean duration in ns, pieces in a capture; the name is filled with its number."""

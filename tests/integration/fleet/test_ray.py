@@ -40,7 +40,7 @@ def test_captures_go_their_way_in_a_ray_cluster_over_tls(tmp_path: Path, monkeyp
             assert "SIGSEGV" in task.error
             assert pipeline.commit() == 1
             assert stores.tables.scan("captures").collect()["capture"].to_list() == ["c1"]
-            assert b"<html" in b"".join(stores.objects.chunks(pipeline.report(record)))
+            assert b"<html" in b"".join(stores.objects.chunks(pipeline.rendered(record, "render")))
         finally:
             engine.close()
     stores.state.close()

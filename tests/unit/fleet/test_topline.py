@@ -68,6 +68,13 @@ def test_the_fleet_is_the_sum_of_its_models(days: MadeDays) -> None:
     assert of_hosts["device_hours"].sum() == pytest.approx(whole["device_hours"])
 
 
+def test_of_a_fleet_without_devices_nothing_is_known() -> None:
+    usage, captures = (SCHEMAS[name].empty().lazy() for name in ("usage_hour", "captures"))
+    owned = periods(SCHEMAS["jobs"].empty().lazy(), SCHEMAS["owners"].empty().lazy())
+    [row] = topline(usage, owned, captures).rows.to_dicts()
+    assert {row[name] for name in METRICS} == {None}
+
+
 def test_metrics_that_go_together_do(days: MadeDays) -> None:
     """In made days operations and power follow use; the least use has most reference hours per byte."""
     result = topline(days.usage, days.owned, days.frames["captures"], "job").correlations

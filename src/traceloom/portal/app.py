@@ -1,0 +1,295 @@
+"""The application of the portal: its pages beside the routes of the service, on the same port."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlencode
+
+from htpy import Node
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route as Endpoint
+
+from traceloom.agent.http.answers import RequestError
+from traceloom.agent.http.limits import Rates
+from traceloom.collect.app import build_fleet_app, check_role, unavailable
+from traceloom.collect.routes import FleetAsked
+from traceloom.errors import TraceloomError
+from traceloom.portal import layout
+from traceloom.portal.live import Live, LiveContent
+from traceloom.portal.page import Page
+from traceloom.portal.pages import PAGES
+from traceloom.portal.readers import ProxyUsers, Readers, check_origin
+from traceloom.portal.static_files import assets
+from traceloom.portal.table import PageTable
+from traceloom.portal.visit import Address, Visit, form_of
+from traceloom.store.state import TokenRecord
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from traceloom.collect.service import Service
+
+API = ("/api/", "/metrics", "/healthz")
+STRANGERS = (
+    "/captures/{id}/report", "/captures/{id}/against/{base}", "/captures/{id}/timeline",
+    "/captures/{id}/files/{name:path}",
+)  # fmt: skip
+_SAFE = frozenset({"GET", "HEAD"})
+_PER_SECOND = 50.0  # requests of a reader
+# Everything a page needs comes from this service; nothing of it runs that is not a file of it, nor stands in a frame.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "Referrer-Policy": "same-origin",  # without any the origin of forms would not be said
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+# A report or file is of a stranger: it may run its own scripts, and has no part in this service.
+_STRANGERS_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'self'"
+_EVERYBODY = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
+
+
+class Portal:
+    """What is beside the routes: pages, files of captures for browsers, signing in and out.
+
+    Args:
+        service: What answers.
+        pages: All of them, in the order of the menu.
+        proxy: Says who reads, where it is asked through one.
+    """
+
+    def __init__(self, service: Service, pages: Sequence[Page[object]], proxy: ProxyUsers | None) -> None:
+        self.service, self.pages = service, pages
+        self.readers = Readers(service.state, proxy)
+        self.rates = Rates(_PER_SECOND, hint="come again later, or less often")
+        self.live = Live()
+
+    def app(self) -> ASGIApp:
+        """The application."""
+        return Starlette(
+            routes=[
+                Endpoint("/static/{digest}/{name}", self.static),
+                Endpoint("/sign-in", self.sign_in, methods=["GET", "POST"]),
+                Endpoint("/sign-out", self.sign_out, methods=["POST"]),
+                *(Endpoint(path, self._strangers(f"/api/v1{path}")) for path in STRANGERS),
+                *(Endpoint(page.path, self._page(page), methods=["GET", "POST"]) for page in self.pages),
+            ],
+            exception_handlers={HTTPException: self.no_page, RequestError: self.refused, Exception: self.failed},
+        )  # fmt: skip
+
+    # What pages refer to.
+
+    async def static(self, request: Request) -> Response:
+        """A style or a script."""
+        asset = assets().get(request.path_params["name"])
+        if asset is None:
+            raise RequestError(404, "there is no such file", slug="no-such-file")
+        return Response(
+            asset.content, media_type=asset.kind, headers={"Cache-Control": "public, max-age=31536000, immutable"}
+        )
+
+    def _strangers(self, path: str) -> Callable[[Request], Awaitable[Response]]:
+        """What a route answers of a capture, as a stranger's page."""
+
+        async def respond(request: Request) -> Response:
+            request.state.route = request.scope["route"].path
+            response = await (await self._visit(request)).response(path, **request.path_params)
+            response.headers["Content-Security-Policy"] = _STRANGERS_POLICY
+            response.headers["X-Frame-Options"] = "SAMEORIGIN"
+            return response
+
+        return respond
+
+    # Signing in and out.
+
+    async def sign_in(self, request: Request) -> Response:
+        """The form, or what it sends."""
+        request.state.route = "/sign-in"
+        if request.method != "POST":
+            where = layout.local_path(request.query_params.get("next", "/"))
+            inside = layout.sign_in(where, None, expired="ended" in request.query_params)
+            return HTMLResponse(layout.document(title="Sign in", inside=inside))
+        form = await form_of(request)
+        where = layout.local_path(form.get("next", ["/"])[0])
+        try:
+            secret = await self.readers.sign_in(request, form.get("token", [""])[0].strip())
+        except RequestError as error:
+            inside = layout.sign_in(where, error, expired=False)
+            retry = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
+            return HTMLResponse(layout.document(title="Sign in", inside=inside), error.status, retry)
+        response = RedirectResponse(where, 303)
+        self.readers.set_cookie(request, response, secret)
+        return response
+
+    async def sign_out(self, request: Request) -> Response:
+        """End the session."""
+        request.state.route = "/sign-out"
+        await self.readers.sign_out(request)
+        response = RedirectResponse("/sign-in", 303)
+        self.readers.set_cookie(request, response, "")
+        return response
+
+    # Pages.
+
+    def _page(self, page: Page[object]) -> Callable[[Request], Awaitable[Response]]:
+        async def respond(request: Request) -> Response:
+            request.state.route = page.path
+            visit = await self._visit(request)
+            asked = FleetAsked(self.service, request)
+            await check_role(asked, page.role)
+            try:
+                if request.method == "POST":
+                    return await self._acted(page, visit)
+                if page.live and "text/event-stream" in request.headers.get("accept", ""):
+                    return self._events(page, visit, request.headers.get("last-event-id", ""))
+                if name := request.query_params.get("table"):
+                    return await _download(page, visit, name, request.query_params.get("as", "csv"))
+                return await self._shown(page, visit)
+            except RequestError:
+                raise
+            except TraceloomError as error:
+                raise unavailable(error) from error
+
+        return respond
+
+    async def _visit(self, request: Request) -> Visit:
+        token = await self.readers.reader(request)
+        if token is None:
+            raise RequestError(401, "nobody is signed in", slug="unknown-token")
+        self.rates.take(token.name)
+        request.state.token = token
+        request.state.what = f"{request.method} {request.url.path}"
+        form = await form_of(request) if request.method == "POST" else None
+        address = Address(quote(request.url.path), request.url.query)
+        return Visit(self.service, token, address, request.path_params, form)
+
+    async def _shown(self, page: Page[object], visit: Visit, notice: Node = None, status: int = 200) -> Response:
+        data = await page.compute(visit)
+        content = page.content(data)
+        inside = layout.page_node(content, visit.address, page.controls(visit, data), notice, live=page.live)
+        return HTMLResponse(self._document(page.title, inside, visit.token, visit.address.path), status)
+
+    async def _acted(self, page: Page[object], visit: Visit) -> Response:
+        if page.act is None:
+            raise RequestError(405, "this page takes nothing", slug="wrong-method")
+        try:
+            after = await page.act(visit)
+        except RequestError as error:
+            if error.status == 404:
+                raise
+            return await self._shown(page, visit, layout.problem(error), error.status)
+        if isinstance(after, str):
+            return RedirectResponse(after, 303)
+        return await self._shown(page, visit, after)
+
+    def _events(self, page: Page[object], visit: Visit, last: str) -> Response:
+        everybody = Visit(self.service, _EVERYBODY, visit.address, visit.names)
+        key = visit.address.canonical
+
+        async def look() -> LiveContent:
+            content = await page.shown(everybody)
+            head, parts = layout.head_node(content), layout.parts_node(content, everybody.address)
+            return LiveContent(layout.written(head), layout.written(parts), content.ended)
+
+        self.live.check_room(key)
+        return StreamingResponse(self.live.events(key, look, last), media_type="text/event-stream")
+
+    # Refusals.
+
+    async def no_page(self, request: Request, error: Exception) -> Response:
+        """There is no such page."""
+        assert isinstance(error, HTTPException)
+        refusal = RequestError(
+            error.status_code, "there is no such page", slug="no-such-page", hint="the menu leads on"
+        )
+        return await self.refused(request, refusal)
+
+    async def refused(self, request: Request, error: Exception) -> Response:
+        """Say why, and where it may help."""
+        assert isinstance(error, RequestError)
+        if error.status == 401 and "text/event-stream" not in request.headers.get("accept", ""):
+            where = layout.local_path(request.url.path + (f"?{request.url.query}" if request.url.query else ""))
+            if request.method == "GET" and request.headers.get("sec-fetch-site") == "cross-site":
+                # Who follows a link from another site is sent here without the cookie; from here they come with it.
+                return HTMLResponse("", headers={"Refresh": f"0; url={where}"})
+            query = {} if request.method != "GET" or where == "/" else {"next": where}
+            if "traceloom" in request.headers.get("cookie", ""):
+                query["ended"] = "yes"
+            return RedirectResponse(f"/sign-in?{urlencode(query)}" if query else "/sign-in", 303)
+        token: TokenRecord | None = getattr(request.state, "token", None)
+        headers = {"Retry-After": str(error.retry_s), "Refresh": str(error.retry_s)} if error.retry_s else {}
+        shown = self._document("Refused", layout.refusal(error), token, request.url.path)
+        return HTMLResponse(shown, error.status, headers)
+
+    async def failed(self, request: Request, _error: Exception) -> Response:
+        """A defect of ours."""
+        return await self.refused(
+            request, RequestError(500, "a defect of the service", slug="internal-error", hint="its log says more")
+        )
+
+    def _document(self, title: str, inside: Node, token: TokenRecord | None, path: str) -> str:
+        return layout.document(title=title, inside=inside, token=token, pages=self.pages, path=path)
+
+
+class PortalGuard:
+    """In front of pages and routes: which of them answers, the headers of every page, and what may not be sent here."""
+
+    def __init__(self, portal: Portal, api: ASGIApp) -> None:
+        self.portal, self.api, self.app = portal, api, portal.app()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, and count it."""
+        if scope["path"].startswith(API):
+            await self.api(scope, receive, send)
+            return
+        code = 500
+
+        async def guarded(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+                there = {name.lower() for name, _ in message["headers"]}
+                own = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
+                message["headers"] = [*message["headers"], *((name, value) for name, value in own if name not in there)]
+            await send(message)
+
+        request = Request(scope, receive)
+        try:
+            if scope["method"] not in _SAFE:
+                try:
+                    check_origin(request)
+                except RequestError as error:
+                    await (await self.portal.refused(request, error))(scope, receive, guarded)
+                    return
+            await self.app(scope, receive, guarded)
+        finally:
+            route = scope["state"].get("route", "page") if scope.get("state") else "page"
+            self.portal.service.requests.labels(route, code).inc()
+
+
+def build_portal(service: Service, proxy: ProxyUsers | None = None, pages: Sequence[Page[object]] = PAGES) -> ASGIApp:
+    """The application that answers for a service, with pages for people."""
+    return PortalGuard(Portal(service, pages, proxy), build_fleet_app(service))
+
+
+async def _download(page: Page[object], visit: Visit, name: str, form: str) -> Response:
+    """All rows of a table of the page."""
+    content = await page.shown(visit)
+    tables = [part.content for part in content.sections if isinstance(part.content, PageTable)]
+    table = next((table for table in tables if table.key == name), None)
+    if table is None or form not in {"csv", "json"}:
+        raise RequestError(404, "there is no such table", slug="no-such-table")
+    headers = {"Content-Disposition": f'attachment; filename="{table.key}.{form}"'}
+    if form == "json":
+        return Response(table.json(visit.address), media_type="application/json", headers=headers)
+    return Response(table.csv(visit.address), media_type="text/csv; charset=utf-8", headers=headers)

@@ -1,0 +1,39 @@
+"""The store of the demo: filled once in a test run, however many tests and processes ask for it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from traceloom.demo.directory import demo_directory
+from traceloom.demo.fleet import fill, recipe
+from traceloom.store.objects import Objects
+from traceloom.store.state import State
+from traceloom.store.tables import Tables
+from traceloom.testing.weeks import WeeksRecipe
+
+DAYS = 6  # fewer than the demo has
+
+
+def demo_store(factory: pytest.TempPathFactory) -> tuple[Path, WeeksRecipe, int]:
+    """Its directory, which is to be left as it is, what it was made of, and when its weeks end, Unix time in ns."""
+    own = factory.getbasetemp()
+    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    end = folder / "demo-ends"
+    with (folder / "demo.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with demo_directory(str(folder / "demo-store")) as directory:
+            if not directory.full:
+                now_ns = time.time_ns()
+                end.write_text(str(now_ns))
+                tables, state = Tables(str(directory.path)), State(str(directory.path / "state.db"))
+                tables.create()
+                fill(state, Objects(str(directory.path)), tables, recipe(now_ns, DAYS), now_ns)
+                state.close()
+                directory.filled()
+    now_ns = int(end.read_text())
+    return directory.path, recipe(now_ns, DAYS), now_ns

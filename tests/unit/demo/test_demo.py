@@ -1,0 +1,189 @@
+"""The made fleet: the questions of the service answer with what was planted, and its files say what its rows say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import polars as pl
+import pytest
+
+for package in ("sqlalchemy", "obstore", "deltalake"):
+    pytest.importorskip(package, reason="the extra `fleet` is not installed")
+
+from support.demo_store import demo_store  # noqa: E402
+from support.prometheus import free_port  # noqa: E402
+from support.waiting import until  # noqa: E402
+from traceloom.analyze.compare import compare  # noqa: E402
+from traceloom.collect.client import FleetClient  # noqa: E402
+from traceloom.demo.directory import MARK, demo_directory  # noqa: E402
+from traceloom.demo.fleet import FILE, SILENT_HOST, SLOW_HOST  # noqa: E402
+from traceloom.errors import InputError, OutputError, UsageError  # noqa: E402
+from traceloom.fleet.attribution import UNATTRIBUTED, attribution  # noqa: E402
+from traceloom.fleet.invest import invest  # noqa: E402
+from traceloom.fleet.outliers import outliers  # noqa: E402
+from traceloom.fleet.owners import periods  # noqa: E402
+from traceloom.fleet.regressions import Regressions, regressions  # noqa: E402
+from traceloom.fleet.topline import topline  # noqa: E402
+from traceloom.read import load  # noqa: E402
+from traceloom.store.captured import CaptureOrigin, rows  # noqa: E402
+from traceloom.store.tables import Tables  # noqa: E402
+from traceloom.testing.weeks import Weeks  # noqa: E402
+
+
+class Filled(NamedTuple):
+    """A store that holds a demo, and what is true of its weeks."""
+
+    path: Path
+    tables: Tables
+    weeks: Weeks
+    now_ns: int
+
+    def file(self, capture: str) -> Path:
+        [path] = self.path.glob(f"captures/*/{capture}/{FILE}")
+        return path
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    path, made, now_ns = demo_store(tmp_path_factory)
+    return Filled(path, Tables(str(path)), Weeks(made), now_ns)
+
+
+@pytest.fixture(scope="module")
+def changes(demo: Filled) -> Regressions:
+    return regressions(*(demo.tables.scan(name) for name in ("kernels", "captures", "devices")))
+
+
+def test_the_planted_changes_are_what_became_slower(demo: Filled, changes: Regressions) -> None:
+    causes = {"code": "code", "": "unknown", "shapes": "shapes"}
+    planted = {(demo.weeks.kernel(change), causes[change.cause]) for change in demo.weeks.recipe.changes}
+    assert set(changes.changes.select("kernel", "cause").rows()) == planted
+    worst = changes.slower.row(0, named=True)
+    assert worst["kernel"] == demo.weeks.kernel(demo.weeks.recipe.changes[0])
+    assert worst["low"] < 9 < worst["high"]
+
+
+def test_its_captures_show_the_kernel_that_became_slower(demo: Filled, changes: Regressions) -> None:
+    worst = changes.slower.row(0, named=True)
+    healthy, slow = (load(demo.file(worst[side])) for side in ("healthy_capture", "capture"))
+    shown = compare(healthy, slow).kernels.sort("difference_ns", descending=True).row(0, named=True)
+    assert (shown["status"], shown["new_kernel"]) == ("slower", worst["kernel"])
+
+
+def test_the_slow_host_is_the_outlier(demo: Filled) -> None:
+    hosts = outliers(*(demo.tables.scan(name) for name in ("kernels", "captures", "devices"))).hosts
+    assert hosts.filter("outlier")["host"].to_list() == [demo.weeks.hosts[SLOW_HOST]]
+
+
+def test_there_are_owners_an_idle_team_and_what_to_invest_in(demo: Filled) -> None:
+    owned = periods(demo.tables.scan("jobs"), demo.tables.scan("owners"))
+    usage = demo.tables.scan("usage_hour")
+    divisions = attribution(usage, owned, ["division"]).leaves["division"].to_list()
+    assert {"ads", "research", UNATTRIBUTED, "unallocated", "unreachable"} == set(divisions)
+    models = topline(usage, owned, demo.tables.scan("captures"), "model").rows
+    use = dict(models.select("model", "device_use").iter_rows())
+    assert use["vision"] == pytest.approx(0.05, abs=0.001)
+    assert use["assistant"] == pytest.approx(0.9, abs=0.001)
+    captures, findings = demo.tables.scan("captures"), demo.tables.scan("findings")
+    saved = invest(usage, owned, captures, findings, ["model", "rule"]).rows
+    idle = saved.filter(pl.col("model") == "vision").row(0, named=True)
+    hours = dict(models.select("model", "device_hours").iter_rows())["vision"]
+    assert (idle["rule"], idle["jobs"]) == ("host-pause", captures.filter(pl.col("job").str.starts_with("vision"))
+                                            .select(pl.col("job").n_unique()).collect().item())  # fmt: skip
+    assert 0.7 < idle["saved_ms"] / hours / 3.6e6 < 0.95  # nearly all that its devices wait
+
+
+def test_everything_ends_now(demo: Filled) -> None:
+    ends = demo.tables.scan("usage_minute").select(pl.col("time_ns").max()).collect().item()
+    assert 60 * 10**9 <= demo.now_ns - ends < 120 * 10**9
+    captures = demo.tables.scan("captures").collect()
+    assert (captures["start_ns"] + captures["window_ns"]).max() < demo.now_ns  # type: ignore[operator]
+    assert captures["start_ns"].max() > demo.now_ns - 8 * 3600 * 10**9  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("model", ["recommender", "assistant", "vision", "speech"])
+def test_the_rows_of_a_capture_are_what_its_file_says(demo: Filled, model: str) -> None:
+    captures = demo.tables.scan("captures").filter(pl.col("job").str.starts_with(model)).sort("start_ns").collect()
+    capture = captures.row(-1, named=True)
+    by_analysis = rows(load(demo.file(capture["capture"])), CaptureOrigin(capture["capture"], 1, job=capture["job"]))
+    of_capture = pl.col("capture") == capture["capture"]
+    keys = ("kernel", "op", "shapes", "types")
+    for table, exact in (
+        ("captures", ("capture", "day", "start_ns", "window_ns", "ranks", "hosts", "device_model", "notices")),
+        ("devices", ("host", "device", "window_ns", "busy_ns", "idle_ns", "compute_ns")),
+        ("kernels", (*keys, "kind", "bound", "count", "total_ns", "min_ns", "max_ns", "roofline_ns")),
+        ("findings", ("slug", "rank")),
+    ):
+        kept = demo.tables.scan(table).filter(of_capture).select(exact).sort(exact[:4] if len(exact) > 4 else exact)
+        assert kept.collect().equals(by_analysis[table].select(exact).sort(exact[:4] if len(exact) > 4 else exact))
+    [said] = by_analysis["captures"].to_dicts()
+    for number in ("step_ns", "mfu", "roofline_fraction"):
+        assert capture[number] == pytest.approx(said[number], rel=0.05)
+
+
+def test_it_is_served_with_a_token_of_its_own_until_ctrl_c(demo: Filled, tmp_path: Path) -> None:
+    port = free_port()
+    log = tmp_path / "log"
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    arguments = ["serve", "--demo", "--store", str(demo.path), "--address", f"127.0.0.1:{port}", "--workers", "1"]
+    with log.open("wb") as file:
+        process = subprocess.Popen([sys.executable, "-m", "traceloom", *arguments], stdout=file, stderr=file,
+                                   env=environment)  # fmt: skip
+    try:
+        until(lambda: b"Try:" in log.read_bytes() or process.poll() is not None)
+        token = re.search(r"tl_[\w-]+", log.read_text())
+        assert token, log.read_text()
+        client = FleetClient(f"http://127.0.0.1:{port}", token[0])
+        hosts = {host["host"]: host["lost"] for host in until(lambda: _heard(client))}
+        assert hosts == dict.fromkeys(demo.weeks.hosts, False) | {SILENT_HOST: True}
+        states = [request["state"] for request in client.get("requests")["requests"]]
+        assert sorted(states) == ["cancelled", "done", "failed", "partial"]
+        assert client.post("backfill")["captures"] == 0
+        assert not list(tmp_path.rglob("fleet-token"))
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, log.read_text()
+
+
+def _heard(client: FleetClient) -> list[dict[str, object]]:
+    try:
+        hosts: list[dict[str, object]] = client.get("hosts")["hosts"]
+    except InputError as error:
+        if error.slug != "not-leading":
+            raise
+        return []
+    return hosts if sum(not host["lost"] for host in hosts) >= 8 else []
+
+
+def test_a_temporary_store_goes_and_one_that_is_named_stays(tmp_path: Path) -> None:
+    with demo_directory("") as directory:
+        assert not directory.full
+        (directory.path / "x").touch()
+    assert not directory.path.exists()
+    with demo_directory(str(tmp_path / "own")) as directory:
+        directory.filled()
+    with demo_directory(str(tmp_path / "own")) as directory:
+        assert directory.full
+
+
+@pytest.mark.parametrize("content", ["state.db", MARK])
+def test_nothing_is_put_among_other_things_or_into_half_a_demo(tmp_path: Path, content: str) -> None:
+    (tmp_path / content).touch()
+    with (
+        pytest.raises(OutputError, match=r"other things|not filled to the end") as raised,
+        demo_directory(str(tmp_path)),
+    ):
+        pass
+    assert raised.value.slug == "cannot-write"
+    assert [path.name for path in tmp_path.iterdir()] == [content]
+
+
+def test_a_demo_is_kept_in_a_directory() -> None:
+    with pytest.raises(UsageError), demo_directory("s3://bucket/prefix"):
+        pass

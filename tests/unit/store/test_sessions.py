@@ -1,0 +1,54 @@
+"""Sessions of the portal: they end with their time, with signing out, and with their token."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
+
+from support.fleet import KINDS, Kind
+from support.postgres import database
+from traceloom.store.database import secret_hash
+from traceloom.store.migrations import MIGRATIONS
+from traceloom.store.state import State
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_is_that_of_its_token_until_it_ends(kind: Kind, tmp_path: Path) -> None:
+    state = State(str(tmp_path / "state.db") if kind == "alone" else database())
+    try:
+        token = state.add_token("ana", "requester")
+        secret, other = state.open_session(token, 3600), state.open_session(token, 3600)
+        assert secret != other
+        assert state.session(secret) == secret_hash(token)
+        assert state.session(token) is None, "a token is no session"
+        record = state.token_of(secret_hash(token))
+        assert record is not None
+        assert (record.name, record.role) == ("ana", "requester")
+        over = state.open_session(token, -1)
+        assert state.session(over) is None
+        state.close_session(secret)
+        assert state.session(secret) is None
+        assert state.session(other) is not None
+        state.revoke_token("ana")
+        assert state.token_of(secret_hash(token)) is None
+    finally:
+        state.close()
+
+
+def test_a_state_from_before_there_were_sessions_gets_them(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    with sqlite3.connect(path) as old:
+        old.execute("CREATE TABLE schema_version (version BIGINT NOT NULL, identity TEXT NOT NULL)")
+        old.execute("INSERT INTO schema_version VALUES (1, 'before')")
+        for statement in MIGRATIONS["sqlite"][0]:
+            old.execute(statement)
+    old.close()
+    for _ in range(2):  # and starts again
+        state = State(str(path))
+        assert state.identity == "before"
+        assert state.session(state.open_session("t", 60)) == secret_hash("t")
+        state.close()
