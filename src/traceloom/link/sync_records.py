@@ -43,7 +43,7 @@ class SyncRecords(Struct, frozen=True):
 def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
     """The records of waits whose calls are recorded as well."""
     if not trace.syncs.height:
-        none = np.zeros(0, dtype=np.int64)
+        none: Ints = np.zeros(0, dtype=np.int64)
         return SyncRecords(trace.syncs["kind"], none, none, none, none, none)
     about = trace.events.select("event", "device", "correlation")
     calls = (

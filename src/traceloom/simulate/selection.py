@@ -109,7 +109,7 @@ class Chosen:
 def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
     """The nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
     rows = events.drop_nulls().to_numpy()
-    chosen = np.zeros(int(rows.max()) + 1 if rows.size else 0, dtype=np.bool_)
+    chosen: Bools = np.zeros(int(rows.max()) + 1 if rows.size else 0, dtype=np.bool_)
     chosen[rows] = True
     within = graph.events < chosen.size
     mask: Bools = within.copy()
@@ -134,7 +134,7 @@ def named(graph: Graph, pattern: str) -> Bools:
         kind_of = [*(rule.kind for rule in matcher.rules), ""]
         fits = fits | pl.Series([kind_of[rule] == pattern.lower() for rule in first], dtype=pl.Boolean)
     names = distinct.filter(fits)
-    chosen = np.zeros(graph.nodes.height, dtype=np.bool_)
+    chosen: Bools = np.zeros(graph.nodes.height, dtype=np.bool_)
     if names.len():
         chosen |= graph.nodes["name"].is_in(names.implode()).fill_null(value=False).to_numpy()
     if graph.communication.height:
