@@ -44,7 +44,7 @@ def choices(
     kind = "checkbox" if several else "radio"
     return fieldset[
         legend[title],
-        div(".choices")[
+        div(class_=["choices", "column" if several else ""])[
             (
                 label[input_(type=kind, name=name, value=value, checked=value in chosen or None), shown]
                 for value, shown in options

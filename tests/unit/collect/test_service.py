@@ -93,7 +93,7 @@ def test_nothing_but_health_is_answered_without_a_token(service: RunningService)
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
     connection.request("GET", "/healthz")
     assert json.loads(connection.getresponse().read()) == {"healthy": True}
-    for path in ("/metrics", "/api/v1/captures", "/api/v1/openapi.json", "/nothing"):
+    for path in ("/metrics", "/api/v1/captures", "/api/v1/openapi.json", "/api/v1/nothing"):
         connection.request("GET", path)
         response = connection.getresponse()
         assert (response.status, json.loads(response.read())["error"]["slug"]) == (401, "unknown-token")
