@@ -277,7 +277,7 @@ def clusters(folder: Path, captures: int, steps: int) -> None:
         for at in range(captures)
     ]
     print(f"{captures} captures of {len(content) / 1e6:.1f} MB, load of this host {os.getloadavg()[0]:.1f}")
-    best = dict.fromkeys((1, 2), float("inf"))
+    best, least_cpu = dict.fromkeys((1, 2), float("inf")), dict.fromkeys((1, 2), float("inf"))
     for _ in range(3):
         for workers in best:
             with LocalCluster(
@@ -295,6 +295,7 @@ def clusters(folder: Path, captures: int, steps: int) -> None:
                 engine.close()
             assert sizes == {True}
             best[workers] = min(best[workers], wall)
+            least_cpu[workers] = min(least_cpu[workers], cpu)
             say(
                 f"{workers} workers",
                 cpu,
@@ -304,6 +305,7 @@ def clusters(folder: Path, captures: int, steps: int) -> None:
     scaling = best[1] / best[2]
     held = "held" if scaling >= SCALING else "NOT held"
     print(f"two workers are {scaling:.2f} times as fast as one; limit {SCALING}: {held}")
+    print(f"by CPU time of a capture, with a core for each: {2 * least_cpu[1] / least_cpu[2]:.2f} times")
 
 
 def tree_cpu_s(pids: list[int]) -> float:

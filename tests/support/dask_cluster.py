@@ -84,7 +84,7 @@ def dask_cluster(
         ["scheduler", "--host", f"{scheme}://127.0.0.1", "--port", str(port), "--no-dashboard", *security],
         *[
             ["worker", f"{scheme}://127.0.0.1:{port}", "--nthreads", str(threads), "--no-dashboard", "--nanny",
-             "--local-directory", str(folder), "--death-timeout", "120", *security]
+             "--local-directory", str(folder), "--death-timeout", "300", *security]
             for _ in range(workers)
         ],
     ]  # fmt: skip
@@ -105,7 +105,7 @@ def dask_cluster(
             assert all(process.poll() is None for process in processes), log.read_text()
             return log.read_text().count("Starting established connection") >= 2 * workers
 
-        until(ready, 120)
+        until(ready, 300)
         yield f"127.0.0.1:{port}"
     finally:
         for process in reversed(processes):

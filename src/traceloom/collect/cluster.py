@@ -13,6 +13,7 @@ import secrets
 import socket
 import ssl
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from traceloom.errors import InputError, TraceloomError, UsageError
 SLOTS = 16
 """How many tasks wait in a cluster at once, where nobody says it."""
 
+_AGAIN_S = 5.0
 _lock = threading.Lock()
 
 
@@ -71,16 +73,17 @@ def _answer(task: bytes, encoded: bytes, slots: int, temporary: str | None) -> C
     try:
         settings = msgspec.msgpack.decode(encoded, type=ClusterSettings)
         if settings.version != __version__:
-            raise InputError(
-                f"a worker has Traceloom {__version__}, the service {settings.version}", slug="no-engine"
-            )  # fmt: skip
+            differs = f"a worker has Traceloom {__version__}, the service {settings.version}"
+            return ClusterAnswer(failed="worker", error=differs)
         with _lock:
             processes = _processes(slots, settings, temporary)
         return ClusterAnswer(processes.submit(msgspec.msgpack.decode(task, type=EngineTask)).result())
     except TaskError as error:
         return ClusterAnswer(failed="for good" if error.final else "task", error=str(error))
-    except (TraceloomError, OSError, msgspec.MsgspecError) as error:
+    except (TraceloomError, OSError) as error:
         return ClusterAnswer(failed="worker", error=f"{socket.gethostname()}: {error}")
+    except Exception as error:  # noqa: BLE001  (raised, a cluster would log the task, and with it signed addresses)
+        return ClusterAnswer(failed="worker", error=f"{socket.gethostname()}: {type(error).__name__}: {error}")
 
 
 @cache
@@ -122,6 +125,8 @@ class Cluster:
         self._pool = ThreadPoolExecutor(self.slots + 1, "traceloom-task")
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._reason = ""  # why the last try to connect failed
+        self._again_s = 0.0  # of the monotonic clock, before which there is no other
 
     def submit(self, task: EngineTask) -> Future[bytes]:
         """Send a task; its result, or an error as of `Engine`."""
@@ -157,6 +162,23 @@ class Cluster:
             hint="captures wait until it does",
         )  # fmt: skip
 
+    def _reach(self) -> None:
+        """Be connected, for `_asked` and `_versions`.
+
+        Raises:
+            InputError: `no-engine`.
+        """
+        with self._lock:
+            if self._closed.is_set():
+                raise self.away("the service left it")
+            if time.monotonic() < self._again_s:  # whoever waited here need not wait again, each after the other
+                raise self.away(self._reason)
+            try:
+                self._connect()
+            except OSError as error:
+                self._reason, self._again_s = f"nobody answers: {first_line(error)}", time.monotonic() + _AGAIN_S
+                raise self.away(self._reason) from error
+
     def _run(self, task: EngineTask) -> bytes:
         try:
             content = self._asked(f"traceloom-{task.name}-{secrets.token_hex(8)}", msgspec.msgpack.encode(task))
@@ -172,6 +194,14 @@ class Cluster:
         if answer.failed:
             raise TaskError(answer.error, final=answer.failed == "for good")
         return answer.result
+
+    def _connect(self) -> None:
+        """Connect, where it is not connected.
+
+        Raises:
+            OSError: Nobody answers.
+        """
+        raise NotImplementedError
 
     def _asked(self, name: str, task: bytes) -> bytes:
         """What `work_here` gives there; waits for it.

@@ -20,37 +20,30 @@ class Dask(Cluster):
     kind = "dask"
     _client: Client | None = None
 
-    def _connected(self) -> Client:
+    def _connect(self) -> None:
         from distributed import Client
         from distributed.security import Security
 
-        with self._lock:
-            if self._closed.is_set():
-                raise self.away("it was left")
-            if self._client is not None and self._client.status in {"running", "connecting"}:
-                return self._client
-            security = None
-            if self.tls is not None:
-                security = Security(
-                    require_encryption=True, tls_ca_file=self.tls.ca, tls_client_cert=self.tls.certificate,
-                    tls_client_key=self.tls.key,
-                )  # fmt: skip
-            scheme = "tcp" if security is None else "tls"
-            try:
-                self._client = Client(
-                    f"{scheme}://{self.address}", security=security, timeout=_CONNECT_S, set_as_default=False,
-                    name="traceloom",
-                )  # fmt: skip
-            except (OSError, ValueError) as error:
-                raise self.away(f"no scheduler answers: {first_line(error)}") from error
-            return self._client
+        if self._client is not None and self._client.status in {"running", "connecting"}:
+            return
+        scheme, security = "tcp", None
+        if self.tls is not None:
+            scheme = "tls"
+            security = Security(
+                require_encryption=True, tls_ca_file=self.tls.ca, tls_client_cert=self.tls.certificate,
+                tls_client_key=self.tls.key,
+            )  # fmt: skip
+        self._client = Client(
+            f"{scheme}://{self.address}", security=security, timeout=_CONNECT_S, set_as_default=False, name="traceloom"
+        )
 
     def _asked(self, name: str, task: bytes) -> bytes:
         from distributed.scheduler import KilledWorker
 
-        client = self._connected()
+        self._reach()
+        assert self._client is not None
         try:
-            answer: bytes = client.submit(_work, task, self._settings, key=name, pure=False).result()
+            answer: bytes = self._client.submit(_work, task, self._settings, key=name, pure=False).result()
         except KilledWorker as error:
             raise TaskError("workers of the cluster that worked on it were killed") from error
         except CancelledError as error:
@@ -60,9 +53,10 @@ class Dask(Cluster):
         return answer
 
     def _versions(self) -> list[str]:
-        client = self._connected()
+        self._reach()
+        assert self._client is not None
         try:
-            answers = client.run(version_here, on_error="return")
+            answers = self._client.run(version_here, on_error="return")
         except Exception as error:  # as above
             raise self.away(f"{type(error).__name__}: {first_line(error)}") from error
         return [str(answer).partition("\n")[0] for answer in answers.values()]

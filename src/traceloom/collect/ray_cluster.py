@@ -11,7 +11,7 @@ from traceloom.collect.engine import TaskError
 if TYPE_CHECKING:
     from ray.client_builder import ClientContext
 
-_CHECK_S = 60.0
+_CHECK_S = 20.0
 
 
 class Ray(Cluster):
@@ -20,36 +20,29 @@ class Ray(Cluster):
     kind = "ray"
     _context: ClientContext | None = None
 
-    def _connected(self) -> None:
+    def _connect(self) -> None:
         import ray
 
-        with self._lock:
-            if self._closed.is_set():
-                raise self.away("it was left")
-            if self._context is not None and ray.is_initialized():
-                return
-            options: dict[str, Any] = {}
-            if self.tls is not None:
-                import grpc
+        if self._context is not None and ray.is_initialized():
+            return
+        options: dict[str, Any] = {}
+        if self.tls is not None:
+            import grpc
 
-                files = (self.tls.ca, self.tls.key, self.tls.certificate)
-                options["_credentials"] = grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in files))
-            try:
-                self._context = ray.init(
-                    f"ray://{self.address}",
-                    namespace="traceloom",
-                    log_to_driver=False,
-                    configure_logging=False,
-                    **options,
-                )
-            except Exception as error:  # it has many kinds
-                raise self.away(f"no server for clients answers: {first_line(error)}") from error
+            files = (self.tls.ca, self.tls.key, self.tls.certificate)
+            options["_credentials"] = grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in files))
+        try:
+            self._context = ray.init(
+                f"ray://{self.address}", namespace="traceloom", log_to_driver=False, configure_logging=False, **options
+            )
+        except RuntimeError as error:  # where it was connected, and half of that is left
+            raise ConnectionError(first_line(error)) from error
 
     def _asked(self, name: str, task: bytes) -> bytes:
         import ray
         from ray.exceptions import NodeDiedError, OutOfMemoryError, WorkerCrashedError
 
-        self._connected()
+        self._reach()
         try:
             work = ray.remote(work_here).options(name=name, num_cpus=1, max_retries=1)
             answer: bytes = ray.get(work.remote(task, self._settings))
@@ -63,9 +56,9 @@ class Ray(Cluster):
         """Of one worker: which nodes a task can run on is the cluster's affair."""
         import ray
 
-        self._connected()
+        self._reach()
         try:
-            return [ray.get(ray.remote(version_here).remote(), timeout=_CHECK_S)]
+            return [ray.get(ray.remote(version_here).options(num_cpus=0).remote(), timeout=_CHECK_S)]
         except Exception as error:  # as above
             raise self.away(f"{type(error).__name__}: {first_line(error)}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ class ThisProcess(Cluster):
 
     def _versions(self) -> list[str]:
         return [version_here(), "0.0.1"] if self.lost else [version_here()]
+
+    def _connect(self) -> None:
+        """It is here."""
 
     def _leave(self) -> None:
         """It goes on."""
@@ -103,6 +107,15 @@ def test_certificates_are_looked_at_before_anything_is_sent(tmp_path: Path) -> N
         with pytest.raises(kind) as raised:
             ThisProcess("10.0.0.1:1", tls=files)
         assert raised.value.slug == slug
+
+
+@pytest.mark.parametrize(("kind", "package"), [("dask", "distributed"), ("ray", "ray")])
+def test_a_package_that_is_not_installed_is_named(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError) as raised:
+        engine_of(f"{kind}://127.0.0.1:1")
+    assert raised.value.slug == "no-extra"
+    assert f"traceloom[fleet,{kind}]" in raised.value.hint
 
 
 def test_a_cluster_that_is_away_costs_a_task_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
