@@ -239,8 +239,11 @@ class HostDesk:
             )  # fmt: skip
         now_ns = self.clock()
         request = FleetRequest(id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted)
-        ranks = {host: {of.rank for of in processes} - {None} for host, processes in matching.items()}
-        request = planned(request, ranks, now_ns)
+        ranks_of = {
+            host: {process.rank for process in processes if process.rank is not None}
+            for host, processes in matching.items()
+        }
+        request = planned(request, ranks_of, now_ns)
         try:
             await self.put(request)
         except TraceloomError:  # who asks hears so, and asks again
