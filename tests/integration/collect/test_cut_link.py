@@ -54,7 +54,7 @@ SMALL = [
     "1000000",
 ]
 JOB = f"cut-link-{os.getpid()}"
-PARTIAL, FAILED = 4, 1  # exit codes
+PARTIAL, FAILED = 4, 3  # exit codes
 
 
 class Service:
