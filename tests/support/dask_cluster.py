@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import shutil
 import signal
@@ -49,6 +50,11 @@ class RunningCluster(NamedTuple):
         return ["--engine", f"dask://{self.address}", *files]
 
 
+def _end_with_parent() -> None:
+    """Ends this process when its parent does, however that ends: a session of its own outlives it otherwise."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 @cache
 def running_cluster() -> RunningCluster:
     """A cluster of one worker for all tests of this process."""
@@ -93,7 +99,7 @@ def dask_cluster(
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", f"distributed.cli.dask_{command[0]}", *command[1:]],
-                env=environment, stdout=output, stderr=output, start_new_session=True,
+                env=environment, stdout=output, stderr=output, start_new_session=True, preexec_fn=_end_with_parent,
             )
             for command in commands
         ]  # fmt: skip

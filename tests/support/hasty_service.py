@@ -8,5 +8,5 @@ from traceloom.cli import main
 from traceloom.collect import plan
 
 if __name__ == "__main__":
-    plan._READY_NS = plan._DRAIN_NS = 8 * plan._S
+    plan._READY_NS = plan._DRAIN_NS = 20 * plan._S
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -14,8 +14,8 @@ import pytest
 for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
-from support.bad_network import bad_network  # noqa: E402
-from support.fleet import add_capture, opened, places  # noqa: E402
+from support.bad_network import Fault, bad_network  # noqa: E402
+from support.fleet import Stores, add_capture, opened, places  # noqa: E402
 from support.killed_pipeline import Here  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.simulated_hosts import SimulatedHost  # noqa: E402
@@ -37,9 +37,18 @@ def test_an_object_store_behind_a_bad_network_has_everything_once(
     stores.state.close()
     real = urlsplit(os.environ["AWS_ENDPOINT_URL"])
     assert real.port is not None
-    with bad_network(real.port, ("", "late", "refused", "", "lost", "", "reset", "", "cut")) as port:
+    faults: tuple[Fault, ...] = ("late", "refused", "lost", "reset", "cut")
+    with bad_network(real.port, tuple(each for fault in faults for each in (fault, "", "", ""))) as port:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        bad = opened(where)
+
+        def begun() -> Stores | None:
+            try:
+                return opened(where)
+            except TraceloomError:  # which the service ends with, and whoever runs it starts it again
+                return None
+
+        bad = until(begun, 120)
+        assert bad is not None
         pipeline = Pipeline(*bad, Here())
         pipeline.lead()
 

@@ -8,7 +8,7 @@ import json
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from support.fleet import KINDS, Kind, places, trace_bytes  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.agent.uplink.client import ServiceClient, ServiceError  # noqa: E402
-from traceloom.agent.uplink.messages import Enrolled, Enrolment, WorkAnswer  # noqa: E402
 from traceloom.cli import main  # noqa: E402
 from traceloom.collect.client import FleetClient, upload  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
@@ -274,23 +272,3 @@ def test_the_client_refuses_addresses_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(InputError) as raised:
         upload(FleetClient("http://127.0.0.1:1", "x"), tmp_path)
     assert raised.value.slug == "no-inputs"
-
-
-def test_a_host_that_does_not_belong_is_refused(service: RunningService, request: pytest.FixtureRequest) -> None:
-    stranger = ServiceClient(service.url, credential="nothing")
-    request.addfinalizer(stranger.close)
-    until(lambda: service.ask("GET", "/api/v1/hosts")[0] == 200)
-    token = service.client().post("agents", {"host": "node1"})["token"]
-    assert stranger.post("agents/enrol", Enrolment(token=token, host="node1"), Enrolled).host == "node1"
-    another = service.client().post("agents", {})["token"]
-    questions: list[Callable[[], object]] = [
-        lambda: stranger.post("agents/enrol", Enrolment(token="unknown", host="node3"), Enrolled),
-        lambda: stranger.post("agents/enrol", Enrolment(token=another, host="node1"), Enrolled),
-        lambda: stranger.get("agents/node1/work?wait=0", WorkAnswer),
-    ]
-    refusals = []
-    for question in questions:
-        with pytest.raises(ServiceError) as error:
-            question()
-        refusals.append((error.value.slug, error.value.status))
-    assert refusals == [("unknown-token", 401), ("host-exists", 409), ("unknown-host", 401)]
