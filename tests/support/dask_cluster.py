@@ -99,7 +99,8 @@ def dask_cluster(
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", f"distributed.cli.dask_{command[0]}", *command[1:]],
-                env=environment, stdout=output, stderr=output, start_new_session=True, preexec_fn=_end_with_parent,
+                env=environment, stdout=output, stderr=output, start_new_session=True,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509  (it only makes a system call)
             )
             for command in commands
         ]  # fmt: skip
