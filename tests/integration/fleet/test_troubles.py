@@ -1,73 +1,23 @@
-"""Stores that are slow, fail or are full, and hosts that lie: what was begun goes on, and nothing stands twice."""
+"""A disk that is full, and hosts that lie: what was begun goes on, and nothing stands twice."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
-import polars as pl
 import pytest
 
 for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
-from support.bad_network import Fault, bad_network  # noqa: E402
-from support.fleet import Stores, add_capture, opened, places  # noqa: E402
-from support.killed_pipeline import Here  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.simulated_hosts import SimulatedHost  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.agent.uplink.client import ServiceError  # noqa: E402
 from traceloom.collect.client import upload  # noqa: E402
-from traceloom.collect.pipeline import Pipeline  # noqa: E402
 from traceloom.errors import TraceloomError  # noqa: E402
 from traceloom.testing import TraceBuilder  # noqa: E402
-
-
-def test_an_object_store_behind_a_bad_network_has_everything_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where = places("shared", tmp_path, monkeypatch)
-    stores = opened(where)
-    for name in ("c1", "c2", "c3"):
-        add_capture(stores, name)
-    stores.state.close()
-    real = urlsplit(os.environ["AWS_ENDPOINT_URL"])
-    assert real.port is not None
-    faults: tuple[Fault, ...] = ("late", "refused", "lost", "reset", "cut")
-    with bad_network(real.port, tuple(each for fault in faults for each in (fault, "", "", ""))) as port:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-
-        def begun() -> Stores | None:
-            try:
-                return opened(where)
-            except TraceloomError:  # which the service ends with, and whoever runs it starts it again
-                return None
-
-        bad = until(begun, 120)
-        assert bad is not None
-        pipeline = Pipeline(*bad, Here())
-        pipeline.lead()
-
-        def all_done() -> bool:
-            with bad.state._transaction() as connection:  # as if the pause after a trouble had gone by
-                bad.state._change(connection, "UPDATE tasks SET free_at_ns = 0 WHERE holder = ''")
-            try:
-                while pipeline.work():
-                    pass
-                pipeline.commit()
-            except TraceloomError:  # which the service logs, and tries again
-                return False
-            return bad.state.counts()["committed"] == 3
-
-        until(all_done, 120)
-        kernels = bad.tables.scan("kernels").collect()
-        assert dict(kernels.group_by("capture").agg(pl.col("count").sum()).rows()) == {"c1": 4, "c2": 4, "c3": 4}
-        assert sorted(bad.tables.scan("captures").collect()["capture"]) == ["c1", "c2", "c3"]
-        bad.state.close()
 
 
 @pytest.fixture
