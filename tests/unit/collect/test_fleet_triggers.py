@@ -35,7 +35,7 @@ class Fleet:
 
     def __init__(self, stores: Stores, folder: Path) -> None:
         self.now_ns = MIDNIGHT
-        assert stores.state.lead(LEADER, "term", 600)
+        stores.state.lead(LEADER, "term", 600)
         self.desk = HostDesk(stores.state, folder / "from-hosts", "term", lambda: self.now_ns)
         self.triggers = FleetTriggers(self.desk, stores.tables)
 
@@ -248,11 +248,12 @@ def committed(stores: Stores, first: int, last: int, slower_from: int) -> None:
         task = stores.state.claim("me", 60)
         assert task is not None
         stores.state.advance(task.id, "me", "analysed")
+    stores.state.lead(LEADER, "term", 600)
     batch = stores.state.open_batch(1000, "term")
     assert batch is not None
     frames = {name: frame[first:last] for name, frame in rows(last, slower_from).items()}
     stores.tables.commit("captures", batch.number, frames)
-    stores.state.close_batch(batch.number)
+    stores.state.close_batch(batch.number, "term")
 
 
 def test_a_new_regression_is_told_once_and_traces_a_job_that_shows_it(stores: Stores, tmp_path: Path) -> None:

@@ -43,13 +43,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def state(url: str) -> Iterator[State]:
     opened = State(url)
-    assert opened.lead(LEADER, "term", 600) or opened.keep_leading(LEADER, "term", 600)
     yield opened
     opened.close()
 
 
 def ended(state: State, name: str, result: str = "done") -> None:
     """A request ends, as the desk writes it down."""
+    state.lead(LEADER, "term", 600)
     event = fleet_event(f"request.{result}", "request", name, {"id": name}, 1)
     state.put_request(name, 1, "{}", "term", ended=True, events=[event])
 
@@ -180,6 +180,7 @@ def test_whose_certificate_is_not_trusted_or_is_of_another_name_is_told_nothing(
 def test_what_waits_is_bounded_and_what_is_dropped_counted(state: State) -> None:
     state.add_webhook("away", "http://127.0.0.1:1/", EVENTS)
     events = [fleet_event("regression.new", "regression", str(number), {}, 1) for number in range(MOST_WAITING + 3)]
+    state.lead(LEADER, "term", 600)
     state.put_request("r", 1, "{}", "term", ended=True, events=events)
     assert (state.webhooks()[0].waiting, state.webhooks()[0].dropped) == (MOST_WAITING, 3)
     for number in range(MOST_WEBHOOKS - 1):

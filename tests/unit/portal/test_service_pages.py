@@ -10,15 +10,15 @@ import pytest
 for package in ("htpy", "sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
-from support.running_service import Running  # noqa: E402
+from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.store.state import State  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("fleet")
-    running = Running(
+    running = RunningService(
         folder, "--store", str(folder / "store"), "--workers", "1", "--proxy-user-header", "X-User", "--proxy-from", "127.0.0.1",
     )  # fmt: skip
     try:
@@ -30,13 +30,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     assert code == 0, running.log.read_text()
 
 
-def token(service: Running, name: str, role: str, days: float = 0) -> str:
+def token(service: RunningService, name: str, role: str, days: float = 0) -> str:
     code, answer = service.ask("POST", "/api/v1/tokens", body={"name": name, "role": role, "days": days})
     assert code == 200, answer
     return str(answer["token"])
 
 
-def test_a_token_opens_a_session_whose_cookie_no_script_reads(service: Running) -> None:
+def test_a_token_opens_a_session_whose_cookie_no_script_reads(service: RunningService) -> None:
     seen = service.browse("/jobs?jobs.q=a")
     assert (seen.status, seen.headers["Location"]) == (303, "/sign-in?next=%2Fjobs%3Fjobs.q%3Da")
     secret = token(service, "vi", "viewer")
@@ -55,14 +55,14 @@ def test_a_token_opens_a_session_whose_cookie_no_script_reads(service: Running) 
     assert service.browse("/", cookie.partition(";")[0]).headers["Location"] == "/sign-in?ended=yes"
 
 
-def test_who_follows_a_link_of_another_site_comes_again_with_the_cookie(service: Running) -> None:
+def test_who_follows_a_link_of_another_site_comes_again_with_the_cookie(service: RunningService) -> None:
     seen = service.browse("/jobs?a=b", Sec_Fetch_Site="cross-site")
     assert (seen.status, seen.headers["Refresh"]) == (200, "0; url=/jobs?a=b")
     assert seen.headers["X-Frame-Options"] == "DENY"
     assert service.browse("/jobs?a=b", Sec_Fetch_Site="same-origin").status == 303
 
 
-def test_a_wrong_an_expired_and_a_revoked_token_are_refused_alike(service: Running) -> None:
+def test_a_wrong_an_expired_and_a_revoked_token_are_refused_alike(service: RunningService) -> None:
     state = State(str(service.folder / "store" / "state.db"))
     expired = state.add_token("late", "admin", days=-1)
     state.close()
@@ -79,12 +79,12 @@ def test_a_wrong_an_expired_and_a_revoked_token_are_refused_alike(service: Runni
 @pytest.mark.parametrize(
     "where", ["https://evil.example/", "//evil.example", "/\\evil.example", "javascript:alert(1)", "\t/x"]
 )
-def test_signing_in_leads_nowhere_else(service: Running, where: str) -> None:
+def test_signing_in_leads_nowhere_else(service: RunningService, where: str) -> None:
     form = {"token": service.token_file.read_text().strip(), "next": where}
     assert service.browse("/sign-in", form=form).headers["Location"] == "/"
 
 
-def test_every_answer_says_what_a_browser_may_not(service: Running) -> None:
+def test_every_answer_says_what_a_browser_may_not(service: RunningService) -> None:
     cookie = service.signed_in()
     for path, code in (("/", 200), ("/sign-in", 200), ("/nothing", 404), ("/captures/none/report", 404)):
         seen = service.browse(path, cookie)
@@ -103,7 +103,7 @@ def test_every_answer_says_what_a_browser_may_not(service: Running) -> None:
     assert "immutable" in service.browse(linked.pop()).headers["Cache-Control"]
 
 
-def test_what_another_page_sends_is_refused(service: Running) -> None:
+def test_what_another_page_sends_is_refused(service: RunningService) -> None:
     cookie = service.signed_in()
     for headers in (
         {"Origin": "https://evil.example"},
@@ -117,7 +117,7 @@ def test_what_another_page_sends_is_refused(service: Running) -> None:
     assert service.browse("/", cookie).status == 200
 
 
-def test_a_proxy_says_who_reads_and_nobody_else(service: Running) -> None:
+def test_a_proxy_says_who_reads_and_nobody_else(service: RunningService) -> None:
     seen = service.browse("/", X_User="ana")
     assert seen.status == 200
     assert re.search(r"<b>ana</b><span[^>]*>requester<", seen.text)
@@ -126,7 +126,7 @@ def test_a_proxy_says_who_reads_and_nobody_else(service: Running) -> None:
     assert service.browse("/", X_User="<script>").status == 303
 
 
-def test_tables_are_downloaded(service: Running) -> None:
+def test_tables_are_downloaded(service: RunningService) -> None:
     cookie = service.signed_in()
     seen = service.browse("/jobs?table=jobs&as=csv", cookie)
     assert seen.headers["Content-Disposition"] == 'attachment; filename="jobs.csv"'
@@ -135,7 +135,7 @@ def test_tables_are_downloaded(service: Running) -> None:
     assert service.browse("/jobs?table=nothing&as=csv", cookie).status == 404
 
 
-def test_who_tries_often_has_to_wait(service: Running) -> None:
+def test_who_tries_often_has_to_wait(service: RunningService) -> None:
     codes = [service.browse("/sign-in", form={"token": "x"}).status for _ in range(40)]
     assert codes[0] == 401
     assert 429 in codes

@@ -11,6 +11,7 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 
 from support.fleet import KINDS
 from support.postgres import database
+from traceloom.store.database import LEADER
 from traceloom.store.state import CaptureRecord, FileOfCapture, State
 from traceloom.store.webhook_state import EVENTS, FleetEvent
 
@@ -23,6 +24,7 @@ def state(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[State]:
 
 
 def committed(state: State, *names: str) -> None:
+    state.lead(LEADER, "term", 600)
     for name in names:
         files = (FileOfCapture("a.json", 3, "0" * 64),)
         record = CaptureRecord(
@@ -34,9 +36,9 @@ def committed(state: State, *names: str) -> None:
         task = state.claim("me", 60)
         assert task is not None
         state.advance(task.id, "me", "analysed")
-    batch = state.open_batch(10)
+    batch = state.open_batch(10, "term")
     assert batch is not None
-    state.close_batch(batch.number)
+    state.close_batch(batch.number, "term")
 
 
 def test_rules_charges_and_counts_are_kept(state: State) -> None:
@@ -63,9 +65,9 @@ def test_captures_are_new_until_they_are_noted(state: State) -> None:
     task = state.claim("me", 60)
     assert task is not None
     state.advance(task.id, "me", "analysed")
-    batch = state.open_batch(10)
+    batch = state.open_batch(10, "term")
     assert batch is not None
-    state.close_batch(batch.number)
+    state.close_batch(batch.number, "term")
     assert state.newly_committed()[1] == [], "what is analysed again is no news"
 
 
@@ -79,22 +81,3 @@ def test_a_regression_is_new_once_unless_its_series_changes_much_later(state: St
     assert state.add_regressions({"a": 120, "b": 150}, 50, event) == []
     assert state.add_regressions({"a": 151}, 50, event) == ["a"]
     assert state.webhooks()[0].waiting == 2
-
-
-def test_what_a_job_says_waits_for_the_tables_once(state: State) -> None:
-    assert state.open_statements() is None
-    assert state.state_job("j", "one")
-    assert not state.state_job("j", "one")
-    state.state_job("k", "two")
-    opened = state.open_statements()
-    assert opened is not None
-    number, statements = opened
-    assert [(each.job, each.document) for each in statements] == [("j", "one"), ("k", "two")]
-    assert state.open_statements() == opened, "as after a restart"
-    state.close_statements(number)
-    assert state.open_statements() is None
-    assert not state.state_job("k", "two")
-    assert state.state_job("k", "three")
-    opened = state.open_statements()
-    assert opened is not None
-    assert opened[0] > number
