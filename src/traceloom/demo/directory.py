@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from traceloom import leaving
 from traceloom.errors import OutputError, UsageError
 from traceloom.files import is_address
 
@@ -40,7 +42,10 @@ def demo_directory(store: str) -> Iterator[DemoDirectory]:
         OutputError: `cannot-write`: it cannot be made, holds something else, or a demo that was not filled to the end.
     """
     if not store:
-        with tempfile.TemporaryDirectory(prefix="traceloom-demo-", ignore_cleanup_errors=True) as temporary:
+        with (
+            tempfile.TemporaryDirectory(prefix="traceloom-demo-", ignore_cleanup_errors=True) as temporary,
+            leaving.undone_on_leaving(lambda: shutil.rmtree(temporary, ignore_errors=True)),
+        ):
             yield DemoDirectory(Path(temporary), full=False)
         return
     if is_address(store):

@@ -187,3 +187,18 @@ def test_nothing_is_put_among_other_things_or_into_half_a_demo(tmp_path: Path, c
 def test_a_demo_is_kept_in_a_directory() -> None:
     with pytest.raises(UsageError), demo_directory("s3://bucket/prefix"):
         pass
+
+
+def test_ctrl_c_while_it_is_filled_leaves_nothing() -> None:
+    program = (
+        "import time; from traceloom import leaving; from traceloom.demo.directory import demo_directory\n"
+        "leaving.begin()\n"
+        "with demo_directory('') as made: print(made.path, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        assert path.is_dir()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert not path.exists()
