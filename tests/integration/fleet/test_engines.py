@@ -115,10 +115,10 @@ def test_captures_become_rows_once_and_a_report(setting: Setting) -> None:
     assert kernels["count"].sum() == 3 * 4  # each capture has two steps of a kernel and a copy
     assert stores.objects.names("analysed") == []
 
-    page = pipeline.report(records[0])
+    page = pipeline.rendered(records[0], "render")
     content = b"".join(stores.objects.chunks(page))
     assert b"<html" in content
-    assert pipeline.report(records[0]) == page
+    assert pipeline.rendered(records[0], "render") == page
 
     # A newer version analyses them again: its rows replace the others.
     assert stores.state.backfill("99") == 3
