@@ -21,6 +21,7 @@ _MOST_VARIATION = 0.5  # standard deviation of the distances over their mean
 _PROFILER = r"^ProfilerStep#\s*(\d+)$"
 _NUMBERED = ("ProfilerStep#", "traceloom.step#")
 _MARK = r"^traceloom\.step#\s*(\d+)$"
+_OPTIMIZER = "Optimizer.step#"  # of every optimizer of PyTorch, while the profiler runs
 _NO_STEPS = r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler"
 # Requests: bursts of work between waits, of a program that has no steps, such as a server.
 _FEWEST_REQUESTS = 5  # requests that make a server
@@ -40,7 +41,8 @@ def find_steps(
     """The `steps` frame and what must be said about it.
 
     `ProfilerStep#N`, else our own marks `traceloom.step#N` (the step N starts at its mark, the last mark closes the
-    last step), else the most regular host annotation, else the requests of a program that waits for them, else none.
+    last step), else the most regular host annotation, or the ends of the optimizer's steps where it encloses none of
+    them, else the requests of a program that waits for them, else none.
 
     Args:
         events: The events in time order.
@@ -61,7 +63,7 @@ def find_steps(
         if spans.height >= fewest:
             return _numbered(spans.with_columns(number=pl.col("name").replace_strict(numbers)), evidence)
     annotations = events.filter((pl.col("category") == "annotation") & on_host)
-    regular = _regular(annotations.select("name", "lane", "start_ns", "nested_end_ns"), events)
+    regular = _regular(annotations.select("name", "lane", "start_ns", "nested_end_ns"), events.filter(on_host))
     if regular[0].height:
         return regular
     requests = _requests(events, hosts, capture, path)
@@ -111,9 +113,22 @@ def _frame(spans: pl.DataFrame, evidence: str) -> pl.DataFrame:
 
 
 def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
-    """Steps from the annotation that comes most regularly and covers most of the window; names may hold numbers."""
-    on_host = events.lazy().filter(pl.col("process").is_not_null() & (pl.col("category") != "profiler"))
-    first, last = on_host.select(pl.col("start_ns").min(), pl.col("nested_end_ns").max()).collect().row(0)
+    """Steps from the annotation that comes most regularly and covers most of the window; names may hold numbers.
+
+    Where its spans enclose no step of the optimizer, as those of `DistributedDataParallel.forward`, of which there are
+    several in a step that accumulates gradients, a step ends with the optimizer's.
+
+    Args:
+        annotations: Those of the host.
+        events: All of the host.
+    """
+    first, last = (
+        events.lazy()
+        .filter(pl.col("category") != "profiler")
+        .select(pl.col("start_ns").min(), pl.col("nested_end_ns").max())
+        .collect()
+        .row(0)
+    )
     window = int(last - first) if first is not None else 0
     shaped = annotations.filter(~pl.col("name").str.contains(_NO_STEPS)).with_columns(
         pattern=pl.col("name").str.replace_all(r"\d+", "#")
@@ -132,6 +147,10 @@ def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFr
         score = float((end - start).sum()) / window * (1 - variation)
         if best is None or score > best[0]:
             best = (score, group)
+    by_optimizer = _by_optimizer(annotations, events, first, window)
+    if by_optimizer is not None and (best is None or not _encloses(best[1], by_optimizer)):
+        text = f"steps are taken to end with the {by_optimizer.height} calls of `{by_optimizer['name'][0]}`"
+        return by_optimizer, [Notice("steps-from-annotation", "info", text, by_optimizer.height)]
     if best is None:
         text = "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation"
         return empty("steps"), [Notice("no-steps", "info", text)] if events.height else []
@@ -145,6 +164,41 @@ def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFr
         f"steps are taken from the {spans.height} annotations like `{spans['name'][0]}`, the most regular of the trace"
     )
     return _frame(spans, "annotation"), [Notice("steps-from-annotation", "info", text, spans.height)]
+
+
+def _by_optimizer(annotations: pl.DataFrame, events: pl.DataFrame, first: int, window: int) -> pl.DataFrame | None:
+    """Steps that end with a step of the optimizer; None where there are none, or they come in no order.
+
+    Of several optimizers the one that is called least counts, and of those the last. The first step begins with the
+    recording: it is whole where it has as many operators as others.
+    """
+    calls = annotations.filter(pl.col("name").str.starts_with(_OPTIMIZER))
+    groups = [group for _, group in calls.group_by("name", "lane", maintain_order=True)]
+    if not groups or window <= 0:
+        return None
+    chosen = min(groups, key=lambda group: (group.height, -group["nested_end_ns"][-1]))
+    end = chosen["nested_end_ns"].to_numpy()
+    distance = np.diff(end)
+    if (
+        end.size < _FEWEST
+        or distance.std() > _MOST_VARIATION * distance.mean()
+        or end[-1] - first < _LEAST_COVER * window
+    ):
+        return None
+    begin = np.concatenate(([first], end[:-1]))
+    ops = events.filter((pl.col("category") == "op") & (pl.col("lane") == chosen["lane"][0]))["start_ns"].to_numpy()
+    counts = np.diff(np.searchsorted(ops, np.concatenate(([first], end))))
+    spans = pl.DataFrame({"name": chosen["name"], "start_ns": begin, "end_ns": end, "number": np.arange(end.size)})
+    whole = pl.Series(counts >= counts[1:].min())
+    return _frame(spans, "annotation").with_columns(complete=(pl.int_range(pl.len()) > 0) | whole)
+
+
+def _encloses(spans: pl.DataFrame, steps: pl.DataFrame) -> bool:
+    """Whether each end of a step lies inside of one of the spans, another one each."""
+    start, end = spans["start_ns"].to_numpy(), spans["nested_end_ns"].to_numpy()
+    at = np.searchsorted(start, steps["end_ns"].to_numpy(), "right") - 1
+    inside = (at >= 0) & (steps["end_ns"].to_numpy() <= end[np.maximum(at, 0)])
+    return bool(inside.all() and (np.diff(at) > 0).all()) and not spans["name"][0].startswith(_OPTIMIZER)
 
 
 def _requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any] | None, path: str) -> pl.DataFrame:

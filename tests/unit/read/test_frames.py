@@ -108,6 +108,22 @@ def test_the_most_regular_annotation_makes_steps_where_nothing_else_does():
     assert "steps-from-annotation" in [n.slug for n in trace.notices]
 
 
+@pytest.mark.parametrize(("begun_ns", "whole"), [(0, True), (40, False)], ids=["with a step", "within one"])
+def test_steps_that_accumulate_gradients_end_with_the_optimizer(begun_ns: int, whole: bool):
+    made = TraceBuilder()
+    for number in range(4):
+        for part in (0, 40):
+            if number or part >= begun_ns:
+                at = number * 100 + part
+                made.annotation("DistributedDataParallel.forward", at, 20).op("aten::mm", at + 1, 10)
+        made.annotation("Optimizer.step#AdamW.step", number * 100 + 85, 10)
+    trace = made.annotation("DistributedDataParallel.forward", 400, 20).build()  # of a step that is not there
+    assert trace.steps["end_ns"].to_list() == [95_000, 195_000, 295_000, 395_000]
+    assert trace.steps["start_ns"].to_list() == [begun_ns * 1_000, 95_000, 195_000, 295_000]
+    assert trace.steps["complete"].to_list() == [whole, True, True, True]
+    assert "steps-from-annotation" in [n.slug for n in trace.notices]
+
+
 def test_step_numbers_that_repeat_are_numbered_anew():
     trace = TraceBuilder().step(3, 0, 10).step(3, 20, 10).build()
     assert trace.steps["step"].to_list() == [0, 1]
