@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +61,7 @@ from traceloom.replay.values import (
 )
 
 # Arguments for which programs write plain numbers, and what stands for a number of each type: it changes nothing.
+_STORAGE = attrgetter("storage")
 _NUMBERS = frozenset({"other", "exponent"})
 _OF_NUMBERS: dict[str, float] = {"float64": 1.0, "int64": 1, "bool": True}
 
@@ -269,7 +271,7 @@ class _RankPlanner:
         if strange := unknown_type(types) or unknown_type(output_types):
             self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
             return
-        if any(tensor.is_symbolic for tensor in (*read, *returned)):
+        if not all(map(_STORAGE, (*read, *returned))) and any(tensor.is_symbolic for tensor in (*read, *returned)):
             text = (
                 "shapes of its tensors are symbols, which PyTorch does not write: record a step that compiles nothing"
             )
@@ -380,10 +382,10 @@ class _RankPlanner:
         """Registers of tensors; views that no op made are made first."""
         out = []
         for tensor in tensors:
-            use = self.storages.read(tensor)
-            if use.source is not None:
-                self.add(None, VIEW, [use.source], [use.tensor])
-            out.append(use.tensor)
+            register, source = self.storages.read(tensor)
+            if source is not None:
+                self.add(None, VIEW, [source], [register])
+            out.append(register)
         return out
 
     def add(

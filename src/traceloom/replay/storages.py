@@ -8,24 +8,12 @@ external one), and ends with its last use.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import polars as pl
 
 from traceloom.replay.plan import frame
 from traceloom.replay.values import RecordedTensor, contiguous
-
-
-class Use(NamedTuple):
-    """A register that an op reads.
-
-    Attributes:
-        tensor: The register, a row of `tensors`.
-        source: Another register on the same storage that it must be made of first, where no op made it.
-    """
-
-    tensor: int
-    source: int | None
 
 
 class Storages:
@@ -43,9 +31,12 @@ class Storages:
         self._tensors: list[tuple[int, int, tuple[int, ...], tuple[int, ...], str]] = []
         self.guessed_strides = 0
 
-    def read(self, tensor: RecordedTensor) -> Use:
-        """The register of a tensor that an op is given."""
-        version = self._live.get(tensor.identity)
+    def read(self, tensor: RecordedTensor) -> tuple[int, int | None]:
+        """The register of a tensor that an op is given, a row of `tensors`.
+
+        Beside it another register on the same storage that it must be made of first, where no op made it.
+        """
+        version = self._live.get(tensor.storage or -tensor.number)
         # What nothing recorded made may have taken the number of a storage that died: it is larger, or elsewhere.
         if version is None or (
             (not self._external[version] and tensor.end_bytes > self._bytes[version])
@@ -59,7 +50,7 @@ class Storages:
             source = None if self._external[version] else self._latest[version]
             self._exists.add(register)
         self._latest[version] = register
-        return Use(register, source)
+        return register, source
 
     def has(self, tensor: RecordedTensor) -> bool:
         """Whether an op that was run made this very tensor."""
@@ -128,10 +119,12 @@ class Storages:
         Without strides a transposed square matrix is told from itself by the number of the tensor; but autograd gives
         what it kept another number, so who reads takes the first of that shape.
         """
-        geometry = (version, tensor.offset, tensor.shape, tensor.dtype)
-        strides, key = tensor.strides, _key(version, tensor)
+        key = _key(version, tensor)
         register = self._registers.get(key)
-        if register is None and strides is None and by_shape:
+        if register is not None:
+            return register
+        geometry, strides = key[:-1], tensor.strides
+        if strides is None and by_shape:
             register = self._registers.get(geometry)
         if register is None:
             register = self._registers[key] = len(self._tensors)

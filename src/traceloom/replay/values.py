@@ -90,6 +90,8 @@ class RecordedTensor(NamedTuple):
         return self.storage or -self.number
 
 
+_new = tuple.__new__
+
 # Where a tensor stands among values: position, and its type or, of a list, the same of what it holds.
 TensorPlace = tuple[int, "str | tuple[Any, ...]"]
 # A tensor's type ("" for none), a list of kinds, or None for any other value.
@@ -177,14 +179,16 @@ def tensors_of(values: Any, shapes: Any, strides: Any, places: tuple[TensorPlace
             out += tensors_of(values[at], shapes[at], steps, part)
             continue
         value = values[at]
-        number, storage, offset, elements, item_bytes, device = value if len(value) != 5 else (*value, "")
+        number, storage, offset, elements, item_bytes, device = value if len(value) == 6 else (*value, "")
         if not (number.__class__ is storage.__class__ is offset.__class__ is elements.__class__ is int):
             raise TypeError("a tensor's numbers are no whole numbers")
         if not -_MOST < storage < _MOST:
             raise ValueError("a storage has a number that is none")
         steps = tuple(steps) if isinstance(steps, list) else None
-        geometry = _geometry(offset, elements, tuple(shapes[at]), steps, part, int(item_bytes))
-        out.append(RecordedTensor(number, storage, offset, elements, int(item_bytes), str(device), *geometry))
+        item_bytes = int(item_bytes)
+        geometry = _geometry(offset, elements, tuple(shapes[at]), steps, part, item_bytes)
+        # Its own `__new__`, a function of Python, would take three times as long.
+        out.append(_new(RecordedTensor, (number, storage, offset, elements, item_bytes, str(device), *geometry)))
     return out
 
 
