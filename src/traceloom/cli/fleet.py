@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from traceloom import files
 from traceloom.cli import options as types
@@ -106,7 +105,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
 
 def _hosts(args: argparse.Namespace) -> int:
     if args.remove:
-        removed = client_of(args).delete(f"hosts/{quote(args.remove, safe='')}")
+        removed = client_of(args).delete(f"hosts/{args.remove}")
         print(json.dumps(removed, indent=2) if args.json else f"{removed['host']} belongs to the fleet no more.")
         return 0
     answer = client_of(args).get("hosts")
@@ -172,10 +171,9 @@ def _fetch(args: argparse.Namespace) -> int:
     if args.output.exists() or args.output.is_symlink():
         message = "there is something already"
         raise OutputError(message, slug="file-exists", where=str(args.output), hint="name another -o")
-    client, route = client_of(args), f"captures/{quote(args.capture, safe='')}"
+    client, route = client_of(args), f"captures/{args.capture}"
 
     def fetch(name: str, path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
         with path.open("xb") as file:
             client.fetch(f"{route}/files/{name}", file)
 

@@ -43,6 +43,7 @@ examples:
 _LOOK_S = 0.25
 _AWAY_S = 60.0  # that an agent may take to be started again
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}){0,5}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -230,17 +231,19 @@ def _pause(target: dict[str, Any]) -> str:
 
 
 def download(output: Path, names: Iterable[str], fetch: Callable[[str, Path], object], hint: str = "") -> None:
-    """Fetch all files of a capture beside the place where they go, and put them there at once.
+    """Fetch all files of a capture, those in its folders too, beside where they go, and put them there at once.
 
     Raises:
-        OutputError: `cannot-write`.
+        OutputError: `cannot-write`; `unsafe-name`: a file of the answer would lie elsewhere. Nothing is written then.
     """
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         try:
             for name in names:
-                if _NAME.fullmatch(name):  # nothing of an answer leaves the directory
-                    fetch(name, folder / name)
+                if not _FILE.fullmatch(name):  # nothing of an answer leaves the directory
+                    raise OutputError(f"a file of the capture is called {name[:80]!r}", slug="unsafe-name")
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                fetch(name, folder / name)
             folder.chmod(0o755)
             folder.rename(output)
         except BaseException:
