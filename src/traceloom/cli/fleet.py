@@ -253,7 +253,7 @@ def _check(args: argparse.Namespace) -> int:
 def _triggers(args: argparse.Namespace) -> int:
     answer = triggers(args, client_of(args))
     if args.what == "show":
-        print(json.dumps(answer, indent=2) if args.json else answer["toml"].rstrip())
+        print(json.dumps(answer, indent=2) if args.json else answer["toml"].rstrip() or NO_RULES)
         return 0
     shown(args, answer, TRIGGER_HEADS, trigger_rows(answer), NO_RULES)
     if not args.json:

@@ -18,7 +18,7 @@ from traceloom.cli import options as types
 from traceloom.errors import CaptureError, InputError, OutputError, PartialError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from rich.text import Text
 
@@ -230,18 +230,19 @@ def _pause(target: dict[str, Any]) -> str:
     return f"{target['stem']} {target['profiler']}: stopped for {target['pause_ns'] / 1e6:.1f} ms{held}"
 
 
-def download(output: Path, names: Iterable[str], fetch: Callable[[str, Path], object], hint: str = "") -> None:
+def download(output: Path, names: Collection[str], fetch: Callable[[str, Path], object], hint: str = "") -> None:
     """Fetch all files of a capture, those in its folders too, beside where they go, and put them there at once.
 
     Raises:
         OutputError: `cannot-write`; `unsafe-name`: a file of the answer would lie elsewhere. Nothing is written then.
     """
+    for name in names:
+        if not _FILE.fullmatch(name):  # nothing of an answer leaves the directory
+            raise OutputError(f"a file of the capture is called {name[:80]!r}", slug="unsafe-name")
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         try:
             for name in names:
-                if not _FILE.fullmatch(name):  # nothing of an answer leaves the directory
-                    raise OutputError(f"a file of the capture is called {name[:80]!r}", slug="unsafe-name")
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 fetch(name, folder / name)
             folder.chmod(0o755)

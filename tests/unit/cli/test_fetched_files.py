@@ -22,9 +22,6 @@ def test_files_in_folders_are_fetched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../out", "a/../../out", "/out", "a//out", ".out", "a/", "", "a\nb", "a\\out"])
 def test_a_name_that_leads_elsewhere_leaves_nothing(tmp_path: Path, name: str) -> None:
-    with pytest.raises(OutputError) as refused:
-        download(tmp_path / "below" / "run", ["rank0.json", name], _write)
-    assert refused.value.slug == "cannot-write", "its directory is missing"
     (tmp_path / "below").mkdir()
     with pytest.raises(OutputError) as refused:
         download(tmp_path / "below" / "run", ["rank0.json", name], _write)

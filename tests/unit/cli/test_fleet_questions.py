@@ -95,3 +95,11 @@ def test_what_cannot_be_asked_is_said(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "no-such-dimension" in capsys.readouterr().err
     assert main(["fleet", "owners", "set"]) == 2
     assert main(["fleet", "kernel-history"]) == 2
+
+
+@pytest.mark.parametrize("verb", ["attribution", "topline"])
+def test_time_of_which_no_host_spoke_is_no_row_of_zeros(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    lines = printed(capsys, verb, "--since", "2026-01-01", "--until", "2026-01-03").splitlines()
+    assert lines[0] == "No host has said anything of its devices in this time."
+    assert lines[1].startswith("Next: traceloom fleet hosts")
+    assert len(lines) == 3
