@@ -35,7 +35,7 @@ examples:
 What each can do: traceloom fleet token --help.
 """
 
-
+_NARROWEST = 10  # signs of a column, where not all of a table fits
 NO_HOSTS = """\
 No host belongs to the fleet yet.
 Next: traceloom fleet token enrol > host.token
@@ -309,8 +309,15 @@ def shown(
     texts = [[harmless(cell) for cell in row] for row in (heads, *rows)]
     widths = [max(len(row[at]) for row in texts) for at in range(len(heads))]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    room = width - 2 * (len(widths) - 1)
+    while sum(widths) > room and max(widths) > _NARROWEST:  # long names give way, so that numbers are seen
+        widths[widths.index(max(widths))] -= 1
     for row in texts:
-        print("  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()[:width])
+        cells = (
+            (cell if len(cell) <= size else f"{cell[: size - 1]}…").ljust(size)
+            for cell, size in zip(row, widths, strict=True)
+        )
+        print("  ".join(cells).rstrip()[:width])
     return 0
 
 

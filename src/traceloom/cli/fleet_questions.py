@@ -140,7 +140,8 @@ def _run(question: Question, args: argparse.Namespace) -> int:
     )
     if args.json:
         return shown(args, answer, (), ())
-    view = _VIEWS[question.name]
+    view, skipped = _VIEWS[question.name], wanted.get("skip") or 0
+    empty = f"There are no more than {skipped} rows." if skipped else view.empty
     if question.name == "attribution":
         _show_tree(args, answer)
     for number, (table, columns) in enumerate(view.columns.items()):
@@ -156,11 +157,11 @@ def _run(question: Question, args: argparse.Namespace) -> int:
         if number and rows and not args.quiet:
             print()
         if rows or not number:
-            shown(args, answer, heads, rows, view.empty)
+            shown(args, answer, heads, rows, empty)
     if not args.quiet:
         if answer["more"]:
-            skipped = (wanted["skip"] or 0) + len(answer[next(iter(question.tables))])
-            print(f"There are more: --skip {skipped}")
+            further = f"--skip {skipped + len(answer[next(iter(question.tables))])}"
+            print(f"There are more: {further if 'skip' in wanted else 'ask for less time'}")
         for line in view.next_of(answer):
             print(harmless(line))
         print(f"Looked at {_instant(answer['since_ns'])} to {_instant(answer['until_ns'])} UTC.")
