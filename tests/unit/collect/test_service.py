@@ -217,7 +217,9 @@ def test_beyond_this_host_it_starts_only_with_tls(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["serve", "--store", str(tmp_path / "s"), "--address", "0.0.0.0:0"]) == 3
-    assert "tcp-without-tls" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "tcp-without-tls" in refusal
+    assert "--certificate" in refusal
 
 
 def test_a_service_that_does_not_run_is_said_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
