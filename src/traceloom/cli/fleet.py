@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from traceloom import files
 from traceloom.cli import options as types
@@ -36,7 +35,7 @@ examples:
 What each can do: traceloom fleet token --help.
 """
 
-
+_NARROWEST = 10  # signs of a column, where not all of a table fits
 NO_HOSTS = """\
 No host belongs to the fleet yet.
 Next: traceloom fleet token enrol > host.token
@@ -106,7 +105,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
 
 def _hosts(args: argparse.Namespace) -> int:
     if args.remove:
-        removed = client_of(args).delete(f"hosts/{quote(args.remove, safe='')}")
+        removed = client_of(args).delete(f"hosts/{args.remove}")
         print(json.dumps(removed, indent=2) if args.json else f"{removed['host']} belongs to the fleet no more.")
         return 0
     answer = client_of(args).get("hosts")
@@ -172,10 +171,9 @@ def _fetch(args: argparse.Namespace) -> int:
     if args.output.exists() or args.output.is_symlink():
         message = "there is something already"
         raise OutputError(message, slug="file-exists", where=str(args.output), hint="name another -o")
-    client, route = client_of(args), f"captures/{quote(args.capture, safe='')}"
+    client, route = client_of(args), f"captures/{args.capture}"
 
     def fetch(name: str, path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
         with path.open("xb") as file:
             client.fetch(f"{route}/files/{name}", file)
 
@@ -255,7 +253,7 @@ def _check(args: argparse.Namespace) -> int:
 def _triggers(args: argparse.Namespace) -> int:
     answer = triggers(args, client_of(args))
     if args.what == "show":
-        print(json.dumps(answer, indent=2) if args.json else answer["toml"].rstrip())
+        print(json.dumps(answer, indent=2) if args.json else answer["toml"].rstrip() or NO_RULES)
         return 0
     shown(args, answer, TRIGGER_HEADS, trigger_rows(answer), NO_RULES)
     if not args.json:
@@ -311,8 +309,15 @@ def shown(
     texts = [[harmless(cell) for cell in row] for row in (heads, *rows)]
     widths = [max(len(row[at]) for row in texts) for at in range(len(heads))]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    room = width - 2 * (len(widths) - 1)
+    while sum(widths) > room and max(widths) > _NARROWEST:  # long names give way, so that numbers are seen
+        widths[widths.index(max(widths))] -= 1
     for row in texts:
-        print("  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()[:width])
+        cells = (
+            (cell if len(cell) <= size else f"{cell[: size - 1]}…").ljust(size)
+            for cell, size in zip(row, widths, strict=True)
+        )
+        print("  ".join(cells).rstrip()[:width])
     return 0
 
 

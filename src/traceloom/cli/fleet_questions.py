@@ -22,6 +22,9 @@ _INSTANTS = {"since_ns", "last_before_ns", "start_ns", "time_ns"}
 _MS = {"saved_ms", "device_ms", "busy_ms", "idle_ms", "unallocated_ms", "unreachable_ms"}
 _WIDEST = 44  # signs of a name of a kernel
 _HOUR_MS = 3_600_000
+_NO_DEVICE_TIME = """\
+No host has said anything of its devices in this time.
+Next: traceloom fleet hosts; --since 90d looks further back"""
 
 
 class AnswerView(NamedTuple):
@@ -81,10 +84,12 @@ _VIEWS: Mapping[str, AnswerView] = {
     ),
     "attribution": AnswerView(
         "--by division,product,user --since 30d", "traceloom fleet owners set owners.toml --dry-run", {},
+        empty=_NO_DEVICE_TIME,
     ),
     "topline": AnswerView(
         "--by model --since 7d", "traceloom fleet invest",
         {"rows": ("device_hours", "device_use", "flop_rate", "compute_use", "power_w", "roofline_fraction", "mfu")},
+        empty=_NO_DEVICE_TIME,
     ),
     "findings": AnswerView(
         "--since 7d --rule '*-bound'", "traceloom fleet invest; traceloom explain RULE",
@@ -135,7 +140,8 @@ def _run(question: Question, args: argparse.Namespace) -> int:
     )
     if args.json:
         return shown(args, answer, (), ())
-    view = _VIEWS[question.name]
+    view, skipped = _VIEWS[question.name], wanted.get("skip") or 0
+    empty = f"There are no more than {skipped} rows." if skipped else view.empty
     if question.name == "attribution":
         _show_tree(args, answer)
     for number, (table, columns) in enumerate(view.columns.items()):
@@ -146,15 +152,16 @@ def _run(question: Question, args: argparse.Namespace) -> int:
         rows = [
             [*(str(row[name]) for name in by), *(_cell(name, declared.columns[name], row[name]) for name in columns)]
             for row in answer[table]
+            if row.get("device_hours") != 0  # all of it is a row of the topline, also where there is none
         ]
         if number and rows and not args.quiet:
             print()
         if rows or not number:
-            shown(args, answer, heads, rows, view.empty)
+            shown(args, answer, heads, rows, empty)
     if not args.quiet:
         if answer["more"]:
-            skipped = (wanted["skip"] or 0) + len(answer[next(iter(question.tables))])
-            print(f"There are more: --skip {skipped}")
+            further = f"--skip {skipped + len(answer[next(iter(question.tables))])}"
+            print(f"There are more: {further if 'skip' in wanted else 'ask for less time'}")
         for line in view.next_of(answer):
             print(harmless(line))
         print(f"Looked at {_instant(answer['since_ns'])} to {_instant(answer['until_ns'])} UTC.")
@@ -198,7 +205,7 @@ def _show_tree(args: argparse.Namespace, answer: dict[str, Any]) -> None:
         cells = [f"{'  ' * depth}{name}", f"{row['device_ms'] / _HOUR_MS:,.1f}"]
         cells += [units.share(row["device_ms"], whole[row["time_ns"]]), used]
         rows.append([*cells, *(["–" if row["cost"] is None else f"{row['cost']:,.2f}"] if priced else [])])
-    shown(args, answer, heads, rows)
+    shown(args, answer, heads, rows if any(whole.values()) else [], _NO_DEVICE_TIME)
 
 
 QUESTION_ACTIONS = {

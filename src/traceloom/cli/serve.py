@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     from platformdirs import user_data_path
 
     from traceloom.agent.config import Tcp
-    from traceloom.collect.client import token_path
+    from traceloom.collect.client import SERVER, token_path
     from traceloom.collect.cluster import EngineTls
     from traceloom.collect.executors import engine_of
     from traceloom.collect.pipeline import COMMIT_S, LEASE_S
@@ -164,9 +164,10 @@ def run(args: argparse.Namespace) -> int:
                 print(f"Its token, for the browser and for commands: {demo.token}", flush=True)
                 print(f"Try: TRACELOOM_SERVER={url} TRACELOOM_TOKEN={demo.token} traceloom fleet captures", flush=True)
             elif not args.quiet:
+                server = "" if url == SERVER else f" --server {url}"
                 print(f"The fleet's service answers at {url}, and keeps its files in {objects.url}.", flush=True)
                 print(f"Its pages are there too; sign in with the token in {token_path()}.", flush=True)
-                print("Try: traceloom upload CAPTURE; traceloom fleet check", flush=True)
+                print(f"Try: traceloom upload CAPTURE{server}; traceloom fleet check{server}", flush=True)
 
         async def live() -> None:
             service = Service(

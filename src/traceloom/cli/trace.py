@@ -18,7 +18,7 @@ from traceloom.cli import options as types
 from traceloom.errors import CaptureError, InputError, OutputError, PartialError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from rich.text import Text
 
@@ -43,6 +43,7 @@ examples:
 _LOOK_S = 0.25
 _AWAY_S = 60.0  # that an agent may take to be started again
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}){0,5}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -229,18 +230,21 @@ def _pause(target: dict[str, Any]) -> str:
     return f"{target['stem']} {target['profiler']}: stopped for {target['pause_ns'] / 1e6:.1f} ms{held}"
 
 
-def download(output: Path, names: Iterable[str], fetch: Callable[[str, Path], object], hint: str = "") -> None:
-    """Fetch all files of a capture beside the place where they go, and put them there at once.
+def download(output: Path, names: Collection[str], fetch: Callable[[str, Path], object], hint: str = "") -> None:
+    """Fetch all files of a capture, those in its folders too, beside where they go, and put them there at once.
 
     Raises:
-        OutputError: `cannot-write`.
+        OutputError: `cannot-write`; `unsafe-name`: a file of the answer would lie elsewhere. Nothing is written then.
     """
+    for name in names:
+        if not _FILE.fullmatch(name):  # nothing of an answer leaves the directory
+            raise OutputError(f"a file of the capture is called {name[:80]!r}", slug="unsafe-name")
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         try:
             for name in names:
-                if _NAME.fullmatch(name):  # nothing of an answer leaves the directory
-                    fetch(name, folder / name)
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                fetch(name, folder / name)
             folder.chmod(0o755)
             folder.rename(output)
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from pathlib import Path
 
@@ -72,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     elif not args.quiet:
         for name, answer in zip(args.captures, answers, strict=True):
             print(f"{name} is {answer['id']}: {answer['state']}")
+        done = [answer["id"] for answer in answers if answer["state"] == "committed"]
+        look = f"report {done[0]} -o report.html" if done else "captures"
+        print(f"Look: traceloom fleet {look}" + (f" --server {shlex.quote(args.server)}" if args.server else ""))
     refused = [answer for answer in answers if answer["state"] == "quarantined"]
     if refused:
         raise InputError(

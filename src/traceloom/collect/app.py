@@ -168,4 +168,5 @@ def build_fleet_app(service: Service) -> ASGIApp:
         ],
         exception_handlers=refusals(paths, "the service"),
     )
+    app.router.redirect_slashes = False  # a redirect is no answer to clients
     return FleetGuard(app, service)

@@ -157,16 +157,21 @@ class HostDesk:
                 400, f"this agent speaks protocol {enrolment.protocol}, the service {PROTOCOL}", slug="newer-agent",
                 hint="update the service first",
             )  # fmt: skip
-        host = await asyncio.to_thread(self.state.take_enrolment, enrolment.token)
-        if host is None or host not in {"", enrolment.host}:
+        host = await asyncio.to_thread(self.state.take_enrolment, enrolment.token, enrolment.host)
+        if host is None:
             raise RequestError(
                 401, "this token is none of ours, was used, or has expired", slug="unknown-token",
-                hint="`traceloom fleet token --enrol` makes one",
+                hint="`traceloom fleet token enrol` makes one",
+            )  # fmt: skip
+        if host not in {"", enrolment.host}:
+            raise RequestError(
+                401, f"this token lets the host `{host}` join, and not `{enrolment.host}`", slug="unknown-token",
+                hint="`traceloom fleet token enrol` with the name of the host, or with none, makes another one",
             )  # fmt: skip
         if not host and enrolment.host in self.members:
             raise RequestError(
                 409, f"there is a host `{enrolment.host}` already", slug="host-exists",
-                hint="a token for this host replaces it: `traceloom fleet token --enrol --host NAME`",
+                hint="a token for this host replaces it: `traceloom fleet token enrol NAME`",
             )  # fmt: skip
         credential = secrets.token_urlsafe(32)
         await asyncio.to_thread(self.state.put_host, enrolment.host, credential)

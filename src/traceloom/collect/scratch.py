@@ -41,15 +41,23 @@ def in_scratch(
     """
     home = Path(tempfile.mkdtemp(prefix="traceloom-", dir=temporary))
     folder, out = home / "files", home / "result"
+
+    def do(arguments: dict[str, Any]) -> None:
+        try:
+            work({"folder": str(folder), **arguments})
+        except TaskError as error:  # whoever reads it knows the names of files, and nothing of this folder
+            text = error.message.replace(f"{folder}{os.sep}", "").replace(str(folder), "the capture")
+            raise TaskError(text, final=error.final) from error
+
     try:
         for file in task.files:
             go_on()
             _fetch(file, folder / checked_name(file.name), go_on)
         if task.name == "check":
             announced = [{"name": file.name, "size": file.size, "sha256": file.sha256} for file in task.files]
-            work({"folder": str(folder), "files": announced})
+            do({"files": announced})
             return b""
-        work({"folder": str(folder), "out": str(out), **task.arguments})
+        do({"out": str(out), **task.arguments})
         with open_regular(out) as result:
             content = result.read(RESULT_BYTES + 1)
         if len(content) > RESULT_BYTES:

@@ -209,9 +209,9 @@ class Portal:
     async def no_page(self, request: Request, error: Exception) -> Response:
         """There is no such page."""
         assert isinstance(error, HTTPException)
-        refusal = RequestError(
-            error.status_code, "there is no such page", slug="no-such-page", hint="the menu leads on"
-        )
+        request.state.token = token = await self.readers.reader(request)
+        hint = "" if token is None else "the menu leads on"
+        refusal = RequestError(error.status_code, "there is no such page", slug="no-such-page", hint=hint)
         return await self.refused(request, refusal)
 
     async def refused(self, request: Request, error: Exception) -> Response:

@@ -108,7 +108,7 @@ class Readers:
 
     def _of_user(self, user: str) -> TokenRecord:
         assert self.proxy is not None
-        own = next((token for token in self.state.tokens() if token.name == user and not token.revoked_ns), None)
+        own = next((token for token in self.state.tokens() if token.name == user and token.opens), None)
         return TokenRecord(
             name=user, role=own.role if own else self.proxy.role, created_ns=0, expires_ns=0, revoked_ns=0
         )

@@ -34,11 +34,15 @@ class HostState(TriggerState):
             )  # fmt: skip
         return secret
 
-    def take_enrolment(self, secret: str) -> str | None:
-        """Use up a token of enrolment: the host that it is for ("" any), None where it is none or has expired."""
+    def take_enrolment(self, secret: str, host: str) -> str | None:
+        """Use up a token of enrolment: the host that it is for ("" any), None where it is none or has expired.
+
+        One that is for another than this host stays.
+        """
         with self._transaction() as connection:
             rows = self._rows(connection, "SELECT * FROM enrolments WHERE sha256 = :sha256", sha256=secret_hash(secret))
-            if not self._change(
+            for_another = bool(rows) and rows[0]["host"] not in {"", host}
+            if not for_another and not self._change(
                 connection, "DELETE FROM enrolments WHERE sha256 = :sha256", sha256=secret_hash(secret)
             ):
                 return None

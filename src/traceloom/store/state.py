@@ -87,6 +87,11 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires_ns: int
     revoked_ns: int
 
+    @property
+    def opens(self) -> bool:
+        """Whether it opens anything now: it was not revoked, and has not expired."""
+        return not self.revoked_ns and not 0 < self.expires_ns <= time.time_ns()
+
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Who did what, or was refused; `result` is `done` or the slug of the refusal."""
@@ -411,9 +416,7 @@ class State(HostState, DocumentState, JobFactState, SessionState):
         with self._transaction() as connection:
             rows = self._rows(connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=sha256)
         token = _token(rows[0]) if rows else None
-        if token is None or token.revoked_ns or (token.expires_ns and token.expires_ns <= time.time_ns()):
-            return None
-        return token
+        return token if token is not None and token.opens else None
 
     def tokens(self) -> list[TokenRecord]:
         """All tokens, by name."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,3 +97,35 @@ def test_what_cannot_be_asked_is_said(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "no-such-dimension" in capsys.readouterr().err
     assert main(["fleet", "owners", "set"]) == 2
     assert main(["fleet", "kernel-history"]) == 2
+
+
+@pytest.mark.parametrize("verb", ["attribution", "topline"])
+def test_time_of_which_no_host_spoke_is_no_row_of_zeros(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    lines = printed(capsys, verb, "--since", "2026-01-01", "--until", "2026-01-03").splitlines()
+    assert lines[0] == "No host has said anything of its devices in this time."
+    assert lines[1].startswith("Next: traceloom fleet hosts")
+    assert len(lines) == 3
+
+
+def test_on_a_narrow_terminal_names_give_way_to_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = json.loads(printed(capsys, "regressions", *TIME, "--top", "2", "--json"))
+    master, terminal = pty.openpty()
+    monkeypatch.setenv("COLUMNS", "80")
+    with os.fdopen(master, "rb") as seen, os.fdopen(terminal, "w") as screen:
+        monkeypatch.setattr("sys.stdout", screen)
+        assert main(["fleet", "regressions", *TIME, "--top", "2"]) == 0
+        screen.flush()
+        lines = [seen.readline().decode().rstrip("\r\n") for _ in range(3)]
+    monkeypatch.undo()
+    assert lines[0].split()[-4:] == ["Before", "After", "Change", "Costs"]
+    assert max(map(len, lines)) <= 80
+    for line, change in zip(lines[1:], answer["changes"], strict=True):
+        assert f"{change['change'] * 100:+.1f} %" in line
+        assert line.startswith(change["kernel"][:9])
+        assert "…" in line
+
+
+def test_rows_beyond_the_last_are_not_called_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "There are no more than 900 rows." in printed(capsys, "kernels", *TIME, "--skip", "900")

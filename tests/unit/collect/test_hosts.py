@@ -78,6 +78,13 @@ def test_a_host_joins_once_and_shows_its_credential(tmp_path: Path) -> None:
                 await desk.enrol(Enrolment(token=of_token, host=host))
             refusals.append(error.value.slug)
         assert refusals == ["unknown-token", "host-exists", "unknown-token", "unknown-token", "unknown-token"]
+        # A token that another host shows is not used up by it.
+        for_c = desk.state.add_enrolment("c", 1)
+        with pytest.raises(RequestError, match="lets the host `c` join, and not `b`"):
+            await desk.enrol(Enrolment(token=for_c, host="b"))
+        desk.check_host("c", (await desk.enrol(Enrolment(token=for_c, host="c"))).credential)
+        with pytest.raises(RequestError, match="was used"):
+            await desk.enrol(Enrolment(token=for_c, host="c"))
         # A token for that very host replaces it.
         again = (await desk.enrol(Enrolment(token=desk.state.add_enrolment("a", 1), host="a"))).credential
         desk.check_host("a", again)

@@ -143,3 +143,16 @@ def test_a_result_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("traceloom.collect.scratch.RESULT_BYTES", len(CONTENT) - 1)
     with pytest.raises(TaskError, match="MiB"):
         result_of(tmp_path, file_at(str(tmp_path / "a")))
+
+
+def test_what_went_wrong_names_the_files_of_the_capture_and_not_the_folder(address: str, tmp_path: Path) -> None:
+    def refuse(arguments: dict[str, Any]) -> None:
+        folder = arguments["folder"]
+        raise TaskError(f"no trace in {folder}: {folder}/folder/a.json is none", final=True)
+
+    task = EngineTask("analyse", (file_at(f"{address}/good"),), {}, 60.0)
+    with pytest.raises(TaskError) as refused:
+        in_scratch(task, refuse, lambda: None, tmp_path)
+    assert refused.value.message == "no trace in the capture: folder/a.json is none"
+    assert refused.value.final
+    assert not list(tmp_path.iterdir())

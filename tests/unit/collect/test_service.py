@@ -67,6 +67,10 @@ def test_a_capture_is_uploaded_analysed_and_reported(
         assert main(["fleet", "report", answer["id"], "-o", str(tmp_path / "report.html")]) == 0
         assert "<html" in (tmp_path / "report.html").read_text()
         assert service.ask("GET", f"/api/v1/captures/{answer['id']}/files/sources/kernel.py") == (200, b"pass")
+        assert main(["fleet", "fetch", answer["id"], "-o", str(tmp_path / "again")]) == 0
+        fetched = {path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*") if path.is_file()}
+        assert fetched == {Path("rank_0.json"), Path("sources/kernel.py")}
+        assert (tmp_path / "again" / "sources" / "kernel.py").read_text() == "pass"
         assert main(["fleet", "backfill"]) == 0
         capsys.readouterr()
         assert main(["fleet", "check", "--json"]) == 0
@@ -192,7 +196,8 @@ def test_a_half_upload_leaves_nothing_and_goes_on(service: RunningService) -> No
 
 def test_what_is_not_there_is_said_so(service: RunningService) -> None:
     assert service.ask("GET", "/api/v1/captures/c0")[1]["error"]["slug"] == "no-such-capture"
-    assert service.ask("GET", "/api/v1/nothing")[1]["error"]["slug"] == "no-such-route"
+    for path in ("/api/v1/nothing", "/api/v1/tokens/"):
+        assert service.ask("GET", path)[1]["error"]["slug"] == "no-such-route"
     assert service.ask("PATCH", "/api/v1/captures")[1]["error"]["slug"] == "wrong-method"
     assert service.ask("GET", "/api/v1/captures?most=0")[1]["error"]["slug"] == "wrong-request"
 
@@ -212,7 +217,9 @@ def test_beyond_this_host_it_starts_only_with_tls(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["serve", "--store", str(tmp_path / "s"), "--address", "0.0.0.0:0"]) == 3
-    assert "tcp-without-tls" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "tcp-without-tls" in refusal
+    assert "--certificate" in refusal
 
 
 def test_a_service_that_does_not_run_is_said_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

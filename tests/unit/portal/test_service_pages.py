@@ -126,6 +126,21 @@ def test_a_proxy_says_who_reads_and_nobody_else(service: RunningService) -> None
     assert service.browse("/", X_User="<script>").status == 303
 
 
+def test_a_proxy_gives_nobody_the_role_of_a_token_that_holds_no_more(service: RunningService) -> None:
+    token(service, "guest", "admin", days=1e-9)
+    until(lambda: "requester" in service.browse("/", X_User="guest").text)
+    assert service.browse("/audit", X_User="guest").status == 403
+
+
+def test_a_page_that_is_not_there_leads_on_by_the_menu(service: RunningService) -> None:
+    seen = service.browse("/nothing", service.signed_in())
+    assert seen.status == 404
+    assert "the menu leads on" in seen.text
+    assert 'href="/captures"' in seen.text
+    stranger = service.browse("/nothing")
+    assert (stranger.status, "menu" in stranger.text, 'href="/captures"' in stranger.text) == (404, False, False)
+
+
 def test_tables_are_downloaded(service: RunningService) -> None:
     cookie = service.signed_in()
     seen = service.browse("/jobs?table=jobs&as=csv", cookie)

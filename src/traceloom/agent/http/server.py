@@ -323,10 +323,11 @@ def tcp_security(tcp: Tcp, *, asks: bool = False) -> tuple[ssl.SSLContext | None
     if not tcp.certificate:
         if not loopback:
             raise InputError(
-                "beyond this host the agent listens with TLS only",
+                "beyond this host nothing listens without TLS",
                 slug="tcp-without-tls",
                 where=tcp.address,
-                hint="set `tcp.certificate` and `tcp.key`, or listen on 127.0.0.1",
+                hint="listen on 127.0.0.1, or set "
+                + ("--certificate and --key" if asks else "`tcp.certificate` and `tcp.key`"),
             )
         return None, loopback
     if not (loopback or tcp.tokens or tcp.client_ca or asks):
