@@ -12,8 +12,8 @@ from traceloom.analyze.breakdown import GpuTime, gpu_time
 from traceloom.analyze.data_loading import DataLoading, data_loading
 from traceloom.analyze.device_account import device_account, has_step_time
 from traceloom.analyze.host import HostTime, host
-from traceloom.analyze.host_wait import HOST_CAUSES
-from traceloom.analyze.idle import CAUSES, Idle, idle
+from traceloom.analyze.idle import Idle, idle
+from traceloom.analyze.idle_causes import CAUSES, HOST_CAUSES
 from traceloom.analyze.operators import Operators, operators
 from traceloom.analyze.steps import of_requests, step_times
 from traceloom.model import Session, Trace

@@ -9,6 +9,7 @@ import polars as pl
 
 from traceloom.analyze.ancestry import forest, host_segments
 from traceloom.analyze.host import main_lane
+from traceloom.analyze.idle_causes import HOST_CAUSES
 from traceloom.analyze.intervals import Spans, overlaps
 from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, meaning
 from traceloom.analyze.vocabulary import vocabulary
@@ -16,16 +17,6 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import lookup
 
-HOST_CAUSES = {
-    "host_data_loading": "the host waited for or made the next batch",
-    "host_garbage_collection": "Python collected garbage",
-    "host_lock": "the host waited for a lock",
-    "host_blocking_call": "the host stood in a call that waits",
-    "host_launch": "the host was in runtime calls",
-    "host_op": "the host worked inside framework operators",
-    "host_python": "the host ran Python",
-    "host_unobserved": "nothing is recorded of what the host did",
-}
 _CAUSES = list(HOST_CAUSES)
 _OF_ACTIVITY = {
     BLOCKING_CALL: _CAUSES.index("host_blocking_call"),

@@ -13,7 +13,16 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.gaps import Gaps, copies, gaps, gpu_rows
-from traceloom.analyze.host_wait import HOST_CAUSES, Stretches, split_by_activity
+from traceloom.analyze.host_wait import Stretches, split_by_activity
+from traceloom.analyze.idle_causes import (
+    CAUSES,
+    DEPENDENCY,
+    GRAPH_INTERNAL,
+    KERNEL_TO_KERNEL,
+    LAUNCH_LATENCY,
+    NOT_RECORDED,
+    UNEXPLAINED,
+)
 from traceloom.analyze.intervals import overlaps
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.steps import tiles
@@ -24,23 +33,6 @@ from traceloom.model.arrays import column, lookup, on_disk
 from traceloom.model.category import LAUNCHES
 from traceloom.model.frames import schema
 from traceloom.model.result import Result
-
-LAUNCH_LATENCY = "launch_latency"
-DEPENDENCY = "dependency"
-KERNEL_TO_KERNEL = "kernel_to_kernel"
-GRAPH_INTERNAL = "graph_internal"
-UNEXPLAINED = "unexplained"
-NOT_RECORDED = "launch_not_recorded"
-CAUSES = {
-    **HOST_CAUSES,
-    LAUNCH_LATENCY: "the launch call ran, and the GPU took up the work",
-    DEPENDENCY: "launched in time, but ordered after another stream",
-    KERNEL_TO_KERNEL: "launched in time; the GPU's own pause between two pieces of work",
-    GRAPH_INTERNAL: "between two pieces of work of one graph launch",
-    UNEXPLAINED: "launched in time, not ordered after another stream, and late all the same",
-    NOT_RECORDED: "the launch happened before the recording began, or was lost",
-}
-"""Every cause with its meaning in a few words."""
 
 CauseType = pl.Enum(list(CAUSES))
 EVIDENCE = ("measured", "correlated", "inferred", "assumed")

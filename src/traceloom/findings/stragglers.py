@@ -10,7 +10,7 @@ import polars as pl
 
 from traceloom.analyze.across.blame import slow_ranks
 from traceloom.analyze.across.lateness import CAUSE_WORDS
-from traceloom.analyze.host_wait import HOST_CAUSES
+from traceloom.analyze.idle_causes import HOST_CAUSES
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.findings.communication import evened
 from traceloom.findings.context import Bools, Context

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from traceloom import __version__, analyze
-from traceloom.analyze.idle import CAUSES
+from traceloom.analyze.idle_causes import CAUSES
 from traceloom.analyze.kernel_bound import bounds
 from traceloom.analyze.kernel_shapes import KEYS, shaped_work
 from traceloom.findings import findings

@@ -12,7 +12,7 @@ from datetime import date, datetime, timezone
 
 import polars as pl
 
-from traceloom.analyze.idle import CAUSES
+from traceloom.analyze.idle_causes import CAUSES
 from traceloom.model.columns import Column, column
 
 VERSION = 1

@@ -12,7 +12,7 @@ from support.odd_traces import odd_trace
 from traceloom.analyze import answer, gpu_time, host, idle
 from traceloom.analyze.answer import _REASONS
 from traceloom.analyze.device_account import device_account
-from traceloom.analyze.idle import CAUSES
+from traceloom.analyze.idle_causes import CAUSES
 from traceloom.model import Session, Trace
 from traceloom.model.units import share
 from traceloom.testing import TraceBuilder

@@ -12,7 +12,7 @@ import pytest
 from support.jobs import ParallelRecipe, parallel_job
 from support.public_traces import DATA, NAMES, NEEDS_TRACES
 from support.sessions import busy_step, empty, host_only, several_devices
-from traceloom.analyze.idle import CAUSES
+from traceloom.analyze.idle_causes import CAUSES
 from traceloom.analyze.kernel_bound import kernel_bounds
 from traceloom.findings import findings
 from traceloom.model import Session

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.across.ledger import CLASSES, COMMUNICATION, COMPUTE, MEMORY
 from traceloom.analyze.across.matched import Matched
 from traceloom.analyze.across.rank_part import RankPart
-from traceloom.analyze.idle import CAUSES
+from traceloom.analyze.idle_causes import CAUSES
 from traceloom.link.clocks import ENDS_TOGETHER
 
 Ints = NDArray[np.int64]

@@ -9,8 +9,9 @@ import polars as pl
 
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.host import main_lane
-from traceloom.analyze.host_wait import HOST_CAUSES, Stretches, split_by_activity
-from traceloom.analyze.idle import CAUSES, idle
+from traceloom.analyze.host_wait import Stretches, split_by_activity
+from traceloom.analyze.idle import idle
+from traceloom.analyze.idle_causes import CAUSES, HOST_CAUSES
 from traceloom.analyze.intervals import coverage, merge, union
 from traceloom.array_types import Ints
 from traceloom.model import Trace

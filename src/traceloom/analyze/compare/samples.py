@@ -9,7 +9,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.classify import gpu_work
-from traceloom.analyze.idle import CAUSES, idle
+from traceloom.analyze.idle import idle
+from traceloom.analyze.idle_causes import CAUSES
 from traceloom.analyze.intervals import EMPTY, Spans, coverage, merge, overlaps, union
 from traceloom.analyze.steps import tiles
 from traceloom.model import Trace

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
-from traceloom.findings import RULES
 from traceloom.model import units
 from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing, to_page
 from traceloom.portal.charts import share_bar
@@ -18,7 +18,6 @@ BY = {
     "rule": "by rule", "rule,model": "by rule and model", "model": "by model", "model,rule": "by model and rule",
     "division": "by division", "user": "by user", "job": "by job", "job,rule": "by job and rule",
 }  # fmt: skip
-_TITLES = {rule.slug: rule.title for rule in RULES}
 _LOOKS = ("compute", "communication", "memory", "annotation", "forward", "launch", "optimizer", "op", "python", "other")
 
 
@@ -107,7 +106,14 @@ def content(view: SavingsView) -> PageContent:
 
 
 def _meaning(row: PageRow) -> PageRow:
-    return {"meaning": _TITLES.get(str(row["rule"]), "")} if "rule" in row else {}
+    return {"meaning": _titles().get(str(row["rule"]), "")} if "rule" in row else {}
+
+
+@cache
+def _titles() -> dict[str, str]:
+    from traceloom.findings import RULES  # with all analyses, which the service is spared until somebody looks
+
+    return {rule.slug: rule.title for rule in RULES}
 
 
 PAGE = Page(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from traceloom.analyze.idle import CAUSES
+from traceloom.analyze.idle_causes import CAUSES
 from traceloom.model import units
 from traceloom.report.accounts import AT_EDGES, AT_EDGES_MEANING, gpu_accounts, gpu_window, idle_causes
 from traceloom.report.names import rank_name

@@ -1,5 +1,12 @@
-"""The report as one self-contained HTML page."""
+"""The report as one self-contained HTML page; what draws it is loaded when it is first used."""
 
-from traceloom.report.views.html.page import render
+from __future__ import annotations
 
-__all__ = ["render"]
+from typing import TYPE_CHECKING
+
+from traceloom.lazy import lazy
+
+if TYPE_CHECKING:
+    from traceloom.report.views.html.page import render as render
+
+lazy(__name__, {"render": ".page"})
