@@ -154,20 +154,9 @@ class PageTable:
         asked = address.query.get(f"{self.key}.leaf", "")
         leaf = min(int(asked), leaves) if asked.isdecimal() and int(asked[:9]) > 0 else 1
         shown = rows[(leaf - 1) * LEAF : leaf * LEAF]
-        # A column that says nothing of any row is left out; who downloads the table has it.
-        columns = [
-            c for k, c in enumerate(self.columns) if not k or any(r.get(c.key) not in (None, "") for r in self.rows)
-        ]
-        narrow = len(columns) <= 4
-        return figure(class_=["table", "narrow" if narrow else ""], id=self.key)[
+        return figure(class_=self._look, id=self.key)[
             self._filter(address, len(rows)),
-            div(".scroll", tabindex="0", role="region", aria_label=f"Table: {self.label}")[
-                table_[
-                    caption(".unseen")[self.label],
-                    thead[tr[(self._head(address, column) for column in columns)]],
-                    tbody[(tr[(_cell(column, row) for column in columns)] for row in shown)],
-                ]
-            ],
+            self._rows(shown, [self._head(address, column) for column in self._shown]),
             None if rows else p(".quiet")["No row has these words."],
             div(".foot")[
                 self._leaves(address, leaf, leaves, len(rows)) if leaves > 1 else None,
@@ -182,6 +171,33 @@ class PageTable:
                 ],
             ],
         ]  # fmt: skip
+
+    def alone(self) -> Node:
+        """All rows as they are, of what has no address by which they could be sorted, filtered or downloaded."""
+        if not self.rows:
+            return p(".quiet")[self.empty]
+        heads = [th(class_="n" if c.numeric else None, scope="col", title=c.hint or None)[c.title] for c in self._shown]
+        return figure(class_=self._look, id=self.key)[self._rows(self.rows, heads)]
+
+    @property
+    def _shown(self) -> list[PageColumn]:
+        """A column that says nothing of any row is left out; who downloads the table has it."""
+        return [
+            c for k, c in enumerate(self.columns) if not k or any(r.get(c.key) not in (None, "") for r in self.rows)
+        ]
+
+    @property
+    def _look(self) -> list[str]:
+        return ["table", "narrow" if len(self._shown) <= 4 else ""]
+
+    def _rows(self, rows: Sequence[PageRow], heads: Sequence[Node]) -> Node:
+        return div(".scroll", tabindex="0", role="region", aria_label=f"Table: {self.label}")[
+            table_[
+                caption(".unseen")[self.label],
+                thead[tr[heads]],
+                tbody[(tr[(_cell(column, row) for column in self._shown)] for row in rows)],
+            ]
+        ]
 
     def _filter(self, address: Address, chosen: int) -> Node:
         words = address.query.get(f"{self.key}.q", "")
