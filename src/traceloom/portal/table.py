@@ -56,9 +56,9 @@ FILTER_FROM = 9
 """Rows from which on there is a filter; one over fewer is clutter."""
 
 _LOOKS = {
-    "good": ("here", "done", "committed", "kept", "uploaded", "busy", "ready", "active"),
-    "bad": ("lost", "failed", "quarantined", "silent", "not-allowed", "revoked", "expired"),
-    "warn": ("partial", "unreachable", "never"),
+    "good": ("here", "done", "committed", "kept", "uploaded", "busy", "ready", "active", "fired", "like its peers"),
+    "bad": ("lost", "failed", "quarantined", "silent", "not-allowed", "revoked", "expired", "slow"),
+    "warn": ("partial", "unreachable", "never", "refused"),
     "still": ("cancelled", "free", "unallocated", "incomplete"),
 }
 _LOOK_OF = {state: look for look, states in _LOOKS.items() for state in states}
@@ -74,7 +74,7 @@ class PageColumn:
         kind: A unit of `model.columns`; `instant`: Unix time in ns; `state`: how far something is, or how it is.
         hint: What is counted, shown on hover.
         unknown: Why there can be no value.
-        link: Where a row leads from here; None: nowhere.
+        link: Where a row leads from here; "", None: nowhere.
     """
 
     key: str
@@ -274,7 +274,7 @@ def _sorting(value: Cell) -> tuple[int, float, str]:
 def _cell(column: PageColumn, row: PageRow) -> Node:
     value = row.get(column.key)
     if value is None or value == "":
-        return td(class_="n" if column.numeric else None)[unknown(column.unknown)]
+        return td(class_="n" if column.numeric else "s")[unknown(column.unknown)]
     shown: Node
     title = None
     if column.kind == "instant":
@@ -285,7 +285,7 @@ def _cell(column: PageColumn, row: PageRow) -> Node:
         shown, title = units.written(value, column.kind), str(value)
     else:
         shown = harmless(str(value))
-    if column.link is not None:
-        shown = a(href=column.link(row))[shown]
+    if column.link is not None and (href := column.link(row)):
+        shown = a(href=href)[shown]
     look = "n" if column.numeric else "name" if column.kind == "name" else "s" if len(str(value)) <= ONE_LINE else None
     return td(class_=look, title=title)[shown]

@@ -143,7 +143,12 @@ def test_it_is_served_with_a_token_of_its_own_until_ctrl_c(demo: Filled, tmp_pat
         hosts = {host["host"]: host["lost"] for host in until(lambda: _heard(client))}
         assert hosts == dict.fromkeys(demo.weeks.hosts, False) | {SILENT_HOST: True}
         states = [request["state"] for request in client.get("requests")["requests"]]
-        assert sorted(states) == ["cancelled", "done", "failed", "partial"]
+        assert sorted(states) == ["cancelled", "done", "done", "failed", "partial"]
+        rules = {rule["name"]: rule for rule in client.get("triggers")["rules"]}
+        [asked] = [request for request in client.get("requests")["requests"] if request["who"] == "trigger slower"]
+        assert (rules["slower"]["fired"], rules["slower"]["last"]["request"]) == (1, asked["id"])
+        assert rules["idle-devices"]["refusals"]
+        assert [webhook["name"] for webhook in client.get("webhooks")["webhooks"]] == ["chat"]
         assert client.post("backfill")["captures"] == 0
         assert not list(tmp_path.rglob("fleet-token"))
     finally:

@@ -102,7 +102,7 @@ def content(view: PricesView) -> PageContent:
         priced = units.share(whole["cost_known_ms"], whole["device_ms"])
         where = Address("/attribution", "").changed({"by": "device_model", "since": _SINCE})
         grade = "" if whole["cost_known_ms"] == whole["device_ms"] else "warn"
-        numbers.append(KeyNumber("Priced", a(href=where)[priced], "of device time, last 90 days", grade))
+        numbers.append(KeyNumber("Priced", priced, "of device time, last 90 days", grade, where))
         if whole["cost"] is not None:
             heading = f"{units.number(whole['cost'])} {prices.currency} in the last 90 days"
     lead = "They are applied when somebody asks: prices that are put right put the past right."

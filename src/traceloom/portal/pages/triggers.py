@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from htpy import Node, a, code, div, fragment, p
+from htpy import Node, code, div, fragment, p
 
 from traceloom.collect.trigger_routes import FleetTriggerAnswer, FleetTriggersAnswer, FleetTriggersBody
 from traceloom.model import units
@@ -95,7 +95,7 @@ def content(answer: FleetTriggersAnswer) -> PageContent:
         sections.insert(0, PageSection("trouble", "What is wrong", p(".bad")[answer.trouble]))
     left = "warn" if not answer.traces_left else ""
     numbers = [
-        KeyNumber("Fired", a(href="/requests?requests.q=trigger")[units.count(fired)], "since these rules are there"),
+        KeyNumber("Fired", units.count(fired), "since these rules are there", leads="/requests?requests.q=trigger"),
         KeyNumber("Traces left", units.count(answer.traces_left),
                   f"of {units.count(answer.traces_per_day)} in 24 hours", left),
         KeyNumber("Bytes left", units.size(answer.bytes_left), f"of {units.size(answer.bytes_per_day)} in 24 hours",
@@ -125,8 +125,8 @@ def _last(rules: list[FleetTriggerAnswer]) -> list[PageRow]:
             rows.append({"at_ns": last.at_ns, "name": rule.name, "result": "fired", "job": last.target,
                          "what": last.what, "request": last.request})  # fmt: skip
         if (refusal := rule.last_refusal) is not None:
-            rows.append({"at_ns": refusal.at_ns, "name": rule.name, "result": refusal.reason, "job": refusal.target,
-                         "what": refusal.what, "detail": refusal.detail})  # fmt: skip
+            rows.append({"at_ns": refusal.at_ns, "name": rule.name, "result": "refused", "job": refusal.target,
+                         "what": refusal.what, "detail": f"{refusal.reason}: {refusal.detail}"})  # fmt: skip
     return sorted(rows, key=lambda row: -int(row["at_ns"] or 0))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from htpy import Node, button, code, div, form, fragment, label, option, p, select
+from htpy import Node, button, code, details, div, form, fragment, label, option, p, select, summary
 
 from traceloom.agent.http.answers import wrong_request
 from traceloom.collect.webhook_routes import (
@@ -87,8 +87,9 @@ def controls(visit: Visit, webhooks: list[WebhookRecord]) -> Node:
     adding = visit.field("do") == "add"
     if not names:
         return folded("add", "Add a webhook", inside, is_open=adding)
-    trial = form(".inline", method="post")[
-        _choice("try", names), button(type="submit", name="do", value="try")["Send it an event for a test"]
+    trial = details(".sure")[
+        summary["Send an event for a test …"],
+        form(method="post")[_choice("try", names), button(type="submit", name="do", value="try")["Send it"]],
     ]
     return [
         folded("add", "Add a webhook", inside, is_open=adding), trial,
