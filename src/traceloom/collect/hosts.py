@@ -160,13 +160,13 @@ class HostDesk:
         host = await asyncio.to_thread(self.state.take_enrolment, enrolment.token)
         if host is None or host not in {"", enrolment.host}:
             raise RequestError(
-                401, "this token is none of ours, was used, or has expired", slug="unknown-token",
-                hint="`traceloom fleet token --enrol` makes one",
+                401, "this token is none of ours, is for another host, was used, or has expired", slug="unknown-token",
+                hint="`traceloom fleet token enrol` makes one",
             )  # fmt: skip
         if not host and enrolment.host in self.members:
             raise RequestError(
                 409, f"there is a host `{enrolment.host}` already", slug="host-exists",
-                hint="a token for this host replaces it: `traceloom fleet token --enrol --host NAME`",
+                hint="a token for this host replaces it: `traceloom fleet token enrol NAME`",
             )  # fmt: skip
         credential = secrets.token_urlsafe(32)
         await asyncio.to_thread(self.state.put_host, enrolment.host, credential)

@@ -96,8 +96,8 @@ _HOLDER = "demo"
 _TABLES = ("captures", "devices", "kernels", "findings")
 _REQUESTS: tuple[tuple[str, FleetState, str, str, str], ...] = (
     ("recommender", "done", "", "", ""),
-    ("assistant", "partial", "missing", "host05: its files did not come in time", ""),
-    ("vision", "failed", "no-host", "host06: it did not say in time that it is ready", ""),
+    ("assistant", "partial", "missing", "{host}: its files did not come in time", ""),
+    ("vision", "failed", "no-host", "{host}: it did not say in time that it is ready", ""),
     ("recommender", "cancelled", "cancelled", "it was cancelled", ""),
     ("recommender", "done", "", "", "slower"),
 )
@@ -172,11 +172,12 @@ def fill(
 def _requests(captures: pl.DataFrame, now_ns: int) -> list[FleetRequest]:
     """Requests that have ended; those that gave a capture gave one of the latest of their team."""
     requests = []
-    for at, (model, state, reason, detail, rule) in enumerate(_REQUESTS):
+    for at, (model, state, reason, text, rule) in enumerate(_REQUESTS):
         capture = captures.filter(pl.col("job").str.starts_with(f"{model}-")).row(-1 - at, named=True)
         gave = state in {"done", "partial"}
         asked_ns = capture["start_ns"] - 15 * 10**9 if gave else now_ns - (at + 1) * _HOUR_NS
         host = f"host{int(capture['job'].split('-')[1]):02}"
+        detail = text.format(host=host)
         who = f"trigger {rule}" if rule else "operator"
         progress = HostProgress(state="uploaded" if gave else "failed", since_ns=asked_ns, reason=reason, detail=detail)
         requests.append(

@@ -190,7 +190,7 @@ class Uplink:
             raise InputError(
                 "this host does not belong to the fleet yet, and there is no token", slug="no-token",
                 where="fleet.token_file",
-                hint=f"`traceloom fleet token --enrol` on the service makes one; {TOKEN_VARIABLE} holds it, too",
+                hint=f"`traceloom fleet token enrol` on the service makes one; {TOKEN_VARIABLE} holds it, too",
             )  # fmt: skip
         enrolment = Enrolment(
             token=token.strip(), host=self.config.host_name, boot_id=self.boot_id, version=__version__

@@ -108,7 +108,7 @@ async def act(visit: Visit) -> Node:
     return div(".notice", role="status")[
         p["The token is shown only now. Put it into a file on ", code[answer.host] if answer.host else "the host", ":"],
         command(answer.token),
-        p["and start the agent with it:"],
+        p["and start the agent with it; URL is the address of this page, as far as the port:"],
         command("traceloom agent run --server URL --token-file FILE"),
     ]
 

@@ -47,9 +47,10 @@ def content(asked: Asked) -> PageContent:
         heading = f"{hosts[0]['host']} takes {units.per_cent(hosts[0]['ratio'] - 1)} % longer than its peers"
     numbers = [
         KeyNumber("Slow hosts", units.count(len(hosts)), f"of {units.count(len(asked.tables['hosts']))} compared",
-                  "bad" if hosts else ""),
+                  "bad" if hosts else "", "#of-hosts-part"),
         KeyNumber("Slow ranks", units.count(len(slow["ranks"])),
-                  f"of {units.count(len(asked.tables['ranks']))} compared", "bad" if slow["ranks"] else ""),
+                  f"of {units.count(len(asked.tables['ranks']))} compared", "bad" if slow["ranks"] else "",
+                  "#of-ranks-part"),
     ]  # fmt: skip
     return PageContent(heading, sections, numbers=numbers, asking=asking)
 

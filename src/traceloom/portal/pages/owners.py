@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from htpy import (
@@ -27,7 +28,7 @@ from traceloom.portal.asking import ask
 from traceloom.portal.documents import document_form, versions_section, written_text
 from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
 from traceloom.portal.table import PageColumn, PageRow, PageTable, instant
-from traceloom.portal.visit import Visit
+from traceloom.portal.visit import Address, Visit
 
 ROUTE = "/api/v1/owners"
 EXAMPLE = """[[rule]]
@@ -35,6 +36,9 @@ match = {job = "llm-*", "label.team" = "ranking"}
 set = {division = "ads", product = "feed"}
 """
 _SINCE = "90d"  # of which time it is said what a change moves
+_NOBODYS = Address("/attribution", "").changed(
+    {"by": "division,job", "at": json.dumps([UNATTRIBUTED]), "since": _SINCE}
+)
 _RULES = (
     PageColumn("number", "Rule", "count", "the first that matches and says something of a dimension counts"),
     PageColumn("match", "Jobs", hint="all of it has to match what the job says itself"),
@@ -110,7 +114,7 @@ def content(view: OwnersView) -> PageContent:
     numbers = [
         KeyNumber("Rules", units.count(len(rows)), f"version {view.document.version}" if rows else "none was written"),
         KeyNumber("Nobody's", share, "of the device time that jobs held, last 90 days",
-                  "warn" if view.unattributed_ms else ""),
+                  "warn" if view.unattributed_ms else "", _NOBODYS),
     ]  # fmt: skip
     lead: Node = "They are applied when somebody asks: a rule that is put right puts the past right."
     if old:

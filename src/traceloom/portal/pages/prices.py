@@ -105,7 +105,7 @@ def content(view: PricesView) -> PageContent:
         numbers.append(KeyNumber("Priced", priced, "of device time, last 90 days", grade, where))
         if whole["cost"] is not None:
             heading = f"{units.number(whole['cost'])} {prices.currency} in the last 90 days"
-    lead = "They are applied when somebody asks: prices that are put right put the past right."
+    lead = "Prices are applied when somebody asks: prices that are put right put the past right."
     if not is_last:
         when, to_last = instant(view.document.at_ns or 0), a(href="/prices")["To the last"]
         lead = ["This is version ", str(view.document.version), ", of ", when, ". ", to_last, "."]
