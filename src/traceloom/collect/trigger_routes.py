@@ -86,7 +86,7 @@ async def _set(asked: FleetAsked) -> FleetTriggersAnswer:
             return _answer(triggers, FleetRules.of(body.toml).triggers, body.toml)
         await triggers.set_rules(body.toml)
     except InputError as error:
-        raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+        raise RequestError(400, f"{error.where}: {error.message}", slug=error.slug, hint=error.hint) from error
     await asked.note(rules=", ".join(triggers.rules))
     return _answer(triggers, triggers.rules.values(), triggers.text)
 
