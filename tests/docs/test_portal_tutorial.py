@@ -47,11 +47,14 @@ def test_a_job_is_traced_from_a_page_by_what_the_tutorial_says(folder: Path) -> 
     # The same commands, beside whatever else runs on this machine.
     config = folder / "agent.toml"
     config.write_text(f'[paths]\nsocket = "{folder}/s"\nhistory = "{folder}/a.db"\nkineto = "{folder}/k"\n')
-    commands = folder / "traceloom"
+    commands = folder / "bin" / "traceloom"
+    commands.parent.mkdir()
     commands.write_text(f'#!/bin/sh\nexec {sys.executable} -m traceloom "$@"\n')
     commands.chmod(0o755)
     service = RunningService(folder)
-    environment = service.environment | {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = service.environment | {
+        "PATH": f"{commands.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    }
 
     def start(script: str) -> subprocess.Popen[bytes]:
         with (folder / "log").open("ab") as log:
