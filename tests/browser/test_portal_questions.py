@@ -107,7 +107,7 @@ def test_a_regression_leads_to_its_jobs_and_to_the_line_of_its_kernel(served: Se
 
 def test_the_overview_leads_to_the_kernels_that_became_slower(served: Served) -> None:
     page = served.open("/")
-    slower = [item for item in page.query_selector_all(".wrong li") if " since " in item.inner_text()]
+    slower = [item for item in page.query_selector_all(".wrong li") if " takes " in item.inner_text()]
     changes = [change for change in served.weeks.recipe.changes if change.factor > 1 and change.cause != "shapes"]
     assert {item.inner_text().split()[0] for item in slower} == {served.weeks.kernel(change) for change in changes}
     slower[0].query_selector("a").click()

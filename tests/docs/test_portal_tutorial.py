@@ -79,12 +79,12 @@ def test_a_job_is_traced_from_a_page_by_what_the_tutorial_says(folder: Path) -> 
         started.append(
             start(job.replace("agent env", f"agent env --config {config}").replace("=tutorial", f"={JOB}"))
         )  # fmt: skip
-        until(lambda: JOB in service.browse("/jobs?jobs.q=all", cookie).text)
+        until(lambda: JOB in service.browse("/jobs?jobs.q=all", cookie).text, 120)
         form = {"by": "steps", "length": "3", "profilers": "timeline"}
         asked = service.browse(f"/jobs/{JOB}", cookie, form)
         assert asked.status == 303, asked.text
         request = asked.headers["Location"]
-        until(lambda: "The trace is there" in service.browse(request, cookie).text)
+        until(lambda: "The trace is there" in service.browse(request, cookie).text, 300)
         [report] = re.findall(r'href="(/captures/[^"]+)"[^>]*>Open the report', service.browse(request, cookie).text)
         assert JOB in service.browse(report, cookie).text
     except BaseException:
