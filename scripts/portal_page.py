@@ -17,7 +17,8 @@ _TEXT = f"""\
 <!-- Written by scripts/portal_page.py from src/traceloom/portal; do not edit. -->
 
 The pages of `traceloom serve`, at the address that it prints. [Traces on a page](../tutorials/portal.md) goes through
-them; [Keep captures of a fleet](../how-to/serve.md#pages) says who may sign in. A page asks the same routes as
+them; [Keep captures of a fleet](../how-to/serve.md#pages) says who may sign in. Which page shows what one may want to
+know [stands beside the commands](../concepts/fleet.md#what-one-may-want-to-know). A page asks the same routes as
 `traceloom fleet` (`/api/v1/openapi.json`), so it refuses what they refuse.
 
 {{table}}

@@ -105,6 +105,16 @@ def test_a_regression_leads_to_its_jobs_and_to_the_line_of_its_kernel(served: Se
     assert job in page.inner_text("h1")
 
 
+def test_the_overview_leads_to_the_kernels_that_became_slower(served: Served) -> None:
+    page = served.open("/")
+    slower = [item for item in page.query_selector_all(".wrong li") if " takes " in item.inner_text()]
+    changes = [change for change in served.weeks.recipe.changes if change.factor > 1 and change.cause != "shapes"]
+    assert {item.inner_text().split()[0] for item in slower} == {served.weeks.kernel(change) for change in changes}
+    slower[0].query_selector("a").click()
+    page.wait_for_selector(".plot circle", state="attached")
+    assert served.weeks.kernel(changes[0]) in page.inner_text("h1")
+
+
 def test_every_level_of_device_time_has_the_sums_of_the_api(served: Served) -> None:
     by = "product,division,job"  # in another order than it stands there
     answer = served.client.get("attribution", by=by, top="20")

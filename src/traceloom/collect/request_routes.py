@@ -44,7 +44,10 @@ class HostsAnswer(HttpAnswer, frozen=True):
 
 
 class FleetJobAnswer(HttpAnswer, frozen=True):
-    """A job that runs. `traceable`: how many of its processes are prepared for traces on demand."""
+    """A job that runs. `traceable`: how many of its processes are prepared for traces on demand.
+
+    `hung`: on a host of it processes make no steps any more.
+    """
 
     job: str
     name: str
@@ -58,6 +61,7 @@ class FleetJobAnswer(HttpAnswer, frozen=True):
     world_size: int | None
     devices: int
     steps_per_second: float | None
+    hung: bool
 
 
 class FleetJobsAnswer(HttpAnswer, frozen=True):
@@ -219,7 +223,7 @@ def job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJob
         ranks=len({process.rank for process in processes if process.rank is not None}),
         world_size=max(sizes, default=None),
         devices=len({(host, device) for host, process in members for device in process.devices}),
-        steps_per_second=min(rates, default=None),
+        steps_per_second=min(rates, default=None), hung=any(process.hung for process in processes),
     )  # fmt: skip
 
 

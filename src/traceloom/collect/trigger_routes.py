@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from traceloom.agent.http.answers import HttpAnswer, RequestError
-from traceloom.agent.triggers.store import Fired, Refused
+from traceloom.agent.triggers.store import Fired, Refused, RuleCounts
 from traceloom.collect.routes import FleetAsked, FleetRoute
-from traceloom.collect.trigger_rules import on
+from traceloom.collect.trigger_rules import AnyFleetRule, FleetRules, on
 from traceloom.collect.triggers import FleetTriggers
 from traceloom.errors import InputError
 
 
 class FleetTriggersBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
-    """All rules, as TOML; they take the place of those before."""
+    """All rules, as TOML; they take the place of those before. `dry_run`: they are only checked, and those stay."""
 
     toml: Annotated[str, Meta(max_length=200_000)]
+    dry_run: bool = False
 
 
 class FleetTriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule, what it did since it is there, and why it last did not. null: never."""
+    """A rule, what it did since it is there, and why it last did not. null: never.
+
+    `jobs`: that run now and that it is about.
+    """
 
     name: str
     on: str
+    jobs: int
     target: str
     cooldown_seconds: float
     fired: int
@@ -48,37 +54,41 @@ class FleetTriggersAnswer(HttpAnswer, frozen=True):
     trouble: str
 
 
-def _answer(triggers: FleetTriggers) -> FleetTriggersAnswer:
+def _answer(triggers: FleetTriggers, rules: Iterable[AnyFleetRule], text: str) -> FleetTriggersAnswer:
+    """The answer about these rules, which need not be those that are at work."""
     now_ns, ledger = triggers.desk.clock(), triggers.ledger
-    rules = [
-        FleetTriggerAnswer(
-            name=name, on=on(rule), target=rule.target, cooldown_seconds=rule.cooldown, fired=counts.fired,
-            refusals=dict(counts.refusals), kept_bytes=counts.kept_bytes, last=counts.last,
-            last_refusal=counts.last_refusal,
-        )
-        for name, rule in triggers.rules.items()
-        for counts in (triggers.counts[name],)
-    ]  # fmt: skip
     return FleetTriggersAnswer(
-        toml=triggers.text, rules=rules, traces_per_day=ledger.budget.traces_per_day,
+        toml=text, rules=[_rule(triggers, rule) for rule in rules], traces_per_day=ledger.budget.traces_per_day,
         traces_left=ledger.traces_left(now_ns), bytes_per_day=int(ledger.budget.mb_per_day * 1e6),
         bytes_left=max(ledger.bytes_left(now_ns), 0), share=ledger.budget.share,
         trouble="; ".join(filter(None, (triggers.trouble, *triggers.defects.values()))),
     )  # fmt: skip
 
 
+def _rule(triggers: FleetTriggers, rule: AnyFleetRule) -> FleetTriggerAnswer:
+    counts = triggers.counts.get(rule.name) or RuleCounts()
+    return FleetTriggerAnswer(
+        name=rule.name, on=on(rule), jobs=len(triggers.jobs_of(rule)), target=rule.target,
+        cooldown_seconds=rule.cooldown, fired=counts.fired, refusals=dict(counts.refusals),
+        kept_bytes=counts.kept_bytes, last=counts.last, last_refusal=counts.last_refusal,
+    )  # fmt: skip
+
+
 async def _triggers(asked: FleetAsked) -> FleetTriggersAnswer:
-    return _answer(asked.triggers())
+    triggers = asked.triggers()
+    return _answer(triggers, triggers.rules.values(), triggers.text)
 
 
 async def _set(asked: FleetAsked) -> FleetTriggersAnswer:
     body, triggers = await asked.body(FleetTriggersBody), asked.triggers()
     try:
+        if body.dry_run:
+            return _answer(triggers, FleetRules.of(body.toml).triggers, body.toml)
         await triggers.set_rules(body.toml)
     except InputError as error:
-        raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+        raise RequestError(400, f"{error.where}: {error.message}", slug=error.slug, hint=error.hint) from error
     await asked.note(rules=", ".join(triggers.rules))
-    return _answer(triggers)
+    return _answer(triggers, triggers.rules.values(), triggers.text)
 
 
 TRIGGER_ROUTES = (
@@ -87,7 +97,7 @@ TRIGGER_ROUTES = (
         answers=_triggers, answer=FleetTriggersAnswer, refuses=(503,),
     ),
     FleetRoute(
-        path="/api/v1/triggers", summary="Set all rules", answers=_set, answer=FleetTriggersAnswer, method="PUT",
-        body=FleetTriggersBody, role="operator", refuses=(400, 403, 503),
+        path="/api/v1/triggers", summary="Set all rules, or check them", answers=_set, answer=FleetTriggersAnswer,
+        method="PUT", body=FleetTriggersBody, role="operator", refuses=(400, 403, 503),
     ),
 )  # fmt: skip

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -113,6 +114,10 @@ class FleetTriggers:
         await asyncio.to_thread(self.desk.state.set_trigger_rules, text)
         self._take(text, rules)
 
+    def jobs_of(self, rule: FleetRule) -> Jobs:
+        """Jobs that run now and that the rule is about, with their processes."""
+        return {job: of_job for job, of_job in self._jobs().items() if any(map(rule.takes, of_job))}
+
     async def tick(self, news: TableNews | None = None) -> None:
         """Settle what has ended, look at all rules, and ask for what they want.
 
@@ -155,9 +160,7 @@ class FleetTriggers:
         self._tried, self.defects = {}, {}
 
     def _watch(self, rule: AnyFleetRule) -> FleetCadenceWatch | UsageWatch | NewsWatch:
-        def jobs() -> Jobs:
-            return {job: of_job for job, of_job in self._jobs().items() if any(map(rule.takes, of_job))}
-
+        jobs = partial(self.jobs_of, rule)
         if isinstance(rule, FleetCadenceRule):
             return FleetCadenceWatch(rule, jobs, lambda job: self.ledger.fired_ns(rule.name, job))
         return UsageWatch(rule, jobs, self._usage) if isinstance(rule, UsageRule) else NewsWatch(rule, jobs)

@@ -19,6 +19,7 @@ from traceloom.collect.watching import (
     DeviceState,
     FleetFinding,
     MeasuredBeside,
+    SlowerKernel,
     ToplineOfDay,
     UsageOfTime,
     counted_states,
@@ -42,6 +43,20 @@ class FleetNowAnswer(HttpAnswer, frozen=True):
     devices: dict[DeviceState, int]
     tasks: dict[TaskState, int]
     topline: ToplineOfDay | None
+
+
+class QuarantinedCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """A capture that could not be analysed, and why."""
+
+    capture: str
+    error: str
+
+
+class FleetTroubleAnswer(HttpAnswer, frozen=True):
+    """What is wrong with what was captured: kernels that became slower, what costs most first; analyses that failed."""
+
+    slower: list[SlowerKernel]
+    quarantined: list[QuarantinedCapture]
 
 
 class HostDetailAnswer(HttpAnswer, frozen=True):
@@ -113,6 +128,15 @@ async def _now(asked: FleetAsked) -> FleetNowAnswer:
     )  # fmt: skip
 
 
+async def _trouble(asked: FleetAsked) -> FleetTroubleAnswer:
+    slower, tasks = await asyncio.gather(
+        asyncio.to_thread(asked.service.watching.slower), asyncio.to_thread(asked.service.state.quarantined)
+    )
+    return FleetTroubleAnswer(
+        slower=slower, quarantined=[QuarantinedCapture(capture=task.capture, error=task.error) for task in tasks]
+    )
+
+
 async def _host(asked: FleetAsked) -> HostDetailAnswer:
     desk, name = asked.hosts(), asked.request.path_params["host"]
     if name not in desk.members:
@@ -172,6 +196,10 @@ WATCH_ROUTES = (
     FleetRoute(
         path="/api/v1/now", summary="The fleet at this moment, and the last day's topline", answers=_now,
         answer=FleetNowAnswer, refuses=(503,),
+    ),
+    FleetRoute(
+        path="/api/v1/trouble", summary="Kernels that became slower, and captures that could not be analysed",
+        answers=_trouble, answer=FleetTroubleAnswer,
     ),
     FleetRoute(
         path="/api/v1/hosts/{host}", summary="A host, its devices and processes", answers=_host,

@@ -14,6 +14,7 @@ import polars as pl
 from traceloom.agent.uplink.messages import HostDevice, HostProcess
 from traceloom.collect.hosts import HostNow
 from traceloom.fleet.owners import periods
+from traceloom.fleet.regressions import MIX, regressions
 from traceloom.fleet.topline import METRICS, topline
 from traceloom.store.schemas import day_of
 from traceloom.store.tables import Tables
@@ -23,6 +24,8 @@ DeviceState = Literal["busy", "idle-allocated", "unallocated", "unreachable"]
 """As in the tables of usage, but of this moment."""
 
 _TOPLINE_S = 60.0  # that it is kept: it is of a whole day
+_SLOWER_S = 300.0  # the same of regressions, which take most work
+_SLOWER_DAYS, _MOST_SLOWER = 30, 100
 _USAGE_S = 15.0  # the same of device time, which comes by minutes
 _MOST_KEPT = 256  # answers of a sort
 _MINUTE_NS, _HOUR_NS = 60 * 10**9, 3600 * 10**9
@@ -52,6 +55,18 @@ class FleetFinding(msgspec.Struct, frozen=True, kw_only=True):
     saving_fraction: float | None
     confidence: float | None
     rank: int | None
+
+
+class SlowerKernel(msgspec.Struct, frozen=True, kw_only=True):
+    """A kernel that became slower, as the question about regressions tells of it. null: not recorded."""
+
+    kernel: str
+    shapes: str | None
+    device_model: str | None
+    since_ns: int
+    change: float
+    extra_ns: int
+    jobs_after: int
 
 
 class CaptureFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,11 +162,16 @@ class Watching:
         self.tables, self.clock = tables, clock
         self._toplines = RecentAnswers[ToplineOfDay](_TOPLINE_S)
         self._usage = RecentAnswers[list[UsageOfTime]](_USAGE_S)
+        self._slower = RecentAnswers[list[SlowerKernel]](_SLOWER_S)
         self._findings = RecentAnswers[list[FleetFinding]](_USAGE_S)
 
     def topline(self) -> ToplineOfDay:
         """The topline of the last 24 hours, at most a minute old."""
         return self._toplines.get("", self._topline)
+
+    def slower(self) -> list[SlowerKernel]:
+        """Kernels that became slower in the last 30 days, what costs most first; at most five minutes old."""
+        return self._slower.get("", self._became_slower)
 
     def findings(self, captures: Sequence[str]) -> list[FleetFinding]:
         """Findings of captures, by name; what saves most first."""
@@ -199,6 +219,12 @@ class Watching:
         summed = rows.group_by("time_ns", "job", "state").agg(pl.col("device_ms").sum(), _sum_if_any("energy_mj"))
         last = summed.sort("time_ns", "state", "job", descending=[True, False, False]).head(_MOST_ROWS).collect()
         return msgspec.convert(last.to_dicts(), list[UsageOfTime])
+
+    def _became_slower(self) -> list[SlowerKernel]:
+        first = day_of(self.clock() - _SLOWER_DAYS * 24 * _HOUR_NS)
+        changes = regressions(*(self.tables.scan(name, first) for name in ("kernels", "captures", "devices"))).slower
+        rows = changes.filter(~pl.col("cause").is_in(MIX)).select(SlowerKernel.__struct_fields__).head(_MOST_SLOWER)
+        return msgspec.convert(rows.to_dicts(), list[SlowerKernel])
 
     def _topline(self) -> ToplineOfDay:
         since = self.clock() - 24 * _HOUR_NS

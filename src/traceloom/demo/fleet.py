@@ -22,7 +22,8 @@ import msgspec
 import polars as pl
 
 from traceloom import __version__
-from traceloom.agent.requests.model import Wanted
+from traceloom.agent.requests.model import Cause, Wanted
+from traceloom.agent.triggers.store import Fired, Refused, RuleCounts
 from traceloom.collect.pipeline import folder_of
 from traceloom.collect.plan import FleetRequest, FleetState, HostProgress
 from traceloom.demo.recording import STEPS, MadeRecording, recording
@@ -34,6 +35,7 @@ from traceloom.store.schemas import SCHEMAS
 from traceloom.store.state import CaptureRecord, FileOfCapture, State
 from traceloom.store.tables import Tables
 from traceloom.store.usage import hours, minutes
+from traceloom.store.webhook_state import EVENTS
 from traceloom.testing.weeks import KernelChange, Team, Weeks, WeeksRecipe, made_weeks
 
 DAYS = 10
@@ -61,6 +63,30 @@ co2_g_per_kwh = 350
 [device_hour]
 "NVIDIA H100 80GB HBM3" = 2.60
 """
+TRIGGERS = """\
+[[triggers]]
+name = "daily-share"
+on = "cadence"
+share = 0.2                     # of the jobs, each day
+
+[[triggers]]
+name = "idle-devices"
+on = "usage"
+busy_below = 0.3
+target = "slowest-and-median"
+
+[[triggers]]
+name = "slower"
+on = "regression"
+by = 0.1
+shapes = true
+
+[budget]
+traces_per_day = 20
+"""
+WEBHOOK = "https://chat.example/traceloom"
+"""Nobody has this address: names below `example` lead nowhere."""
+
 _MINUTE_NS = 60 * 10**9
 _HOUR_NS = 60 * _MINUTE_NS
 _DAY_NS = 24 * _HOUR_NS
@@ -68,13 +94,14 @@ _ARRIVES_NS = 20 * 10**9  # from the end of a capture until it has arrived
 _LATEST_NS = _ARRIVES_NS + 5 * 10**9  # no window is longer than the rest
 _HOLDER = "demo"
 _TABLES = ("captures", "devices", "kernels", "findings")
-_REQUESTS: tuple[tuple[str, FleetState, str, str], ...] = (
-    ("recommender", "done", "", ""),
-    ("assistant", "partial", "missing", "host05: its files did not come in time"),
-    ("vision", "failed", "no-host", "host06: it did not say in time that it is ready"),
-    ("recommender", "cancelled", "cancelled", "it was cancelled"),
+_REQUESTS: tuple[tuple[str, FleetState, str, str, str], ...] = (
+    ("recommender", "done", "", "", ""),
+    ("assistant", "partial", "missing", "{host}: its files did not come in time", ""),
+    ("vision", "failed", "no-host", "{host}: it did not say in time that it is ready", ""),
+    ("recommender", "cancelled", "cancelled", "it was cancelled", ""),
+    ("recommender", "done", "", "", "slower"),
 )
-"""Model, state, reason and detail of requests for traces that have ended, the newest first."""
+"""Model, state, reason, detail and the rule that asked of requests for traces that have ended, the newest first."""
 
 
 def recipe(now_ns: int, days: int = DAYS) -> WeeksRecipe:
@@ -132,6 +159,9 @@ def fill(
 
     state.put_document("owners", "operator", OWNERS)
     state.put_document("prices", "operator", PRICES)
+    state.set_trigger_rules(TRIGGERS)
+    state.put_trigger_documents({}, _did(requests, captures, now_ns))
+    state.add_webhook("chat", WEBHOOK, EVENTS)
     for host in (*weeks.hosts, SILENT_HOST):
         state.put_host(host, secrets.token_urlsafe(32))
     for request in requests:
@@ -142,20 +172,42 @@ def fill(
 def _requests(captures: pl.DataFrame, now_ns: int) -> list[FleetRequest]:
     """Requests that have ended; those that gave a capture gave one of the latest of their team."""
     requests = []
-    for at, (model, state, reason, detail) in enumerate(_REQUESTS):
+    for at, (model, state, reason, text, rule) in enumerate(_REQUESTS):
         capture = captures.filter(pl.col("job").str.starts_with(f"{model}-")).row(-1 - at, named=True)
         gave = state in {"done", "partial"}
         asked_ns = capture["start_ns"] - 15 * 10**9 if gave else now_ns - (at + 1) * _HOUR_NS
         host = f"host{int(capture['job'].split('-')[1]):02}"
+        detail = text.format(host=host)
+        who = f"trigger {rule}" if rule else "operator"
         progress = HostProgress(state="uploaded" if gave else "failed", since_ns=asked_ns, reason=reason, detail=detail)
         requests.append(
             FleetRequest(
-                id=f"{at:016x}", who="operator", asked_ns=asked_ns, wanted=Wanted(job=capture["job"], steps=STEPS),
+                id=f"{at:016x}", who=who, asked_ns=asked_ns, wanted=Wanted(job=capture["job"], steps=STEPS),
                 hosts={host: progress}, state=state, since_ns=asked_ns + 40 * 10**9, reason=reason, detail=detail,
                 start_ns=capture["start_ns"] if gave else 0, capture=capture["capture"] if gave else "",
+                trigger=Cause(rule=rule, target=capture["job"], what="a kernel takes 10.0× as long") if rule else None,
             )
         )  # fmt: skip
     return requests
+
+
+def _did(requests: list[FleetRequest], captures: pl.DataFrame, now_ns: int) -> dict[str, str]:
+    """Rule -> the document of what it did: one asked for traces, one was refused."""
+    counts: dict[str, RuleCounts] = {}
+    for request in requests:
+        if (cause := request.trigger) is not None:
+            of_rule = counts.setdefault(cause.rule, RuleCounts())
+            of_rule.fired += 1
+            of_rule.last = Fired(
+                at_ns=request.asked_ns, request=request.id, target=cause.target, what=cause.what, uid=-1
+            )  # fmt: skip
+    job = captures.filter(pl.col("job").str.starts_with("vision-")).row(-1, named=True)["job"]
+    refused = Refused(
+        at_ns=now_ns - _HOUR_NS, target=job, what="it computed in 5 % of its device time in the last 15 min", uid=-1,
+        reason="cooldown", detail="it was traced of late: not for 1200 s",
+    )  # fmt: skip
+    counts["idle-devices"] = RuleCounts(refusals={"cooldown": 12, "budget-share": 2}, last_refusal=refused)
+    return {rule: msgspec.json.encode(of_rule).decode() for rule, of_rule in counts.items()}
 
 
 class _Writing:

@@ -28,7 +28,10 @@ def hosts_at_the_end(tables: Tables) -> dict[str, Heartbeat]:
     """Host -> what it says: its devices as they were in the last minute that the tables have, and who used them."""
     usage = tables.scan("usage_minute")
     last = usage.filter(pl.col("time_ns") == pl.col("time_ns").max(), pl.col("state") != "unreachable")
-    about = tables.scan("jobs").select("job", "scheduler", "user", "framework")
+    # what a job was last: a demo that was served before has its hosts' statements beside its own
+    about = tables.scan("jobs").sort("valid_from_ns").group_by("job").agg(
+        pl.col("scheduler", "user", "framework").last()
+    )  # fmt: skip
     steps = tables.scan("captures").group_by("job").agg(pl.col("step_ns").last())
     rows = last.join(about, on="job", how="left").join(steps, on="job", how="left").sort("host", "device", "job")
     return {

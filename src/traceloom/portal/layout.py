@@ -87,7 +87,12 @@ def head_node(content: PageContent) -> Node:
             (
                 div(class_=number.grade or None)[
                     dt[number.label],
-                    dd[b(class_="long" if len(str(number.value)) > _SHORT else None)[number.value], span[number.about]],
+                    dd[
+                        b(class_="long" if len(str(number.value)) > _SHORT else None)[
+                            a(href=number.leads)[number.value] if number.leads else number.value
+                        ],
+                        span[number.about],
+                    ],
                 ]
                 for number in content.numbers
             )

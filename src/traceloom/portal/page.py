@@ -17,12 +17,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class KeyNumber:
-    """A number at the head of a page, and what it is of; `grade`: "bad" or "warn" where it calls for attention."""
+    """A number at the head of a page.
+
+    Attributes:
+        label: What it is called.
+        value: The number.
+        about: What it is of.
+        grade: "bad" or "warn" where it calls for attention.
+        leads: To what is behind it; "": that stands on the page itself.
+    """
 
     label: str
     value: Node
     about: Node = ""
     grade: str = ""
+    leads: str = ""
 
 
 @dataclass(frozen=True)

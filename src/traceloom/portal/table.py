@@ -56,9 +56,9 @@ FILTER_FROM = 9
 """Rows from which on there is a filter; one over fewer is clutter."""
 
 _LOOKS = {
-    "good": ("here", "done", "committed", "kept", "uploaded", "busy", "ready", "active"),
-    "bad": ("lost", "failed", "quarantined", "silent", "not-allowed", "revoked", "expired"),
-    "warn": ("partial", "unreachable", "never"),
+    "good": ("here", "done", "committed", "kept", "uploaded", "busy", "ready", "active", "fired", "like its peers"),
+    "bad": ("lost", "failed", "quarantined", "silent", "not-allowed", "revoked", "expired", "slow"),
+    "warn": ("partial", "unreachable", "never", "refused"),
     "still": ("cancelled", "free", "unallocated", "incomplete"),
 }
 _LOOK_OF = {state: look for look, states in _LOOKS.items() for state in states}
@@ -74,7 +74,7 @@ class PageColumn:
         kind: A unit of `model.columns`; `instant`: Unix time in ns; `state`: how far something is, or how it is.
         hint: What is counted, shown on hover.
         unknown: Why there can be no value.
-        link: Where a row leads from here; None: nowhere.
+        link: Where a row leads from here; "", None: nowhere.
     """
 
     key: str
@@ -154,20 +154,9 @@ class PageTable:
         asked = address.query.get(f"{self.key}.leaf", "")
         leaf = min(int(asked), leaves) if asked.isdecimal() and int(asked[:9]) > 0 else 1
         shown = rows[(leaf - 1) * LEAF : leaf * LEAF]
-        # A column that says nothing of any row is left out; who downloads the table has it.
-        columns = [
-            c for k, c in enumerate(self.columns) if not k or any(r.get(c.key) not in (None, "") for r in self.rows)
-        ]
-        narrow = len(columns) <= 4
-        return figure(class_=["table", "narrow" if narrow else ""], id=self.key)[
+        return figure(class_=self._look, id=self.key)[
             self._filter(address, len(rows)),
-            div(".scroll", tabindex="0", role="region", aria_label=f"Table: {self.label}")[
-                table_[
-                    caption(".unseen")[self.label],
-                    thead[tr[(self._head(address, column) for column in columns)]],
-                    tbody[(tr[(_cell(column, row) for column in columns)] for row in shown)],
-                ]
-            ],
+            self._rows(shown, [self._head(address, column) for column in self._shown]),
             None if rows else p(".quiet")["No row has these words."],
             div(".foot")[
                 self._leaves(address, leaf, leaves, len(rows)) if leaves > 1 else None,
@@ -182,6 +171,33 @@ class PageTable:
                 ],
             ],
         ]  # fmt: skip
+
+    def alone(self) -> Node:
+        """All rows as they are, of what has no address by which they could be sorted, filtered or downloaded."""
+        if not self.rows:
+            return p(".quiet")[self.empty]
+        heads = [th(class_="n" if c.numeric else None, scope="col", title=c.hint or None)[c.title] for c in self._shown]
+        return figure(class_=self._look, id=self.key)[self._rows(self.rows, heads)]
+
+    @property
+    def _shown(self) -> list[PageColumn]:
+        """A column that says nothing of any row is left out; who downloads the table has it."""
+        return [
+            c for k, c in enumerate(self.columns) if not k or any(r.get(c.key) not in (None, "") for r in self.rows)
+        ]
+
+    @property
+    def _look(self) -> list[str]:
+        return ["table", "narrow" if len(self._shown) <= 4 else ""]
+
+    def _rows(self, rows: Sequence[PageRow], heads: Sequence[Node]) -> Node:
+        return div(".scroll", tabindex="0", role="region", aria_label=f"Table: {self.label}")[
+            table_[
+                caption(".unseen")[self.label],
+                thead[tr[heads]],
+                tbody[(tr[(_cell(column, row) for column in self._shown)] for row in rows)],
+            ]
+        ]
 
     def _filter(self, address: Address, chosen: int) -> Node:
         words = address.query.get(f"{self.key}.q", "")
@@ -258,7 +274,7 @@ def _sorting(value: Cell) -> tuple[int, float, str]:
 def _cell(column: PageColumn, row: PageRow) -> Node:
     value = row.get(column.key)
     if value is None or value == "":
-        return td(class_="n" if column.numeric else None)[unknown(column.unknown)]
+        return td(class_="n" if column.numeric else "s")[unknown(column.unknown)]
     shown: Node
     title = None
     if column.kind == "instant":
@@ -269,7 +285,7 @@ def _cell(column: PageColumn, row: PageRow) -> Node:
         shown, title = units.written(value, column.kind), str(value)
     else:
         shown = harmless(str(value))
-    if column.link is not None:
-        shown = a(href=column.link(row))[shown]
+    if column.link is not None and (href := column.link(row)):
+        shown = a(href=href)[shown]
     look = "n" if column.numeric else "name" if column.kind == "name" else "s" if len(str(value)) <= ONE_LINE else None
     return td(class_=look, title=title)[shown]

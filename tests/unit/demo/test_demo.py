@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from traceloom.analyze.compare import compare  # noqa: E402
 from traceloom.collect.client import FleetClient  # noqa: E402
 from traceloom.demo.directory import MARK, demo_directory  # noqa: E402
 from traceloom.demo.fleet import FILE, SILENT_HOST, SLOW_HOST  # noqa: E402
+from traceloom.demo.hosts import hosts_at_the_end  # noqa: E402
 from traceloom.errors import InputError, OutputError, UsageError  # noqa: E402
 from traceloom.fleet.attribution import UNATTRIBUTED, attribution  # noqa: E402
 from traceloom.fleet.invest import invest  # noqa: E402
@@ -127,6 +129,17 @@ def test_the_rows_of_a_capture_are_what_its_file_says(demo: Filled, model: str) 
         assert capture[number] == pytest.approx(said[number], rel=0.05)
 
 
+def test_a_demo_that_was_served_before_has_the_same_hosts(demo: Filled, tmp_path: Path) -> None:
+    shutil.copytree(demo.path, tmp_path / "store")
+    again = Tables(str(tmp_path / "store"))
+    jobs = demo.tables.scan("jobs").with_columns(pl.col("valid_from_ns") + 1).collect()  # as its hosts tell of them
+    again.commit("served before", 1, {"jobs": jobs})
+    hosts = hosts_at_the_end(again)
+    assert hosts == hosts_at_the_end(demo.tables)
+    busy = [device.values["gpu_busy_ratio"] for host in hosts.values() for device in host.devices]
+    assert 0.5 < max(busy) <= 1
+
+
 def test_it_is_served_with_a_token_of_its_own_until_ctrl_c(demo: Filled, tmp_path: Path) -> None:
     port = free_port()
     log = tmp_path / "log"
@@ -143,7 +156,12 @@ def test_it_is_served_with_a_token_of_its_own_until_ctrl_c(demo: Filled, tmp_pat
         hosts = {host["host"]: host["lost"] for host in until(lambda: _heard(client))}
         assert hosts == dict.fromkeys(demo.weeks.hosts, False) | {SILENT_HOST: True}
         states = [request["state"] for request in client.get("requests")["requests"]]
-        assert sorted(states) == ["cancelled", "done", "failed", "partial"]
+        assert sorted(states) == ["cancelled", "done", "done", "failed", "partial"]
+        rules = {rule["name"]: rule for rule in client.get("triggers")["rules"]}
+        [asked] = [request for request in client.get("requests")["requests"] if request["who"] == "trigger slower"]
+        assert (rules["slower"]["fired"], rules["slower"]["last"]["request"]) == (1, asked["id"])
+        assert rules["idle-devices"]["refusals"]
+        assert [webhook["name"] for webhook in client.get("webhooks")["webhooks"]] == ["chat"]
         assert client.post("backfill")["captures"] == 0
         assert not list(tmp_path.rglob("fleet-token"))
     finally:

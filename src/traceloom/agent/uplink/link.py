@@ -13,7 +13,7 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
@@ -222,9 +222,12 @@ class Uplink:
 
     def _heartbeat(self, usage: list[UsageRow]) -> Heartbeat:
         values: dict[str, dict[str, float]] = {uuid: {} for uuid in self.board.devices}
+        hung: set[str] = set()
         for (metric, labels), value, _ in self.board.values():
             if len(labels) == 1 and labels[0] in values:
                 values[labels[0]][metric] = value
+            elif metric == "job_hung" and value:
+                hung.add(labels[0])
         return Heartbeat(
             sent_ns=time.time_ns(), boot_id=self.boot_id, version=__version__,
             clock=self.clock.offset(time.monotonic_ns()),
@@ -234,19 +237,21 @@ class Uplink:
                 )
                 for uuid, device in self.board.devices.items()
             ],
-            processes=[self._process(process) for process in list(self.board.processes.values())[:MOST_PROCESSES]],
+            processes=[
+                self._process(process, hung) for process in list(self.board.processes.values())[:MOST_PROCESSES]
+            ],
             usage=usage,
             trouble={name: state.trouble[:256] for name, state in self.board.collectors.items() if state.trouble},
         )  # fmt: skip
 
-    def _process(self, process: Process) -> HostProcess:
+    def _process(self, process: Process, hung: Collection[str]) -> HostProcess:
         owner, pace = process.owner, self.desk.steps.pace(process.key)
         return HostProcess(
             key=process.key, pid=process.pid, uid=process.uid, job=owner.job, job_name=owner.name,
             scheduler=owner.scheduler, rank=owner.rank, world_size=owner.world_size, user=owner.user,
             account=owner.account, framework=owner.framework, labels=owner.labels, devices=process.devices,
             steps_per_second=process.steps_per_second, steps=None if pace is None else pace.steps,
-            polls=process.key in self.desk.registry.clients,
+            polls=process.key in self.desk.registry.clients, hung=owner.job in hung,
         )  # fmt: skip
 
     # Work.

@@ -71,7 +71,7 @@ class HostDevice(UplinkMessage, frozen=True, kw_only=True):
 class HostProcess(UplinkMessage, frozen=True, kw_only=True):
     """A process that matters; "" and null: not known. `polls`: it is prepared for traces on demand.
 
-    `steps`: that it made since its agent heard of it.
+    `steps`: that it made since its agent heard of it. `hung`: processes of its job there make no steps any more.
     """
 
     key: Name
@@ -90,6 +90,7 @@ class HostProcess(UplinkMessage, frozen=True, kw_only=True):
     steps_per_second: float | None = None
     steps: Whole | None = None
     polls: bool = False
+    hung: bool = False
 
 
 class UsageRow(UplinkMessage, frozen=True, kw_only=True):

@@ -17,6 +17,8 @@ from traceloom.portal.pages import (
     request,
     requests,
     tokens,
+    triggers,
+    webhooks,
 )
 from traceloom.portal.pages.questions import QUESTION_PAGES
 
@@ -30,8 +32,10 @@ PAGES: tuple[Page[Any], ...] = (
     request.PAGE,
     captures.PAGE,
     capture.PAGE,
+    triggers.PAGE,
     *QUESTION_PAGES,
     tokens.PAGE,
+    webhooks.PAGE,
     audit.PAGE,
 )
 """A page is added here, with its module beside this one; those of one part of the menu stand together."""

@@ -61,8 +61,19 @@ def content(captures: list[CaptureAnswer]) -> PageContent:
     quarantined = states.count("quarantined")
     numbers = [
         KeyNumber("Captures", units.count(len(captures)), "the last ones" if len(captures) == _MOST else "in all"),
-        KeyNumber("Analysed", units.count(states.count("committed")), "all tables hold them"),
-        KeyNumber("Not analysable", units.count(quarantined), "in quarantine", "bad" if quarantined else ""),
+        KeyNumber(
+            "Analysed",
+            units.count(states.count("committed")),
+            "all tables hold them",
+            leads="/captures?captures.q=committed",
+        ),
+        KeyNumber(
+            "Not analysable",
+            units.count(quarantined),
+            "in quarantine",
+            "bad" if quarantined else "",
+            "/captures?captures.q=quarantined",
+        ),
         KeyNumber("Size", units.size(sum(capture.bytes for capture in captures)), "of their files"),
     ]
     older = (

@@ -93,6 +93,8 @@ def _name(row: PageRow, by: list[str]) -> str:
 def _leads(asked: Asked, name: str) -> Callable[[PageRow], str] | None:
     if name == "kernel":
         return lambda row: to_page("/kernels/history", asked.address, kernel=str(row["kernel"]))
+    if name == "kind":
+        return lambda row: to_page("/kernels", asked.address, **{"rows.q": str(row["kind"])})
     if name in _LED:
         return lambda row: to_page("/kernels", asked.address, **{name: str(row[name])})
     return None

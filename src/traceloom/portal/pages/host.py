@@ -26,7 +26,12 @@ DEVICE_COLUMNS = (
     PageColumn("index", "Device", unknown="it has no number"),
     PageColumn("state", "State", "state"),
     PageColumn("model", "Model", unknown="the agent does not name it"),
-    PageColumn("jobs", "Jobs", unknown="no job holds it"),
+    PageColumn(
+        "jobs",
+        "Jobs",
+        unknown="no job holds it",
+        link=lambda row: "/jobs" if ", " in str(row["jobs"]) else to_job(str(row["jobs"])),
+    ),
     PageColumn("busy", "Busy", "share", "share of time in which at least one kernel ran", _NOT_MEASURED),
     PageColumn("sm_active", "SM active", "share", "cycles in which a multiprocessor had work", _NOT_MEASURED),
     PageColumn("power_w", "Power, W", "number", "", _NOT_MEASURED),

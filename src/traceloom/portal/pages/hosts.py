@@ -9,7 +9,7 @@ from traceloom.collect.request_routes import HostAnswer, HostsAnswer
 from traceloom.model import units
 from traceloom.portal.forms import number_of, text_field
 from traceloom.portal.layout import command, folded
-from traceloom.portal.links import to_host
+from traceloom.portal.links import to_host, to_job
 from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
@@ -21,7 +21,12 @@ COLUMNS = (
     PageColumn("devices", "Devices", "count"),
     PageColumn("stale_devices", "Silent", "count", "devices that cannot be read now"),
     PageColumn("processes", "Processes", "count", "that matter: they hold devices, or belong to a job"),
-    PageColumn("jobs", "Jobs", unknown="no job runs there"),
+    PageColumn(
+        "jobs",
+        "Jobs",
+        unknown="no job runs there",
+        link=lambda row: to_host(str(row["host"])) if ", " in str(row["jobs"]) else to_job(str(row["jobs"])),
+    ),
     PageColumn(
         "clock_offset_ns", "Clock", "time", "how far its clock is behind that of the service", "not measured yet"
     ),
@@ -69,7 +74,7 @@ def content(hosts: list[HostAnswer]) -> PageContent:
     silent = sum(host.stale_devices for host in hosts)
     numbers = [
         KeyNumber("Hosts", units.count(len(hosts)), "belong to the fleet"),
-        KeyNumber("Lost", units.count(lost), "were silent for a minute", "bad" if lost else ""),
+        KeyNumber("Lost", units.count(lost), "were not heard of for a minute", "bad" if lost else ""),
         KeyNumber("Devices", units.count(sum(host.devices for host in hosts)), "on them"),
         KeyNumber("Silent", units.count(silent), "devices that cannot be read", "warn" if silent else ""),
     ]
@@ -103,7 +108,7 @@ async def act(visit: Visit) -> Node:
     return div(".notice", role="status")[
         p["The token is shown only now. Put it into a file on ", code[answer.host] if answer.host else "the host", ":"],
         command(answer.token),
-        p["and start the agent with it:"],
+        p["and start the agent with it; URL is the address of this page, as far as the port:"],
         command("traceloom agent run --server URL --token-file FILE"),
     ]
 

@@ -132,6 +132,7 @@ def _numbers(view: JobView) -> list[KeyNumber]:
     return [
         KeyNumber("Ranks", units.count(job.ranks), f"{of}, on {units.counted(len(job.hosts), 'host')}"),
         KeyNumber("Devices", units.count(job.devices), "that its processes hold"),
+        *([KeyNumber("Hangs", "yes", "it makes no steps any more", "bad", "#processes-part")] if job.hung else []),
         KeyNumber(
             "Steps/s",
             "–" if steps is None else units.number(steps),

@@ -92,10 +92,11 @@ def content(view: KernelView) -> PageContent:
     if not rows:
         sections = [PageSection("of-jobs", "Jobs", jobs)]
     numbers = [
-        KeyNumber("Jobs", units.count(view.history.fact("jobs")), "ran it"),
+        KeyNumber("Jobs", units.count(view.history.fact("jobs")), "ran it", leads="#of-jobs-part"),
         KeyNumber("Now", units.duration(rows[-1]["mean_ns"]), "mean of a piece of work in the last job"),
         KeyNumber("GPU time", units.duration(sum(row["total_ns"] for row in rows)), "in captures of these jobs"),
-        *(KeyNumber("Changes", units.count(len(view.changes)), sentence(row), "bad" if row["change"] > 0 else "")
+        *(KeyNumber("Changes", units.count(len(view.changes)), sentence(row), "bad" if row["change"] > 0 else "",
+                    "#changed-part")
           for row in view.changes[:1]),
     ] if rows else []  # fmt: skip
     lead = f"Only of the shapes {view.shapes}." if view.shapes else None

@@ -22,15 +22,12 @@ def content(asked: Asked) -> PageContent:
     """What is shown of them."""
     asking = asking_form(asked.address)
     sections, slow = [], {}
-    empty = (
-        f"Nothing is compared: it takes {LEAST_PEERS} of them that ran the same kernels on the same shapes and "
-        "model of device. Ask for more time, or drop a filter."
-    )
-    for table, title, names, links, note in (
-        ("hosts", "Hosts", ("device_model", "ratio", "z", "kernels", "jobs"),
+    for table, title, like, names, links, note in (
+        ("hosts", "Hosts", "that ran the same kernels on the same shapes and devices",
+         ("device_model", "ratio", "z", "kernels", "jobs"),
          {"jobs": lambda row: to_page("/kernels", asked.address, host=str(row["host"]))},
          "against hosts that ran the same kernels"),
-        ("ranks", "Ranks", ("rank", "host", "ratio", "z", "captures"),
+        ("ranks", "Ranks", "in a capture", ("rank", "host", "ratio", "z", "captures"),
          {"host": lambda row: to_host(str(row["host"]))}, "against the ranks of their job"),
     ):  # fmt: skip
         rows = [{**row, "mark": "slow" if row["outlier"] else "like its peers"} for row in asked.tables[table]]
@@ -42,6 +39,7 @@ def content(asked: Asked) -> PageContent:
             else (lambda row: to_job(str(row["job"])))
         }
         columns = [*asked.columns(table, (first,), lead), _MARK, *asked.columns(table, names, links)]
+        empty = f"No {table} are compared: it takes {LEAST_PEERS} {like} at least. Ask for more time, or drop a filter."
         sections.append(PageSection(f"of-{table}", title, PageTable(table, title, columns, rows, empty), note))
     hosts = slow["hosts"]
     heading = "No host is slower than its peers"
@@ -49,9 +47,10 @@ def content(asked: Asked) -> PageContent:
         heading = f"{hosts[0]['host']} takes {units.per_cent(hosts[0]['ratio'] - 1)} % longer than its peers"
     numbers = [
         KeyNumber("Slow hosts", units.count(len(hosts)), f"of {units.count(len(asked.tables['hosts']))} compared",
-                  "bad" if hosts else ""),
+                  "bad" if hosts else "", "#of-hosts-part"),
         KeyNumber("Slow ranks", units.count(len(slow["ranks"])),
-                  f"of {units.count(len(asked.tables['ranks']))} compared", "bad" if slow["ranks"] else ""),
+                  f"of {units.count(len(asked.tables['ranks']))} compared", "bad" if slow["ranks"] else "",
+                  "#of-ranks-part"),
     ]  # fmt: skip
     return PageContent(heading, sections, numbers=numbers, asking=asking)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from htpy import Node, a, code, div, fragment, li, p, ul
+import msgspec
+from htpy import Node, a, div, li, p, ul
 
 from traceloom.collect.request_routes import (
     FleetJobAnswer,
@@ -15,18 +16,20 @@ from traceloom.collect.request_routes import (
     HostAnswer,
     HostsAnswer,
 )
-from traceloom.collect.watch_routes import FleetNowAnswer
-from traceloom.collect.watching import DeviceState
+from traceloom.collect.watch_routes import FleetNowAnswer, FleetTroubleAnswer
+from traceloom.collect.watching import DeviceState, SlowerKernel
 from traceloom.model import units
 from traceloom.portal.layout import command
-from traceloom.portal.links import to_host, to_request
+from traceloom.portal.links import to_capture, to_host, to_job, to_request
 from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
 from traceloom.portal.pages import jobs
+from traceloom.portal.pages.regressions import times, to_change
 from traceloom.portal.pictures import bar
 from traceloom.portal.table import instant
-from traceloom.portal.visit import Visit
+from traceloom.portal.visit import Address, Visit
 
 _DAY_NS = 24 * 3600 * 10**9
+_DAY = "/topline?since=1d"
 _SHOWN = 8  # of what is wrong, of each kind
 STATES: tuple[tuple[DeviceState, str, str], ...] = (
     ("busy", "Busy", "compute"),
@@ -46,6 +49,7 @@ class FleetView:
     jobs: list[FleetJobAnswer]
     failed: list[FleetRequestAnswer]  # requests of the last day
     open: list[FleetRequestAnswer]
+    trouble: FleetTroubleAnswer
 
 
 async def compute(visit: Visit) -> FleetView:
@@ -62,6 +66,7 @@ async def compute(visit: Visit) -> FleetView:
         running.jobs,
         [r for r in requests if r.state == "failed" and r.since_ns > since],
         [r for r in requests if r.state not in ended],
+        await visit.answer(FleetTroubleAnswer, "/api/v1/trouble"),
     )
 
 
@@ -97,16 +102,19 @@ def _numbers(now: FleetNowAnswer, requests: list[FleetRequestAnswer]) -> list[Ke
     numbers = []
     if day is not None:
         if day.device_use is not None:
-            numbers.append(KeyNumber("Device use", units.share(day.device_use, 1.0), about))
+            numbers.append(KeyNumber("Device use", units.share(day.device_use, 1.0), about, leads=_DAY))
         if day.flop_rate is not None:
-            numbers.append(KeyNumber("FLOP/s", units.flop_rate(day.flop_rate), "of a held device, at least, last 24 h"))
+            rate = units.flop_rate(day.flop_rate)
+            numbers.append(KeyNumber("FLOP/s", rate, "of a held device, at least, last 24 h", leads=_DAY))
         if day.power_w is not None:
-            numbers.append(KeyNumber("Power", f"{units.number(round(day.power_w))} W", "of a held device, last 24 h"))
-    numbers.append(KeyNumber("Requests", units.count(len(requests)), "traces that are being taken"))
-    numbers.append(
-        KeyNumber("Captures", units.count(now.tasks.get("committed", 0)), f"analysed; {units.count(waiting)} wait")
-    )
-    return numbers
+            watts = f"{units.number(round(day.power_w))} W"
+            numbers.append(KeyNumber("Power", watts, "of a held device, last 24 h", leads=_DAY))
+    analysed = units.count(now.tasks.get("committed", 0))
+    return [
+        *numbers,
+        KeyNumber("Requests", units.count(len(requests)), "traces that are being taken", leads="/requests"),
+        KeyNumber("Captures", analysed, f"analysed; {units.count(waiting)} wait", leads="/captures"),
+    ]
 
 
 def _devices(view: FleetView) -> Node:
@@ -125,36 +133,53 @@ def _devices(view: FleetView) -> Node:
 
 
 def _wrong(view: FleetView) -> list[Node]:
+    """What to look at, of each kind the first, and how many there are more; what stops work stands first."""
     lost = [host for host in view.hosts if host.lost]
-    items: list[Node] = [
-        li(".bad")[
-            a(href=to_host(host.host))[host.host],
-            fragment[" was last heard of ", instant(host.heard_ns)]
-            if host.heard_ns is not None
-            else " was not heard of since the service started",
-        ]
-        for host in lost[:_SHOWN]
-    ]
     troubled = [host for host in view.hosts if not host.lost and (host.trouble or host.stale_devices)]
-    for host in troubled[:_SHOWN]:
-        what = "; ".join(f"{name}: {why}" for name, why in sorted(host.trouble.items()))
-        silent = f"{units.counted(host.stale_devices, 'device')} silent" if host.stale_devices else ""
-        items.append(li(".warn")[a(href=to_host(host.host))[host.host], ": ", "; ".join(filter(None, (silent, what)))])
-    for request in view.failed[:_SHOWN]:
-        what = request.detail or request.reason
-        items.append(li(".bad")[a(href=to_request(request.id))[f"Trace of {request.wanted.job}"], f" failed: {what}"])
-    quarantined = view.now.tasks.get("quarantined", 0)
-    if quarantined:
-        items.append(
-            li(".bad")[
-                a(href="/captures?captures.q=quarantined")[units.counted(quarantined, "capture")],
-                " could not be analysed; ",
-                code["traceloom fleet check"],
-                " says why",
-            ]
+    slower = {kernel.kernel: kernel for kernel in reversed(view.trouble.slower)}  # of each what costs most
+    hung = [job.job for job in view.jobs if job.hung]
+    kinds: list[tuple[str, str, list[Node]]] = [
+        ("bad", "/jobs", [[a(href=to_job(job))[job], " hangs: it makes no steps any more"] for job in hung]),
+        ("bad", "/hosts", [_silent(host) for host in lost]),
+        ("warn", "/hosts", [_troubled(host) for host in troubled]),
+        ("bad", "/regressions", [_slower(kernel) for kernel in reversed(slower.values())]),
+        ("bad", "/requests?requests.q=failed", [
+            [a(href=to_request(of.id))[f"Trace of {of.wanted.job}"], f" failed: {of.detail or of.reason}"]
+            for of in view.failed
+        ]),
+        ("bad", "/captures?captures.q=quarantined", [
+            [a(href=to_capture(of.capture))[of.capture], f" could not be analysed: {of.error}"]
+            for of in view.trouble.quarantined
+        ]),
+    ]  # fmt: skip
+    return [
+        item
+        for look, href, items in kinds
+        for item in (
+            *(li(class_=look)[each] for each in items[:_SHOWN]),
+            li[a(href=href)[f"and {units.count(len(items) - _SHOWN)} more"]] if len(items) > _SHOWN else None,
         )
-    more = max(len(lost) - _SHOWN, 0) + max(len(troubled) - _SHOWN, 0) + max(len(view.failed) - _SHOWN, 0)
-    return [*items, li[f"and {units.count(more)} more"]] if more else items
+        if item is not None
+    ]
+
+
+def _silent(host: HostAnswer) -> Node:
+    link = a(href=to_host(host.host))[host.host]
+    if host.heard_ns is None:
+        return [link, " was not heard of since the service started"]
+    return [link, " was last heard of ", instant(host.heard_ns)]
+
+
+def _troubled(host: HostAnswer) -> Node:
+    silent = [f"{units.counted(host.stale_devices, 'device')} silent"] if host.stale_devices else []
+    why = "; ".join([*silent, *(f"{name}: {why}" for name, why in sorted(host.trouble.items()))])
+    return [a(href=to_host(host.host))[host.host], f": {why}"]
+
+
+def _slower(kernel: SlowerKernel) -> Node:
+    change = to_change(Address("/", ""), msgspec.structs.asdict(kernel))
+    since = [" since ", instant(kernel.since_ns), f", in {units.counted(kernel.jobs_after, 'job')}"]
+    return [a(href=change)[kernel.kernel], f" takes {times(kernel.change)}", since]
 
 
 PAGE = Page(

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from htpy import (
     Node,
     a,
-    button,
-    caption,
     code,
     div,
-    figure,
-    form,
     fragment,
-    label,
     p,
-    table,
-    tbody,
-    td,
-    textarea,
-    th,
-    thead,
-    tr,
 )  # fmt: skip
-from markupsafe import Markup, escape
 
 from traceloom.agent.http.answers import RequestError
 from traceloom.collect.questions.rules import (
     DocumentAnswer,
     DocumentHistoryAnswer,
-    MoveAnswer,
     OwnersChangeAnswer,
 )
 from traceloom.errors import InputError
@@ -38,10 +25,10 @@ from traceloom.fleet.attribution import UNATTRIBUTED
 from traceloom.fleet.documents import OwnerRule, rules_of
 from traceloom.model import units
 from traceloom.portal.asking import ask
-from traceloom.portal.layout import folded
+from traceloom.portal.documents import document_form, versions_section, written_text
 from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
 from traceloom.portal.table import PageColumn, PageRow, PageTable, instant
-from traceloom.portal.visit import Visit
+from traceloom.portal.visit import Address, Visit
 
 ROUTE = "/api/v1/owners"
 EXAMPLE = """[[rule]]
@@ -49,6 +36,9 @@ match = {job = "llm-*", "label.team" = "ranking"}
 set = {division = "ads", product = "feed"}
 """
 _SINCE = "90d"  # of which time it is said what a change moves
+_NOBODYS = Address("/attribution", "").changed(
+    {"by": "division,job", "at": json.dumps([UNATTRIBUTED]), "since": _SINCE}
+)
 _RULES = (
     PageColumn("number", "Rule", "count", "the first that matches and says something of a dimension counts"),
     PageColumn("match", "Jobs", hint="all of it has to match what the job says itself"),
@@ -56,10 +46,14 @@ _RULES = (
     PageColumn("first", "From", unknown="always"),
     PageColumn("until", "Until", unknown="it holds on"),
 )
-_VERSIONS = (
-    PageColumn("version", "Version", "count", link=lambda row: f"/owners?version={row['version']}"),
-    PageColumn("at_ns", "Since", "instant", "since when it counts"),
-    PageColumn("who", "By"),
+
+
+_MOVES = (
+    PageColumn("dimension", "Dimension"),
+    PageColumn("before", "Is of"),
+    PageColumn("after", "Would be of"),
+    PageColumn("jobs", "Jobs", "count"),
+    PageColumn("hours", "Device hours", "number"),
 )
 
 
@@ -107,18 +101,12 @@ def content(view: OwnersView) -> PageContent:
         p["There are no rules: jobs are of whom they say themselves, or their labels. Write rules, as:"],
         div(".command")[code[EXAMPLE.splitlines()[1]], code[EXAMPLE.splitlines()[2]]],
     ]
-    versions: list[PageRow] = [
-        {"version": each.version, "at_ns": each.at_ns, "who": each.who} for each in view.versions.versions
-    ]
-    last = view.versions.versions[0].version if versions else 0
+    last = view.versions.versions[0].version if view.versions.versions else 0
     old = view.document.version not in {0, last}
     sections = [
         PageSection("rules", "Rules", PageTable("rules", "Rules", _RULES, rows, empty), "the first counts"),
-        PageSection(
-            "versions", "History", PageTable("versions", "Versions", _VERSIONS, versions, "Nobody wrote rules yet."),
-            "every version is kept",
-        ),
-    ]  # fmt: skip
+        versions_section("/owners", view.versions),
+    ]
     heading = f"{units.counted(len(rows), 'rule')} say whose jobs are"
     if len(rows) == 1:
         heading = "1 rule says whose jobs are"
@@ -126,7 +114,7 @@ def content(view: OwnersView) -> PageContent:
     numbers = [
         KeyNumber("Rules", units.count(len(rows)), f"version {view.document.version}" if rows else "none was written"),
         KeyNumber("Nobody's", share, "of the device time that jobs held, last 90 days",
-                  "warn" if view.unattributed_ms else ""),
+                  "warn" if view.unattributed_ms else "", _NOBODYS),
     ]  # fmt: skip
     lead: Node = "They are applied when somebody asks: a rule that is put right puts the past right."
     if old:
@@ -139,30 +127,11 @@ def controls(visit: Visit, view: OwnersView) -> Node:
     """The form by which rules are changed."""
     if not visit.may("operator"):
         return p(".quiet")["An operator may change the rules."]
-    text = visit.form.get("text", [view.document.text or EXAMPLE])[0].replace("\r\n", "\n")
-    inside = form(method="post", action="/owners")[
-        div(".field")[
-            label(for_="text")["owners.toml"],
-            textarea(
-                "#text", name="text", rows=max(10, min(30, text.count("\n") + 3)), spellcheck="false",
-                autocomplete="off", aria_describedby="text-about",
-            )[_lines(text)],
-            p("#text-about.quiet")[
-                "match: job, scheduler, user, model, product, division, application, framework or label.NAME, with * "
-                "and ?. set: division, product, application, model, user, framework. from, until: days in UTC."
-            ],
-        ],
-        div(".buttons")[
-            button(type="submit", name="do", value="try")["Show what would change"],
-            button(".primary", type="submit", name="do", value="save")["Save"],
-        ],
-    ]  # fmt: skip
-    return folded("change", "Change the rules", inside, is_open=bool(visit.form))
-
-
-def _lines(text: str) -> Markup:
-    """Text of several lines; ends of lines would be spelled out as other control characters are."""
-    return Markup(str(escape(text)).replace("\n", "&#10;").replace("\t", "&#9;"))  # noqa: S704  (escaped)
+    about = (
+        "match: job, scheduler, user, model, product, division, application, framework or label.NAME, with * and ?. "
+        "set: division, product, application, model, user, framework. from, until: days in UTC."
+    )
+    return document_form(visit, "Change the rules", "owners.toml", view.document.text or EXAMPLE, about)
 
 
 async def act(visit: Visit) -> str | Node:
@@ -172,7 +141,7 @@ async def act(visit: Visit) -> str | Node:
         RequestError: `bad-owners`, `not-allowed`.
     """
     saves = visit.field("do") == "save"
-    body = {"text": visit.form.get("text", [""])[0].replace("\r\n", "\n"), "dry_run": not saves, "since": _SINCE}
+    body = {"text": written_text(visit), "dry_run": not saves, "since": _SINCE}
     change = await visit.answer(OwnersChangeAnswer, ROUTE, method="POST", body=body)
     if saves:
         return f"/owners?saved={change.version}"
@@ -183,25 +152,14 @@ def _moves(change: OwnersChangeAnswer) -> Node:
     since = ["From ", instant(change.since_ns), " on, "]
     if not change.moves:
         return div(".notice", role="status")[p[since, "nothing would be another's. Nothing is saved yet."]]
+    rows: list[PageRow] = [
+        {"dimension": move.dimension, "before": move.before, "after": move.after, "jobs": move.jobs,
+         "hours": move.device_ms / 3.6e6}
+        for move in change.moves
+    ]  # fmt: skip
     return div(".notice.wide", role="status")[
-        p[since, "this would move. Nothing is saved yet."],
-        figure(".table.narrow")[
-            div(".scroll", tabindex="0", role="region", aria_label="What would move")[
-                table("#moves")[
-                    caption(".unseen")["What would move"],
-                    thead[
-                        tr[th["Dimension"], th["Is of"], th["Would be of"], th(".n")["Jobs"], th(".n")["Device hours"]]
-                    ],
-                    tbody[(_move(move) for move in change.moves)],
-                ]
-            ]
-        ],
+        p[since, "this would move. Nothing is saved yet."], PageTable("moves", "What would move", _MOVES, rows).alone()
     ]
-
-
-def _move(move: MoveAnswer) -> Node:
-    hours = units.number(move.device_ms / 3.6e6)
-    return tr[td[move.dimension], td[move.before], td[move.after], td(".n")[units.count(move.jobs)], td(".n")[hours]]
 
 
 PAGE = Page(

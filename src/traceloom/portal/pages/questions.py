@@ -14,6 +14,7 @@ from traceloom.portal.pages import (
     kernels,
     outliers,
     owners,
+    prices,
     regression,
     regressions,
     topline,
@@ -22,4 +23,5 @@ from traceloom.portal.pages import (
 QUESTION_PAGES: tuple[Page[Any], ...] = (
     regressions.PAGE, regression.PAGE, kernels.PAGE, kernel.PAGE, characterise.PAGE, outliers.PAGE, comparison.PAGE,
     attribution.PAGE, topline.PAGE, invest.PAGE, owners.PAGE,
+    prices.PAGE,
 )  # fmt: skip

@@ -80,9 +80,20 @@ def content(asked: Asked) -> PageContent:
             sections.append(PageSection(key, title, PageTable(f"{key}-changes", title, columns, of), note))
     costs = sum(row["extra_ns"] for row in slower)
     numbers = [
-        KeyNumber("Slower", units.count(len({row["kernel"] for row in slower})), "kernels", "bad" if slower else ""),
+        KeyNumber(
+            "Slower",
+            units.count(len({row["kernel"] for row in slower})),
+            "kernels",
+            "bad" if slower else "",
+            "#slower-part",
+        ),
         KeyNumber("Cost", units.duration(costs), "GPU time in captures beyond before"),
-        KeyNumber("Faster", units.count(len({row["kernel"] for row in faster})), "kernels"),
+        KeyNumber(
+            "Faster",
+            units.count(len({row["kernel"] for row in faster})),
+            "kernels",
+            leads="#faster-part" if faster else "",
+        ),
         KeyNumber("Looked at", units.count(series - short), f"series; {units.count(short)} have too few jobs"),
     ]
     heading = "No kernel became slower"

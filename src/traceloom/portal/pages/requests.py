@@ -74,18 +74,29 @@ def content(requests: list[FleetRequestAnswer]) -> PageContent:
     running = sum(state not in FLEET_ENDED for state in states)
     numbers = [
         KeyNumber("Being taken", units.count(running), "have not ended"),
-        KeyNumber("Done", units.count(states.count("done")), "whole"),
+        KeyNumber("Done", units.count(states.count("done")), "whole", leads=_only("done")),
         KeyNumber(
             "Partial",
             units.count(states.count("partial")),
             "something of a host is missing",
             "warn" if "partial" in states else "",
+            _only("partial"),
         ),
-        KeyNumber("Failed", units.count(states.count("failed")), "gave nothing", "bad" if "failed" in states else ""),
+        KeyNumber(
+            "Failed",
+            units.count(states.count("failed")),
+            "gave nothing",
+            "bad" if "failed" in states else "",
+            _only("failed"),
+        ),
     ]
     return PageContent(
         "Requests", [PageSection("requests", "Traces asked for", table(requests))], numbers=numbers if requests else ()
     )
+
+
+def _only(state: str) -> str:
+    return f"/requests?requests.q={state}"
 
 
 PAGE = Page(
