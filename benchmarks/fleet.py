@@ -37,7 +37,7 @@ from support.jobs import ParallelRecipe, parallel_job
 from support.sessions import busy_step
 from traceloom.collect.dask_cluster import Dask
 from traceloom.collect.engine import EngineTask, TaskFile
-from traceloom.collect.executors import Processes
+from traceloom.collect.executors import ProcessEngine
 from traceloom.fleet.attribution import attribution
 from traceloom.fleet.characterise import top_kernels
 from traceloom.fleet.documents import Prices
@@ -248,7 +248,7 @@ def captures(folder: Path, count: int) -> None:
 def analysed(captures: list[Path]) -> tuple[float, float]:
     """CPU and wall seconds of a process that checks and analyses these."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    engine = Processes(1)
+    engine = ProcessEngine(1)
     for at in captures:
         files = []
         for path in sorted(at.iterdir()):

@@ -23,7 +23,7 @@ from traceloom.agent.config import Config, Locations
 from traceloom.agent.grouping import GroupedStacks, grouped
 from traceloom.agent.hang_desk import HangDesk
 from traceloom.agent.history import History
-from traceloom.agent.http.answers import Check, Question, SeriesAnswer, StatusAnswer, StepsBody
+from traceloom.agent.http.answers import Check, HistoryQuestion, SeriesAnswer, StatusAnswer, StepsBody
 from traceloom.agent.http.app import build_app
 from traceloom.agent.http.server import Listeners, serve
 from traceloom.agent.metrics import METRICS, Histogram, Reading
@@ -34,7 +34,7 @@ from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
 from traceloom.agent.steps import Steps
-from traceloom.agent.topline import JobFacts
+from traceloom.agent.topline import TracedFacts
 from traceloom.agent.triggers.engine import Triggers
 from traceloom.agent.triggers.store import TriggerStore
 
@@ -102,7 +102,7 @@ class SmallAgent:
         self.learned: list[tuple[str, str, int]] = []
         self.looked_at: list[tuple[list[int], bool]] = []
         self.requests: list[tuple[str, int]] = []
-        self.questions: list[Question] = []
+        self.questions: list[HistoryQuestion] = []
         self.desk = RequestDesk(
             self.config,
             ProfilerRegistry(),
@@ -141,7 +141,7 @@ class SmallAgent:
             )
         ]
 
-    async def query(self, question: Question) -> Sequence[SeriesAnswer]:
+    async def query(self, question: HistoryQuestion) -> Sequence[SeriesAnswer]:
         self.questions.append(question)
         names = METRICS[question.metric].labels
         return [
@@ -153,9 +153,9 @@ class SmallAgent:
     async def pause(self, seconds: float) -> list[str]:
         return ["nvml"]
 
-    async def learn(self, job: str, path: str, user: int) -> JobFacts:
+    async def learn(self, job: str, path: str, user: int) -> TracedFacts:
         self.learned.append((job, path, user))
-        return JobFacts(flops_per_step=2e9)
+        return TracedFacts(flops_per_step=2e9)
 
     async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
         self.looked_at.append(([process.pid for process in processes], native))

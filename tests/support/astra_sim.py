@@ -10,7 +10,7 @@ from traceloom.chakra.generate import CollectiveOptions, collectives, write_gene
 from traceloom.chakra.workload import Workload, places, read_workload
 from traceloom.simulate.astra_sim import AstraSimNetwork, AstraSimSystem
 from traceloom.simulate.astra_sim.collectives import Dimensions
-from traceloom.simulate.astra_sim.engine import Algorithm, Engine
+from traceloom.simulate.astra_sim.engine import Algorithm, AstraEngine
 from traceloom.simulate.astra_sim.network import AnalyticalNetwork
 from traceloom.simulate.astra_sim.nodes import Compute, RankNodes, rank_nodes
 
@@ -67,7 +67,7 @@ def ends(
     algorithms: Mapping[str, Algorithm] | None = None,
 ) -> list[int | None]:
     """When each rank ends."""
-    engine = Engine(
+    engine = AstraEngine(
         ranks,
         dict(groups or {}),
         AnalyticalNetwork(fabric.topologies, fabric.sizes, fabric.bandwidths, fabric.latencies),

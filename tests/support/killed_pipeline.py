@@ -12,7 +12,7 @@ from typing import Any
 from support.fleet import Places, opened
 from traceloom.collect import worker
 from traceloom.collect.engine import EngineTask
-from traceloom.collect.pipeline import Pipeline
+from traceloom.collect.pipeline import CapturePipeline
 from traceloom.collect.scratch import in_scratch
 
 
@@ -48,7 +48,7 @@ def main(state: str, store: str, point: str, when: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(owner, name, deadly)
-    pipeline = Pipeline(*stores, Here(), lease_s=60)
+    pipeline = CapturePipeline(*stores, Here(), lease_s=60)
     pipeline.lead()
     while pipeline.work():
         pass

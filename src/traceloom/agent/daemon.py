@@ -38,7 +38,7 @@ from traceloom.agent.history import History, Points, joined
 from traceloom.agent.http.answers import (
     Check,
     CollectorAnswer,
-    Question,
+    HistoryQuestion,
     RequestError,
     SeriesAnswer,
     StatusAnswer,
@@ -60,7 +60,7 @@ from traceloom.agent.scheduler import Scheduler
 from traceloom.agent.stacks import look
 from traceloom.agent.step_clock import ProbedStepClock
 from traceloom.agent.steps import Steps
-from traceloom.agent.topline import JobFacts, Topline, element_types
+from traceloom.agent.topline import Topline, TracedFacts, element_types
 from traceloom.agent.triggers.engine import Triggers
 from traceloom.agent.triggers.hanging import HangRuleWatch
 from traceloom.agent.triggers.store import TriggerStore
@@ -136,7 +136,7 @@ class Agent:
             note=lambda what, details: self.acts("agent", os.getpid(), what, allowed=True, **details),
         )  # fmt: skip
         self.kineto: KinetoSockets | None = None  # while it runs
-        self.job_facts: dict[str, JobFacts] = {}  # what the last trace of each job tells
+        self.job_facts: dict[str, TracedFacts] = {}  # what the last trace of each job tells
         self._requests: Counter[tuple[str, str]] = Counter()
         self._writing = ThreadPoolExecutor(1, "history")
         self._started_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)  # of the host
@@ -238,7 +238,7 @@ class Agent:
         idle = self.triggers.trouble()  # which is the loop's to say
         return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.of_agent(self, idle))
 
-    async def query(self, question: Question) -> Sequence[SeriesAnswer]:
+    async def query(self, question: HistoryQuestion) -> Sequence[SeriesAnswer]:
         """What was.
 
         Raises:
@@ -275,7 +275,7 @@ class Agent:
         """Take the hardware counters again; whether any had been let go."""
         return bool(await asyncio.get_running_loop().run_in_executor(None, self.accelerators.resume))
 
-    async def learn(self, job: str, path: str, user: int) -> JobFacts:
+    async def learn(self, job: str, path: str, user: int) -> TracedFacts:
         """Take from a trace of a job what only a trace tells; `user` must be able to read it.
 
         Raises:
@@ -286,7 +286,7 @@ class Agent:
         reader = user if os.geteuid() == 0 and user != 0 else None
         task = partial(worker.run, "job-facts", timeout_s=_MOST_READING_S, user=reader, path=path)
         try:
-            facts = msgspec.convert(await asyncio.to_thread(task), JobFacts)
+            facts = msgspec.convert(await asyncio.to_thread(task), TracedFacts)
         except TraceloomError as error:
             raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
         finally:

@@ -125,7 +125,7 @@ class _Flights(msgspec.Struct, frozen=True, kw_only=True):
     verdict: FlightVerdict | None = None
 
 
-class _Folder:
+class _BundleFolder:
     """The files of a bundle, up to a number of bytes."""
 
     def __init__(self, directory: Path, most: int) -> None:
@@ -160,14 +160,14 @@ async def known_waits(processes: Sequence[Process]) -> dict[int, str]:
     if not any(process.declared.get(name) for process in processes for name in (WORKER_SERVER, DUMP_PIPE)):
         return {}
     with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
-        flights = await _flights(processes, time.time_ns(), _Folder(Path(name), _MOST_ASKED))
+        flights = await _flights(processes, time.time_ns(), _BundleFolder(Path(name), _MOST_ASKED))
     return _waits(processes, flights.verdict)
 
 
 async def sentence_of(hang: Hang, processes: Sequence[Process]) -> tuple[str, tuple[int, ...]]:
     """Who is where, and the ranks that the others wait for; nothing is kept."""
     with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
-        account = await _account(hang, processes, _Folder(Path(name), _MOST_ASKED))
+        account = await _account(hang, processes, _BundleFolder(Path(name), _MOST_ASKED))
     return account.sentence, account.ranks
 
 
@@ -186,7 +186,7 @@ async def write_bundle(hang: Hang, scene: HangScene, directory: Path, most_bytes
     Raises:
         ProfilerError: `cannot-write`.
     """
-    folder = _Folder(directory, most_bytes)
+    folder = _BundleFolder(directory, most_bytes)
     processes = scene.processes
     account = await _account(hang, processes, folder)
     owner = max((process.owner for process in processes), key=lambda owner: len(owner.sources))
@@ -210,7 +210,7 @@ async def write_bundle(hang: Hang, scene: HangScene, directory: Path, most_bytes
     return report
 
 
-async def _account(hang: Hang, processes: Sequence[Process], folder: _Folder) -> _Account:
+async def _account(hang: Hang, processes: Sequence[Process], folder: _BundleFolder) -> _Account:
     """Look at the processes, and judge; flight records are put into the folder."""
     looked = await look(processes)
     flights = await _flights(processes, hang.since_ns, folder)
@@ -256,7 +256,7 @@ def _state(process: Process) -> str:
     return fields[0].decode() if int(fields[19]) == process.start_ticks else ""
 
 
-async def _flights(processes: Sequence[Process], since_ns: int, folder: _Folder) -> _Flights:
+async def _flights(processes: Sequence[Process], since_ns: int, folder: _BundleFolder) -> _Flights:
     """Ask every rank for its record, and a process of its own for what they say."""
     dumps: dict[int, FlightDump] = {}
     notes: dict[int, str] = {}
@@ -363,7 +363,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {numbers(ranks)}"
 
 
-def _write_stacks(folder: _Folder, processes: Sequence[Process], account: _Account) -> None:
+def _write_stacks(folder: _BundleFolder, processes: Sequence[Process], account: _Account) -> None:
     document = {"format": "traceloom-stack-groups", "version": 1, "time_ns": time.time_ns()}
     folder.put("stacks.json", msgspec.json.encode(document | msgspec.to_builtins(account.stacks)))
     ranks: set[int] = set()
@@ -376,7 +376,7 @@ def _write_stacks(folder: _Folder, processes: Sequence[Process], account: _Accou
             folder.put(f"{stem}.dump.json", msgspec.json.encode(account.dumps[process.pid]))
 
 
-def _write_telemetry(folder: _Folder, scene: HangScene) -> None:
+def _write_telemetry(folder: _BundleFolder, scene: HangScene) -> None:
     """As large as it is: what does not fit is taken away again."""
     stem = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in scene.host)[:80].lstrip(".")
     path = telemetry.write(

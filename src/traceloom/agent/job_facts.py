@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from traceloom.agent.flops import MATRIX_TYPES
-from traceloom.agent.topline import JobFacts
+from traceloom.agent.topline import TracedFacts
 
 LEAST_MODELLED = 0.9  # share of the time of compute kernels whose FLOPs are counted, for them to be a reference
 
@@ -43,7 +43,7 @@ def of_capture(path: str) -> dict[str, Any]:
         if to_device.len() and not to_device.null_count():
             copied.append(float(to_device.sum()))
     is_counted = (work.whole["modelled_ns"].sum() or 0) >= LEAST_MODELLED * compute_ns  # without a device: all of it
-    facts = JobFacts(
+    facts = TracedFacts(
         flops_per_step=spread.get("flops") if is_counted else None,
         dtype_mix={kind: float(flops) for kind, flops in mix if flops},
         roofline_ratio=spread.get("roofline_fraction", whole),

@@ -17,7 +17,7 @@ from traceloom.agent.owners.finding import OwnerFinder
 from traceloom.agent.owners.masking import masked
 from traceloom.agent.owners.sharing import Share, shares
 from traceloom.agent.steps import Steps
-from traceloom.agent.topline import JobFacts, JobNow
+from traceloom.agent.topline import JobNow, TracedFacts
 
 _COMMAND_SHOWN = 200  # letters in the metric; all of it stands in the answer of /api/v1/processes
 
@@ -115,7 +115,7 @@ def _jobs(processes: Iterable[Process]) -> Iterator[Reading]:
         yield Reading("job_processes", (job,), len(some))
 
 
-def jobs_now(processes: Iterable[Process], steps: Steps, facts: Mapping[str, JobFacts]) -> list[JobNow]:
+def jobs_now(processes: Iterable[Process], steps: Steps, facts: Mapping[str, TracedFacts]) -> list[JobNow]:
     """The jobs that these processes make up; processes of no job are those of the job "". `facts`: of their traces."""
     members: dict[str, list[Process]] = {}
     for process in processes:
@@ -137,7 +137,7 @@ def jobs_now(processes: Iterable[Process], steps: Steps, facts: Mapping[str, Job
                 steps_per_second=sum(rates) if rates else None,
                 input_bytes_per_step=inputs[0] if inputs else None,
                 declared_types=declared_types(types.pop()) if len(types) == 1 else None,
-                facts=facts.get(job, JobFacts()),
+                facts=facts.get(job, TracedFacts()),
             )
         )
     return jobs

@@ -25,7 +25,7 @@ NOBODY = ""  # job of processes that belong to none
 LEAST_KNOWN: tuple[Method, ...] = ("declared", "trace", "ratio", "bounds")
 
 
-class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
+class TracedFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a trace of a job tells, per process and step. None: the trace does not say.
 
     `dtype_mix`: element type in the matrix units -> FLOPs; `roofline_ratio`: share of the roofline that was reached.
@@ -51,7 +51,7 @@ class JobNow(msgspec.Struct, frozen=True, kw_only=True):
     steps_per_second: float | None = None
     input_bytes_per_step: float | None = None  # of one process, as the job declares
     declared_types: MatrixTypes | None = None
-    facts: JobFacts = JobFacts()
+    facts: TracedFacts = TracedFacts()
 
     @property
     def element_types(self) -> MatrixTypes | None:

@@ -23,7 +23,7 @@ import msgspec
 
 from traceloom import __version__
 from traceloom.collect.engine import MEMORY_BYTES, EngineTask, TaskError
-from traceloom.collect.executors import Processes
+from traceloom.collect.executors import ProcessEngine
 from traceloom.errors import InputError, TraceloomError, UsageError
 
 SLOTS = 16
@@ -87,9 +87,9 @@ def _answer(task: bytes, encoded: bytes, slots: int, temporary: str | None) -> C
 
 
 @cache
-def _processes(slots: int, settings: ClusterSettings, temporary: str | None) -> Processes:
+def _processes(slots: int, settings: ClusterSettings, temporary: str | None) -> ProcessEngine:
     """The processes of this worker, which end with it."""
-    return Processes(
+    return ProcessEngine(
         slots, memory_bytes=settings.memory_bytes, main=settings.main, temporary=Path(temporary) if temporary else None
     )
 

@@ -24,7 +24,7 @@ _TASKS_OF_A_PROCESS = 200  # then it is replaced: what little each leaves behind
 _ENDS = "the service ends"
 
 
-class Processes:
+class ProcessEngine:
     """Tasks in processes of this host, used again: one that crashes, hangs or swells is replaced.
 
     Args:
@@ -154,7 +154,7 @@ def engine_of(address: str, slots: int | None = None, tls: EngineTls | None = No
     """
     kind, _, where = address.partition("://")
     if address == "processes":
-        return Processes(slots)
+        return ProcessEngine(slots)
     try:
         if kind == "dask":
             import distributed  # noqa: F401

@@ -15,7 +15,7 @@ import msgspec
 
 from traceloom import __version__
 from traceloom.collect.hosts import HostDesk
-from traceloom.collect.pipeline import Pipeline, folder_of
+from traceloom.collect.pipeline import CapturePipeline, folder_of
 from traceloom.collect.plan import FleetRequest, analysed, stitched
 from traceloom.collect.stitch import HostPart, stitch
 from traceloom.errors import TraceloomError
@@ -36,7 +36,7 @@ class Joining:
         pipeline: Analyses.
     """
 
-    def __init__(self, desk: HostDesk, pipeline: Pipeline) -> None:
+    def __init__(self, desk: HostDesk, pipeline: CapturePipeline) -> None:
         self.desk, self.pipeline = desk, pipeline
         self._one = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}

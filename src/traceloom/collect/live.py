@@ -55,7 +55,7 @@ class LiveAnswer(HttpAnswer, frozen=True):
     more: bool
 
 
-class _Group:
+class _LiveGroup:
     """The devices and processes that count for a row."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def live(hosts: Mapping[str, HostNow], asked: LiveParameters, now_ns: int) -> Li
         asked: What a row is of, and which.
         now_ns: Now, Unix time.
     """
-    groups: dict[tuple[str, str, str], _Group] = defaultdict(_Group)
+    groups: dict[tuple[str, str, str], _LiveGroup] = defaultdict(_LiveGroup)
     for host, now in hosts.items():
         if not _fits(host, asked.host):
             continue
@@ -118,7 +118,7 @@ def _fits(text: str, pattern: str) -> bool:
     return not pattern or fnmatchcase(text, pattern.replace("[", "[[]"))
 
 
-def _row(job: str, host: str, device: str, group: _Group) -> LiveRow:
+def _row(job: str, host: str, device: str, group: _LiveGroup) -> LiveRow:
     busy, rate = group.values("gpu_busy_ratio"), min(group.rates, default=None)
     return LiveRow(
         job=job or ", ".join(sorted(group.jobs)),

@@ -55,7 +55,7 @@ def folder_of(capture: CaptureRecord) -> str:
     return f"captures/{capture.day}/{capture.id}"
 
 
-class Pipeline:
+class CapturePipeline:
     """Works on tasks until it is stopped.
 
     Args:

@@ -22,7 +22,7 @@ from traceloom.collect.engine import Engine
 from traceloom.collect.hosts import HostDesk
 from traceloom.collect.joining import Joining
 from traceloom.collect.metrics import FLEET_METRICS, FleetSeries
-from traceloom.collect.pipeline import Pipeline
+from traceloom.collect.pipeline import CapturePipeline
 from traceloom.collect.questions.desk import QuestionDesk
 from traceloom.collect.telling import WebhookSender, WebhookTargets
 from traceloom.collect.triggers import FleetTriggers
@@ -77,7 +77,7 @@ class Service:
 
         self.state, self.objects, self.tables = state, objects, tables
         self.limits = limits or ServiceLimits()
-        self.pipeline = Pipeline(state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s)
+        self.pipeline = CapturePipeline(state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s)
         self.questions = QuestionDesk(tables, state)
         self.watching = Watching(tables)
         self.rendering = asyncio.Lock()  # one report at a time

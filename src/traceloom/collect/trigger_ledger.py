@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from traceloom.agent.triggers.targets import Refusal
+from traceloom.agent.triggers.targets import TriggerRefusal
 from traceloom.collect.trigger_rules import FleetBudget
 from traceloom.model.units import size
 
@@ -63,7 +63,7 @@ class FleetLedger:
         fired_ns = self.fired_ns(rule, job)
         return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
 
-    def refusal(self, job: str, steps: int, made: int, files: int, now_ns: int) -> Refusal | None:
+    def refusal(self, job: str, steps: int, made: int, files: int, now_ns: int) -> TriggerRefusal | None:
         """Why a job cannot be traced for so many steps; None where it can.
 
         Args:
@@ -75,16 +75,16 @@ class FleetLedger:
         """
         counting, budget = list(self._counting(now_ns)), self.budget
         if len(counting) + 1 > budget.traces_per_day:
-            return Refusal("budget-traces", f"the {budget.traces_per_day} of `budget.traces_per_day` were made")
+            return TriggerRefusal("budget-traces", f"the {budget.traces_per_day} of `budget.traces_per_day` were made")
         wanted, left = self.reserve(files), self.bytes_left(now_ns)
         if wanted > left:
-            return Refusal(
+            return TriggerRefusal(
                 "budget-bytes",
                 f"{size(wanted)} are to be set aside, and {size(max(left, 0))} of `budget.mb_per_day` are left",
             )
         spent = sum(charge.steps for charge in counting if charge.job == job)
         if spent + steps > budget.share * made:
-            return Refusal(
+            return TriggerRefusal(
                 "budget-share",
                 f"{spent} of the {made} steps that the job made in a day were traced, and {steps} more are above what "
                 "`budget.share` allows",

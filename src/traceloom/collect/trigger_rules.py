@@ -73,7 +73,7 @@ class UsageRule(FleetRule, frozen=True, kw_only=True, tag="usage"):
     minutes: Annotated[int, Meta(ge=1, le=1440)] = 15
 
 
-class FindingRule(FleetRule, frozen=True, kw_only=True, tag="finding"):
+class FindingTriggerRule(FleetRule, frozen=True, kw_only=True, tag="finding"):
     """A capture of a job, which no rule asked for, has a finding that saves at least a share of the step."""
 
     slug: Annotated[str, Meta(min_length=1, max_length=100)]
@@ -87,7 +87,7 @@ class RegressionRule(FleetRule, frozen=True, kw_only=True, tag="regression"):
     by: Annotated[float, Meta(gt=0)] = 0.05
 
 
-AnyFleetRule: TypeAlias = FleetCadenceRule | UsageRule | FindingRule | RegressionRule
+AnyFleetRule: TypeAlias = FleetCadenceRule | UsageRule | FindingTriggerRule | RegressionRule
 
 
 class FleetBudget(ConfigTable, frozen=True):

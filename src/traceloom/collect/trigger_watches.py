@@ -12,7 +12,7 @@ from traceloom.agent.triggers import Firing
 from traceloom.agent.uplink.messages import HostProcess, UsageRow
 from traceloom.collect.telling import fleet_event
 from traceloom.collect.trigger_ledger import DAY_NS
-from traceloom.collect.trigger_rules import FindingRule, FleetCadenceRule, RegressionRule, UsageRule
+from traceloom.collect.trigger_rules import FindingTriggerRule, FleetCadenceRule, RegressionRule, UsageRule
 from traceloom.fleet.regressions import ChangeRow, regressions
 from traceloom.model.units import duration, per_cent
 from traceloom.store.schemas import day_of
@@ -146,13 +146,13 @@ class TableNews(NamedTuple):
 class NewsWatch:
     """Fires once for each of the news that a rule is about."""
 
-    def __init__(self, rule: FindingRule | RegressionRule, jobs: Callable[[], Jobs]) -> None:
+    def __init__(self, rule: FindingTriggerRule | RegressionRule, jobs: Callable[[], Jobs]) -> None:
         self._rule, self._jobs = rule, jobs
         self._firings: list[Firing] = []
 
     def hear(self, news: TableNews) -> None:
         """Take news."""
-        if isinstance(self._rule, FindingRule):
+        if isinstance(self._rule, FindingTriggerRule):
             for finding in news.findings:
                 if finding.slug == self._rule.slug and finding.saving >= self._rule.saving:
                     what = f"`{finding.slug}` in {finding.capture} saves {per_cent(finding.saving)} % of the step"

@@ -19,7 +19,7 @@ from traceloom.agent.http.answers import RequestError
 from traceloom.agent.requests.model import Cause
 from traceloom.agent.triggers import Firing
 from traceloom.agent.triggers.store import Fired, Refused, RuleCounts
-from traceloom.agent.triggers.targets import Refusal
+from traceloom.agent.triggers.targets import TriggerRefusal
 from traceloom.agent.uplink.messages import HostProcess
 from traceloom.collect.hosts import HostDesk
 from traceloom.collect.plan import FleetRequest
@@ -206,20 +206,20 @@ class FleetTriggers:
         job: str,
         of_job: Sequence[HostProcess],
         now_ns: int,
-    ) -> Refusal | None:
+    ) -> TriggerRefusal | None:
         """Ask the desk; why not, where it is refused."""
         if not of_job:
-            return Refusal("no-such-job", "no host of late has processes of it")
+            return TriggerRefusal("no-such-job", "no host of late has processes of it")
         if any(request.wanted.job == job and not request.ended for request in self.desk.requests.values()):
-            return Refusal("traced", "it is being traced already")
+            return TriggerRefusal("traced", "it is being traced already")
         if cooling := self.ledger.cooling(rule.name, job, rule.cooldown, now_ns):
-            return Refusal("cooldown", f"it was traced of late: not for {cooling:.0f} s")
+            return TriggerRefusal("cooldown", f"it was traced of late: not for {cooling:.0f} s")
         rate, made = (
             self._rate(of_job),
             max((process.steps for process in of_job if process.steps is not None), default=0),
         )
         if rate is None:
-            return Refusal("no-steps", "no host says how fast it steps")
+            return TriggerRefusal("no-steps", "no host says how fast it steps")
         wanted, choice = rule.wanted(job), "slowest-and-median" if rule.target == "slowest-and-median" else ""
         cause = Cause(rule=rule.name, target=job, what=firing.what)
         steps = self._steps(FleetRequest(id="", who="", asked_ns=now_ns, wanted=wanted), rate)
@@ -233,7 +233,7 @@ class FleetTriggers:
                 wanted, f"trigger {rule.name}", "slowest-and-median" if choice else "", hosts=rule.hosts, trigger=cause
             )
         except RequestError as error:
-            return Refusal(error.slug, error.message)
+            return TriggerRefusal(error.slug, error.message)
         charge = self._charge(request, cause, steps, files)
         self.ledger.add([charge], now_ns)
         counts = self.counts[rule.name]

@@ -32,7 +32,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class PageAnswer:
     """An answer, and the address that asked for it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Asked:
         return [replace(column, kind=_KINDS.get(column.key, column.kind)) for column in columns]
 
 
-async def ask(visit: Visit, name: str, **fixed: str) -> Asked:
+async def ask(visit: Visit, name: str, **fixed: str) -> PageAnswer:
     """Ask the service what the address of the page asks.
 
     Args:
@@ -77,7 +77,7 @@ async def ask(visit: Visit, name: str, **fixed: str) -> Asked:
     answer = await visit.answer(question.answer, question.path, query=query)
     fields: dict[str, Any] = msgspec.to_builtins(answer)
     tables = {key: fields.pop(key) for key in question.tables}
-    return Asked(question, visit.address, fields, tables)
+    return PageAnswer(question, visit.address, fields, tables)
 
 
 def to_page(path: str, address: Address, **parameters: str) -> str:

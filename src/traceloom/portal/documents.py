@@ -7,7 +7,7 @@ from markupsafe import Markup, escape
 
 from traceloom.collect.questions.rules import DocumentHistoryAnswer
 from traceloom.portal.layout import folded
-from traceloom.portal.page import PageSection
+from traceloom.portal.page import ContentSection
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 
@@ -45,7 +45,7 @@ def written_text(visit: Visit) -> str:
     return visit.form.get("text", [""])[0].replace("\r\n", "\n")
 
 
-def versions_section(path: str, history: DocumentHistoryAnswer) -> PageSection:
+def versions_section(path: str, history: DocumentHistoryAnswer) -> ContentSection:
     """All versions of a document, each of which the page shows at its address."""
     columns = (
         PageColumn("version", "Version", "count", link=lambda row: f"{path}?version={row['version']}"),
@@ -54,7 +54,7 @@ def versions_section(path: str, history: DocumentHistoryAnswer) -> PageSection:
     )
     rows: list[PageRow] = [{"version": each.version, "at_ns": each.at_ns, "who": each.who} for each in history.versions]
     table = PageTable("versions", "Versions", columns, rows, "Nobody has written one yet.")
-    return PageSection("versions", "History", table, "every version is kept")
+    return ContentSection("versions", "History", table, "every version is kept")
 
 
 def _lines(text: str) -> Markup:

@@ -35,7 +35,7 @@ class KeyNumber:
 
 
 @dataclass(frozen=True)
-class PageSection:
+class ContentSection:
     """A part of a page under a heading.
 
     Attributes:
@@ -66,7 +66,7 @@ class PageContent:
     """
 
     heading: Node
-    sections: Sequence[PageSection] = ()
+    sections: Sequence[ContentSection] = ()
     above: Sequence[tuple[str, str]] = ()
     lead: Node = ""
     asking: Node = None

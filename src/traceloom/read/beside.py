@@ -65,7 +65,7 @@ class _TelemetryFile(Struct):
     series: list[_Series]
 
 
-class _AllocationsFile(Struct):
+class _AllocationsHead(Struct):
     """The content of an allocations file, as far as it is read here: its stacks are for `traceloom memory`."""
 
     format: str
@@ -74,7 +74,7 @@ class _AllocationsFile(Struct):
     events: list[tuple[Whole, Whole, int, Whole, str, Whole, Whole | None, Whole | None]]
 
 
-_File = TypeVar("_File", _StacksFile, _TelemetryFile, _AllocationsFile)
+_File = TypeVar("_File", _StacksFile, _TelemetryFile, _AllocationsHead)
 
 
 def read_samples(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
@@ -90,7 +90,7 @@ def read_allocations(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice
     """The allocations beside these traces (`model.beside`), and what was wrong with them."""
 
     def read(path: Path, rank: int | None) -> tuple[pl.DataFrame, int]:
-        return _allocations(_decoded(path, _AllocationsFile, "traceloom-allocations"), rank)
+        return _allocations(_decoded(path, _AllocationsHead, "traceloom-allocations"), rank)
 
     return _of_ranks(traces, _ALLOCATIONS, no_allocations(), read, "allocations", slug="damaged-allocations")
 
@@ -185,7 +185,7 @@ def _samples(document: _StacksFile, rank: int | None) -> tuple[pl.DataFrame, int
     return frame, len(document.samples) - len(rows)
 
 
-def _allocations(document: _AllocationsFile, rank: int | None) -> tuple[pl.DataFrame, int]:
+def _allocations(document: _AllocationsHead, rank: int | None) -> tuple[pl.DataFrame, int]:
     rows = [
         (rank, document.pid, thread, time_ns, address, size, device, allocated, reserved)
         for time_ns, thread, address, size, device, _, allocated, reserved in document.events

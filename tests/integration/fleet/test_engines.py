@@ -23,8 +23,8 @@ from support.waiting import until  # noqa: E402
 from traceloom.collect.cluster import ClusterSettings  # noqa: E402
 from traceloom.collect.dask_cluster import Dask  # noqa: E402
 from traceloom.collect.engine import Engine, EngineTask, TaskError, TaskFile  # noqa: E402
-from traceloom.collect.executors import Processes  # noqa: E402
-from traceloom.collect.pipeline import Pipeline  # noqa: E402
+from traceloom.collect.executors import ProcessEngine  # noqa: E402
+from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
 from traceloom.store.state import TaskRecord  # noqa: E402
 
@@ -46,7 +46,7 @@ def setting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("traceloom.store.state._WAIT_NS", 10**7)
     engine: Engine
     if kind == "alone":
-        engine, worker = Processes(2, memory_bytes=MEMORY, main=HOSTILE), 0
+        engine, worker = ProcessEngine(2, memory_bytes=MEMORY, main=HOSTILE), 0
     else:
         cluster = running_cluster()
         engine = Dask(cluster.address, 2, cluster.tls, ClusterSettings(memory_bytes=MEMORY, main=HOSTILE))
@@ -66,7 +66,7 @@ def counts(stores: Stores) -> dict[str, int]:
     return {state: count for state, count in stores.state.counts().items() if count}
 
 
-def worked(pipeline: Pipeline) -> None:
+def worked(pipeline: CapturePipeline) -> None:
     """Work until nothing waits, neither now nor for a next try."""
 
     def nothing_waits() -> bool:
@@ -97,7 +97,7 @@ def test_captures_become_rows_once_and_a_report(setting: Setting) -> None:
     assert engine.check()
     names = ["c1", "c2", "c3"]
     records = [add_capture(stores, name) for name in [*names, "c1"]]  # the last is there
-    pipeline = Pipeline(*stores, engine)
+    pipeline = CapturePipeline(*stores, engine)
     worked(pipeline)
     assert counts(stores) == {"analysed": 3}
     pipeline.lead()
@@ -136,7 +136,7 @@ def test_what_crashes_hangs_or_swells_is_quarantined_and_the_others_go_on(settin
     }  # fmt: skip
     for name, reason in disasters.items():
         add_capture(stores, name, name.encode())
-        worked(Pipeline(*stores, engine, task_s=1 if name == "hang" else 600))
+        worked(CapturePipeline(*stores, engine, task_s=1 if name == "hang" else 600))
         task = task_of(stores, name)
         assert (task.state, task.attempts) == ("quarantined", 3)
         assert reason in task.error
@@ -147,7 +147,7 @@ def test_what_crashes_hangs_or_swells_is_quarantined_and_the_others_go_on(settin
     try:
         [pid, _] = pids_of(noted)
         add_capture(stores, "healthy")
-        pipeline = Pipeline(*stores, engine)
+        pipeline = CapturePipeline(*stores, engine)
         worked(pipeline)
         pipeline.lead()
         assert pipeline.commit() == 1
@@ -165,7 +165,7 @@ def test_a_worker_that_is_killed_costs_a_try_and_the_next_one_does_it(setting: S
     stores, engine, worker = setting
     noted = tmp_path / "noted"
     add_capture(stores, "c1", waiting_capture(noted))
-    pipeline = Pipeline(*stores, engine)
+    pipeline = CapturePipeline(*stores, engine)
     thread = threading.Thread(target=pipeline.work)
     thread.start()
     pids = pids_of(noted)
@@ -200,7 +200,7 @@ def test_a_scheduler_that_dies_costs_a_task_no_try(tmp_path: Path, monkeypatch: 
     with dask_cluster(tmp_path / "dask", 1, None, scheduler=scheduler) as address:
         engine = Dask(address, 1, None, ClusterSettings(main=HOSTILE))
         add_capture(stores, "c1", waiting_capture(tmp_path / "noted"))
-        thread = threading.Thread(target=Pipeline(*stores, engine).work)
+        thread = threading.Thread(target=CapturePipeline(*stores, engine).work)
         thread.start()
         pids_of(tmp_path / "noted")
         os.kill(scheduler[0], signal.SIGKILL)

@@ -15,7 +15,7 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 
 from support.fleet import KINDS, Kind, add_capture, opened, places  # noqa: E402
 from support.killed_pipeline import Here  # noqa: E402
-from traceloom.collect.pipeline import Pipeline  # noqa: E402
+from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
 
 POINTS = (
     "state.claim",
@@ -52,7 +52,7 @@ def test_whatever_is_killed_where_is_finished_by_the_next(
     with stores.state._transaction() as connection:  # as if the time of its leases had gone by
         stores.state._change(connection, "UPDATE tasks SET free_at_ns = 0")
         stores.state._change(connection, "UPDATE leases SET until_ns = 0")
-    pipeline = Pipeline(*stores, Here())
+    pipeline = CapturePipeline(*stores, Here())
     pipeline.lead()
     while pipeline.work():
         pass

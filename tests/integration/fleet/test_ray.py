@@ -16,7 +16,7 @@ from support.ray_cluster import ray_cluster  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.collect.cluster import ClusterSettings  # noqa: E402
 from traceloom.collect.engine import EngineTask, TaskError, TaskFile  # noqa: E402
-from traceloom.collect.pipeline import Pipeline  # noqa: E402
+from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
 from traceloom.collect.ray_cluster import Ray  # noqa: E402
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:::ray")]
@@ -39,7 +39,7 @@ def test_captures_go_their_way_in_a_ray_cluster_over_tls(tmp_path: Path, monkeyp
             assert engine.check() == f"ray://{cluster.address}, workers: 1"
             record = add_capture(stores, "c1")
             add_capture(stores, "c2", b"crash")
-            pipeline = Pipeline(*stores, engine)
+            pipeline = CapturePipeline(*stores, engine)
 
             def worked() -> bool:
                 pipeline.work()

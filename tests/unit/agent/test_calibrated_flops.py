@@ -16,7 +16,7 @@ from traceloom.agent.board import Board
 from traceloom.agent.config import Accelerators, Config
 from traceloom.agent.job_facts import of_capture
 from traceloom.agent.owners.sharing import shares
-from traceloom.agent.topline import JobFacts, JobNow, Topline, element_types
+from traceloom.agent.topline import JobNow, Topline, TracedFacts, element_types
 from traceloom.testing import TraceBuilder
 
 SIZE, STEPS_PER_SECOND, CLOCK = 8192, 100.0, 1.5e9
@@ -37,7 +37,7 @@ def _capture(path: Path) -> Path:
 @pytest.mark.parametrize("surplus", [0.0, 0.08, -0.3])
 def test_the_error_of_the_estimate_is_what_was_planted(tmp_path: Path, surplus: float) -> None:
     """The matrix pipe is active as long as the counted FLOPs need in BF16, and by so much longer."""
-    facts = msgspec.convert(of_capture(str(_capture(tmp_path / "trace.json"))), JobFacts)
+    facts = msgspec.convert(of_capture(str(_capture(tmp_path / "trace.json"))), TracedFacts)
     active = FLOPS * STEPS_PER_SECOND / (132 * CLOCK * 4096) * (1 + surplus)
     config = Config(accelerators=Accelerators(simulated=1))
     back_end = SimulatedAccelerator(config)

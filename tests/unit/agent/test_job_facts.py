@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from traceloom.agent.job_facts import of_capture
-from traceloom.agent.topline import JobFacts
+from traceloom.agent.topline import TracedFacts
 from traceloom.testing import TraceBuilder
 
 GEMM = {
@@ -17,8 +17,8 @@ GEMM = {
 TYPES = {"bf16": "c10::BFloat16", "tf32": "float"}
 
 
-def _facts(path: Path) -> JobFacts:
-    return msgspec.convert(of_capture(str(path)), JobFacts)
+def _facts(path: Path) -> TracedFacts:
+    return msgspec.convert(of_capture(str(path)), TracedFacts)
 
 
 def _trace(path: Path, *, unmodelled_us: float = 0.0, steps: int = 4) -> Path:
@@ -69,7 +69,7 @@ def test_flops_are_no_reference_where_much_of_the_work_is_not_modelled(tmp_path:
 
 def test_a_trace_without_steps_or_work_tells_nothing(tmp_path: Path) -> None:
     path = TraceBuilder().op("aten::view", 0, 5).write(tmp_path / "trace.json")
-    assert _facts(path) == JobFacts()
+    assert _facts(path) == TracedFacts()
 
 
 def test_a_job_without_a_device_has_its_flops_counted_too(tmp_path: Path) -> None:

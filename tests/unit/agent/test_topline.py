@@ -12,7 +12,7 @@ from traceloom.agent.board import Board
 from traceloom.agent.flops import MatrixTypes
 from traceloom.agent.metrics import Reading
 from traceloom.agent.owners.sharing import Share
-from traceloom.agent.topline import KEPT_S, JobFacts, JobNow, Topline, element_types
+from traceloom.agent.topline import KEPT_S, JobNow, Topline, TracedFacts, element_types
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "A100 SXM 80GB"
 FASTER = 989.4 / 312  # H100 against the reference, in BF16
@@ -176,11 +176,13 @@ def test_without_peaks_there_are_no_reference_seconds(reference: str, model: str
 
 
 def _with(**facts) -> JobNow:
-    return JobNow(job="j", processes=("1@1",), devices=("g",), steps=20, steps_per_second=2.0, facts=JobFacts(**facts))
+    return JobNow(
+        job="j", processes=("1@1",), devices=("g",), steps=20, steps_per_second=2.0, facts=TracedFacts(**facts)
+    )
 
 
 def test_input_is_what_the_job_declares_else_what_its_trace_copies() -> None:
-    declared = JobNow(job="j", steps=20, input_bytes_per_step=5.0, facts=JobFacts(copied_bytes_per_step=7.0))
+    declared = JobNow(job="j", steps=20, input_bytes_per_step=5.0, facts=TracedFacts(copied_bytes_per_step=7.0))
     topline = Topline(A100)
     assert values(topline.readings(BUSY, 10.0, {}, [declared]), "job_input_bytes_total") == {("j", "declared"): 100.0}
     copied = values(topline.readings(BUSY, 10.0, {}, [_with(copied_bytes_per_step=7.0)]), "job_input_bytes_total")
@@ -243,8 +245,8 @@ def test_totals_of_a_job_stay_for_a_while_after_its_last_process() -> None:
 def test_a_device_has_the_types_of_all_its_jobs_or_of_none() -> None:
     bf16, fp8 = MatrixTypes({"bf16": 1.0}, "declared"), MatrixTypes({"fp8": 2.0}, "trace")
     jobs = [
-        JobNow(job="a", devices=("g", "h"), declared_types=bf16, facts=JobFacts(dtype_mix={"tf32": 1.0})),
-        JobNow(job="b", devices=("h", "i"), facts=JobFacts(dtype_mix={"fp8": 2.0})),
+        JobNow(job="a", devices=("g", "h"), declared_types=bf16, facts=TracedFacts(dtype_mix={"tf32": 1.0})),
+        JobNow(job="b", devices=("h", "i"), facts=TracedFacts(dtype_mix={"fp8": 2.0})),
         JobNow(job="c", devices=("i",)),
     ]
     assert element_types(jobs) == {"g": [bf16], "h": [bf16, fp8]}

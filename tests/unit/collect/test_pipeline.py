@@ -17,8 +17,8 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 from support.fleet import Stores, add_capture, opened, places, trace_bytes  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.collect.engine import EngineTask, TaskError  # noqa: E402
-from traceloom.collect.executors import Processes, engine_of  # noqa: E402
-from traceloom.collect.pipeline import Pipeline  # noqa: E402
+from traceloom.collect.executors import ProcessEngine, engine_of  # noqa: E402
+from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
 from traceloom.collect.tasks import check  # noqa: E402
 from traceloom.errors import InputError, UsageError  # noqa: E402
 from traceloom.store.state import CaptureRecord, FileOfCapture  # noqa: E402
@@ -33,8 +33,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Processes]:
-    made = Processes(1)
+def engine() -> Iterator[ProcessEngine]:
+    made = ProcessEngine(1)
     yield made
     made.close()
 
@@ -52,7 +52,7 @@ def rows(stores: Stores) -> dict[str, list[str]]:
 def test_threads_do_all_of_it_and_a_second_service_helps(alone: Stores) -> None:
     for at in range(4):
         add_capture(alone, f"c{at}")
-    pipelines = [Pipeline(*alone, Processes(1), lease_s=3, commit_s=0.2) for _ in range(2)]
+    pipelines = [CapturePipeline(*alone, ProcessEngine(1), lease_s=3, commit_s=0.2) for _ in range(2)]
     for pipeline in pipelines:
         pipeline.start()
     try:
@@ -65,7 +65,7 @@ def test_threads_do_all_of_it_and_a_second_service_helps(alone: Stores) -> None:
     assert alone.state.lead("committer", "another", 1)  # they resigned
 
 
-def test_a_pickle_that_would_run_something_runs_nothing(alone: Stores, engine: Processes, tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_something_runs_nothing(alone: Stores, engine: ProcessEngine, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
 
     class Evil:
@@ -81,7 +81,7 @@ def test_a_pickle_that_would_run_something_runs_nothing(alone: Stores, engine: P
     for name, data in content.items():
         alone.objects.put(f"captures/2026-11-26/evil/{name}", data)
     alone.state.complete_capture("evil", "1")
-    pipeline = Pipeline(*alone, engine)
+    pipeline = CapturePipeline(*alone, engine)
     while pipeline.work():
         pass
     [task] = alone.state.tasks("evil")
@@ -95,10 +95,10 @@ def test_a_pickle_that_would_run_something_runs_nothing(alone: Stores, engine: P
     ids=["empty", "no trace", "cut", "cut gzip", "pickle"],
 )
 def test_what_is_no_trace_is_quarantined_at_its_first_try_or_analysed(
-    alone: Stores, engine: Processes, content: bytes
+    alone: Stores, engine: ProcessEngine, content: bytes
 ) -> None:
     add_capture(alone, "c1", content)
-    pipeline = Pipeline(*alone, engine)
+    pipeline = CapturePipeline(*alone, engine)
     while pipeline.work():
         pass
     [task] = alone.state.tasks("c1")
@@ -108,11 +108,11 @@ def test_what_is_no_trace_is_quarantined_at_its_first_try_or_analysed(
         assert task.attempts == 1
 
 
-def test_a_bomb_is_refused_before_anything_reads_it(alone: Stores, engine: Processes) -> None:
+def test_a_bomb_is_refused_before_anything_reads_it(alone: Stores, engine: ProcessEngine) -> None:
     bomb = gzip.compress(b'{"traceEvents": [' + b" " * (200 << 20), 9)
     assert len(bomb) < 1 << 20
     add_capture(alone, "bomb", bomb)
-    assert Pipeline(*alone, engine).work()
+    assert CapturePipeline(*alone, engine).work()
     [task] = alone.state.tasks("bomb")
     assert task.state == "quarantined"
     assert "gzip-bomb" in task.error
@@ -131,28 +131,28 @@ def test_files_that_are_others_than_announced_are_refused(tmp_path: Path) -> Non
         check(folder=str(tmp_path), files=[{**right, "name": "link"}])
 
 
-def test_a_capture_whose_files_are_gone_is_quarantined(alone: Stores, engine: Processes) -> None:
+def test_a_capture_whose_files_are_gone_is_quarantined(alone: Stores, engine: ProcessEngine) -> None:
     add_capture(alone, "c1")
     alone.objects.delete("captures/2026-11-26/c1/trace.json")
-    assert Pipeline(*alone, engine).work()
+    assert CapturePipeline(*alone, engine).work()
     [task] = alone.state.tasks("c1")
     assert task.state == "quarantined"
     assert "no longer" in task.error
 
 
-def test_a_store_that_fails_costs_a_capture_no_try(alone: Stores, engine: Processes) -> None:
+def test_a_store_that_fails_costs_a_capture_no_try(alone: Stores, engine: ProcessEngine) -> None:
     add_capture(alone, "c1")
     directory = alone.objects.directory
     assert directory is not None
     (directory / "analysed").write_text("in the way")
-    assert Pipeline(*alone, engine).work()
+    assert CapturePipeline(*alone, engine).work()
     [task] = alone.state.tasks("c1")
     assert (task.state, task.attempts) == ("checked", 0)
 
 
 def test_a_process_knows_nothing_of_the_services_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    engine = Processes(1)
+    engine = ProcessEngine(1)
     try:
         engine.submit(EngineTask("check", (), {}, 60)).result()
         [pid] = [worker._process.pid for worker, _ in engine._idle]

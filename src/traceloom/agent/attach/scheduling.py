@@ -37,7 +37,7 @@ except BaseException:
 """
 
 
-class _FaultError(Exception):
+class _AttachFaultError(Exception):
     def __init__(self, detail: str, *, slug: str) -> None:
         super().__init__(detail)
         self.slug = slug
@@ -56,11 +56,11 @@ def schedule(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[str, 
     """
     try:
         if not is_possible():
-            raise _FaultError(unattachable()[0], slug="not-permitted")  # noqa: TRY301
+            raise _AttachFaultError(unattachable()[0], slug="not-permitted")  # noqa: TRY301
         _check(pid, start_ticks, order["folder"])
         functions, instruction = _functions(pid)
         return {"pause_ns": _scheduled(pid, order, functions, instruction)}
-    except _FaultError as fault:
+    except _AttachFaultError as fault:
         return _fault(str(fault), slug=fault.slug)
     except (ProcessLookupError, FileNotFoundError):
         return _fault("the process has ended", slug="exited")
@@ -85,17 +85,17 @@ def _check(pid: int, start_ticks: int, folder: str) -> None:
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     tracer = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("TracerPid:"))
     if tracer:
-        raise _FaultError(f"it is traced already, by process {tracer}", slug="traced-already")
+        raise _AttachFaultError(f"it is traced already, by process {tracer}", slug="traced-already")
     inside, outside = os.stat(f"/proc/{pid}/root{folder}"), os.stat(folder)  # noqa: PTH116
     if (inside.st_dev, inside.st_ino) != (outside.st_dev, outside.st_ino):
-        raise _FaultError(f"{folder} is another directory for it", slug="not-mounted")
+        raise _AttachFaultError(f"{folder} is another directory for it", slug="not-mounted")
 
 
 def _functions(pid: int) -> tuple[dict[str, int], int]:
     """Where the process has Python's two functions, and an instruction for system calls."""
     parts = [mapping for mapping in mappings(pid) if mapping.executable]
     if not any(_name(mapping).startswith("libtorch") for mapping in parts):
-        raise _FaultError("it has no PyTorch", slug="no-torch")
+        raise _AttachFaultError("it has no PyTorch", slug="no-torch")
     program = str(Path(f"/proc/{pid}/exe").readlink())
     functions: dict[str, int] = {}
     instruction = 0
@@ -118,7 +118,7 @@ def _functions(pid: int) -> tuple[dict[str, int], int]:
         finally:
             os.close(descriptor)
     if len(functions) < 2 or not instruction:
-        raise _FaultError("it runs no CPython whose functions can be seen", slug="not-python")
+        raise _AttachFaultError("it runs no CPython whose functions can be seen", slug="not-python")
     return functions, instruction
 
 

@@ -14,7 +14,7 @@ from traceloom.agent.grouping import GroupedStacks, StackGroup, Unseen
 from traceloom.agent.metrics import Kind, Series
 from traceloom.agent.owners import Process
 from traceloom.agent.requests.model import Cause, Target, Wanted
-from traceloom.agent.topline import JobFacts
+from traceloom.agent.topline import TracedFacts
 from traceloom.errors import TraceloomError
 
 if TYPE_CHECKING:
@@ -489,7 +489,7 @@ class QueryParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     raw: bool = False
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """A question for the history. `shows` says of a series whether the one who asks may see it."""
 
     metric: str
@@ -516,7 +516,7 @@ class Answers(Protocol):
     async def doctor(self) -> list[Check]:
         """What works here."""
 
-    async def query(self, question: Question) -> Sequence[SeriesAnswer]:
+    async def query(self, question: HistoryQuestion) -> Sequence[SeriesAnswer]:
         """What was.
 
         Raises:
@@ -526,7 +526,7 @@ class Answers(Protocol):
     async def pause(self, seconds: float) -> list[str]:
         """Let go of hardware counters; the back ends that did."""
 
-    async def learn(self, job: str, path: str, user: int) -> JobFacts:
+    async def learn(self, job: str, path: str, user: int) -> TracedFacts:
         """Take from a trace of a job what only a trace tells.
 
         Raises:

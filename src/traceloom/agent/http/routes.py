@@ -197,7 +197,7 @@ async def _query(asked: Asked) -> forms.QueryAnswer:
     pairs = [pair.partition("=") for pair in wanted.where.split(",") if pair]
     if wrong := [label for label, equals, _ in pairs if not equals]:
         raise wrong_request(f"`where` has `{wrong[0]}`, which is no label=value")
-    question = forms.Question(
+    question = forms.HistoryQuestion(
         metric=name,
         since_ns=moment(wanted.since, now_ns),
         until_ns=moment(wanted.until, now_ns) if wanted.until else now_ns,

@@ -31,11 +31,11 @@ from traceloom.agent.requests.model import Cause, Target, TraceRequest, Wanted
 from traceloom.agent.triggers import Firing, Watch
 from traceloom.agent.triggers.cadence import CadenceWatch
 from traceloom.agent.triggers.events import OomKillWatch, XidWatch
-from traceloom.agent.triggers.ledger import DAY_NS, Charge, Ledger
+from traceloom.agent.triggers.ledger import DAY_NS, Charge, TriggerLedger
 from traceloom.agent.triggers.metric import MetricWatch, of_rule
 from traceloom.agent.triggers.regression import StepRegressionWatch
 from traceloom.agent.triggers.store import Fired, Refused, RuleCounts, TriggerStore
-from traceloom.agent.triggers.targets import Chosen, ProcessIndex, Refusal, chosen, owned_so
+from traceloom.agent.triggers.targets import ProcessIndex, TriggerRefusal, TriggerTarget, chosen, owned_so
 from traceloom.agent.triggers.values import SeriesValues
 
 LOG = logging.getLogger("traceloom.agent")
@@ -50,7 +50,7 @@ _UNTRACED = frozenset({"not-registered", "expired", "exited", "leased", "no-prof
 
 
 # By user and target: the same of several ranks of a job is one occurrence.
-_Occurrences = dict[tuple[int, str], tuple[Chosen, list[Firing]]]
+_Occurrences = dict[tuple[int, str], tuple[TriggerTarget, list[Firing]]]
 
 
 class _Tried(NamedTuple):
@@ -81,7 +81,7 @@ class Triggers:
     ) -> None:  # fmt: skip
         self.rules: dict[str, AnyRule] = {rule.name: rule for rule in config.triggers}
         self.counts: dict[str, RuleCounts] = {name: RuleCounts() for name in self.rules}
-        self.ledger = Ledger(config.trigger_budget)
+        self.ledger = TriggerLedger(config.trigger_budget)
         self.store = store
         self.now_ns = now_ns  # of the last tick
         self._config, self._board, self._desk, self._disk, self._audit = config, board, desk, disk, audit
@@ -186,20 +186,24 @@ class Triggers:
             )
         return CadenceWatch(rule, self._config.host_name, now_ns) if isinstance(rule, CadenceRule) else None
 
-    def _targets(self, rule: TriggerRule, firing: Firing) -> Iterable[Chosen]:
+    def _targets(self, rule: TriggerRule, firing: Firing) -> Iterable[TriggerTarget]:
         """Whom a rule is to trace; of what only happened it is said where nobody is left."""
         processes = self._index.concerned(firing.labels)
         if not processes and firing.labels and not firing.lasts:
             asked = {label: value for label, value in rule.where.items() if label in OWNER_LABELS}
             if all(firing.labels.get(label) == value for label, value in asked.items()):
                 key = next(filter(None, firing.labels.values()), "")
-                return [Chosen(-1, key, (), Refusal("no-such-process", "none of its processes is left on this host"))]
+                return [
+                    TriggerTarget(
+                        -1, key, (), TriggerRefusal("no-such-process", "none of its processes is left on this host")
+                    )
+                ]
         # What the series itself says of them needs no other witness: a rank may be known from its steps alone.
         where = {label: value for label, value in rule.where.items() if firing.labels.get(label) != value}
         own = [process for process in owned_so(processes, where) if os.geteuid() in (0, process.uid)]
         return chosen(rule, own, self._index, self._desk.registry.clients.keys(), self._desk.steps)
 
-    async def _try(self, rule: TriggerRule, firings: list[Firing], target: Chosen, now_ns: int) -> None:
+    async def _try(self, rule: TriggerRule, firings: list[Firing], target: TriggerTarget, now_ns: int) -> None:
         """Make the request, or count why there is none; once per occurrence, and now and then while it goes on."""
         key, episodes = (rule.name, target.uid, target.key), frozenset(firing.episode for firing in firings)
         tried, firing = self._tried.get(key), firings[0]
@@ -207,7 +211,9 @@ class Triggers:
             return
         cooling = self.ledger.cooling(rule.name, target.uid, target.key, rule.cooldown, now_ns)
         if cooling:
-            refusal: Refusal | None = Refusal("cooldown", f"it was traced of late: not for {cooling:.0f} s")
+            refusal: TriggerRefusal | None = TriggerRefusal(
+                "cooldown", f"it was traced of late: not for {cooling:.0f} s"
+            )
         else:
             refusal = await self._request(rule, firing, target, now_ns)
         cooldown_ns = int((cooling or rule.cooldown) * 1e9)
@@ -221,7 +227,9 @@ class Triggers:
         if len(self._tried) > _MOST_TRIED:
             del self._tried[next(iter(self._tried))]
 
-    async def _request(self, rule: TriggerRule, firing: Firing, target: Chosen, now_ns: int) -> Refusal | None:
+    async def _request(
+        self, rule: TriggerRule, firing: Firing, target: TriggerTarget, now_ns: int
+    ) -> TriggerRefusal | None:
         """Ask the desk; why not, where it is refused."""
         if target.refusal is not None:
             return target.refusal
@@ -234,7 +242,7 @@ class Triggers:
         try:
             processes = self._desk.matching(wanted, may_trace)  # also those that a launcher has started
             if any(self._desk.is_traced(process.key) for process in processes):
-                return Refusal("traced", "it is being traced already")
+                return TriggerRefusal("traced", "it is being traced already")
             seconds = {process.key: self._seconds(wanted, process.key) for process in processes}
             refusal = self.ledger.refusal(processes, seconds, len(rule.profilers), now_ns)
             if refusal is not None:
@@ -243,7 +251,7 @@ class Triggers:
                 wanted, f"trigger {rule.name}", may_trace, trigger=cause, most_bytes=self.ledger.reserve(1)
             )
         except RequestError as error:
-            return Refusal(error.slug, error.message)
+            return TriggerRefusal(error.slug, error.message)
         charges = list(self._charges(request, cause, now_ns))
         self.ledger.add(charges, now_ns)
         counts = self.counts[rule.name]
@@ -256,7 +264,13 @@ class Triggers:
         return None
 
     def _refused(  # noqa: PLR0917  (of one try)
-        self, rule: TriggerRule, firing: Firing, target: Chosen, refusal: Refusal, tried: _Tried | None, now_ns: int
+        self,
+        rule: TriggerRule,
+        firing: Firing,
+        target: TriggerTarget,
+        refusal: TriggerRefusal,
+        tried: _Tried | None,
+        now_ns: int,
     ) -> int:
         """Count it, and note it in the audit log once a minute at most; when that was."""
         counts = self.counts[rule.name]

@@ -8,7 +8,7 @@ import msgspec
 
 from traceloom.agent.config import TriggerBudget
 from traceloom.agent.owners import Process
-from traceloom.agent.triggers.targets import Refusal
+from traceloom.agent.triggers.targets import TriggerRefusal
 from traceloom.model.units import duration, size
 
 DAY_NS = 86_400 * 10**9
@@ -29,7 +29,7 @@ class Charge(msgspec.Struct, kw_only=True):
     settled: bool = False
 
 
-class Ledger:
+class TriggerLedger:
     """All charges that still count.
 
     Args:
@@ -65,7 +65,7 @@ class Ledger:
 
     def refusal(
         self, processes: Sequence[Process], seconds: Mapping[str, float], files: int, now_ns: int
-    ) -> Refusal | None:
+    ) -> TriggerRefusal | None:
         """Why processes cannot be traced for so long (by key), with so many files each; None where they can."""
         for process in processes:
             more = seconds[process.key]
@@ -73,14 +73,14 @@ class Ledger:
             age_ns = min(max(now_ns - process.started_ns, _YOUNG_NS), DAY_NS)
             allowed = self._budget.share * age_ns / 1e9
             if spent + more > allowed:
-                return Refusal(
+                return TriggerRefusal(
                     "budget-share",
                     f"process {process.pid} was traced for {_text(spent)} of the last day, and {_text(more)} more "
                     f"are above the {_text(allowed)} that `trigger_budget.share` allows",
                 )  # fmt: skip
         wanted, left = self.reserve(len(processes) * files), self.bytes_left(now_ns)
         if wanted > left:
-            return Refusal(
+            return TriggerRefusal(
                 "budget-bytes",
                 f"{size(wanted)} are to be set aside, and {size(max(left, 0))} of `trigger_budget.mb_per_day` are left",
             )

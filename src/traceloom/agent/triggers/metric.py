@@ -11,7 +11,7 @@ from traceloom.agent.config import MetricRule
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.query import unit
 from traceloom.agent.triggers import Firing
-from traceloom.agent.triggers.values import Labels, Matching, SeriesValues, matching
+from traceloom.agent.triggers.values import Labels, MatchingSeries, SeriesValues, matching
 from traceloom.errors import nearest
 from traceloom.model.units import byte_rate, size
 
@@ -19,7 +19,7 @@ _MOST_GONE = 10_000  # series that are absent
 
 
 @dataclass(slots=True)
-class _Seen:
+class _SeriesSeen:
     """Of a series: its last value; since when it is as the rule says (None: it is not); and when it was there last."""
 
     value: float
@@ -45,7 +45,7 @@ class MetricWatch:
         self.rule = rule
         self.matching = of_rule(rule)
         self._values, self._still_there = values, still_there
-        self._series: dict[Labels, _Seen] = {}
+        self._series: dict[Labels, _SeriesSeen] = {}
         self._looked = -1
         metric = METRICS[self.matching.metric]
         # The `device` of a network card is none that processes are on.
@@ -89,7 +89,7 @@ class MetricWatch:
             there.add(labels)
             seen = self._series.get(labels)
             if seen is None:
-                seen = self._series[labels] = _Seen(value, None, now_ns)
+                seen = self._series[labels] = _SeriesSeen(value, None, now_ns)
             seen.value, seen.at_ns = value, now_ns
             if rule.changed is not None and rule.within is not None:
                 holds = self._change(seen, now_ns - int(rule.within * 1e9)) >= rule.changed
@@ -104,7 +104,7 @@ class MetricWatch:
             del self._series[labels]
 
     @staticmethod
-    def _change(seen: _Seen, oldest_ns: int) -> float:
+    def _change(seen: _SeriesSeen, oldest_ns: int) -> float:
         """How far the values since then are apart; each value enters and leaves each queue once."""
         for queue, sign in ((seen.least, 1.0), (seen.greatest, -1.0)):
             while queue and queue[0][0] < oldest_ns:
@@ -125,7 +125,7 @@ class MetricWatch:
             f"{self.matching.metric}{f' of {of}' if of else ''} {words}", lasts=True,
         )  # fmt: skip
 
-    def _sentence(self, seen: _Seen) -> str:
+    def _sentence(self, seen: _SeriesSeen) -> str:
         rule, measure = self.rule, unit(self.matching.metric)
         value = _written(seen.value, measure)
         if rule.changed is not None:
@@ -142,6 +142,6 @@ def _written(value: float, measure: str) -> str:
     return f"{value:.4g}" if measure in ("", "1", "ratio") else f"{value:.4g} {measure}"
 
 
-def of_rule(rule: MetricRule) -> Matching:
+def of_rule(rule: MetricRule) -> MatchingSeries:
     """The series that a rule looks at."""
     return matching(rule.metric.removeprefix(PREFIX), rule.where)

@@ -11,14 +11,14 @@ from traceloom.agent.owners import Process
 from traceloom.agent.steps import Steps
 
 
-class Refusal(NamedTuple):
+class TriggerRefusal(NamedTuple):
     """Why a rule traces nobody: a slug, and the sentence."""
 
     reason: str
     detail: str
 
 
-class Chosen(NamedTuple):
+class TriggerTarget(NamedTuple):
     """Processes of one user that are to be traced together. `key`: the job, or the process where it has none.
 
     The name of a job is nobody's own: another user's of the same name is another target. `uid`: -1: nobody is left.
@@ -27,7 +27,7 @@ class Chosen(NamedTuple):
     uid: int
     key: str
     processes: tuple[Process, ...]
-    refusal: Refusal | None = None
+    refusal: TriggerRefusal | None = None
 
 
 class ProcessIndex:
@@ -92,7 +92,7 @@ def owned_so(processes: Iterable[Process], where: Mapping[str, str]) -> list[Pro
 
 def chosen(
     rule: TriggerRule, processes: Iterable[Process], index: ProcessIndex, polling: Collection[str], steps: Steps
-) -> Iterator[Chosen]:
+) -> Iterator[TriggerTarget]:
     """Whom a rule traces where something is about these processes.
 
     Args:
@@ -115,11 +115,11 @@ def chosen(
         if "timeline" in rule.profilers:
             some = [each for each in some if each.key in polling]
         if not some:
-            yield Chosen(uid, key, (), Refusal("not-registered", "its PyTorch does not ask for traces"))
+            yield TriggerTarget(uid, key, (), TriggerRefusal("not-registered", "its PyTorch does not ask for traces"))
         elif rule.target == "slowest-and-median":
             yield _slowest_and_median(rule, uid, key, some, steps)
         else:
-            yield Chosen(uid, key, tuple(some))
+            yield TriggerTarget(uid, key, tuple(some))
 
 
 def _without_launchers(processes: list[Process]) -> list[Process]:
@@ -128,7 +128,7 @@ def _without_launchers(processes: list[Process]) -> list[Process]:
     return [each for each in processes if each.owner.rank is not None or each.owner.job not in ranked]
 
 
-def _slowest_and_median(rule: TriggerRule, uid: int, key: str, processes: list[Process], steps: Steps) -> Chosen:
+def _slowest_and_median(rule: TriggerRule, uid: int, key: str, processes: list[Process], steps: Steps) -> TriggerTarget:
     measured: list[tuple[float, str]] = []
     for process in processes:
         lately = steps.lately(process.key)
@@ -139,10 +139,12 @@ def _slowest_and_median(rule: TriggerRule, uid: int, key: str, processes: list[P
             measured.append((amount / lately.number, process.key))
     if not measured:
         what = "steps" if rule.ranks_by == "steps" else "waits for the data loader"
-        return Chosen(uid, key, (), Refusal("no-steps", f"{what} of its ranks are not known, so none is the slowest"))
+        return TriggerTarget(
+            uid, key, (), TriggerRefusal("no-steps", f"{what} of its ranks are not known, so none is the slowest")
+        )
     measured.sort()
     keys = {measured[-1][1], measured[(len(measured) - 1) // 2][1]}
-    return Chosen(uid, key, tuple(process for process in processes if process.key in keys))
+    return TriggerTarget(uid, key, tuple(process for process in processes if process.key in keys))
 
 
 def _rank(process: Process) -> str:

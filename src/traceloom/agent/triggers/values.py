@@ -11,7 +11,7 @@ from traceloom.agent.metrics import METRICS, Series
 Labels = tuple[str, ...]
 
 
-class Matching(NamedTuple):
+class MatchingSeries(NamedTuple):
     """Series that a rule looks at: of a metric, with these labels (column and value)."""
 
     metric: str
@@ -27,10 +27,12 @@ class Matching(NamedTuple):
         return (self.metric, *(self.labels[0] if self.labels else (-1, "")))
 
 
-def matching(metric: str, where: Mapping[str, str]) -> Matching:
+def matching(metric: str, where: Mapping[str, str]) -> MatchingSeries:
     """The series of a metric by those of the labels that it has."""
     names = METRICS[metric].labels
-    return Matching(metric, tuple((names.index(label), value) for label, value in where.items() if label in names))
+    return MatchingSeries(
+        metric, tuple((names.index(label), value) for label, value in where.items() if label in names)
+    )
 
 
 class SeriesValues:
@@ -41,7 +43,7 @@ class SeriesValues:
         wanted: What rules look at.
     """
 
-    def __init__(self, board: Board, wanted: Iterable[Matching]) -> None:
+    def __init__(self, board: Board, wanted: Iterable[MatchingSeries]) -> None:
         self._board = board
         self._columns: dict[str, set[int]] = {}
         self._filed = {each.key for each in wanted}
@@ -63,7 +65,7 @@ class SeriesValues:
                 self._sheets[collector] = sheet
                 self.changed += 1
 
-    def of(self, matching: Matching) -> Iterable[tuple[Labels, float]]:
+    def of(self, matching: MatchingSeries) -> Iterable[tuple[Labels, float]]:
         """The series that match, as they are now."""
         for files in self._files.values():
             for labels, value in files.get(matching.key, {}).items():

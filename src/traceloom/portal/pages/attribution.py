@@ -12,10 +12,10 @@ from htpy import Node, a, div, fragment, li, ol, span
 from traceloom.agent.http.answers import RequestError
 from traceloom.fleet.attribution import BY, UNATTRIBUTED
 from traceloom.model import units
-from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing
+from traceloom.portal.asking import PageAnswer, ask, asking_form, choice, nothing
 from traceloom.portal.charts import DAY_NS, HOUR_NS, ChartColumn, TreeBox, columns, icicle, legend
 from traceloom.portal.links import to_host, to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Address, Visit
 
@@ -36,8 +36,8 @@ class TimeView:
     """What the page shows. `at`: the part that is looked into, its values outermost first."""
 
     at: Values
-    whole: Asked
-    over: Asked
+    whole: PageAnswer
+    over: PageAnswer
     every_ns: int
 
     @property
@@ -77,22 +77,22 @@ def content(view: TimeView) -> PageContent:
     if not rows or chosen is None or not chosen["device_ms"]:
         empty = div(".empty", id="of-part")[nothing("device time")]
         return PageContent(
-            "Device time", [PageSection("divided", "Parts", empty)], above=_above(view, address), asking=asking
+            "Device time", [ContentSection("divided", "Parts", empty)], above=_above(view, address), asking=asking
         )
     depth = len(view.at)
     parts = [row for row in rows if len(row["values"]) == depth + 1 and tuple(row["values"][:depth]) == view.at]
     sections = [
-        PageSection(
+        ContentSection(
             "tree",
             "At a glance",
             _picture(view, tree),
             "as wide as the device time; the line: jobs compute",
         ),
-        PageSection("over", "Over time", _over(view), "by day" if view.every_ns == DAY_NS else "by hour"),
+        ContentSection("over", "Over time", _over(view), "by day" if view.every_ns == DAY_NS else "by hour"),
     ]
     if parts:
         dimension = _words(view.by[depth])
-        sections.append(PageSection("divided", f"By {dimension}", _table(view, parts, chosen)))
+        sections.append(ContentSection("divided", f"By {dimension}", _table(view, parts, chosen)))
     return PageContent(
         _heading(view, chosen), sections, above=_above(view, address), numbers=_numbers(view, chosen), asking=asking,
         lead=[a(href="/owners")["Rules"], f" say whose a job is; what nobody says is {UNATTRIBUTED}."],

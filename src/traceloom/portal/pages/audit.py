@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from traceloom.collect.answers import AuditAnswer
-from traceloom.portal.page import Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 from traceloom.store.state import AuditEntry
@@ -36,7 +36,7 @@ def content(entries: list[AuditEntry]) -> PageContent:
     ]
     table = PageTable("audit", "The audit", COLUMNS, rows)
     lead = "The last thousand lines. The database lets everybody only add to them."
-    return PageContent("Audit", [PageSection("audit", "Newest first", table)], lead=lead)
+    return PageContent("Audit", [ContentSection("audit", "Newest first", table)], lead=lead)
 
 
 PAGE = Page(

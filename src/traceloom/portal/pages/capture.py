@@ -12,7 +12,7 @@ from traceloom.collect.watch_routes import CaptureFactsAnswer, FindingsAnswer
 from traceloom.collect.watching import FleetFinding
 from traceloom.model import units
 from traceloom.portal.links import to_capture, to_host, to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.pages.job import findings_table
 from traceloom.portal.table import PageColumn, PageRow, PageTable, instant
 from traceloom.portal.visit import Visit
@@ -57,16 +57,20 @@ def content(view: CaptureView) -> PageContent:
     """What is shown of it."""
     capture, facts = view.capture, view.of_tables.facts
     is_analysed = any(task.state in {"analysed", "committed"} for task in capture.tasks)
-    sections = [PageSection("report", "Report", _report(capture) if is_analysed else _waits(capture))]
+    sections = [ContentSection("report", "Report", _report(capture) if is_analysed else _waits(capture))]
     if facts is not None:
-        sections.append(PageSection("findings", "What to fix first", findings_table(view.findings, with_capture=False)))
         sections.append(
-            PageSection("beside", "Measured meanwhile", _beside(view), "By the agents, in the minutes of the capture.")
+            ContentSection("findings", "What to fix first", findings_table(view.findings, with_capture=False))
+        )
+        sections.append(
+            ContentSection(
+                "beside", "Measured meanwhile", _beside(view), "By the agents, in the minutes of the capture."
+            )
         )
     files: list[PageRow] = [
         {"capture": capture.id, "name": name, "bytes": size} for name, size in sorted(capture.files.items())
     ]
-    sections.append(PageSection("files", "Files", PageTable("files", "Files of the capture", FILE_COLUMNS, files)))
+    sections.append(ContentSection("files", "Files", PageTable("files", "Files of the capture", FILE_COLUMNS, files)))
     return PageContent(
         capture.id,
         sections,

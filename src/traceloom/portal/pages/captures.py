@@ -8,7 +8,7 @@ from traceloom.collect.answers import CaptureAnswer, CapturesAnswer
 from traceloom.model import units
 from traceloom.portal.layout import command
 from traceloom.portal.links import to_capture, to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 
@@ -79,9 +79,9 @@ def content(captures: list[CaptureAnswer]) -> PageContent:
     older = (
         p[a(href=f"/captures?before={captures[-1].received_ns}")["Older captures"]] if len(captures) == _MOST else None
     )
-    sections = [PageSection("captures", "Newest first", table(captures, empty))]
+    sections = [ContentSection("captures", "Newest first", table(captures, empty))]
     if older:
-        sections.append(PageSection("older", "Before them", older))
+        sections.append(ContentSection("older", "Before them", older))
     return PageContent("Captures", sections, numbers=numbers if captures else ())
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from traceloom.model import units
-from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing, to_page
+from traceloom.portal.asking import PageAnswer, ask, asking_form, choice, nothing, to_page
 from traceloom.portal.charts import share_bar
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 
@@ -30,8 +30,8 @@ _COVERED = ("number", "kernel", "shapes", "total_ns", "fraction", "covered_fract
 class WorkView:
     """What the page shows."""
 
-    divided: Asked
-    coverage: Asked
+    divided: PageAnswer
+    coverage: PageAnswer
 
 
 async def compute(visit: Visit) -> WorkView:
@@ -50,7 +50,7 @@ def content(view: WorkView) -> PageContent:
     ]
     words = ", then ".join(NAMES[name] for name in by)
     table = PageTable("rows", f"GPU time by {words}", columns, rows, nothing("GPU work"))
-    sections: list[PageSection] = []
+    sections: list[ContentSection] = []
     numbers: list[KeyNumber] = []
     heading = "GPU time"
     if rows:
@@ -60,7 +60,7 @@ def content(view: WorkView) -> PageContent:
         if rest:
             parts.append((f"{units.count(len(rest))} others", _LOOKS[-1], float(sum(row["total_ns"] for row in rest))))
         picture = share_bar(parts, lambda ns: units.share(ns, total), f"GPU time by {words}")
-        sections.append(PageSection("glance", "At a glance", picture))
+        sections.append(ContentSection("glance", "At a glance", picture))
         heading = f"{_name(rows[0], by)} makes up {units.share(rows[0]['fraction'], 1.0)} of the GPU time"
         needed = next((row["number"] for row in view.coverage.tables["rows"] if row["covered_fraction"] >= 0.5), None)
         unshaped = view.coverage.fact("unshaped_ns")
@@ -80,8 +80,8 @@ def content(view: WorkView) -> PageContent:
         view.coverage.tables["rows"], "No shapes were recorded.",
     )  # fmt: skip
     sections += [
-        PageSection("divided", f"By {words}", table),
-        PageSection("coverage", "Common shapes", covered, "what specialising kernels for the commonest would cover"),
+        ContentSection("divided", f"By {words}", table),
+        ContentSection("coverage", "Common shapes", covered, "what specialising kernels for the commonest would cover"),
     ]
     return PageContent(heading, sections, numbers=numbers, asking=asking)
 
@@ -90,7 +90,7 @@ def _name(row: PageRow, by: list[str]) -> str:
     return " · ".join(str(row[name]) for name in by)
 
 
-def _leads(asked: Asked, name: str) -> Callable[[PageRow], str] | None:
+def _leads(asked: PageAnswer, name: str) -> Callable[[PageRow], str] | None:
     if name == "kernel":
         return lambda row: to_page("/kernels/history", asked.address, kernel=str(row["kernel"]))
     if name == "kind":

@@ -9,7 +9,7 @@ from htpy import Node, a, div, iframe
 
 from traceloom.collect.answers import CaptureAnswer
 from traceloom.portal.links import to_capture, to_job
-from traceloom.portal.page import Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, Page, PageContent
 from traceloom.portal.table import instant
 from traceloom.portal.visit import Visit
 
@@ -54,7 +54,7 @@ def content(both: TwoCaptures) -> PageContent:
     ]
     return PageContent(
         f"{both.new.job or both.new.id} against {both.base.job or both.base.id}",
-        [PageSection("comparison", "What changed", [frame, buttons], "as traceloom diff shows it")],
+        [ContentSection("comparison", "What changed", [frame, buttons], "as traceloom diff shows it")],
         above=[("Captures", "/captures")],
         lead=_lead(both),
     )

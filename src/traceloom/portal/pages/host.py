@@ -14,7 +14,7 @@ from traceloom.collect.watching import BUSY, DeviceNow, UsageOfTime
 from traceloom.model import units
 from traceloom.portal.forms import sure
 from traceloom.portal.links import to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.pages.hosts import state_of
 from traceloom.portal.pages.overview import STATES
 from traceloom.portal.pictures import areas
@@ -100,8 +100,8 @@ def content(view: HostView) -> PageContent:
     rows = [process_row(process) for process in view.detail.processes]
     trouble = [li(".warn")[f"{name}: {why}"] for name, why in sorted(host.trouble.items())]
     sections = [
-        PageSection("trouble", "Trouble", ul(".wrong")[trouble]) if trouble else None,
-        PageSection(
+        ContentSection("trouble", "Trouble", ul(".wrong")[trouble]) if trouble else None,
+        ContentSection(
             "devices",
             "Devices",
             PageTable(
@@ -112,7 +112,7 @@ def content(view: HostView) -> PageContent:
                 "It has none that its agent can read: traceloom agent doctor says why.",
             ),
         ),
-        PageSection(
+        ContentSection(
             "processes",
             "Processes",
             PageTable(
@@ -123,7 +123,9 @@ def content(view: HostView) -> PageContent:
                 "No process there holds a device or belongs to a job.",
             ),
         ),
-        PageSection("usage", "Device time, last 6 h", usage_picture(view.usage, f"Device time of {host.host} by state"))
+        ContentSection(
+            "usage", "Device time, last 6 h", usage_picture(view.usage, f"Device time of {host.host} by state")
+        )
         if devices
         else None,
     ]

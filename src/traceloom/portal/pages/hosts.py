@@ -10,7 +10,7 @@ from traceloom.model import units
 from traceloom.portal.forms import number_of, text_field
 from traceloom.portal.layout import command, folded
 from traceloom.portal.links import to_host, to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 
@@ -79,7 +79,7 @@ def content(hosts: list[HostAnswer]) -> PageContent:
         KeyNumber("Silent", units.count(silent), "devices that cannot be read", "warn" if silent else ""),
     ]
     table = PageTable("hosts", "Hosts of the fleet", COLUMNS, rows, empty)
-    return PageContent("Hosts", [PageSection("hosts", "By name", table)], numbers=numbers if hosts else ())
+    return PageContent("Hosts", [ContentSection("hosts", "By name", table)], numbers=numbers if hosts else ())
 
 
 def controls(visit: Visit, _hosts: list[HostAnswer]) -> Node:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from traceloom.model import units
-from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing, to_page
+from traceloom.portal.asking import PageAnswer, ask, asking_form, choice, nothing, to_page
 from traceloom.portal.charts import share_bar
 from traceloom.portal.links import to_capture, to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 
@@ -25,8 +25,8 @@ _LOOKS = ("compute", "communication", "memory", "annotation", "forward", "launch
 class SavingsView:
     """What the page shows."""
 
-    savings: Asked
-    findings: Asked
+    savings: PageAnswer
+    findings: PageAnswer
 
 
 async def compute(visit: Visit) -> SavingsView:
@@ -72,8 +72,8 @@ def content(view: SavingsView) -> PageContent:
     ]  # fmt: skip
     findings = PageTable("findings", "Findings by rule", of_rules, common, nothing("finding"))
     sections = [
-        PageSection("savings", words.capitalize(), savings, "the most first"),
-        PageSection("rules", "Findings", findings, f"in {units.counted(found.fact('captures'), 'capture')}"),
+        ContentSection("savings", words.capitalize(), savings, "the most first"),
+        ContentSection("rules", "Findings", findings, f"in {units.counted(found.fact('captures'), 'capture')}"),
     ]
     if not rows:
         return PageContent("Where to invest", sections, asking=asking)
@@ -86,7 +86,7 @@ def content(view: SavingsView) -> PageContent:
     picture = share_bar(
         parts, lambda hours: f"{units.number(hours)} h", f"Device hours that fixing would save, {words}"
     )
-    sections.insert(0, PageSection("glance", "At a glance", picture))
+    sections.insert(0, ContentSection("glance", "At a glance", picture))
     first = asked.tables["rows"][0]
     numbers = [
         KeyNumber(

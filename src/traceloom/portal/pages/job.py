@@ -24,7 +24,7 @@ from traceloom.model import units
 from traceloom.portal.forms import choices, number_of, ranks_of, text_field
 from traceloom.portal.layout import command, folded
 from traceloom.portal.links import to_capture, to_host, to_request
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.pages import captures, host, requests
 from traceloom.portal.table import PageColumn, PageTable, declared
 from traceloom.portal.visit import Visit
@@ -91,17 +91,17 @@ def content(view: JobView) -> PageContent:
     """What is shown of it."""
     job = view.detail.job
     sections = [
-        PageSection("findings", "What to fix first", findings_table(view.findings), "Findings of its captures.")
+        ContentSection("findings", "What to fix first", findings_table(view.findings), "Findings of its captures.")
         if view.findings
         else None,
-        PageSection("captures", "Captures", captures.table(view.captures, _no_captures(view.name), of_job=True)),
-        PageSection("requests", "Traces asked for", requests.table(view.requests, of_job=True))
+        ContentSection("captures", "Captures", captures.table(view.captures, _no_captures(view.name), of_job=True)),
+        ContentSection("requests", "Traces asked for", requests.table(view.requests, of_job=True))
         if view.requests
         else None,
-        PageSection("usage", "Device time, last 6 h", host.usage_picture(view.usage, f"Device time of {view.name}"))
+        ContentSection("usage", "Device time, last 6 h", host.usage_picture(view.usage, f"Device time of {view.name}"))
         if view.usage
         else None,
-        PageSection("processes", "Processes", _processes(view.detail.processes)) if job else None,
+        ContentSection("processes", "Processes", _processes(view.detail.processes)) if job else None,
     ]
     return PageContent(
         view.name,

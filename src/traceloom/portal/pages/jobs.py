@@ -8,7 +8,7 @@ from traceloom.collect.request_routes import FleetJobAnswer, FleetJobsAnswer
 from traceloom.model import units
 from traceloom.portal.layout import command
 from traceloom.portal.links import to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 
@@ -66,7 +66,7 @@ def content(jobs: list[FleetJobAnswer]) -> PageContent:
         KeyNumber("Devices", units.count(sum(job.devices for job in jobs)), "that jobs hold"),
         KeyNumber("Users", units.count(len({job.user for job in jobs if job.user})), "whose jobs run"),
     ]
-    return PageContent("Jobs", [PageSection("jobs", "Running now", table(jobs))], numbers=numbers if jobs else ())
+    return PageContent("Jobs", [ContentSection("jobs", "Running now", table(jobs))], numbers=numbers if jobs else ())
 
 
 PAGE = Page(

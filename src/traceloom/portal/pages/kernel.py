@@ -9,10 +9,10 @@ from htpy import Node
 
 from traceloom.agent.http.answers import RequestError
 from traceloom.model import units
-from traceloom.portal.asking import Asked, ask, asking_form, nothing, to_page
+from traceloom.portal.asking import PageAnswer, ask, asking_form, nothing, to_page
 from traceloom.portal.charts import ChartDot, ChartLevel, dots, legend
 from traceloom.portal.links import to_capture, to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.pages.regressions import sentence, to_change
 from traceloom.portal.table import PageTable
 from traceloom.portal.visit import Visit
@@ -31,10 +31,10 @@ class KernelView:
 
     kernel: str
     shapes: str
-    history: Asked
-    coverage: Asked
+    history: PageAnswer
+    coverage: PageAnswer
     changes: list[Any]
-    changed: Asked
+    changed: PageAnswer
 
 
 async def compute(visit: Visit) -> KernelView:
@@ -84,13 +84,13 @@ def content(view: KernelView) -> PageContent:
     if view.shapes:
         above.append((view.kernel, address.changed({"shapes": ""})))
     sections = [
-        PageSection("time", "Duration over time", history_chart(view), "one dot per job, coloured by version"),
-        PageSection("changed", "Changes", changes),
-        PageSection("of-shapes", "Shapes", shapes, "a shape leads to its own history"),
-        PageSection("of-jobs", "Jobs", jobs, "the latest first"),
+        ContentSection("time", "Duration over time", history_chart(view), "one dot per job, coloured by version"),
+        ContentSection("changed", "Changes", changes),
+        ContentSection("of-shapes", "Shapes", shapes, "a shape leads to its own history"),
+        ContentSection("of-jobs", "Jobs", jobs, "the latest first"),
     ]
     if not rows:
-        sections = [PageSection("of-jobs", "Jobs", jobs)]
+        sections = [ContentSection("of-jobs", "Jobs", jobs)]
     numbers = [
         KeyNumber("Jobs", units.count(view.history.fact("jobs")), "ran it", leads="#of-jobs-part"),
         KeyNumber("Now", units.duration(rows[-1]["mean_ns"]), "mean of a piece of work in the last job"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from traceloom.model import units
-from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing, to_page
+from traceloom.portal.asking import PageAnswer, ask, asking_form, choice, nothing, to_page
 from traceloom.portal.links import to_capture
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageTable
 from traceloom.portal.visit import Visit
 
@@ -17,12 +17,12 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-async def compute(visit: Visit) -> Asked:
+async def compute(visit: Visit) -> PageAnswer:
     """Ask for them."""
     return await ask(visit, "kernels", top=MOST)
 
 
-def content(asked: Asked) -> PageContent:
+def content(asked: PageAnswer) -> PageContent:
     """What is shown of them."""
     asking = asking_form(asked.address, extra=choice(asked.address, "sort", _SORTS, "time", "Order"))
     rows, total = asked.tables["rows"], asked.fact("total_ns")
@@ -36,7 +36,7 @@ def content(asked: Asked) -> PageContent:
     names = [name for name in _COLUMNS if name != "cycles" or known_clock]
     table = PageTable("rows", "Kernels, most first", asked.columns("rows", names, links), rows, nothing("GPU work"))
     if not rows:
-        return PageContent("Kernels", [PageSection("kernels", "Kernels", table)], asking=asking)
+        return PageContent("Kernels", [ContentSection("kernels", "Kernels", table)], asking=asking)
     first = rows[0]
     known = sum(row["roofline_known_ns"] for row in rows)
     numbers = [
@@ -46,7 +46,7 @@ def content(asked: Asked) -> PageContent:
         KeyNumber("Modelled", units.share(known, total), "of the GPU time has a time at the peaks"),
     ]
     heading = f"{first['kernel']} takes {units.share(first['fraction'], 1.0)} of the GPU time"
-    return PageContent(heading, [PageSection("kernels", "Kernels", table)], numbers=numbers, asking=asking)
+    return PageContent(heading, [ContentSection("kernels", "Kernels", table)], numbers=numbers, asking=asking)
 
 
 PAGE = Page(

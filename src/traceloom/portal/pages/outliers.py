@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from traceloom.fleet.outliers import FAR, LEAST_PEERS
 from traceloom.model import units
-from traceloom.portal.asking import Asked, ask, asking_form, to_page
+from traceloom.portal.asking import PageAnswer, ask, asking_form, to_page
 from traceloom.portal.links import to_host, to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageTable
 from traceloom.portal.visit import Visit
 
 _MARK = PageColumn("mark", "Outlier", "state", f"z of {FAR} or more, and slower by 5 % at least")
 
 
-async def compute(visit: Visit) -> Asked:
+async def compute(visit: Visit) -> PageAnswer:
     """Ask for them."""
     return await ask(visit, "outliers", top="1000")
 
 
-def content(asked: Asked) -> PageContent:
+def content(asked: PageAnswer) -> PageContent:
     """What is shown of them."""
     asking = asking_form(asked.address)
     sections, slow = [], {}
@@ -40,7 +40,7 @@ def content(asked: Asked) -> PageContent:
         }
         columns = [*asked.columns(table, (first,), lead), _MARK, *asked.columns(table, names, links)]
         empty = f"No {table} are compared: it takes {LEAST_PEERS} {like} at least. Ask for more time, or drop a filter."
-        sections.append(PageSection(f"of-{table}", title, PageTable(table, title, columns, rows, empty), note))
+        sections.append(ContentSection(f"of-{table}", title, PageTable(table, title, columns, rows, empty), note))
     hosts = slow["hosts"]
     heading = "No host is slower than its peers"
     if hosts:

@@ -21,7 +21,7 @@ from traceloom.collect.watching import DeviceState, SlowerKernel
 from traceloom.model import units
 from traceloom.portal.layout import command
 from traceloom.portal.links import to_capture, to_host, to_job, to_request
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.pages import jobs
 from traceloom.portal.pages.regressions import times, to_change
 from traceloom.portal.pictures import bar
@@ -75,11 +75,11 @@ def content(view: FleetView) -> PageContent:
     now = view.now
     wrong = _wrong(view)
     sections = [
-        PageSection("devices", "Devices now", _devices(view)),
-        PageSection(
+        ContentSection("devices", "Devices now", _devices(view)),
+        ContentSection(
             "wrong", "What is wrong", ul(".wrong")[wrong] if wrong else p(".quiet")["Nothing that is known of."]
         ),
-        PageSection("jobs", "Running now", jobs.table(view.jobs)),
+        ContentSection("jobs", "Running now", jobs.table(view.jobs)),
     ]
     return PageContent(_answer(view), sections, numbers=_numbers(now, view.open))
 

@@ -26,7 +26,7 @@ from traceloom.fleet.documents import OwnerRule, rules_of
 from traceloom.model import units
 from traceloom.portal.asking import ask
 from traceloom.portal.documents import document_form, versions_section, written_text
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable, instant
 from traceloom.portal.visit import Address, Visit
 
@@ -104,7 +104,7 @@ def content(view: OwnersView) -> PageContent:
     last = view.versions.versions[0].version if view.versions.versions else 0
     old = view.document.version not in {0, last}
     sections = [
-        PageSection("rules", "Rules", PageTable("rules", "Rules", _RULES, rows, empty), "the first counts"),
+        ContentSection("rules", "Rules", PageTable("rules", "Rules", _RULES, rows, empty), "the first counts"),
         versions_section("/owners", view.versions),
     ]
     heading = f"{units.counted(len(rows), 'rule')} say whose jobs are"

@@ -15,7 +15,7 @@ from traceloom.fleet.documents import Prices, prices_of
 from traceloom.model import units
 from traceloom.portal.asking import ask, to_page
 from traceloom.portal.documents import document_form, versions_section, written_text
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable, instant
 from traceloom.portal.visit import Address, Visit
 
@@ -87,7 +87,7 @@ def content(view: PricesView) -> PageContent:
     ]
     note = "last 90 days" if prices is None else f"last 90 days, in {prices.currency}"
     sections = [
-        PageSection("devices", "Devices", PageTable("devices", "What devices cost", columns, rows, empty), note),
+        ContentSection("devices", "Devices", PageTable("devices", "What devices cost", columns, rows, empty), note),
         versions_section("/prices", view.versions),
     ]  # fmt: skip
     if prices is None:

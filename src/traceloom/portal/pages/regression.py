@@ -9,9 +9,9 @@ from htpy import a, div
 
 from traceloom.agent.http.answers import RequestError
 from traceloom.model import units
-from traceloom.portal.asking import Asked, ask, nothing, to_page
+from traceloom.portal.asking import PageAnswer, ask, nothing, to_page
 from traceloom.portal.links import to_capture, to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.pages.comparison import to_comparison
 from traceloom.portal.pages.kernel import KernelView, history_chart
 from traceloom.portal.pages.regressions import sentence, times
@@ -26,8 +26,8 @@ class ChangeView:
     """What the page shows."""
 
     change: dict[str, Any]
-    changed: Asked
-    history: Asked
+    changed: PageAnswer
+    history: PageAnswer
 
 
 async def compute(visit: Visit) -> ChangeView:
@@ -95,8 +95,8 @@ def content(view: ChangeView) -> PageContent:
     return PageContent(
         f"{change['kernel']} takes {times(change['change'])}",
         [
-            PageSection("time", "Duration over time", [chart, captures], "one dot per job; lines are medians"),
-            PageSection("of-jobs", "Jobs behind it", table, "those that lose most by it"),
+            ContentSection("time", "Duration over time", [chart, captures], "one dot per job; lines are medians"),
+            ContentSection("of-jobs", "Jobs behind it", table, "those that lose most by it"),
         ],
         above=[("Regressions", to_page("/regressions", address))],
         lead=f"{shapes}{_upper(sentence(change))}.",

@@ -7,8 +7,8 @@ from typing import Any
 
 from traceloom.fleet.regressions import MIX
 from traceloom.model import units
-from traceloom.portal.asking import Asked, ask, asking_form, to_page
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.asking import PageAnswer, ask, asking_form, to_page
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageTable
 from traceloom.portal.visit import Address, Visit
 
@@ -24,7 +24,7 @@ _HOW = {
 }
 
 
-async def compute(visit: Visit) -> Asked:
+async def compute(visit: Visit) -> PageAnswer:
     """Ask for them."""
     return await ask(visit, "regressions", top="1000")
 
@@ -48,7 +48,7 @@ def sentence(row: Mapping[str, Any]) -> str:
     return f"takes {times(row['change'])}, {_HOW[row['cause']]}{certain}"
 
 
-def content(asked: Asked) -> PageContent:
+def content(asked: PageAnswer) -> PageContent:
     """What is shown of them."""
     asking = asking_form(asked.address)
     rows = asked.tables["changes"]
@@ -67,7 +67,7 @@ def content(asked: Asked) -> PageContent:
         "than ten jobs. Ask for more time to look at more jobs."
     )
     sections = [
-        PageSection(
+        ContentSection(
             "slower", "Slower", PageTable("slower-changes", "Kernels that became slower", columns, slower, empty),
             "what costs most GPU time first",
         )
@@ -77,7 +77,7 @@ def content(asked: Asked) -> PageContent:
         ("faster", "Faster", faster, ""),
     ):
         if of:
-            sections.append(PageSection(key, title, PageTable(f"{key}-changes", title, columns, of), note))
+            sections.append(ContentSection(key, title, PageTable(f"{key}-changes", title, columns, of), note))
     costs = sum(row["extra_ns"] for row in slower)
     numbers = [
         KeyNumber(

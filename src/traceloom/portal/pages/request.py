@@ -10,7 +10,7 @@ from traceloom.collect.plan import FLEET_ENDED, FleetState
 from traceloom.collect.request_routes import FleetRequestAnswer
 from traceloom.portal.forms import sure
 from traceloom.portal.links import to_capture, to_host, to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.pages.requests import length_of
 from traceloom.portal.table import PageColumn, PageRow, PageTable, instant, state_mark
 from traceloom.portal.visit import Visit
@@ -70,7 +70,7 @@ def content(request: FleetRequestAnswer) -> PageContent:
         KeyNumber("Begins", instant(request.start_ns) if request.start_ns else "–", "the same instant on all hosts"),
     ]
     sections = [
-        PageSection(
+        ContentSection(
             "hosts",
             "Hosts",
             PageTable("hosts", "Hosts of the request", HOST_COLUMNS, hosts, "No host has such processes."),
@@ -78,11 +78,11 @@ def content(request: FleetRequestAnswer) -> PageContent:
     ]
     if targets:
         sections.append(
-            PageSection("targets", "Ranks", PageTable("targets", "Ranks and profilers", TARGET_COLUMNS, targets))
+            ContentSection("targets", "Ranks", PageTable("targets", "Ranks and profilers", TARGET_COLUMNS, targets))
         )
     return PageContent(
         _SAYS[request.state],
-        [PageSection("way", "How far it is", _way(request)), *sections],
+        [ContentSection("way", "How far it is", _way(request)), *sections],
         above=[("Requests", "/requests")],
         numbers=numbers,
         ended=request.state in FLEET_ENDED,

@@ -9,7 +9,7 @@ from traceloom.collect.request_routes import FleetRequestAnswer, FleetRequestsAn
 from traceloom.model import units
 from traceloom.portal.layout import command
 from traceloom.portal.links import to_capture, to_job, to_request
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 
@@ -91,7 +91,9 @@ def content(requests: list[FleetRequestAnswer]) -> PageContent:
         ),
     ]
     return PageContent(
-        "Requests", [PageSection("requests", "Traces asked for", table(requests))], numbers=numbers if requests else ()
+        "Requests",
+        [ContentSection("requests", "Traces asked for", table(requests))],
+        numbers=numbers if requests else (),
     )
 
 

@@ -12,7 +12,7 @@ from traceloom.agent.http.answers import wrong_request
 from traceloom.collect.answers import RevokedAnswer, TokenAnswer, TokenBody, TokensAnswer
 from traceloom.portal.forms import choices, number_of, sure, text_field
 from traceloom.portal.layout import command, folded
-from traceloom.portal.page import Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 from traceloom.store.state import Role, TokenRecord
@@ -58,7 +58,7 @@ def content(tokens: list[TokenRecord]) -> PageContent:
     ]
     lead = "The service keeps only hashes of them. Whoever is signed in by a token is signed out when it is revoked."
     table = PageTable("tokens", "Tokens", COLUMNS, rows)
-    return PageContent("Tokens", [PageSection("tokens", "By name", table)], lead=lead)
+    return PageContent("Tokens", [ContentSection("tokens", "By name", table)], lead=lead)
 
 
 def controls(visit: Visit, tokens: list[TokenRecord]) -> Node:

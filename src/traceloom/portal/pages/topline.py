@@ -9,9 +9,9 @@ from markupsafe import Markup
 
 from traceloom.fleet.topline import METRICS
 from traceloom.model import units
-from traceloom.portal.asking import Asked, ask, asking_form, choice, nothing, to_page
+from traceloom.portal.asking import PageAnswer, ask, asking_form, choice, nothing, to_page
 from traceloom.portal.links import to_host, to_job
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 
@@ -30,8 +30,8 @@ _CELL = 46
 class ToplineView:
     """What the page shows: everything in one row, and divided."""
 
-    whole: Asked
-    divided: Asked
+    whole: PageAnswer
+    divided: PageAnswer
     by: str
 
 
@@ -71,9 +71,9 @@ def content(view: ToplineView) -> PageContent:
         view.whole.columns("correlations", ("first", "second", "correlation", "jobs")), strongest,
     )  # fmt: skip
     sections = [
-        PageSection("divided", BY.get(view.by, "Parts").capitalize(), table, "the most device time first"),
-        PageSection("together", "What goes together", _correlations(view.whole), "rank correlation over jobs"),
-        PageSection("pairs", "The same as a table", pairs, "the strongest first"),
+        ContentSection("divided", BY.get(view.by, "Parts").capitalize(), table, "the most device time first"),
+        ContentSection("together", "What goes together", _correlations(view.whole), "rank correlation over jobs"),
+        ContentSection("pairs", "The same as a table", pairs, "the strongest first"),
     ]
     whole = view.whole.tables["rows"][0] if view.whole.tables["rows"] else None
     if not rows or whole is None or whole["device_use"] is None:
@@ -96,7 +96,7 @@ def content(view: ToplineView) -> PageContent:
     return PageContent(heading, sections, lead=lead_text, numbers=numbers, asking=asking)
 
 
-def _correlations(asked: Asked) -> Node:
+def _correlations(asked: PageAnswer) -> Node:
     """A triangle of coloured fields, one for each pair."""
     pairs = {(row["first"], row["second"]): row for row in asked.tables["correlations"]}
     names = [name for name in METRICS if any(name in pair for pair in pairs)]

@@ -9,7 +9,7 @@ from traceloom.model import units
 from traceloom.portal.documents import document_form, written_text
 from traceloom.portal.layout import command
 from traceloom.portal.links import to_job, to_request
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 
@@ -80,19 +80,19 @@ def content(answer: FleetTriggersAnswer) -> PageContent:
             command("traceloom fleet triggers set fleet-triggers.toml"),
         ]  # fmt: skip
         return PageContent(
-            "There are no rules yet", [PageSection("rules", "Rules", div(".empty", id="rules")[empty])], lead=lead
+            "There are no rules yet", [ContentSection("rules", "Rules", div(".empty", id="rules")[empty])], lead=lead
         )
     fired = sum(rule.fired for rule in answer.rules)
     sections = [
-        PageSection("rules", "Rules", PageTable("rules", "Rules", _RULES, [_row(rule) for rule in answer.rules])),
-        PageSection(
+        ContentSection("rules", "Rules", PageTable("rules", "Rules", _RULES, [_row(rule) for rule in answer.rules])),
+        ContentSection(
             "last", "What happened last",
             PageTable("last", "What rules did last", _LAST, _last(answer.rules), "No rule has fired yet."),
             "of each rule",
         ),
     ]  # fmt: skip
     if answer.trouble:
-        sections.insert(0, PageSection("trouble", "What is wrong", p(".bad")[answer.trouble]))
+        sections.insert(0, ContentSection("trouble", "What is wrong", p(".bad")[answer.trouble]))
     left = "warn" if not answer.traces_left else ""
     numbers = [
         KeyNumber("Fired", units.count(fired), "since these rules are there", leads="/requests?requests.q=trigger"),

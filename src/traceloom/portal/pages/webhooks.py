@@ -18,7 +18,7 @@ from traceloom.collect.webhook_routes import (
 from traceloom.model import units
 from traceloom.portal.forms import choices, sure, text_field
 from traceloom.portal.layout import command, folded
-from traceloom.portal.page import KeyNumber, Page, PageContent, PageSection
+from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable
 from traceloom.portal.visit import Visit
 from traceloom.store.webhook_state import EVENTS, MOST_WAITING, EventName, WebhookRecord
@@ -57,7 +57,7 @@ def content(webhooks: list[WebhookRecord]) -> PageContent:
         command("traceloom fleet webhooks add chat https://chat.example/hook"),
     ]  # fmt: skip
     lead = "Each event is signed with the webhook's secret, and is tried again for a day."
-    sections = [PageSection("webhooks", "By name", PageTable("webhooks", "Webhooks", COLUMNS, rows, empty))]
+    sections = [ContentSection("webhooks", "By name", PageTable("webhooks", "Webhooks", COLUMNS, rows, empty))]
     if not webhooks:
         return PageContent("No webhooks", sections, lead=lead)
     lost = sum(webhook.failed + webhook.dropped for webhook in webhooks)

@@ -108,7 +108,7 @@ class RunningRank:
     end: Callable[[int], None] = field(init=False)
 
 
-class Engine:
+class AstraEngine:
     """All ranks, their messages and their collectives.
 
     Args:

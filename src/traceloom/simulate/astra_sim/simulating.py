@@ -18,7 +18,7 @@ from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.simulate.astra_sim.collectives import Dimensions
 from traceloom.simulate.astra_sim.custom import Actions, read_algorithm
-from traceloom.simulate.astra_sim.engine import Algorithm, Engine, Meeting, RunningRank
+from traceloom.simulate.astra_sim.engine import Algorithm, AstraEngine, Meeting, RunningRank
 from traceloom.simulate.astra_sim.inputs import KINDS, AstraSimNetwork, AstraSimSystem
 from traceloom.simulate.astra_sim.msccl import read_msccl
 from traceloom.simulate.astra_sim.network import AnalyticalNetwork
@@ -86,7 +86,7 @@ def simulate(
             )
     if system.splits == 1:
         given = {**system.custom, **given}
-    engine = Engine(
+    engine = AstraEngine(
         _ranks(workload, network.ranks, compute),
         workload.groups.members,
         AnalyticalNetwork(network.topologies, network.sizes, network.bandwidths, network.latencies),
@@ -151,7 +151,7 @@ def recorded_ends(workload: Workload) -> list[int]:
     """
     count = len(workload.ranks)
     no_network = AnalyticalNetwork(("FullyConnected",), (count,), (1.0,), (0.0,))
-    engine = Engine(
+    engine = AstraEngine(
         _ranks(workload, count, Compute()),
         workload.groups.members,
         no_network,
@@ -200,7 +200,7 @@ def _ranks(workload: Workload, count: int, compute: Compute) -> list[RankNodes]:
 
 
 def _answer(
-    workload: Workload, network: AstraSimNetwork, system: AstraSimSystem, engine: Engine, *, aware: bool
+    workload: Workload, network: AstraSimNetwork, system: AstraSimSystem, engine: AstraEngine, *, aware: bool
 ) -> Simulation:
     kind = "congestion-aware" if aware else "congestion-unaware"
     shape = " x ".join(f"{t} {n}" for t, n in zip(network.topologies, network.sizes, strict=True))
@@ -288,7 +288,7 @@ def _collective(number: int, meeting: Meeting) -> dict[str, object]:
     }
 
 
-def _links(engine: Engine, network: AstraSimNetwork) -> pl.DataFrame:
+def _links(engine: AstraEngine, network: AstraSimNetwork) -> pl.DataFrame:
     """`Simulation.links`, of links that are queues."""
     usage = engine.links.usage if engine.links else {}
     switch = network.sizes[0]

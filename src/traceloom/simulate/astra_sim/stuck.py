@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from traceloom.errors import CheckError, UsageError
-from traceloom.simulate.astra_sim.engine import Engine, RunningRank
+from traceloom.simulate.astra_sim.engine import AstraEngine, RunningRank
 from traceloom.simulate.astra_sim.nodes import COLLECTIVE, RECEIVE, SEND, SKIP
 
 _MOST = 6
 
 
-def check_begun(engine: Engine, delay_ns: int) -> None:
+def check_begun(engine: AstraEngine, delay_ns: int) -> None:
     """Raise UsageError `not-for-astra-sim` where an event is asked for at time 0, which ASTRA-sim cannot have.
 
     Args:
@@ -36,7 +36,7 @@ def check_begun(engine: Engine, delay_ns: int) -> None:
                 )
 
 
-def check_ended(engine: Engine) -> None:
+def check_ended(engine: AstraEngine) -> None:
     """Raise CheckError `deadlock` where a rank did not come to its end.
 
     ASTRA-sim ends without a word there, and with exit code 0.
@@ -62,7 +62,7 @@ def check_ended(engine: Engine) -> None:
     )
 
 
-def _waits(engine: Engine, rank: RunningRank) -> tuple[str, int]:
+def _waits(engine: AstraEngine, rank: RunningRank) -> tuple[str, int]:
     """What a rank waits in, and for which rank; -1 for none."""
     own_rank = rank.nodes.rank
     under_way = [node for node in range(len(rank.nodes)) if rank.begin_ns[node] >= 0 > rank.end_ns[node]]

@@ -64,7 +64,7 @@ class _DeviceTable:
 
 
 @dataclass(frozen=True)
-class _Document:
+class _MachineDocument:
     """The whole file."""
 
     network: tuple[Dimension, ...] = ()
@@ -223,7 +223,7 @@ def machine_of(document: dict[str, Any], where: str) -> Machine:
                 raise InputError(
                     f"`{unknown}` is no key of {path or 'a machine'}", slug="bad-machine", where=where, hint=hint
                 )
-        return msgspec.convert(document, _Document).machine()
+        return msgspec.convert(document, _MachineDocument).machine()
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         path = path.rstrip("`").lstrip(".")
@@ -260,7 +260,7 @@ def _value_at(document: Any, path: str) -> Any:
 
 def _tables(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], type]]:
     """Each table of a document with its path and what it should hold."""
-    yield "", document, _Document
+    yield "", document, _MachineDocument
     for key, kind in _TABLES.items():
         value = document.get(key)
         if isinstance(value, dict):
