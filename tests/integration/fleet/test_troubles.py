@@ -27,6 +27,7 @@ from traceloom.errors import TraceloomError  # noqa: E402
 from traceloom.testing import TraceBuilder  # noqa: E402
 
 
+@pytest.mark.thorough
 def test_an_object_store_behind_a_bad_network_has_everything_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,14 +45,14 @@ def test_an_object_store_behind_a_bad_network_has_everything_once(
             except TraceloomError:  # with which the service ends, and whoever runs it starts it again
                 return None
 
-        stores = until(begun, 120)
+        stores = until(begun, 300)
         assert stores is not None
         for name in names:
             add_capture(stores, name)
         pipeline = Pipeline(*stores, Here(), commit_s=0.1)
         pipeline.start()
         try:
-            until(lambda: stores.state.counts()["committed"] == 3, 120)
+            until(lambda: stores.state.counts()["committed"] == 3, 300)
         finally:
             pipeline.stop()
         assert set(network.dealt) == {"none", "late", "refused", "reset", "lost", "cut"}
