@@ -63,17 +63,21 @@ class Tables:
             InputError: `newer-format`: a table was made by a later version; `unreadable`.
             OutputError: `cannot-write`.
         """
-        from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+        from deltalake import CommitProperties, Transaction, write_deltalake
+        from deltalake.exceptions import TableNotFoundError
 
         for name, schema in SCHEMAS.items():
-            with _writing(self.address(name)):
-                if not DeltaTable.is_deltatable(self.address(name), self.options):
+            try:
+                self._open(name)  # `DeltaTable.is_deltatable` would keep Python's lock while a store is slow
+            except InputError as error:  # noqa: PERF203  (a dozen tables)
+                if not isinstance(error.__cause__, TableNotFoundError):
+                    raise
+                with _writing(self.address(name)):
                     write_deltalake(
                         self.address(name), schema.empty(), mode="ignore", partition_by=["day"], name=name,
                         description=schema.meaning, configuration=_CONFIGURATION, storage_options=self.options,
                         commit_properties=CommitProperties(app_transactions=[Transaction(_SCHEMA, VERSION)]),
                     )  # fmt: skip
-            self._open(name)
 
     def scan(self, name: str, first: date | None = None, last: date | None = None) -> pl.LazyFrame:
         """The rows of a table from the first day to the last, both included, with the columns of its schema.

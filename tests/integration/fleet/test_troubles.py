@@ -1,23 +1,66 @@
-"""A disk that is full, and hosts that lie: what was begun goes on, and nothing stands twice."""
+"""Stores that are slow, fail or are full, and hosts that lie: what was begun goes on, and nothing stands twice."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import polars as pl
 import pytest
 
 for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
+from support.bad_network import bad_network  # noqa: E402
+from support.fleet import Stores, add_capture, opened, places  # noqa: E402
+from support.killed_pipeline import Here  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.simulated_hosts import SimulatedHost  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.agent.uplink.client import ServiceError  # noqa: E402
 from traceloom.collect.client import upload  # noqa: E402
+from traceloom.collect.pipeline import Pipeline  # noqa: E402
 from traceloom.errors import TraceloomError  # noqa: E402
 from traceloom.testing import TraceBuilder  # noqa: E402
+
+
+@pytest.mark.thorough
+def test_an_object_store_behind_a_bad_network_has_everything_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traceloom.collect.pipeline._TROUBLE_S", 0.05)
+    where = places("shared", tmp_path, monkeypatch)
+    names = ["c1", "c2", "c3"]
+    server = urlsplit(os.environ["AWS_ENDPOINT_URL"]).port
+    assert server is not None
+    with bad_network(server, seed=2) as network:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{network.port}")
+
+        def begun() -> Stores | None:
+            try:
+                return opened(where)
+            except TraceloomError:  # with which the service ends, and whoever runs it starts it again
+                return None
+
+        stores = until(begun, 300)
+        assert stores is not None
+        for name in names:
+            add_capture(stores, name)
+        pipeline = Pipeline(*stores, Here(), commit_s=0.1)
+        pipeline.start()
+        try:
+            until(lambda: stores.state.counts()["committed"] == 3, 300)
+        finally:
+            pipeline.stop()
+        assert set(network.dealt) == {"none", "late", "refused", "reset", "lost", "cut"}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server}")
+    kernels = stores.tables.scan("kernels").collect()
+    assert dict(kernels.group_by("capture").agg(pl.col("count").sum()).rows()) == dict.fromkeys(names, 4)
+    assert sorted(stores.tables.scan("captures").collect()["capture"]) == names
+    stores.state.close()
 
 
 @pytest.fixture

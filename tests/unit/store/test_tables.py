@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from datetime import date, datetime, timedelta, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import polars as pl
 import pytest
@@ -58,6 +60,37 @@ def test_a_batch_stands_once_however_often_it_is_committed(tables: Tables) -> No
         tables.commit("captures", number, batch(f"c{number}"))
     kernels = tables.scan("kernels").select("capture", "kernel").sort("capture", "kernel").collect()
     assert kernels.rows() == [(f"c{number}", f"k{at}") for number in (0, 1) for at in range(3)]
+
+
+def test_whoever_opens_tables_lets_other_threads_go_on_while_the_store_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is a thread of this process: it cannot answer whoever keeps Python's lock while waiting for it."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        def log_message(self, *_arguments: object) -> None:
+            """Nothing: the test says what went wrong."""
+
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        options = {
+            "aws_endpoint_url": f"http://127.0.0.1:{server.server_address[1]}", "aws_allow_http": "true",
+            "aws_access_key_id": "a", "aws_secret_access_key": "b", "aws_region": "us-east-1", "timeout": "20s",
+            "max_retries": "0",
+        }  # fmt: skip
+        try:
+            with pytest.raises(InputError) as raised:
+                Tables("s3://bucket/prefix", options).create()
+        finally:
+            server.shutdown()
+            thread.join()
+    assert raised.value.slug == "unreadable"
+    assert "403" in str(raised.value.__cause__)
 
 
 @pytest.mark.parametrize("held", ["captures", "kernels", "findings"])
