@@ -24,7 +24,7 @@ pytestmark = pytest.mark.browser
 JOB = f"portal-{os.getpid()}"
 EVIL = "<script>alert(1)</script>"
 EVIL_USER = "javascript:alert(2)\u202e"
-WAIT_MS = 60_000
+WAIT_MS = 120_000
 
 
 def process(number: int, job: str, user: str, device: str) -> HostProcess:
@@ -139,8 +139,8 @@ def test_from_signing_in_to_the_report_of_a_running_job(browser: Any, fleet: Fle
     assert "2 GPUs" in report.locator("h1").first.inner_text()
     frame = next(frame for frame in page.frames if frame.url.endswith("/report"))
     assert frame.evaluate("self.origin") == "null", "it has no part in the service"
-    with page.expect_download() as download:
-        page.click("a:has-text('Timeline for Perfetto')")
+    with page.expect_download(timeout=WAIT_MS) as download:  # it is made now
+        page.click("a:has-text('Timeline for Perfetto')", timeout=WAIT_MS)
     assert download.value.suggested_filename.endswith(".perfetto.json.gz")
     # The same when the report is opened by itself.
     where = page.locator("a:has-text('Open it alone')").get_attribute("href")

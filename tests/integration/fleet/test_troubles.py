@@ -22,7 +22,7 @@ from support.simulated_hosts import SimulatedHost  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.agent.uplink.client import ServiceError  # noqa: E402
 from traceloom.collect.client import upload  # noqa: E402
-from traceloom.collect.pipeline import Pipeline  # noqa: E402
+from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
 from traceloom.errors import TraceloomError  # noqa: E402
 from traceloom.testing import TraceBuilder  # noqa: E402
 
@@ -49,7 +49,7 @@ def test_an_object_store_behind_a_bad_network_has_everything_once(
         assert stores is not None
         for name in names:
             add_capture(stores, name)
-        pipeline = Pipeline(*stores, Here(), commit_s=0.1)
+        pipeline = CapturePipeline(*stores, Here(), commit_s=0.1)
         pipeline.start()
         try:
             until(lambda: stores.state.counts()["committed"] == 3, 300)
