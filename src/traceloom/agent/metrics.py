@@ -198,7 +198,7 @@ _DECLARED = (
     Metric("agent_history_bytes", "gauge", "bytes", "Size of the history on disk.", (), "traceloom.agent.history", "By"),
     Metric("agent_history_lost_total", "counter", "", "Ticks of history that could not be written.", ("reason",), "traceloom.agent.history.lost", "{tick}", (("reason", "error.type"),)),
     Metric("agent_usage_dropped_seconds_total", "counter", "seconds", "Device time that no minute of usage has: it came after its minute was sent, or beyond the 60 s of one, as where a clock was set.", (), "traceloom.agent.usage.dropped", "s"),
-    Metric("agent_usage_lost_minutes_total", "counter", "", "Minutes of usage that no service took within two days, or that could not be written.", (), "traceloom.agent.usage.lost", "{minute}"),
+    Metric("agent_usage_lost_total", "counter", "", "Minutes of usage that no service took within two days, or that could not be written.", (), "traceloom.agent.usage.lost", "{minute}"),
     Metric("agent_requests_total", "counter", "", "Requests by what became of them.", ("route", "code"), "traceloom.agent.requests", "{request}", (("route", "http.route"), ("code", "http.response.status_code"))),
     Metric("agent_export_failures_total", "counter", "", "Deliveries of metrics that failed.", ("publisher",), "traceloom.agent.export.failures", "{failure}", (("publisher", "traceloom.publisher"),)),
 )  # fmt: skip

@@ -26,7 +26,7 @@ SCRIPT = str(Path(__file__).parents[2] / "support" / "interrupted_service.py")
 WANTED = {"wanted": {"job": "job", "steps": 2}}
 ENDED = {"done", "partial", "failed", "cancelled"}
 STATES = ("announced", "armed", "running", "collecting", "stitching", "analysing", "done")
-QUICK = {("running", "after"), ("stitching", "before"), ("analysing", "after")}
+QUICK = {("stitching", "before")}
 
 
 def interrupted(point: str, when: str, number: signal.Signals) -> list[str]:

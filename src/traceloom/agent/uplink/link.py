@@ -128,7 +128,7 @@ class Uplink:
         """What of the use of devices the fleet will not have."""
         return [
             Reading("agent_usage_dropped_seconds_total", (), self.minutes.dropped_ms / 1000),
-            Reading("agent_usage_lost_minutes_total", (), float(self.backlog.lost)),
+            Reading("agent_usage_lost_total", (), float(self.backlog.lost)),
         ]
 
     # Belonging, and saying how the host is.
