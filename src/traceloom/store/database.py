@@ -98,6 +98,17 @@ class StateDatabase:
     def _change(self, connection: Connection, statement: str, **values: object) -> int:
         return connection.execute(self._text(statement), values).rowcount
 
+    def _next_number(self, connection: Connection, name: str) -> int:
+        """The next number of a series, from 1 on."""
+        self._change(
+            connection,
+            "INSERT INTO numbers (name, value) VALUES (:name, 1) "
+            "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
+            name=name,
+        )
+        [row] = self._rows(connection, "SELECT value FROM numbers WHERE name = :name", name=name)
+        return cast("int", row["value"])
+
     def _now_ns(self, connection: Connection) -> int:
         if self._lite:  # which processes of one host share
             return time.time_ns()

@@ -148,16 +148,11 @@ class HostState(TriggerState):
                 )
                 if not waiting:
                     return None
-                self._change(
-                    connection,
-                    "INSERT INTO numbers (name, value) VALUES ('usage', 1) "
-                    "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
-                )
-                [number] = self._rows(connection, "SELECT value FROM numbers WHERE name = 'usage'")
+                number = self._next_number(connection, "usage")
                 for row in waiting:
                     self._change(
                         connection, "UPDATE usage_waiting SET batch = :number WHERE host = :host AND minute = :minute",
-                        number=number["value"], **row,
+                        number=number, **row,
                     )  # fmt: skip
                 rows = self._rows(connection, begun)
             return rows[0]["batch"], [

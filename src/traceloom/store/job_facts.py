@@ -84,16 +84,11 @@ class JobFactState(StateDatabase):
                 )  # fmt: skip
                 if not waiting:
                     return None
-                self._change(
-                    connection,
-                    "INSERT INTO numbers (name, value) VALUES ('jobs', 1) "
-                    "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
-                )
-                [number] = self._rows(connection, "SELECT value FROM numbers WHERE name = 'jobs'")
+                number = self._next_number(connection, "jobs")
                 for row in waiting:
                     self._change(
                         connection, "UPDATE job_facts SET batch = :number WHERE job = :job AND since_ns = :since_ns",
-                        number=number["value"], **row,
+                        number=number, **row,
                     )  # fmt: skip
                 rows = self._rows(connection, begun)
             return rows[0]["batch"], [
