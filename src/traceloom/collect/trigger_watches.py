@@ -13,9 +13,9 @@ from traceloom.agent.uplink.messages import HostProcess, UsageRow
 from traceloom.collect.telling import fleet_event
 from traceloom.collect.trigger_ledger import DAY_NS
 from traceloom.collect.trigger_rules import FindingTriggerRule, FleetCadenceRule, RegressionRule, UsageRule
-from traceloom.fleet.regressions import ChangeRow, regressions
+from traceloom.collect.watching import slower_kernels
+from traceloom.fleet.regressions import ChangeRow
 from traceloom.model.units import duration, per_cent
-from traceloom.store.schemas import day_of
 from traceloom.store.state import State
 from traceloom.store.tables import Tables
 from traceloom.store.webhook_state import FleetEvent
@@ -23,7 +23,6 @@ from traceloom.store.webhook_state import FleetEvent
 Jobs = Mapping[str, Sequence[HostProcess]]
 _HOUR_NS, _MINUTE_NS = 3600 * 10**9, 60 * 10**9
 _MOST_JOBS = 20_000
-_DAYS = 30  # of captures, in which regressions are looked for
 
 
 class FleetCadenceWatch:
@@ -186,13 +185,10 @@ def table_news(state: State, tables: Tables, now_ns: int) -> TableNews:
         .collect()
     )
     findings = [FoundInCapture(capture, jobs[capture], slug, saving) for capture, slug, saving in rows.iter_rows()]
-    first = day_of(now_ns - _DAYS * DAY_NS)
-    slower = regressions(*(tables.scan(name, first) for name in ("kernels", "captures", "devices"))).slower
     changes: dict[str, ChangeRow] = {}
-    for change in slower.iter_rows(named=True):
+    for change in slower_kernels(tables, now_ns).iter_rows(named=True):
         row = cast("ChangeRow", change)
-        if row["cause"] not in {"shapes", "device"}:  # where the mix changed, nothing became slower
-            changes.setdefault(_series(row), row)
+        changes.setdefault(_series(row), row)
 
     def event(series: str) -> FleetEvent:
         return fleet_event("regression.new", "regression", _about(changes[series]), changes[series], now_ns)

@@ -221,9 +221,7 @@ class Watching:
         return msgspec.convert(last.to_dicts(), list[UsageOfTime])
 
     def _became_slower(self) -> list[SlowerKernel]:
-        first = day_of(self.clock() - _SLOWER_DAYS * 24 * _HOUR_NS)
-        changes = regressions(*(self.tables.scan(name, first) for name in ("kernels", "captures", "devices"))).slower
-        rows = changes.filter(~pl.col("cause").is_in(MIX)).select(SlowerKernel.__struct_fields__).head(_MOST_SLOWER)
+        rows = slower_kernels(self.tables, self.clock()).select(SlowerKernel.__struct_fields__).head(_MOST_SLOWER)
         return msgspec.convert(rows.to_dicts(), list[SlowerKernel])
 
     def _topline(self) -> ToplineOfDay:
@@ -234,6 +232,13 @@ class Watching:
         [row] = topline(usage, periods(self.tables.scan("jobs"), self.tables.scan("owners")), captures).rows.to_dicts()
         names = ("device_hours", "flop_rate_high", *METRICS)
         return msgspec.convert({name: row[name] for name in names}, ToplineOfDay)
+
+
+def slower_kernels(tables: Tables, now_ns: int) -> pl.DataFrame:
+    """Kernels that became slower in the last 30 days, as of `Regressions`; where a mix changed, nothing did."""
+    first = day_of(now_ns - _SLOWER_DAYS * 24 * _HOUR_NS)
+    changes = regressions(*(tables.scan(name, first) for name in ("kernels", "captures", "devices"))).slower
+    return changes.filter(~pl.col("cause").is_in(MIX))
 
 
 def devices_now(now: Mapping[str, HostNow], fresh: Mapping[str, HostNow]) -> list[DeviceNow]:
