@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from htpy import Node, button, div, form, label, p, textarea
+from htpy import Node, a, button, div, form, label, p, textarea
 from markupsafe import Markup, escape
 
-from traceloom.collect.questions.rules import DocumentHistoryAnswer
+from traceloom.collect.questions.rules import DocumentAnswer, DocumentHistoryAnswer
 from traceloom.portal.layout import folded
 from traceloom.portal.page import ContentSection
-from traceloom.portal.table import PageColumn, PageRow, PageTable
+from traceloom.portal.table import PageColumn, PageRow, PageTable, instant
 from traceloom.portal.visit import Visit
 
 
@@ -43,6 +43,14 @@ def document_form(visit: Visit, words: str, file: str, text: str, about: Node) -
 def written_text(visit: Visit) -> str:
     """What the form holds; browsers end its lines as HTTP does."""
     return visit.form.get("text", [""])[0].replace("\r\n", "\n")
+
+
+def older_version(path: str, document: DocumentAnswer, history: DocumentHistoryAnswer) -> Node | None:
+    """What a page says of a version that counts no more; None where it shows the last one, or none was written."""
+    if document.version in {0, history.versions[0].version if history.versions else 0}:
+        return None
+    when, to_last = instant(document.at_ns or 0), a(href=path)["To the last"]
+    return ["This is version ", str(document.version), ", of ", when, ". ", to_last, "."]
 
 
 def versions_section(path: str, history: DocumentHistoryAnswer) -> ContentSection:

@@ -5,14 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from htpy import (
-    Node,
-    a,
-    code,
-    div,
-    fragment,
-    p,
-)  # fmt: skip
+from htpy import Node, code, div, fragment, p
 
 from traceloom.agent.http.answers import RequestError
 from traceloom.collect.questions.rules import (
@@ -25,7 +18,7 @@ from traceloom.fleet.attribution import UNATTRIBUTED
 from traceloom.fleet.documents import OwnerRule, rules_of
 from traceloom.model import units
 from traceloom.portal.asking import ask
-from traceloom.portal.documents import document_form, versions_section, written_text
+from traceloom.portal.documents import document_form, older_version, versions_section, written_text
 from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable, instant
 from traceloom.portal.visit import Address, Visit
@@ -46,8 +39,6 @@ _RULES = (
     PageColumn("first", "From", unknown="always"),
     PageColumn("until", "Until", unknown="it holds on"),
 )
-
-
 _MOVES = (
     PageColumn("dimension", "Dimension"),
     PageColumn("before", "Is of"),
@@ -101,8 +92,6 @@ def content(view: OwnersView) -> PageContent:
         p["There are no rules: jobs are of whom they say themselves, or their labels. Write rules, as:"],
         div(".command")[code[EXAMPLE.splitlines()[1]], code[EXAMPLE.splitlines()[2]]],
     ]
-    last = view.versions.versions[0].version if view.versions.versions else 0
-    old = view.document.version not in {0, last}
     sections = [
         ContentSection("rules", "Rules", PageTable("rules", "Rules", _RULES, rows, empty), "the first counts"),
         versions_section("/owners", view.versions),
@@ -116,10 +105,10 @@ def content(view: OwnersView) -> PageContent:
         KeyNumber("Nobody's", share, "of the device time that jobs held, last 90 days",
                   "warn" if view.unattributed_ms else "", _NOBODYS),
     ]  # fmt: skip
-    lead: Node = "They are applied when somebody asks: a rule that is put right puts the past right."
-    if old:
-        when, to_last = instant(view.document.at_ns or 0), a(href="/owners")["To the last"]
-        lead = ["This is version ", str(view.document.version), ", of ", when, ". ", to_last, "."]
+    lead = (
+        older_version("/owners", view.document, view.versions)
+        or "They are applied when somebody asks: a rule that is put right puts the past right."
+    )
     return PageContent(heading, sections, numbers=numbers, lead=lead, above=[("Device time", "/attribution")])
 
 

@@ -14,7 +14,7 @@ from traceloom.errors import InputError
 from traceloom.fleet.documents import Prices, prices_of
 from traceloom.model import units
 from traceloom.portal.asking import ask, to_page
-from traceloom.portal.documents import document_form, versions_section, written_text
+from traceloom.portal.documents import document_form, older_version, versions_section, written_text
 from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.table import PageColumn, PageRow, PageTable, instant
 from traceloom.portal.visit import Address, Visit
@@ -64,14 +64,13 @@ async def compute(visit: Visit) -> PricesView:
 def content(view: PricesView) -> PageContent:
     """What is shown of them."""
     prices, whole = view.prices, view.whole
-    last = view.versions.versions[0].version if view.versions.versions else 0
-    is_last = view.document.version in {0, last}
+    older = older_version("/prices", view.document, view.versions)
     columns = [
         PageColumn("model", "Device", link=_to_device), _HOURS,
         PageColumn("hour", "An hour", "number", "of one device; `default` where its model has no price",
                    "it has no price"),
     ]  # fmt: skip
-    if is_last:  # the service counts with the last prices alone
+    if older is None:  # the service counts with the last prices alone
         columns.append(PageColumn("cost", "Cost", "number", "of these hours, with their energy", "it has no price"))
     hour = {} if prices is None else prices.device_hour
     rows: list[PageRow] = [
@@ -98,17 +97,14 @@ def content(view: PricesView) -> PageContent:
     if prices.co2_g_per_kwh is not None:
         numbers.append(KeyNumber("CO₂", f"{units.number(prices.co2_g_per_kwh)} g", "of a kilowatt hour"))
     heading = f"Prices in {prices.currency}"
-    if is_last and whole is not None and whole["device_ms"]:
+    if older is None and whole is not None and whole["device_ms"]:
         priced = units.share(whole["cost_known_ms"], whole["device_ms"])
         where = Address("/attribution", "").changed({"by": "device_model", "since": _SINCE})
         grade = "" if whole["cost_known_ms"] == whole["device_ms"] else "warn"
         numbers.append(KeyNumber("Priced", priced, "of device time, last 90 days", grade, where))
         if whole["cost"] is not None:
             heading = f"{units.number(whole['cost'])} {prices.currency} in the last 90 days"
-    lead = "Prices are applied when somebody asks: prices that are put right put the past right."
-    if not is_last:
-        when, to_last = instant(view.document.at_ns or 0), a(href="/prices")["To the last"]
-        lead = ["This is version ", str(view.document.version), ", of ", when, ". ", to_last, "."]
+    lead = older or "Prices are applied when somebody asks: prices that are put right put the past right."
     return PageContent(heading, sections, numbers=numbers, lead=lead, above=[("Device time", "/attribution")])
 
 
