@@ -55,6 +55,7 @@ LIMITS = {
     "a capture": 0.25,
     "agents, % of a core": 50.0,
     "agents, MB": 250.0,
+    "agents, MB after a request": 250.0,
     "agents, s until all are woken": 2.0,
     "agents, CPU s of a request": 6.0,  # until all know the instant at which they begin
 }
@@ -324,11 +325,15 @@ def agents(folder: Path, count: int, seconds: float) -> None:
     print(f"{count:,} agents for {seconds:g} s")
     for what, value, more in (
         ("agents, % of a core", 100 * cost["share"], ""),
-        ("agents, MB", cost["memory"], f"{cost['memory_then']:.0f} MB after the request"),
+        ("agents, MB", cost["memory"], ""),
+        ("agents, MB after a request", cost["memory_then"], ""),
         ("agents, s until all are woken", cost["woken"], ""),
         ("agents, CPU s of a request", cost["request_cpu"], f"all know its instant after {cost['started']:.1f} s"),
     ):
         print(f"  {what:40} {value:8.2f} {verdict(what, value)} {more}", flush=True)
+    print(
+        f"  the process that writes tables: {cost['writer']:.0f} MB at most, in {cost['writer_share']:.0%} of the time"
+    )
 
 
 PARTS = {"kernels": kernel_rows, "usage": usage_day, "month": month, "captures": captures}

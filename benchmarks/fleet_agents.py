@@ -2,7 +2,8 @@
 
 Each has two connections, as an agent has: a heartbeat every 10 s (8 devices, 8 ranks, a minute of usage once a minute),
 and a question for work that waits for 30 s. The service is a process of its own, on SQLite; what is measured is its
-processor time and memory, and how long all hosts take to hear of a request for a trace.
+processor time, with that of the process that writes its tables, the memory of both, and how long all hosts take to hear
+of a request for a trace.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from traceloom.agent.uplink.messages import (
     ArmedProcess,
@@ -37,8 +39,6 @@ from traceloom.store.state import State
 DEVICES, BEAT_S, POLL_S = 8, 10.0, 30
 CLOCK = ClockOffset(offset_ns=1_000_000, error_ns=300_000, round_trips=16)
 JOB, MODEL = "slurm-4242", "NVIDIA H100 80GB HBM3"
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class Exchange:
@@ -141,12 +141,39 @@ class Agent:
 
 
 def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    """Of a process, those that it started and that run, and those that it started and that have ended."""
+    total = 0.0
+    for process in (psutil.Process(pid), *psutil.Process(pid).children()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += (
+                times.user + times.system + (times.children_user + times.children_system if process.pid == pid else 0)
+            )
+    return total
 
 
 def memory_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE / 1e6
+    return int(psutil.Process(pid).memory_info().rss) / 1e6
+
+
+class Writers:
+    """The processes that write tables: the most memory of one, and the share of the time in which there is one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.most, self.looks, self.seen = pid, 0.0, 0, 0
+
+    @property
+    def share(self) -> float:
+        return self.seen / max(self.looks, 1)
+
+    async def look_for_ever(self) -> None:
+        while True:
+            children = psutil.Process(self.pid).children()
+            self.looks, self.seen = self.looks + 1, self.seen + bool(children)
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self.most = max(self.most, memory_mb(child.pid))
+            await asyncio.sleep(0.1)
 
 
 async def measured(port: int, pid: int, client: FleetClient, agents: int, seconds: float) -> dict[str, float]:
@@ -162,6 +189,8 @@ async def measured(port: int, pid: int, client: FleetClient, agents: int, second
     hosts = [Agent(port, number, hears) for number in range(agents)]
     tasks = [asyncio.create_task(loop) for host in hosts for loop in (host.beat_for_ever(), host.poll_for_ever())]
     await asyncio.wait(tasks, timeout=1.5 * BEAT_S, return_when=asyncio.FIRST_EXCEPTION)  # all have come
+    writers = Writers(pid)
+    looking = asyncio.create_task(writers.look_for_ever())
     before, began = cpu_s(pid), time.monotonic()
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
     for task in done:
@@ -176,11 +205,12 @@ async def measured(port: int, pid: int, client: FleetClient, agents: int, second
     times = {step: max(times) - began if len(times) == agents else float("inf") for step, times in heard.items()}
     result = {
         "share": share, "memory": memory, "woken": times["arm"], "started": times["start"],
-        "request_cpu": cpu_s(pid) - before, "memory_then": memory_mb(pid),
+        "request_cpu": cpu_s(pid) - before, "memory_then": memory_mb(pid), "writer": writers.most,
+        "writer_share": writers.share,
     }  # fmt: skip
-    for task in tasks:
+    for task in (looking, *tasks):
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(looking, *tasks, return_exceptions=True)
     return result
 
 

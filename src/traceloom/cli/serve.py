@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.collect.executors import engine_of
     from traceloom.collect.pipeline import COMMIT_S, LEASE_S
     from traceloom.collect.service import Service, keep_local_token, serve
+    from traceloom.collect.table_writer import WriterProcess
     from traceloom.collect.telling import WebhookTargets
     from traceloom.portal.app import build_portal
     from traceloom.portal.readers import ProxyUsers
@@ -147,10 +148,14 @@ def run(args: argparse.Namespace) -> int:
                 "files in an object store need a state beside them", slug="wrong-usage",
                 hint="--state postgresql://USER@HOST/NAME, or a file of SQLite where one service runs",
             )  # fmt: skip
-        state = State(args.state or str(Path(objects.directory or ".") / "state.db"))
+        state_at = args.state or str(Path(objects.directory or ".") / "state.db")
+        state = State(state_at)
         stack.callback(state.close)
-        tables = Tables(objects.url if objects.directory is None else str(objects.directory))
-        tables.create()
+        store_at = objects.url if objects.directory is None else str(objects.directory)
+        tables = Tables(store_at)
+        writer = WriterProcess(state_at, store_at)
+        stack.callback(writer.close)
+        writer.create()
         if demo is None:
             keep_local_token(state, token_path())
         else:
@@ -173,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
             service = Service(
                 state, objects, tables, engine, lease_s=args.lease or LEASE_S, commit_s=COMMIT_S,
                 incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
-                webhook_targets=targets,
+                webhook_targets=targets, writer=writer,
             )  # fmt: skip
             tcp = Tcp(address=args.address, certificate=args.certificate, key=args.key)
             async with contextlib.AsyncExitStack() as beside:

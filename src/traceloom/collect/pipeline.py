@@ -13,18 +13,14 @@ import logging
 import secrets
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from typing import Literal
 
-import polars as pl
-
 from traceloom import __version__
 from traceloom.collect.engine import Engine, EngineTask, TaskError, TaskFile, TaskName
-from traceloom.collect.job_rows import commit_jobs, said_by_captures
+from traceloom.collect.table_writer import MOST_IN_BATCH, TableWriter, WriterProcess, rows_of
 from traceloom.collect.tasks import BASE, NEW
-from traceloom.collect.usage import commit_usage
 from traceloom.errors import TraceloomError
 from traceloom.store.database import LEADER
 from traceloom.store.objects import Objects
@@ -33,8 +29,8 @@ from traceloom.store.schemas import day_of
 from traceloom.store.state import CaptureRecord, State, TaskRecord
 from traceloom.store.tables import Tables
 
-MOST_IN_BATCH = 64
 COMMIT_S = 5.0
+_ROUNDS = 12  # of which minutes and jobs wait for one: else a thousand hosts make a small file every five seconds
 LEASE_S = 30.0
 TASK_S = 1800.0
 """How long a task may take."""
@@ -66,14 +62,18 @@ class CapturePipeline:
         lease_s: For how long a task is taken at a time; after that others take it over from a service that died.
         commit_s: How long rows wait for others to be committed with them.
         task_s: How long a task may take.
+        writer: Who writes the tables; None: this process.
         clock: Now, in ns since the epoch.
     """
 
     def __init__(
         self, state: State, objects: Objects, tables: Tables, engine: Engine, *, lease_s: float = LEASE_S,
-        commit_s: float = COMMIT_S, task_s: float = TASK_S, clock: Callable[[], int] = time.time_ns,
+        commit_s: float = COMMIT_S, task_s: float = TASK_S, writer: TableWriter | WriterProcess | None = None,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:  # fmt: skip
-        self.state, self.objects, self.tables, self.engine = state, objects, tables, engine
+        self.state, self.objects, self.engine = state, objects, engine
+        self._writer = writer or TableWriter(state, objects, tables)
+        self._minutes_s = 0.0  # of the monotonic clock, when minutes and jobs are due
         self.lease_s, self.commit_s, self.task_s, self.clock = lease_s, commit_s, task_s, clock
         self.holder = secrets.token_hex(8)
         self.term = ""  # by which this service leads: a new name each time that it begins to
@@ -100,6 +100,7 @@ class CapturePipeline:
         self.engine.close()
         for thread in self._threads:
             thread.join()
+        self._writer.close()
         try:
             self.state.resign(self.term)
         except TraceloomError as error:  # the lease ends by itself
@@ -148,29 +149,9 @@ class CapturePipeline:
                 self.term = term
         self._leads_until = until
 
-    def commit(self) -> int:
-        """Put the rows of a batch into the tables; how many captures were in it.
-
-        Raises:
-            TraceloomError: `not-leading`, or a store does not answer.
-        """
-        term = self.term
-        batch = self.state.open_batch(MOST_IN_BATCH, term)
-        if batch is None:
-            return 0
-        frames: dict[str, list[pl.DataFrame]] = defaultdict(list)
-        for task in batch.tasks:
-            for name, frame in unpacked_rows(b"".join(self.objects.chunks(_rows_of(task))), task.capture).items():
-                frames[name].append(frame)
-        replaced = [task.capture for task in batch.tasks] if batch.again else []
-        rows = {name: pl.concat(parts) for name, parts in frames.items()}
-        for (job, start_ns), facts in said_by_captures(rows["captures"]).items():
-            self.state.say_of_jobs({job: facts}, start_ns)
-        self.tables.commit(f"captures {self.state.identity}", batch.number, rows, replaced)
-        self.state.close_batch(batch.number, term)
-        for task in batch.tasks:
-            self.objects.delete(_rows_of(task))
-        return len(batch.tasks)
+    def commit(self, *, minutes: bool = True) -> int:
+        """Put a batch into the tables, as `TableWriter.commit`."""
+        return self._writer.commit(self.term, minutes=minutes)
 
     def compact(self, by_night: bool = False) -> bool:
         """Do what is to be done to the tables once a day; False where it is not time. For who leads alone.
@@ -182,7 +163,7 @@ class CapturePipeline:
         if by_night and (rest < _NIGHT_NS or self.state.number(_COMPACTED) >= days):
             return False
         with self._writing:
-            self.tables.compact(day_of(days * _DAY_NS))
+            self._writer.compact(day_of(days * _DAY_NS))
         self.state.put_number(_COMPACTED, days)
         return True
 
@@ -229,7 +210,7 @@ class CapturePipeline:
             unpacked_rows(content, capture.id)
         except ValueError as error:  # kept, they would stop every commit
             raise TaskError(f"`analyse` gave no rows of the capture: {error}") from error
-        self.objects.put(_rows_of(task), content)
+        self.objects.put(rows_of(task), content)
         if self.state.advance(task.id, self.holder, "analysed"):
             self._waiting += 1
             if self._waiting >= MOST_IN_BATCH:
@@ -269,8 +250,7 @@ class CapturePipeline:
             self._full.clear()
             self._waiting = 0
             try:
-                while self.leads and not self._stop.is_set() and self._commit_any():
-                    pass
+                self._commit_what_waits()
                 if self.leads and not self._stop.is_set():
                     self.compact(by_night=True)
             except TraceloomError as error:
@@ -280,13 +260,19 @@ class CapturePipeline:
                 _log.exception("rows could not be committed")
                 self._stop.wait(_TROUBLE_S)
 
-    def _commit_any(self) -> int:
+    def _commit_what_waits(self) -> None:
+        minutes = time.monotonic() >= self._minutes_s
         with self._writing:
-            return (
-                self.commit()
-                or commit_usage(self.state, self.tables, self.term)
-                or commit_jobs(self.state, self.tables, self.term)
-            )
+            while (
+                self.leads
+                and not self._stop.is_set()
+                and self.state.rows_wait(minutes=minutes)
+                and self.commit(minutes=minutes)
+            ):
+                pass
+            self._writer.rest()
+        if minutes and self.leads:
+            self._minutes_s = time.monotonic() + _ROUNDS * self.commit_s
 
     def _lead_loop(self) -> None:
         while not self._stop.is_set():
@@ -295,7 +281,3 @@ class CapturePipeline:
             except TraceloomError as error:  # it leads until its lease has ended
                 _log.warning("%s", error)
             self._stop.wait(self.lease_s / 3)
-
-
-def _rows_of(task: TaskRecord) -> str:
-    return f"analysed/{task.id}.zip"

@@ -24,6 +24,7 @@ from traceloom.collect.joining import Joining
 from traceloom.collect.metrics import FLEET_METRICS, FleetSeries
 from traceloom.collect.pipeline import CapturePipeline
 from traceloom.collect.questions.desk import QuestionDesk
+from traceloom.collect.table_writer import WriterProcess
 from traceloom.collect.telling import WebhookSender, WebhookTargets
 from traceloom.collect.triggers import FleetTriggers
 from traceloom.collect.watching import Watching
@@ -67,17 +68,21 @@ class Service:
         lease_s, commit_s: As of `Pipeline`.
         incoming: Directory for what hosts send, until it is joined.
         webhook_targets: Where webhooks may lead; None: to public addresses.
+        writer: As of `CapturePipeline`.
     """
 
     def __init__(
         self, state: State, objects: Objects, tables: Tables, engine: Engine, limits: ServiceLimits | None = None,
         *, lease_s: float, commit_s: float, incoming: Path, webhook_targets: WebhookTargets | None = None,
+        writer: WriterProcess | None = None,
     ) -> None:  # fmt: skip
         from prometheus_client import CollectorRegistry, Counter
 
         self.state, self.objects, self.tables = state, objects, tables
         self.limits = limits or ServiceLimits()
-        self.pipeline = CapturePipeline(state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s)
+        self.pipeline = CapturePipeline(
+            state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s, writer=writer
+        )  # fmt: skip
         self.questions = QuestionDesk(tables, state)
         self.watching = Watching(tables)
         self.rendering = asyncio.Lock()  # one report at a time

@@ -8,7 +8,8 @@ import queue
 import resource
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TextIO
 
 from traceloom.collect import tasks
 from traceloom.errors import InputError, TraceloomError, UsageError
@@ -30,16 +31,7 @@ def main(known: Mapping[str, Callable[..., None]] = TASKS) -> None:
     # What is allocated counts, not what is only mapped.
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    lines: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            lines.put(line)
-        os._exit(0)  # nobody waits for what is being done
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        job = json.loads(lines.get())
+    for job in jobs_from(sys.stdin):
         answer: dict[str, object] = {}
         try:
             known[job["task"]](**job["arguments"])
@@ -52,3 +44,17 @@ def main(known: Mapping[str, Callable[..., None]] = TASKS) -> None:
             answer = {"error": f"{type(error).__name__}: {error}", "final": False}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def jobs_from(lines: TextIO) -> Iterator[dict[str, Any]]:
+    """Jobs as they come, for ever: this process ends with whoever sends them, whatever it does."""
+    waiting: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in lines:
+            waiting.put(line)
+        os._exit(0)  # nobody waits for what is being done
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield json.loads(waiting.get())

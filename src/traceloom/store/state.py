@@ -288,6 +288,14 @@ class State(HostState, DocumentState, JobFactState, SessionState):
 
     # batches
 
+    def rows_wait(self, *, minutes: bool) -> bool:
+        """Whether captures wait to be put into the tables, or `minutes` of hosts, or what jobs say of themselves."""
+        waiting = ["batches WHERE done = 0", "tasks WHERE state = 'analysed' AND batch IS NULL"]
+        if minutes:
+            waiting += ["usage_waiting", "job_facts WHERE batch IS NULL OR batch > 0"]
+        with self._transaction() as connection:
+            return any(self._rows(connection, f"SELECT 1 FROM {rows} LIMIT 1") for rows in waiting)  # noqa: S608
+
     def open_batch(self, most: int, term: str) -> Batch | None:
         """The batch that is to be committed: the one that was begun and not ended, else a new one of tasks that wait.
 
