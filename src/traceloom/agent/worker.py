@@ -62,6 +62,8 @@ def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **argum
 async def run_alone(task: str, **arguments: Any) -> Any:
     """Run a task as long as it takes; where this is cancelled, its process is killed.
 
+    Nobody waits for the end of the process: where it has probes, the kernel takes them away first, which takes seconds.
+
     Raises:
         TraceloomError: `task-failed`: it could not start, raised or was killed; the message is its own.
     """
@@ -76,7 +78,7 @@ async def run_alone(task: str, **arguments: Any) -> Any:
         answer = None  # it was cut while it wrote
     finally:
         worker.kill()
-        worker.ended()
+        threading.Thread(target=worker.ended, name=f"end of {task}", daemon=True).start()
     if answer is None or "error" in answer:
         raise TraceloomError(answer["error"] if answer else f"the process of `{task}` ended", slug="task-failed")
     return answer["result"]

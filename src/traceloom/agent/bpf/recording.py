@@ -7,7 +7,7 @@ import errno
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from traceloom.agent.bpf.python_frames import PythonFrames
 from traceloom.agent.bpf.step_probes import LOADER, StepProbes
 from traceloom.agent.bpf.support import unsupported
 from traceloom.agent.bpf.symbols import Symbols
-from traceloom.agent.bpf.uprobes import Uprobes
 
 _PAUSE_S = 0.02  # the ring holds what comes in it
 _LOOK_S = 1.0
@@ -189,38 +188,38 @@ def allocations(order: dict[str, Any]) -> list[str]:
     """
     watched = [(memory.library, memory.call) for memory in _MEMORY]
     wanted = msgspec.convert(order, Order)
-    with _recorded(watched, wanted) as recorded:
-        stacks = _Stacks(recorded, [call for _, call in watched])
-        live: dict[tuple[str, int], int] = {}
+    recorded = _recorded(watched, wanted)
+    stacks = _Stacks(recorded, [call for _, call in watched])
+    live: dict[tuple[str, int], int] = {}
 
-        def events() -> Iterator[tuple[Any, ...]]:
-            for time_ns, thread, number, stack, *values in recorded.records:
-                device = _MEMORY[number].device
-                totals: tuple[int | None, int | None] = (None, None)
-                if number == _REPORT:
-                    address, size, allocated, reserved, kind, _ = values
-                    size -= (size >> 63) << 64
-                    if kind & 0xFF == 0:
-                        continue  # seen where it is allocated
-                    device = f"{_DEVICES.get(kind & 0xFF, 'other')}:{kind >> 8 & 0x7F}"
-                    totals = (allocated, reserved)
-                elif _MEMORY[number].frees:
-                    address = values[0]
-                    size = -live.pop((device, address), 0)
-                    if not size:
-                        continue  # allocated before, or by a function that is not watched
-                else:
-                    size, address = values[0], values[4]
-                    live[device, address] = size
-                if address >= _LARGEST or size >= _LARGEST:
-                    continue  # no allocator gives these: the process made them up
-                row = stacks.number(number, stack) if size > 0 else -1
-                yield time_ns + recorded.offset_ns, thread & 0xFFFFFFFF, address, size, device, row, *totals
+    def events() -> Iterator[tuple[Any, ...]]:
+        for time_ns, thread, number, stack, *values in recorded.records:
+            device = _MEMORY[number].device
+            totals: tuple[int | None, int | None] = (None, None)
+            if number == _REPORT:
+                address, size, allocated, reserved, kind, _ = values
+                size -= (size >> 63) << 64
+                if kind & 0xFF == 0:
+                    continue  # seen where it is allocated
+                device = f"{_DEVICES.get(kind & 0xFF, 'other')}:{kind >> 8 & 0x7F}"
+                totals = (allocated, reserved)
+            elif _MEMORY[number].frees:
+                address = values[0]
+                size = -live.pop((device, address), 0)
+                if not size:
+                    continue  # allocated before, or by a function that is not watched
+            else:
+                size, address = values[0], values[4]
+                live[device, address] = size
+            if address >= _LARGEST or size >= _LARGEST:
+                continue  # no allocator gives these: the process made them up
+            row = stacks.number(number, stack) if size > 0 else -1
+            yield time_ns + recorded.offset_ns, thread & 0xFFFFFFFF, address, size, device, row, *totals
 
-        _write(
-            wanted, "traceloom-allocations",
-            {"events": events(), "frames": stacks.frames, "stacks": stacks.stacks}, recorded.counts,
-        )  # fmt: skip
+    _write(
+        wanted, "traceloom-allocations",
+        {"events": events(), "frames": stacks.frames, "stacks": stacks.stacks}, recorded.counts,
+    )  # fmt: skip
     return [wanted.path]
 
 
@@ -233,38 +232,41 @@ def launches(order: dict[str, Any]) -> list[str]:
     table = _launches()
     watched = [(launch.library, launch.call) for launch in table]
     wanted = msgspec.convert(order, Order)
-    with _recorded(watched, wanted) as recorded:
-        stacks = _Stacks(recorded, [call for _, call in watched])
-        durations = []
+    recorded = _recorded(watched, wanted)
+    stacks = _Stacks(recorded, [call for _, call in watched])
+    durations = []
 
-        def events() -> Iterator[tuple[Any, ...]]:
-            for time_ns, thread, number, stack, *values in recorded.records:
-                launch, thread_id, row = table[number], thread & 0xFFFFFFFF, stacks.number(number, stack)
-                own = (launch.call.beginning.rstrip("\0"), launch.library, 0)
-                if launch.kind == "wait":
-                    began = values[5]
-                    durations.append((began + recorded.offset_ns, thread_id, stacks.frame(own), time_ns - began, row))
-                    continue
-                if launch.kind == "graph":
-                    grid, block, stream = [0, 0, 0], [0, 0, 0], values[1]
-                else:
-                    own = (*recorded.symbols.name(values[0]), 0) if launch.kind == "function" else own
-                    grid = [values[1] & 0xFFFFFFFF, values[1] >> 32, values[2]]
-                    block = [values[3] & 0xFFFFFFFF, values[3] >> 32, values[4]]
-                    stream = values[5]
-                yield time_ns + recorded.offset_ns, thread_id, stacks.frame(own), grid, block, stream, row
+    def events() -> Iterator[tuple[Any, ...]]:
+        for time_ns, thread, number, stack, *values in recorded.records:
+            launch, thread_id, row = table[number], thread & 0xFFFFFFFF, stacks.number(number, stack)
+            own = (launch.call.beginning.rstrip("\0"), launch.library, 0)
+            if launch.kind == "wait":
+                began = values[5]
+                durations.append((began + recorded.offset_ns, thread_id, stacks.frame(own), time_ns - began, row))
+                continue
+            if launch.kind == "graph":
+                grid, block, stream = [0, 0, 0], [0, 0, 0], values[1]
+            else:
+                own = (*recorded.symbols.name(values[0]), 0) if launch.kind == "function" else own
+                grid = [values[1] & 0xFFFFFFFF, values[1] >> 32, values[2]]
+                block = [values[3] & 0xFFFFFFFF, values[3] >> 32, values[4]]
+                stream = values[5]
+            yield time_ns + recorded.offset_ns, thread_id, stacks.frame(own), grid, block, stream, row
 
-        _write(
-            wanted, "traceloom-launches",
-            {"events": events(), "durations": durations, "frames": stacks.frames, "stacks": stacks.stacks},
-            recorded.counts,
-        )  # fmt: skip
+    _write(
+        wanted, "traceloom-launches",
+        {"events": events(), "durations": durations, "frames": stacks.frames, "stacks": stacks.stacks},
+        recorded.counts,
+    )  # fmt: skip
     return [wanted.path]
 
 
-@contextlib.contextmanager
-def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterator[_Recorded]:
-    """Probe the process for as long as is asked."""
+def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> _Recorded:
+    """Probe the process for as long as is asked.
+
+    Nothing is closed here: the worker ends after its task, and the kernel takes each probe away. That waits for all
+    processors, a tenth of a second and more for each of some thirty probes, and the result need not wait for it.
+    """
     why, helps = unsupported()
     if why:
         raise OSError(errno.EPERM, f"{why}; {helps}" if helps else why)
@@ -272,64 +274,62 @@ def _recorded(watched: Sequence[tuple[str, ProbedCall]], order: Order) -> Iterat
     image = _image(pid)
     if image is None or image[0] != order.start_ticks:
         raise OSError(errno.ESRCH, "the process has ended")
-    with contextlib.ExitStack() as exits:
-        symbols = Symbols(pid)
-        symbols.look()
-        python, without_python = None, None
-        try:
-            python = PythonFrames(pid)
-            exits.callback(python.close)
-        except OSError as error:
-            without_python = None if error.errno == errno.ENOENT else error.strerror
-        stacks = CallStacks(pid, symbols, python)
-        exits.callback(stacks.close)
-        stacks.look()
-        probes = CallProbes(pid, stacks)
-        exits.callback(probes.close)
-        steps_taken = exits.enter_context(_steps(pid)) if steps is not None else None
-        offset_ns = time.time_ns() - time.monotonic_ns()
-        libraries = _Libraries(probes, pid, watched)
-        if not libraries.attach():
-            names = ", ".join(dict.fromkeys(library for library, _ in watched))
-            raise OSError(errno.ENOENT, f"the process has none of the functions that are watched (of {names})")
-        begins = max(order.start_ns - offset_ns, time.monotonic_ns())  # when all of them are watched
-        pieces: list[bytes] = []
-        held, beyond, steps_before, looked = 0, 0, 0, time.monotonic()
-        lost, refused = probes.lost(), stacks.refused()
-        seconds = min(order.duration_s or _MOST_S, _MOST_S)
-        ends = begins + round(seconds * 1e9)
-        while (now := time.monotonic_ns()) < ends and _image(pid) == image:
-            time.sleep(min(_PAUSE_S, (ends - now) / 1e9))
-            piece = probes.ring.take()
-            stacks.take()
-            stacks.look()
-            if now < begins:
-                steps_before = steps_taken() if steps_taken is not None else 0
-                lost, refused = probes.lost(), stacks.refused()
-                continue
-            if held >= _MOST_RECORDS * RECORD.size:
-                beyond += len(piece) // RECORD.size
-            else:
-                pieces.append(piece)
-                held += len(piece)
-            if steps is not None and steps_taken is not None and steps_taken() - steps_before >= steps:
-                break
-            if time.monotonic() - looked > _LOOK_S and _image(pid) == image:
-                looked = time.monotonic()
-                with contextlib.suppress(OSError):  # it has ended, which is seen above
-                    symbols.look()
-                    libraries.attach()
-        counts = {
-            "lost": beyond + probes.lost() - lost, "without_stack": stacks.refused() - refused,
-            "without_python": without_python,
-        }  # fmt: skip
-        probes.detach()
-        pieces.append(probes.ring.take())
-        if _image(pid) == image:
-            with contextlib.suppress(OSError):
-                symbols.look()
+    symbols = Symbols(pid)
+    symbols.look()
+    python, without_python = None, None
+    try:
+        python = PythonFrames(pid)
+    except OSError as error:
+        without_python = None if error.errno == errno.ENOENT else error.strerror
+    stacks = CallStacks(pid, symbols, python)
+    stacks.look()
+    probes = CallProbes(pid, stacks)
+    steps_taken = _steps(pid) if steps is not None else None
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    libraries = _Libraries(probes, pid, watched)
+    if not libraries.attach():
+        names = ", ".join(dict.fromkeys(library for library, _ in watched))
+        raise OSError(errno.ENOENT, f"the process has none of the functions that are watched (of {names})")
+    begins = max(order.start_ns - offset_ns, time.monotonic_ns())  # when all of them are watched
+    pieces: list[bytes] = []
+    held, beyond, looked = 0, 0, time.monotonic()
+    lost, refused = probes.lost(), stacks.refused()
+    steps_before = steps_taken() if steps_taken is not None else 0
+    seconds = min(order.duration_s or _MOST_S, _MOST_S)
+    ends = begins + round(seconds * 1e9)
+    while (now := time.monotonic_ns()) < ends and _image(pid) == image:
+        time.sleep(min(_PAUSE_S, (ends - now) / 1e9))
+        piece = probes.ring.take()
         stacks.take()
-        yield _Recorded(_by_time(pieces, begins, ends), offset_ns, symbols, stacks, python, counts)
+        stacks.look()
+        if now < begins:
+            steps_before = steps_taken() if steps_taken is not None else 0
+            lost, refused = probes.lost(), stacks.refused()
+            continue
+        if held >= _MOST_RECORDS * RECORD.size:
+            beyond += len(piece) // RECORD.size
+        else:
+            pieces.append(piece)
+            held += len(piece)
+        # The step that runs when it begins is none of them.
+        if steps is not None and steps_taken is not None and steps_taken() - steps_before > steps:
+            ends = time.monotonic_ns()
+            break
+        if time.monotonic() - looked > _LOOK_S and _image(pid) == image:
+            looked = time.monotonic()
+            with contextlib.suppress(OSError):  # it has ended, which is seen above
+                symbols.look()
+                libraries.attach()
+    counts = {
+        "lost": beyond + probes.lost() - lost, "without_stack": stacks.refused() - refused,
+        "without_python": without_python,
+    }  # fmt: skip
+    pieces.append(probes.ring.take())
+    if _image(pid) == image:
+        with contextlib.suppress(OSError):
+            symbols.look()
+    stacks.take()
+    return _Recorded(_by_time(pieces, begins, ends), offset_ns, symbols, stacks, python, counts)
 
 
 def _by_time(pieces: list[bytes], begins: int, ends: int) -> Iterator[tuple[int, ...]]:
@@ -376,29 +376,19 @@ class _Libraries:
         return attached
 
 
-@contextlib.contextmanager
-def _steps(pid: int) -> Iterator[Any]:
+def _steps(pid: int) -> Callable[[], int]:
     """A function that gives how many steps the process has taken."""
-    counting, attached = StepProbes(), None
-    try:
-        for mapping in mappings(pid):
-            if mapping.path.endswith("/libtorch_cpu.so"):
-                attached, _ = counting.attach(open_mapped(pid, mapping), pid)
-                break
-        if attached is None:
-            raise OSError(
-                errno.ENOENT, "a process without PyTorch has no steps that can be counted: ask for a duration"
-            )
+    library = next((mapping for mapping in mappings(pid) if mapping.path.endswith("/libtorch_cpu.so")), None)
+    if library is None:
+        raise OSError(errno.ENOENT, "a process without PyTorch has no steps that can be counted: ask for a duration")
+    counting = StepProbes()
+    counting.attach(open_mapped(pid, library), pid)
 
-        def taken() -> int:
-            marks = counting.marks().get(pid, {})
-            return max((mark.number for (kind, _), mark in marks.items() if kind != LOADER), default=0)
+    def taken() -> int:
+        marks = counting.marks().get(pid, {})
+        return max((mark.number for (kind, _), mark in marks.items() if kind != LOADER), default=0)
 
-        yield taken
-    finally:
-        if isinstance(attached, Uprobes):
-            attached.close()
-        counting.close()
+    return taken
 
 
 _Frame = tuple[str, str, int]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -24,11 +27,32 @@ PROFILERS = {
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What is to be recorded: from `start_ns` of the wall clock (0: at once), for a duration or a number of steps."""
+    """What is to be recorded: from `start_ns` of the wall clock (0: at once), for a duration or a number of steps.
+
+    `measured`: of steps that take nobody knows how long, waits for the traces beside it; from when to when these were.
+    """
 
     start_ns: int
     duration_s: float | None
     steps: int | None
+    measured: Callable[[], Awaitable[tuple[int, int]]] | None = None
+
+    def over(self) -> asyncio.Future[tuple[int, int]]:
+        """Ends with the window; from when to when it was, in ns of the wall clock.
+
+        Raises:
+            ProfilerError: `no-duration`: nobody knows how long its steps take.
+        """
+        start_ns, seconds = max(self.start_ns, time.time_ns()), self.duration_s
+        if seconds is not None:
+            end_ns = start_ns + int(seconds * 1e9)
+            return asyncio.ensure_future(asyncio.sleep((end_ns - time.time_ns()) / 1e9, (start_ns, end_ns)))
+        if self.measured is None:
+            raise ProfilerError(
+                "it is recorded for a time, and nobody knows how long a step takes", slug="no-duration",
+                hint="ask for a duration, or for the timeline beside it",
+            )  # fmt: skip
+        return asyncio.ensure_future(self.measured())
 
 
 class ProfilerError(TraceloomError):

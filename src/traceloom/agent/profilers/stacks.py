@@ -22,6 +22,7 @@ from traceloom.errors import TraceloomError
 _LEAD_S = 0.5  # it is started so long before the window, as it first reads the process's libraries
 _READY_S = 30.0
 _END_S = 60.0
+_LONGEST_S = 600.0  # of steps that nobody knows the duration of
 _TICK_NS = int(time.clock_getres(5) * 1e9)  # of CLOCK_REALTIME_COARSE, which file systems take their times from
 
 
@@ -60,16 +61,16 @@ class StacksProfiler:
         Raises:
             ProfilerError: `no-duration`; as of `py_spy`; `cannot-write`, `task-failed`.
         """
-        if window.duration_s is None:
-            raise ProfilerError(
-                "stacks are recorded for a time, not for a number of steps", slug="no-duration",
-                hint="ask for a duration",
-            )  # fmt: skip
-        start_ns = max(window.start_ns, time.time_ns())
-        end_ns = start_ns + int(window.duration_s * 1e9)
-        await asyncio.sleep(max(0.0, (start_ns - time.time_ns()) / 1e9 - _LEAD_S))
+        over, start_ns = window.over(), max(window.start_ns, time.time_ns())
         with tempfile.TemporaryDirectory(prefix="traceloom-stacks-") as name:
-            clock = await self._sample(process, end_ns, Path(name))
+            try:
+                await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9 - _LEAD_S))
+                clock = await self._sample(process, over, window.duration_s, Path(name))
+                end_ns = time.time_ns()
+                if window.measured is not None or over.done():  # else the process has ended
+                    start_ns, end_ns = await over
+            finally:
+                over.cancel()
             convert = partial(
                 worker.run, "stacks", source=f"{name}/samples", target=f"{name}/stacks", pid=process.pid,
                 rank=process.owner.rank, start_ns=start_ns, end_ns=end_ns, rate=self.rate,
@@ -82,10 +83,12 @@ class StacksProfiler:
             content = await asyncio.to_thread(Path(name, "stacks").read_bytes)
         return [await asyncio.to_thread(new_file, directory / f"{stem}.stacks.json.gz", content)]
 
-    async def _sample(self, process: Process, end_ns: int, directory: Path) -> _Sampled:
+    async def _sample(
+        self, process: Process, over: asyncio.Future[tuple[int, int]], seconds: float | None, directory: Path
+    ) -> _Sampled:
         """Let py-spy write `samples` until then; what is needed to put its clock onto the wall clock."""
         # It ends by itself should the agent be killed meanwhile.
-        longest_s = math.ceil((end_ns - time.time_ns()) / 1e9 + _READY_S)
+        longest_s = math.ceil(_LEAD_S + (_LONGEST_S if seconds is None else seconds) + _READY_S)
         spy = PySpy(
             process, "record", "--format", "chrometrace", "--threads", "--idle", "--full-filenames",
             "--native" if self.native else "--nonblocking", "--rate", str(self.rate), "--duration", str(longest_s),
@@ -100,8 +103,10 @@ class StacksProfiler:
             try:
                 if await asyncio.wait_for(running.stdout.readline(), _READY_S):  # it looks at the process now
                     spy.check()
-                with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-                    await asyncio.wait_for(running.wait(), max(0.0, (end_ns - time.time_ns()) / 1e9))
+                ends: list[asyncio.Future[int] | asyncio.Future[tuple[int, int]]]
+                ends = [over, asyncio.ensure_future(running.wait())]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                ends[1].cancel()
                 threads = await asyncio.to_thread(_threads, process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     running.send_signal(signal.SIGINT)  # it writes what it has

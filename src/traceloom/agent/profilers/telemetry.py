@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from traceloom.agent.scheduler import Scheduler
 
 VERSION = 1
 _MOST_VALUES = 4_000_000  # 64 MB: 1,000 series for more than six minutes
+_FAST_S = 2.0  # at once; renewed until the window is over
 _AGENT = ("agent_", "collector_")  # metrics about the agent itself
 
 
@@ -50,12 +53,7 @@ class TelemetryProfiler:
         Raises:
             ProfilerError: `no-duration`, `cannot-write`.
         """
-        if window.duration_s is None:
-            raise ProfilerError(
-                "telemetry is recorded for a time, not for a number of steps", slug="no-duration",
-                hint="ask for a duration",
-            )  # fmt: skip
-        await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9))
+        over = window.over()
         values: dict[Series, tuple[array[int], array[float]]] = {}
         room = _MOST_VALUES
 
@@ -69,14 +67,25 @@ class TelemetryProfiler:
                     numbers.append(value)
                     room -= 1
 
-        for name, sheet in self.board.sheets.items():
-            take(name, sheet)  # what was last known when it began: of slow collectors that is all there is
-        self.board.watchers.append(take)
         try:
-            self.scheduler.fast(window.duration_s)
-            await asyncio.sleep(window.duration_s)
+            await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9))
+            for name, sheet in self.board.sheets.items():
+                take(name, sheet)  # what was last known when it began: of slow collectors that is all there is
+            self.board.watchers.append(take)
+            while not over.done():
+                self.scheduler.fast(_FAST_S)
+                await asyncio.wait({over}, timeout=_FAST_S / 2)
         finally:
-            self.board.watchers.remove(take)
+            over.cancel()
+            with contextlib.suppress(ValueError):  # it had not begun
+                self.board.watchers.remove(take)
+        start_ns, end_ns = await over
+        for series, (times, numbers) in list(values.items()):
+            # With what was last known when it began.
+            kept = slice(max(bisect_right(times, start_ns) - 1, 0), bisect_right(times, end_ns))
+            values[series] = (times[kept], numbers[kept])
+            if not values[series][0]:
+                del values[series]
         return [await asyncio.to_thread(write, directory / f"{stem}.telemetry.json.gz", self.host, values, room == 0)]
 
 

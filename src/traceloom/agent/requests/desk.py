@@ -424,11 +424,13 @@ class RequestDesk:
             start_ns = await asyncio.shield(start.first)
             tells_itself = isinstance(profiler, AttachedMemoryProfiler)
             tell("queued" if tells_itself else "accepted", start_ns=start_ns)
-            seconds = wanted.duration_s
+            window = Window(start_ns, wanted.duration_s, wanted.steps)
             rate = self.steps.per_second(process.key)
-            if seconds is None and rate and wanted.steps is not None:
-                seconds = wanted.steps / rate
-            paths = await profiler.record(process, Window(start_ns, seconds, wanted.steps), directory, target.stem)
+            if rate and wanted.steps is not None:
+                window = Window(start_ns, wanted.steps / rate, wanted.steps)
+            elif wanted.steps is not None and any(beside.profiler == "timeline" for beside in request.targets):
+                window = Window(start_ns, None, wanted.steps, partial(self.traced, request))
+            paths = await profiler.record(process, window, directory, target.stem)
             if not tells_itself:
                 tell("written")
                 size = await asyncio.to_thread(lambda: sum(path.stat().st_size for path in paths))
@@ -440,6 +442,24 @@ class RequestDesk:
                     )
                 tell("kept", file=paths[0].name if paths else "", bytes=size)
         request.files += sorted({path.name for path in paths} - set(request.files))
+
+    async def traced(self, request: TraceRequest) -> tuple[int, int]:
+        """Wait for the timelines of a request; from when the first of them really was to when the last, ns.
+
+        Raises:
+            ProfilerError: `no-duration`: none was kept, or none says when it was.
+        """
+        timelines = [target for target in request.targets if target.profiler == "timeline"]
+        async with self._changed:
+            await self._changed.wait_for(lambda: all(target.ended for target in timelines))
+        kept = [target for target in timelines if target.state == "kept"]
+        starts = [target.window_start_ns for target in kept if target.window_start_ns is not None]
+        ends = [target.window_end_ns for target in kept if target.window_end_ns is not None]
+        if not starts or not ends:
+            raise ProfilerError(
+                "no timeline was kept that says how long the steps took", slug="no-duration", hint="ask for a duration"
+            )
+        return min(starts), max(ends)
 
     async def _finish(self, request: TraceRequest) -> None:
         kept = [target for target in request.targets if target.state == "kept"]

@@ -19,11 +19,22 @@ from typing import Any
 import pytest
 
 from support.kineto_clients import KinetoClient, trace_text, write_trace
+from support.waiting import until
+from traceloom.agent.board import Board
+from traceloom.agent.config import Config
 from traceloom.agent.ipc.sockets import KinetoSockets
+from traceloom.agent.metrics import Reading
 from traceloom.agent.owners import Process
 from traceloom.agent.profilers import ProfilerError, Window
+from traceloom.agent.profilers.telemetry import TelemetryProfiler
 from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
 from traceloom.agent.registry import ProfilerRegistry, parent_and_start
+from traceloom.agent.requests.desk import RequestDesk
+from traceloom.agent.requests.model import TraceRequest, Wanted
+from traceloom.agent.requests.places import Places
+from traceloom.agent.requests.store import RequestStore
+from traceloom.agent.scheduler import Scheduler
+from traceloom.agent.steps import Steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
 EVERY_S = 0.05  # between polls of the stand-in
@@ -313,6 +324,82 @@ def test_a_common_start_is_told_and_measured(place: Path) -> None:
     start_ns = int(outcome.told[0]["PROFILE_START_TIME"]) * 1_000_000
     assert 0 <= outcome.facts["start_ns"] - start_ns < 1_000_000  # libkineto is told milliseconds
     assert abs(outcome.facts["skew_ns"] - late_ns) < 2_000_000
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "damaged"])
+def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
+    place: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
+    monkeypatch.setattr("traceloom.agent.profilers.timeline.AHEAD_S", 0.1)
+    read: list[tuple[int, float]] = []
+    board = Board()
+
+    class Counter:
+        """Counts its runs; left alone, it runs once a minute."""
+
+        name, period_s, timeout_s = "cpu", 60.0, 5.0
+
+        def collect(self) -> list[Reading]:
+            return [Reading("host_cpu_seconds_total", ("user",), len(read))]
+
+        def trouble(self) -> list[str]:
+            return []
+
+    def at_the_instant(_: int, lines: dict[str, str]) -> list[int]:
+        start_ns = int(lines["PROFILE_START_TIME"]) * 1_000_000 + 200_000_000
+        time.sleep((start_ns - time.time_ns()) / 1e9 + 0.6)
+        write_trace(lines if is_kept else lines | {"REQUEST_TRACE_ID": "another"}, start_ns=start_ns)
+        return [1]
+
+    async def live() -> TraceRequest:
+        registry = ProfilerRegistry()
+        sockets = KinetoSockets(place / "k", registry)
+        sockets.start()
+        scheduler = Scheduler(board, [Counter()])
+        board.watchers.append(lambda _, sheet: read.append((sheet.at_ns, *sheet.values.values())))
+        scheduler.start()
+        ticks = parent_and_start("/proc", os.getpid())[1]
+        process = Process(
+            key=f"{os.getpid()}@{ticks}", pid=os.getpid(), start_ticks=ticks, started_ns=1, parent_pid=1,
+            uid=os.geteuid(), command="",
+        )  # fmt: skip
+        desk = RequestDesk(
+            Config(), registry, lambda: {process.key: process}, Steps(), RequestStore(None), Places(place / "traces"), "",
+            {"telemetry": lambda: TelemetryProfiler(board, scheduler, "node1")},
+        )  # fmt: skip
+        stand_in = StandIn(place / "k" / str(os.geteuid()), at_the_instant, [])
+        try:
+            clients = registry.clients  # how often it polls is known from its second time on
+            await asyncio.to_thread(until, lambda: process.key in clients and clients[process.key].interval_s < 1)
+            wanted = Wanted(pids=(process.pid,), steps=3, profilers=("timeline", "telemetry"))
+            request = await desk.submit(wanted, "test", lambda _: True)
+            async for _ in desk.changes(request):
+                pass
+            return request
+        finally:
+            await asyncio.to_thread(stand_in.close)
+            await desk.close()
+            await scheduler.stop()
+            sockets.close()
+
+    request = asyncio.run(live())
+    timeline, telemetry = request.targets
+    if not is_kept:
+        assert (timeline.state, timeline.reason) == ("failed", "damaged")
+        assert (telemetry.state, telemetry.reason) == ("failed", "no-duration")
+        return
+    assert (timeline.state, telemetry.state, telemetry.file) == ("kept", "kept", f"{telemetry.stem}.telemetry.json.gz")
+    start_ns, end_ns = timeline.window_start_ns, timeline.window_end_ns
+    assert start_ns is not None
+    assert end_ns is not None
+    assert end_ns - start_ns == pytest.approx(5e8)
+    path = place / "traces" / str(os.geteuid()) / request.id / telemetry.file
+    (series,) = json.loads(gzip.decompress(path.read_bytes()))["series"]
+    before = [row for row in read if row[0] <= start_ns]
+    inside = [row for row in read if start_ns < row[0] <= end_ns]
+    assert list(zip(series["times_ns"], series["values"], strict=True)) == before[-1:] + inside
+    assert inside
+    assert read[-1][0] > end_ns  # there was more that is left out
 
 
 def test_ranks_meet_in_each_round() -> None:
