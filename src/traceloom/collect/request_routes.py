@@ -100,8 +100,8 @@ class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
 class FleetRequestAnswer(HttpAnswer, frozen=True):
     """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result.
 
-    `start_step`: the step that all begin with, 0 where they begin at an instant; `start_detail`: why that is so, or why
-    it is a later one. `trigger`: the rule that asked, null where somebody did.
+    `start_step`: the step that all begin with, 0 where they begin at an instant; `start_detail`: why that is so, why
+    it is a later one, or which hosts began late. `trigger`: the rule that asked, null where somebody did.
     """
 
     id: str
