@@ -207,7 +207,7 @@ WATCH_ROUTES = (
     ),
     FleetRoute(
         path="/api/v1/jobs/{job:path}", summary="A job that runs now, and its processes", answers=_job,
-        answer=JobDetailAnswer, refuses=(503,),
+        answer=JobDetailAnswer, refuses=(404, 503),
     ),
     FleetRoute(
         path="/api/v1/findings/latest", summary="Findings of a capture, or of the last captures of a job",
