@@ -125,7 +125,8 @@ async def answered(route: FleetRoute, asked: FleetAsked) -> msgspec.Struct | Res
         raise RequestError(404, "nothing has a name with a NUL", slug="no-such-route")
     await check_role(asked, route.role)
     try:
-        return await route.answers(asked)
+        answer = route.answers(asked)
+        return await answer if isinstance(answer, Awaitable) else answer
     except RequestError:
         raise
     except TraceloomError as error:

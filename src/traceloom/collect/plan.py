@@ -159,7 +159,11 @@ def advanced(request: FleetRequest, now_ns: int) -> FleetRequest:
         if not late and any(not progress.state for progress in hosts.values()):
             return request  # as it is after nearly every word of a thousand hosts, so it is told quickly
         open_hosts = {host: progress for host, progress in hosts.items() if not progress.ended}
-        ready = {host for host, progress in open_hosts.items() if _is_ready(progress)}
+        ready = {
+            host
+            for host, progress in open_hosts.items()
+            if progress.state == "armed" and all(process.ready for process in progress.processes)
+        }
         if late:
             waited = f"{(now_ns - request.since_ns) / _S:.1f} s after it was asked"
             missing = {
@@ -254,10 +258,6 @@ def _failing(request: FleetRequest, faults: Mapping[str, tuple[str, str]], now_n
         for host, (reason, detail) in faults.items()
     }
     return replace(request, hosts={**request.hosts, **ended})
-
-
-def _is_ready(progress: HostProgress) -> bool:
-    return progress.state == "armed" and all(process.ready for process in progress.processes)
 
 
 def _lead_ns(request: FleetRequest) -> int:
