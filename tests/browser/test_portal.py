@@ -14,7 +14,7 @@ for package in ("htpy", "sqlalchemy", "obstore", "deltalake", "prometheus_client
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from support.running_service import RunningService  # noqa: E402
-from support.simulated_host import SimulatedHost  # noqa: E402
+from support.simulated_hosts import SimulatedHost  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.agent.uplink.messages import HostDevice, HostProcess  # noqa: E402
 from traceloom.portal.pages import PAGES  # noqa: E402
@@ -53,7 +53,8 @@ class Fleet:
             if number:
                 processes.append(process(7, EVIL, EVIL_USER, "none"))
             token = self.post("agents", {"host": f"node{number}"})["token"]
-            self.hosts.append(SimulatedHost(self.service.url, f"node{number}", token, processes, [device]))
+            self.hosts.append(SimulatedHost([self.service.url], f"node{number}", token, processes, folder, [device]))
+            self.hosts[-1].begin()
         until(lambda: len(self.service.ask("GET", "/api/v1/jobs")[1]["jobs"]) == 2)
 
     def post(self, route: str, body: dict[str, Any]) -> Any:

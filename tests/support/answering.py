@@ -15,7 +15,8 @@ from traceloom.collect.app import build_fleet_app
 from traceloom.collect.client import FleetClient
 from traceloom.collect.executors import engine_of
 from traceloom.collect.hosts import HostDesk
-from traceloom.collect.service import Service
+from traceloom.collect.service import Service, ServiceLimits
+from traceloom.collect.triggers import FleetTriggers
 from traceloom.store.objects import Objects
 from traceloom.store.schemas import SCHEMAS
 from traceloom.store.state import Role, State
@@ -51,18 +52,22 @@ class AnsweringService:
 
 
 @contextmanager
-def answering(folder: Path, weeks: Weeks | None = None) -> Iterator[AnsweringService]:
-    """A service that answers; nothing is analysed."""
-    state, tables = State(str(folder / "state.db")), Tables(str(folder / "store"))
+def answering(
+    folder: Path, weeks: Weeks | None = None, limits: ServiceLimits | None = None, state: str = ""
+) -> Iterator[AnsweringService]:  # fmt: skip
+    """A service that answers, with a SQLite of its own or another `state`; nothing is analysed."""
+    records, tables = State(state or str(folder / "state.db")), Tables(str(folder / "store"))
     tables.create()
     if weeks is not None:
         fill(tables, weeks)
     engine = engine_of("processes", 1)
     service = Service(
-        state, Objects(str(folder / "store")), tables, engine, lease_s=3600, commit_s=5, incoming=folder / "from-hosts"
-    )
+        records, Objects(str(folder / "store")), tables, engine, limits, lease_s=3600, commit_s=5,
+        incoming=folder / "from-hosts",
+    )  # fmt: skip
     service.pipeline.lead()
-    service.hosts = HostDesk(state, folder / "from-hosts", service.pipeline.term)
+    service.hosts = HostDesk(records, folder / "from-hosts", service.pipeline.term)
+    service.triggers = FleetTriggers(service.hosts, tables)
     server = uvicorn.Server(uvicorn.Config(build_fleet_app(service), port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, name="answering")
     thread.start()
@@ -75,7 +80,7 @@ def answering(folder: Path, weeks: Weeks | None = None) -> Iterator[AnsweringSer
         thread.join()
         service.questions.close()
         engine.close()
-        state.close()
+        records.close()
 
 
 DAYS = {"since": date(2026, 10, 5).isoformat(), "until": date(2026, 10, 28).isoformat()}

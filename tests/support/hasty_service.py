@@ -1,7 +1,4 @@
-"""`traceloom serve` that waits for hosts for half a minute where the real one waits for two: `SERVE...`.
-
-All of a test's hosts share one machine, which may be busy: they have more time than others until they begin.
-"""
+"""`traceloom serve` that waits for hosts for half a minute where the real one waits for two: `SERVE...`."""
 
 from __future__ import annotations
 
@@ -12,5 +9,4 @@ from traceloom.collect import plan
 
 if __name__ == "__main__":
     plan._READY_NS = plan._DRAIN_NS = 30 * plan._S
-    plan._LEAD_NS = 25 * plan._S
     sys.exit(main(["serve", *sys.argv[1:]]))

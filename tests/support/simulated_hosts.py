@@ -1,9 +1,10 @@
-"""Hosts of a fleet that speak as agents do, with made captures: whoever tests says when one does what."""
+"""Hosts of a fleet that speak as agents do, with made captures: when who tests says so, or by themselves."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,23 +33,39 @@ from traceloom.agent.uplink.messages import (
 from traceloom.testing import TraceBuilder
 
 T = TypeVar("T")
-CLOCK = ClockOffset(offset_ns=0, error_ns=1000, round_trips=16)
-BASE_NS = 1_790_000_000 * 10**9
+CLOCK = ClockOffset(offset_ns=120_000, error_ns=310_000, round_trips=16)
+_LOOK_S = 0.25
+_STEPS = 2
 
 
-def made_part(folder: Path, host: str, rank: int, job: str) -> list[HostFile]:
-    """What an agent keeps of a request for one rank, in a new folder: a trace of two steps and `capture.json`."""
+def ranked_process(rank: int, job: str, user: str = "ada") -> HostProcess:
+    """A process of a job of two ranks, which can be traced."""
+    return HostProcess(
+        key=f"{rank}@1", pid=rank + 1, uid=0, job=job, rank=rank, world_size=2, user=user, polls=True
+    )  # fmt: skip
+
+
+def made_part(folder: Path, host: str, processes: Sequence[HostProcess]) -> list[HostFile]:
+    """What an agent keeps of a request, in a new folder: a trace of two steps of each rank and `capture.json`."""
     folder.mkdir(parents=True)
-    made = TraceBuilder(rank, 2, host=host, base_ns=BASE_NS)
-    for step in range(2):
-        busy_step(made, step, 1000 * step)
-    trace = f"rank{rank}.kineto.json.gz"
-    made.write(folder / trace)
-    window = {"file": trace, "kind": "steps", "start_ns": BASE_NS, "end_ns": BASE_NS + 9, "step_count": 2}
-    entry = {
-        "rank": rank, "world_size": 2, "job": job, "name": f"rank{rank}", "host": host, "process": 7, "window": window,
-    }  # fmt: skip
-    document = {"format": "traceloom-capture", "version": 1, "ranks": [entry], "request": {"id": "r", "targets": []}}
+    base_ns, ranks = time.time_ns(), []
+    for process in processes:
+        rank, world_size = process.rank or 0, process.world_size or 1
+        made = TraceBuilder(rank, world_size, host=host, base_ns=base_ns)
+        for step in range(_STEPS):
+            busy_step(made, step, 1000 * step)
+        trace = f"rank{rank}.kineto.json.gz"
+        made.write(folder / trace)
+        window = {
+            "file": trace, "kind": "steps", "start_ns": base_ns, "end_ns": base_ns + 10**6, "step_count": _STEPS,
+        }  # fmt: skip
+        ranks.append(
+            {
+                "rank": rank, "world_size": world_size, "job": process.job, "name": f"rank{rank}", "host": host,
+                "process": process.pid, "window": window,
+            }
+        )  # fmt: skip
+    document = {"format": "traceloom-capture", "version": 1, "ranks": ranks, "request": {"id": "r", "targets": []}}
     (folder / "capture.json").write_text(json.dumps(document))
     contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     return [
@@ -58,26 +75,43 @@ def made_part(folder: Path, host: str, rank: int, job: str) -> list[HostFile]:
 
 
 class SimulatedHost:
-    """A host with one process of a job.
+    """A host that has joined a service. It says and does nothing until it is told to, or to act by itself (`begin`).
 
     Args:
         urls: Of the services that share a state; it asks the next where one does not answer.
         name: Of the host.
         token: By which it joins.
-        job: Of its process.
-        rank: Of its process.
+        processes: That run on it; those of the first one's job are traced.
         folder: For what it keeps of requests.
+        devices: It has; None: one for the first process.
     """
 
-    def __init__(self, urls: Sequence[str], name: str, token: str, job: str, rank: int, folder: Path) -> None:
+    def __init__(
+        self, urls: Sequence[str], name: str, token: str, processes: Sequence[HostProcess], folder: Path,
+        devices: Sequence[HostDevice] | None = None,
+    ) -> None:  # fmt: skip
         self.clients = [ServiceClient(url, timeout_s=5) for url in urls]
-        self.name, self.job, self.rank = name, job, rank
-        self.folder = folder / name
-        self.files = made_part(self.folder, name, rank, job)
+        self.name, self.processes, self.folder = name, list(processes), folder / name
+        self.traced = [process for process in processes if process.job == processes[0].job]
+        usual = [HostDevice(uuid=f"GPU-{processes[0].rank}", model="H100")]
+        self.devices = usual if devices is None else list(devices)
+        self.files = made_part(self.folder, name, self.traced)
         enrolment = Enrolment(token=token, host=name)
         credential = self.ask(lambda client: client.post("agents/enrol", enrolment, Enrolled)).credential
         for client in self.clients:
             client.credential = credential
+        self._ended = threading.Event()
+        self._acting: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Act by itself from now on: each piece of work when it is due."""
+
+        def act() -> None:
+            while not self._ended.wait(_LOOK_S):
+                self.go_on(early=False)
+
+        self._acting = threading.Thread(target=act, name=self.name)
+        self._acting.start()
 
     def ask(self, question: Callable[[ServiceClient], T]) -> T:
         """The answer of the service that leads.
@@ -97,13 +131,9 @@ class SimulatedHost:
 
     def beat(self, usage: Sequence[UsageRow] = (), sent_ns: int | None = None) -> HeartbeatAnswer:
         """Say how it is."""
-        process = HostProcess(
-            key=f"{self.rank}@1", pid=self.rank + 1, uid=0, job=self.job, rank=self.rank, world_size=2, user="ada",
-            polls=True,
-        )  # fmt: skip
         beat = Heartbeat(
-            sent_ns=time.time_ns() if sent_ns is None else sent_ns, boot_id="b", version="1", processes=[process],
-            usage=list(usage), clock=CLOCK, devices=[HostDevice(uuid=f"GPU-{self.rank}", model="H100")],
+            sent_ns=time.time_ns() if sent_ns is None else sent_ns, boot_id="b", version="1",
+            processes=self.processes, usage=list(usage), clock=CLOCK, devices=self.devices,
         )  # fmt: skip
         return self.ask(lambda client: client.post(f"agents/{self.name}/heartbeat", beat, HeartbeatAnswer))
 
@@ -113,13 +143,19 @@ class SimulatedHost:
 
     def report(self, request: str, state: HostState) -> ReportAnswer:
         """Say how far it is."""
-        process = ArmedProcess(key=f"{self.rank}@1", pid=self.rank + 1, job=self.job, rank=self.rank)
-        target = Target(
-            request="r", process=process.key, profiler="timeline", pid=process.pid, uid=0, rank=self.rank,
-            stem=f"rank{self.rank}", state="accepted" if state == "running" else "kept",
-        )  # fmt: skip
+        processes = [
+            ArmedProcess(key=of.key, pid=of.pid, job=of.job, rank=of.rank, steps_per_second=of.steps_per_second)
+            for of in self.traced
+        ]
+        targets = [
+            Target(
+                request="r", process=of.key, profiler="timeline", pid=of.pid, uid=of.uid, rank=of.rank,
+                stem=f"rank{of.rank}", state="accepted" if state == "running" else "kept",
+            )
+            for of in self.traced
+        ]  # fmt: skip
         report = HostReport(
-            state=state, processes=[process], targets=[] if state == "armed" else [target],
+            state=state, processes=processes, targets=[] if state == "armed" else targets,
             files=self.files if state in {"uploading", "uploaded"} else [],
             clock=CLOCK,
         )  # fmt: skip
@@ -139,14 +175,17 @@ class SimulatedHost:
         self.send(request, self.report(request, "uploading").missing)
         self.report(request, "uploaded")
 
-    def go_on(self) -> bool:
-        """Do what is wanted of it now, as an agent that knows nothing of before; False where nobody answers."""
+    def go_on(self, *, early: bool = True) -> bool:
+        """Do what is wanted of it now, as an agent that knows nothing of before; False where nobody answers.
+
+        `early`: do not wait for the instant at which it is to begin.
+        """
         try:
             self.beat()
             for work in self.work().work:
                 if work.step == "arm":
                     self.report(work.request, "armed")
-                else:
+                elif early or work.at_ns <= time.time_ns():
                     self.report(work.request, "running")
                     self.upload(work.request)
         except ServiceError as error:
@@ -156,6 +195,9 @@ class SimulatedHost:
         return True
 
     def close(self) -> None:
-        """Let its connections go."""
+        """Be silent from now on, and let its connections go."""
+        self._ended.set()
+        if self._acting is not None:
+            self._acting.join()
         for client in self.clients:
             client.close()

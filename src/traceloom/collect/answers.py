@@ -78,7 +78,7 @@ class CapturesParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """Which captures: of a job, received before an instant, at most so many."""
 
     job: Job = ""
-    before_ns: Annotated[int, Meta(ge=0)] = 0
+    before_ns: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     most: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 

@@ -118,11 +118,15 @@ async def answered(route: FleetRoute, asked: FleetAsked) -> msgspec.Struct | Res
     """What a route answers to who may ask it; `asked.request.state.what` is what the audit says of it.
 
     Raises:
-        RequestError: It is refused: `not-allowed` for who has another role.
+        RequestError: It is refused: `not-allowed` for who has another role, `no-such-route` for names that no
+            database keeps.
     """
+    if any("\0" in str(name) for name in asked.request.path_params.values()):
+        raise RequestError(404, "nothing has a name with a NUL", slug="no-such-route")
     await check_role(asked, route.role)
     try:
-        return await route.answers(asked)
+        answer = route.answers(asked)
+        return await answer if isinstance(answer, Awaitable) else answer
     except RequestError:
         raise
     except TraceloomError as error:

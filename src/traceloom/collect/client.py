@@ -170,10 +170,15 @@ def upload(
     Raises:
         InputError: As of `FleetClient.get` and `files_of`.
     """
-    files = files_of(capture)
-    announced = [{"name": name, **_digest(path)} for name, path in files.items()]
+    files, announced, sizes = files_of(capture), [], {}
+    for name, path in files.items():
+        try:
+            with open_regular(path) as file:
+                sha256, sizes[name] = sha256_of(file), file.tell()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        announced.append({"name": name, "size": sizes[name], "sha256": sha256})
     answer = client.post("captures", {"files": announced, "job": job})
-    sizes = {entry["name"]: int(entry["size"]) for entry in announced}
     sent = sum(sizes.values()) - sum(sizes[target["name"]] for target in answer["uploads"])
     for target in answer["uploads"]:
         client.send(target["url"], files[target["name"]])
@@ -189,12 +194,3 @@ def _counts(path: Path) -> bool:
 def _name(text: str) -> str:
     name = _UNSAFE.sub("_", text)[-190:]
     return name if name[:1].isalnum() or name.startswith("_") else f"_{name}"
-
-
-def _digest(path: Path) -> dict[str, str | int]:
-    try:
-        with open_regular(path) as file:
-            sha256 = sha256_of(file)
-            return {"size": file.tell(), "sha256": sha256}
-    except OSError as error:
-        raise unreadable(path, error) from error

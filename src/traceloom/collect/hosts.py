@@ -223,8 +223,11 @@ class HostDesk:
 
     def fresh(self) -> dict[str, HostNow]:
         """Hosts that spoke of late."""
-        now_ns = self.clock()
-        return {host: now for host, now in list(self.now.items()) if now_ns - now.received_ns < FRESH_NS}
+        return {host: now for host, now in list(self.now.items()) if self.is_fresh(now)}
+
+    def is_fresh(self, now: HostNow) -> bool:
+        """Whether what a host said last is of late: else it is lost."""
+        return self.clock() - now.received_ns < FRESH_NS
 
     def users_of(self, job: str) -> set[str]:
         """Users whose processes a job has, as far as hosts say."""

@@ -105,8 +105,12 @@ class Joining:
             whole = Path(temporary, "capture")
             for fault in stitch(parts, whole, asked):
                 LOG.warning("request %s: %s", request.id, fault)
-            paths = sorted(whole.iterdir())
-            files = tuple(_announced(path) for path in paths)
+            paths, announced = sorted(whole.iterdir()), []
+            for path in paths:
+                with path.open("rb") as file:
+                    sha256 = sha256_of(file)
+                    announced.append(FileOfCapture(path.name, file.tell(), sha256))
+            files = tuple(announced)
             record = CaptureRecord(
                 id=f"c{hashlib.sha256(request.id.encode()).hexdigest()[:20]}", day=day, job=request.wanted.job,
                 uploader=request.who, received_ns=self.desk.clock(), complete=False,
@@ -119,9 +123,3 @@ class Joining:
                 self.pipeline.state.complete_capture(record.id, __version__)
                 self.pipeline.look()
         return record.id
-
-
-def _announced(path: Path) -> FileOfCapture:
-    with path.open("rb") as file:
-        sha256 = sha256_of(file)
-        return FileOfCapture(path.name, file.tell(), sha256)

@@ -5,9 +5,11 @@ What hosts say is known by the service that leads alone; the others do not have 
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -98,20 +100,14 @@ class FleetSeries:
             space = shutil.disk_usage(service.objects.directory)
             yield Reading("traceloom_fleet_store_bytes", ("free",), space.free)
             yield Reading("traceloom_fleet_store_bytes", ("used",), space.used)
-        yield from _of_process()
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        yield Reading("traceloom_fleet_cpu_seconds", (), used.ru_utime + used.ru_stime)
+        statm = Path("/proc/self/statm")
+        if statm.exists():  # Linux alone says what is resident now
+            resident = int(statm.read_text().split()[1]) * resource.getpagesize()
+            yield Reading("traceloom_fleet_memory_bytes", (), resident)
         if (desk := service.hosts) is not None:
             yield from _of_hosts(desk)
-
-
-def _of_process() -> Iterator[Reading]:
-    import resource
-    from pathlib import Path
-
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    yield Reading("traceloom_fleet_cpu_seconds", (), used.ru_utime + used.ru_stime)
-    statm = Path("/proc/self/statm")
-    if statm.exists():  # Linux alone says what is resident now
-        yield Reading("traceloom_fleet_memory_bytes", (), int(statm.read_text().split()[1]) * resource.getpagesize())
 
 
 def _of_hosts(desk: HostDesk) -> Iterator[Reading]:

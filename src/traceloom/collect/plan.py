@@ -34,29 +34,33 @@ FLEET_ENDED = frozenset({"done", "partial", "failed", "cancelled"})
 
 _S = 1_000_000_000
 _ARM_NS = 30 * _S  # for the hosts to say that they are ready
-# Between the decision and the instant: a host hears of it at once, and its processes poll every second.
-_LEAD_NS = 6 * _S
-_STEP_LEAD_S = 12.0  # the same where all begin with a step: no clock says when, so there is more room
+# Between the decision and the instant, at least: a host hears of it at once, its processes poll every second, and have
+# to know it three seconds before. Hosts that were slow to say that they are armed are as slow to begin, and to begin
+# takes several such ways: to hear of it, to find the processes, to write it down, to hand it over.
+_LEAD_NS, _MOST_LEAD_NS = 6 * _S, 60 * _S
+_WAYS = 4
 _READY_NS = 120 * _S  # that a host waits for processes to be ready, beyond the instant
 _DRAIN_NS = 120 * _S  # for files to be written and verified
 _UPLOAD_NS = 900 * _S
 # Of a clock that is believed: one that begins anew in 1970 is, and no round trip of an agent takes twice the error.
 _MOST_OFFSET_NS, _MOST_ERROR_NS = 100 * 365 * 86_400 * _S, 10 * _S
-_MOST_RUNS = 8  # of ranks that are named
+_MOST_NAMED = 8  # runs of ranks, or others that are alike
 _LONGEST_STEP_S = 60.0  # where nobody knows how long the steps of a job take
 
 
 class HostProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a host is.
 
-    `state` is "" until it has said something; `since_ns`, `heard_ns`: by the service's clock; `ranks`: that it had when
-    it was asked.
+    `state` is "" until it has said something; `since_ns`, `heard_ns`: by the service's clock, as are `answered_ns` and
+    `begun_ns`: when it first said something, and that it begins, 0 before that; `ranks`: that it had when it was asked.
     """
 
     ranks: tuple[int, ...] = ()
     state: str = ""
     since_ns: int = 0
     heard_ns: int = 0
+    answered_ns: int = 0
+    begun_ns: int = 0
     reason: str = ""
     detail: str = ""
     processes: list[ArmedProcess] = []
@@ -77,8 +81,8 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
     `start`: by what all are to begin, an instant or a step; `at_step`, `earliest_ns`: with which step at the earliest,
     and when. `start_ns`: the common instant by the service's clock, about which where it is a step, 0 before it is set;
     `start_step`: the common step, 0 where they begin at an instant; `start_detail`: why that is so, or it is a later
-    step. `mark`: who asks again with it means the same request. `reason` and `detail`: why it failed, or
-    what is missing; `capture`: the result; `trigger`: the rule that asked, None where somebody did.
+    step, or who began late. `mark`: who asks again with it means the same request. `reason` and `detail`: why it
+    failed, or what is missing; `capture`: the result; `trigger`: the rule that asked, None where somebody did.
     """
 
     id: str
@@ -126,7 +130,8 @@ def reported(request: FleetRequest, host: str, report: HostReport, now_ns: int) 
         state=report.state, since_ns=before.since_ns if report.state == before.state else now_ns, reason=report.reason,
         detail=report.detail, processes=report.processes or before.processes, targets=report.targets or before.targets,
         files=report.files or before.files, clock=clock or before.clock, at_ns=before.at_ns, heard_ns=now_ns,
-        ranks=before.ranks,
+        ranks=before.ranks, answered_ns=before.answered_ns or now_ns,
+        begun_ns=before.begun_ns or (0 if report.state == "armed" else now_ns),
     )  # fmt: skip
     return replace(request, hosts={**request.hosts, host: progress})
 
@@ -154,9 +159,20 @@ def advanced(request: FleetRequest, now_ns: int) -> FleetRequest:
         if not late and any(not progress.state for progress in hosts.values()):
             return request  # as it is after nearly every word of a thousand hosts, so it is told quickly
         open_hosts = {host: progress for host, progress in hosts.items() if not progress.ended}
-        ready = {host for host, progress in open_hosts.items() if _is_ready(progress)}
+        ready = {
+            host
+            for host, progress in open_hosts.items()
+            if progress.state == "armed" and all(process.ready for process in progress.processes)
+        }
         if late:
-            missing = {host: _left_out(progress) for host, progress in open_hosts.items() if progress.state != "armed"}
+            waited = f"{(now_ns - request.since_ns) / _S:.1f} s after it was asked"
+            missing = {
+                host: ("not-armed", f"it was {progress.state} when the others began, {waited}")
+                if progress.state
+                else ("no-answer", f"it did not say in time that it is ready: nothing was heard of it {waited}")
+                for host, progress in open_hosts.items()
+                if progress.state != "armed"
+            }
             request = _failing(request, missing, now_ns)
             ready |= open_hosts.keys() - missing.keys()  # some of its processes are ready, or will be
         if not late and ready != open_hosts.keys():
@@ -200,6 +216,13 @@ def stitched(request: FleetRequest, capture: str, now_ns: int) -> FleetRequest:
 def analysed(request: FleetRequest, now_ns: int, fault: str = "") -> FleetRequest:
     """The request whose capture is analysed, or cannot be (`fault`); `partial` where something of a host is missing."""
     missing = _names(request)
+    late = []
+    for host, progress in request.hosts.items() if not request.start_step else ():
+        behind_ns = max((of.start_ns - progress.at_ns for of in progress.targets if of.start_ns is not None), default=0)
+        if behind_ns > 0 and progress.state == "uploaded":
+            late.append(f"{host} began {behind_ns / _S:.1f} s after the instant")
+    more = [f"{len(late) - _MOST_NAMED} more hosts began late"] if len(late) > _MOST_NAMED else []
+    request = replace(request, start_detail="; ".join(filter(None, (request.start_detail, *late[:_MOST_NAMED], *more))))
     if fault:
         return _to(request, "partial" if request.capture else "failed", now_ns, "analysis-failed", fault)
     return _to(request, "partial" if missing else "done", now_ns, "missing" if missing else "", missing)
@@ -237,14 +260,10 @@ def _failing(request: FleetRequest, faults: Mapping[str, tuple[str, str]], now_n
     return replace(request, hosts={**request.hosts, **ended})
 
 
-def _is_ready(progress: HostProgress) -> bool:
-    return progress.state == "armed" and all(process.ready for process in progress.processes)
-
-
-def _left_out(progress: HostProgress) -> tuple[str, str]:
-    if not progress.state:
-        return "no-answer", "it did not say in time that it is ready"
-    return "not-armed", f"it was {progress.state} when the others began"
+def _lead_ns(request: FleetRequest) -> int:
+    """How long before the instant it is decided: as the slowest host that is armed needs, by how late it answered."""
+    answers = (of.answered_ns - request.since_ns for of in request.hosts.values() if of.state == "armed")
+    return min(_LEAD_NS + _WAYS * max(answers, default=0), _MOST_LEAD_NS)
 
 
 def _with_start(request: FleetRequest, now_ns: int) -> FleetRequest:
@@ -252,7 +271,7 @@ def _with_start(request: FleetRequest, now_ns: int) -> FleetRequest:
     if request.start == "step":
         why, made, rate = _steps_now(request, now_ns)
         if not why:
-            possible = made + math.ceil(rate * _STEP_LEAD_S) + 1
+            possible = made + math.ceil(rate * 2 * _lead_ns(request) / _S) + 1  # no clock says when: twice the room
             step = max(request.at_step, possible)
             if 0 < request.at_step < step:
                 why = f"step {request.at_step} is too near: all can begin with step {step}"
@@ -292,7 +311,7 @@ def _with_instant(request: FleetRequest, now_ns: int) -> FleetRequest:
     A clock that is not known is taken as right: its host is not left out, and the capture says so.
     """
     errors = [progress.clock.error_ns for progress in request.hosts.values() if progress.clock is not None]
-    start_ns = max(now_ns + _LEAD_NS + max(errors, default=0), request.earliest_ns)
+    start_ns = max(now_ns + _lead_ns(request) + max(errors, default=0), request.earliest_ns)
     hosts = {
         host: replace(progress, at_ns=start_ns - (progress.clock.offset_ns if progress.clock is not None else 0))
         for host, progress in request.hosts.items()
@@ -327,10 +346,14 @@ def _names(request: FleetRequest) -> str:
         lost = [target for target in progress.targets if target.state != "kept"]
         ranks = ", ".join(
             f"{'process ' + str(target.pid) if target.rank is None else 'rank ' + str(target.rank)} ({target.profiler})"
-            for target in lost[:8]
+            for target in lost[:_MOST_NAMED]
         )
         if lost:
-            parts.append(f"{host}: {ranks}: {lost[0].detail or lost[0].reason}")
+            why = lost[0].detail or lost[0].reason
+            if lost[0].reason == "expired" and progress.begun_ns and not request.start_step:
+                ahead_s = (request.start_ns - progress.begun_ns) / _S
+                why += f"; the host took it up {abs(ahead_s):.1f} s {'before' if ahead_s > 0 else 'after'} the instant"
+            parts.append(f"{host}: {ranks}: {why}")
     return "; ".join(parts)[:4000]
 
 
@@ -343,5 +366,5 @@ def _in_words(ranks: tuple[int, ...]) -> str:
         else:
             runs.append([rank, rank])
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    more = ", ..." if len(texts) > _MOST_RUNS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts[:_MOST_RUNS])}{more}" if ranks else ""
+    more = ", ..." if len(texts) > _MOST_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts[:_MOST_NAMED])}{more}" if ranks else ""

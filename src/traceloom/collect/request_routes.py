@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from heapq import nlargest
+from operator import attrgetter
 from typing import Annotated
 
 import msgspec
@@ -14,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from traceloom.agent.http.answers import HttpAnswer, RequestError
 from traceloom.agent.requests.model import Cause, Wanted
 from traceloom.agent.uplink.messages import HostProcess, StartBy
-from traceloom.collect.hosts import Choice, HostNow
+from traceloom.collect.hosts import Choice, HostDesk
 from traceloom.collect.plan import FleetRequest, FleetState
 from traceloom.collect.routes import FleetAsked, FleetRoute, may
 
@@ -100,8 +102,8 @@ class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
 class FleetRequestAnswer(HttpAnswer, frozen=True):
     """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result.
 
-    `start_step`: the step that all begin with, 0 where they begin at an instant; `start_detail`: why that is so, or why
-    it is a later one. `trigger`: the rule that asked, null where somebody did.
+    `start_step`: the step that all begin with, 0 where they begin at an instant; `start_detail`: why that is so, why
+    it is a later one, or which hosts began late. `trigger`: the rule that asked, null where somebody did.
     """
 
     id: str
@@ -162,21 +164,14 @@ def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
     )  # fmt: skip
 
 
-async def _hosts(asked: FleetAsked) -> HostsAnswer:
-    desk = asked.hosts()
-    fresh = desk.fresh()
-    return HostsAnswer(
-        hosts=[host_answer(name, desk.now.get(name), lost=name not in fresh) for name in sorted(desk.members)]
-    )
-
-
-def host_answer(name: str, now: HostNow | None, *, lost: bool) -> HostAnswer:
+def host_answer(desk: HostDesk, name: str) -> HostAnswer:
     """What is told of a host."""
+    now = desk.now.get(name)
     if now is None:
         return HostAnswer(host=name)
     beat = now.heartbeat
     return HostAnswer(
-        host=name, heard_ns=now.received_ns, lost=lost, version=beat.version,
+        host=name, heard_ns=now.received_ns, lost=not desk.is_fresh(now), version=beat.version,
         clock_offset_ns=None if beat.clock is None else beat.clock.offset_ns,
         clock_error_ns=None if beat.clock is None else beat.clock.error_ns,
         devices=len(beat.devices), stale_devices=sum(bool(device.stale) for device in beat.devices),
@@ -198,7 +193,7 @@ async def _remove_host(asked: FleetAsked) -> RemovedHostAnswer:
     return RemovedHostAnswer(host=host)
 
 
-async def _jobs(asked: FleetAsked) -> FleetJobsAnswer:
+def _jobs(asked: FleetAsked) -> FleetJobsAnswer:
     members: dict[str, list[tuple[str, HostProcess]]] = defaultdict(list)
     for host, now in asked.hosts().fresh().items():
         for process in now.heartbeat.processes:
@@ -227,12 +222,6 @@ def job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJob
     )  # fmt: skip
 
 
-async def _requests(asked: FleetAsked) -> FleetRequestsAnswer:
-    wanted = asked.parameters(RequestsParameters)
-    newest = sorted(asked.hosts().requests.values(), key=lambda request: -request.asked_ns)[: wanted.most]
-    return FleetRequestsAnswer(requests=[answer_of_request(request) for request in newest])
-
-
 def check_own_job(asked: FleetAsked, job: str) -> None:
     """Check that the one who asks may have a job traced, and speak of it.
 
@@ -259,28 +248,17 @@ async def _submit(asked: FleetAsked) -> FleetRequestAnswer:
     return answer_of_request(request)
 
 
-def _named(asked: FleetAsked) -> FleetRequest:
-    request = asked.hosts().requests.get(asked.request.path_params["id"])
-    if request is None:
-        raise RequestError(404, "there is no such request", slug="no-such-request", hint="`traceloom fleet requests`")
-    return request
-
-
-async def _request(asked: FleetAsked) -> FleetRequestAnswer:
-    return answer_of_request(_named(asked))
-
-
 async def _cancel(asked: FleetAsked) -> FleetRequestAnswer:
-    request = _named(asked)
+    request = asked.fleet_request()
     if request.who != asked.token.name and not may(asked.token, "operator"):
         raise RequestError(403, "another one asked for it", slug="not-allowed")
     await asked.hosts().cancel(request.id)
     await asked.note(request=request.id)
-    return answer_of_request(_named(asked))
+    return answer_of_request(asked.fleet_request())
 
 
 async def _events(asked: FleetAsked) -> Response:
-    request = _named(asked)
+    request = asked.fleet_request()
 
     async def events() -> AsyncIterator[bytes]:
         changes = asked.hosts().changes(request.id)
@@ -304,23 +282,38 @@ async def _events(asked: FleetAsked) -> Response:
 
 
 REQUEST_ROUTES = (
-    FleetRoute(path="/api/v1/hosts", summary="Hosts and how they are", answers=_hosts, answer=HostsAnswer),
+    FleetRoute(
+        path="/api/v1/hosts", summary="Hosts and how they are", answer=HostsAnswer,
+        answers=lambda asked: HostsAnswer(
+            hosts=[host_answer(asked.hosts(), name) for name in sorted(asked.hosts().members)]
+        ),
+    ),
     FleetRoute(
         path="/api/v1/hosts/{host}", summary="Let a host belong to the fleet no more", answers=_remove_host,
         answer=RemovedHostAnswer, method="DELETE", role="operator", refuses=(403, 404, 503),
     ),
     FleetRoute(path="/api/v1/jobs", summary="Jobs that run now", answers=_jobs, answer=FleetJobsAnswer),
     FleetRoute(
-        path="/api/v1/requests", summary="Requests for traces, newest first", answers=_requests,
-        answer=FleetRequestsAnswer, parameters=RequestsParameters, refuses=(400, 503),
+        path="/api/v1/requests", summary="Requests for traces, newest first", answer=FleetRequestsAnswer,
+        parameters=RequestsParameters, refuses=(400, 503),
+        answers=lambda asked: FleetRequestsAnswer(
+            requests=[
+                answer_of_request(request)
+                for request in nlargest(
+                    asked.parameters(RequestsParameters).most,
+                    asked.hosts().requests.values(),
+                    key=attrgetter("asked_ns"),
+                )
+            ]
+        ),
     ),
     FleetRoute(
         path="/api/v1/requests", summary="Ask for a trace of a job on all of its hosts", answers=_submit,
         answer=FleetRequestAnswer, method="POST", body=RequestBody, role="requester", refuses=(400, 403, 404, 503),
     ),
     FleetRoute(
-        path="/api/v1/requests/{id}", summary="A request and how far it is", answers=_request,
-        answer=FleetRequestAnswer, refuses=(404, 503),
+        path="/api/v1/requests/{id}", summary="A request and how far it is", answer=FleetRequestAnswer,
+        refuses=(404, 503), answers=lambda asked: answer_of_request(asked.fleet_request()),
     ),
     FleetRoute(
         path="/api/v1/requests/{id}", summary="Cancel a request", answers=_cancel, answer=FleetRequestAnswer,

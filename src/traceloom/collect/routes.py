@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from datetime import datetime, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from traceloom.collect.hosts import HostDesk
+    from traceloom.collect.plan import FleetRequest
     from traceloom.collect.service import Service
     from traceloom.collect.triggers import FleetTriggers
 
@@ -40,6 +42,7 @@ T = TypeVar("T")
 BODY_BYTES = 32 << 20  # an announcement of the most files that a capture may have
 _UPLOAD_S = 3600  # how long a signed address works
 _WRITE = 1 << 20
+_SERIES = "text/plain; version=0.0.4; charset=utf-8"
 PAGE_HEADERS = {
     # The page is made of a stranger's trace: it may run its own scripts, and reach nothing of this service.
     "Content-Security-Policy": "sandbox allow-scripts allow-downloads",
@@ -124,6 +127,18 @@ class FleetAsked:
         assert self.service.triggers is not None, "both are there, or none"
         return self.service.triggers
 
+    def fleet_request(self) -> FleetRequest:
+        """The request for a trace that the path names.
+
+        Raises:
+            RequestError: `no-such-request`; `not-leading`, as of `hosts`.
+        """
+        request = self.hosts().requests.get(self.request.path_params["id"])
+        if request is None:
+            hint = "`traceloom fleet requests`"
+            raise RequestError(404, "there is no such request", slug="no-such-request", hint=hint)
+        return request
+
     async def note(self, **details: str) -> None:
         """Add to the audit that it was done."""
         await asyncio.to_thread(
@@ -136,7 +151,7 @@ class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     summary: str
-    answers: Callable[[FleetAsked], Awaitable[msgspec.Struct | Response]]
+    answers: Callable[[FleetAsked], Awaitable[msgspec.Struct | Response] | msgspec.Struct | Response]
     role: Role | None = "viewer"
     answer: type[msgspec.Struct] | None = None
     content: str = "application/json"  # of an answer that is no structure
@@ -170,10 +185,6 @@ async def _healthz(asked: FleetAsked) -> forms.FleetHealth:
     except TraceloomError as error:
         raise RequestError(503, "the state does not answer", slug="not-healthy", hint="its log says more") from error
     return forms.FleetHealth(healthy=True)
-
-
-async def _check(asked: FleetAsked) -> forms.FleetCheckAnswer:
-    return await asyncio.to_thread(asked.service.check)
 
 
 async def _announce(asked: FleetAsked) -> forms.AnnounceAnswer:
@@ -285,11 +296,7 @@ async def _complete(asked: FleetAsked) -> forms.CaptureAnswer:
             hint="announce the capture again, and send what is asked for",
         )  # fmt: skip
     await asked.note(capture=capture.id)
-    return await _answer_of(asked, await asked.capture())
-
-
-async def _answer_of(asked: FleetAsked, capture: CaptureRecord) -> forms.CaptureAnswer:
-    return _capture_answer(capture, await asyncio.to_thread(asked.service.state.tasks, capture.id))
+    return await _capture(asked)
 
 
 def _capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> forms.CaptureAnswer:
@@ -307,7 +314,8 @@ def _capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> forms.Ca
 
 
 async def _capture(asked: FleetAsked) -> forms.CaptureAnswer:
-    return await _answer_of(asked, await asked.capture())
+    capture = await asked.capture()
+    return _capture_answer(capture, await asyncio.to_thread(asked.service.state.tasks, capture.id))
 
 
 async def _captures(asked: FleetAsked) -> forms.CapturesAnswer:
@@ -335,20 +343,10 @@ async def _file(asked: FleetAsked) -> Response:
     return StreamingResponse(chunks, headers=headers, media_type="application/octet-stream")
 
 
-async def _report(asked: FleetAsked) -> Response:
-    name = await _rendered(asked, "render")
-    return StreamingResponse(asked.service.objects.chunks(name), headers=PAGE_HEADERS, media_type="text/html")
-
-
-async def _timeline(asked: FleetAsked) -> Response:
-    name = await _rendered(asked, "render_timeline")
-    download = f'attachment; filename="{asked.request.path_params["id"]}.perfetto.json.gz"'
-    headers = {"Content-Disposition": download} | PAGE_HEADERS
-    return StreamingResponse(asked.service.objects.chunks(name), headers=headers, media_type="application/gzip")
-
-
-async def _rendered(asked: FleetAsked, task: Literal["render", "render_timeline"]) -> str:
-    """What is made of a capture when it is first asked for: its name in the store."""
+async def _rendered(
+    task: Literal["render", "render_timeline"], media_type: str, ending: str, asked: FleetAsked
+) -> Response:  # fmt: skip
+    """What is made of a capture when it is first asked for; with an `ending` browsers keep it as a file."""
     capture = await asked.capture()
     service = asked.service
     tasks = await asyncio.to_thread(service.state.tasks, capture.id)
@@ -357,9 +355,11 @@ async def _rendered(asked: FleetAsked, task: Literal["render", "render_timeline"
         raise RequestError(409, "the capture is not analysed" + (f": {error}" if error else ""), slug="not-analysed")
     async with service.rendering:
         try:
-            return await asyncio.to_thread(service.pipeline.rendered, capture, task)
+            name = await asyncio.to_thread(service.pipeline.rendered, capture, task)
         except TaskError as error:
             raise RequestError(503, f"the report cannot be rendered: {error}", slug="not-rendered") from error
+    download = {"Content-Disposition": f'attachment; filename="{capture.id}{ending}"'} if ending else {}
+    return StreamingResponse(service.objects.chunks(name), headers=download | PAGE_HEADERS, media_type=media_type)
 
 
 async def _backfill(asked: FleetAsked) -> forms.BackfillAnswer:
@@ -368,10 +368,6 @@ async def _backfill(asked: FleetAsked) -> forms.BackfillAnswer:
     asked.service.pipeline.look()
     await asked.note(captures=str(captures))
     return forms.BackfillAnswer(version=__version__, captures=captures)
-
-
-async def _tokens(asked: FleetAsked) -> forms.TokensAnswer:
-    return forms.TokensAnswer(tokens=await asyncio.to_thread(asked.service.state.tokens))
 
 
 async def _add_token(asked: FleetAsked) -> forms.TokenAnswer:
@@ -392,23 +388,18 @@ async def _revoke(asked: FleetAsked) -> forms.RevokedAnswer:
     return forms.RevokedAnswer(name=name)
 
 
-async def _audit(asked: FleetAsked) -> forms.AuditAnswer:
-    return forms.AuditAnswer(entries=await asyncio.to_thread(asked.service.state.audit))
-
-
-async def _metrics(asked: FleetAsked) -> Response:
-    text = await asyncio.to_thread(asked.service.metrics)
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
 FLEET_ROUTES = (
     FleetRoute(
         path="/healthz", summary="Whether the service lives; needs no token", answers=_healthz, role=None,
         answer=forms.FleetHealth, refuses=(503,),
     ),
-    FleetRoute(path="/metrics", summary="The service's own series", answers=_metrics, content="text/plain"),
     FleetRoute(
-        path="/api/v1/check", summary="What works and what does not", answers=_check, answer=forms.FleetCheckAnswer
+        path="/metrics", summary="The service's own series", content="text/plain",
+        answers=lambda asked: asyncio.to_thread(lambda: Response(asked.service.metrics(), media_type=_SERIES)),
+    ),
+    FleetRoute(
+        path="/api/v1/check", summary="What works and what does not", answer=forms.FleetCheckAnswer,
+        answers=lambda asked: asyncio.to_thread(asked.service.check),
     ),
     FleetRoute(
         path="/api/v1/captures", summary="Captures, newest first", answers=_captures, answer=forms.CapturesAnswer,
@@ -436,19 +427,20 @@ FLEET_ROUTES = (
     ),
     FleetRoute(
         path="/api/v1/captures/{id}/report", summary="The report of a capture, rendered when it is first asked for",
-        answers=_report, content="text/html", refuses=(404, 409, 503),
+        answers=partial(_rendered, "render", "text/html", ""), content="text/html", refuses=(404, 409, 503),
     ),
     FleetRoute(
         path="/api/v1/captures/{id}/timeline", summary="The timeline of a capture for Perfetto",
-        answers=_timeline, content="application/gzip", refuses=(404, 409, 503),
+        answers=partial(_rendered, "render_timeline", "application/gzip", ".perfetto.json.gz"),
+        content="application/gzip", refuses=(404, 409, 503),
     ),
     FleetRoute(
         path="/api/v1/backfill", summary="Analyse captures again with this version", answers=_backfill,
         answer=forms.BackfillAnswer, method="POST", body=forms.BackfillBody, role="operator", refuses=(400, 403),
     ),
     FleetRoute(
-        path="/api/v1/tokens", summary="All tokens", answers=_tokens, answer=forms.TokensAnswer, role="admin",
-        refuses=(403,),
+        path="/api/v1/tokens", summary="All tokens", answer=forms.TokensAnswer, role="admin", refuses=(403,),
+        answers=lambda asked: asyncio.to_thread(lambda: forms.TokensAnswer(tokens=asked.service.state.tokens())),
     ),
     FleetRoute(
         path="/api/v1/tokens", summary="Make a token", answers=_add_token, answer=forms.TokenAnswer, method="POST",
@@ -459,7 +451,7 @@ FLEET_ROUTES = (
         method="DELETE", role="admin", refuses=(403, 404),
     ),
     FleetRoute(
-        path="/api/v1/audit", summary="Who did what", answers=_audit, answer=forms.AuditAnswer, role="admin",
-        refuses=(403,),
+        path="/api/v1/audit", summary="Who did what", answer=forms.AuditAnswer, role="admin", refuses=(403,),
+        answers=lambda asked: asyncio.to_thread(lambda: forms.AuditAnswer(entries=asked.service.state.audit())),
     ),
 )  # fmt: skip

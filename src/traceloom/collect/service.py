@@ -78,7 +78,8 @@ class Service:
     ) -> None:  # fmt: skip
         from prometheus_client import CollectorRegistry, Counter
 
-        self.state, self.objects, self.tables = state, objects, tables
+        self.state: State = state
+        self.objects, self.tables = objects, tables
         self.limits = limits or ServiceLimits()
         self.pipeline = CapturePipeline(
             state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s, writer=writer

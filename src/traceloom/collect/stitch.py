@@ -10,7 +10,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,24 @@ def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) 
     for part in parts:
         clock = None if part.clock is None else {"offset_ns": part.clock.offset_ns, "error_ns": part.clock.error_ns}
         hosts.append({"host": part.host, "clock": clock})
-        document = _document(part)
-        if document is None:
+        decoded = None
+        with suppress(OSError):  # it did not come
+            decoded = capture_document.decode((part.folder / CAPTURE).read_bytes())
+        if decoded is None or not isinstance(decoded[0].get("ranks"), list):
             faults.append(f"{part.host}: its capture.json cannot be read")
             continue
+        document = decoded[0]
         names = _renamed(sorted(path.name for path in part.folder.iterdir()), taken, part.host)
         names = {name: new for name, new in names.items() if new not in taken}
         taken |= set(names.values())
         for name, new in names.items():
-            _link(part.folder / name, folder / new)
+            source = part.folder / name
+            if source.is_symlink() or not source.is_file():
+                continue
+            try:
+                os.link(source, folder / new)
+            except OSError:  # where the file system has no hard links
+                shutil.copyfile(source, folder / new)
         names = {name: new for name, new in names.items() if (folder / new).exists()}
         for entry in document["ranks"]:
             window = entry.get("window") or {}
@@ -76,7 +86,10 @@ def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) 
                 continue
             ranks.append(_on_clock(entry, names, part.host, clock))
         asked = document.get("request")
-        for target in _objects(asked.get("targets") if isinstance(asked, dict) else None):
+        listed = asked.get("targets") if isinstance(asked, dict) else None
+        for target in listed if isinstance(listed, list) else ():
+            if not isinstance(target, dict):
+                continue
             file = target.get("file")
             targets.append({**target, "host": part.host, "file": names.get(file, "") if isinstance(file, str) else ""})
         for kind in ("stacks", "telemetry"):
@@ -93,17 +106,6 @@ def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) 
     }  # fmt: skip
     (folder / CAPTURE).write_text(json.dumps(whole, indent=1), encoding="utf-8")
     return faults
-
-
-def _document(part: HostPart) -> dict[str, Any] | None:
-    """capture.json of a part, without what does not fit."""
-    try:
-        decoded = capture_document.decode((part.folder / CAPTURE).read_bytes())
-    except OSError:
-        return None
-    if decoded is None or not isinstance(decoded[0].get("ranks"), list):
-        return None
-    return decoded[0]
 
 
 def _renamed(names: Iterable[str], taken: set[str], host: str) -> dict[str, str]:
@@ -127,19 +129,3 @@ def _on_clock(
                 place[key] += offset
     stem = window["file"].partition(".")[0]
     return {**moved, "name": stem, "host": host, "clock": clock, "window": window}
-
-
-def _objects(items: object) -> Iterator[dict[str, Any]]:
-    for item in items if isinstance(items, list) else ():
-        if isinstance(item, dict):
-            yield item
-
-
-def _link(source: Path, target: Path) -> None:
-    """The same file under a second name; a copy where that cannot be. Links and devices are no files."""
-    if source.is_symlink() or not source.is_file():
-        return
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -54,29 +54,26 @@ class FleetTriggersAnswer(HttpAnswer, frozen=True):
     trouble: str
 
 
-def _answer(triggers: FleetTriggers, rules: Iterable[AnyFleetRule], text: str) -> FleetTriggersAnswer:
-    """The answer about these rules, which need not be those that are at work."""
-    now_ns, ledger = triggers.desk.clock(), triggers.ledger
+def _answer(
+    triggers: FleetTriggers, rules: Iterable[AnyFleetRule] | None = None, text: str | None = None
+) -> FleetTriggersAnswer:  # fmt: skip
+    """The answer about these rules; None: about those that are at work."""
+    now_ns, ledger, answers = triggers.desk.clock(), triggers.ledger, []
+    for rule in triggers.rules.values() if rules is None else rules:
+        counts = triggers.counts.get(rule.name) or RuleCounts()
+        answers.append(
+            FleetTriggerAnswer(
+                name=rule.name, on=on(rule), jobs=len(triggers.jobs_of(rule)), target=rule.target,
+                cooldown_seconds=rule.cooldown, fired=counts.fired, refusals=dict(counts.refusals),
+                kept_bytes=counts.kept_bytes, last=counts.last, last_refusal=counts.last_refusal,
+            )
+        )  # fmt: skip
     return FleetTriggersAnswer(
-        toml=text, rules=[_rule(triggers, rule) for rule in rules], traces_per_day=ledger.budget.traces_per_day,
+        toml=triggers.text if text is None else text, rules=answers, traces_per_day=ledger.budget.traces_per_day,
         traces_left=ledger.traces_left(now_ns), bytes_per_day=int(ledger.budget.mb_per_day * 1e6),
         bytes_left=max(ledger.bytes_left(now_ns), 0), share=ledger.budget.share,
         trouble="; ".join(filter(None, (triggers.trouble, *triggers.defects.values()))),
     )  # fmt: skip
-
-
-def _rule(triggers: FleetTriggers, rule: AnyFleetRule) -> FleetTriggerAnswer:
-    counts = triggers.counts.get(rule.name) or RuleCounts()
-    return FleetTriggerAnswer(
-        name=rule.name, on=on(rule), jobs=len(triggers.jobs_of(rule)), target=rule.target,
-        cooldown_seconds=rule.cooldown, fired=counts.fired, refusals=dict(counts.refusals),
-        kept_bytes=counts.kept_bytes, last=counts.last, last_refusal=counts.last_refusal,
-    )  # fmt: skip
-
-
-async def _triggers(asked: FleetAsked) -> FleetTriggersAnswer:
-    triggers = asked.triggers()
-    return _answer(triggers, triggers.rules.values(), triggers.text)
 
 
 async def _set(asked: FleetAsked) -> FleetTriggersAnswer:
@@ -88,13 +85,13 @@ async def _set(asked: FleetAsked) -> FleetTriggersAnswer:
     except InputError as error:
         raise RequestError(400, f"{error.where}: {error.message}", slug=error.slug, hint=error.hint) from error
     await asked.note(rules=", ".join(triggers.rules))
-    return _answer(triggers, triggers.rules.values(), triggers.text)
+    return _answer(triggers)
 
 
 TRIGGER_ROUTES = (
     FleetRoute(
         path="/api/v1/triggers", summary="Rules by which jobs are traced though nobody asks, and what they did",
-        answers=_triggers, answer=FleetTriggersAnswer, refuses=(503,),
+        answers=lambda asked: _answer(asked.triggers()), answer=FleetTriggersAnswer, refuses=(503,),
     ),
     FleetRoute(
         path="/api/v1/triggers", summary="Set all rules, or check them", answers=_set, answer=FleetTriggersAnswer,

@@ -191,7 +191,8 @@ def table_news(state: State, tables: Tables, now_ns: int) -> TableNews:
         changes.setdefault(_series(row), row)
 
     def event(series: str) -> FleetEvent:
-        return fleet_event("regression.new", "regression", _about(changes[series]), changes[series], now_ns)
+        about = f"{series[:16]}.{changes[series]['since_ns']}"
+        return fleet_event("regression.new", "regression", about, changes[series], now_ns)
 
     since_ns = {series: change["since_ns"] for series, change in changes.items()}
     new = state.add_regressions(since_ns, DAY_NS, event)
@@ -203,7 +204,3 @@ def _series(change: ChangeRow) -> str:
     """What tells the series of a change from others; kernels have long names."""
     text = "\0".join((change["kernel"], change["shapes"] or "", change["device_model"] or ""))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _about(change: ChangeRow) -> str:
-    return f"{_series(change)[:16]}.{change['since_ns']}"

@@ -143,7 +143,7 @@ async def _host(asked: FleetAsked) -> HostDetailAnswer:
         raise RequestError(404, f"there is no host `{name}`", slug="no-such-host", hint="`traceloom fleet hosts`")
     now, fresh = desk.now.get(name), desk.fresh()
     return HostDetailAnswer(
-        host=host_answer(name, now, lost=name not in fresh),
+        host=host_answer(desk, name),
         devices=[] if now is None else devices_now({name: now}, fresh),
         processes=[] if now is None else now.heartbeat.processes,
     )
@@ -207,7 +207,7 @@ WATCH_ROUTES = (
     ),
     FleetRoute(
         path="/api/v1/jobs/{job:path}", summary="A job that runs now, and its processes", answers=_job,
-        answer=JobDetailAnswer, refuses=(503,),
+        answer=JobDetailAnswer, refuses=(404, 503),
     ),
     FleetRoute(
         path="/api/v1/findings/latest", summary="Findings of a capture, or of the last captures of a job",

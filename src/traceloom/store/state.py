@@ -235,10 +235,10 @@ class State(HostState, DocumentState, JobFactState, SessionState):
 
     def tasks(self, *captures: str) -> list[TaskRecord]:
         """All tasks of some captures, oldest first."""
-        from sqlalchemy import bindparam
+        from sqlalchemy import String, bindparam
 
         statement = self._text("SELECT * FROM tasks WHERE capture IN :captures ORDER BY created_ns, id").bindparams(
-            bindparam("captures", expanding=True)
+            bindparam("captures", expanding=True, type_=String())  # of what type none is, PostgreSQL wants to know
         )
         with self._transaction() as connection:
             return [_task(row) for row in connection.execute(statement, {"captures": captures}).mappings()]

@@ -17,7 +17,7 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
 
 from support.prometheus import Prometheus, prometheus, until  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
-from support.simulated_hosts import SimulatedHost  # noqa: E402
+from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
 from traceloom.agent.uplink.messages import UsageRow  # noqa: E402
 from traceloom.collect.metrics import FLEET_METRICS  # noqa: E402
 
@@ -38,7 +38,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
         hosts = []
         for rank in range(2):
             token = service.client().post("agents", {"host": f"node{rank}"})["token"]
-            hosts.append(SimulatedHost([service.url], f"node{rank}", token, "job", rank, folder))
+            hosts.append(SimulatedHost([service.url], f"node{rank}", token, [ranked_process(rank, "job")], folder))
         minute = time.time_ns() // 60_000_000_000
         row = UsageRow(minute=minute - 1, device="GPU-0", state="busy", device_ms=60_000)
         hosts[0].beat([row])

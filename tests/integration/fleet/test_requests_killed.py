@@ -18,7 +18,7 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
 
 from support.fleet import places  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
-from support.simulated_hosts import SimulatedHost  # noqa: E402
+from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.store.tables import Tables  # noqa: E402
 
@@ -41,7 +41,7 @@ def hosts_of(services: list[RunningService], folder: Path) -> Iterator[list[Simu
     try:
         for rank in range(2):
             token = until(lambda: leader(services)).client().post("agents", {"host": f"node{rank}"})["token"]
-            hosts.append(SimulatedHost(urls, f"node{rank}", token, "job", rank, folder))
+            hosts.append(SimulatedHost(urls, f"node{rank}", token, [ranked_process(rank, "job")], folder))
             hosts[-1].beat()
         yield hosts
     finally:

@@ -18,7 +18,7 @@ from support.bad_network import bad_network  # noqa: E402
 from support.fleet import Stores, add_capture, opened, places  # noqa: E402
 from support.killed_pipeline import Here  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
-from support.simulated_hosts import SimulatedHost  # noqa: E402
+from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.agent.uplink.client import ServiceError  # noqa: E402
 from traceloom.collect.client import upload  # noqa: E402
@@ -88,7 +88,7 @@ def test_a_full_disk_takes_nothing_says_so_and_goes_on_with_room(small_disk: Pat
     try:
         until(lambda: service.ask("GET", "/api/v1/hosts")[0] == 200)
         token = service.client().post("agents", {"host": "node1"})["token"]
-        host = SimulatedHost([service.url], "node1", token, "job", 0, tmp_path)
+        host = SimulatedHost([service.url], "node1", token, [ranked_process(0, "job")], tmp_path)
         host.beat()
         name = service.ask("POST", "/api/v1/requests", body={"wanted": {"job": "job", "steps": 2}})[1]["id"]
         host.report(name, "armed")
@@ -128,7 +128,7 @@ def test_hosts_that_lie_harm_nobody_and_are_named(tmp_path: Path) -> None:
         until(lambda: service.ask("GET", "/api/v1/hosts")[0] == 200)
         for number, rank in enumerate((0, 1, 1)):  # the last one says that it has the rank of another
             token = service.client().post("agents", {"host": f"node{number}"})["token"]
-            hosts.append(SimulatedHost([service.url], f"node{number}", token, "job", rank, tmp_path))
+            hosts.append(SimulatedHost([service.url], f"node{number}", token, [ranked_process(rank, "job")], tmp_path))
             hosts[-1].beat()
         liar = hosts[2]
         with pytest.raises(ServiceError) as error:  # in the name of another host

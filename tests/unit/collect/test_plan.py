@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 
+import msgspec
 import pytest
 
 from traceloom.agent.requests.model import Target, Wanted
@@ -61,7 +62,7 @@ def stepping(steps: int | None, rate: float | None = 2.0, *, ready: bool = True)
 
 
 def test_all_begin_with_one_step_that_lies_ahead_of_all() -> None:
-    request = reported(by_step("a", "b"), "a", stepping(100), NOW)
+    request = reported(reported(by_step("a", "b"), "a", stepping(100), NOW), "b", stepping(101, ready=False), NOW)
     request = advanced(reported(request, "b", stepping(109), NOW + 4 * S), NOW + 4 * S)  # a is at 108 by then
     assert (request.state, request.start_detail) == ("armed", "")
     works = [work for host in "ab" if (work := work_of(request, host))]
@@ -150,7 +151,70 @@ def test_a_host_that_is_late_is_left_out_and_named() -> None:
     assert request.state == "stitching"
     request = analysed(stitched(request, "c1", NOW), NOW)
     assert request.state == "partial"
-    assert request.detail == "b (ranks 0-2, 7): it did not say in time that it is ready"
+    why = "it did not say in time that it is ready: nothing was heard of it 31.0 s after it was asked"
+    assert request.detail == f"b (ranks 0-2, 7): {why}"
+
+
+def traced_by_slow_hosts(delays_ns: dict[str, int], lead_ns: int | None = None) -> tuple[FleetRequest, set[str]]:
+    """A request whose hosts take a while for each thing that they do, and the hosts that were too late to begin.
+
+    Hosts do what agents do: they hear of work, answer; hear of the instant, find their processes, write it down, and
+    hand it over with the next poll of a process, which is to have it three seconds before. `lead_ns`: what stands
+    between the decision and the instant, in place of what was planned.
+    """
+    request = asked(*delays_ns)
+    for host, delay_ns in sorted(delays_ns.items(), key=lambda item: item[1]):
+        decided_ns = NOW + delay_ns
+        request = advanced(reported(request, host, armed(), decided_ns), decided_ns)
+    assert request.state == "armed"
+    start_ns = request.start_ns if lead_ns is None else decided_ns + lead_ns
+    late = set()
+    for host, delay_ns in delays_ns.items():
+        progress = request.hosts[host]
+        handed_over_ns = decided_ns + 4 * delay_ns + S
+        begun = target(host)
+        if handed_over_ns + 3 * S > start_ns:
+            late.add(host)
+            begun = msgspec.structs.replace(
+                begun, state="failed", reason="expired", detail="it did not poll early enough"
+            )
+        begun = msgspec.structs.replace(begun, start_ns=progress.at_ns)
+        request = reported(request, host, HostReport(state="running"), handed_over_ns - S)
+        request = reported(request, host, HostReport(state="uploaded", targets=[begun]), start_ns + 9 * S)
+    request = advanced(advanced(request, start_ns + 9 * S), start_ns + 9 * S)
+    return analysed(stitched(request, "c", start_ns + 9 * S), start_ns + 9 * S), late
+
+
+def test_hosts_that_answer_slowly_have_more_time_until_they_begin() -> None:
+    quick = dict.fromkeys(["a", "b"], S // 20)
+    request, late = traced_by_slow_hosts(quick)
+    assert (request.state, late) == ("done", set())
+    assert request.start_ns - NOW < 7 * S, "who is quick does not wait"
+    busy = quick | {"c": 5 * S, "d": 13 * S}
+    assert traced_by_slow_hosts(busy, 6 * S)[1] == {"c", "d"}, "what was enough for quick hosts is not for these"
+    request, late = traced_by_slow_hosts(busy)
+    assert (request.state, request.detail, late) == ("done", "", set())
+
+
+def test_nobody_waits_for_ever_for_a_slow_host_which_is_named_with_how_late_it_was() -> None:
+    request, late = traced_by_slow_hosts({"a": S, "b": 25 * S})
+    assert (request.state, late) == ("partial", {"b"})
+    assert request.start_ns == NOW + 25 * S + 60 * S + 1000  # the bound, and the error of the clocks
+    # It took it up 4 * 25 s after the decision: 40 s too late.
+    assert request.detail == (
+        "b: rank 0 (timeline): it did not poll early enough; the host took it up 40.0 s after the instant"
+    )
+
+
+def test_a_host_that_begins_after_the_instant_is_named_by_its_own_clock() -> None:
+    request = reported(asked("a", "b"), "a", armed(offset_ns=3600 * S), NOW)
+    request = advanced(reported(request, "b", armed(), NOW), NOW)
+    for host, behind_ns in (("a", 2_500_000_000), ("b", 0)):
+        begun = msgspec.structs.replace(target(host), start_ns=request.hosts[host].at_ns + behind_ns)
+        request = reported(request, host, HostReport(state="uploaded", targets=[begun]), NOW + 20 * S)
+    request = advanced(advanced(request, NOW + 20 * S), NOW + 20 * S)
+    request = analysed(stitched(request, "c", NOW), NOW)
+    assert (request.state, request.start_detail) == ("done", "a began 2.5 s after the instant")
 
 
 def test_a_rank_that_failed_makes_it_partial() -> None:

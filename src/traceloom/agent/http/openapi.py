@@ -103,9 +103,13 @@ def document(
         if route.body:
             operation["requestBody"] = {"required": True, **_content("", of[route.body])}
             del operation["requestBody"]["description"]
+        in_path = re.findall(r"\{(\w+)[^}]*\}", route.path)
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in in_path
+        ]
         if route.parameters:
             operation["description"] = (route.parameters.__doc__ or "").strip()
-            operation["parameters"] = [
+            operation["parameters"] += [
                 {
                     "name": field.name,
                     "in": "query",
@@ -113,11 +117,6 @@ def document(
                     "schema": msgspec.json.schema(field.type) | ({} if field.required else {"default": field.default}),
                 }
                 for field in msgspec.structs.fields(route.parameters)
-            ]
-        in_path = re.findall(r"\{(\w+)[^}]*\}", route.path)
-        if in_path:
-            operation["parameters"] = [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in in_path
             ]
         paths.setdefault(re.sub(r":\w+}", "}", route.path), {})[route.method.lower()] = operation
     return {
