@@ -148,9 +148,9 @@ async def _trouble(asked: FleetAsked) -> FleetTroubleAnswer:
         asked.service.questions.ask(QUESTION["regressions"], EVERY_CHANGE, seconds=_SLOWER_S),
         asyncio.to_thread(asked.service.state.quarantined),
     )
-    changes = (change for change in regressions.changes if change.change > 0 and change.cause not in MIX)  # type: ignore[attr-defined]
+    slower = (row for row in regressions.changes if row.change > 0 and row.cause not in MIX)  # type: ignore[attr-defined]
     return FleetTroubleAnswer(
-        slower=[msgspec.convert(change, SlowerKernel, from_attributes=True) for change in islice(changes, _MOST_SLOWER)],
+        slower=[msgspec.convert(row, SlowerKernel, from_attributes=True) for row in islice(slower, _MOST_SLOWER)],
         quarantined=[QuarantinedCapture(capture=task.capture, error=task.error) for task in tasks],
     )
 
