@@ -1,12 +1,15 @@
 """What the fleet's service and its hosts cost: processor time and memory, at the size of a large fleet.
 
-    python benchmarks/fleet.py [kernels] [usage] [month] [captures] [--rows 10000000] [--devices 8000]
+    python benchmarks/fleet.py [kernels] [usage] [month] [questions] [captures] [--rows 10000000] [--devices 8000]
     python benchmarks/fleet.py agents [--agents 1000] [--seconds 60]
     python benchmarks/fleet.py dask [--captures 12] [--steps 1500]
 
 Each part runs in a process of its own, so that its memory is its own. The data are made; tables lie in a temporary
 directory. CPU seconds are of all threads. `captures` has the service's engine check and analyse captures of about 2,000
 events; the start of its process, which it does 200 tasks with, is printed beside it.
+
+`questions` asks what pages ask, of the kernels of `kernels` and the hours of `month` in one store: the second time of
+each, as if the range were a new one.
 
 `dask` has captures analysed by a Dask cluster of this host, of one worker and of two by turns. Where the cores are
 not free, wall time says little: the CPU time of the workers and how much of a core each got stand beside it.
@@ -22,9 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date, timedelta
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import polars as pl
 import psutil
@@ -38,6 +43,9 @@ from support.sessions import busy_step
 from traceloom.collect.dask_cluster import Dask
 from traceloom.collect.engine import EngineTask, TaskFile
 from traceloom.collect.executors import ProcessEngine
+from traceloom.collect.questions.asking import Period
+from traceloom.collect.questions.catalogue import QUESTIONS
+from traceloom.collect.questions.frames import QuestionFrames
 from traceloom.fleet.attribution import attribution
 from traceloom.fleet.characterise import top_kernels
 from traceloom.fleet.documents import Prices
@@ -52,6 +60,7 @@ LIMITS = {
     "a day of usage": 60.0,
     "a day of usage, MB": 400.0,
     "a month by owner": 1.0,  # in seconds, not of CPU
+    "a question": 1.0,  # the same
     "a capture": 0.25,
     "agents, % of a core": 50.0,
     "agents, MB": 250.0,
@@ -64,6 +73,7 @@ DAY = date(2026, 11, 2)
 DAY_NS = 1_793_577_600 * 10**9
 HOUR_NS = 3_600 * 10**9
 MODEL = "NVIDIA H100 80GB HBM3"
+KERNEL = "void at::native::kernel_number_"
 
 
 def cpu_s() -> float:
@@ -100,9 +110,7 @@ def kernel_rows(folder: Path, count: int) -> None:
                 ),
                 "rank": chance.integers(0, 8, size),
                 "device_model": pl.Series([MODEL]).new_from_index(0, size),
-                "kernel": pl.Series([f"void at::native::kernel_number_{at}<float>" for at in range(200)]).gather(
-                    kernel
-                ),
+                "kernel": pl.Series([f"{KERNEL}{at}<float>" for at in range(200)]).gather(kernel),
                 "kind": pl.Series(["gemm", "elementwise", "embedding"]).gather(kernel % 3),
                 "bound": pl.Series(["compute", "memory", "latency"]).gather(kernel % 3),
                 "op": pl.Series(["aten::mm", "aten::add", "aten::embedding"]).gather(kernel % 3),
@@ -115,10 +123,22 @@ def kernel_rows(folder: Path, count: int) -> None:
                 "clock_hz": np.full(size, 1.5e9),
             }
         )
+        number_of = pl.col("capture").str.slice(7)
         about = (
-            frame.select("day", "capture").unique().with_columns(job=pl.lit("j") + pl.col("capture").str.slice(7, 3))
-        )
-        tables.commit("captures", number, {"kernels": frame, "captures": about})
+            frame.select("day", "capture").unique(maintain_order=True)
+            .with_columns(
+                job=pl.lit("j") + number_of.str.slice(0, 3),
+                start_ns=pl.lit(DAY_NS) + number_of.cast(pl.Int64) * (7 * 24 * HOUR_NS // captures),
+            )
+        )  # fmt: skip
+        ranks = (
+            frame.select("day", "capture", "rank", "device_model").unique(maintain_order=True)
+            .with_columns(
+                host=pl.lit("node") + (number_of.cast(pl.Int64) % 200).cast(pl.String), device=pl.lit("0"),
+                compute_ns=1_000_000_000 + pl.col("rank") * 1_000_000,
+            )
+        )  # fmt: skip
+        tables.commit("captures", number, {"kernels": frame, "captures": about, "devices": ranks})
     say(f"write {count:,} kernel rows", cpu_s() - began[0], time.perf_counter() - began[1])
     began = cpu_s(), time.perf_counter()
     result = top_kernels(tables.scan("kernels"), tables.scan("captures"))
@@ -230,6 +250,25 @@ def month(folder: Path, devices: int) -> None:
     say(f"a month by owner: {rows:,} rows, {owned.height:,} jobs", cpu, wall, verdict("a month by owner", wall))
 
 
+def questions(folder: Path, rows: int, devices: int) -> None:
+    """What pages ask, of a store of a week of kernels and a month of hours."""
+    kernel_rows(folder, rows)
+    month(folder, devices)
+    tables = Tables(str(folder))
+    asked = {"since": DAY.isoformat(), "until": (DAY + timedelta(days=30)).isoformat(), "kernel": f"{KERNEL}7<float>"}
+    print("of these, one after the other:")
+    for question in QUESTIONS:
+        takes = {field.name for field in msgspec.structs.fields(question.parameters)}
+        takes -= set() if question.name == "kernel-history" else {"kernel"}
+        wanted = msgspec.convert({name: asked[name] for name in takes & asked.keys()}, question.parameters)
+        for _ in range(2):
+            began = cpu_s(), time.perf_counter()
+            period = Period.of(wanted, DAY_NS + 40 * 24 * HOUR_NS)
+            question.ask(QuestionFrames(tables, wanted, period), wanted)
+            cpu, wall = cpu_s() - began[0], time.perf_counter() - began[1]
+        say(f"  {question.name}", cpu, wall, f"{verdict('a question', wall)}; {peak_mb():.0f} MB")
+
+
 def captures(folder: Path, count: int) -> None:
     """Captures of one rank, three steps and about 2,000 events each, none like another, one after the other."""
     every = []
@@ -336,7 +375,13 @@ def agents(folder: Path, count: int, seconds: float) -> None:
     )
 
 
-PARTS = {"kernels": kernel_rows, "usage": usage_day, "month": month, "captures": captures}
+PARTS: dict[str, Callable[[Path, argparse.Namespace], None]] = {
+    "kernels": lambda folder, options: kernel_rows(folder, options.rows),
+    "usage": lambda folder, options: usage_day(folder, options.devices),
+    "month": lambda folder, options: month(folder, options.devices),
+    "questions": lambda folder, options: questions(folder, options.rows, options.devices),
+    "captures": lambda folder, options: captures(folder, options.captures),
+}
 
 
 def main() -> None:
@@ -352,8 +397,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.here:
         with tempfile.TemporaryDirectory() as folder:
-            size = {"kernels": options.rows, "captures": options.captures}.get(options.here, options.devices)
-            PARTS[options.here](Path(folder), size)
+            PARTS[options.here](Path(folder), options)
         return
     for part in options.parts or [*PARTS, "agents", "dask"]:
         if part in PARTS:

@@ -15,6 +15,7 @@ import msgspec
 
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.requests.model import ProfilerName
+from traceloom.allowed_texts import NAME, in_words
 from traceloom.errors import InputError, nearest, unreadable
 
 if sys.version_info >= (3, 11):
@@ -190,7 +191,7 @@ class TriggerRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
     their steps, or their waits for the data loader. Without `steps` and `duration` it is three steps.
     """
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+    name: Annotated[str, msgspec.Meta(pattern=NAME)]
     where: dict[str, str] = {}
     target: Literal["process", "job", "slowest-and-median"] = "job"
     ranks_by: Literal["steps", "waits"] = "steps"
@@ -357,7 +358,7 @@ def parsed(text: str, kind: type[Document], path: str) -> Document:
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$.")
         raise InputError(
-            f"the configuration is wrong: {message[:1].lower()}{message[1:]}",
+            f"the configuration is wrong: {in_words(message)}",
             slug="wrong-config", where=f"{path}: {where.rstrip('`')}" if where else path,
         ) from error  # fmt: skip
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -35,6 +37,7 @@ examples:
 What each can do: traceloom fleet token --help.
 """
 
+_NUMBER = re.compile(r"[-+<>]?\d[\d\u202f.]*(e-\d+)?( [^\d\s]+)?")  # with its unit
 _NARROWEST = 10  # signs of a column, where not all of a table fits
 NO_HOSTS = """\
 No host belongs to the fleet yet.
@@ -81,6 +84,17 @@ def client_of(args: argparse.Namespace) -> FleetClient:
     return FleetClient(args.server, token)
 
 
+def follow_up(args: argparse.Namespace, text: str) -> str:
+    """A text with commands to be copied: each asks the service that was just asked, as whoever asked."""
+    from traceloom.collect.client import FleetClient
+
+    server = f" --server {shlex.quote(FleetClient(args.server).url)}"
+    token = f" --token-file {shlex.quote(str(args.token_file))}" if args.token_file else ""
+    same = f"{server if args.server else ''}{token}"
+    text = text.replace("trace --server URL", f"trace{server}{token}").replace(" --server URL", server)
+    return re.sub(r"traceloom (fleet [a-z-]+|upload)", lambda command: command[0] + same, text)
+
+
 def _add_captures(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="JOB", default="", help="only of this job")
     _add_most(parser)
@@ -93,7 +107,7 @@ def _add_most(parser: argparse.ArgumentParser) -> None:
 def _captures(args: argparse.Namespace) -> int:
     answer = client_of(args).get("captures", most=str(args.most), **({"job": args.job} if args.job else {}))
     rows = [
-        (capture["id"], capture["day"], capture["job"] or "–", capture["state"], capture["uploader"])
+        (capture["id"], capture["day"], capture["job"] or units.NONE, capture["state"], capture["uploader"])
         for capture in answer["captures"]
     ]
     return shown(args, answer, ("capture", "day", "job", "state", "by"), rows, NO_CAPTURES)
@@ -111,11 +125,13 @@ def _hosts(args: argparse.Namespace) -> int:
     answer = client_of(args).get("hosts")
     rows = []
     for host in answer["hosts"]:
-        error = host["clock_error_ns"]
-        clock = "–" if error is None else f"{host['clock_offset_ns'] / 1e9:+.3f} ±{error / 1e6:.1f} ms"
+        error, offset = host["clock_error_ns"], host["clock_offset_ns"]
+        clock = units.NONE if error is None else f"{units.duration(offset)} ± {units.duration(error)}"
         heard = "never" if host["heard_ns"] is None else "lost" if host["lost"] else "here"
         devices = str(host["devices"]) + (f" ({host['stale_devices']} silent)" if host["stale_devices"] else "")
-        rows.append((host["host"], heard, devices, str(host["processes"]), ", ".join(host["jobs"]) or "–", clock))
+        rows.append(
+            (host["host"], heard, devices, str(host["processes"]), ", ".join(host["jobs"]) or units.NONE, clock)
+        )
     return shown(args, answer, ("host", "heard", "devices", "processes", "jobs", "clock"), rows, NO_HOSTS)
 
 
@@ -123,9 +139,9 @@ def _jobs(args: argparse.Namespace) -> int:
     answer = client_of(args).get("jobs")
     rows = [
         (
-            job["job"], job["user"] or "–", ", ".join(job["hosts"]), f"{job['ranks']}/{job['world_size'] or '?'}",
-            f"{job['traceable']} of {job['processes']}",
-            "–" if job["steps_per_second"] is None else f"{job['steps_per_second']:.2f}",
+            job["job"], job["user"] or units.NONE, ", ".join(job["hosts"]),
+            f"{job['ranks']}/{job['world_size'] or '?'}", f"{job['traceable']} of {job['processes']}",
+            units.number(job["steps_per_second"]),
         )
         for job in answer["jobs"]
     ]  # fmt: skip
@@ -135,7 +151,7 @@ def _jobs(args: argparse.Namespace) -> int:
 def _requests(args: argparse.Namespace) -> int:
     answer = client_of(args).get("requests", most=str(args.most))
     rows = [
-        (request["id"], request["wanted"]["job"], request["who"], request["state"], request["capture"] or "–")
+        (request["id"], request["wanted"]["job"], request["who"], request["state"], request["capture"] or units.NONE)
         for request in answer["requests"]
     ]
     return shown(args, answer, ("request", "job", "by", "state", "capture"), rows, NO_REQUESTS)
@@ -225,24 +241,26 @@ def _token(args: argparse.Namespace) -> int:
             print(f"{args.name} opens nothing any more.")
         return 0
     answer = client.get("tokens")
-    rows = [
-        (token["name"], token["role"], "revoked" if token["revoked_ns"] else _date(token["expires_ns"]))
-        for token in answer["tokens"]
-    ]
+    rows = [(token["name"], token["role"], _until(token)) for token in answer["tokens"]]
     return shown(args, answer, ("token", "role", "until"), rows)
 
 
-def _date(time_ns: int) -> str:
+def _until(token: dict[str, Any]) -> str:
+    """How long a token opens anything."""
     from datetime import datetime, timezone
 
-    return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).date().isoformat() if time_ns else "–"
+    if token["revoked_ns"]:
+        return "revoked"
+    if not token["expires_ns"]:
+        return "for ever"
+    return datetime.fromtimestamp(token["expires_ns"] / 1e9, timezone.utc).date().isoformat()
 
 
 def _check(args: argparse.Namespace) -> int:
     answer = client_of(args).get("check")
-    rows = [("✓" if check["works"] else "✗", check["name"], check["text"]) for check in answer["checks"]]
-    tasks = ", ".join(f"{count} {state}" for state, count in answer["tasks"].items() if count)
-    shown(args, answer, ("", "part", ""), [*rows, ("", "tasks", tasks or "none yet")])
+    rows = [(check["name"], "✓" if check["works"] else "✗", check["text"]) for check in answer["checks"]]
+    tasks = ", ".join(f"{units.count(count)} {state}" for state, count in answer["tasks"].items() if count)
+    shown(args, answer, ("part", "works", "what it is"), [*rows, ("tasks", "", tasks or "none yet")])
     failed = [check for check in answer["checks"] if not check["works"]]
     if failed:
         names = ", ".join(dict.fromkeys(check["name"] for check in failed))
@@ -253,7 +271,7 @@ def _check(args: argparse.Namespace) -> int:
 def _triggers(args: argparse.Namespace) -> int:
     answer = triggers(args, client_of(args))
     if args.what == "show":
-        print(json.dumps(answer, indent=2) if args.json else answer["toml"].rstrip() or NO_RULES)
+        print(json.dumps(answer, indent=2) if args.json else answer["toml"].rstrip() or follow_up(args, NO_RULES))
         return 0
     shown(args, answer, TRIGGER_HEADS, trigger_rows(answer), NO_RULES)
     if not args.json:
@@ -272,7 +290,7 @@ def _webhooks(args: argparse.Namespace) -> int:
     rows = [
         (
             hook["name"], hook["url"], ", ".join(hook["events"]), str(hook["waiting"]), str(hook["delivered"]),
-            str(hook["failed"] + hook["dropped"]), hook["error"] or "–",
+            str(hook["failed"] + hook["dropped"]), hook["error"] or units.NONE,
         )
         for hook in answer["webhooks"]
     ]  # fmt: skip
@@ -290,7 +308,8 @@ def _backfill(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(answer, indent=2))
     elif not args.quiet:
-        print(f"{answer['captures']} captures wait for version {answer['version']}.")
+        wait = "waits" if answer["captures"] == 1 else "wait"
+        print(f"{units.counted(answer['captures'], 'capture')} {wait} for version {answer['version']}.")
     return 0
 
 
@@ -302,21 +321,24 @@ def shown(
         print(json.dumps(answer, indent=2))
         return 0
     if not rows:
-        print(empty)
+        print(follow_up(args, empty))
         return 0
     from traceloom.harmless import harmless
 
-    texts = [[harmless(cell) for cell in row] for row in (heads, *rows)]
+    texts = [[harmless(cell) for cell in row] for row in ([f"{head[:1].upper()}{head[1:]}" for head in heads], *rows)]
+    known = [[row[at] for row in texts[1:] if row[at] != units.NONE] for at in range(len(heads))]
+    numeric = [bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in known]
     widths = [max(len(row[at]) for row in texts) for at in range(len(heads))]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     room = width - 2 * (len(widths) - 1)
     while sum(widths) > room and max(widths) > _NARROWEST:  # long names give way, so that numbers are seen
         widths[widths.index(max(widths))] -= 1
     for row in texts:
-        cells = (
-            (cell if len(cell) <= size else f"{cell[: size - 1]}…").ljust(size)
-            for cell, size in zip(row, widths, strict=True)
-        )
+        cells = [cell if len(cell) <= size else f"{cell[: size - 1]}…" for cell, size in zip(row, widths, strict=True)]
+        cells = [
+            cell.rjust(size) if right else cell.ljust(size)
+            for cell, size, right in zip(cells, widths, numeric, strict=True)
+        ]
         print("  ".join(cells).rstrip()[:width])
     return 0
 

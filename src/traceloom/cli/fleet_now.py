@@ -41,10 +41,10 @@ def _live_cells(by: str, row: dict[str, Any], at_ns: int) -> tuple[str, ...]:
         memory += f" of {units.written(row['memory_limit_bytes'], 'bytes')}"
     return (
         row[by],
-        row["host" if by != "host" else "job"] or "–",
+        row["host" if by != "host" else "job"] or units.NONE,
         str(row["devices"]),
         units.written(row["busy"], "share"),
-        "-" if row["power_w"] is None else f"{row['power_w']:,.0f} W",
+        units.NONE if row["power_w"] is None else f"{units.number(round(row['power_w']))} W",
         memory,
         units.written(None if row["step_s"] is None else round(row["step_s"] * 1e9), "time"),
         f"{(at_ns - row['heard_ns']) / 1e9:.0f} s ago",

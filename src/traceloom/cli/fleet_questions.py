@@ -129,7 +129,7 @@ def _add_parameters(question: Question, parser: argparse.ArgumentParser) -> None
 
 
 def _run(question: Question, args: argparse.Namespace) -> int:
-    from traceloom.cli.fleet import client_of, shown
+    from traceloom.cli.fleet import client_of, follow_up, shown
 
     wanted = {name: getattr(args, name) for name in described(question.parameters)}
     client = client_of(args)
@@ -148,7 +148,8 @@ def _run(question: Question, args: argparse.Namespace) -> int:
         declared = question.tables[table]
         by = answer.get("by") or () if declared.divided else ()
         by = (by,) if isinstance(by, str) else by
-        heads = [*by, *(_title(name, declared.columns[name]) for name in columns)]
+        titles = ((name, declared.columns[name].title.removesuffix(", ms")) for name in columns)
+        heads = [*by, *(f"{title}, h" if name in _MS else title for name, title in titles)]
         rows = [
             [*(str(row[name]) for name in by), *(_cell(name, declared.columns[name], row[name]) for name in columns)]
             for row in answer[table]
@@ -163,18 +164,14 @@ def _run(question: Question, args: argparse.Namespace) -> int:
             further = f"--skip {skipped + len(answer[next(iter(question.tables))])}"
             print(f"There are more: {further if 'skip' in wanted else 'ask for less time'}")
         for line in view.next_of(answer):
-            print(harmless(line))
+            print(harmless(follow_up(args, line)))
         print(f"Looked at {_instant(answer['since_ns'])} to {_instant(answer['until_ns'])} UTC.")
     return 0
 
 
-def _title(name: str, column: Column) -> str:
-    return column.title.removesuffix(", ms") + (", h" if name in _MS else "")
-
-
 def _cell(name: str, column: Column, value: Any) -> str:
     if value is None:
-        return "–"
+        return units.NONE
     if isinstance(value, bool):
         return "yes" if value else "no"
     if name in _INSTANTS:
@@ -196,15 +193,15 @@ def _show_tree(args: argparse.Namespace, answer: dict[str, Any]) -> None:
     from traceloom.cli.fleet import shown
 
     priced = answer["currency"] is not None
-    heads = [" > ".join(answer["by"]), "hours", "share", "busy", *([f"cost, {answer['currency']}"] if priced else [])]
+    heads = [" > ".join(answer["by"]), "hours", "share", "use", *([f"cost, {answer['currency']}"] if priced else [])]
     rows, whole = [], {row["time_ns"]: row["device_ms"] for row in answer["rows"] if not row["values"]}
     for row in answer["rows"]:
         depth = len(row["values"])
         name = row["values"][-1] if depth else "all" if row["time_ns"] is None else _instant(row["time_ns"])
-        used = units.share(row["busy_ms"], row["device_ms"])
-        cells = [f"{'  ' * depth}{name}", f"{row['device_ms'] / _HOUR_MS:,.1f}"]
+        used = units.share(row["busy_ms"], row["busy_ms"] + row["idle_ms"])
+        cells = [f"{'  ' * depth}{name}", units.number(row["device_ms"] / _HOUR_MS)]
         cells += [units.share(row["device_ms"], whole[row["time_ns"]]), used]
-        rows.append([*cells, *(["–" if row["cost"] is None else f"{row['cost']:,.2f}"] if priced else [])])
+        rows.append([*cells, *([units.number(row["cost"])] if priced else [])])
     shown(args, answer, heads, rows if any(whole.values()) else [], _NO_DEVICE_TIME)
 
 

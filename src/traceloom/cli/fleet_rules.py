@@ -68,29 +68,31 @@ def _show_moves(args: argparse.Namespace, answer: Any) -> None:
     from traceloom.cli.fleet import shown
 
     rows = [
-        (row["dimension"], row["before"], row["after"], str(row["jobs"]), f"{row['device_ms'] / _HOUR_MS:,.1f}")
+        (
+            row["dimension"],
+            row["before"],
+            row["after"],
+            units.count(row["jobs"]),
+            units.number(row["device_ms"] / _HOUR_MS),
+        )
         for row in answer["moves"]
     ]
-    shown(args, answer, ("", "from", "to", "jobs", "device hours"), rows, "No device time changes hands.")
+    shown(args, answer, ("dimension", "from", "to", "jobs", "device hours"), rows, "No device time changes hands.")
 
 
 def _show_costs(args: argparse.Namespace, answer: Any) -> None:
     from traceloom.cli.fleet import shown
 
-    heads = ("device", "hours", f"cost, {answer['currency_before'] or '–'}", f"then, {answer['currency_after']}")
+    heads = ("device", "hours", f"cost, {answer['currency_before'] or units.NONE}", f"then, {answer['currency_after']}")
     rows = [
         (
             row["device_model"],
             units.number(row["device_ms"] / _HOUR_MS),
-            *(_cost(row[side]) for side in ("before", "after")),
+            *(units.number(row[side]) for side in ("before", "after")),
         )
         for row in answer["costs"]
     ]
     shown(args, answer, heads, rows, "There was no device time.")
-
-
-def _cost(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.2f}"
 
 
 def _date(time_ns: int) -> str:

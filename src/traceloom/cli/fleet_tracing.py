@@ -29,6 +29,8 @@ def run(args: argparse.Namespace, client: FleetClient, wanted: dict[str, Any]) -
         PartialError: `partly-traced`: some of it is missing.
         OutputError: `file-exists`, `cannot-write`.
     """
+    from traceloom.cli.fleet import follow_up
+
     if args.list:
         return _list(args, client)
     if args.cancel:
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace, client: FleetClient, wanted: dict[str, Any]) -
         print(harmless(" ".join(filter(None, (step, request["start_detail"])))), file=sys.stderr)
     if request["state"] in {"failed", "cancelled"}:
         detail = request["detail"] or request["reason"] or request["state"]
-        raise CaptureError(f"nothing was traced: {detail}", slug="nothing-traced", hint=_hint(request))
+        hint = "; ".join(f"{host['host']}: {host['detail']}" for host in request["hosts"] if host["detail"])[:500]
+        raise CaptureError(f"nothing was traced: {detail}", slug="nothing-traced", hint=hint)
     if output is not None:
         route = f"captures/{request['capture']}"
 
@@ -64,18 +67,13 @@ def run(args: argparse.Namespace, client: FleetClient, wanted: dict[str, Any]) -
 
         download(output, client.get(route)["files"], fetch)
     if not args.quiet and not args.json:
-        server = f" --server {shlex.quote(args.server)}" if args.server else ""
         print(f"Capture {request['capture']} is in the fleet's store, analysed.")
-        print(f"Look: traceloom fleet report {request['capture']} -o report.html{server}")
+        print(follow_up(args, f"Look: traceloom fleet report {request['capture']} -o report.html"))
         if output is not None:
             print(f"Look: traceloom report {shlex.quote(args.output)}")
     if request["state"] == "partial":
         raise PartialError(f"some of it was not traced: {request['detail']}", slug="partly-traced")
     return 0
-
-
-def _hint(request: dict[str, Any]) -> str:
-    return "; ".join(f"{host['host']}: {host['detail']}" for host in request["hosts"] if host["detail"])[:500]
 
 
 def _watched(args: argparse.Namespace, client: FleetClient, request: dict[str, Any]) -> dict[str, Any]:

@@ -49,13 +49,13 @@ def trigger_rows(answer: Any) -> list[Sequence[str]]:
     for rule in answer["rules"]:
         refused = ", ".join(f"{number} {reason}" for reason, number in rule["refusals"].items())
         last, refusal = rule["last"], rule["last_refusal"]
-        text = "–"
+        text = units.NONE
         if last is not None and (refusal is None or last["at_ns"] >= refusal["at_ns"]):
             text = f"{last['request']}: {last['target']}: {last['what']}"
         elif refusal is not None:
             text = f"{refusal['target'] or 'no job'} not, as {refusal['detail']}"
         size = units.size(rule["kept_bytes"])
-        rows.append((rule["name"], rule["on"], rule["target"], str(rule["fired"]), refused or "–", size, text))
+        rows.append((rule["name"], rule["on"], rule["target"], str(rule["fired"]), refused or units.NONE, size, text))
     return rows
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import time
 from pathlib import Path
 
@@ -50,7 +49,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Send them; returns the exit code."""
-    from traceloom.cli.fleet import client_of
+    from traceloom.cli.fleet import client_of, follow_up
     from traceloom.collect.client import upload
 
     client = client_of(args)
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name} is {answer['id']}: {answer['state']}")
         done = [answer["id"] for answer in answers if answer["state"] == "committed"]
         look = f"report {done[0]} -o report.html" if done else "captures"
-        print(f"Look: traceloom fleet {look}" + (f" --server {shlex.quote(args.server)}" if args.server else ""))
+        print(follow_up(args, f"Look: traceloom fleet {look}"))
     refused = [answer for answer in answers if answer["state"] == "quarantined"]
     if refused:
         raise InputError(

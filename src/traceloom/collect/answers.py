@@ -8,10 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from traceloom.agent.http.answers import HttpAnswer
+from traceloom.allowed_texts import NAME_OF_USER, ONE_LINE, SHA256
 from traceloom.store.state import AuditEntry, Role, TaskState, TokenRecord
 
-Job = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
-TokenName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,79}\Z")]
+Job = Annotated[str, Meta(max_length=200, pattern=ONE_LINE)]
+TokenName = Annotated[str, Meta(pattern=NAME_OF_USER)]
 
 
 class AnnouncedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,7 +20,7 @@ class AnnouncedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     name: Annotated[str, Meta(min_length=1, max_length=400)]
     size: Annotated[int, Meta(ge=0, le=1 << 50)]
-    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    sha256: Annotated[str, Meta(pattern=SHA256)]
 
 
 class AnnounceBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):

@@ -22,6 +22,7 @@ from traceloom.agent.uplink.messages import (
     ReportAnswer,
     WorkAnswer,
 )
+from traceloom.allowed_texts import HOST_OR_NONE
 from traceloom.collect.hosts import LONGEST_WAIT_S, HostDesk
 from traceloom.collect.routes import FleetAsked, FleetRoute
 
@@ -78,7 +79,7 @@ async def _take_file(asked: FleetAsked, desk: HostDesk, host: str) -> Response:
 class EnrolmentBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """A token by which a host may join, once: the host of this name, or any. `days`: how long it may be used."""
 
-    host: Annotated[str, Meta(max_length=253, pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?\Z")] = ""
+    host: Annotated[str, Meta(max_length=253, pattern=HOST_OR_NONE)] = ""
     days: Annotated[float, Meta(gt=0, le=365)] = 1.0
 
 

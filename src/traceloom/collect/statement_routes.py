@@ -10,11 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from traceloom.agent.http.answers import HttpAnswer, RequestError
+from traceloom.allowed_texts import ONE_LINE
 from traceloom.collect.request_routes import check_own_job
 from traceloom.collect.routes import FleetAsked, FleetRoute
 from traceloom.store.job_facts import JobFacts
 
-Said: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
+Said: TypeAlias = Annotated[str, Meta(max_length=256, pattern=ONE_LINE)]
 
 
 class JobStatementBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):

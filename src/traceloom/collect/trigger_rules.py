@@ -11,6 +11,7 @@ from msgspec import Meta
 from traceloom.agent.config import ConfigTable, parsed
 from traceloom.agent.requests.model import ProfilerName, Wanted
 from traceloom.agent.uplink.messages import HostProcess
+from traceloom.allowed_texts import NAME
 from traceloom.errors import nearest
 
 USUAL_STEPS = 3
@@ -27,7 +28,7 @@ class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
     `hosts`: these alone. Without `steps` and `duration` it is three steps. `cooldown`: seconds, of the rule and a job.
     """
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
+    name: Annotated[str, Meta(pattern=NAME)]
     where: dict[str, str] = msgspec.field(default_factory=dict)
     target: Literal["job", "slowest-and-median"] = "job"
     ranks: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=1024)] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import Meta
 from traceloom.agent.http.answers import HttpAnswer, RequestError
 from traceloom.agent.uplink.messages import HostProcess
 from traceloom.collect.answers import Job
+from traceloom.collect.questions.catalogue import EVERY_CHANGE, QUESTION
 from traceloom.collect.request_routes import FleetJobAnswer, HostAnswer, host_answer, job_answer
 from traceloom.collect.routes import FleetAsked, FleetRoute
 from traceloom.collect.watching import (
@@ -19,16 +21,17 @@ from traceloom.collect.watching import (
     DeviceState,
     FleetFinding,
     MeasuredBeside,
-    SlowerKernel,
     ToplineOfDay,
     UsageOfTime,
     counted_states,
     devices_now,
     processes_of,
 )
+from traceloom.fleet.regressions import MIX
 from traceloom.store.state import TaskState
 
 _MOST_CAPTURES = 200  # of a job whose findings are shown
+_SLOWER_S, _MOST_SLOWER = 300.0, 100  # how old they may be, as they take most work; how many
 _LONGEST_WINDOW_NS = 3600 * 10**9  # of a capture, of which usage is looked up
 
 
@@ -50,6 +53,18 @@ class QuarantinedCapture(msgspec.Struct, frozen=True, kw_only=True):
 
     capture: str
     error: str
+
+
+class SlowerKernel(msgspec.Struct, frozen=True, kw_only=True):
+    """A kernel that became slower, as the question about regressions tells of it. null: not recorded."""
+
+    kernel: str
+    shapes: str | None
+    device_model: str | None
+    since_ns: int
+    change: float
+    extra_ns: int
+    jobs_after: int
 
 
 class FleetTroubleAnswer(HttpAnswer, frozen=True):
@@ -129,11 +144,14 @@ async def _now(asked: FleetAsked) -> FleetNowAnswer:
 
 
 async def _trouble(asked: FleetAsked) -> FleetTroubleAnswer:
-    slower, tasks = await asyncio.gather(
-        asyncio.to_thread(asked.service.watching.slower), asyncio.to_thread(asked.service.state.quarantined)
+    regressions, tasks = await asyncio.gather(
+        asked.service.questions.ask(QUESTION["regressions"], EVERY_CHANGE, seconds=_SLOWER_S),
+        asyncio.to_thread(asked.service.state.quarantined),
     )
+    slower = (row for row in regressions.changes if row.change > 0 and row.cause not in MIX)  # type: ignore[attr-defined]
     return FleetTroubleAnswer(
-        slower=slower, quarantined=[QuarantinedCapture(capture=task.capture, error=task.error) for task in tasks]
+        slower=[msgspec.convert(row, SlowerKernel, from_attributes=True) for row in islice(slower, _MOST_SLOWER)],
+        quarantined=[QuarantinedCapture(capture=task.capture, error=task.error) for task in tasks],
     )
 
 
@@ -199,7 +217,7 @@ WATCH_ROUTES = (
     ),
     FleetRoute(
         path="/api/v1/trouble", summary="Kernels that became slower, and captures that could not be analysed",
-        answers=_trouble, answer=FleetTroubleAnswer,
+        answers=_trouble, answer=FleetTroubleAnswer, refuses=(503,),
     ),
     FleetRoute(
         path="/api/v1/hosts/{host}", summary="A host, its devices and processes", answers=_host,

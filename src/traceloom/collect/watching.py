@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Generic, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import polars as pl
 
 from traceloom.agent.uplink.messages import HostDevice, HostProcess
 from traceloom.collect.hosts import HostNow
+from traceloom.collect.recent_answers import RecentAnswers
 from traceloom.fleet.owners import periods
 from traceloom.fleet.regressions import MIX, regressions
 from traceloom.fleet.topline import METRICS, topline
 from traceloom.store.schemas import day_of
 from traceloom.store.tables import Tables
 
-T = TypeVar("T")
 DeviceState = Literal["busy", "idle-allocated", "unallocated", "unreachable"]
 """As in the tables of usage, but of this moment."""
 
 _TOPLINE_S = 60.0  # that it is kept: it is of a whole day
-_SLOWER_S = 300.0  # the same of regressions, which take most work
-_SLOWER_DAYS, _MOST_SLOWER = 30, 100
+_SLOWER_DAYS = 30
 _USAGE_S = 15.0  # the same of device time, which comes by minutes
 _MOST_KEPT = 256  # answers of a sort
 _MINUTE_NS, _HOUR_NS = 60 * 10**9, 3600 * 10**9
@@ -55,18 +53,6 @@ class FleetFinding(msgspec.Struct, frozen=True, kw_only=True):
     saving_fraction: float | None
     confidence: float | None
     rank: int | None
-
-
-class SlowerKernel(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel that became slower, as the question about regressions tells of it. null: not recorded."""
-
-    kernel: str
-    shapes: str | None
-    device_model: str | None
-    since_ns: int
-    change: float
-    extra_ns: int
-    jobs_after: int
 
 
 class CaptureFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,33 +109,6 @@ class ToplineOfDay(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float | None
 
 
-class RecentAnswers(Generic[T]):
-    """Answers that many ask for again and again: each is worked out anew only after a while, by one at a time.
-
-    Args:
-        seconds: That an answer is kept.
-        clock: Seconds.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds, self.clock = seconds, clock
-        self._lock = threading.Lock()
-        self._kept: dict[Hashable, tuple[float, T]] = {}  # question -> when, the answer; the oldest is first
-
-    def get(self, question: Hashable, work_out: Callable[[], T]) -> T:
-        """The answer to a question."""
-        with self._lock:
-            kept = self._kept.get(question)
-            if kept is not None and self.clock() - kept[0] <= self.seconds:
-                return kept[1]
-            answer = work_out()
-            self._kept.pop(question, None)
-            self._kept[question] = (self.clock(), answer)
-            if len(self._kept) > _MOST_KEPT:
-                del self._kept[next(iter(self._kept))]
-            return answer
-
-
 class Watching:
     """Asks the tables what pages show; its methods block.
 
@@ -160,18 +119,13 @@ class Watching:
 
     def __init__(self, tables: Tables, clock: Callable[[], int] = time.time_ns) -> None:
         self.tables, self.clock = tables, clock
-        self._toplines = RecentAnswers[ToplineOfDay](_TOPLINE_S)
-        self._usage = RecentAnswers[list[UsageOfTime]](_USAGE_S)
-        self._slower = RecentAnswers[list[SlowerKernel]](_SLOWER_S)
-        self._findings = RecentAnswers[list[FleetFinding]](_USAGE_S)
+        self._toplines = RecentAnswers[ToplineOfDay](1)
+        self._usage = RecentAnswers[list[UsageOfTime]](_MOST_KEPT)
+        self._findings = RecentAnswers[list[FleetFinding]](_MOST_KEPT)
 
     def topline(self) -> ToplineOfDay:
         """The topline of the last 24 hours, at most a minute old."""
-        return self._toplines.get("", self._topline)
-
-    def slower(self) -> list[SlowerKernel]:
-        """Kernels that became slower in the last 30 days, what costs most first; at most five minutes old."""
-        return self._slower.get("", self._became_slower)
+        return self._toplines.get("", self._topline, seconds=_TOPLINE_S)
 
     def findings(self, captures: Sequence[str]) -> list[FleetFinding]:
         """Findings of captures, by name; what saves most first."""
@@ -202,11 +156,11 @@ class Watching:
 
     def usage(self, *, host: str = "", job: str = "", hours: float) -> list[UsageOfTime]:
         """Device time of a host or job, by minutes up to six hours, else by hours; 15 s old at most, the last first."""
-        return self._usage.get((host, job, hours), lambda: self._used(host, job, hours))
+        return self._usage.get((host, job, hours), lambda: self._used(host, job, hours), seconds=_USAGE_S)
 
     def findings_of_job(self, job: str, captures: Callable[[], Sequence[str]]) -> list[FleetFinding]:
         """Findings of the captures of a job, at most 15 s old."""
-        return self._findings.get(job, lambda: self.findings(captures()))
+        return self._findings.get(job, lambda: self.findings(captures()), seconds=_USAGE_S)
 
     def _used(self, host: str, job: str, hours: float) -> list[UsageOfTime]:
         until = self.clock()
@@ -219,10 +173,6 @@ class Watching:
         summed = rows.group_by("time_ns", "job", "state").agg(pl.col("device_ms").sum(), _sum_if_any("energy_mj"))
         last = summed.sort("time_ns", "state", "job", descending=[True, False, False]).head(_MOST_ROWS).collect()
         return msgspec.convert(last.to_dicts(), list[UsageOfTime])
-
-    def _became_slower(self) -> list[SlowerKernel]:
-        rows = slower_kernels(self.tables, self.clock()).select(SlowerKernel.__struct_fields__).head(_MOST_SLOWER)
-        return msgspec.convert(rows.to_dicts(), list[SlowerKernel])
 
     def _topline(self) -> ToplineOfDay:
         since = self.clock() - 24 * _HOUR_NS

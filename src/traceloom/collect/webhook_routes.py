@@ -10,6 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from traceloom.agent.http.answers import HttpAnswer, RequestError
+from traceloom.allowed_texts import NAME
 from traceloom.collect.routes import FleetAsked, FleetRoute
 from traceloom.collect.telling import WebhookSender, fleet_event
 from traceloom.errors import InputError, UsageError
@@ -19,7 +20,7 @@ from traceloom.store.webhook_state import EVENTS, Delivery, EventName, WebhookRe
 class WebhookBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     """A webhook: what it is called, where it leads, and what it is told (all, where nothing is named)."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
+    name: Annotated[str, Meta(pattern=NAME)]
     url: Annotated[str, Meta(min_length=8, max_length=2000)]
     events: Annotated[tuple[EventName, ...], Meta(max_length=16)] = EVENTS
 

@@ -7,6 +7,7 @@ docs/concepts/fleet.md.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -87,12 +88,14 @@ def changes(values: Floats, level: Levels) -> list[LevelChange]:
     judged = []
     for first, at, end in zip(cuts, cuts[1:], cuts[2:], strict=False):
         before, after = values[first:at], values[at:end]
-        generator = np.random.default_rng(SEED)
-        drawn = [np.median(generator.choice(side, size=(DRAWS, side.size)), axis=1) for side in (before, after)]
         old, now = float(np.median(before)), float(np.median(after))
         ratio = now / old - 1
+        if abs(ratio) < LEAST_CHANGE:
+            continue
+        generator = np.random.default_rng(SEED)
+        drawn = [np.median(generator.choice(side, size=(DRAWS, side.size)), axis=1) for side in (before, after)]
         low, high = interval(drawn[1] / drawn[0] - 1, ratio, before.size + after.size - 2)
-        if (low > 0 or high < 0) and abs(ratio) >= LEAST_CHANGE:
+        if low > 0 or high < 0:
             judged.append(LevelChange(first, at, end, old, now, max(low, -1.0), high))
     return judged
 
@@ -158,8 +161,27 @@ def _ranks(log: Floats) -> Floats:
 
 def _nearest(log: Floats, cuts: Ints) -> int:
     """The cut with the least sum of distances to the medians of both parts."""
-    distance = [sum(np.abs(side - np.median(side)).sum() for side in (log[:at], log[at:])) for at in cuts]
-    return int(cuts[np.argmin(distance)])
+    return int(cuts[np.argmin(_scatter(log)[cuts] + _scatter(log[::-1])[log.size - cuts])])
+
+
+def _scatter(log: Floats) -> Floats:
+    """Sum of the distances of the first values to their median, for each number of them; shape (jobs + 1,)."""
+    ordered: list[float] = []
+    total = lower = 0.0  # of all values, and of the lower half of them, rounded down
+    sums = [0.0]
+    for value in log.tolist():
+        half = len(ordered) // 2
+        at = bisect_right(ordered, value)
+        ordered.insert(at, value)
+        total += value
+        grows = len(ordered) // 2 > half
+        if at < half:
+            lower += value if grows else value - ordered[half]
+        elif grows:
+            lower += ordered[half]
+        middle = ordered[half] if not grows else 0.0
+        sums.append(total - middle - 2 * lower)
+    return np.array(sums)
 
 
 def chance(before: Floats, after: Floats) -> float:

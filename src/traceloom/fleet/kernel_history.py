@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from traceloom.fleet.regressions import by_job
+from traceloom.fleet.regressions import by_job, of_captures
 from traceloom.model.result import Result
 
 MOST_JOBS = 2_000
@@ -42,7 +42,8 @@ def kernel_history(
     if shapes is not None:
         works = works.filter(pl.col("shapes") == shapes)
     about = captures.select("capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture"))
-    jobs = by_job(works.join(about.select("capture", "start_ns", "job"), on="capture"), ("kernel",))
+    of_kernel = of_captures(works, about).group_by("kernel", "job", "start_ns", "capture")
+    jobs = by_job(of_kernel.agg(pl.col("count", "total_ns").sum()), ("kernel",))
     rows = jobs.tail(MOST_JOBS).join(
         about.select("capture", "code", "torch").collect(), on="capture", how="left", maintain_order="left"
     )

@@ -54,11 +54,13 @@ def outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFram
     where = devices.select("capture", "rank", "host").unique(["capture", "rank"]).filter(pl.col("host").is_not_null())
     jobs = captures.select("capture", job=pl.coalesce("job", "capture"))
     keys = ["kernel", "shapes", "device_model"]
+    # Rows are many and names few: they are grouped as numbers.
+    ranks_of = where.join(jobs, on="capture").with_columns(pl.col("host", "job").cast(pl.Categorical))
     # A job may do less work of the same shape than another, but not shorter: the median over jobs counts.
     means = (
         kernels.filter(pl.col("count") > 0, pl.col("total_ns") > 0)
-        .join(where, on=["capture", "rank"], nulls_equal=True)
-        .join(jobs, on="capture")
+        .with_columns(pl.col(keys).cast(pl.Categorical))
+        .join(ranks_of, on=["capture", "rank"], nulls_equal=True)
         .group_by(*keys, "host", "job")
         .agg(mean=pl.col("total_ns").sum() / pl.col("count").sum())
         .group_by(*keys, "host")
@@ -66,7 +68,9 @@ def outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFram
         .with_columns(distance=(pl.col("mean") / pl.col("mean").median().over(keys)).log(), peers=pl.len().over(keys))
         .filter(pl.col("peers") >= LEAST_PEERS)
     )
-    of_hosts = means.group_by("host", "device_model").agg(pl.col("distance").median(), kernels=pl.len())
+    of_hosts = means.group_by(pl.col("host", "device_model").cast(pl.String)).agg(
+        pl.col("distance").median(), kernels=pl.len()
+    )
     ran = where.join(jobs, on="capture").group_by("host").agg(jobs=pl.col("job").n_unique())
     hosts = _judged(of_hosts.join(ran, on="host"), ["device_model"])
 

@@ -115,8 +115,10 @@ def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyF
         devices: The same.
     """
     about = captures.select("capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture"))
-    works = kernels.filter(pl.col("count") > 0).join(about.select("capture", "start_ns", "job"), on="capture")
-    by_part, by_kernel = (list(_series(works, keys)) for keys in (_KEYS, _KEYS[:1]))
+    works = of_captures(kernels, about)
+    of_kernel = works.group_by("kernel", "job", "start_ns", "capture").agg(pl.col("count", "total_ns").sum())
+    parts = by_job(works, _KEYS)
+    by_part, by_kernel = list(_series(parts, _KEYS)), list(_series(by_job(of_kernel, _KEYS[:1]), _KEYS[:1]))
     parts_of = Counter(series.kernel for series in by_part)
     by_kernel = [series for series in by_kernel if parts_of[series.kernel] > 1]
     level = levels(series.mean.size for series in (*by_part, *by_kernel))
@@ -124,12 +126,9 @@ def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyF
     rows: list[ChangeRow] = []
     for series in by_part:
         rows += [_row(series, change, *_cause(series, change, facts)) for change in changes(series.mean, level)]
-    parts: dict[str, pl.DataFrame] = {}
     for series in by_kernel:
         for change in changes(series.mean, level):
-            if series.kernel not in parts:
-                parts[series.kernel] = by_job(works.filter(pl.col("kernel") == series.kernel), _KEYS)
-            cause = _mix(series, change, parts[series.kernel])
+            cause = _mix(series, change, parts.filter(pl.col("kernel") == series.kernel))
             if cause is not None:
                 rows.append(_row(series, change, cause, "shown"))
     rows.sort(
@@ -139,29 +138,48 @@ def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyF
     return Regressions(pl.DataFrame(rows, schema=_COLUMNS, orient="row"), len(by_part), short)
 
 
-def by_job(works: pl.LazyFrame, keys: Sequence[str]) -> pl.DataFrame:
-    """Per key and job: start_ns, mean (median over captures of the mean duration), count, total, capture."""
-    of_capture = works.group_by(*keys, "job", "capture").agg(
-        pl.col("start_ns").min(), pl.col("count", "total_ns").sum()
-    )
-    return (
-        of_capture.with_columns(mean=pl.col("total_ns") / pl.col("count"))
-        .sort("start_ns", "capture")
-        .group_by(*keys, "job", maintain_order=True)
-        .agg(
-            pl.col("start_ns").first(),
-            pl.col("mean").median(),
-            pl.col("count", "total_ns").sum(),
-            pl.col("capture").first(),
-        )
-        .filter(pl.col("mean") > 0)
-        .sort("start_ns", "job")
+def of_captures(kernels: pl.LazyFrame, captures: pl.LazyFrame) -> pl.DataFrame:
+    """Per kernel, shapes, device_model and capture: its job and start_ns, count, total_ns. Names are categories.
+
+    Args:
+        kernels: Rows of this table.
+        captures: capture, start_ns, job.
+    """
+    about = captures.select("capture", "start_ns", "job").unique("capture").sort("start_ns", "capture").collect()
+    # Rows are many and names few: what follows groups and compares numbers.
+    numbered = pl.Enum(about["capture"])  # in the order of time
+    works = (
+        kernels.filter(pl.col("count") > 0)
+        .select(pl.col(_KEYS).cast(pl.Categorical), pl.col("capture").cast(numbered, strict=False), "count", "total_ns")
+        .drop_nulls("capture")
+        .group_by(*_KEYS, "capture")
+        .agg(pl.col("count", "total_ns").sum())
         .collect()
     )
+    at = works["capture"].to_physical()
+    jobs = about["job"].cast(pl.Enum(about["job"].unique().sort()))
+    return works.with_columns(job=jobs.gather(at), start_ns=about["start_ns"].gather(at))
 
 
-def _series(works: pl.LazyFrame, keys: Sequence[str]) -> Iterator[_JobSeries]:
-    for key, jobs in by_job(works, keys).group_by(keys, maintain_order=True):
+def by_job(works: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
+    """Per key and job: start_ns, mean (median over captures of the mean duration), count, total, capture (the first).
+
+    Args:
+        works: Of `of_captures`, one row per key and capture.
+        keys: Which of its columns.
+    """
+    return (
+        works.with_columns(mean=pl.col("total_ns") / pl.col("count"))
+        .group_by(*keys, "job")
+        .agg(pl.col("start_ns", "capture").min(), pl.col("mean").median(), pl.col("count", "total_ns").sum())
+        .filter(pl.col("mean") > 0)
+        .sort("start_ns", "job")
+        .with_columns(pl.col("job", "capture").cast(pl.String))
+    )
+
+
+def _series(rows: pl.DataFrame, keys: Sequence[str]) -> Iterator[_JobSeries]:
+    for key, jobs in rows.group_by(keys, maintain_order=True):
         part = {name: None if value is None else str(value) for name, value in zip(keys, key, strict=True)}
         yield _JobSeries(
             part["kernel"] or "",

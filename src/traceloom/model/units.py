@@ -7,6 +7,9 @@ from collections.abc import Callable
 from math import floor
 from typing import Any
 
+NONE = "–"
+"""Instead of a number that is not known."""
+
 Scale = tuple[float, str]  # what a number is divided by, and the unit it then has
 _PREFIXES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"), (1, ""))
 _SCALES: dict[str, tuple[Scale, ...]] = {
@@ -36,9 +39,9 @@ def _three(value: float) -> str:
 
 
 def _scaled(value: float | None, unit: str) -> str:
-    """With the largest unit in which it is at least 1; `-` for None."""
+    """With the largest unit in which it is at least 1; `–` for None."""
     if value is None:
-        return "-"
+        return NONE
     factor, name = next((scale for scale in _SCALES[unit] if abs(value) >= scale[0] * 0.9995), _SCALES[unit][-1])
     if factor == 1 and unit in ("time", "bytes"):  # means are rounded as the page rounds them
         return f"{value if isinstance(value, int) else floor(value + 0.5)} {name}"
@@ -46,42 +49,42 @@ def _scaled(value: float | None, unit: str) -> str:
 
 
 def duration(ns: int | None) -> str:
-    """1234567 -> `1.23 ms`; None -> `-`."""
+    """1234567 -> `1.23 ms`; None -> `–`."""
     return _scaled(ns, "time")
 
 
 def size(count: int | None) -> str:
-    """1500000 -> `1.50 MB` (10^6); None -> `-`."""
+    """1500000 -> `1.50 MB` (10^6); None -> `–`."""
     return _scaled(count, "bytes")
 
 
 def flops(value: float | None) -> str:
-    """1.5e12 -> `1.50 TFLOP`; None -> `-`."""
+    """1.5e12 -> `1.50 TFLOP`; None -> `–`."""
     return _scaled(value, "flops")
 
 
 def flop_rate(value: float | None) -> str:
-    """1.5e12 -> `1.50 TFLOP/s`; None -> `-`."""
+    """1.5e12 -> `1.50 TFLOP/s`; None -> `–`."""
     return _scaled(value, "flop_rate")
 
 
 def byte_rate(value: float | None) -> str:
-    """1.5e9 -> `1.50 GB/s` (10^9); None -> `-`."""
+    """1.5e9 -> `1.50 GB/s` (10^9); None -> `–`."""
     return _scaled(value, "byte_rate")
 
 
 def number(value: float | None) -> str:
-    """A number without unit: whole ones as they are, others with three significant digits; None -> `-`."""
+    """A number without unit: whole ones as they are, others with three significant digits; None -> `–`."""
     if value is None:
-        return "-"
+        return NONE
     if float(value).is_integer():
         return f"{int(value):,}".replace(",", "\u202f")
     return f"{value:.2g}" if abs(value) < 0.01 else _three(value)
 
 
 def share(part: float, whole: float) -> str:
-    """A share in per cent that is never 0 % or 100 % unless it is exactly that; `-` of nothing."""
-    return f"{per_cent(part / whole)} %" if whole else "-"
+    """A share in per cent that is never 0 % or 100 % unless it is exactly that; `–` of nothing."""
+    return f"{per_cent(part / whole)} %" if whole else NONE
 
 
 def change(fraction: float) -> str:
@@ -92,8 +95,8 @@ def change(fraction: float) -> str:
 
 
 def count(value: int | None) -> str:
-    """1234567 -> `1 234 567` with thin spaces; None -> `-`."""
-    return "-" if value is None else f"{value:,}".replace(",", "\u202f")
+    """1234567 -> `1 234 567` with thin spaces; None -> `–`."""
+    return NONE if value is None else f"{value:,}".replace(",", "\u202f")
 
 
 def counted(value: int, what: str) -> str:
@@ -119,5 +122,5 @@ NUMBERS = tuple(_WRITE)
 
 
 def written(value: Any, unit: str) -> str:
-    """A number with the unit of its column; `-` for None."""
-    return _WRITE[unit](value) if value is not None else "-"
+    """A number with the unit of its column; `–` for None."""
+    return _WRITE[unit](value) if value is not None else NONE

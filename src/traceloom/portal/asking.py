@@ -11,12 +11,11 @@ import msgspec
 from htpy import Node, a, button, code, details, div, form, label, option, p, select, span, summary
 from htpy import input as input_
 
-from traceloom.collect.questions.catalogue import QUESTIONS
+from traceloom.collect.questions.catalogue import QUESTION
 from traceloom.collect.questions.declared import Question
 from traceloom.portal.table import PageColumn, PageRow, declared
 from traceloom.portal.visit import Address, Visit
 
-BY_NAME: Mapping[str, Question] = {question.name: question for question in QUESTIONS}
 RANGES = {"1d": "last day", "7d": "last 7 days", "30d": "last 30 days", "90d": "last 90 days", "365d": "last year"}
 FILTERS = {
     "job": "Job", "user": "User", "division": "Division", "product": "Product", "model": "Model",
@@ -71,7 +70,7 @@ async def ask(visit: Visit, name: str, **fixed: str) -> PageAnswer:
     Raises:
         RequestError: The route refuses.
     """
-    question = BY_NAME[name]
+    question = QUESTION[name]
     takes = {field.name for field in msgspec.structs.fields(question.parameters)}
     query = {key: value for key, value in (visit.address.query | fixed).items() if key in takes and value}
     answer = await visit.answer(question.answer, question.path, query=query)

@@ -81,7 +81,7 @@ def test_rules_are_read(tmp_path: Path) -> None:
         (METRIC + 'above = 1\nwhere = { jb = "x" }', ["`where.jb`", "did you mean `job`"]),
         (METRIC + 'above = 1\ntarget = "rank"', ["Invalid enum value".lower(), "triggers[0].target"]),
         (METRIC + "above = 1\n" + METRIC + "below = 1", ["two triggers have the name `a`"]),
-        ('[[triggers]]\nname = "../b"\non = "oom-kill"', ["regex", "triggers[0].name"]),
+        ('[[triggers]]\nname = "../b"\non = "oom-kill"', ["at most 63 letters, digits", "triggers[0].name"]),
         ('[[triggers]]\nname = "b"\non = "cadence"', ["every"]),
         ("[trigger_budget]\nshare = 2", ["<= 1", "trigger_budget.share"]),
         ("triggers = [3]", ["triggers[0]"]),

@@ -15,14 +15,15 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 
 from traceloom.agent.http.answers import RequestError  # noqa: E402
 from traceloom.collect.questions.asking import RulesAsking  # noqa: E402
-from traceloom.collect.questions.catalogue import QUESTIONS  # noqa: E402
-from traceloom.collect.questions.desk import MOST_AT_ONCE, MOST_WAITING, QuestionDesk  # noqa: E402
+from traceloom.collect.questions.catalogue import QUESTION  # noqa: E402
+from traceloom.collect.questions.desk import MOST_WAITING, QuestionDesk  # noqa: E402
+from traceloom.collect.recent_answers import MOST_AT_ONCE  # noqa: E402
 from traceloom.store.schemas import SCHEMAS, day_of  # noqa: E402
 from traceloom.store.state import State  # noqa: E402
 from traceloom.store.tables import Tables  # noqa: E402
 
 NOW = 1_790_000_000 * 10**9
-[FINDINGS] = [question for question in QUESTIONS if question.name == "findings"]
+FINDINGS = QUESTION["findings"]
 
 
 def with_desk(folder: Path, test: Callable[[QuestionDesk], Awaitable[None]], seconds: float = 60.0) -> None:
@@ -71,12 +72,14 @@ def test_an_answer_is_given_again_until_a_table_or_a_rule_changes(tmp_path: Path
         first = await desk.ask(FINDINGS, RulesAsking())
         assert await desk.ask(FINDINGS, RulesAsking()) is first
         assert await desk.ask(FINDINGS, RulesAsking(top=7)) is not first
+        of_before = await desk.ask(FINDINGS, RulesAsking(top=8))
         day = day_of(NOW)
         row = {"day": [day], "capture": ["c"], "slug": ["launch-bound"], "confidence": [1.0]}
         about = {"day": [day], "capture": ["c"], "start_ns": [NOW]}
         rows = {name: SCHEMAS[name].complete(pl.DataFrame(data)) for name, data in
                 (("findings", row), ("captures", about))}  # fmt: skip
         desk.tables.commit("captures", 1, rows)
+        assert await desk.ask(FINDINGS, RulesAsking(top=8), seconds=3600.0) is of_before, "it is not old"
         second = await desk.ask(FINDINGS, RulesAsking())
         assert [each.rule for each in second.rows] == ["launch-bound"]  # type: ignore[attr-defined]
         desk.state.put_document("owners", "olga", "")

@@ -14,7 +14,6 @@ from traceloom.agent.uplink.messages import Heartbeat, HostDevice, HostProcess
 from traceloom.collect.hosts import HostNow
 from traceloom.collect.watching import (
     MeasuredBeside,
-    RecentAnswers,
     UsageOfTime,
     Watching,
     counted_states,
@@ -85,20 +84,3 @@ def test_usage_is_that_of_the_host_the_job_and_the_minutes(tmp_path: Path) -> No
     ]
     assert watching.facts("none") is None
     assert watching.topline().device_hours == pytest.approx(0)
-
-
-def test_an_answer_is_worked_out_anew_after_a_while() -> None:
-    seconds, worked_out = 0.0, 0
-
-    def work_out() -> int:
-        nonlocal worked_out
-        worked_out += 1
-        return worked_out
-
-    recent = RecentAnswers[int](10, lambda: seconds)
-    assert [recent.get("a", work_out), recent.get("a", work_out), recent.get("b", work_out)] == [1, 1, 2]
-    seconds = 11
-    assert recent.get("a", work_out) == 3
-    for number in range(300):
-        recent.get(number, work_out)
-    assert recent.get("a", work_out) > 3, "it was dropped, as too many were kept"

@@ -15,6 +15,7 @@ from traceloom.agent.metrics import Kind, Series
 from traceloom.agent.owners import Process
 from traceloom.agent.requests.model import Cause, Target, Wanted
 from traceloom.agent.topline import TracedFacts
+from traceloom.allowed_texts import in_words
 from traceloom.errors import TraceloomError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class RequestError(TraceloomError):
 
 def wrong_request(message: str) -> RequestError:
     """The refusal of a request that is not as it has to be."""
-    return RequestError(400, f"the request is wrong: {message[:1].lower()}{message[1:]}", slug="wrong-request")
+    return RequestError(400, f"the request is wrong: {in_words(message)}", slug="wrong-request")
 
 
 class HttpAnswer(msgspec.Struct, frozen=True, kw_only=True):

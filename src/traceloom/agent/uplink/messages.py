@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from traceloom.agent.requests.model import Target, Wanted
+from traceloom.allowed_texts import HOST, IDENTITY, SHA256
 
 PROTOCOL = 1  # only gains fields; a service refuses agents of a protocol that it does not have
 MOST_MINUTES = 60  # of usage in one heartbeat
@@ -37,7 +38,7 @@ class Enrolment(UplinkMessage, frozen=True, kw_only=True):
     """A host that wants to belong to the fleet, with a token that works once."""
 
     token: Annotated[str, Meta(max_length=512)]
-    host: Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    host: Annotated[str, Meta(min_length=1, max_length=253, pattern=HOST)]
     boot_id: Name = ""
     version: Name = ""
     protocol: Annotated[int, Meta(ge=1)] = PROTOCOL
@@ -138,7 +139,7 @@ class HostWork(UplinkMessage, frozen=True, kw_only=True):
     more is stopped. `wanted.at_ns` is not used. `start`: with what it is to begin, if that can be.
     """
 
-    request: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
+    request: Annotated[str, Meta(max_length=64, pattern=IDENTITY)]
     step: WorkStep
     wanted: Wanted
     start: StartBy = "instant"
@@ -179,7 +180,7 @@ class HostFile(UplinkMessage, frozen=True, kw_only=True):
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     bytes: Whole
-    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Annotated[str, Meta(pattern=SHA256)]
 
 
 class HostReport(UplinkMessage, frozen=True, kw_only=True):

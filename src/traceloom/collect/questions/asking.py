@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from traceloom.agent.http.answers import HttpAnswer, wrong_request
 from traceloom.agent.http.moments import moment
+from traceloom.allowed_texts import WORD_OR_NONE, WORDS
 from traceloom.store.schemas import DIMENSIONS
 
 HOUR_NS = 3_600_000_000_000
@@ -21,9 +22,6 @@ Instant = Annotated[str, Meta(max_length=40)]
 
 def _pattern(text: str) -> Meta:
     return Meta(max_length=500, description=f"only {text}; `*` and `?` stand for any signs")
-
-
-_BY = r"^[a-z_]+(,[a-z_]+){0,5}\Z"
 
 
 class Asking(HttpAnswer, frozen=True, forbid_unknown_fields=True):
@@ -84,7 +82,7 @@ class DividedAsking(Paged, frozen=True):
 
     kernel: Annotated[str, _pattern("these kernels")] = ""
     by: Annotated[
-        str, Meta(pattern=_BY, description="by what, outermost first: kind, bound, kernel, job, division")
+        str, Meta(pattern=WORDS, description="by what, outermost first: kind, bound, kernel, job, division")
     ] = "kind"
 
 
@@ -95,7 +93,8 @@ class AttributionAsking(Asking, frozen=True):
     """
 
     by: Annotated[
-        str, Meta(pattern=_BY, description="by what, outermost first: division, product, user, job, host, device_model")
+        str,
+        Meta(pattern=WORDS, description="by what, outermost first: division, product, user, job, host, device_model"),
     ] = "division,product,user"
     over: Annotated[Literal["", "hour", "day"], Meta(description="tell hours or days apart, for a curve")] = ""
     top: Annotated[int, Meta(ge=1, le=100, description="so many parts of each part; the others are one")] = 20
@@ -104,13 +103,13 @@ class AttributionAsking(Asking, frozen=True):
 class ToplineAsking(Paged, frozen=True):
     """A range of time, filters, and what a row is of; `by` "": everything in one row."""
 
-    by: Annotated[str, Meta(pattern=r"^([a-z_]+)?\Z", description="what a row is of: model, job, user, host")] = ""
+    by: Annotated[str, Meta(pattern=WORD_OR_NONE, description="what a row is of: model, job, user, host")] = ""
 
 
 class InvestAsking(Paged, frozen=True):
     """A range of time, filters, and by what savings are divided, outermost first."""
 
-    by: Annotated[str, Meta(pattern=_BY, description="by what, outermost first: rule, job, division, user")] = "rule"
+    by: Annotated[str, Meta(pattern=WORDS, description="by what, outermost first: rule, job, division, user")] = "rule"
 
 
 class RulesAsking(Paged, frozen=True):

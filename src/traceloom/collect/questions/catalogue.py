@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import polars as pl
 
 from traceloom.collect.questions import asking
@@ -347,3 +349,9 @@ QUESTIONS = (
     ),
 )  # fmt: skip
 """In the order of the documentation."""
+
+QUESTION: Mapping[str, Question] = {question.name: question for question in QUESTIONS}
+"""By their names."""
+
+EVERY_CHANGE = asking.OfKernels(top=1000)
+"""What the pages ask about regressions unless their reader asks another way: its answer is worked out once for all."""

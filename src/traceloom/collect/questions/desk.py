@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from traceloom.agent.http.answers import RequestError
 from traceloom.collect.questions.asking import Asking, Period
 from traceloom.collect.questions.declared import Question
 from traceloom.collect.questions.frames import QuestionFrames
+from traceloom.collect.recent_answers import MOST_AT_ONCE, RecentAnswers
 from traceloom.errors import UsageError
 from traceloom.fleet.documents import prices_of, rules_of
 from traceloom.store.kept_documents import KeptDocument
@@ -23,7 +23,6 @@ from traceloom.store.tables import Tables
 
 T = TypeVar("T")
 
-MOST_AT_ONCE = 2
 MOST_WAITING = 32
 MOST_SECONDS = 60.0
 _MOST_KEPT = 128  # answers, of the last tables
@@ -45,11 +44,17 @@ class QuestionDesk:
         self.tables, self.state, self.clock, self.seconds = tables, state, clock, seconds
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="traceloom-question")
         self._waiting = 0
-        self._kept: OrderedDict[bytes, msgspec.Struct] = OrderedDict()
+        self._kept = RecentAnswers[msgspec.Struct](_MOST_KEPT)
 
-    async def ask(self, question: Question, asked: Asking) -> msgspec.Struct:
-        """The answer; one that was given before is given again until its tables change; errors as of `work`."""
-        return await self.work(lambda: self._answer(question, asked))
+    async def ask(self, question: Question, asked: Asking, *, seconds: float = 0.0) -> msgspec.Struct:
+        """The answer; one that was given before is given again until its tables change; errors as of `work`.
+
+        Args:
+            question: The question.
+            asked: What of it.
+            seconds: So old an answer may be, though its tables changed since.
+        """
+        return await self.work(lambda: self._answer(question, asked, seconds))
 
     async def work(self, compute: Callable[[], T]) -> T:
         """Have something computed in a thread.
@@ -99,16 +104,11 @@ class QuestionDesk:
         rules = rules_of(owners.document) if owners else ()
         return QuestionFrames(self.tables, asked, period, rules, prices_of(prices.document) if prices else None)
 
-    def _answer(self, question: Question, asked: Asking) -> msgspec.Struct:
+    def _answer(self, question: Question, asked: Asking, seconds: float) -> msgspec.Struct:
         period, documents = Period.of(asked, self.clock()), self._documents()
-        versions = [self.tables.version(name) for name in question.reads]
-        key = msgspec.json.encode(
-            (question.name, period, asked, versions, [each and each.version for each in documents])
-        )
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = question.ask(self._frames(asked, period, *documents), asked)
-            self._kept[key] = kept
-            while len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
-        return kept
+        versions = tuple(self.tables.version(name) for name in question.reads)
+        return self._kept.get(
+            msgspec.json.encode((question.name, period, asked)),
+            lambda: question.ask(self._frames(asked, period, *documents), asked),
+            basis=(versions, *(each and each.version for each in documents)), seconds=seconds,
+        )  # fmt: skip

@@ -16,8 +16,8 @@ from traceloom.collect.request_routes import (
     HostAnswer,
     HostsAnswer,
 )
-from traceloom.collect.watch_routes import FleetNowAnswer, FleetTroubleAnswer
-from traceloom.collect.watching import DeviceState, SlowerKernel
+from traceloom.collect.watch_routes import FleetNowAnswer, FleetTroubleAnswer, SlowerKernel
+from traceloom.collect.watching import DeviceState
 from traceloom.model import units
 from traceloom.portal.layout import command
 from traceloom.portal.links import to_capture, to_host, to_job, to_request

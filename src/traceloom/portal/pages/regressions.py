@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from traceloom.collect.questions.catalogue import EVERY_CHANGE
 from traceloom.fleet.regressions import MIX
 from traceloom.model import units
 from traceloom.portal.asking import PageAnswer, ask, asking_form, to_page
@@ -26,7 +27,7 @@ _HOW = {
 
 async def compute(visit: Visit) -> PageAnswer:
     """Ask for them."""
-    return await ask(visit, "regressions", top="1000")
+    return await ask(visit, "regressions", top=str(EVERY_CHANGE.top))
 
 
 def to_change(address: Address, row: Mapping[str, Any]) -> str:
