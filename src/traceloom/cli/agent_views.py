@@ -79,23 +79,15 @@ def processes(answer: Row, devices: Sequence[Row], width: int) -> Iterator[Text]
     if not answer["processes"]:
         of_whom = " of yours" if answer["hidden"] else ""
         yield from paragraph(f"No process{of_whom} uses a device, runs a framework, or belongs to a job.", width)
-    else:
-        yield from _process_lines(answer["processes"], devices, width)
-    if answer["hidden"]:
-        yield from paragraph(
-            f"{units.counted(answer['hidden'], 'process')} of other users are not shown; root sees them.", width, DIM
-        )
-
-
-def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> Iterator[Text]:
     index = {device["uuid"]: device["index"] for device in devices}
-    rows = sorted(rows, key=lambda row: (row["owner"]["job"], row["owner"]["rank"] or 0, row["pid"]))
+    rows = sorted(answer["processes"], key=lambda row: (row["owner"]["job"], row["owner"]["rank"] or 0, row["pid"]))
     columns = [
         TextColumn("pid"), TextColumn("user", right=False), TextColumn("job", right=False), TextColumn("rank"),
         TextColumn("framework", right=False), TextColumn("GPUs", right=False), TextColumn("memory"),
         TextColumn("steps/s"),
     ]  # fmt: skip
     cells: list[list[Cell]] = []
+    calls: list[str] = []
     for row in rows:
         owner = row["owner"]
         rank = (
@@ -105,33 +97,30 @@ def _process_lines(rows: Sequence[Row], devices: Sequence[Row], width: int) -> I
         )
         memory = _value(row["values"], "process_memory_bytes")
         framework = f"{owner['framework']} {owner['framework_version']}".strip()
+        pace: Cell = _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}"
+        if (since_ns := row.get("hung_since_ns")) is not None:
+            pace = Text(f"hangs {units.duration(max(time.time_ns() - since_ns, 0))}", SEVERITY["error"][1])
+        # Without the directory of its program, which would fill a narrow terminal.
+        program, blank, words = row["command"].partition(" ")
+        calls.append(f"{program.rpartition('/')[2]}{blank}{words}" if program else str(row["unreadable"]))
         cells.append([
             str(row["pid"]), _cut(owner["user"] or str(row["uid"]), 12), _cut(owner["job"] or _NONE, width // 5), rank,
             _cut(framework or _NONE, 20), ",".join(index.get(uuid, uuid[:8]) for uuid in row["devices"]) or _NONE,
             _NONE if memory is None else units.size(int(memory)),
-            _pace(row),
+            pace,
         ])  # fmt: skip
     filled = [at for at in range(len(columns)) if any(row[at] != _NONE for row in cells)]  # the others say nothing
-    yield from lines(
-        [columns[at] for at in filled],
-        [[row[at] for at in filled] for row in cells],
-        ("command", lambda row, left: _cut(_command(rows[row]), left)),
-        width,
-    )
-
-
-def _pace(row: Row) -> Cell:
-    """Steps per second, or for how long it hangs."""
-    if (since_ns := row.get("hung_since_ns")) is not None:
-        since = max(time.time_ns() - since_ns, 0)
-        return Text(f"hangs {units.duration(since)}", SEVERITY["error"][1])
-    return _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}"
-
-
-def _command(row: Row) -> str:
-    """The command without the directory of its program, which would fill a narrow terminal."""
-    program, blank, words = row["command"].partition(" ")
-    return f"{program.rpartition('/')[2]}{blank}{words}" if program else str(row["unreadable"])
+    if rows:
+        yield from lines(
+            [columns[at] for at in filled],
+            [[row[at] for at in filled] for row in cells],
+            ("command", lambda row, left: _cut(calls[row], left)),
+            width,
+        )
+    if answer["hidden"]:
+        yield from paragraph(
+            f"{units.counted(answer['hidden'], 'process')} of other users are not shown; root sees them.", width, DIM
+        )
 
 
 def events(happened: Sequence[Row], width: int) -> Iterator[Text]:
@@ -198,17 +187,13 @@ def _device_lines(devices: Sequence[Row], width: int) -> Iterator[Text]:
             _NONE if active is None else f"{units.per_cent(active)} %",
             _NONE if memory is None else units.size(int(memory)), _NONE if power is None else f"{power:.0f} W", rate,
         ])  # fmt: skip
-    yield from lines(
-        columns, cells,
-        ("", lambda row, left: _on_device(devices[row], left)), width,
-    )  # fmt: skip
 
+    def remark(row: int, left: int) -> Text:
+        """Why it is stale, else whose it is."""
+        stale = devices[row]["stale"]
+        return Text(_cut(stale or ", ".join(devices[row]["jobs"]), left), "red" if stale else "")
 
-def _on_device(device: Row, width: int) -> Text:
-    """Why it is stale, else whose it is."""
-    return (
-        Text(_cut(device["stale"], width), "red") if device["stale"] else Text(_cut(", ".join(device["jobs"]), width))
-    )
+    yield from lines(columns, cells, ("", remark), width)
 
 
 def host_values(client: AgentClient) -> Row:
@@ -262,7 +247,11 @@ def query(answer: Row, index: Mapping[str, str], width: int) -> Iterator[Text]:
     ]
     cells: list[list[Cell]] = [
         [
-            *(_labelled(label, curve["labels"].get(label, ""), index, room) for label in labels),
+            *(
+                f"GPU {harmless(index[value])}" if label == "device" and value in index else _cut(value or _NONE, room)
+                for label in labels
+                for value in [curve["labels"].get(label, "")]
+            ),
             *(
                 _written(value, answer["unit"])
                 for value in (curve["values"][-1], min(curve["values"]), max(curve["values"]))
@@ -277,12 +266,6 @@ def query(answer: Row, index: Mapping[str, str], width: int) -> Iterator[Text]:
         ("", lambda row, left: Text(_curve(series[row], first, last, min(left, longest)), _COLOR)),
         width,
     )
-
-
-def _labelled(label: str, value: str, index: Mapping[str, str], width: int) -> str:
-    if label == "device" and value in index:
-        return f"GPU {harmless(index[value])}"
-    return _cut(value or _NONE, width)
 
 
 def metrics(width: int) -> Iterator[Text]:

@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--steps", type=types.steps, metavar="A..B", help="these steps of a host trace of several")
     what.add_argument("--scope", metavar="NAME", help="what ran in this scope or module")
     what.add_argument("--only", choices=("compute", "communication"), help="one side alone")
-    what.add_argument("--ranks", type=types.ranks, metavar="LIST", help="these ranks, as 0,1 or 0-3")
+    what.add_argument("--ranks", type=types.ranks, metavar="LIST", help="these ranks, as 0,1")
     what.add_argument("--plan-only", action="store_true", help="plan, and do not run")
     what.add_argument(
         "--dry-run", action="store_true",
@@ -115,8 +115,11 @@ def run(args: argparse.Namespace) -> int:
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
         plan = _resized(args, plan)
-        if args.trust and runs:
-            _name_sources(plan)
+        if args.trust and runs:  # which sources are about to be executed is said whatever else is not
+            from traceloom.replay.kernels import sources_in_words
+
+            for line in sources_in_words(plan):
+                print(harmless(f"trusted: {line}"), file=sys.stderr)
         written = outputs.write(args, of_plan, plan, progress)
         if args.dry_run:
             dry = dry_run(plan, imports=args.imports)
@@ -148,14 +151,6 @@ def run(args: argparse.Namespace) -> int:
         outputs.say(args, *_lines(plan))
     outputs.close(args, written, outputs.repeated(args, "replay.html" if runs else "run.plan"))
     return 0
-
-
-def _name_sources(plan: ReplayPlan) -> None:
-    """Say which sources are about to be executed, whatever else is said."""
-    from traceloom.replay.kernels import sources_in_words
-
-    for line in sources_in_words(plan):
-        print(harmless(f"trusted: {line}"), file=sys.stderr)
 
 
 def factor(text: str) -> Fraction:
@@ -216,9 +211,18 @@ def _targets(
     from traceloom.report.exports.tables import OURS
     from traceloom.report.replayed.files import REPLAY
 
+    def script(plan: ReplayPlan, handle: BinaryIO) -> None:
+        from traceloom.replay.script import write_script, write_worst
+
+        if args.op or args.slowest:
+            text = write_worst(plan, args.op, args.slowest or _SLOWEST, seed=args.seed)
+        else:
+            text = write_script(plan, seed=args.seed)
+        handle.write(encoded(text))
+
     of_plan: dict[str, Callable[[ReplayPlan, BinaryIO], object]] = {
         ".plan": lambda plan, handle: plan.pack(handle),
-        ".py": partial(_script, args),
+        ".py": script,
     }
     formats = {ending: ending for ending in (*of_plan, *REPLAY.endings)}
     chosen = outputs.targets(args, formats, (_DIRECTORY, OURS))
@@ -240,16 +244,6 @@ def _targets(
         [(path, REPLAY.writer(path, form)) for path, form in chosen if form not in {*of_plan, _DIRECTORY}],
         [path for path, form in chosen if form == _DIRECTORY],
     )
-
-
-def _script(args: argparse.Namespace, plan: ReplayPlan, handle: BinaryIO) -> None:
-    from traceloom.replay.script import write_script, write_worst
-
-    if args.op or args.slowest:
-        text = write_worst(plan, args.op, args.slowest or _SLOWEST, seed=args.seed)
-    else:
-        text = write_script(plan, seed=args.seed)
-    handle.write(encoded(text))
 
 
 def _lines(plan: ReplayPlan) -> Iterator[str]:

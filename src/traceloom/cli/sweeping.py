@@ -115,7 +115,10 @@ class _KeptPoints:
         from traceloom import __version__
 
         self.path = output.with_name(f"{output.name}.points")
-        stamps = [_stamp(Path(name)) for name in (*question.inputs, question.machine or "")]
+        stamps = []
+        for path in map(Path, filter(None, (*question.inputs, question.machine))):
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            stamps.append([(of.name, of.stat().st_size, of.stat().st_mtime_ns) for of in files if of.is_file()])
         text = json.dumps([asdict(question), stamps, __version__], sort_keys=True)
         self._head = {"format": _FORMAT, "version": 1, "digest": hashlib.sha256(text.encode()).hexdigest()}
         self._begun = False
@@ -166,9 +169,3 @@ def _first(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return head if isinstance(head, dict) else {}
-
-
-def _stamp(path: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the files."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]

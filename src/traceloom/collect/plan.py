@@ -140,7 +140,7 @@ def sent_again(request: FleetRequest, hosts: Iterable[str], now_ns: int) -> Flee
     """The request, some of whose hosts are to send their files once more: they are not where they were."""
     sending = {host: replace(request.hosts[host], state="uploading", since_ns=now_ns) for host in hosts}
     request = replace(request, hosts={**request.hosts, **sending})
-    return _to(request, "collecting", now_ns) if request.state == "stitching" else request
+    return _to(request, "collecting", now_ns) if request.state in {"collecting", "stitching"} else request
 
 
 def cancelled(request: FleetRequest, now_ns: int) -> FleetRequest:
@@ -198,7 +198,7 @@ def advanced(request: FleetRequest, now_ns: int) -> FleetRequest:
         overdue = {
             host: ("upload-failed", "its files did not come in time")
             for host, progress in hosts.items()
-            if not progress.ended and now_ns >= progress.since_ns + _UPLOAD_NS
+            if not progress.ended and now_ns >= request.since_ns + _UPLOAD_NS
         }
         request = _failing(request, overdue, now_ns)
         if all(progress.ended for progress in request.hosts.values()):

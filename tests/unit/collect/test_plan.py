@@ -233,6 +233,20 @@ def test_a_request_that_nobody_can_answer_fails_with_the_reason(hosts: tuple[str
     assert request.reason == ("no-host" if hosts else "no-such-job")
 
 
+def test_a_host_that_says_now_this_and_now_that_holds_nobody_up() -> None:
+    request = advanced(reported(reported(asked("a", "b"), "a", armed(), NOW), "b", armed(), NOW), NOW)
+    request = advanced(reported(request, "a", HostReport(state="uploaded", targets=[target("a")]), NOW), NOW)
+    now = NOW
+    for number in range(40):
+        now += 300 * S
+        state = "running" if number % 2 else "uploading"
+        request = advanced(reported(request, "b", HostReport(state=state), now), now)  # type: ignore[arg-type]
+        request = advanced(request, now)
+    assert request.state == "stitching"
+    assert request.hosts["b"].reason == "upload-failed"
+    assert request.since_ns < NOW + 2000 * S
+
+
 def test_what_has_ended_stays_as_it_ended() -> None:
     request = plan.cancelled(asked("a"), NOW)
     assert request.state == "cancelled"

@@ -225,9 +225,12 @@ def test_tables_are_written_and_what_was_kept_is_not_asked_again(folder: Path, t
 
 
 @pytest.mark.thorough
-def test_a_sweep_that_is_stopped_goes_on_with_the_same_command(folder: Path, tmp_path: Path) -> None:
+def test_a_sweep_that_is_stopped_goes_on_with_the_same_command(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the answers are kept, too: a directory that changes meanwhile
     table, kept = tmp_path / "sweep.csv", tmp_path / "sweep.csv.points"
-    words = ["simulate", str(folder / "run"), "--sweep", "ranks=4..240+4", "-o", str(table), "--quiet"]
+    words = ["simulate", str(folder / "run"), "--sweep", "ranks=4..240+4", "-o", "sweep.csv", "--quiet"]
     env = os.environ | {"PYTHONPATH": str(Path(traceloom.__file__).parents[1])}
     process = subprocess.Popen([sys.executable, "-m", "traceloom", *words], env=env)
     while not (kept.exists() and kept.read_text().count("\n") > 3):
