@@ -221,7 +221,7 @@ def _plot(  # noqa: PLR0917  (all are what was just worked out)
     return figure(".chart")[
         div(".plot")[
             Markup('<svg class="scale" aria-hidden="true" height="{}">{}</svg>').format(_HEIGHT, scale),
-            Markup('<svg class="area" role="img" aria-label="{}" height="{}">{}{}</svg>').format(
+            Markup('<svg class="area" role="group" aria-label="{}" height="{}">{}{}</svg>').format(
                 label, _HEIGHT, lines, inside
             ),
             Markup('<svg class="times" aria-hidden="true" height="20">{}</svg>').format(times),

@@ -40,9 +40,7 @@ async def compute(visit: Visit) -> TwoCaptures:
             404, "two captures are compared, and no two are named", slug="no-such-capture",
             hint="a page of a capture lets one choose another to hold it against; one of a regression has both",
         )  # fmt: skip
-    base, new = [
-        await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=query[side]) for side in ("base", "new")
-    ]
+    base, new = [await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=query[side]) for side in ("base", "new")]
     return TwoCaptures(base, new)
 
 
