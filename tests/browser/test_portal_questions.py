@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
 
@@ -19,8 +14,8 @@ for package in ("sqlalchemy", "obstore", "deltalake", "htpy"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from support.demo_store import demo_store  # noqa: E402
-from support.prometheus import free_port  # noqa: E402
-from support.waiting import until  # noqa: E402
+from support.portal_pages import addresses  # noqa: E402
+from support.served_demo import served_demo  # noqa: E402
 from traceloom.collect.client import FleetClient  # noqa: E402
 from traceloom.testing.weeks import Weeks  # noqa: E402
 
@@ -38,11 +33,16 @@ class Served:
         self.page.set_default_timeout(60_000)
         self.page.on("console", lambda message: self.problems.append(message.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", self._asked)
         self.page.on("dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss()))
         self.page.goto(f"{url}/sign-in")
         self.page.fill("#token", token)
         self.page.click("button[type=submit]")
         self.page.wait_for_selector("#parts")
+
+    def _asked(self, request: Any) -> None:
+        if not request.url.startswith((self.url, "data:")):
+            self.problems.append(f"asked {request.url}")
 
     def open(self, path: str) -> Any:
         """A page, when it is ready."""
@@ -55,34 +55,12 @@ class Served:
 @pytest.fixture(scope="module")
 def served(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     store, made, _ = demo_store(tmp_path_factory)
-    folder = tmp_path_factory.mktemp("served")
-    shutil.copytree(store, folder / "store")
-    port = free_port()
-    log = folder / "log"
-    arguments = [
-        "serve",
-        "--demo",
-        "--store",
-        str(folder / "store"),
-        "--address",
-        f"127.0.0.1:{port}",
-        "--workers",
-        "1",
-    ]
-    environment = {**os.environ, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
-    with log.open("wb") as file:
-        process = subprocess.Popen([sys.executable, "-m", "traceloom", *arguments], stdout=file, stderr=file,
-                                   env=environment)  # fmt: skip
-    context = browser.new_context(viewport={"width": 1440, "height": 900})
-    try:
-        until(lambda: b"Try:" in log.read_bytes() or process.poll() is not None)
-        token = re.search(r"tl_[\w-]+", log.read_text())
-        assert token, log.read_text()
-        yield Served(f"http://127.0.0.1:{port}", token[0], Weeks(made), context)
-    finally:
-        context.close()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, log.read_text()
+    with served_demo(store, tmp_path_factory.mktemp("served")) as demo:
+        context = browser.new_context(viewport={"width": 1440, "height": 900})
+        try:
+            yield Served(demo.url, demo.token, Weeks(made), context)
+        finally:
+            context.close()
 
 
 def test_a_regression_leads_to_its_jobs_and_to_the_line_of_its_kernel(served: Served) -> None:
@@ -154,6 +132,38 @@ def test_rules_show_what_they_move_before_they_are_saved_and_change_the_past_the
     assert "voice" in page.inner_text("#of-part")
     page.goto(f"{served.url}/owners?version=1")
     assert "segmentation" in page.inner_text("#rules")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_has_nothing_against_any_page(served: Served, scheme: str) -> None:
+    pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+    axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
+    # in the dark only colours differ
+    rules = {"runOnly": ["color-contrast", "link-in-text-block"]} if scheme == "dark" else {}
+    options = {"resultTypes": ["violations"], "iframes": False, **rules}
+    page, wrong, before = served.page, [], len(served.problems)
+    page.emulate_media(color_scheme=scheme)
+    for path in [*addresses(served.client).values(), "/sign-in", "/sign-in?ended=yes", "/nothing", "/compare"]:
+        page.goto(f"{served.url}{path}")
+        page.wait_for_selector("html[data-ready=yes]", state="attached")
+        page.evaluate("for (const part of document.querySelectorAll('details')) part.open = true")
+        page.evaluate(axe)
+        result = page.evaluate("(options) => axe.run(document, options)", options)
+        wrong += [
+            f"{path}: {violation['help']}: {[node['target'] for node in violation['nodes'][:3]]}"
+            for violation in result["violations"]
+        ]
+        for width in (800, 1440):
+            page.set_viewport_size({"width": width, "height": 900})
+            if page.evaluate("document.documentElement.scrollWidth") > width:
+                wrong.append(f"{path} is wider than {width}")
+    page.emulate_media(color_scheme="light")
+    assert wrong == []
+    said = served.problems[before:]
+    assert [text for text in said if "404" not in text] == []
+    assert len(said) == 2, "of the two pages that are not there"
+    del served.problems[before:]
 
 
 def test_hostile_names_are_text_and_every_page_is_small_and_quiet(served: Served) -> None:

@@ -370,7 +370,7 @@ def _refuse_unknown(table: dict[str, Any], kind: type[msgspec.Struct], above: st
         if key not in fields and key != tag:
             raise InputError(
                 f"the configuration has no key `{above}{key}`", slug="wrong-config", where=path,
-                hint=nearest(key, fields) + f"`{above.rstrip('.') or 'it'}` has {', '.join(fields)}",
+                hint=nearest(key, fields) + f"{f'`{above[:-1]}`' if above else 'it'} has {', '.join(fields)}",
             )  # fmt: skip
         for inner, kinds in _tables(value, fields[key].type) if key in fields else ():
             chosen = kinds.get(inner.get("on", "")) or kinds.get("")

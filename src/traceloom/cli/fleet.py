@@ -126,7 +126,10 @@ def _hosts(args: argparse.Namespace) -> int:
     rows = []
     for host in answer["hosts"]:
         error, offset = host["clock_error_ns"], host["clock_offset_ns"]
-        clock = units.NONE if error is None else f"{units.duration(offset)} ± {units.duration(error)}"
+        clock = units.NONE
+        if error is not None:
+            side = "ahead" if offset < 0 else "behind"
+            clock = f"{units.duration(abs(offset))} {side} ± {units.duration(error)}"
         heard = "never" if host["heard_ns"] is None else "lost" if host["lost"] else "here"
         devices = str(host["devices"]) + (f" ({host['stale_devices']} silent)" if host["stale_devices"] else "")
         rows.append(

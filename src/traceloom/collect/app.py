@@ -96,7 +96,8 @@ class FleetGuard:
                 return _STRANGER
             raise RequestError(
                 401, "a token is needed", slug="unknown-token",
-                hint="send `Authorization: Bearer TOKEN`; `traceloom fleet token add` makes one",
+                hint="commands take it from --token-file or TRACELOOM_TOKEN, programs send "
+                "`Authorization: Bearer TOKEN`; `traceloom fleet token add` makes one",
             )  # fmt: skip
         token = await asyncio.to_thread(self.service.state.token, secret.strip())
         if token is None:

@@ -126,7 +126,7 @@ class FleetClient:
                 return response.status, b""
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise InputError(
                 f"the service does not answer: {reason.lower()}", slug="no-service", where=where,
                 hint="`traceloom serve` starts one; --server names its address",

@@ -166,11 +166,12 @@ def icicle(boxes: Iterable[TreeBox], label: str) -> Node:
             '<a href="{}"{}><svg class="box{}" x="{:.3f}%" y="{}" width="{:.3f}%" height="{}">'
             '<title>{}</title><rect class="ground f-{}" width="100%" height="100%"/>'
             '<rect class="part f-{}" y="{}" width="{:.1f}%" height="4"/>'
-            '<text x="8" y="19">{}<tspan class="amount" dx="8">{}</tspan></text></svg></a>'
+            '<foreignObject width="100%" height="{}"><span class="words"><b>{}</b><span class="amount">{}</span></span>'
+            "</foreignObject></svg></a>"
         ).format(
             box.href, Markup(' aria-current="true"') if box.here else "", " here" if box.here else "", 100 * box.start,
             box.level * _BOX, 100 * box.size, _BOX - 1, box.says, box.look, box.look, _BOX - 5,
-            100 * box.filled, box.name, box.amount,
+            100 * box.filled, _BOX - 5, box.name, box.amount,
         )  # fmt: skip
     picture = Markup('<svg class="tree-picture" role="group" aria-label="{}" width="100%" height="{}">{}</svg>')
     return figure(".chart.tree")[picture.format(label, levels * _BOX, inside)]
@@ -220,7 +221,7 @@ def _plot(  # noqa: PLR0917  (all are what was just worked out)
     return figure(".chart")[
         div(".plot")[
             Markup('<svg class="scale" aria-hidden="true" height="{}">{}</svg>').format(_HEIGHT, scale),
-            Markup('<svg class="area" role="img" aria-label="{}" height="{}">{}{}</svg>').format(
+            Markup('<svg class="area" role="group" aria-label="{}" height="{}">{}{}</svg>').format(
                 label, _HEIGHT, lines, inside
             ),
             Markup('<svg class="times" aria-hidden="true" height="20">{}</svg>').format(times),

@@ -8,6 +8,7 @@ from htpy import Node, div, fragment, li, p, span, ul
 from markupsafe import Markup
 
 from traceloom.model import units
+from traceloom.portal.table import instant
 
 Part = tuple[str, str, float]
 """What it is called, its colour group, how much it is."""
@@ -67,5 +68,6 @@ def areas(times: Sequence[int], step_ns: int, parts: Mapping[tuple[str, str], Ma
     )
     return fragment[
         div(".areas-frame")[picture.format(_WIDTH, _HEIGHT, label, paths)],
+        div(".areas-ends")[instant(first), instant(last)],
         ul(".legend")[(li[span(class_=f"swatch b-{colour}"), name] for name, colour in parts)],
     ]

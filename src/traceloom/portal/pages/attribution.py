@@ -81,6 +81,7 @@ def content(view: TimeView) -> PageContent:
         )
     depth = len(view.at)
     parts = [row for row in rows if len(row["values"]) == depth + 1 and tuple(row["values"][:depth]) == view.at]
+    every = "day" if view.every_ns == DAY_NS else "hour"
     sections = [
         ContentSection(
             "tree",
@@ -88,7 +89,7 @@ def content(view: TimeView) -> PageContent:
             _picture(view, tree),
             "as wide as the device time; the line: jobs compute",
         ),
-        ContentSection("over", "Over time", _over(view), "by day" if view.every_ns == DAY_NS else "by hour"),
+        ContentSection("over", "Over time", _over(view), f"device hours by {every}, UTC"),
     ]
     if parts:
         dimension = _words(view.by[depth])

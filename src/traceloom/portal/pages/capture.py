@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from htpy import Node, a, code, div, fragment, iframe, p
+from htpy import Node, a, button, code, div, form, fragment, iframe, label, option, p, select
+from htpy import input as input_
 
-from traceloom.collect.answers import CaptureAnswer
+from traceloom.collect.answers import CaptureAnswer, CapturesAnswer
 from traceloom.collect.watch_routes import CaptureFactsAnswer, FindingsAnswer
 from traceloom.collect.watching import FleetFinding
 from traceloom.model import units
@@ -31,6 +32,7 @@ BESIDE_COLUMNS = (
     PageColumn("power_w", "Power, W", "number", "of a device that the job held", "no device measures it"),
     PageColumn("flop_rate", "FLOP/s", "flop_rate", "of a device that the job held, at least", "they are not measured"),
 )
+_MOST_OTHERS = 30
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class CaptureView:
     capture: CaptureAnswer
     of_tables: CaptureFactsAnswer
     findings: list[FleetFinding]
+    others: list[CaptureAnswer]  # that it may be held against: of its job first, the newest first
 
 
 async def compute(visit: Visit) -> CaptureView:
@@ -47,17 +50,22 @@ async def compute(visit: Visit) -> CaptureView:
     name = visit.names["id"]
     capture = await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=name)
     if not any(task.state == "committed" for task in capture.tasks):  # the tables do not have it yet
-        return CaptureView(capture, CaptureFactsAnswer(facts=None, beside=[]), [])
+        return CaptureView(capture, CaptureFactsAnswer(facts=None, beside=[]), [], [])
     facts = await visit.answer(CaptureFactsAnswer, "/api/v1/captures/{id}/facts", id=name)
     found = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"capture": name})
-    return CaptureView(capture, facts, found.findings)
+    of_job = {"job": capture.job, "most": str(_MOST_OTHERS)}
+    others: dict[str, CaptureAnswer] = {}
+    for query in ([of_job] if capture.job else []) + [{"most": str(_MOST_OTHERS)}]:
+        last = (await visit.answer(CapturesAnswer, "/api/v1/captures", query=query)).captures
+        others |= {of.id: of for of in last if of.state == "committed" and of.id not in {name, *others}}
+    return CaptureView(capture, facts, found.findings, list(others.values())[:_MOST_OTHERS])
 
 
 def content(view: CaptureView) -> PageContent:
     """What is shown of it."""
     capture, facts = view.capture, view.of_tables.facts
     is_analysed = any(task.state in {"analysed", "committed"} for task in capture.tasks)
-    sections = [ContentSection("report", "Report", _report(capture) if is_analysed else _waits(capture))]
+    sections = [ContentSection("report", "Report", _report(view) if is_analysed else _waits(capture))]
     if facts is not None:
         sections.append(
             ContentSection("findings", "What to fix first", findings_table(view.findings, with_capture=False))
@@ -113,8 +121,9 @@ def _numbers(view: CaptureView) -> list[KeyNumber]:
     return [*numbers, KeyNumber("Device", facts.device_model or "–", about)]
 
 
-def _report(capture: CaptureAnswer) -> Node:
+def _report(view: CaptureView) -> Node:
     """The report, which is of a stranger's trace: in a frame that has no part in this page, and reaches nothing."""
+    capture = view.capture
     where = f"{to_capture(capture.id)}/report"
     return fragment[
         div(".buttons.above")[
@@ -122,6 +131,14 @@ def _report(capture: CaptureAnswer) -> Node:
             a(".button", href=f"{to_capture(capture.id)}/timeline", title="open it at ui.perfetto.dev")[
                 "Timeline for Perfetto"
             ],
+            form(method="get", action="/compare")[
+                input_(type="hidden", name="new", value=capture.id),
+                label(for_="base")["Hold it against"],
+                select(name="base", id="base")[(option(value=other.id)[other.id] for other in view.others)],
+                button(type="submit")["Compare"],
+            ]
+            if view.others
+            else None,
         ],
         iframe(
             ".report",

@@ -7,6 +7,7 @@ from urllib.parse import quote, urlencode
 
 from htpy import Node, a, div, iframe
 
+from traceloom.agent.http.answers import RequestError
 from traceloom.collect.answers import CaptureAnswer
 from traceloom.portal.links import to_capture, to_job
 from traceloom.portal.page import ContentSection, Page, PageContent
@@ -34,9 +35,12 @@ async def compute(visit: Visit) -> TwoCaptures:
         RequestError: `no-such-capture`.
     """
     query = visit.address.query
-    base, new = [
-        await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=query.get(side, "")) for side in ("base", "new")
-    ]
+    if not query.get("base") or not query.get("new"):
+        raise RequestError(
+            404, "two captures are compared, and no two are named", slug="no-such-capture",
+            hint="a page of a capture lets one choose another to hold it against; one of a regression has both",
+        )  # fmt: skip
+    base, new = [await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=query[side]) for side in ("base", "new")]
     return TwoCaptures(base, new)
 
 
@@ -52,21 +56,17 @@ def content(both: TwoCaptures) -> PageContent:
         a(".button", href=to_comparison(both.new.id, both.base.id))["The other way round"],
         a(".button", href=where)["In a window of its own"],
     ]
+    lead: list[Node] = []
+    for words, capture in (("Base: ", both.base), (" New: ", both.new)):
+        name = capture.job or capture.id
+        lead += [words, a(href=to_job(capture.job))[name] if capture.job else name, ", received ",
+                 instant(capture.received_ns), "."]  # fmt: skip
     return PageContent(
         f"{both.new.job or both.new.id} against {both.base.job or both.base.id}",
         [ContentSection("comparison", "What changed", [frame, buttons], "as traceloom diff shows it")],
         above=[("Captures", "/captures")],
-        lead=_lead(both),
+        lead=lead,
     )
-
-
-def _lead(both: TwoCaptures) -> list[Node]:
-    parts: list[Node] = []
-    for words, capture in (("Base: ", both.base), (" New: ", both.new)):
-        name = capture.job or capture.id
-        parts += [words, a(href=to_job(capture.job))[name] if capture.job else name, ", received ",
-                  instant(capture.received_ns), "."]  # fmt: skip
-    return parts
 
 
 PAGE = Page(

@@ -130,7 +130,7 @@ def content(view: HostView) -> PageContent:
         else None,
     ]
     busy = sum(device.state == "busy" for device in devices)
-    error = host.clock_error_ns
+    offset, error = host.clock_offset_ns, host.clock_error_ns
     numbers = [
         KeyNumber(
             "State",
@@ -143,8 +143,10 @@ def content(view: HostView) -> PageContent:
         KeyNumber("Processes", units.count(host.processes), units.counted(len(host.jobs), "job")),
         KeyNumber(
             "Clock",
-            "–" if host.clock_offset_ns is None else units.duration(host.clock_offset_ns),
-            f"behind the service, ± {units.duration(error)}" if error is not None else "not measured yet",
+            "–" if offset is None else units.duration(abs(offset)),
+            "not measured yet"
+            if error is None or offset is None
+            else f"{'ahead of' if offset < 0 else 'behind'} the service, ± {units.duration(error)}",
         ),
         KeyNumber("Agent", host.version or "–", "its version"),
     ]

@@ -84,7 +84,7 @@ def content(view: KernelView) -> PageContent:
     if view.shapes:
         above.append((view.kernel, address.changed({"shapes": ""})))
     sections = [
-        ContentSection("time", "Duration over time", history_chart(view), "one dot per job, coloured by version"),
+        ContentSection("time", "Duration over time", history_chart(view), "one dot per job, coloured by version; UTC"),
         ContentSection("changed", "Changes", changes),
         ContentSection("of-shapes", "Shapes", shapes, "a shape leads to its own history"),
         ContentSection("of-jobs", "Jobs", jobs, "the latest first"),

@@ -95,7 +95,7 @@ def content(view: ChangeView) -> PageContent:
     return PageContent(
         f"{change['kernel']} takes {times(change['change'])}",
         [
-            ContentSection("time", "Duration over time", [chart, captures], "one dot per job; lines are medians"),
+            ContentSection("time", "Duration over time", [chart, captures], "one dot per job; lines are medians; UTC"),
             ContentSection("of-jobs", "Jobs behind it", table, "those that lose most by it"),
         ],
         above=[("Regressions", to_page("/regressions", address))],
