@@ -315,7 +315,7 @@ class AntiPatterns(Result):
 def anti_patterns(trace: Trace) -> AntiPatterns:
     """Look for each of the known anti-patterns, or say why it cannot be looked for."""
     host = host_of(trace)
-    rows, matches = [], []
+    rows, matches = [], [MATCHES.to_frame()]
     for name, (rule, advice) in RULES.items():
         finding = rule(host)
         first, tree, events = finding.position.astype(np.int64), host.tree, host.trace.events
@@ -327,33 +327,37 @@ def anti_patterns(trace: Trace) -> AntiPatterns:
                 while at < stop:
                     gpu[index] += host.gpu_ns[at]
                     at = int(tree.stop[at])
-        match_rows = pl.DataFrame(
-            {
-                "pattern": pl.Series([name] * first.size, dtype=Name),
-                "event": row,
-                "name": events["name"][row],
-                "start_ns": tree.start_ns[first],
-                "duration_ns": tree.end_ns[last] - tree.start_ns[first],
-                "gpu_ns": gpu,
-                "step": events["step"][row],
-                "thread": events["thread"][row],
-                "evidence": [finding.evidence] * first.size,
-                "detail": list(finding.detail),
-            },
-            schema_overrides={"detail": pl.String, "evidence": MATCHES["evidence"]},
-        )
+        duration_ns = tree.end_ns[last] - tree.start_ns[first]
         checked = finding.reason is None
         rows.append(
             {
                 "pattern": name,
                 "checked": checked,
-                "match_count": match_rows.height if checked else None,
-                "host_ns": int(match_rows["duration_ns"].sum()) if checked else None,
-                "gpu_ns": int(match_rows["gpu_ns"].sum()) if checked else None,
-                "evidence": finding.evidence if match_rows.height else None,
+                "match_count": first.size if checked else None,
+                "host_ns": int(duration_ns.sum()) if checked else None,
+                "gpu_ns": int(gpu.sum()) if checked else None,
+                "evidence": finding.evidence if first.size else None,
                 "reason": finding.reason,
                 "advice": advice,
             }
         )
-        matches.append(match_rows)
-    return AntiPatterns(pl.DataFrame(rows, schema=PATTERNS), pl.concat(matches).cast(MATCHES))
+        if not first.size:
+            continue
+        matches.append(
+            pl.DataFrame(
+                {
+                    "pattern": [name] * first.size,
+                    "event": row,
+                    "name": events["name"][row],
+                    "start_ns": tree.start_ns[first],
+                    "duration_ns": duration_ns,
+                    "gpu_ns": gpu,
+                    "step": events["step"][row],
+                    "thread": events["thread"][row],
+                    "evidence": [finding.evidence] * first.size,
+                    "detail": list(finding.detail),
+                },
+                schema_overrides=MATCHES,
+            )
+        )
+    return AntiPatterns(pl.DataFrame(rows, schema=PATTERNS), pl.concat(matches))

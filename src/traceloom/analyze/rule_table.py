@@ -11,6 +11,7 @@ import polars as pl
 
 from traceloom.errors import InputError, UsageError
 from traceloom.files import read_small
+from traceloom.model.letter_case import contains
 
 _MOST_BYTES = 1 << 26
 
@@ -50,7 +51,7 @@ def check_pattern(rule: str, pattern: str) -> None:
         UsageError: slug `bad-kernel-rule`.
     """
     try:
-        pl.Series([""]).str.contains(f"(?i){pattern}")
+        contains(pl.Series([""]), f"(?i){pattern}")
     except pl.exceptions.ComputeError as error:
         raise UsageError(
             f"kernel rule {rule!r} has a pattern that is no regular expression: {pattern!r}",

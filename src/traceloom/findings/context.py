@@ -183,7 +183,7 @@ class Context:
         """Of the steps: of all ranks together, or of the longest stage's."""
         if not self.piped:
             return self._length_of(np.ones(self.graph.nodes.height, dtype=np.bool_))
-        rank = self.graph.nodes["rank"].fill_null(-1).to_numpy()
+        rank = self.graph.rank_numbers
         return max(self._length_of(rank == number) for number in np.unique(rank))
 
     def _length_of(self, of_ranks: Bools) -> int:
@@ -389,7 +389,7 @@ class Context:
 
     def ranks_of(self, nodes: Bools) -> list[int]:
         """The ranks that some nodes are of, ascending."""
-        return sorted(self.graph.nodes["rank"].filter(pl.Series(nodes)).drop_nulls().unique().to_list())
+        return [rank for rank in np.unique(self.graph.rank_numbers[nodes]).tolist() if rank >= 0]
 
     def work_ns(self, nodes: Bools) -> int:
         """Summed work of some nodes."""

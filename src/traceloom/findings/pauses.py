@@ -65,7 +65,7 @@ def pauses(context: Context) -> Iterator[Said]:
         return
     ranks = context.ranks_of(long)
     if len(ranks) > 1:  # one rank alone may be the cause: told first, where it saves as much as all of them
-        rank_of = context.graph.nodes["rank"].fill_null(-1).to_numpy()
+        rank_of = context.graph.rank_numbers
         times = {rank: context.work_ns(long & (rank_of == rank)) for rank in ranks}
         by_time = sorted(ranks, key=lambda rank: (-times[rank], rank))
         for rank in by_time[:_MOST_RANKS]:

@@ -169,7 +169,7 @@ def imbalance(context: Context) -> Iterator[Said]:
         confidence=0.5,
         advice="Give every rank the same amount of work: sequence lengths, tokens per expert, table shards.",
         evidence=(Evidence(f"kernels of rank {rank}", rank, total_ns=largest),
-                  *context.evidence(mask & (context.graph.nodes["rank"] == rank).fill_null(value=False).to_numpy(), 2)),
+                  *context.evidence(mask & (context.graph.rank_numbers == rank), 2)),
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def shards(context: Context) -> Iterator[Said]:
         changes=(Change("balance", Chosen("embedding kernels", mask, "kernels")),),
         confidence=0.5,
         advice="Plan the shards by measured cost: split large tables by row or column, move tables between ranks.",
-        evidence=context.evidence(mask & (context.graph.nodes["rank"] == rank).fill_null(value=False).to_numpy()),
+        evidence=context.evidence(mask & (context.graph.rank_numbers == rank)),
     )
 
 

@@ -61,7 +61,8 @@ def column_of(events: pl.DataFrame, name: str, absent: int | None = None, *, lar
     if absent is None:
         return series.to_numpy().view(OnDisk) if large else series.to_numpy()
     if not large:
-        return series.cast(pl.Int64).fill_null(absent).to_numpy()
+        whole = series.cast(pl.Int64)
+        return (whole.fill_null(absent) if whole.null_count() else whole).to_numpy()
     values = empty(series.len(), np.int64)
     for piece in pieces(series.len()):
         values[piece] = series[piece].cast(pl.Int64).fill_null(absent).to_numpy()
@@ -180,7 +181,7 @@ def nullable(values: Array, dtype: Any = pl.Int64, absent: int = NULL) -> pl.Ser
         return mapped.numbers(values, dtype, absent)
     missing = values == absent
     if missing.all():
-        return pl.repeat(None, len(values), dtype=dtype, eager=True)  # takes no memory until it is read
+        return pl.Series([None], dtype=dtype).new_from_index(0, len(values))  # takes no memory until it is read
     series = pl.Series(values)
     return series.set(pl.Series(missing), None).cast(dtype) if missing.any() else series.cast(dtype)
 

@@ -86,6 +86,17 @@ class Graph:
         return self.nodes["event"].fill_null(_NO_EVENT).to_numpy()
 
     @cached_property
+    def name_numbers(self) -> Array:
+        """The number of each node's name in `names`, shape (nodes,); as many as there are for nodes without a name."""
+        numbers = self.nodes["name"].cast(pl.Enum(self.names)).to_physical()
+        return numbers.fill_null(self.names.len()).to_numpy()
+
+    @cached_property
+    def rank_numbers(self) -> Array:
+        """The rank of each node, shape (nodes,); -1 where there is none."""
+        return self.nodes["rank"].fill_null(-1).to_numpy()
+
+    @cached_property
     def _node_kinds(self) -> Array:
         return self.nodes["kind"].to_physical().to_numpy()
 

@@ -19,9 +19,7 @@ _PLAIN = re.compile(
     r"(?:\\[^A-Zaceg-rtuvx-z0-9]|\(\?:|(?<!\()\?|[^\\?-]|(?<=a)-(?=z)|(?<=A)-(?=Z)|(?<=[0-9])-(?=[0-9]))*"
 )
 
-_LAST: dict[tuple[str, ...], tuple[pl.Series, list[pl.Series]]] = {}
-
-
+_RECENT: dict[tuple[str, ...], list[tuple[pl.Series, list[pl.Series]]]] = {}  # for each patterns, two lists of names
 _LOWER: list[pl.Series] = []  # the names put to lower case last, and these
 
 
@@ -44,17 +42,21 @@ def contains(names: pl.Series, pattern: str) -> pl.Series:
 
 
 def contain(names: pl.Series, patterns: Sequence[str]) -> list[pl.Series]:
-    """The same for each of several regular expressions. Remembered: the next rank mostly has the same names."""
-    key = tuple(patterns)
-    last = _LAST.get(key)
-    if last is None or not last[0].equals(names):
-        frame = names.to_frame("name")
-        if any(pattern.startswith(_ANY_CASE) for pattern in patterns):
-            frame = frame.hstack([_lower_case(names)])
-        holds = [
-            pl.col("name" if low is None else "lower").str.contains(low or pattern).alias(str(at))
-            for at, pattern in enumerate(patterns)
-            for low in (lowered(pattern.removeprefix(_ANY_CASE)) if pattern.startswith(_ANY_CASE) else None,)
-        ]
-        last = _LAST[key] = (names, frame.select(holds).get_columns() if holds else [])
-    return last[1]
+    """The same for each of several regular expressions. Remembered: the next rank mostly has the names of this one, or
+    where this one had more than the others, those of the rank before.
+    """
+    recent = _RECENT.setdefault(tuple(patterns), [])
+    for earlier, columns in recent:
+        if earlier.equals(names):
+            return columns
+    frame = names.to_frame("name")
+    if any(pattern.startswith(_ANY_CASE) for pattern in patterns):
+        frame = frame.hstack([_lower_case(names)])
+    holds = [
+        pl.col("name" if low is None else "lower").str.contains(low or pattern).alias(str(at))
+        for at, pattern in enumerate(patterns)
+        for low in (lowered(pattern.removeprefix(_ANY_CASE)) if pattern.startswith(_ANY_CASE) else None,)
+    ]
+    columns = frame.select(holds).get_columns() if holds else []
+    recent[:] = [(names, columns), *recent[:1]]
+    return columns

@@ -25,13 +25,12 @@ _MOST_DIGITS = 16  # bytes of an integer
 _INTEGER = rb"(?:K.|M..|J.{4})"
 _LONG_INTEGERS = b"|".join(re.escape(bytes([size])) + rb".{%d}" % size for size in range(_MOST_DIGITS + 1))
 # Instructions of a known length that make little: marks, appending, setting, constants, numbers, the memo up to 255,
-# frames, versions; and tuples. Runs are limited since `re` remembers where it could go back to.
-_PLAIN = re.compile(
+# frames, versions; and tuples. Runs are limited since `re` remembers where it could go back to. A text, since making the
+# expression of it takes as long as a small trace to read.
+_PLAIN = (
     rb"(?:[(aesuN)0\x88\x89]|[hq].|j.{4}|[G\x95].{8}|\x80[\x02-\x05]|\x8a(?:%b)"
     rb"|%b(?:\x85\x94?|%b(?:[\x85\x86]\x94?|%b{1,1000}(?:[\x85-\x87]\x94?)?)?)?){0,1000}"
-    % (_LONG_INTEGERS, _INTEGER, _INTEGER, _INTEGER),
-    re.DOTALL,
-)
+) % (_LONG_INTEGERS, _INTEGER, _INTEGER, _INTEGER)
 _SIZE_BYTES = {0x8C: 1, ord("X"): 4, 0x8D: 8, ord("C"): 1, ord("B"): 4}  # of the length of a text, or of bytes
 _TEXTS = (0x8C, ord("X"), 0x8D)
 _LONE_SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
@@ -93,10 +92,10 @@ def _checked(data: bytes, where: str) -> tuple[bytes, int]:
         raise _damaged("it does not begin as one", where)
     most, made, at = len(data) // _LEAST_PER_OBJECT + _SLACK, 0, 0
     replaced: dict[int, bytes] = {}
-    names = [b"", b""]
+    names, plain = [b"", b""], re.compile(_PLAIN, re.DOTALL)
     while True:
         begin = at
-        at = _PLAIN.match(data, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        at = plain.match(data, at).end()  # type: ignore[union-attr]  # it matches nothing, too
         if at == len(data):
             raise _damaged("it is cut", where, at)
         code = data[at]

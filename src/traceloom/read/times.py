@@ -15,7 +15,8 @@ import numpy as np
 
 from traceloom.array_types import Bools, Floats, Ints
 
-_TIMES = re.compile(rb'"(?:ts|dur)"\s*:\s*"?(-?\d+)(?:\.(\d+))?([eE]?)')
+# A time with an exponent, of which more than three digits are a fraction, or with a fraction behind 13 digits or more.
+_FINE = re.compile(rb'"(?:ts|dur)"\s*:\s*"?-?(?:\d+(?:(?:\.\d+)?[eE]|\.\d{4})|(\d{13,})\.\d*[1-9])')
 _MOST_NS = 2**62  # times beyond (146 years) are no times
 _MOST_US = _MOST_NS // 1000
 _MOST_DURATION_NS = 2**60  # 36 years; base time (see `metadata.base_ns`), start and duration add up to an int64
@@ -24,13 +25,7 @@ _DIGITS = len(str(_MOST_US))
 
 def needs_text(sample: bytes) -> bool:
     """Whether doubles lose something: fractions of large numbers, or more than three digits after the point."""
-    for match in _TIMES.finditer(sample, 0, 1 << 18):
-        fraction = match.group(2) or b""
-        if match.group(3) or len(fraction) > 3 or (fraction.strip(b"0") and len(match.group(1)) > 12):
-            if not match.group(3) and len(fraction) <= 3 and abs(int(match.group(1))) < 2**43:
-                continue
-            return True
-    return False
+    return any(match[1] is None or int(match[1]) >= 2**43 for match in _FINE.finditer(sample, 0, 1 << 18))
 
 
 def from_doubles(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Bools, Bools]:

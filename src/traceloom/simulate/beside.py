@@ -15,7 +15,6 @@ from traceloom.model.graph_arrays import array
 
 _ORDER = ("stream", "wait", "occupancy")
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
-_FILLER = -(10**9)  # stands for no rank
 
 
 def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tuple[Graph, Ints]:
@@ -115,7 +114,7 @@ def covered_ns(graph: Graph, nodes: Bools) -> Ints:
 
 def _times(graph: Graph) -> tuple[Ints, Ints, Ints]:
     start, duration = (array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns"))
-    return start, start + duration, graph.nodes["rank"].cast(pl.Int64).fill_null(_FILLER).to_numpy()
+    return start, start + duration, graph.rank_numbers
 
 
 def of_optimizer(graph: Graph) -> Bools:

@@ -124,36 +124,29 @@ def stop_waiting(out: Scenario, change: Change, chosen: Bools) -> None:
 
 def catch_up(out: Scenario, change: Change, _chosen: Bools) -> None:
     """The chosen ranks' work of each name in each step, at most that of the median rank."""
-    ranks = np.unique(out.graph.nodes["rank"].drop_nulls().to_numpy())
-    others = [rank for rank in ranks.tolist() if rank not in change.selection.ranks]
+    ranks = np.unique(out.graph.rank_numbers)
+    late = np.isin(ranks, change.selection.ranks)
+    others = ranks[~late & (ranks >= 0)].tolist()
     if not others:
         raise UsageError(f"`{change}` needs other ranks to compare with", slug="nothing-chosen")
-    keys = ["step", "kind", "name"]
-    frame = out.graph.nodes.select(
-        "rank", pl.col("step").fill_null(-1), "kind", pl.col("name").fill_null("")
-    ).with_columns(pl.Series("work", out.work_ns), pl.int_range(pl.len()).alias("row"))
-    kinds = [gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL]
-    sums = frame.filter(pl.col("kind").is_in(kinds)).group_by("rank", *keys).agg(pl.col("work").sum())
-    peer_sums = sums.filter(pl.col("rank").is_in(others)).group_by(keys).agg("work")
+    at = np.flatnonzero(out.nodes(gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL))
+    nodes = out.graph.nodes.select(pl.col("step").cast(pl.Int64).fill_null(-1), pl.col("kind").to_physical())[at]
+    same = nodes["step"].to_numpy() * len(gs.NODE_KINDS) + nodes["kind"].to_numpy()
+    alike = np.unique(same * (out.graph.names.len() + 1) + out.graph.name_numbers[at], return_inverse=True)[1]
+    place = np.searchsorted(ranks, out.graph.rank_numbers[at])
     # who does not do it at all does it in no time
-    usual = peer_sums.with_columns(
-        usual=pl.col("work").list.concat(pl.lit(0).repeat_by(len(others) - pl.col("work").list.len())).list.median()
-    ).drop("work")
-    of_late = pl.col("rank").is_in(list(change.selection.ranks))
-    factors = (
-        sums.filter(of_late)
-        .join(usual, on=keys, how="left")
-        .with_columns(factor=(pl.col("usual").fill_null(0) / pl.max_horizontal("work", 1)).clip(upper_bound=1.0))
-    )
-    rows = frame.filter(of_late).join(factors.select("rank", *keys, "factor"), on=["rank", *keys])
-    at = rows["row"].to_numpy()
-    out.work_ns[at] = np.rint(out.work_ns[at] * rows["factor"].to_numpy()).astype(np.int64)
+    sums = np.zeros((int(alike.max(initial=-1)) + 1, ranks.size), dtype=np.int64)
+    np.add.at(sums, (alike, place), out.work_ns[at])
+    usual = np.median(sums[:, np.isin(ranks, others)], axis=1, keepdims=True)
+    factor = np.minimum(usual / np.maximum(sums, 1), 1.0)[alike, place]
+    of_late = late[place]
+    out.work_ns[at[of_late]] = np.rint(out.work_ns[at] * factor)[of_late].astype(np.int64)
     # who begins later than the middle one of the others begins when that does
     hosts = out.graph.nodes.filter(pl.col("kind").is_in([gs.HOST, gs.THINK, gs.LAUNCH]))
     begins = dict(hosts.group_by("rank").agg(pl.col("start_ns").min()).rows())
     middle = float(np.median([begins[rank] for rank in others if rank in begins] or [0]))
     source, _ = out.ends()
-    rank_of = out.graph.nodes["rank"].fill_null(-1).to_numpy()[source]
+    rank_of = out.graph.rank_numbers[source]
     for rank in change.selection.ranks:
         later_ns = round(begins.get(rank, middle) - middle)
         if later_ns > 0:
@@ -168,7 +161,7 @@ def launch_in_time(out: Scenario, change: Change, chosen: Bools) -> None:
     out.work_ns[chosen] = 0
     timed = out.edges("launch", "synchronize", "stream", "queue") & ~out.overlapping()
     if change.selection.ranks:
-        of_ranks = out.graph.nodes["rank"].is_in(list(change.selection.ranks)).fill_null(value=False).to_numpy()
+        of_ranks = np.isin(out.graph.rank_numbers, change.selection.ranks)
         timed &= of_ranks[out.ends()[1]]
     out.delay_ns[timed & (out.delay_ns > 0)] = 0
 

@@ -64,7 +64,7 @@ class Selection:
         if self.pattern:
             chosen &= named(graph, self.pattern)
         if self.ranks:
-            chosen &= graph.nodes["rank"].is_in(list(self.ranks)).fill_null(value=False).to_numpy()
+            chosen &= np.isin(graph.rank_numbers, self.ranks)
         return chosen
 
     def nearest(self, graph: Graph, most: int = 3) -> list[str]:
@@ -115,7 +115,7 @@ def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
     mask: Bools = within.copy()
     mask[within] = chosen[graph.events[within]]
     if rank is not None:
-        mask &= (graph.nodes["rank"] == rank).fill_null(value=False).to_numpy()
+        mask &= graph.rank_numbers == rank
     return mask
 
 
@@ -133,10 +133,7 @@ def named(graph: Graph, pattern: str) -> Bools:
         first = matcher.first(distinct, np.arange(distinct.len()), nothing, nothing)
         kind_of = [*(rule.kind for rule in matcher.rules), ""]
         fits = fits | pl.Series([kind_of[rule] == pattern.lower() for rule in first], dtype=pl.Boolean)
-    names = distinct.filter(fits)
-    chosen: Bools = np.zeros(graph.nodes.height, dtype=np.bool_)
-    if names.len():
-        chosen |= graph.nodes["name"].is_in(names.implode()).fill_null(value=False).to_numpy()
+    chosen: Bools = np.append(fits.to_numpy(), False)[graph.name_numbers]
     if graph.communication.height:
         kinds = graph.communication["kind"]
         chosen[graph.communication["node"].filter(kinds.str.contains(f"(?i){pattern}")).to_numpy()] = True

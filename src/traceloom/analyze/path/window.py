@@ -191,5 +191,4 @@ def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[T
 
 def _events_of(graph: Graph, rank: int) -> Ints:
     """Nodes of the recorded events of a rank."""
-    of_rank = graph.nodes["event"].is_not_null() & (graph.nodes["rank"] == rank).fill_null(value=False)
-    return np.flatnonzero(of_rank.to_numpy())
+    return np.flatnonzero(graph.nodes["event"].is_not_null().to_numpy() & (graph.rank_numbers == rank))
