@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import base64
 import hashlib
+import hmac
 import itertools
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import urllib.request
+from email.utils import formatdate
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -93,6 +98,53 @@ def _s3() -> dict[str, str]:
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
     }  # fmt: skip
+
+
+def azure_store(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new container of Azure's object store, as an address; credentials are in the environment."""
+    port, account, key = _azurite(), "devstoreaccount1", base64.b64encode(b"of a test").decode()
+    monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
+    monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", account)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", key)
+    container = f"fleet-{next(_numbers)}"
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    signed = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    text = "PUT" + 12 * "\n" + signed + f"/{account}/{account}/{container}\nrestype:container"
+    signature = base64.b64encode(hmac.new(base64.b64decode(key), text.encode(), hashlib.sha256).digest()).decode()
+    headers |= {"Authorization": f"SharedKey {account}:{signature}", "Content-Length": "0"}
+    url = f"http://127.0.0.1:{port}/{account}/{container}?restype=container"
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers)).close()
+    return f"az://{container}/prefix"
+
+
+@cache
+def _azurite() -> int:
+    """The port of Microsoft's stand-in for Azure's object store, which keeps all in memory."""
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("azurite is not installed (npm install -g azurite)")
+    port = free_port()
+    server = subprocess.Popen(
+        [program, "--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--blobPort", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "AZURITE_ACCOUNTS": f"devstoreaccount1:{base64.b64encode(b'of a test').decode()}"},
+    )  # fmt: skip
+
+    def end() -> None:
+        server.kill()
+        server.wait()
+
+    atexit.register(end)
+
+    def answers() -> bool:
+        assert server.poll() is None, "azurite ended"
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    until(answers)
+    return port
 
 
 @cache

@@ -87,7 +87,9 @@ class FleetClient:
             if url.startswith("/api/v1/"):
                 self._ask("PUT", url.removeprefix("/api/v1/"), {}, file)
                 return
-            status, text = self._exchange("PUT", url, file, {"Content-Length": str(path.stat().st_size)})
+            # Without the second one Azure refuses a file; others ignore it.
+            headers = {"Content-Length": str(path.stat().st_size), "x-ms-blob-type": "BlockBlob"}
+            status, text = self._exchange("PUT", url, file, headers)
         if status >= 300:
             raise InputError(
                 f"the object store refuses the file with {status}", slug="upload-failed",

@@ -14,6 +14,7 @@ import socket
 import ssl
 import threading
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -94,7 +95,7 @@ def _processes(slots: int, settings: ClusterSettings, temporary: str | None) -> 
     )
 
 
-class Cluster:
+class Cluster(ABC):
     """Tasks in a cluster; what is particular to a kind of cluster stands in its class.
 
     Args:
@@ -195,14 +196,15 @@ class Cluster:
             raise TaskError(answer.error, final=answer.failed == "for good")
         return answer.result
 
+    @abstractmethod
     def _connect(self) -> None:
         """Connect, where it is not connected.
 
         Raises:
             OSError: Nobody answers.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _asked(self, name: str, task: bytes) -> bytes:
         """What `work_here` gives there; waits for it.
 
@@ -210,19 +212,18 @@ class Cluster:
             TaskError: The worker was killed over it.
             InputError: `no-engine`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _versions(self) -> list[str]:
         """Of each worker the version of Traceloom, or why it has none.
 
         Raises:
             InputError: `no-engine`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _leave(self) -> None:
         """Disconnect, if it is connected; whoever waits in `_asked` is told."""
-        raise NotImplementedError
 
 
 def version_here() -> str:

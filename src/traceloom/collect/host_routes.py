@@ -59,8 +59,8 @@ async def _heartbeat(asked: FleetAsked, desk: HostDesk, host: str) -> HeartbeatA
 
 
 async def _work(asked: FleetAsked, desk: HostDesk, host: str) -> WorkAnswer:
-    known = asked.parameters(WorkParameters)
-    return await desk.work(host, known.version, known.wait)
+    parameters = asked.parameters(WorkParameters)
+    return await desk.work(host, parameters.version, parameters.wait)
 
 
 async def _report(asked: FleetAsked, desk: HostDesk, host: str) -> ReportAnswer:

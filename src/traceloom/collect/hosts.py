@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import itertools
 import logging
 import re
 import secrets
@@ -285,8 +286,8 @@ class HostDesk:
         try:
             await self.put(request)
         except TraceloomError:  # who asks hears so, and asks again
-            for known in (self.requests, self._open):
-                known.pop(request.id, None)
+            for requests in (self.requests, self._open):
+                requests.pop(request.id, None)
             self._unwritten.discard(request.id)
             raise
         return request
@@ -432,23 +433,21 @@ class HostDesk:
 
     async def _say_of_jobs(self) -> None:
         """Write down what hosts say of jobs, where it is new."""
-        said = said_of_jobs({host: now.heartbeat.processes for host, now in self.fresh().items()})
-        news = {job: facts for job, facts in said.items() if self._said.get(job) != facts}
+        statements = said_of_jobs({host: now.heartbeat.processes for host, now in self.fresh().items()})
+        news = {job: facts for job, facts in statements.items() if self._said.get(job) != facts}
         if news:
             await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
-        self._said = said
+        self._said = statements
 
     async def _advance_for_ever(self) -> None:
-        looks = 0
-        while True:
-            if looks % _LOOKS_AT_JOBS == 0:
+        for count in itertools.count():
+            if count % _LOOKS_AT_JOBS == 0:
                 try:
                     await self._say_of_jobs()
                 except TraceloomError as error:
                     LOG.warning("what hosts say of jobs: %s", error)
                 except Exception:
                     LOG.exception("what hosts say of jobs")
-            looks += 1
             for name in {*self._open, *self._unwritten}:
                 try:
                     await self._advance(self.requests[name])

@@ -31,6 +31,8 @@ from traceloom.store.tables import Tables
 
 COMMIT_S = 5.0
 _ROUNDS = 12  # of which minutes and jobs wait for one: else a thousand hosts make a small file every five seconds
+_ROUNDS_OF_MANY = 60
+_MANY = 500  # minutes of hosts at once
 LEASE_S = 30.0
 TASK_S = 1800.0
 """How long a task may take."""
@@ -261,18 +263,17 @@ class CapturePipeline:
                 self._stop.wait(_TROUBLE_S)
 
     def _commit_what_waits(self) -> None:
-        minutes = time.monotonic() >= self._minutes_s
+        minutes, most = time.monotonic() >= self._minutes_s, 0
         with self._writing:
-            while (
-                self.leads
-                and not self._stop.is_set()
-                and self.state.rows_wait(minutes=minutes)
-                and self.commit(minutes=minutes)
-            ):
-                pass
+            while self.leads and not self._stop.is_set() and self.state.rows_wait(minutes=minutes):
+                count = self.commit(minutes=minutes)
+                if not count:
+                    break
+                most = max(most, count)
             self._writer.rest()
         if minutes and self.leads:
-            self._minutes_s = time.monotonic() + _ROUNDS * self.commit_s
+            rounds = _ROUNDS_OF_MANY if most > _MANY else _ROUNDS
+            self._minutes_s = time.monotonic() + rounds * self.commit_s
 
     def _lead_loop(self) -> None:
         while not self._stop.is_set():

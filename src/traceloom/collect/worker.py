@@ -23,7 +23,7 @@ TASKS: Mapping[str, Callable[..., None]] = {
 }
 
 
-def main(known: Mapping[str, Callable[..., None]] = TASKS) -> None:
+def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
     """Do tasks until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
@@ -34,7 +34,7 @@ def main(known: Mapping[str, Callable[..., None]] = TASKS) -> None:
     for job in jobs_from(sys.stdin):
         answer: dict[str, object] = {}
         try:
-            known[job["task"]](**job["arguments"])
+            functions[job["task"]](**job["arguments"])
         except MemoryError:
             answer = {"error": f"`{job['task']}` needs more than {memory / 1e9:.1f} GB of memory", "final": False}
         except TraceloomError as error:

@@ -109,6 +109,35 @@ class StateDatabase:
         [row] = self._rows(connection, "SELECT value FROM numbers WHERE name = :name", name=name)
         return cast("int", row["value"])
 
+    def _open_rows(
+        self, table: str, key: tuple[str, ...], series: str, most: int, term: str
+    ) -> Sequence[RowMapping]:  # fmt: skip
+        """Rows of a table that are to be put into the tables under one number: those that were begun and not ended,
+        else a new batch; none where none waits.
+
+        Args:
+            table: It has a column `batch`: its number, 0 once it has ended, and null before it was begun.
+            key: The columns that tell its rows apart; those that are least come first.
+            series: Of the numbers.
+            most: So many rows in a new batch.
+            term: By which this service leads.
+
+        Raises:
+            OutputError: `not-leading`.
+        """
+        columns, same = ", ".join(key), " AND ".join(f"{name} = :{name}" for name in key)
+        begun = f"SELECT * FROM {table} WHERE batch > 0 ORDER BY {columns}"  # noqa: S608  (names of ours)
+        new = f"SELECT {columns} FROM {table} WHERE batch IS NULL ORDER BY {columns} LIMIT :most"  # noqa: S608
+        begin = f"UPDATE {table} SET batch = :number WHERE {same}"  # noqa: S608
+        with self._transaction() as connection:
+            self._check_leader(connection, term)
+            rows = self._rows(connection, begun)
+            if not rows and (waiting := self._rows(connection, new, most=most)):
+                number = self._next_number(connection, series)
+                connection.execute(self._text(begin), [{**row, "number": number} for row in waiting])
+                rows = self._rows(connection, begun)
+            return rows
+
     def _now_ns(self, connection: Connection) -> int:
         if self._lite:  # which processes of one host share
             return time.time_ns()

@@ -138,26 +138,9 @@ class HostState(TriggerState):
         Raises:
             OutputError: `not-leading`: it is not `term` that leads.
         """
-        begun = "SELECT host, minute, since, batch, document FROM usage_waiting WHERE batch IS NOT NULL"
-        with self._transaction() as connection:
-            self._check_leader(connection, term)
-            rows = self._rows(connection, begun)
-            if not rows:
-                waiting = self._rows(
-                    connection, "SELECT host, minute FROM usage_waiting ORDER BY minute, host LIMIT :most", most=most
-                )
-                if not waiting:
-                    return None
-                number = self._next_number(connection, "usage")
-                for row in waiting:
-                    self._change(
-                        connection, "UPDATE usage_waiting SET batch = :number WHERE host = :host AND minute = :minute",
-                        number=number, **row,
-                    )  # fmt: skip
-                rows = self._rows(connection, begun)
-            return rows[0]["batch"], [
-                WaitingMinute(row["host"], row["minute"], row["since"], row["document"]) for row in rows
-            ]
+        rows = self._open_rows("usage_waiting", ("minute", "host"), "usage", most, term)
+        waiting = [WaitingMinute(row["host"], row["minute"], row["since"], row["document"]) for row in rows]
+        return (rows[0]["batch"], waiting) if rows else None
 
     def close_usage(self, number: int, term: str) -> None:
         """The tables hold the batch. Errors as of `open_usage`."""

@@ -43,11 +43,11 @@ class WaitingFacts(NamedTuple):
 class JobFactState(StateDatabase):
     """What was said of jobs last, and what of it is not in the tables yet."""
 
-    def say_of_jobs(self, said: Mapping[str, JobFacts], at_ns: int) -> int:
+    def say_of_jobs(self, statements: Mapping[str, JobFacts], at_ns: int) -> int:
         """Take what is said of jobs at an instant; of how many it is new."""
         changes = 0
         with self._transaction() as connection:
-            for job, facts in said.items():
+            for job, facts in statements.items():
                 rows = self._rows(
                     connection,
                     "SELECT since_ns, document FROM job_facts WHERE job = :job ORDER BY since_ns DESC LIMIT 1",
@@ -73,28 +73,12 @@ class JobFactState(StateDatabase):
         Raises:
             OutputError: `not-leading`: it is not `term` that leads.
         """
-        begun = "SELECT job, since_ns, batch, document FROM job_facts WHERE batch > 0 ORDER BY job, since_ns"
-        with self._transaction() as connection:
-            self._check_leader(connection, term)
-            rows = self._rows(connection, begun)
-            if not rows:
-                waiting = self._rows(
-                    connection, "SELECT job, since_ns FROM job_facts WHERE batch IS NULL ORDER BY since_ns LIMIT :most",
-                    most=most,
-                )  # fmt: skip
-                if not waiting:
-                    return None
-                number = self._next_number(connection, "jobs")
-                for row in waiting:
-                    self._change(
-                        connection, "UPDATE job_facts SET batch = :number WHERE job = :job AND since_ns = :since_ns",
-                        number=number, **row,
-                    )  # fmt: skip
-                rows = self._rows(connection, begun)
-            return rows[0]["batch"], [
-                WaitingFacts(row["job"], row["since_ns"], msgspec.json.decode(row["document"], type=JobFacts))
-                for row in rows
-            ]
+        rows = self._open_rows("job_facts", ("since_ns", "job"), "jobs", most, term)
+        waiting = [
+            WaitingFacts(row["job"], row["since_ns"], msgspec.json.decode(row["document"], type=JobFacts))
+            for row in rows
+        ]
+        return (rows[0]["batch"], waiting) if rows else None
 
     def close_job_facts(self, number: int, term: str) -> None:
         """The tables hold the batch; of each job what was said last is remembered. Errors as of `open_job_facts`."""

@@ -169,18 +169,23 @@ class Tables:
                 if name == "usage_hour":
                     for ago in range(1, _LATE_DAYS + 1):
                         self._add_up(table, today - timedelta(days=ago))
-                table.optimize.compact()
+                table.optimize.compact(max_concurrent_tasks=1)  # each takes the memory of a large file
                 table.vacuum(dry_run=False)  # files that no version of the last seven days has
                 table.create_checkpoint()
                 table.cleanup_metadata()
 
     def _add_up(self, table: DeltaTable, day: date) -> None:
+        """Hour by hour: of thousands of devices a whole day of parts is more than fits."""
         from deltalake import write_deltalake
 
-        parts = self.scan("usage_hour", day, day).collect()
-        whole = hours(parts)
-        if whole.height < parts.height:
-            write_deltalake(table, whole, mode="overwrite", predicate=f"day = '{day.isoformat()}'")
+        of_day = self.scan("usage_hour", day, day)
+        for time_ns in of_day.select(pl.col("time_ns").unique().sort()).collect()["time_ns"]:
+            parts = of_day.filter(pl.col("time_ns") == time_ns).collect()
+            whole = hours(parts)
+            if whole.height < parts.height:
+                write_deltalake(
+                    table, whole, mode="overwrite", predicate=f"day = '{day.isoformat()}' AND time_ns = {time_ns}"
+                )
 
     def _open(self, name: str) -> DeltaTable:
         from deltalake import DeltaTable

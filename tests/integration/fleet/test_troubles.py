@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,7 +25,11 @@ from traceloom.agent.uplink.client import ServiceError  # noqa: E402
 from traceloom.collect.client import upload  # noqa: E402
 from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
 from traceloom.errors import TraceloomError  # noqa: E402
+from traceloom.store.schemas import SCHEMAS  # noqa: E402
+from traceloom.store.tables import Tables  # noqa: E402
 from traceloom.testing import TraceBuilder  # noqa: E402
+
+DAY = date(2026, 11, 2)
 
 
 @pytest.mark.thorough
@@ -61,6 +66,56 @@ def test_an_object_store_behind_a_bad_network_has_everything_once(
     assert dict(kernels.group_by("capture").agg(pl.col("count").sum()).rows()) == dict.fromkeys(names, 4)
     assert sorted(stores.tables.scan("captures").collect()["capture"]) == names
     stores.state.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_replaced_and_compacted_behind_a_bad_network_stand_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Batches are tried until they go in, as the service does; each of the later ones replaces a capture."""
+    where = places("shared", tmp_path, monkeypatch)
+    server = urlsplit(os.environ["AWS_ENDPOINT_URL"]).port
+    assert server is not None
+    tables = Tables(where.store)
+    tables.create()
+    hour_ns = int(datetime(2026, 11, 2, 1, tzinfo=timezone.utc).timestamp()) * 10**9
+    part = {
+        "day": DAY, "time_ns": hour_ns, "host": "n", "device": "d", "job": "j", "state": "busy", "device_ms": 60_000,
+    }  # fmt: skip
+    with bad_network(server, seed=seed) as network:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{network.port}")
+
+        def done(work: Callable[[], object]) -> bool:
+            try:
+                work()
+            except TraceloomError:
+                return False
+            return True
+
+        for number in range(1, 13):
+            capture = f"c{number % 3}"
+            kernels = {
+                "day": [DAY] * 2,
+                "capture": [capture] * 2,
+                "kernel": ["a", "b"],
+                "count": [number, 100 + number],
+            }
+            rows = {"kernels": SCHEMAS["kernels"].complete(pl.DataFrame(kernels))}
+            until(lambda: done(lambda: tables.commit("captures", number, rows, [capture])), 300)  # noqa: B023
+            hour = {"usage_hour": SCHEMAS["usage_hour"].complete(pl.DataFrame([part]))}
+            until(lambda: done(lambda: tables.commit("usage", number, hour)), 300)  # noqa: B023
+            if number % 6 == 0:
+                until(lambda: done(lambda: tables.compact(DAY + timedelta(days=1))), 300)
+    assert {"refused", "reset", "lost"} <= set(network.dealt)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server}")
+    kernels_now = tables.scan("kernels").select("capture", "kernel", "count").sort("capture", "kernel").collect().rows()
+    assert kernels_now == [
+        (f"c{at}", kernel, more + last)
+        for at, last in ((0, 12), (1, 10), (2, 11))
+        for kernel, more in (("a", 0), ("b", 100))
+    ]
+    assert tables.scan("usage_hour").select("time_ns", "device_ms").collect().rows() == [(hour_ns, 12 * 60_000)]
 
 
 @pytest.fixture

@@ -1,23 +1,30 @@
-"""The files of the service: in a directory and in S3 the same."""
+"""The files of the service: in a directory, in S3 and in Azure's store the same."""
 
 from __future__ import annotations
 
 import os
 import time
 import urllib.request
+from datetime import date
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 pytest.importorskip("obstore", reason="the extra `fleet` is not installed")
 
-from support.fleet import KINDS, Kind, places
+from support.fleet import KINDS, Kind, azure_store, places
+from traceloom.collect.client import FleetClient
 from traceloom.errors import InputError, OutputError, UsageError
 from traceloom.store.objects import Objects, checked_name
+from traceloom.store.schemas import SCHEMAS
+from traceloom.store.tables import Tables
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, "azure"])
 def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
+    if request.param == "azure":
+        return Objects(azure_store(monkeypatch))
     kind: Kind = request.param
     return Objects(places(kind, tmp_path, monkeypatch).store)
 
@@ -97,6 +104,28 @@ def test_a_signed_address_takes_one_object_without_credentials(tmp_path: Path, m
         assert answer.read() == b"content"
     assert "X-Amz-Signature" in readable
     assert "X-Amz-Expires=60" in readable
+
+
+def test_azure_takes_what_clients_send_and_holds_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = azure_store(monkeypatch)
+    objects = Objects(where)
+    url = objects.upload_url("captures/d/c/a+b=c@d.json", 60)
+    assert url is not None
+    (content := tmp_path / "trace.json").write_bytes(b"content")
+    FleetClient("http://127.0.0.1:1", "").send(url, content)  # to the store alone
+    assert b"".join(objects.chunks("captures/d/c/a+b=c@d.json")) == b"content"
+    readable = objects.readable_at("captures/d/c/a+b=c@d.json", 60)
+    assert readable is not None
+    with urllib.request.urlopen(readable) as answer:
+        assert answer.read() == b"content"
+    with pytest.raises(InputError) as refused:  # what is signed for reading does not write
+        FleetClient("http://127.0.0.1:1", "").send(readable, content)
+    assert refused.value.slug == "upload-failed"
+    tables = Tables(where)
+    tables.create()
+    row = SCHEMAS["jobs"].complete(pl.DataFrame({"day": [date(2026, 11, 2)], "job": ["j"]}))
+    assert [tables.commit("jobs", 1, {"jobs": row}) for _ in range(2)] == [{"jobs": 1}, {}]
+    assert tables.scan("jobs").collect()["job"].to_list() == ["j"]
 
 
 def test_a_file_of_a_directory_is_read_where_it_lies(tmp_path: Path) -> None:
