@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,12 +56,16 @@ class AgentClient:
     ) -> Any:
         connection = _UnixConnection(self.path, self.timeout_s)
         query = f"?{urlencode(parameters)}" if parameters else ""
+        is_writing = False  # a full disk of this side is no fault of the agent's
         try:
             headers = {"Content-Type": "application/json"} if body else {}
             connection.request(method, f"/api/v1/{route}{query}", body, headers)
             response = connection.getresponse()
             if to is not None and response.status < 400:
-                shutil.copyfileobj(response, to, 1 << 20)
+                while piece := response.read(1 << 20):
+                    is_writing = True
+                    to.write(piece)
+                    is_writing = False
                 if response.length:  # reading by pieces does not say that the end is missing
                     raise http.client.IncompleteRead(b"", response.length)
                 return None
@@ -75,6 +78,8 @@ class AgentClient:
         except PermissionError as error:
             raise InputError("the agent's socket is not yours to use", slug="no-agent", where=str(self.path)) from error
         except (OSError, http.client.HTTPException) as error:
+            if is_writing:
+                raise
             reason = str(error) or type(error).__name__
             raise InputError(f"the agent does not answer: {reason}", slug="no-agent", where=str(self.path)) from error
         finally:

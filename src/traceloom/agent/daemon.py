@@ -491,6 +491,7 @@ class Agent:
             self._writing.submit(self.uplink.backlog.put, ended)
         self.board.put("triggers", self.triggers.readings(), now_ns)
         used, system = resource.getrusage(resource.RUSAGE_SELF), os.uname()
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         readings: list[Reading | Histogram] = [
             Reading(
                 "host_info",
@@ -498,7 +499,7 @@ class Agent:
                 1.0,
             ),
             Reading("agent_cpu_seconds_total", (), used.ru_utime + used.ru_stime),
-            Reading("agent_memory_bytes", (), float(_resident_bytes())),
+            Reading("agent_memory_bytes", (), float(pages * resource.getpagesize())),
             Reading("agent_series", (), float(self.board.series())),
             *self.scheduler.readings(),
             *(self.uplink.readings() if self.uplink is not None else ()),
@@ -512,10 +513,6 @@ class Agent:
         if self.history.path is not None:
             readings.append(Reading("agent_history_bytes", (), float(self.history.bytes())))
         self.board.put("agent", readings, now_ns)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 def _boot_id(config: Config) -> str:

@@ -50,7 +50,15 @@ def examine(
         empty: Collectors that work and have nothing to look at.
         unwritten: `history`, `audit` -> why it could not be written last.
     """
-    result = [_rights(config)]
+    is_root, whole = os.geteuid() == 0, config.collect.proc == "/proc"
+    result = [
+        Check(
+            area="rights", name="user", works="yes" if is_root else "partly",
+            why="root: sees the processes of all users" if is_root
+            else "sees the environment of your own processes alone",
+            help="run it as root for the whole host" if whole and not is_root else "",
+        )
+    ]  # fmt: skip
     for collector in collectors:
         result += _of_devices(collector) if isinstance(collector, AcceleratorCollector) else ()
         sentences = [] if isinstance(collector, AcceleratorCollector) else list(dict.fromkeys(collector.trouble()))
@@ -75,7 +83,12 @@ def examine(
     result += _files(locations, unwritten)
     result += _extras(config)
     result += _jobs(owned.owned.values(), Path(config.collect.proc))
-    result += [*_probes(config), _stacks(), _attaching(config)]
+    why, helps = unattachable()
+    if not config.traces.attach:
+        off = "it is switched off: processes that nobody prepared are not traced"
+        why, helps = (f"{off}; and {why}", helps) if why else (off, "traces.attach")
+    attaching = Check(area="traces", name="attach", works="no" if why else "yes", why=why, help=helps)
+    result += [*_probes(config), _stacks(), attaching]
     return result
 
 
@@ -93,15 +106,6 @@ def _of_devices(accelerators: AcceleratorCollector) -> Iterator[Check]:
             area="devices", name=name if colon else "devices", works="partly" if answering else "no",
             why=why if colon else sentence,
         )  # fmt: skip
-
-
-def _rights(config: Config) -> Check:
-    if os.geteuid() == 0:
-        return Check(area="rights", name="user", works="yes", why="root: sees the processes of all users")
-    return Check(
-        area="rights", name="user", works="partly", why="sees the environment of your own processes alone",
-        help="run it as root for the whole host" if config.collect.proc == "/proc" else "",
-    )  # fmt: skip
 
 
 def _files(locations: Locations, unwritten: Mapping[str, str]) -> Iterator[Check]:
@@ -227,15 +231,6 @@ def _stacks() -> Check:
             help="run the agent as root, or with CAP_SYS_PTRACE",
         )  # fmt: skip
     return Check(area="stacks", name="py-spy", works="yes")
-
-
-def _attaching(config: Config) -> Check:
-    """Whether processes that nobody prepared can be traced."""
-    why, helps = unattachable()
-    if not config.traces.attach:
-        off = "it is switched off: processes that nobody prepared are not traced"
-        why, helps = (f"{off}; and {why}", helps) if why else (off, "traces.attach")
-    return Check(area="traces", name="attach", works="no" if why else "yes", why=why, help=helps)
 
 
 def by_hand(config: Config, locations: Locations) -> list[Check]:

@@ -209,16 +209,13 @@ def tcp_user(peer: tuple[Any, ...], own: tuple[Any, ...], proc: str = "/proc") -
         ends = [(ipaddress.ip_address(str(end[0]).partition("%")[0]), int(end[1])) for end in (peer, own)]
     except ValueError:
         return None
-    pair = " ".join(_printed(*end) for end in ends)
+    # As the kernel prints them: words of four bytes in the order of this host.
+    words = (struct.unpack(f"={len(address.packed) // 4}I", address.packed) for address, _ in ends)
+    texts = ("".join(f"{word:08X}" for word in each) for each in words)
+    pair = " ".join(f"{text}:{port:04X}" for text, (_, port) in zip(texts, ends, strict=True))
     with contextlib.suppress(OSError):
         table = Path(proc, "net", "tcp" if ends[0][0].version == 4 else "tcp6").read_text(encoding="ascii")
         _, match, fields = table.partition(f" {pair} ")  # a host may have many thousand connections
         if match:
             return int(fields.split()[4])
     return None
-
-
-def _printed(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
-    """An address and a port as the kernel prints them: words of four bytes in the order of this host."""
-    words = struct.unpack(f"={len(address.packed) // 4}I", address.packed)
-    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"

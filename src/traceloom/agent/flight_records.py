@@ -146,7 +146,7 @@ def record_of(document: object, rank: int) -> FlightRecord:
     listed = whole.get("entries", ())
     if "version" not in whole or not isinstance(listed, list | tuple):
         raise ValueError("it is no flight record")
-    rows = [row for row in (_mapping(item) for item in listed[-_MOST_ENTRIES:]) if _group_of(row)]
+    rows = [row for row in (_mapping(item) for item in listed[-_MOST_ENTRIES:]) if _group_of(row)[0]]
     entries = [_entry(row) for row in rows]
     titles, numbers_of = {}, {}
     for row in rows:

@@ -101,7 +101,14 @@ def grouped(
             frames = tuple(frame for frame in thread.frames if not _ADDRESS.match(frame.function))
             waiting = waits_in(frames) or (waits.get(process.pid, "") if role == "rank" else "")
             members[role, "" if is_main else thread.name, frames, waiting].append(_Member(process, role, thread))
-    groups = [_group(*key, same) for key, same in members.items()]
+    groups = [
+        StackGroup(
+            role=role, ranks=tuple(sorted({m.process.owner.rank for m in same if m.process.owner.rank is not None})),
+            pids=tuple(sorted({m.process.pid for m in same})), thread=name, active=any(m.thread.active for m in same),
+            waits_in=waiting, frames=frames,
+        )
+        for (role, name, frames, waiting), same in members.items()
+    ]  # fmt: skip
     mains = [group for group in groups if group.role == "rank"]
     elsewhere = _elsewhere(mains)
     groups = [msgspec.structs.replace(group, elsewhere=group in elsewhere) for group in groups]
@@ -139,14 +146,6 @@ def _absent(processes: Iterable[Process]) -> list[int]:
     if len(worlds) == 1 and worlds == sizes:  # the whole job is here
         return sorted(set(range(min(worlds.pop(), 4096))) - ranks)
     return sorted(set(range(min(ranks), max(ranks))) - ranks) if ranks and max(ranks) - min(ranks) < 4096 else []
-
-
-def _group(role: Role, name: str, frames: tuple[Frame, ...], waiting: str, same: Sequence[_Member]) -> StackGroup:
-    return StackGroup(
-        role=role, ranks=tuple(sorted({m.process.owner.rank for m in same if m.process.owner.rank is not None})),
-        pids=tuple(sorted({m.process.pid for m in same})), thread=name, active=any(m.thread.active for m in same),
-        waits_in=waiting, frames=frames,
-    )  # fmt: skip
 
 
 def waits_in(frames: Sequence[Frame]) -> str:
@@ -207,20 +206,14 @@ def _sentence(groups: Sequence[StackGroup], unseen: Sequence[Unseen], steps: Map
             does = {"wait": "waits" if is_single else "wait", "be": "is" if is_single else "are"}[verb]
             kind = "rank" if same[0].ranks else "process"
             plural = kind + ("" if is_single else "s" if kind == "rank" else "es")
-            parts.append(f"{plural} {numbers(who)} {does} in {location}{_counted(same, steps) if is_elsewhere else ''}")
+            own = {steps[pid] for group in same for pid in group.pids if pid in steps}
+            latest = max(steps.values(), default=0)
+            after = f" after {min(own)} steps, the others after {latest}" if len(own) == 1 and min(own) < latest else ""
+            parts.append(f"{plural} {numbers(who)} {does} in {location}{after if is_elsewhere else ''}")
     for each in unseen:
         name = f"process {each.pid}" if each.rank is None else f"rank {each.rank}"
         parts.append(f"{name} is not seen: {each.reason}")
     return "; ".join(parts)
-
-
-def _counted(groups: Sequence[StackGroup], steps: Mapping[int, int]) -> str:
-    """After how many steps, where that is known and not the same everywhere."""
-    own = {steps[pid] for group in groups for pid in group.pids if pid in steps}
-    if len(own) != 1 or len(set(steps.values())) < 2:
-        return ""
-    (number,) = own
-    return f" after {number} steps, the others after {max(steps.values())}" if number < max(steps.values()) else ""
 
 
 def numbers(values: Iterable[int]) -> str:

@@ -190,7 +190,7 @@ async def write_bundle(hang: Hang, scene: HangScene, directory: Path, most_bytes
     processes = scene.processes
     account = await _account(hang, processes, folder)
     owner = max((process.owner for process in processes), key=lambda owner: len(owner.sources))
-    steps = _steps(hang)
+    steps = {member.pid: member.steps for member in hang.processes}
     await asyncio.to_thread(_write_stacks, folder, processes, account)
     await asyncio.to_thread(_write_telemetry, folder, scene)
     report = HangReport(
@@ -206,7 +206,9 @@ async def write_bundle(hang: Hang, scene: HangScene, directory: Path, most_bytes
         ),
         files=(*folder.files, "hang.json", "hang.md"), left_out=folder.left_out,
     )  # fmt: skip
-    await asyncio.to_thread(_write_report, folder.directory, report, account.stacks)
+    document = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    await asyncio.to_thread(new_file, directory / "hang.json", document)
+    await asyncio.to_thread(new_file, directory / "hang.md", page(report, account.stacks).encode())
     return report
 
 
@@ -218,7 +220,19 @@ async def _account(hang: Hang, processes: Sequence[Process], folder: _BundleFold
     native = await look([process for process in processes if _state(process) not in ("T", "t")], native=True)
     dumps = looked.dumps | native.dumps
     reasons = {pid: reason for pid, reason in looked.reasons.items() if pid not in dumps}
-    group = partial(grouped, processes, dumps, reasons, _steps(hang), ended=_ended(hang))
+    now_ns = time.time_ns()
+    group = partial(
+        grouped,
+        processes,
+        dumps,
+        reasons,
+        {member.pid: member.steps for member in hang.processes},
+        ended={
+            gone.rank: f"its process {gone.pid} ended {units.duration(max(now_ns - gone.ended_ns, 0))} ago"
+            for gone in hang.gone
+            if gone.rank is not None
+        },
+    )
     alone = await asyncio.to_thread(group)
     stacks = await asyncio.to_thread(group, waits=_waits(processes, flights.verdict))
     sentence, ranks, witnesses = _judged(hang, processes, alone, stacks, flights.verdict)
@@ -232,19 +246,6 @@ def _waits(processes: Sequence[Process], verdict: FlightVerdict | None) -> dict[
     mains = main_processes(processes)
     waits = verdict.waits if verdict else {}
     return {p.pid: waits[p.owner.rank] for p in processes if p.pid in mains and p.owner.rank in waits}
-
-
-def _steps(hang: Hang) -> dict[int, int]:
-    return {member.pid: member.steps for member in hang.processes}
-
-
-def _ended(hang: Hang) -> dict[int, str]:
-    now_ns = time.time_ns()
-    return {
-        gone.rank: f"its process {gone.pid} ended {units.duration(max(now_ns - gone.ended_ns, 0))} ago"
-        for gone in hang.gone
-        if gone.rank is not None
-    }
 
 
 def _state(process: Process) -> str:
@@ -334,25 +335,20 @@ def _judged(
                 f"the two disagree: stacks name {_ranks(elsewhere)}, the flight recorder {_ranks(flight.ranks)}"
             )
     ranks = tuple(sorted({*stopped, *gone})) or (flight.ranks if flight else ()) or elsewhere
-    if not ranks:
-        parts += _alike(processes, stacks)
+    waiting = [group.waits_in for group in stacks.groups if group.role == "rank"]
+    if not ranks and waiting and all(waiting):
+        here = {process.owner.rank for process in processes if process.owner.rank is not None}
+        others = max((p.owner.world_size for p in processes if p.owner.world_size is not None), default=0) - len(here)
+        if others > 0:
+            parts.append(
+                f"all {len(here)} ranks of this host wait: who is elsewhere is among the {others} of other hosts"
+            )
+        elif len(here) > 1:
+            parts.append("all ranks wait, none is elsewhere")
     since = max(hang.seen_ns - hang.since_ns, 0)
     work = "its processes work, but " if hang.busy else ""
     start = f"job {hang.job}: {work}no step for {units.duration(since)}, where one took "
     return f"{start}{units.duration(int(hang.median_s * 1e9))}: {'; '.join(parts)}", ranks, tuple(witnesses)
-
-
-def _alike(processes: Sequence[Process], stacks: GroupedStacks) -> Iterable[str]:
-    """What follows from it that no rank is elsewhere."""
-    mains = [group for group in stacks.groups if group.role == "rank"]
-    here = {process.owner.rank for process in processes if process.owner.rank is not None}
-    world = max((p.owner.world_size for p in processes if p.owner.world_size is not None), default=0)
-    if mains and all(group.waits_in for group in mains):
-        if world > len(here):
-            others = world - len(here)
-            yield f"all {len(here)} ranks of this host wait: who is elsewhere is among the {others} of other hosts"
-        elif len(here) > 1:
-            yield "all ranks wait, none is elsewhere"
 
 
 def _elsewhere(stacks: GroupedStacks) -> tuple[int, ...]:
@@ -391,11 +387,6 @@ def _write_telemetry(folder: _BundleFolder, scene: HangScene) -> None:
     folder.files.append(path.name)
 
 
-def _write_report(directory: Path, report: HangReport, stacks: GroupedStacks) -> None:
-    new_file(directory / "hang.json", msgspec.json.format(msgspec.json.encode(report), indent=2))
-    new_file(directory / "hang.md", page(report, stacks).encode())
-
-
 def page(report: HangReport, stacks: GroupedStacks) -> str:
     """The bundle as a page of Markdown. Names of strangers stand in blocks of code alone, where nothing is markup."""
     states = {
@@ -429,20 +420,19 @@ def page(report: HangReport, stacks: GroupedStacks) -> str:
                 f"  {frame.function} ({frame.file}{f':{frame.line}' if frame.line else ''})" for frame in group.frames
             ]
             parts.append(_block([first, *calls]))
-    if report.devices:
-        parts += ["## Devices", _block(_device_lines(report))]
-    parts += ["## Files", _block((*report.files, *(f"{name}: {why}" for name, why in report.left_out.items())))]
-    return "\n\n".join(parts) + "\n"
-
-
-def _device_lines(report: HangReport) -> Iterable[str]:
+    lines: list[str] = []
     for device in report.devices:
-        yield f"{device.index}  {device.uuid}  {device.model}  {device.stale}".rstrip()
-        yield from (f"  {name} = {value:.6g}" for name, value in sorted(device.values.items()))
+        lines.append(f"{device.index}  {device.uuid}  {device.model}  {device.stale}".rstrip())
+        lines += (f"  {name} = {value:.6g}" for name, value in sorted(device.values.items()))
         for event in report.events:
             if event.device == device.uuid:
                 ago = units.duration(max(report.seen_ns - event.at_ns, 0))
-                yield f"  {ago} before: {event.kind}{'' if event.code is None else f' {event.code}'} {event.text}"
+                code = "" if event.code is None else f" {event.code}"
+                lines.append(f"  {ago} before: {event.kind}{code} {event.text}")
+    if lines:
+        parts += ["## Devices", _block(lines)]
+    parts += ["## Files", _block((*report.files, *(f"{name}: {why}" for name, why in report.left_out.items())))]
+    return "\n\n".join(parts) + "\n"
 
 
 def _block(lines: Iterable[str]) -> str:

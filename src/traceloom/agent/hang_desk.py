@@ -28,7 +28,6 @@ from traceloom.agent.hangs import Hang, HangWatch, JobKey
 from traceloom.agent.history import History
 from traceloom.agent.metrics import METRICS, Reading, Series
 from traceloom.agent.owners import Process
-from traceloom.agent.profilers.dump import Frame, StackDump
 from traceloom.agent.profilers.telemetry import allowed_labels, is_wanted
 from traceloom.agent.registry import is_alive
 from traceloom.agent.requests.places import Places
@@ -105,7 +104,7 @@ class HangDesk:
     ) -> None:
         self.config, self.board, self.history, self.steps = config, board, history, steps
         self.places, self.path, self.boot_id, self.note = places, path, boot_id, note
-        self.watch = HangWatch(config.hangs, self._is_alive)
+        self.watch = HangWatch(config.hangs, lambda key: is_alive(config.collect.proc, *map(int, key.split("@"))))
         self.records: list[HangRecord] = []  # oldest first
         self.listeners: list[Callable[[HangRecord], None]] = []  # hear of a hang once it is sure, and when it is over
         self.trouble = ""  # why what is known is not on disk
@@ -118,8 +117,14 @@ class HangDesk:
 
     async def start(self) -> None:
         """Read what the agent before this one knew."""
-        kept = await asyncio.to_thread(self._load)
-        if kept is None:
+        try:
+            kept = msgspec.json.decode(await asyncio.to_thread(self.path.read_bytes), type=_Kept)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            LOG.warning("what was known of hangs cannot be read, and is learnt anew: %s", error)
+            return
+        if kept.version != VERSION:
             return
         same_boot = kept.boot_id == self.boot_id
         self._resumed = kept.paces if same_boot else {}
@@ -162,7 +167,8 @@ class HangDesk:
                 record = self._replace(number, state=state, over_ns=now_ns)
                 LOG.warning("job %s %s", hang.job, "goes on" if recovered else "has ended")
                 self.note("hang-over", {"hang": number, "job": hang.job, "of": hang.uid, "state": state})
-                self._tell(record)
+                for listener in list(self.listeners):
+                    listener(record)
         for hang in new:
             task = asyncio.create_task(self._take(hang), name=f"hang of {hang.job}")
             self._tasks.add(task)
@@ -199,7 +205,11 @@ class HangDesk:
             if self.watch.hangs.get(hang.key) is not hang:
                 return  # it went on meanwhile
             number = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
-            why = self._no_bundle(hang)
+            before = next((old for old in reversed(self.records) if old.hang.key == hang.key and old.directory), None)
+            ago_s = (hang.seen_ns - before.hang.seen_ns) / 1e9 if before is not None else -1.0
+            why = "" if self.config.hangs.bundles else "bundles are switched off"
+            if before is not None and 0 <= ago_s < self.config.hangs.every:
+                why = why or f"one of this job was made {ago_s / 60:.0f} min ago: {before.id}"
             record = HangRecord(id=number, hang=hang, no_bundle=why)
             self.records.append(record)
             del self.records[:-_MOST_RECORDS]
@@ -239,9 +249,6 @@ class HangDesk:
                 "sentence": record.sentence, "directory": record.directory, "no_bundle": record.no_bundle,
             },
         )  # fmt: skip
-        self._tell(record)
-
-    def _tell(self, record: HangRecord) -> None:
         for listener in list(self.listeners):
             listener(record)
 
@@ -251,24 +258,8 @@ class HangDesk:
         self.records[at] = msgspec.structs.replace(self.records[at], **changes)
         return self.records[at]
 
-    def _is_alive(self, key: str) -> bool:
-        pid, _, start_ticks = key.partition("@")
-        return is_alive(self.config.collect.proc, int(pid), int(start_ticks))
-
     def _processes(self, hang: Hang) -> list[Process]:
         return [p for p in self.board.processes.values() if p.owner.job == hang.job and p.uid == hang.uid]
-
-    def _no_bundle(self, hang: Hang) -> str:
-        """Why there is to be none; "" where there is to be one."""
-        if not self.config.hangs.bundles:
-            return "bundles are switched off"
-        for record in reversed(self.records):
-            if record.hang.key == hang.key and record.directory:
-                ago_s = (hang.seen_ns - record.hang.seen_ns) / 1e9
-                if 0 <= ago_s < self.config.hangs.every:
-                    return f"one of this job was made {ago_s / 60:.0f} min ago: {record.id}"
-                break
-        return ""
 
     async def _works(self, hang: Hang) -> bool:
         """Whether a rank that does not wait works: it uses or wants a processor, and is at another place each time.
@@ -287,7 +278,8 @@ class HangDesk:
             if at:
                 await asyncio.sleep(_BETWEEN_S)
             for pid, dump in (await look(ranks)).dumps.items():
-                frames = _main_frames(dump)
+                stacks = (each.frames for each in dump.threads if dump.pid == each.id or each.name == "MainThread")
+                frames = next(stacks, ())
                 chains[pid].add((*frames[:-1], *(frame[:2] for frame in frames[-1:])))
                 if waits_in(frames):
                     waiting.add(pid)
@@ -365,25 +357,6 @@ class HangDesk:
                 temporary.unlink(missing_ok=True)
             return
         self.trouble, self._written = "", document
-
-    def _load(self) -> _Kept | None:
-        """What the file holds; None where there is none, or it cannot be read: then hangs are learnt anew."""
-        try:
-            kept = msgspec.json.decode(self.path.read_bytes(), type=_Kept)
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.DecodeError) as error:
-            LOG.warning("what was known of hangs cannot be read: %s", error)
-            return None
-        return kept if kept.version == VERSION else None
-
-
-def _main_frames(dump: StackDump) -> Sequence[Frame]:
-    """The stack of the main thread."""
-    for thread in dump.threads:
-        if dump.pid == thread.id or thread.name == "MainThread":
-            return thread.frames
-    return ()
 
 
 def _processor_s(process: Process) -> float:

@@ -17,7 +17,7 @@ import time
 import zlib
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -78,7 +78,7 @@ class History:
     def __init__(self, path: Path | None, settings: HistorySettings) -> None:
         self.path = path
         self.settings = settings
-        self.lost: dict[str, int] = {}  # reason -> ticks that could not be written
+        self.lost: Counter[str] = Counter()  # reason -> ticks that could not be written
         self.trouble = ""  # why the disk holds nothing now
         self._recent: deque[_Recent] = deque()
         self._seen: dict[str, _Recent] = {}
@@ -135,11 +135,11 @@ class History:
                 return
             if self._database is None:
                 if time.monotonic() < self._again:
-                    self._lose(self.trouble)
+                    self.lost[self.trouble] += 1
                     return
                 self._open()
                 if self._database is None:
-                    self._lose(self.trouble)
+                    self.lost[self.trouble] += 1
                     return
             by_metric: dict[str, tuple[list[Labels], list[float]]] = {}
             for (metric, labels), value in values:
@@ -158,7 +158,7 @@ class History:
                 self.trouble = ""
             except sqlite3.Error as error:
                 self._fail(error)
-                self._lose(self.trouble)
+                self.lost[self.trouble] += 1
                 if is_damage(error):
                     self._put_aside()
 
@@ -301,10 +301,7 @@ class History:
             return
         LOG.warning("the history is damaged and put aside as %s", aside)
         self._again = 0.0
-        self._lose("damaged-file")
-
-    def _lose(self, reason: str) -> None:
-        self.lost[reason] = self.lost.get(reason, 0) + 1
+        self.lost["damaged-file"] += 1
 
     def _metric(self, name: str) -> int:
         assert self._database is not None

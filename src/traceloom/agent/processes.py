@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from traceloom.agent.accelerators.collecting import AcceleratorCollector
 from traceloom.agent.collect import Collector
-from traceloom.agent.collect.processes import Processes, ProcessFacts
+from traceloom.agent.collect.processes import Processes
 from traceloom.agent.config import Config
 from traceloom.agent.flops import declared_types
 from traceloom.agent.metrics import METRICS, Reading
-from traceloom.agent.owners import Owner, Process
+from traceloom.agent.owners import Process
 from traceloom.agent.owners.environment import DTYPE, INPUT_BYTES, LISTED, PREFIXES
 from traceloom.agent.owners.finding import OwnerFinder
 from traceloom.agent.owners.masking import masked
@@ -59,7 +59,14 @@ class OwnedProcesses:
                 used.setdefault(keys[process.pid], []).append(process.device)
         owners = self.finder.owners(facts, list(self._accelerators.devices.values()), used)
         self.shares = shares(on_devices, keys)
-        self.owned = {key: _process(process, owners[key], used.get(key, ())) for key, process in facts.items()}
+        self.owned = {
+            key: Process(
+                key=key, pid=of.pid, start_ticks=of.start_ticks, started_ns=of.started_ns, parent_pid=of.parent_pid,
+                uid=of.uid, command=masked(of.command), cgroup=of.cgroup, declared=of.environment, owner=owners[key],
+                state=of.state, unreadable=of.unreadable, devices=tuple(dict.fromkeys(used.get(key, ()))),
+            )
+            for key, of in facts.items()
+        }  # fmt: skip
         readings += (_info(process) for process in self.owned.values())
         readings += (
             Reading("process_gpu_memory_bytes", (keys.get(each.pid, f"{each.pid}@"), each.device), each.memory_bytes)
@@ -78,20 +85,14 @@ class OwnedProcesses:
         return self.looked_at.trouble()
 
 
-def _process(facts: ProcessFacts, owner: Owner, devices: Iterable[str]) -> Process:
-    return Process(
-        key=facts.key, pid=facts.pid, start_ticks=facts.start_ticks, started_ns=facts.started_ns,
-        parent_pid=facts.parent_pid, uid=facts.uid, command=masked(facts.command), cgroup=facts.cgroup,
-        declared=facts.environment, owner=owner, state=facts.state, unreadable=facts.unreadable,
-        devices=tuple(dict.fromkeys(devices)),
-    )  # fmt: skip
-
-
 def _info(process: Process) -> Reading:
     owner = process.owner
+    rank, local_rank, world_size = (
+        "" if number is None else str(number) for number in (owner.rank, owner.local_rank, owner.world_size)
+    )
     values = {
-        "process": process.key, "pid": str(process.pid), "job": owner.job, "rank": _text(owner.rank),
-        "local_rank": _text(owner.local_rank), "world_size": _text(owner.world_size), "user": owner.user,
+        "process": process.key, "pid": str(process.pid), "job": owner.job, "rank": rank,
+        "local_rank": local_rank, "world_size": world_size, "user": owner.user,
         "account": owner.account, "namespace": owner.namespace, "pod": owner.pod, "container": owner.container,
         "framework": owner.framework, "command": process.command[:_COMMAND_SHOWN],
     }  # fmt: skip
@@ -109,7 +110,7 @@ def _jobs(processes: Iterable[Process]) -> Iterator[Reading]:
         values = {
             "job": job, "name": owner.name, "scheduler": owner.scheduler, "user": owner.user, "account": owner.account,
             "partition": owner.partition, "namespace": owner.namespace, "framework": owner.framework,
-            "world_size": _text(owner.world_size),
+            "world_size": "" if owner.world_size is None else str(owner.world_size),
         }  # fmt: skip
         yield Reading("job_info", tuple(values[label] for label in METRICS["job_info"].labels), 1.0)
         yield Reading("job_processes", (job,), len(some))
@@ -150,7 +151,3 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return number if 0 <= number < math.inf else None
-
-
-def _text(number: int | None) -> str:
-    return "" if number is None else str(number)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from typing import NamedTuple
 
-from traceloom.agent.history import Labels, Points, label_columns
+from traceloom.agent.history import Points, label_columns
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.errors import UsageError, nearest
 
@@ -87,7 +87,8 @@ def answer(
             f"`{metric}` has no `{wrong[0]}`", slug="no-such-label",
             hint=nearest(wrong[0], possible) + f"it has {', '.join(dict.fromkeys(possible)) or 'no labels'}",
         )  # fmt: skip
-    series = [points for points in fetch(metric) if _matches(points.labels, columns, where)]
+    wanted = {columns[key]: value for key, value in where.items() if key in columns}
+    series = [p for p in fetch(metric) if all(p.labels[column] == value for column, value in wanted.items())]
     if declared.kind == "counter" and not raw:
         series = [rates for points in series if (rates := rate(points)).times_ns]
     if not by and not (set(where) - set(columns)):
@@ -107,9 +108,10 @@ def answer(
                 if all(facts.get(key, "") == wanted for key, wanted in where.items()):
                     key = tuple(facts.get(part, "") for part in by)
                     groups.setdefault(key, _Sums({}, {})).add(at, value, weight)
-    return [
+    curves = [
         Curve(dict(zip(by, key, strict=True)), *sums.columns(averaged=averaged)) for key, sums in sorted(groups.items())
     ]
+    return [curve for curve in curves if curve.times_ns]
 
 
 def rate(points: Points) -> Points:
@@ -122,10 +124,6 @@ def rate(points: Points) -> Points:
             times.append(points.times_ns[index])
             values.append((more if more >= 0 else points.values[index]) / seconds)
     return Points(points.labels, times, values)
-
-
-def _matches(labels: Labels, columns: Mapping[str, int], where: Mapping[str, str]) -> bool:
-    return all(labels[columns[key]] == value for key, value in where.items() if key in columns)
 
 
 class _Sums(NamedTuple):
@@ -141,7 +139,8 @@ class _Sums(NamedTuple):
     def columns(self, *, averaged: bool) -> tuple[list[int], list[float]]:
         times = sorted(self.totals)
         if averaged:
-            return times, [self.totals[at] / self.weights[at] if self.weights[at] else 0.0 for at in times]
+            times = [at for at in times if self.weights[at]]  # who had nothing of any device has no temperature either
+            return times, [self.totals[at] / self.weights[at] for at in times]
         return times, [self.totals[at] for at in times]
 
 

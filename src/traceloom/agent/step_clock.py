@@ -144,7 +144,13 @@ class ProbedStepClock:
                     self._refused[process.key] = f"more than {_MOST_LIBRARIES} copies of PyTorch are in use"
                 else:
                     attached, lacks = probes.attach(descriptor)
-                    self._libraries[file] = _Library(attached, {process.key}, mapping.path, lacks, _ticks_now())
+                    self._libraries[file] = _Library(
+                        attached,
+                        {process.key},
+                        mapping.path,
+                        lacks,
+                        time.clock_gettime_ns(time.CLOCK_BOOTTIME) * TICKS_PER_S // 10**9,
+                    )
             except OSError as error:
                 self._refused[process.key] = f"no probes in {mapping.path}: {error.strerror}"
             return
@@ -181,8 +187,3 @@ class ProbedStepClock:
         )
         total = now.number + 1 if seen and len(steps) == 1 else None  # the first call ends no step that has begun
         return StepsTaken(process.key, buckets, seconds, None if waited_ns is None else waited_ns / 1e9, total)
-
-
-def _ticks_now() -> int:
-    """Since the start of the host, as processes' starts are told."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) * TICKS_PER_S // 10**9

@@ -139,13 +139,6 @@ class Steps:
         if taken.waited is not None:
             counter.waited = (counter.waited or 0.0) + taken.waited
         self._untaken[process] = self._untaken.get(process, 0) + number
-        self._note_pace(taken, now, number)
-        times = self._rates.setdefault(process, deque())
-        times.append((now, StepsLately(number, taken.seconds, taken.waited)))
-        while times[0][0] < now - _RATE_OVER_S and len(times) > 1:
-            times.popleft()
-
-    def _note_pace(self, taken: StepsTaken, now: float, number: int) -> None:
         pacing = self._paces.setdefault(taken.process, _Pacing())
         pacing.lived = now
         if number:
@@ -153,6 +146,10 @@ class Steps:
             pacing.steps += number
             pacing.last = now
             pacing.times.append(taken.seconds / number)
+        times = self._rates.setdefault(process, deque())
+        times.append((now, StepsLately(number, taken.seconds, taken.waited)))
+        while times[0][0] < now - _RATE_OVER_S and len(times) > 1:
+            times.popleft()
 
     def pace(self, process: str) -> Pace | None:
         """How a process steps; None of one that has not made a step."""

@@ -90,7 +90,7 @@ class Autoprofile:
             self._until_taken(
                 address, "PUT", f"jobs/{quote(self._job, safe='')}", lambda: dict[str, object](self._labels)
             )
-        while not self._near():
+        while self._at_step and ((left_s := self._left_s()) is None or left_s > _AHEAD_S):
             if self._ended.wait(_LOOK_S):
                 return
         answer = self._until_taken(address, "POST", "requests", self._body)
@@ -102,10 +102,6 @@ class Autoprofile:
         if self._made < 2:
             return None
         return (self._at_step - self._made) * (self._last_s - self._first_s) / (self._made - 1)
-
-    def _near(self) -> bool:
-        left_s = self._left_s()
-        return not self._at_step or (left_s is not None and left_s <= _AHEAD_S)
 
     def _body(self) -> dict[str, object]:
         left_s = self._left_s() or 0.0

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,84 +55,77 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         types.add_silence(own)
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tcp", metavar="ADDRESS", help="answer over TCP too, as 127.0.0.1:9465")
-    parser.add_argument(
+class AgentOption:
+    """An option of actions: its names, and what else argparse takes of it."""
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.names, self.settings = names, settings
+
+
+def declaring(*options: AgentOption) -> Callable[[argparse.ArgumentParser], None]:
+    """What declares these options."""
+
+    def declare(parser: argparse.ArgumentParser) -> None:
+        for option in options:
+            parser.add_argument(*option.names, **option.settings)
+
+    return declare
+
+
+JOB = AgentOption("--job", metavar="JOB", help="only this job")
+SINCE = AgentOption(
+    "--since", default="10m", metavar="TIME",
+    help="how far back, as 90s, 10m or 1d; or from when, as 2026-01-31T12:00 (default: 10m)",
+)  # fmt: skip
+OPTIONS_OF_RUN = (
+    AgentOption("--tcp", metavar="ADDRESS", help="answer over TCP too, as 127.0.0.1:9465"),
+    AgentOption(
         "--server", metavar="URL", help="belong to this fleet (https://HOST:PORT): report there, trace what it asks for"
-    )
-    parser.add_argument(
+    ),
+    AgentOption(
         "--token-file", metavar="FILE",
         help="the token of enrolment, needed the first time (default: TRACELOOM_FLEET_TOKEN)",
-    )  # fmt: skip
-    parser.add_argument("--simulate", type=types.count, metavar="N", help="make up N devices, to try it without any")
-    parser.add_argument(
-        "--compat", choices=("dcgm",), action="append", help="publish under the names of dcgm-exporter too"
-    )
-
-
-def _add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", metavar="JOB", help="only this job")
-
-
-def _add_top(parser: argparse.ArgumentParser) -> None:
-    _add_job(parser)
-    parser.add_argument(
-        "--interval", type=types.positive, default=2.0, metavar="S", help="seconds between pictures (default: 2)"
-    )
-    parser.add_argument("--once", action="store_true", help="print one picture and end")
-
-
-def _add_since(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--since",
-        default="10m",
-        metavar="TIME",
-        help="how far back, as 90s, 10m or 1d; or from when, as 2026-01-31T12:00 (default: 10m)",
-    )
-
-
-def _add_events(parser: argparse.ArgumentParser) -> None:
-    _add_job(parser)
-    _add_since(parser)
-
-
-def _add_query(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    ),
+    AgentOption("--simulate", type=types.count, metavar="N", help="make up N devices, to try it without any"),
+    AgentOption("--compat", choices=("dcgm",), action="append", help="publish under the names of dcgm-exporter too"),
+)  # fmt: skip
+OPTIONS_OF_QUERY = (
+    AgentOption(
         "metric", nargs="?", metavar="METRIC", help="with or without traceloom_; without any, all metrics are listed"
-    )
-    _add_since(parser)
-    parser.add_argument("--until", default="", metavar="TIME", help="the end, written likewise (default: now)")
-    parser.add_argument(
+    ),
+    SINCE,
+    AgentOption("--until", default="", metavar="TIME", help="the end, written likewise (default: now)"),
+    AgentOption(
         "--by", default="", metavar="LABELS",
         help="sum up by these, with commas: job, rank, user, device, process, or labels of the metric",
-    )  # fmt: skip
-    parser.add_argument(
-        "--where",
-        default="",
-        metavar="LABEL=VALUE",
-        help="only where this holds, as device=0; several with commas",
-    )
-    parser.add_argument("--raw", action="store_true", help="counters as they are, not as rates")
-
-
-def _add_stacks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", metavar="JOB", help="this job; needed if there are several")
-    parser.add_argument("--pid", type=types.count, metavar="PID", help="only this process")
-    parser.add_argument(
+    ),
+    AgentOption(
+        "--where", default="", metavar="LABEL=VALUE", help="only where this holds, as device=0; several with commas"
+    ),
+    AgentOption("--raw", action="store_true", help="counters as they are, not as rates"),
+)  # fmt: skip
+OPTIONS_OF_STACKS = (
+    AgentOption("--job", metavar="JOB", help="this job; needed if there are several"),
+    AgentOption("--pid", type=types.count, metavar="PID", help="only this process"),
+    AgentOption(
         "--native", action="store_true", help="calls of C and C++ too; a process stands still while it is looked at"
-    )
-
-
-def _add_env(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--flight-recorder", action="store_true",
-        help="also those by which NCCL tells its collectives when the job hangs; it makes a pipe per rank in /tmp",
-    )  # fmt: skip
-
-
-def _add_learn(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help="a trace or a recorded run")
-    parser.add_argument("--job", metavar="JOB", help="the job that was traced; needed if there are several")
+    ),
+)
+OPTIONS_OF_LEARN = (
+    AgentOption("trace", metavar="TRACE", help="a trace or a recorded run"),
+    AgentOption("--job", metavar="JOB", help="the job that was traced; needed if there are several"),
+)
+OPTIONS_OF_TOP = (
+    JOB,
+    AgentOption(
+        "--interval", type=types.positive, default=2.0, metavar="S", help="seconds between pictures (default: 2)"
+    ),
+    AgentOption("--once", action="store_true", help="print one picture and end"),
+)
+FLIGHT_RECORDER = AgentOption(
+    "--flight-recorder", action="store_true",
+    help="also those by which NCCL tells its collectives when the job hangs; it makes a pipe per rank in /tmp",
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -178,10 +171,11 @@ def _locations(args: argparse.Namespace, config: Config) -> Locations:
 def _run(args: argparse.Namespace) -> int:
     import asyncio
     import logging
+    from importlib.util import find_spec
 
     import msgspec
 
-    missing = [name for name in ("psutil", "starlette", "uvicorn", "prometheus_client") if not _is_installed(name)]
+    missing = [name for name in ("psutil", "starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise UsageError(
             f"the agent needs {', '.join(missing)}", slug="missing-packages", hint="pip install 'traceloom[agent]'"
@@ -231,17 +225,12 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _is_installed(module: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(module) is not None
-
-
-def _status(args: argparse.Namespace) -> int:
+def _answer(args: argparse.Namespace) -> int:
+    """What the agent answers where route, action and view have one name."""
     from traceloom.cli import agent_views as views
 
-    answer = client_of(args).get("status")
-    return _shown(args, answer, lambda width: views.status(answer, width))
+    answer = client_of(args).get(args.action, **({"job": args.job} if "job" in args and args.job else {}))
+    return _shown(args, answer, lambda width: getattr(views, args.action)(answer, width))
 
 
 def _processes(args: argparse.Namespace) -> int:
@@ -379,20 +368,6 @@ def _stacks(args: argparse.Namespace) -> int:
     return _shown(args, answer, lambda width: views.stacks(answer, width, native=args.native))
 
 
-def _hangs(args: argparse.Namespace) -> int:
-    from traceloom.cli import agent_views as views
-
-    answer = client_of(args).get("hangs", **({"job": args.job} if args.job else {}))
-    return _shown(args, answer, lambda width: views.hangs(answer, width))
-
-
-def _triggers(args: argparse.Namespace) -> int:
-    from traceloom.cli import agent_views as views
-
-    answer = client_of(args).get("triggers")
-    return _shown(args, answer, lambda width: views.triggers(answer, width))
-
-
 def _doctor(args: argparse.Namespace) -> int:
     """Of the agent that runs; where none does, of this host as this user would run one."""
     from traceloom.cli import agent_views as views
@@ -457,23 +432,23 @@ ACTIONS = {
         "traceloom agent run\n"
         "traceloom agent run --simulate 8 --tcp 127.0.0.1:9465    for Prometheus too\n"
         "then: traceloom agent ps",
-        _add_run, _run,
+        declaring(*OPTIONS_OF_RUN), _run,
     ),
     "status": VerbAction(
         "show how the agent itself is doing",
         "traceloom agent status\nthen: traceloom agent doctor, where something fails",
-        lambda _: None, _status,
+        declaring(), _answer,
     ),
     "ps": VerbAction(
         "list processes with owner, rank, devices and step rate",
         "traceloom agent ps --job slurm-42\nthen: traceloom agent query process_memory_bytes --by job",
-        _add_job, _processes,
+        declaring(JOB), _processes,
     ),
     "top": VerbAction(
         "show devices and processes as they are now, again and again",
         "traceloom agent top\ntraceloom agent top --once --json    for programs\n"
         "then: traceloom agent query gpu_busy_ratio --since 1h",
-        _add_top, _top,
+        declaring(*OPTIONS_OF_TOP), _top,
     ),
     "query": VerbAction(
         "show what a metric was: over time, by job, rank, user or device",
@@ -481,47 +456,47 @@ ACTIONS = {
         "traceloom agent query gpu_power_watts --by job --since 1h\n"
         "traceloom agent query host_network_bytes_total --where direction=receive --json\n"
         "then: traceloom report TRACE, for why it was so",
-        _add_query, _query,
+        declaring(*OPTIONS_OF_QUERY), _query,
     ),
     "events": VerbAction(
         "list errors of devices, and processes killed for want of memory",
         "traceloom agent events --since 1d\nthen: traceloom agent ps",
-        _add_events, _events,
+        declaring(JOB, SINCE), _events,
     ),
     "learn": VerbAction(
         "judge a job by a trace of it: FLOPs, element types, roofline",
         "traceloom agent learn run1 --job slurm-42\n"
         "then: traceloom agent query job_flops_error_ratio --where job=slurm-42",
-        _add_learn, _learn,
+        declaring(*OPTIONS_OF_LEARN), _learn,
     ),
     "stacks": VerbAction(
         "show what all threads of a job or process do now, equal stacks together",
         "traceloom agent stacks --job slurm-42    ranks that are elsewhere than the others first\n"
         "traceloom agent stacks --pid 4711 --native\n"
         "then: traceloom trace --job slurm-42 --steps 3",
-        _add_stacks, _stacks,
+        declaring(*OPTIONS_OF_STACKS), _stacks,
     ),
     "hangs": VerbAction(
         "list jobs that hang, with the rank that the others wait for",
         "traceloom agent hangs --job slurm-42\n"
         "then: traceloom agent stacks --job slurm-42, for what they do now",
-        _add_job, _hangs,
+        declaring(JOB), _answer,
     ),
     "triggers": VerbAction(
         "list rules that trace unasked: what they did, why not, what they may still",
         "traceloom agent triggers\nthen: traceloom trace --list",
-        lambda _: None, _triggers,
+        declaring(), _answer,
     ),
     "doctor": VerbAction(
         "say what works here, what does not, why, and what would help",
         "traceloom agent doctor    for the agent that runs, or for one that you would run\n"
         "then: traceloom agent run",
-        lambda _: None, _doctor,
+        declaring(), _doctor,
     ),
     "env": VerbAction(
         "print the variables that prepare a job",
         'eval "$(traceloom agent env)"; python train.py    a job that can be asked for traces\n'
         "then: traceloom agent ps",
-        _add_env, _env,
+        declaring(FLIGHT_RECORDER), _env,
     ),
 }  # fmt: skip

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -120,14 +119,22 @@ class FleetClient:
         connection = address.connection(self.timeout_s)
         connection.blocksize = _READ
         where = parts._replace(query="").geturl()  # of a signed address the query is a secret
+        is_writing = False  # a full disk of this side is no fault of the service's
         try:
             connection.request(method, f"{parts.path}{'?' if parts.query else ''}{parts.query}", body, dict(headers))
             response = connection.getresponse()
             if to is not None and response.status < 400:
-                shutil.copyfileobj(response, to, _READ)
+                while piece := response.read(_READ):
+                    is_writing = True
+                    to.write(piece)
+                    is_writing = False
+                if response.length:  # reading by pieces does not say that the end is missing
+                    raise http.client.IncompleteRead(b"", response.length)
                 return response.status, b""
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
+            if is_writing:
+                raise
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise InputError(
                 f"the service does not answer: {reason.lower()}", slug="no-service", where=where,

@@ -228,6 +228,16 @@ def test_strange_entries_do_no_harm(entries: list[Any]) -> None:
     assert judged([record_of(plain_values(pickle.dumps(document, 2)), 0)]).sentence
 
 
+@pytest.mark.parametrize("group", [None, (), ("",), ("", ""), "0", 7, ["0"]], ids=repr)
+def test_an_entry_of_no_group_blames_nobody(group: Any) -> None:
+    waiting = [*DONE, entry("0", 4, state="started")]
+    stray = entry("0", 1, "broadcast", state="started", time_created_ns=1) | {"process_group": group, "pg_id": 9}
+    expected = verdict(dump(waiting), dump(DONE))
+    assert expected.ranks == (1,)
+    assert verdict(dump([stray, *waiting]), dump(DONE)) == expected
+    assert verdict(dump([stray]), dump([])).kind == "nothing"
+
+
 def test_lists_that_are_shared_cost_no_more_than_their_bytes() -> None:
     # A few kB that would be 10^9 frames if every reference were followed.
     frames = [{"name": "f", "filename": "g", "line": 1}] * 30_000

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from array import array
+from itertools import pairwise
 
 import pytest
 
@@ -73,6 +75,86 @@ def test_properties_are_averaged_over_the_devices_held() -> None:
     rows = _rows("gpu_busy_ratio", by=("job",))
     assert rows["job-a",] == pytest.approx([(0.8 * 0.75 + 0.1 * 1.0) / 1.75])
     assert rows["job-b",] == pytest.approx([0.8])
+
+
+def test_who_has_nothing_of_a_device_has_none_of_its_properties() -> None:
+    history = {
+        "process_gpu_share_ratio": [
+            _series("1@1", "gpu0", s0=1.0, s10=0.5, s20=1.0), _series("2@1", "gpu0", s0=0.0, s10=0.5, s20=0.0),
+            _series("3@1", "gpu0", s0=0.0, s10=0.0, s20=0.0),
+        ],
+        "process_info": [_info("1@1", "job-a", "0"), _info("2@1", "job-b", ""), _info("3@1", "job-c", "")],
+        "gpu_temperature_celsius": [_series("gpu0", "gpu", s0=60.0, s10=70.0, s20=80.0)],
+        "gpu_power_watts": [_series("gpu0", s0=60.0, s10=70.0, s20=80.0)],
+    }  # fmt: skip
+    curves = answer("gpu_temperature_celsius", lambda name: history.get(name, []), by=("job",))
+    assert {curve.of["job"]: (curve.times_ns, curve.values) for curve in curves} == {
+        "job-a": ([0, 10 * S, 20 * S], [60.0, 70.0, 80.0]), "job-b": ([10 * S], [70.0]),  # not 0 degrees before and after
+    }  # fmt: skip
+    power = answer("gpu_power_watts", lambda name: history.get(name, []), by=("job",))
+    assert {curve.of["job"]: curve.values for curve in power} == {  # what adds up is 0 of what nobody used
+        "job-a": [60.0, 35.0, 80.0], "job-b": [0.0, 35.0, 0.0], "job-c": [0.0, 0.0, 0.0],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("by", [("job",), ("job", "rank"), ("process",), ("device",), ("user", "device")])
+def test_a_random_history_is_summed_as_loops_do(seed: int, by: tuple[str, ...]) -> None:
+    chance = random.Random(seed)
+    times = range(0, 200, 10)
+    processes = {f"{number}@1": (chance.choice(("job-a", "job-b")), str(number)) for number in range(4)}
+    devices = ("gpu0", "gpu1", "gpu2")
+    seen = {
+        (process, device): {s: float(chance.randrange(5)) / 4 for s in times if chance.random() < 0.5}
+        for process in processes for device in devices if chance.random() < 0.6
+    }  # fmt: skip
+    power = {
+        device: {s: float(chance.randrange(100, 500)) for s in times if chance.random() < 0.9} for device in devices
+    }
+    info = [_info(process, job, rank) for process, (job, rank) in processes.items()]
+    history = {
+        "process_gpu_share_ratio": [_series(*key, **{f"s{s}": part for s, part in parts.items()}) for key, parts in seen.items()],
+        "process_info": info, "gpu_power_watts": [_series(uuid, **{f"s{s}": w for s, w in of.items()}) for uuid, of in power.items()],
+    }  # fmt: skip
+    expected: dict[tuple[str, ...], dict[int, float]] = {}
+    for device, values in power.items():
+        for at, watts in values.items():
+            holders = []
+            for (process, on), parts in seen.items():
+                last = max((s for s in parts if s <= at), default=None)
+                # By device alone nobody's part is asked for.
+                if by != ("device",) and on == device and last is not None and at - last <= 60:
+                    job, rank = processes[process]
+                    holders.append(({"job": job, "rank": rank, "process": process, "user": "ann"}, parts[last]))
+            for facts, part in holders or [({}, 1.0)]:
+                key = tuple((facts | {"device": device}).get(label, "") for label in by)
+                expected.setdefault(key, {})[at * S] = expected.get(key, {}).get(at * S, 0.0) + watts * part
+    curves = answer("gpu_power_watts", lambda name: history.get(name, []), by=by)
+    result = {
+        tuple(curve.of[label] for label in by): dict(zip(curve.times_ns, curve.values, strict=True)) for curve in curves
+    }
+    assert result.keys() == expected.keys()
+    for key, values in expected.items():
+        assert result[key] == pytest.approx(values)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rates_give_back_what_was_counted(seed: int) -> None:
+    chance = random.Random(seed)
+    times, total, counted, points = 0, 0.0, 0.0, {}
+    for _ in range(50):
+        times += chance.randrange(1, 30)
+        more = float(chance.randrange(1000))
+        if chance.random() < 0.1 and total > more:
+            total = 0.0  # it began anew, and has less than before: else nobody could tell
+        total += more
+        counted += more if points else 0.0
+        points[f"s{times}"] = total
+    rates = rate(_series("eth0", "receive", **points))
+    instants = [int(name[1:]) for name in points]
+    spans = [after - before for before, after in pairwise(instants)]
+    assert list(rates.times_ns) == [at * S for at in instants[1:]]
+    assert sum(value * span for value, span in zip(rates.values, spans, strict=True)) == pytest.approx(counted)
 
 
 def test_rank_and_user_and_process() -> None:

@@ -135,7 +135,7 @@ class NvmlAccelerator:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
             except nvml.NVMLError:  # none is waiting, or the device is lost, which its own calls tell
                 break
-            uuid = self._handles.get(_address(event.device), "")
+            uuid = self._handles.get(ctypes.cast(event.device, ctypes.c_void_p).value, "")
             if event.gpuInstanceId != NO_INSTANCE:
                 uuid = next(
                     (
@@ -232,7 +232,7 @@ class NvmlAccelerator:
             multiprocessors=cores // cores_per_sm if cores and cores_per_sm else None,
             highest_clock_hz=clock * 1e6 if clock else None, architecture=architecture,
         )  # fmt: skip
-        self._handles[_address(handle)] = uuid
+        self._handles[ctypes.cast(handle, ctypes.c_void_p).value] = uuid
         if self._events is not None:
             types = attempt(nvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
             wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
@@ -264,7 +264,3 @@ class NvmlAccelerator:
                 memory_bytes=attributes.memorySizeMB * MIB if attributes else None,
             )  # fmt: skip
             yield NvmlDevice(nvml, handle, device, entry, armed=not self._paused_until)
-
-
-def _address(handle: Any) -> int | None:
-    return ctypes.cast(handle, ctypes.c_void_p).value

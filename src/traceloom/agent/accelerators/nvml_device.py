@@ -130,14 +130,28 @@ class NvmlDevice:
     def sample(self, now: float) -> Values:
         """(metric, labels after the device) -> value; `now` in seconds that only grow."""
         values: Values = {}
-        self._memory(values)
+        nvml, handle = self._nvml, self.handle
+        memory = self.attempt("gpu_memory_reserved_bytes", nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+        if memory is not None:
+            values["gpu_memory_reserved_bytes", ()] = memory.reserved
+        else:  # before version 2, what the driver reserves counts as used
+            memory = self.attempt("gpu_memory_used_bytes", nvml.nvmlDeviceGetMemoryInfo, handle)
+        if memory is not None:
+            values["gpu_memory_used_bytes", ()] = memory.used
+            values["gpu_memory_free_bytes", ()] = memory.free
+            values["gpu_memory_limit_bytes", ()] = memory.total
         if self.parent is None:
             self._call(SIMPLE, values)
-            rates = self.attempt("gpu_busy_ratio", self._nvml.nvmlDeviceGetUtilizationRates, self.handle)
+            rates = self.attempt("gpu_busy_ratio", nvml.nvmlDeviceGetUtilizationRates, handle)
             if rates is not None:
                 values["gpu_busy_ratio", ()] = rates.gpu / 100
                 values["gpu_memory_busy_ratio", ()] = rates.memory / 100
-            self._throttles(values)
+            supported = self.attempt("gpu_throttled", nvml.nvmlDeviceGetSupportedClocksEventReasons, handle)
+            reasons = self.attempt("gpu_throttled", nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+            if reasons is not None:
+                for bit, reason in THROTTLES.items():
+                    if supported is None or supported & bit:
+                        values["gpu_throttled", (reason,)] = float(bool(reasons & bit))
             if now >= self._seldom_at:
                 self._seldom_at = now + SELDOM_S
                 self._seldom = self._seldom_values()
@@ -202,27 +216,6 @@ class NvmlDevice:
             return list(self._nvml.nvmlDeviceGetProcessUtilization(self.handle, since_us))
         except self._nvml.NVMLError_NotFound:
             return []
-
-    def _memory(self, values: Values) -> None:
-        nvml, handle = self._nvml, self.handle
-        memory = self.attempt("gpu_memory_reserved_bytes", nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
-        if memory is not None:
-            values["gpu_memory_reserved_bytes", ()] = memory.reserved
-        else:  # before version 2, what the driver reserves counts as used
-            memory = self.attempt("gpu_memory_used_bytes", nvml.nvmlDeviceGetMemoryInfo, handle)
-        if memory is not None:
-            values["gpu_memory_used_bytes", ()] = memory.used
-            values["gpu_memory_free_bytes", ()] = memory.free
-            values["gpu_memory_limit_bytes", ()] = memory.total
-
-    def _throttles(self, values: Values) -> None:
-        nvml = self._nvml
-        supported = self.attempt("gpu_throttled", nvml.nvmlDeviceGetSupportedClocksEventReasons, self.handle)
-        now = self.attempt("gpu_throttled", nvml.nvmlDeviceGetCurrentClocksEventReasons, self.handle)
-        if now is not None:
-            for bit, reason in THROTTLES.items():
-                if supported is None or supported & bit:
-                    values["gpu_throttled", (reason,)] = float(bool(now & bit))
 
     def _fields(self, values: Values) -> None:
         asked: list[tuple[tuple[int, int], str, tuple[str, ...], float]] = [

@@ -203,21 +203,18 @@ class ScrapedAccelerator:
         """Scrape all exporters at the same time, unless that was just done; the devices that they tell of."""
         if self._clock() >= self._again_at:
             self._again_at = self._clock() + LEAST_APART_S
-            self._scrape_all()
+            threads = [
+                threading.Thread(target=self._scrape, args=(each,), name=f"scrape {each}", daemon=True)
+                for each in self._addresses
+            ]
+            deadline = time.monotonic() + LIMIT_S * 1.1
+            for thread in threads:
+                thread.start()
+            for thread, address in zip(threads, self._addresses, strict=True):
+                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():  # looking up its name, which has no time-out
+                    self._fail(address, "it has not answered in time")
         return [device for address in self._addresses for device in self._devices[address].values()]
-
-    def _scrape_all(self) -> None:
-        threads = [
-            threading.Thread(target=self._scrape, args=(each,), name=f"scrape {each}", daemon=True)
-            for each in self._addresses
-        ]
-        deadline = time.monotonic() + LIMIT_S * 1.1
-        for thread in threads:
-            thread.start()
-        for thread, address in zip(threads, self._addresses, strict=True):
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():  # looking up its name, which has no time-out
-                self._fail(address, "it has not answered in time")
 
     def capabilities(self) -> dict[str, str]:
         """What the exporters have, and which do not answer."""

@@ -274,9 +274,6 @@ class AttachedWork:
         if waits_for:
             self._tell(state="waiting", detail=waits_for)
         time.sleep(max(0.0, seconds))
-        self._check()
-
-    def _check(self) -> None:
         if time.time_ns() > self.order["until_ns"] or not os.path.exists(self.path + ".order"):  # noqa: PTH110
             raise OrderOverError
 

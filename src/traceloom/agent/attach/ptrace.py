@@ -194,7 +194,8 @@ class StoppedThread:
         """Let it run to where it enters a system call, or leaves the one that it is in."""
         number = 0
         while True:
-            self._go_on(_SYSCALL, number)
+            _ptrace(_SYSCALL, self._thread, 0, number)
+            self._is_stopped = False
             status = self._next_stop()
             if os.WSTOPSIG(status) == _AT_SYSTEM_CALL:
                 return
@@ -212,7 +213,8 @@ class StoppedThread:
         while True:
             _ptrace(_INTERRUPT, self._thread)  # again each time: any other stop makes the kernel forget it
             if self._is_stopped:
-                self._go_on(_CONT, number)
+                _ptrace(_CONT, self._thread, 0, number)
+                self._is_stopped = False
             status = self._next_stop()
             if status >> 16 == _EVENT_STOP:
                 return
@@ -229,10 +231,6 @@ class StoppedThread:
             if time.monotonic() > self._until:
                 raise TimeoutError(errno.ETIMEDOUT, "it did not stop in time")
             time.sleep(_LOOK_S)
-
-    def _go_on(self, how: int, number: int = 0) -> None:
-        _ptrace(how, self._thread, 0, number)
-        self._is_stopped = False
 
     def _registers(
         self, what: int, kind: int, buffer: ctypes.Structure | ctypes.Array[ctypes.c_char], size: int = 0

@@ -17,7 +17,7 @@ from typing import Any
 from traceloom.agent.attach.ptrace import StoppedThread, is_possible
 from traceloom.agent.attach.support import unattachable
 from traceloom.agent.bpf.elf import Elf
-from traceloom.agent.bpf.mappings import Mapping, mappings, open_mapped
+from traceloom.agent.bpf.mappings import mappings, open_mapped
 
 _LIMIT_S = 2.0  # for all that is done while the thread stands still
 _MOST_TEXT = 1 << 20
@@ -94,13 +94,13 @@ def _check(pid: int, start_ticks: int, folder: str) -> None:
 def _functions(pid: int) -> tuple[dict[str, int], int]:
     """Where the process has Python's two functions, and an instruction for system calls."""
     parts = [mapping for mapping in mappings(pid) if mapping.executable]
-    if not any(_name(mapping).startswith("libtorch") for mapping in parts):
+    if not any(mapping.path.rpartition("/")[2].startswith("libtorch") for mapping in parts):
         raise _AttachFaultError("it has no PyTorch", slug="no-torch")
     program = str(Path(f"/proc/{pid}/exe").readlink())
     functions: dict[str, int] = {}
     instruction = 0
     for mapping in parts:
-        if mapping.path != program and not _name(mapping).startswith(_FILES):
+        if mapping.path != program and not mapping.path.rpartition("/")[2].startswith(_FILES):
             continue
         descriptor = open_mapped(pid, mapping)
         try:
@@ -144,7 +144,3 @@ def _text(source: str, order: dict[str, Any], at: int, size: int) -> bytes:
     names = {"__name__": "traceloom_attached", "ORDER": json.dumps(order | {"text_at": at, "text_bytes": size})}
     # As literals, so that nothing in a value is ever read as code.
     return _START.format(source=ascii(source), names=ascii(names)).encode("ascii")
-
-
-def _name(mapping: Mapping) -> str:
-    return mapping.path.rpartition("/")[2]

@@ -172,7 +172,9 @@ class CallProbes:
             if call.pointer is not None and call.pointer >= 0:
                 program.load(R1, R6, machine().arguments[call.pointer])
                 program.store(R10, _VALUES_AT + 8 * 4, R1)
-            _key(program, number)
+            # A call that has begun is known by its thread and its function
+            program.store(R10, _KEY_AT, R7)
+            program.store(R10, _KEY_AT + 8, number)
             program.on_map(Helper.MAP_UPDATE, self._inside.descriptor, _KEY_AT, _RECORD_AT)
 
         return write
@@ -199,7 +201,9 @@ class CallProbes:
 
     def _leaving(self, number: int, call: ProbedCall) -> Callable[[ProbeProgram], None]:
         def write(program: ProbeProgram) -> None:
-            _key(program, number)
+            # A call that has begun is known by its thread and its function
+            program.store(R10, _KEY_AT, R7)
+            program.store(R10, _KEY_AT + 8, number)
             program.on_map(Helper.MAP_LOOKUP, self._inside.descriptor, _KEY_AT)
             program.jump_if(R0, "==", 0, "end")
             for offset in range(16, RECORD.size, 8):
@@ -235,12 +239,6 @@ class CallProbes:
         program.jump_if(R0, "==", 0, "end")
         program.do(R1, "=", 1)
         program.add_at(R0, 0, R1)
-
-
-def _key(program: ProbeProgram, number: int) -> None:
-    """A call that has begun is known by its thread and its function."""
-    program.store(R10, _KEY_AT, R7)
-    program.store(R10, _KEY_AT + 8, number)
 
 
 def _read(program: ProbeProgram, value: Value, to: int) -> None:

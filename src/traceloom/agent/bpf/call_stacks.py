@@ -85,11 +85,11 @@ class CallStacks:
         with contextlib.suppress(OSError):
             now = self._python.threads()
             for number in self._python_threads.keys() - now.keys():
-                self._threads.remove(self._key(number))
+                self._threads.remove(struct.pack("<Q", self._process << 32 | number))
                 del self._python_threads[number]
             for number, thread in now.items():
                 if thread is not None and self._python_threads.get(number) != thread:
-                    self._threads.put(self._key(number), _THREAD.pack(*thread))
+                    self._threads.put(struct.pack("<Q", self._process << 32 | number), _THREAD.pack(*thread))
                     self._python_threads[number] = thread
 
     def take(self) -> None:
@@ -97,7 +97,8 @@ class CallStacks:
         content = self._ring.take()
         for start in range(0, len(content), _RECORD_BYTES):
             number, missing, stack, frame, size = _HEAD.unpack_from(content, start)
-            native = _until_zero(struct.unpack_from(f"<{MOST_NATIVE}Q", content, start + _HEAD.size))
+            words = struct.unpack_from(f"<{MOST_NATIVE}Q", content, start + _HEAD.size)
+            native = words[: next((row for row, word in enumerate(words) if not word), len(words))]
             words = struct.unpack_from(f"<{2 * MOST_PYTHON}Q", content, start + _HEAD.size + 8 * MOST_NATIVE)
             python = tuple((code, at) for code, at in zip(words[::2], words[1::2], strict=True))
             python = python[: next((row for row, (code, _) in enumerate(python) if not code), MOST_PYTHON)]
@@ -127,23 +128,6 @@ class CallStacks:
         program.store(R10, to, 0)
         program.store(R10, _THREAD_AT, R7)
         program.store(R10, _ZERO_AT, 0)
-        self._write_budget(program)
-        self._write_room(program)
-        program.do(R9, "=", R0)
-        program.store(R10, _CONTEXT_AT, R6)
-        program.store(R10, _MISSING_AT, 0)
-        self._write_native(program)
-        self._write_python(program)
-        self._write_handing_over(program)
-        program.label("stack is known")
-        program.load(R1, R10, _NUMBER_AT)
-        program.store(R10, to, R1)
-        program.label("stack is out of reach")
-        program.load(R6, R10, _CONTEXT_AT)
-        program.load(R7, R10, _THREAD_AT)
-        program.label("no stack")
-
-    def _write_budget(self, program: ProbeProgram) -> None:
         program.on_map(Helper.MAP_LOOKUP, self._budget.descriptor, _ZERO_AT)
         program.jump_if(R0, "==", 0, "no stack")
         program.load(R1, R0, 0)
@@ -160,9 +144,7 @@ class CallStacks:
         program.jump("no stack")
         program.label("within the budget")
         program.add_at(R0, 8, R1)
-
-    def _write_room(self, program: ProbeProgram) -> None:
-        """R0 = room for frames that is this thread's alone: another one may run on this processor at any time."""
+        # R0 = room for frames that is this thread's alone: another one may run on this processor at any time.
         program.on_map(Helper.MAP_LOOKUP, self._frames.descriptor, _THREAD_AT)
         program.jump_if(R0, "!=", 0, "room")
         program.on_map(Helper.MAP_LOOKUP, self._empty.descriptor, _ZERO_AT)
@@ -175,6 +157,19 @@ class CallStacks:
         program.on_map(Helper.MAP_LOOKUP, self._frames.descriptor, _THREAD_AT)
         program.jump_if(R0, "==", 0, "no stack")
         program.label("room")
+        program.do(R9, "=", R0)
+        program.store(R10, _CONTEXT_AT, R6)
+        program.store(R10, _MISSING_AT, 0)
+        self._write_native(program)
+        self._write_python(program)
+        self._write_handing_over(program)
+        program.label("stack is known")
+        program.load(R1, R10, _NUMBER_AT)
+        program.store(R10, to, R1)
+        program.label("stack is out of reach")
+        program.load(R6, R10, _CONTEXT_AT)
+        program.load(R7, R10, _THREAD_AT)
+        program.label("no stack")
 
     def _write_native(self, program: ProbeProgram) -> None:
         architecture = machine()
@@ -319,7 +314,14 @@ class CallStacks:
 
         result: list[int] = []
         while len(result) < MOST_NATIVE:
-            rule = self._rule(address)
+            # The rule of an address that is returned to; the kernel gets it too.
+            if address not in self._rules:
+                # The call is before the address; the interpreter's own functions are none that anybody looks for.
+                of_python = self._python is not None and self._symbols.lies_in(address, self._python.file)
+                self._rules[address] = END if of_python else self._symbols.rule(address - 1)
+                with contextlib.suppress(OSError):  # it is full: these stacks will be shorter
+                    self._rules_map.put(struct.pack("<Q", address), _RULE.pack(*self._rules[address]))
+            rule = self._rules[address]
             end: int | None = None
             if rule.base == From.BEHIND_FRAME:
                 end, frame = read(frame + rule.offset), read(frame) or 0
@@ -335,19 +337,6 @@ class CallStacks:
             stack, address = end, following
             result.append(address)
         return tuple(result)
-
-    def _rule(self, address: int) -> UnwindRule:
-        """The rule of an address that is returned to; the kernel gets it too."""
-        if address not in self._rules:
-            # The call is before the address; the interpreter's own functions are none that anybody looks for.
-            of_python = self._python is not None and self._symbols.lies_in(address, self._python.file)
-            self._rules[address] = END if of_python else self._symbols.rule(address - 1)
-            with contextlib.suppress(OSError):  # it is full: these stacks will be shorter
-                self._rules_map.put(struct.pack("<Q", address), _RULE.pack(*self._rules[address]))
-        return self._rules[address]
-
-    def _key(self, thread: int) -> bytes:
-        return struct.pack("<Q", self._process << 32 | thread)
 
     def _keep(self, held: _Held) -> _Held:
         self._held.append(held)
@@ -368,7 +357,3 @@ def _read(program: ProbeProgram, base: Register, offset: int, size: int = 8) -> 
     program.do(R3, "+=", offset)
     program.read_user(_READ_AT, size)
     program.jump_if(R0, "!=", 0, "no python")
-
-
-def _until_zero(words: tuple[int, ...]) -> tuple[int, ...]:
-    return words[: next((row for row, word in enumerate(words) if not word), len(words))]

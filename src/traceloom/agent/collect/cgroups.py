@@ -57,13 +57,10 @@ class Hierarchy(NamedTuple):
         root = self.root.rstrip("/")
         if f"{group}/".startswith(f"{root}/") and ".." not in group.split("/"):
             directory = self.directory / group[len(root) :].strip("/")
-            if not self._is_host(directory):
-                return directory
+            # Not of the first group of all; that of a container looks like it, but can be limited.
+            mark = directory / ("release_agent" if self.controllers else "cgroup.type")
+            return None if mark.exists() == bool(self.controllers) else directory
         return None
-
-    def _is_host(self, directory: Path) -> bool:
-        """The first group of all; that of a container looks like it, but can be limited."""
-        return (directory / "release_agent").exists() if self.controllers else not (directory / "cgroup.type").exists()
 
 
 class _Group(msgspec.Struct):
@@ -123,40 +120,35 @@ class Cgroups(HostCollector):
         readings = []
         counted = {}
         for path, group in self._groups.items():
-            values = self._values(path)
+            # (metric, labels after `cgroup` and `job`) -> value
+            values: dict[tuple[str, ...], float] = {}
+            for hierarchy in self._hierarchies:
+                directory = hierarchy.of(path)
+                if directory is None or not directory.is_dir():
+                    continue
+                if not hierarchy.controllers:
+                    values = {**_version_2(directory, hierarchy.directory), **values}
+                else:  # who has a controller knows better than version 2 beside it
+                    values |= _version_1(directory, hierarchy.controllers)
             kills = values.get(("oom_kills_total",))
             if kills is not None:
                 counted[path] = int(kills)
-                self._notice(path, group, int(kills), values.get(("cgroup_memory_limit_bytes",)))
+                # Note what was killed since the last look. At first sight nothing is: nobody knows when it was.
+                kills = int(kills)
+                limit = values.get(("cgroup_memory_limit_bytes",))
+                before = self._counted.get(path, kills)
+                if before > kills:  # another group that was given the same name
+                    before = 0
+                if kills > before:
+                    self.kills.append(
+                        OomKill(
+                            at_ns=time.time_ns(), cgroup=path, job=group.job, uid=group.uid, kills=kills - before,
+                            limit_bytes=None if limit is None else int(limit),
+                        )
+                    )  # fmt: skip
             readings += [Reading(metric, (path, group.job, *more), value) for (metric, *more), value in values.items()]
         self._counted = counted
         return readings
-
-    def _notice(self, path: str, group: _Group, kills: int, limit: float | None) -> None:
-        """Note what was killed since the last look. At first sight nothing is: nobody knows when it was."""
-        before = self._counted.get(path, kills)
-        if before > kills:  # another group that was given the same name
-            before = 0
-        if kills > before:
-            self.kills.append(
-                OomKill(
-                    at_ns=time.time_ns(), cgroup=path, job=group.job, uid=group.uid, kills=kills - before,
-                    limit_bytes=None if limit is None else int(limit),
-                )
-            )  # fmt: skip
-
-    def _values(self, group: str) -> dict[tuple[str, ...], float]:
-        """(metric, labels after `cgroup` and `job`) -> value."""
-        values: dict[tuple[str, ...], float] = {}
-        for hierarchy in self._hierarchies:
-            directory = hierarchy.of(group)
-            if directory is None or not directory.is_dir():
-                continue
-            if not hierarchy.controllers:
-                values = {**_version_2(directory, hierarchy.directory), **values}
-            else:  # who has a controller knows better than version 2 beside it
-                values |= _version_1(directory, hierarchy.controllers)
-        return values
 
     def _mounted(self) -> list[Hierarchy]:
         hierarchies: dict[frozenset[str], Hierarchy] = {}

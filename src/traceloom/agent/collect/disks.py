@@ -11,24 +11,8 @@ from traceloom.agent.metrics import Reading
 _SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own are
 _MOST_MOUNTS = 64
 _NO_DISK = re.compile(r"(?:loop|ram|zram|sr|fd|dm-|md)\d*")  # parts of others, or made up
-_FILE_SYSTEMS = {
-    "ext2",
-    "ext3",
-    "ext4",
-    "xfs",
-    "btrfs",
-    "zfs",
-    "f2fs",
-    "bcachefs",
-    "nfs",
-    "nfs4",
-    "lustre",
-    "ceph",
-    "gpfs",
-    "beegfs",
-    "overlay",
-}
-_REMOTE = {"nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs"}  # asking them may hang for as long as their server does
+# Of this host: asking a remote one for its space may hang for as long as its server does.
+_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"}
 
 
 class Disks(HostCollector):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -100,7 +101,9 @@ def build_app(agent: Answers) -> ASGIApp:
                     slug="not-allowed",
                     hint="`access.group`, or `may` of a token in agent.toml",
                 )
-            answer = await route.answers(asked)
+            answer = route.answers(asked)
+            if isawaitable(answer):
+                answer = await answer
             if isinstance(answer, Response):
                 return answer
             return Response(msgspec.json.encode(answer), media_type="application/json")

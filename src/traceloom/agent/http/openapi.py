@@ -86,9 +86,11 @@ def document(
         }
     }
     for route in routes:
+        # Of the operation: its path, and its method where that is not the usual one
+        words = [part.strip("{}").partition(":")[0] for part in route.path.split("/") if part not in ("", "api", "v1")]
         operation: dict[str, Any] = {
             "summary": route.summary,
-            "operationId": _name(route),
+            "operationId": "_".join([*([] if route.method == "GET" else [route.method.lower()]), *words]),
             "description": ((route.answer and route.answer.__doc__) or "").strip(),
             "responses": {
                 "200": _content(route.summary, of[route.answer])
@@ -129,12 +131,6 @@ def document(
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
     }
-
-
-def _name(route: Described) -> str:
-    """Of the operation: its path, and its method where that is not the usual one."""
-    words = [part.strip("{}").partition(":")[0] for part in route.path.split("/") if part not in ("", "api", "v1")]
-    return "_".join([*([] if route.method == "GET" else [route.method.lower()]), *words])
 
 
 def _content(description: str, schema: Any) -> dict[str, Any]:

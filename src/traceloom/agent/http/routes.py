@@ -70,7 +70,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     summary: str
-    answers: Callable[[Asked], Awaitable[HttpAnswer | Response]]
+    answers: Callable[[Asked], Awaitable[HttpAnswer | Response] | HttpAnswer | Response]
     answer: type[HttpAnswer] | None = None
     content: str = "application/json"  # of an answer that is no structure
     method: str = "GET"
@@ -87,10 +87,6 @@ async def _healthz(asked: Asked) -> forms.Health:
     if alive or now_ns - asked.agent.board.started_ns < young_ns:
         return forms.Health(healthy=True)
     raise RequestError(503, "no collector ran of late", slug="not-healthy", hint="`traceloom agent status` says why")
-
-
-async def _status(asked: Asked) -> forms.StatusAnswer:
-    return msgspec.structs.replace(asked.agent.status(), you=asked.peer.sees)
 
 
 async def _doctor(asked: Asked) -> forms.DoctorAnswer:
@@ -257,10 +253,6 @@ def boot_id() -> str:
     return path.read_text(encoding="ascii").strip() if path.exists() else ""
 
 
-async def _clock(_asked: Asked) -> forms.ClockAnswer:
-    return forms.ClockAnswer(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns(), boot_id=boot_id())
-
-
 async def _pause(asked: Asked) -> forms.PauseAnswer:
     body = await asked.body(forms.PauseBody)
     until_ns = time.time_ns() + int(body.seconds * 1e9)
@@ -355,10 +347,6 @@ async def _request_trace(asked: Asked) -> forms.RequestAnswer:
     return _request_answer(request)
 
 
-async def _request_state(asked: Asked) -> forms.RequestAnswer:
-    return _request_answer(_own_request(asked))
-
-
 async def _cancel(asked: Asked) -> forms.RequestAnswer:
     request = _own_request(asked)
     asked.agent.desk.cancel(request)
@@ -376,15 +364,6 @@ async def _request_events(asked: Asked) -> Response:
             yield b"event: request\ndata: " + msgspec.json.encode(changed) + b"\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-
-
-async def _file(asked: Asked) -> Response:
-    path = asked.agent.desk.file(_own_request(asked), asked.request.path_params["name"])
-    return FileResponse(path, media_type="application/octet-stream")
-
-
-async def _triggers(asked: Asked) -> forms.TriggersAnswer:
-    return triggers_answer(asked.agent.triggers, asked.agent.config.trigger_budget, asked.peer)
 
 
 async def _environment(asked: Asked) -> forms.EnvironmentAnswer:
@@ -427,7 +406,12 @@ async def _stacks(asked: Asked) -> forms.StacksAnswer:
 
 ROUTES = (
     Route(path="/healthz", summary="Whether the agent lives", answers=_healthz, answer=forms.Health, refuses=(503,)),
-    Route(path="/api/v1/status", summary="The agent and how it fares", answers=_status, answer=forms.StatusAnswer),
+    Route(
+        path="/api/v1/status",
+        summary="The agent and how it fares",
+        answers=lambda asked: msgspec.structs.replace(asked.agent.status(), you=asked.peer.sees),
+        answer=forms.StatusAnswer,
+    ),
     Route(
         path="/api/v1/doctor",
         summary="What works on this host, what not, and what would help",
@@ -479,7 +463,14 @@ ROUTES = (
         parameters=forms.HangParameters,
         refuses=(400,),
     ),
-    Route(path="/api/v1/clock", summary="The clocks of this host", answers=_clock, answer=forms.ClockAnswer),
+    Route(
+        path="/api/v1/clock",
+        summary="The clocks of this host",
+        answers=lambda _: forms.ClockAnswer(
+            wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns(), boot_id=boot_id()
+        ),
+        answer=forms.ClockAnswer,
+    ),
     Route(
         path="/api/v1/counters/pause",
         summary="Let go of hardware counters for another profiler",
@@ -518,7 +509,7 @@ ROUTES = (
     Route(
         path="/api/v1/triggers",
         summary="Rules by which traces are taken that nobody asked for, and what they may still cost",
-        answers=_triggers,
+        answers=lambda asked: triggers_answer(asked.agent.triggers, asked.agent.config.trigger_budget, asked.peer),
         answer=forms.TriggersAnswer,
     ),
     Route(
@@ -540,7 +531,7 @@ ROUTES = (
     Route(
         path="/api/v1/requests/{id}",
         summary="How far a request is",
-        answers=_request_state,
+        answers=lambda asked: _request_answer(_own_request(asked)),
         answer=forms.RequestAnswer,
         refuses=(403, 404),
     ),
@@ -562,7 +553,10 @@ ROUTES = (
     Route(
         path="/api/v1/requests/{id}/files/{name}",
         summary="A file of a request",
-        answers=_file,
+        answers=lambda asked: FileResponse(
+            asked.agent.desk.file(_own_request(asked), asked.request.path_params["name"]),
+            media_type="application/octet-stream",
+        ),
         content="application/octet-stream",
         refuses=(403, 404),
     ),

@@ -157,19 +157,15 @@ class KinetoSockets:
             with contextlib.suppress(OSError), os.scandir(user_socket.handle) as entries:
                 names = [entry.name for _, entry in zip(range(_MOST_SWEPT), entries, strict=False)]
                 for name in filter(_CLIENT.fullmatch, names):
-                    self._remove_dead(user_socket.handle, name)
-
-    @staticmethod
-    def _remove_dead(directory: int, name: str) -> None:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-            handle = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=directory)
-            try:
-                if stat.S_ISSOCK(os.fstat(handle).st_mode):
-                    probe.connect(f"/proc/self/fd/{handle}")
-            except ConnectionRefusedError:  # nobody has it open
-                os.unlink(name, dir_fd=directory)
-            finally:
-                os.close(handle)
+                    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                        handle = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=user_socket.handle)
+                        try:
+                            if stat.S_ISSOCK(os.fstat(handle).st_mode):
+                                probe.connect(f"/proc/self/fd/{handle}")
+                        except ConnectionRefusedError:  # nobody has it open
+                            os.unlink(name, dir_fd=user_socket.handle)
+                        finally:
+                            os.close(handle)
 
     def _listen(self, uid: int | None, directory: Path | None) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)

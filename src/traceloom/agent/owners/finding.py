@@ -72,7 +72,13 @@ class OwnerFinder:
             root = self._proc / str(facts.pid) / "root" if key in places else None
             if match := devices_of(facts.environment, self._devices, root=root, kubelet=granted.get(key)):
                 stated[key]["devices"] = match
-        self._state_devices_of_jobs(stated)
+        # State the devices that mapping files list for a job, where nothing closer says what a process was given
+        jobs = self._mapped_jobs()
+        for own in stated.values():
+            job = own.get("job", ("", ""))[0]
+            uuids = jobs.get(job) or jobs.get(job.partition("-")[2])
+            if uuids and "devices" not in own:
+                own["devices"] = (tuple(uuids), "job mapping")
         _state_ranks_once(processes, stated, used, places)
         return {key: owner_of(stated[key]) for key in processes}
 
@@ -81,14 +87,11 @@ class OwnerFinder:
         granted = {name for container in self.kubelet.answer.containers for name in container.devices}
         mapped = set(self.job_mapping.jobs)
         names = {name for name in granted if name.startswith(("GPU-", "MIG-"))} | mapped  # others may be network cards
-        unknown = sorted(name for name in names if not self._device(name))
+        unknown = sorted(name for name in names if not (self._devices.named(name) or self._devices.numbered(name)))
         if not unknown:
             return []
         subject = f"{len(unknown)} devices that the kubelet or job mapping names are not known here, as `{unknown[0]}`"
         return [f"{subject}: no back end of the agent lists them, or several have that name"]
-
-    def _device(self, name: str) -> str:
-        return self._devices.named(name) or self._devices.numbered(name)
 
     def _stated(self, facts: ProcessFacts, location: ContainerPlace | None) -> Statements:
         of_cgroup = of_paths(facts.cgroups.values())
@@ -171,21 +174,12 @@ class OwnerFinder:
                 if all(claim.get(field) == statement for claim in claims) and (in_pod or not of_pod):
                     stated[key].setdefault(field, statement)
 
-    def _state_devices_of_jobs(self, stated: Mapping[str, Statements]) -> None:
-        """State the devices that mapping files list for a job, where nothing closer says what a process was given."""
-        jobs = self._mapped_jobs()
-        for own in stated.values():
-            job = own.get("job", ("", ""))[0]
-            uuids = jobs.get(job) or jobs.get(job.partition("-")[2])
-            if uuids and "devices" not in own:
-                own["devices"] = (tuple(uuids), "job mapping")
-
     def _mapped_jobs(self) -> dict[str, list[str]]:
         """Job as the mapping files name it -> its devices; of a divided one the partitions."""
         jobs: dict[str, list[str]] = {}
         usable = self._devices.all()
         for name, listed in self.job_mapping.jobs.items():
-            parts = self._devices.parts([self._device(name)])
+            parts = self._devices.parts([self._devices.named(name) or self._devices.numbered(name)])
             for job in listed:
                 jobs.setdefault(job, []).extend(part for part in usable if part in parts)
         return jobs

@@ -178,7 +178,7 @@ class TimelineProfiler:
                         facts["skew_ns"] = facts["window_start_ns"] - written_ns
                     self.tell("verified", **facts)
                 except ProfilerError as error:  # noqa: PERF203  (it is tried again)
-                    self._clean(attempt)
+                    drop(self.order.incoming, self.order.name(attempt))
                     if error.slug == "not-stepping":
                         if time.monotonic() + _BACK_OFF_S > waited_until:
                             raise
@@ -199,7 +199,7 @@ class TimelineProfiler:
                 else:
                     # An agent that is killed before this is on disk looks at the file once more.
                     await self.tell("kept", **facts, file=path.name)
-                    self._clean(attempt)
+                    drop(self.order.incoming, self.order.name(attempt))
                     return [path]
         finally:
             self.registry.offers.pop(process.key, None)
@@ -211,10 +211,6 @@ class TimelineProfiler:
         client = self.registry.clients.get(process.key)
         polled_s = (time.time_ns() - client.first_ns) / 1e9 if client is not None else 0.0
         return max(_BACK_OFF_S, min(_IMPORT_S - polled_s, _IMPORT_S))
-
-    def _clean(self, attempt: int) -> None:
-        """Remove what the process wrote; through the directory, so that no link is followed."""
-        drop(self.order.incoming, self.order.name(attempt))
 
     async def _write(  # noqa: PLR0917  (of one try)
         self, process: Process, window: Window, seconds: float | None, attempt: int, resumed: State, until: float

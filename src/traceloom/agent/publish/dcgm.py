@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric as Family
 
 from traceloom.agent.metrics import METRICS
-from traceloom.agent.owners import Owner
 
 if TYPE_CHECKING:
     from traceloom.agent.publish.openmetrics import Readable
@@ -49,8 +48,10 @@ def device_labels(board: Readable, host: str) -> dict[str, dict[str, str]]:
     """
     owners: dict[str, set[tuple[str, str, str, str]]] = defaultdict(set)
     for process in board.processes.values():
+        of = process.owner
+        scheduled = of.job.partition("-")[2] if of.scheduler in ("slurm", "pbs", "lsf", "flux") else ""
         for uuid in {*process.devices, *process.owner.devices}:
-            owners[uuid].add(_owner_labels(process.owner))
+            owners[uuid].add((of.pod, of.namespace, of.container, scheduled))
     out = {}
     for uuid, device in board.devices.items():
         whole = board.devices.get(device.parent, device)
@@ -75,8 +76,3 @@ def device_labels(board: Readable, host: str) -> dict[str, dict[str, str]]:
             labels |= {name: value for name, value in zip(names, owner.pop(), strict=True) if value}
         out[uuid] = {name: value for name, value in labels.items() if value}
     return out
-
-
-def _owner_labels(owner: Owner) -> tuple[str, str, str, str]:
-    scheduled = owner.job.partition("-")[2] if owner.scheduler in ("slurm", "pbs", "lsf", "flux") else ""
-    return owner.pod, owner.namespace, owner.container, scheduled

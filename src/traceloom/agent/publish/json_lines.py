@@ -34,20 +34,17 @@ def lines(board: Board, host: str) -> Iterator[Line]:
     """A line for each value on the board; what only describes (`*_info`) too, with value 1."""
     for (name, values), value, at_ns in board.values():
         labels = {label: text for label, text in zip(METRICS[name].labels, values, strict=True) if text}
-        yield Line(_time(at_ns), host, PREFIX + name, labels, value)
+        moment = datetime.fromtimestamp(at_ns // 10**9, timezone.utc)
+        yield Line(f"{moment:%Y-%m-%dT%H:%M:%S}.{at_ns // 10**6 % 1000:03d}Z", host, PREFIX + name, labels, value)
     for histogram, at_ns in board.histograms():
-        metric, time = METRICS[histogram.metric], _time(at_ns)
+        moment = datetime.fromtimestamp(at_ns // 10**9, timezone.utc)
+        metric, time = METRICS[histogram.metric], f"{moment:%Y-%m-%dT%H:%M:%S}.{at_ns // 10**6 % 1000:03d}Z"
         labels = {label: text for label, text in zip(metric.labels, histogram.labels, strict=True) if text}
         bounds = [*map(repr, metric.bounds), "+Inf"]
         for bound, count in zip(bounds, (*histogram.counts, histogram.number), strict=True):
             yield Line(time, host, f"{metric.full_name}_bucket", {**labels, "le": bound}, count)
         yield Line(time, host, f"{metric.full_name}_count", labels, histogram.number)
         yield Line(time, host, f"{metric.full_name}_sum", labels, histogram.total)
-
-
-def _time(at_ns: int) -> str:
-    moment = datetime.fromtimestamp(at_ns // 10**9, timezone.utc)
-    return f"{moment:%Y-%m-%dT%H:%M:%S}.{at_ns // 10**6 % 1000:03d}Z"
 
 
 def append_whole(path: Path, data: bytes) -> None:

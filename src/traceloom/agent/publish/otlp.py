@@ -7,6 +7,7 @@ and tries again until `otlp.timeout`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -144,9 +145,12 @@ def metrics_data(board: Board, config: Config) -> MetricsData:
         metric = METRICS[name]
         data = export.Histogram(rows, cumulative)
         metrics.append(export.Metric(metric.opentelemetry, metric.help, metric.opentelemetry_unit, data))
+    identity = ""
+    with contextlib.suppress(OSError):
+        identity = Path("/etc/machine-id").read_text(encoding="ascii").strip()
     resource = {
         "service.name": "traceloom-agent", "service.version": __version__, "service.instance.id": socket.gethostname(),
-        "host.name": config.host_name, **({"host.id": identity} if (identity := _host_id()) else {}),
+        "host.name": config.host_name, **({"host.id": identity} if identity else {}),
     }  # fmt: skip
     scope = export.ScopeMetrics(InstrumentationScope("traceloom.agent", __version__), metrics, "")
     return export.MetricsData([export.ResourceMetrics(Resource(resource), [scope], "")])
@@ -182,10 +186,3 @@ def _counts_since(series: Series, board: Board, booted_ns: int) -> int:
         process = board.processes.get(labels[METRICS[name].labels.index("process")])
         return process.started_ns if process else board.started_ns
     return booted_ns
-
-
-def _host_id() -> str:
-    try:
-        return Path("/etc/machine-id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""

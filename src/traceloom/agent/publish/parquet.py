@@ -47,10 +47,11 @@ class ParquetFiles:
         hour = _hour(self.clock())
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            append_whole(self._spool(hour), self._encoder.encode_lines(list(lines(board, self.host))))
+            current = self.directory / f".telemetry-{hour}.jsonl"
+            append_whole(current, self._encoder.encode_lines(list(lines(board, self.host))))
             self.trouble = ""
             for spool in self.directory.glob(".telemetry-*.jsonl"):
-                if spool != self._spool(hour) and self.tried.get(spool) != hour:
+                if spool != current and self.tried.get(spool) != hour:
                     self.tried[spool] = hour
                     if self._write(spool):
                         spool.unlink()
@@ -60,15 +61,13 @@ class ParquetFiles:
                 if path.stem < oldest:
                     path.unlink()
         except OSError as error:
-            self._fail(f"{self.directory}: {(error.strerror or str(error)).lower()}")
+            self.failures += 1
+            self.trouble = f"{self.directory}: {(error.strerror or str(error)).lower()}"
 
     def close(self) -> None:
         """Write the hour that runs, and keep its ticks for an agent that starts again within it."""
         for spool in self.directory.glob(".telemetry-*.jsonl"):
             self._write(spool)
-
-    def _spool(self, hour: str) -> Path:
-        return self.directory / f".telemetry-{hour}.jsonl"
 
     def _write(self, spool: Path) -> bool:
         target = spool.with_name(spool.name[1:]).with_suffix(".parquet")
@@ -80,12 +79,9 @@ class ParquetFiles:
             stdin=subprocess.DEVNULL,
         )
         if done.returncode:
-            self._fail(f"{target}: {done.stderr.strip().rpartition(chr(10))[2]}")
+            self.failures += 1
+            self.trouble = f"{target}: {done.stderr.strip().rpartition(chr(10))[2]}"
         return not done.returncode
-
-    def _fail(self, trouble: str) -> None:
-        self.failures += 1
-        self.trouble = trouble
 
 
 def _hour(at_s: float) -> str:

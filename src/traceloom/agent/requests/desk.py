@@ -340,7 +340,15 @@ class RequestDesk:
         try:
             process = self._process(request, target)
             profiler = self._profiler(request, target, process, start)
-            await self._lease(holder, profiler, process, tell)
+            last_holder = ""
+            until = time.monotonic() + self.config.traces.wait
+            while taken := self._leases.take(holder, profiler.resources(process)):
+                if taken != last_holder:
+                    tell("queued", "leased", f"waits: {taken}")
+                    last_holder = taken
+                if time.monotonic() > until:
+                    raise ProfilerError(taken, slug="expired")  # noqa: TRY301
+                await asyncio.sleep(_LOOK_S)
             await self._record(request, target, process, profiler, start, tell)
         except ProfilerError as error:
             tell("failed", error.slug, error.message)
@@ -397,17 +405,6 @@ class RequestDesk:
         if wanted.attach and not polls:
             return AttachedTimelineProfiler(order, tell, self._leases)
         return TimelineProfiler(self.registry, order, tell)
-
-    async def _lease(self, holder: str, profiler: Profiler, process: Process, tell: Any) -> None:
-        last_holder = ""
-        until = time.monotonic() + self.config.traces.wait
-        while taken := self._leases.take(holder, profiler.resources(process)):
-            if taken != last_holder:
-                tell("queued", "leased", f"waits: {taken}")
-                last_holder = taken
-            if time.monotonic() > until:
-                raise ProfilerError(taken, slug="expired")
-            await asyncio.sleep(_LOOK_S)
 
     async def _record(  # noqa: PLR0917  (of one target)
         self, request: TraceRequest, target: Target, process: Process, profiler: Profiler, start: CommonStart | None,

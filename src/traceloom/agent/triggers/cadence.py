@@ -23,17 +23,14 @@ class CadenceWatch:
         self._name, self._every_ns = rule.name, int(rule.every * 1e9)
         digest = hashlib.sha256(f"{host}\0{rule.name}".encode()).digest()
         self.phase_ns = int.from_bytes(digest[:8], "big") % self._every_ns
-        self._first = self._stretch(now_ns)
+        self._first = (now_ns - self.phase_ns) // self._every_ns
 
     def look(self, now_ns: int) -> Iterator[Firing]:
         """The stretch that is now."""
-        stretch = self._stretch(now_ns)
+        stretch = (now_ns - self.phase_ns) // self._every_ns
         if stretch != self._first:
             yield Firing({}, f"{self._name}#{stretch}", f"every {duration(self._every_ns)}")
 
     def trouble(self) -> str:
         """A clock always goes on."""
         return ""
-
-    def _stretch(self, now_ns: int) -> int:
-        return (now_ns - self.phase_ns) // self._every_ns

@@ -62,7 +62,7 @@ class MetricWatch:
             if rule.absent is not None:
                 if now_ns - seen.at_ns < rule.absent * 1e9:
                     continue
-                if not self._still_there(self._whose_is(labels)):
+                if not self._still_there({label: labels[column] for column, label in self._whose}):
                     del self._series[labels]
                     continue
                 yield self._firing(labels, seen.at_ns, f"was absent for {(now_ns - seen.at_ns) / 1e9:.0f} s")
@@ -92,7 +92,15 @@ class MetricWatch:
                 seen = self._series[labels] = _SeriesSeen(value, None, now_ns)
             seen.value, seen.at_ns = value, now_ns
             if rule.changed is not None and rule.within is not None:
-                holds = self._change(seen, now_ns - int(rule.within * 1e9)) >= rule.changed
+                # How far the values since then are apart; each value enters and leaves each queue once
+                oldest_ns = now_ns - int(rule.within * 1e9)
+                for queue, sign in ((seen.least, 1.0), (seen.greatest, -1.0)):
+                    while queue and queue[0][0] < oldest_ns:
+                        queue.popleft()
+                    while queue and sign * queue[-1][1] >= sign * seen.value:
+                        queue.pop()
+                    queue.append((seen.at_ns, seen.value))
+                holds = seen.greatest[0][1] - seen.least[0][1] >= rule.changed
             else:
                 holds = (rule.above is not None and value > rule.above) or (
                     rule.below is not None and value < rule.below
@@ -103,25 +111,11 @@ class MetricWatch:
         for labels in gone if rule.absent is None else gone[:-_MOST_GONE]:
             del self._series[labels]
 
-    @staticmethod
-    def _change(seen: _SeriesSeen, oldest_ns: int) -> float:
-        """How far the values since then are apart; each value enters and leaves each queue once."""
-        for queue, sign in ((seen.least, 1.0), (seen.greatest, -1.0)):
-            while queue and queue[0][0] < oldest_ns:
-                queue.popleft()
-            while queue and sign * queue[-1][1] >= sign * seen.value:
-                queue.pop()
-            queue.append((seen.at_ns, seen.value))
-        return seen.greatest[0][1] - seen.least[0][1]
-
-    def _whose_is(self, labels: Labels) -> dict[str, str]:
-        return {label: labels[column] for column, label in self._whose}
-
     def _firing(self, labels: Labels, since_ns: int, words: str) -> Firing:
         names = METRICS[self.matching.metric].labels
         of = ", ".join(f"{name} {value}" for name, value in zip(names, labels, strict=True) if value)
         return Firing(
-            self._whose_is(labels), f"{labels}@{since_ns}",
+            ({label: labels[column] for column, label in self._whose}), f"{labels}@{since_ns}",
             f"{self.matching.metric}{f' of {of}' if of else ''} {words}", lasts=True,
         )  # fmt: skip
 

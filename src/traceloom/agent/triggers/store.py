@@ -127,32 +127,29 @@ class TriggerStore:
     def close(self) -> None:
         """Let go of the file."""
         with self._lock:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        if self._database is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._database.close()
-            self._database = None
+            if self._database is not None:
+                with contextlib.suppress(sqlite3.Error):
+                    self._database.close()
+                self._database = None
 
     def _try_open(self) -> None:
         try:
             try:
-                self._open()
+                self._database = opened(self.path, _SCHEMA, VERSION, "database of triggers")
             except sqlite3.DatabaseError as error:
                 if not is_damage(error):
                     raise
                 self._put_aside()
-                self._open()
+                self._database = opened(self.path, _SCHEMA, VERSION, "database of triggers")
             self.trouble = ""
         except (OSError, sqlite3.Error) as error:
             self.trouble = str(error)
 
-    def _open(self) -> None:
-        self._database = opened(self.path, _SCHEMA, VERSION, "database of triggers")
-
     def _put_aside(self) -> None:
-        self._let_go()
+        if self._database is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._database.close()
+            self._database = None
         if self.path is None:
             return
         try:

@@ -61,7 +61,19 @@ class SeriesValues:
         for collector, sheet in self._board.sheets.items():
             before = self._sheets.get(collector)
             if before is not sheet:
-                self._files[collector] = self._file(sheet, before)
+                files: dict[tuple[str, int, str], dict[Labels, float]] = {}
+                for series, value in sheet.values.items():
+                    columns = self._columns.get(series[0])
+                    if columns is None:
+                        continue
+                    now = self._rate(series, value, sheet, before) if METRICS[series[0]].kind == "counter" else value
+                    if now is None:
+                        continue
+                    for column in columns:
+                        key = (series[0], column, series[1][column] if column >= 0 else "")
+                        if key in self._filed:
+                            files.setdefault(key, {})[series[1]] = now
+                self._files[collector] = files
                 self._sheets[collector] = sheet
                 self.changed += 1
 
@@ -75,21 +87,6 @@ class SeriesValues:
     def delivered(self) -> set[str]:
         """Metrics that have a series now."""
         return {metric for sheet in self._board.sheets.values() for metric, _ in sheet.values}
-
-    def _file(self, sheet: Sheet, before: Sheet | None) -> dict[tuple[str, int, str], dict[Labels, float]]:
-        files: dict[tuple[str, int, str], dict[Labels, float]] = {}
-        for series, value in sheet.values.items():
-            columns = self._columns.get(series[0])
-            if columns is None:
-                continue
-            now = self._rate(series, value, sheet, before) if METRICS[series[0]].kind == "counter" else value
-            if now is None:
-                continue
-            for column in columns:
-                key = (series[0], column, series[1][column] if column >= 0 else "")
-                if key in self._filed:
-                    files.setdefault(key, {})[series[1]] = now
-        return files
 
     @staticmethod
     def _rate(series: Series, value: float, sheet: Sheet, before: Sheet | None) -> float | None:

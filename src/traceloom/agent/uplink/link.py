@@ -25,7 +25,6 @@ from traceloom.agent.config import Config
 from traceloom.agent.http.answers import RequestError
 from traceloom.agent.metrics import Reading
 from traceloom.agent.owners import Process
-from traceloom.agent.registry import ProfilerClient
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.model import TraceRequest
 from traceloom.agent.topline import Topline
@@ -164,19 +163,15 @@ class Uplink:
 
     async def _enrol(self) -> None:
         """Be a host of the fleet: as the file says, else by the token."""
-        member = await asyncio.to_thread(self._member)
-        if member is None:
+        try:
+            member = msgspec.json.decode(await asyncio.to_thread(self.membership.read_bytes), type=Membership)
+        except FileNotFoundError:
+            member = None
+        if member is None or member.server != self.config.fleet.server:
             member = await asyncio.to_thread(self._become_member)
         self.host = member.host
         for client in (self._beats, self._polls, self._uploads):
             client.credential = member.credential
-
-    def _member(self) -> Membership | None:
-        try:
-            member = msgspec.json.decode(self.membership.read_bytes(), type=Membership)
-        except FileNotFoundError:
-            return None
-        return member if member.server == self.config.fleet.server else None
 
     def _become_member(self) -> Membership:
         fleet = self.config.fleet
@@ -288,7 +283,7 @@ class Uplink:
     async def _until_started(self, request: str) -> HostReport | None:
         """Say which processes there are and which are ready, until it is to start; a report where it never does."""
         before: HostReport | None = None
-        told, until = 0.0, time.monotonic() + _ARM_S
+        reported, until = 0.0, time.monotonic() + _ARM_S
         while (work := self._work.get(request)) is not None:
             if work.step == "start" or self._of_desk(request) is not None:
                 return None
@@ -304,7 +299,9 @@ class Uplink:
                 processes=[
                     ArmedProcess(
                         key=process.key, pid=process.pid, job=process.owner.job, rank=process.owner.rank,
-                        ready=_is_ready(process, clients.get(process.key)),
+                        # It polls while it still imports PyTorch, and a trace would hold nothing.
+                        ready=(client := clients.get(process.key)) is not None and not client.busy
+                        and (process.steps_per_second is not None or time.time_ns() - client.first_ns > _IMPORTED_NS),
                         steps_per_second=process.steps_per_second, steps=self.desk.steps.total(process.key),
                     )
                     for process in matching
@@ -314,10 +311,10 @@ class Uplink:
             changed = before is None or [(of.key, of.ready) for of in armed.processes] != [
                 (of.key, of.ready) for of in before.processes
             ]
-            old = work.start == "step" and time.monotonic() > told + _TELL_STEPS_S
+            old = work.start == "step" and time.monotonic() > reported + _TELL_STEPS_S
             if matching and (changed or old):
                 await self._report(request, armed)
-                before, told = armed, time.monotonic()
+                before, reported = armed, time.monotonic()
             await asyncio.sleep(_LOOK_S)
         return HostReport(state="cancelled", reason="cancelled", detail="the service wants it no more")
 
@@ -327,7 +324,7 @@ class Uplink:
         if traced is None:
             work = self._work[request]
             wanted = msgspec.structs.replace(work.wanted, at_ns=0 if work.at_step else work.at_ns)
-            traced = await self.desk.submit(wanted, _who(request), self._may_trace, at_step=work.at_step)
+            traced = await self.desk.submit(wanted, f"fleet request {request}", self._may_trace, at_step=work.at_step)
         async for now in self.desk.changes(traced):
             await self._report(request, HostReport(state="running", targets=now.targets))
         if not any(target.state == "kept" for target in traced.targets):
@@ -346,13 +343,19 @@ class Uplink:
                 return msgspec.structs.replace(report, state="uploaded")
             for file in files:
                 if file.name in missing:
-                    await self._upload(request, folder, file)
+                    route = f"agents/{self.host}/requests/{request}/files/{file.name}"
+                    try:
+                        async with self._uploading:
+                            await asyncio.to_thread(self._uploads.put_file, route, folder / file.name, file.bytes)
+                    except (ServiceError, OSError) as error:  # the service says in its next answer that it is missing
+                        self.trouble = str(error)
+                        await asyncio.sleep(_FIRST_RETRY_S)
         reason = "files did not arrive whole, though they were sent several times"
         return msgspec.structs.replace(report, state="failed", reason="upload-failed", detail=reason)
 
     def _of_desk(self, request: str) -> TraceRequest | None:
         """What the desk has for it already: from before the agent started again."""
-        return next((of for of in self.desk.requests.values() if of.who == _who(request)), None)
+        return next((of for of in self.desk.requests.values() if of.who == f"fleet request {request}"), None)
 
     async def _report(self, request: str, report: HostReport) -> ReportAnswer:
         """Tell the service, however long it takes to reach it; what it refuses for good is an error."""
@@ -369,15 +372,6 @@ class Uplink:
 
         return await self._until_done(tell)
 
-    async def _upload(self, request: str, folder: Path, file: HostFile) -> None:
-        route = f"agents/{self.host}/requests/{request}/files/{file.name}"
-        try:
-            async with self._uploading:
-                await asyncio.to_thread(self._uploads.put_file, route, folder / file.name, file.bytes)
-        except (ServiceError, OSError) as error:  # the service says in its next answer that it is missing
-            self.trouble = str(error)
-            await asyncio.sleep(_FIRST_RETRY_S)
-
     @staticmethod
     def _may_trace(uid: int) -> bool:
         return os.geteuid() in {0, uid}
@@ -389,17 +383,6 @@ class Membership(msgspec.Struct, frozen=True):
     server: str
     host: str
     credential: str
-
-
-def _is_ready(process: Process, client: ProfilerClient | None) -> bool:
-    """Whether a trace that begins now holds something: a process polls while it still imports PyTorch."""
-    if client is None or client.busy:
-        return False
-    return process.steps_per_second is not None or time.time_ns() - client.first_ns > _IMPORTED_NS
-
-
-def _who(request: str) -> str:
-    return f"fleet request {request}"
 
 
 def _files(folder: Path, names: list[str]) -> list[HostFile]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,28 @@ Inter-|   Receive                                                |  Transmit
   eth0:1000 10 1 2 0 0 0 0 2000 20 3 4 0 0 0 0
  veth1: 7 7 7 7 0 0 0 0 7 7 7 7 0 0 0 0
 """
+
+
+def test_a_remote_file_system_is_not_asked_for_its_space(tmp_path: Path) -> None:
+    """Its server may be gone, and then the question has no end."""
+    tree, lines = HostTree(tmp_path), []
+    for kind in ("nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "fuse.sshfs", "cifs", "9p", "xfs", "ext4"):
+        (tmp_path / kind).mkdir()
+        lines.append(f"dev-{kind} {tmp_path / kind} {kind} rw,relatime 0 0\n")
+    odd = tmp_path / "a\nline\t\\"
+    odd.mkdir()
+    lines.append(f"dev-odd {odd.parent!s}/a\\012line\\011\\134 btrfs rw 0 0\n")
+    lines.append(f"dev-gone {tmp_path}/gone zfs rw 0 0\n")
+    tree.write("proc/diskstats", "")
+    tree.write("proc/1/mounts", "".join(lines))
+    (tree.proc / "1" / "root").symlink_to("/")
+    values = _values(Disks(tree.config()))
+    assert {key[1] for key in values} == {str(tmp_path / "xfs"), str(tmp_path / "ext4"), str(odd)}
+    for mount in (str(tmp_path / "xfs"), str(odd)):
+        space = {state: values["host_filesystem_bytes", mount, state] for state in ("used", "free", "reserved")}
+        status = os.statvfs(mount)
+        assert sum(space.values()) == pytest.approx(status.f_blocks * status.f_frsize)
+        assert min(space.values()) >= 0
 
 
 def test_interfaces_of_hardware(tmp_path: Path) -> None:

@@ -1,0 +1,322 @@
+"""Where traces lie: what is made, for whom, what is swept away, and that no link leads out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from traceloom.agent.config import Config
+from traceloom.agent.http.answers import RequestError
+from traceloom.agent.owners import Owner, Process
+from traceloom.agent.profilers import ProfilerError, Window
+from traceloom.agent.registry import ProfilerRegistry
+from traceloom.agent.requests.desk import RequestDesk
+from traceloom.agent.requests.model import Target, TraceRequest, Wanted
+from traceloom.agent.requests.places import Places, drop
+from traceloom.agent.requests.store import RequestStore
+from traceloom.agent.steps import Steps
+from traceloom.errors import OutputError
+
+UID = os.geteuid()
+OLD = time.time() - 7200
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_directories_of_a_user_are_its_own(tmp_path: Path) -> None:
+    places = Places(tmp_path / "traces")
+    places.prepare(UID, "r1")
+    places.prepare(UID, "r2")
+    assert mode(places.of_request(UID, "r1")) == mode(places.incoming(UID)) == 0o700
+    assert mode(tmp_path / "traces") & 0o022 == 0
+    assert {path.name for path in (tmp_path / "traces" / str(UID)).iterdir()} == {"incoming", "r1", "r2"}
+    places.remove(UID, "r1")
+    places.remove(UID, "r1")  # it is gone already
+    assert not places.of_request(UID, "r1").exists()
+    assert places.of_request(UID, "r2").exists()
+
+
+@pytest.mark.skipif(UID != 0, reason="only root makes directories for others")
+def test_of_another_user_only_what_is_incoming_is_theirs(tmp_path: Path) -> None:
+    places, other = Places(tmp_path / "traces"), 4_000_000
+    places.prepare(other, "r1")
+    assert places.incoming(other).stat().st_uid == other
+    assert places.of_request(other, "r1").stat().st_uid == 0
+    assert (mode(places.incoming(other)), mode(places.of_request(other, "r1"))) == (0o700, 0o700)
+    assert mode(tmp_path / "traces" / str(other)) == 0o711  # to be gone through, not to be listed
+    bundle = places.prepare_hang(other, "h1")
+    (bundle / "hang.md").write_text("page")
+    outside = tmp_path / "outside"
+    outside.write_text("root's")
+    (bundle / "link").symlink_to(outside)
+    assert bundle.stat().st_uid == 0
+    places.hand_over(other, bundle)
+    assert (bundle.stat().st_uid, (bundle / "hang.md").stat().st_uid) == (other, other)
+    assert outside.stat().st_uid == 0  # no link was followed
+
+
+@pytest.mark.parametrize("what", ["user", "incoming", "request", "file"])
+def test_a_link_that_somebody_put_there_is_refused(tmp_path: Path, what: str) -> None:
+    root, elsewhere = tmp_path / "traces", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    user = root / str(UID)
+    if what == "user":
+        root.mkdir()
+        user.symlink_to(elsewhere)
+    else:
+        user.mkdir(parents=True)
+        if what == "file":
+            (user / "r1").write_text("in the way")
+        else:
+            (user / ("incoming" if what == "incoming" else "r1")).symlink_to(elsewhere)
+    with pytest.raises(OutputError) as refused:
+        Places(root).prepare(UID, "r1")
+    assert refused.value.slug == "cannot-write"
+    assert list(elsewhere.iterdir()) == []
+    assert mode(elsewhere) != 0o700
+
+
+def test_what_nobody_waits_for_is_swept_after_an_hour(tmp_path: Path) -> None:
+    places = Places(tmp_path / "traces")
+    places.prepare(UID, "r1")
+    incoming, outside = places.incoming(UID), tmp_path / "outside"
+    outside.write_text("kept")
+    for name in ("old.trace", "old.trace.tmp", "new.trace"):
+        (incoming / name).write_text("x")
+    (incoming / "folder").mkdir()
+    (incoming / "link").symlink_to(outside)
+    for name in ("old.trace", "old.trace.tmp", "folder", "link"):
+        os.utime(incoming / name, (OLD, OLD), follow_symlinks=False)
+    kept = places.of_request(UID, "r1") / "rank0.kineto.json.gz"
+    kept.write_text("kept")
+    os.utime(kept, (OLD, OLD))
+    os.utime(outside, (OLD, OLD))
+    (tmp_path / "traces" / "stray").write_text("no user's")
+    linked = tmp_path / "traces" / "7"
+    linked.mkdir()
+    (linked / "incoming").symlink_to(tmp_path / "outer")
+    (tmp_path / "outer").mkdir()
+    (tmp_path / "outer" / "old").write_text("not ours")
+    os.utime(tmp_path / "outer" / "old", (OLD, OLD))
+    places.sweep()
+    assert {path.name for path in incoming.iterdir()} == {"new.trace", "folder"}
+    assert outside.read_text() == kept.read_text() == "kept"
+    assert (tmp_path / "outer" / "old").exists()
+    Places(tmp_path / "nowhere").sweep()
+
+
+def test_dropping_a_file_takes_what_is_not_whole_too(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    folder = tmp_path / "incoming"
+    folder.mkdir()
+    for name in ("a", "a.tmp", "b"):
+        (folder / name).write_text("x")
+    (folder / "c").symlink_to(outside)
+    for name in ("a", "c", "nothing", "../outside"):
+        drop(folder, name)
+    drop(tmp_path / "nowhere", "a")
+    assert {path.name for path in folder.iterdir()} == {"b"}
+    (tmp_path / "link").symlink_to(folder)
+    drop(tmp_path / "link", "b")  # the directory itself is a link
+    assert (folder / "b").exists()
+
+
+# Targets of a request.
+
+
+def desk_of(tmp_path: Path, processes: list[Process], **traces: object) -> RequestDesk:
+    proc = tmp_path / "proc"
+    for each in processes:
+        (proc / str(each.pid)).mkdir(parents=True)
+        (proc / str(each.pid) / "stat").write_text(f"{each.pid} (x) S 1 " + "0 " * 17 + "100 0")
+    config = msgspec.convert({"host": "node 1/a", "traces": traces}, Config)
+    table = {each.key: each for each in processes}
+    return RequestDesk(
+        config, ProfilerRegistry(str(proc)), lambda: table, Steps(), RequestStore(None), Places(tmp_path / "traces"), "b"
+    )  # fmt: skip
+
+
+def process(pid: int, rank: int | None, uid: int = UID) -> Process:
+    return Process(
+        key=f"{pid}@100", pid=pid, start_ticks=100, started_ns=1, parent_pid=1, uid=uid, command=f"python {pid}",
+        owner=Owner(job="job", rank=rank),
+    )  # fmt: skip
+
+
+def submitted(desk: RequestDesk, wanted: Wanted, may_trace: Callable[[int], bool] = lambda _: True) -> TraceRequest:
+    async def live() -> TraceRequest:
+        try:
+            return await desk.submit(wanted, "test", may_trace)
+        finally:
+            await desk.close()
+
+    return asyncio.run(live())
+
+
+def test_each_process_has_a_name_of_its_own_and_the_host_one_for_all(tmp_path: Path) -> None:
+    processes = [process(41, 1), process(42, 0), process(43, 1), process(44, 0)]
+    desk = desk_of(tmp_path, processes, attach=True)
+    wanted = Wanted(job="job", steps=2, attach=True, profilers=("timeline", "telemetry", "dump", "timeline"))
+    request = submitted(desk, wanted)
+    names = [(target.stem, target.profiler, target.pid) for target in request.targets]
+    assert names == [
+        ("rank0", "timeline", 42), ("node_1_a", "telemetry", 42), ("rank0", "dump", 42), ("pid44", "timeline", 44),
+        ("pid44", "dump", 44), ("rank1", "timeline", 41), ("rank1", "dump", 41), ("pid43", "timeline", 43), ("pid43", "dump", 43),
+    ]  # fmt: skip
+    assert all("/" not in stem and " " not in stem for stem, _, _ in names)
+
+
+@pytest.mark.parametrize(
+    ("uids", "allowed", "slug"),
+    [
+        ([UID, UID + 7], None, "several-users"), ([UID, UID + 7], [UID], ""), ([UID + 7], [UID], "no-such-process"),
+        ([], None, "no-such-process"),
+    ],
+)  # fmt: skip
+def test_a_request_is_about_processes_of_one_user(
+    tmp_path: Path, uids: list[int], allowed: list[int] | None, slug: str
+) -> None:
+    processes = [process(50 + number, number, uid) for number, uid in enumerate(uids)]
+    desk = desk_of(tmp_path, processes, attach=True)
+    wanted = Wanted(job="job", duration_s=1.0, attach=True, profilers=("dump",))
+    may_trace: Callable[[int], bool] = (lambda _: True) if allowed is None else (lambda uid: uid in allowed)
+    if slug:
+        with pytest.raises(RequestError) as refused:
+            submitted(desk, wanted, may_trace)
+        assert refused.value.slug == slug
+        assert not (tmp_path / "traces").exists()
+    else:
+        assert [target.uid for target in submitted(desk, wanted, may_trace).targets] == [UID]
+
+
+def test_a_user_has_so_many_requests_and_no_more(tmp_path: Path) -> None:
+    desk = desk_of(tmp_path, [process(60, 0)], attach=True, most_requests_per_user=2)
+    wanted = Wanted(job="job", duration_s=5.0, attach=True)
+
+    async def live() -> list[str]:
+        made = [await desk.submit(wanted, "test", lambda _: True) for _ in range(2)]
+        with pytest.raises(RequestError) as refused:
+            await desk.submit(wanted, "test", lambda _: True)
+        assert (refused.value.slug, refused.value.status) == ("quota", 429)
+        desk.cancel(made[0])
+        async for _ in desk.changes(made[0]):
+            pass
+        made.append(await desk.submit(wanted, "test", lambda _: True))  # one has ended
+        await desk.close()
+        return [request.id for request in made]
+
+    ids = asyncio.run(live())
+    assert len(set(ids)) == 3
+    assert [target.state for target in desk.requests[ids[0]].targets] == ["cancelled"]
+
+
+def test_old_requests_are_forgotten_with_their_files_and_open_ones_never(tmp_path: Path) -> None:
+    desk = desk_of(tmp_path, [], keep_days=1)
+    now_ns = time.time_ns()
+    ages_days = {"new": 0.5, "old": 2.0, "open": 9.0}
+    for name, days in ages_days.items():
+        desk.requests[name] = TraceRequest(
+            id=name, who="test", uid=UID, asked_ns=now_ns - int(days * 86_400e9), boot_id="b", wanted=Wanted(pids=(7,), steps=1),
+            targets=[Target(request=name, process="7@1", profiler="dump", pid=7, uid=UID, stem="pid7")], done=name != "open",
+        )  # fmt: skip
+        desk.places.prepare(UID, name)
+        (desk.places.of_request(UID, name) / "capture.json").write_text("{}")
+    desk.forget_old()
+    asyncio.run(desk.close())  # the disk's thread has done it then
+    assert set(desk.requests) == {"new", "open"}
+    assert not desk.places.of_request(UID, "old").exists()
+    for name in ("new", "open"):
+        assert (desk.places.of_request(UID, name) / "capture.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "slug"),
+    [
+        (Wanted(job="job", steps=11), "too-much"), (Wanted(job="job", duration_s=5.5), "too-much"), (Wanted(steps=1), "wrong-request"),
+        (Wanted(job="job"), "wrong-request"), (Wanted(job="job", steps=1, duration_s=1.0), "wrong-request"),
+        (Wanted(job="job", steps=1, at_ns=1), "wrong-request"), (Wanted(job="job", steps=1, at_ns=2**62), "wrong-request"),
+        (Wanted(job="job", steps=1, attach=True), "attach-off"), (Wanted(job="job", steps=1, profilers=("memory",)), "wrong-request"),
+        (Wanted(job="job", steps=10), ""), (Wanted(host="node", duration_s=5.0), ""),
+    ],
+)  # fmt: skip
+def test_what_a_request_may_ask_for(tmp_path: Path, wanted: Wanted, slug: str) -> None:
+    desk = desk_of(tmp_path, [], attach=False, most_steps=10, most_seconds=5.0)
+    if not slug:
+        desk.check(wanted)
+        return
+    with pytest.raises(RequestError) as refused:
+        desk.check(wanted)
+    assert refused.value.slug == slug
+
+
+# How long a profiler records.
+
+
+def test_a_window_ends_when_it_is_over() -> None:
+    async def live() -> tuple[tuple[int, int], tuple[int, int], int]:
+        before_ns = time.time_ns()
+        first, later = Window(0, 0.05, None), Window(before_ns + 30_000_000, 0.02, 3)
+        return await first.over(), await later.over(), before_ns
+
+    (start_ns, end_ns), later, before_ns = asyncio.run(live())
+    assert before_ns <= start_ns
+    assert end_ns - start_ns == 50_000_000
+    assert end_ns <= time.time_ns()
+    assert later[1] - later[0] == 20_000_000
+    assert later[0] >= before_ns + 30_000_000
+
+
+def test_a_window_of_steps_is_as_long_as_the_traces_beside_it() -> None:
+    async def live() -> None:
+        measured: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+
+        async def waits() -> tuple[int, int]:
+            return await measured
+
+        over = Window(0, None, 3, waits).over()
+        await asyncio.sleep(0.01)
+        assert not over.done()
+        measured.set_result((5, 9))
+        assert await over == (5, 9)
+        with pytest.raises(ProfilerError) as refused:
+            Window(0, None, 3).over()
+        assert refused.value.slug == "no-duration"
+
+    asyncio.run(live())
+
+
+def test_the_window_of_several_ranks_is_from_the_first_to_the_last(tmp_path: Path) -> None:
+    desk = desk_of(tmp_path, [])
+    windows = [(100, 200, "kept"), (90, 180, "kept"), (1, 900, "failed"), (None, None, "kept")]
+    targets = [
+        Target(
+            request="r", process=f"{row}@1", profiler="timeline", pid=row, uid=UID, stem=f"rank{row}", state=state,  # type: ignore[arg-type]
+            window_start_ns=start, window_end_ns=end,
+        )
+        for row, (start, end, state) in enumerate(windows)
+    ]  # fmt: skip
+    beside = Target(request="r", process="0@1", profiler="telemetry", pid=0, uid=UID, stem="host")
+    made = TraceRequest(
+        id="r",
+        who="test",
+        uid=UID,
+        asked_ns=1,
+        boot_id="",
+        wanted=Wanted(pids=(1,), steps=1),
+        targets=[*targets, beside],
+    )
+    assert asyncio.run(desk.traced(made)) == (90, 200)
+    made.targets = [*targets[2:], beside]
+    with pytest.raises(ProfilerError) as refused:
+        asyncio.run(desk.traced(made))
+    assert refused.value.slug == "no-duration"
