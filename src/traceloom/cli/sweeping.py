@@ -15,6 +15,7 @@ from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import OutputError, UsageError
+from traceloom.files import reported
 from traceloom.leaving import undone_on_leaving
 
 if TYPE_CHECKING:
@@ -150,8 +151,10 @@ class _KeptPoints:
     def add(self, point: SweepPoint, row: SweepRow) -> None:
         """Keep one more."""
         lines = [] if self._begun else [json.dumps(self._head)]
-        with self.path.open("a" if self._begun else "w", encoding="utf-8") as handle:
-            handle.write("".join(f"{line}\n" for line in [*lines, json.dumps([point, row])]))
+        with reported(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a" if self._begun else "w", encoding="utf-8") as handle:
+                handle.write("".join(f"{line}\n" for line in [*lines, json.dumps([point, row])]))
         self._begun = True
         self._count += 1
 

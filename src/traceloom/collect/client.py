@@ -150,7 +150,7 @@ def files_of(capture: Path) -> dict[str, Path]:
     Names lose what is no letter, digit or one of `. _ - @ + =`; hidden files and folders within folders stay behind.
 
     Raises:
-        InputError: `no-inputs`: there are none; `unreadable`.
+        InputError: `no-inputs`: there are none; `unreadable`; `unsafe-name`: two would have one name.
     """
     try:
         if not capture.is_dir():
@@ -162,7 +162,16 @@ def files_of(capture: Path) -> dict[str, Path]:
         raise unreadable(capture, error) from error
     if not files:
         raise InputError("there are no files to upload", slug="no-inputs", where=str(capture))
-    return {"/".join(_name(part) for part in path.relative_to(capture).parts): path for path in sorted(files)}
+    named: dict[str, Path] = {}
+    for path in sorted(files):
+        name = "/".join(_name(part) for part in path.relative_to(capture).parts)
+        if name in named:
+            raise InputError(
+                f"`{named[name].relative_to(capture)}` and `{path.relative_to(capture)}` would both be `{name}`",
+                slug="unsafe-name", where=str(capture), hint="rename one of them",
+            )  # fmt: skip
+        named[name] = path
+    return named
 
 
 def upload(
