@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z"
 NAME_OF_USER = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,79}\Z"
 HOST = r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z"
@@ -30,6 +32,8 @@ def in_words(refusal: str) -> str:
     """A refusal of msgspec: where it is about comes first, and instead of a pattern stands what it allows."""
     for pattern, words in _ALLOWED.items():
         refusal = refusal.replace(f"`str` matching regex {pattern!r}", words)
+    refusal = re.sub(r"`str` of length >= (\d+)", r"a text of at least \1 signs", refusal)
+    refusal = re.sub(r"`str` of length <= (\d+)", r"a text of at most \1 signs", refusal)
     what, _, where = refusal.partition(" - at `$.")
     what = f"{what[:1].lower()}{what[1:]}"
     return f"`{where}: {what}" if where else what

@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote, urlencode, urljoin, urlsplit
@@ -28,6 +29,7 @@ from traceloom.portal.pages import PAGES  # noqa: E402
 from traceloom.store.state import ROLES  # noqa: E402
 
 LEAF = 50  # rows that a page shows of a table at once
+MADE_THEN = {"captures/report", "captures/timeline", "captures/against"}  # when it is first asked for
 MOST_OF_A_KIND = 2  # addresses of the same page that are alike but for what they name
 
 
@@ -44,10 +46,7 @@ class Reader:
 
     cookie = ""
 
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.connection.close()
 
     def ask(self, path: str, form: dict[str, str] | None = None) -> Seen:
@@ -79,7 +78,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoService]:
 
 @pytest.fixture(scope="module")
 def reader(demo: DemoService) -> Iterator[Reader]:
-    with Reader(demo) as somebody:
+    with closing(Reader(demo)) as somebody:
         yield somebody
 
 
@@ -94,8 +93,10 @@ def shown(reader: Reader, paths: dict[str, str]) -> dict[str, HtmlTree]:
 
 
 def number(text: str) -> float:
-    """A number as pages write it."""
-    return float(re.sub(r"[\u202f %]", "", text).split()[0])
+    """A number as pages write it, without its unit."""
+    written = re.match(r"[-+<>]?[\d\u202f.]+", text)
+    assert written, text
+    return float(written[0].lstrip("<>").replace("\u202f", ""))
 
 
 def key_numbers(page: HtmlTree) -> dict[str, str]:
@@ -141,13 +142,13 @@ def test_every_link_leads_to_something_that_is_there(reader: Reader, paths: dict
             if part and target == path and part not in identities:
                 wrong.append((path, f"leads to #{part}, which is not there"))
             kind = alike(target)
-            if target not in seen and kinds[kind] < MOST_OF_A_KIND:
+            if target not in seen and kinds[kind] < (1 if kind[0] in MADE_THEN else MOST_OF_A_KIND):
                 kinds[kind] += 1
                 seen.add(target)
                 waiting.append(target)
     assert wrong == []
     assert reached >= set(paths), f"no link leads to {set(paths) - reached}"
-    assert len(seen) > 150
+    assert len(seen) > 100
 
 
 def test_no_page_says_what_a_programmer_would(shown: dict[str, HtmlTree]) -> None:
@@ -251,7 +252,7 @@ def test_every_column_sorts_both_ways_and_not_again(
             again = reader.page(first[1]).tables()[name].sorts[first[0]]
             back = reader.page(again).tables()[name].sorts[first[0]]
             assert f"{name}.sort" not in parse_qs(urlsplit(back).query), "the third click gives the first order back"
-    assert len(tried) >= 25
+    assert len(tried) >= 20
 
 
 def row_key(row: dict[str, Any]) -> str:
@@ -426,31 +427,31 @@ def test_the_state_of_a_page_is_its_address(reader: Reader) -> None:
     [chip] = [of for of in page.all("a") if "chip" in (of.get("class") or "")]
     assert words(chip).startswith("Job: recommender-*")
     assert "job" not in dict(parse_qsl(urlsplit(str(chip.get("href"))).query))
-    heads = reader.rows("/kernels?since=7d&job=recommender-*&sort=cycles", "kernels")
+    heads = tables_with(reader, "/kernels?since=7d&job=recommender-*&sort=cycles", {"kernel"})[0]
     assert {row["kernel"].partition("_")[0] for row in heads} == {"recommender"}
 
 
+@pytest.mark.parametrize("role", ROLES)
 def test_pages_are_shown_to_those_whose_role_may_read_them(
-    demo: DemoService, reader: Reader, paths: dict[str, str]
+    demo: DemoService, reader: Reader, paths: dict[str, str], role: str
 ) -> None:
-    for role in ROLES:
-        secret = reader.client.post("tokens", {"name": f"of-{role}", "role": role})["token"]
-        guest = guests.enter_context(Reader(demo, secret))
+    secret = reader.client.post("tokens", {"name": f"of-{role}", "role": role})["token"]
+    with closing(Reader(demo, secret)) as guest:
         menu = {of.get("href") for of in guest.page("/").all("nav")[0].iter("a")}
         for page in PAGES:
             allowed = ROLES.index(role) >= ROLES.index(page.role)
             seen = guest.ask(paths[page.path])
-            assert seen.status == (200 if allowed else 403), (role, page.path)
+            assert seen.status == (200 if allowed else 403), page.path
             if page.menu:
                 assert (page.path in menu) == allowed
+            tree = HtmlTree(seen.text)
             if not allowed:
-                assert f"This needs the role {page.role}, and the token has {role}." in words(
-                    HtmlTree(seen.text).all("h1")[0]
-                )
+                refusal = words(tree.all("h1")[0])
+                assert refusal == f"This needs the role {page.role}, and the token has {role}."
+                assert guest.ask(paths[page.path], {"do": "save", "text": "x"}).status == 403
             elif page.act is not None and role == "viewer":
-                forms = [of for of in HtmlTree(seen.text).by_id("main").iter("form") if of.get("method") == "post"]
+                forms = [of for of in tree.by_id("main").iter("form") if of.get("method") == "post"]
                 assert forms == [], f"{page.path} offers a viewer what they may not do"
-        reader.client.delete(f"tokens/of-{role}")
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,13 @@ async def compute(visit: Visit) -> ChangeView:
     query = visit.address.query
     kernel, shapes = query.get("kernel", ""), query.get("shapes")
     changed = await ask(visit, "regressions", kernel=kernel[:500], top="1000", shapes="")
-    change = next(
-        (
-            dict(row) for row in changed.tables["changes"]
-            if (row["kernel"], row["shapes"], row["device_model"], str(row["since_ns"]))
-            == (kernel, shapes, query.get("device_model"), query.get("at"))
-        ),
-        None,
-    )  # fmt: skip
+    model = query.get("device_model")  # a filter too: of a mix over models of devices the row itself has none
+    matches = [
+        dict(row) for row in changed.tables["changes"]
+        if (row["kernel"], row["shapes"], str(row["since_ns"])) == (kernel, shapes, query.get("at"))
+        and row["device_model"] in {None, model}
+    ]  # fmt: skip
+    change = max(matches, key=lambda row: row["device_model"] == model, default=None)
     if change is None:
         raise RequestError(
             404, "there is no such change, or not any more", slug="no-such-change", hint="see the list of regressions"
