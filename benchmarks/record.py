@@ -36,11 +36,11 @@ STEPS = 5
 LIMIT_BARE, LIMIT_UNRECORDED = 1.05, 1.1
 
 
-def workload() -> Callable[[], None]:
+def workload(layers: int = 4) -> Callable[[], None]:
     """One training step of the example's model, with data that is there already."""
     torch.manual_seed(1)
     data = Characters(make_text(400, 1), 128)
-    model = GPT(len(data.alphabet), 128, layers=4, width=192, heads=6)
+    model = GPT(len(data.alphabet), 128, layers=layers, width=192, heads=6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     pairs = [data[at] for at in range(8)]
     tokens, targets = torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs])

@@ -16,13 +16,7 @@ import polars as pl
 from traceloom.array_types import Bools, Ints
 from traceloom.model.arrays import nearest
 from traceloom.model.host_trace import HostTrace
-from traceloom.replay.values import (
-    RecordedTensor,
-    TensorPlace,
-    storages_of,
-    tensor_places,
-    tensors_of,
-)
+from traceloom.replay.values import Layout, RecordedTensor, kinds_of, layout_of, storages_of, tensors_of
 
 Level = Literal["outermost", "leaf"]
 T = TypeVar("T")
@@ -54,36 +48,36 @@ class TensorsOf:
 
     Attributes:
         values: As recorded, of each node.
-        shapes: The same.
-        strides: The same; None where the file has none.
-        places: Where tensors stand among the values; see `tensor_places`.
+        layouts: Where tensors stand among them, or why they are recorded with what cannot be.
         unreadable: Why the values of a row are not what their types say; added to.
     """
 
     values: Sequence[list[Any]]
-    shapes: Sequence[list[Any]]
-    strides: Sequence[Any]
-    places: Sequence[tuple[TensorPlace, ...]]
+    layouts: Sequence[Layout | str]
     unreadable: dict[int, str]
 
     def __getitem__(self, row: int) -> list[RecordedTensor]:
         """The tensors of a node; none where its values are unreadable."""
-        places = self.places[row]
+        layout = self.layouts[row]
+        if isinstance(layout, str):
+            self.unreadable[row] = layout
+            return []
         try:
-            return tensors_of(self.values[row], self.shapes[row], self.strides[row], places) if places else []
+            return tensors_of(self.values[row], layout)
         except (TypeError, ValueError, IndexError, KeyError) as error:
             self.unreadable[row] = str(error)
             return []
 
     def storages(self, rows: Iterable[int]) -> tuple[Ints, Ints]:
-        """The numbers of their storages alone: the row and the number of each."""
+        """The numbers of their storages alone: the row and the number of each; none of what is unreadable."""
         at: list[int] = []
         numbers: list[int] = []
         for row in rows:
-            if places := self.places[row]:
-                before = len(numbers)
-                numbers += storages_of(self.values[row], places)
-                at += [row] * (len(numbers) - before)
+            layout = self.layouts[row]
+            if layout and not isinstance(layout, str):
+                storages = storages_of(self.values[row], layout)
+                numbers += storages
+                at += [row] * len(storages)
         return np.array(at, dtype=np.int64), np.array(numbers, dtype=np.int64)
 
 
@@ -115,30 +109,40 @@ class Nodes:
         above = ops["parent"].fill_null(-1).to_numpy()
         row = np.minimum(np.searchsorted(ids, above), max(ids.size - 1, 0))
         parent = np.where((ids[row] == above) & (row < np.arange(ids.size)), row, -1) if ids.size else row
+        texts = ops["attributes"].unique()  # most nodes have those of another
+        attributes = dict(zip(texts.to_list(), _decoded(texts, Attributes, "{}"), strict=True))
         return cls(
             host,
             parent.astype(np.int64),
             _decoded(ops["inputs"], list[Any]),
             _decoded(ops["outputs"], list[Any]),
-            _decoded(ops["attributes"], Attributes, "{}"),
+            [attributes[text] for text in ops["attributes"].to_list()],
         )
 
     @cached_property
     def read(self) -> TensorsOf:
         """The tensors among the inputs of each node."""
-        strides = [attributes.input_strides for attributes in self.attributes]
-        return self._tensors(self.inputs, "input", strides)
+        return self._tensors(self.inputs, "input")
 
     @cached_property
     def returned(self) -> TensorsOf:
         """The tensors among the outputs of each node."""
-        strides = [attributes.output_strides for attributes in self.attributes]
-        return self._tensors(self.outputs, "output", strides)
+        return self._tensors(self.outputs, "output")
 
-    def _tensors(self, values: Sequence[list[Any]], side: str, strides: list[Any]) -> TensorsOf:
-        shapes = _decoded(self.host.ops[f"{side}_shapes"], list[Any])
-        places = [tensor_places(text) for text in self.host.ops[f"{side}_types"].to_list()]
-        return TensorsOf(values, shapes, strides, places, self.unreadable)
+    def _tensors(self, values: Sequence[list[Any]], side: str) -> TensorsOf:
+        """Most nodes are recorded with the same types, shapes and strides as another: these are read once."""
+        ops = self.host.ops
+        texts = [f"{side}_types", f"{side}_shapes", "attributes"]
+        first = ops.with_row_index("row").select(pl.col("row").first().over(texts)).to_series()
+        rows = first.unique()
+        shapes = _decoded(ops[f"{side}_shapes"].gather(rows), list[Any])
+        layouts: dict[int, Layout | str] = {}
+        for row, types, shape in zip(rows.to_list(), ops[texts[0]].gather(rows).to_list(), shapes, strict=True):
+            try:
+                layouts[row] = layout_of(kinds_of(types), shape, getattr(self.attributes[row], f"{side}_strides"))
+            except (TypeError, ValueError, IndexError, KeyError) as error:  # noqa: PERF203  (files that are damaged)
+                layouts[row] = str(error)
+        return TensorsOf(values, [layouts[row] for row in first.to_list()], self.unreadable)
 
     @cached_property
     def ranges(self) -> dict[int, dict[int, tuple[int, int]]]:
@@ -234,11 +238,13 @@ class Nodes:
 
 def _decoded(texts: pl.Series, kind: type[T], nothing: str = "[]") -> list[T]:
     """Values out of a column of JSON text, all at once where every text is well-formed; `kind()` where one is not."""
-    rows = [text or nothing for text in texts.to_list()]
+    texts = texts.fill_null(nothing)
     with contextlib.suppress(msgspec.DecodeError, UnicodeError):
-        return msgspec.json.decode(f"[{','.join(rows)}]", type=list[kind])  # type: ignore[valid-type]
+        values = msgspec.json.decode(f"[{texts.str.join(',').item()}]", type=list[kind])  # type: ignore[valid-type]
+        if len(values) == texts.len():
+            return values
     out = []
-    for text in rows:
+    for text in texts.to_list():
         try:
             out.append(msgspec.json.decode(text, type=kind))
         except (msgspec.DecodeError, UnicodeError):  # noqa: PERF203  (files that are damaged)
@@ -278,15 +284,18 @@ def _opened(nodes: Nodes, composite: Bools) -> Bools:
     acts = np.flatnonzero(nodes.runs).tolist()
     (read_row, read_storage), (made_row, made_storage) = nodes.read.storages(acts), nodes.returned.storages(acts)
     count = composite.size
-    _, number = np.unique(np.concatenate([read_storage, made_storage]), return_inverse=True)
+    outer = nearest(nodes.parent, composite)
+    inner = made_storage[(composite | (outer >= 0))[made_row]]  # no others matter
+    is_inner = np.isin(read_storage, inner), np.isin(made_storage, inner)
+    read_row, made_row = read_row[is_inner[0]], made_row[is_inner[1]]
+    _, number = np.unique(np.concatenate([read_storage[is_inner[0]], made_storage[is_inner[1]]]), return_inverse=True)
     # an occurrence: the storage, and within those of it the row
     read, made = number[: read_row.size] * count + read_row, number[read_row.size :] * count + made_row
-    occurs = np.unique(np.concatenate([read, made]))
+    occurs = np.sort(np.concatenate([read, made]))
     written = np.sort(made[~np.isin(made, read)])
     before = np.searchsorted(written, read) - 1  # the last that wrote to it before it was read
     source = written[np.maximum(before, 0)] if written.size else read
     is_made = (before >= 0) & (source // count == read // count)
-    outer = nearest(nodes.parent, composite)
     at = np.where(composite[source % count], source % count, outer[source % count])[is_made]
     storage, row = read[is_made] - read_row[is_made], read_row[is_made]
     opened = np.zeros(count, dtype=np.bool_)

@@ -26,7 +26,6 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -144,23 +143,15 @@ def empty_frame(name: str) -> pl.DataFrame:
 
 
 def frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
-    """A frame of a plan from columns of Python values.
-
-    Lists are put together from their values at once: Polars makes a series of each list that it is given.
-    """
+    """A frame of a plan from columns of Python values; lists go as JSON, which Polars reads faster than Python's."""
     made = {}
     for column, kind in PLAN_SCHEMAS[name].items():
         values = columns[column]
-        if not isinstance(kind, pl.List):
+        if isinstance(kind, pl.List):
+            rows = pl.Series(column, [msgspec.json.encode(values).decode()]).str.json_decode(pl.List(kind)).explode()
+            made[column] = rows.head(len(values))  # of no rows `explode` makes an empty one
+        else:
             made[column] = pl.Series(column, values, dtype=kind)
-            continue
-        lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
-        rows = pl.Series("row", np.repeat(np.arange(lengths.size), lengths))
-        flat = pl.Series("value", list(chain.from_iterable(values)), dtype=kind.inner)
-        lists = pl.DataFrame([rows, flat]).group_by("row", maintain_order=True).agg("value")["value"]
-        # Rows with an empty list have none here: they take the one that is put behind all.
-        at = np.where(lengths > 0, np.cumsum(lengths > 0) - 1, len(lists))
-        made[column] = lists.append(pl.Series([[]], dtype=kind)).gather(at).alias(column)
     return pl.DataFrame(made)
 
 

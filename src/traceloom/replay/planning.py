@@ -6,11 +6,11 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import islice
+from functools import lru_cache
+from itertools import compress, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -51,9 +51,11 @@ from traceloom.replay.values import (
     CUT,
     ROUNDED,
     UNKNOWN,
+    Kind,
     RecordedTensor,
     arguments_of,
     count_of,
+    encode,
     kinds_of,
     observed_numbers,
     slots_of,
@@ -154,11 +156,45 @@ def _plan_rank(
     return maker.plan(), maker.notices()
 
 
-@cache
-def _about(text: str) -> tuple[OperatorSchema, Refusal | None, bool]:
-    """A schema, why its op must not be run, and whether programs write numbers for some of its tensors."""
-    schema = parse_schema(text)
-    return schema, refusal(schema), any(argument.name in _NUMBERS for argument in schema.arguments)
+class _OpKind(NamedTuple):
+    """What calls of one op have in common that take and give values of the same types.
+
+    Attributes:
+        schema: Of the op.
+        refusal: Why it must not be run.
+        has_numbers: Whether programs write numbers for some of its tensors.
+        strange: A type of a tensor that PyTorch does not have.
+        kinds: Of the values that it takes.
+        plain: Which of these may hold more than a tensor.
+        slots: Of the values that it gives: whether each is a tensor.
+    """
+
+    schema: OperatorSchema
+    refusal: Refusal | None
+    has_numbers: bool
+    strange: str | None
+    kinds: tuple[Kind, ...]
+    plain: tuple[bool, ...]
+    slots: tuple[bool, ...]
+
+
+@lru_cache(maxsize=65536)
+def _op_kind(text: str, types: str | None, output_types: str | None) -> _OpKind:
+    """What an op's schema and the types of its values say.
+
+    Raises:
+        UnreadableSchemaError: The text is no schema.
+    """
+    schema, kinds = parse_schema(text), kinds_of(types)
+    return _OpKind(
+        schema,
+        refusal(schema),
+        any(argument.name in _NUMBERS for argument in schema.arguments),
+        unknown_type(types) or unknown_type(output_types),
+        kinds,
+        tuple(not isinstance(kind, str) for kind in kinds),
+        slots_of(output_types),
+    )
 
 
 @dataclass
@@ -182,6 +218,8 @@ class _RankPlanner:
     _waited: set[int] = field(default_factory=set)
     _by_sequence: dict[tuple[str | None, int], int] = field(default_factory=dict)
     _guessed_groups: int = 0
+    # arguments of calls and what of them is not what ran, by what makes them
+    _arguments: dict[tuple[Any, ...], tuple[bytes, list[str]]] = field(default_factory=dict)
     _called: dict[tuple[str, int], list[str]] | None = None
     _turns: Counter[tuple[str, int]] = field(default_factory=Counter)
     # what integer tensors held, by node and number among the op's inputs; how many dumps are not what they should be
@@ -259,16 +297,16 @@ class _RankPlanner:
 
     def add_op(self, row: int) -> None:
         read, returned = self.nodes.read[row], self.nodes.returned[row]
-        text, types, output_types = self.schemas[row], self.types[row], self.output_types[row]
+        text, types = self.schemas[row], self.types[row]
         try:
-            schema, why, has_numbers = _about(text)
+            schema, why, has_numbers, strange, kinds, plain, slots = _op_kind(text, types, self.output_types[row])
         except UnreadableSchemaError as error:
             self.leave_out(row, "unreadable-schema", str(error))
             return
         if row in self.nodes.unreadable:
             self.leave_out(row, "unreadable-values", self.nodes.unreadable[row])
             return
-        if strange := unknown_type(types) or unknown_type(output_types):
+        if strange:
             self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
             return
         if not all(map(_STORAGE, (*read, *returned))) and any(tensor.is_symbolic for tensor in (*read, *returned)):
@@ -279,9 +317,17 @@ class _RankPlanner:
             return
         if self._pending:
             self.wait_for(read)
-        numbers = self.plain_numbers(row, schema) if has_numbers and not all(t.shape for t in read) else {}
+        numbers = (
+            self.plain_numbers(row, schema) if has_numbers and not all(tensor.geometry.shape for tensor in read) else {}
+        )
         read = [tensor for tensor in read if tensor.number not in numbers] if numbers else read
-        arguments, flags = arguments_of(self.nodes.inputs[row], kinds_of(types), schema, dict(numbers.values()))
+        # Tensors are numbered from 0: calls of one op with the same other values have the same arguments.
+        values = self.nodes.inputs[row]
+        others = encode((len(values), *compress(values, plain)))
+        key = (text, types, others, *numbers.values())
+        if key not in self._arguments:
+            self._arguments[key] = arguments_of(values, kinds, schema, dict(numbers.values()))
+        arguments, flags = self._arguments[key]
         inputs = self.registers_of(read)
         if row in self.integers:
             self.look_at_integers(row, read)
@@ -293,7 +339,7 @@ class _RankPlanner:
             outputs: list[int | None] = [inputs[-1]]
         else:
             registers = iter(self.storages.make(returned, read))
-            outputs = [next(registers) if slot else None for slot in slots_of(output_types)]
+            outputs = [next(registers) if slot else None for slot in slots]
         self.add(
             row,
             RUN if why is None else STAND_IN,
@@ -367,9 +413,10 @@ class _RankPlanner:
             value = next(tensors)
             if argument.name not in _NUMBERS:
                 continue
-            plain = value.dtype in _OF_NUMBERS and value.device in {"cpu", ""} and not value.shape
+            dtype, shape = value.geometry.dtype, value.geometry.shape
+            plain = dtype in _OF_NUMBERS and value.device in {"cpu", ""} and not shape
             if plain and not self.storages.has(value):
-                out[value.number] = (argument.name, _OF_NUMBERS[value.dtype])
+                out[value.number] = (argument.name, _OF_NUMBERS[dtype])
         return out
 
     def call_of(self, schema: str, arguments: bytes, flags: list[str]) -> int:

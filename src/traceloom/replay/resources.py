@@ -19,7 +19,7 @@ import numpy as np
 
 from traceloom.array_types import Array
 from traceloom.replay.plan import ITEM_BYTES
-from traceloom.replay.values import RecordedTensor, contiguous, end_of
+from traceloom.replay.values import RecordedTensor, contiguous
 
 _MOST_DUMPED = 1 << 28  # bytes of all that is taken of a directory
 _NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
@@ -73,19 +73,20 @@ class Resources:
         PyTorch writes the memory from the first element on, as many bytes as the tensor has. Of a tensor on a CPU it
         takes the offset, which is in elements, for one in bytes.
         """
-        size = tensor.elements * ITEM_BYTES.get(tensor.dtype, 0)
-        strides = contiguous(tensor.shape) if tensor.strides is None else tensor.strides
-        is_dense = end_of(0, tensor.shape, strides) == tensor.elements
+        geometry = tensor.geometry
+        size = tensor.elements * ITEM_BYTES.get(geometry.dtype, 0)
         is_misplaced = tensor.offset > 0 and tensor.device == "cpu" and tensor.item_bytes > 1
-        if not tensor.dtype.startswith(("int", "uint")) or not is_dense or is_misplaced or self.sizes[name] != size:
+        is_whole = geometry.dtype.startswith(("int", "uint")) and geometry.span == tensor.elements
+        if not is_whole or is_misplaced or self.sizes[name] != size:
             return None
         data = self.read(name, min(size, self._left))
         if data is None or len(data) != size:
             return None
         self._left -= size
-        memory = np.frombuffer(data, dtype=np.dtype(tensor.dtype).newbyteorder("<"))
+        memory = np.frombuffer(data, dtype=np.dtype(geometry.dtype).newbyteorder("<"))
+        strides = contiguous(geometry.shape) if geometry.strides is None else geometry.strides
         steps = [stride * memory.itemsize for stride in strides]
-        return np.lib.stride_tricks.as_strided(memory, tensor.shape, steps, writeable=False)
+        return np.lib.stride_tricks.as_strided(memory, geometry.shape, steps, writeable=False)
 
     def read(self, name: str, most: int) -> bytes | None:
         """A file of the directory; None where it has none of that name, or one of more than `most` bytes."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import polars as pl
+from msgspec import structs
 
 from traceloom.replay.plan import frame
 from traceloom.replay.values import RecordedTensor, contiguous
@@ -36,14 +37,13 @@ class Storages:
 
         Beside it another register on the same storage that it must be made of first, where no op made it.
         """
-        version = self._live.get(tensor.storage or -tensor.number)
+        version = self._live.get(tensor.identity)
         # What nothing recorded made may have taken the number of a storage that died: it is larger, or elsewhere.
         if version is None or (
             (not self._external[version] and tensor.end_bytes > self._bytes[version])
             or self._device[version] != tensor.device
         ):
             version = self._begin(tensor, external=True)
-        self._bytes[version] = max(self._bytes[version], tensor.end_bytes)
         register = self._register(version, tensor, by_shape=True)
         source = None
         if register not in self._exists:
@@ -55,7 +55,11 @@ class Storages:
     def has(self, tensor: RecordedTensor) -> bool:
         """Whether an op that was run made this very tensor."""
         version = self._live.get(tensor.identity)
-        return version is not None and self._registers.get(_key(version, tensor)) in self._exists
+        if version is None:
+            return False
+        geometry = tensor.geometry
+        last = tensor.number if geometry.strides is None else None
+        return self._registers.get((version, tensor.offset, geometry, last)) in self._exists
 
     def make(self, tensors: list[RecordedTensor], read: Iterable[RecordedTensor]) -> list[int]:
         """The registers of the tensors that an op returns, of those that it was given.
@@ -71,7 +75,6 @@ class Storages:
             if identity not in numbers or version is None:
                 version = self._begin(tensor, external=False)
                 numbers.add(identity)
-            self._bytes[version] = max(self._bytes[version], tensor.end_bytes)
             register = self._register(version, tensor, by_shape=False)
             self._exists.add(register)
             self._latest[version] = register
@@ -119,25 +122,19 @@ class Storages:
         Without strides a transposed square matrix is told from itself by the number of the tensor; but autograd gives
         what it kept another number, so who reads takes the first of that shape.
         """
-        key = _key(version, tensor)
+        self._bytes[version] = max(self._bytes[version], tensor.end_bytes)
+        geometry, offset = tensor.geometry, tensor.offset
+        key = (version, offset, geometry, tensor.number if geometry.strides is None else None)
         register = self._registers.get(key)
         if register is not None:
             return register
-        geometry, strides = key[:-1], tensor.strides
+        shape, strides, dtype, _ = structs.astuple(geometry)
+        of_shape = (version, offset, shape, dtype)
         if strides is None and by_shape:
-            register = self._registers.get(geometry)
+            register = self._registers.get(of_shape)
         if register is None:
             register = self._registers[key] = len(self._tensors)
-            self._registers.setdefault(geometry, register)
-            shape = tensor.shape
+            self._registers.setdefault(of_shape, register)
             self.guessed_strides += strides is None and len(shape) > 1
-            self._tensors.append(
-                (version, tensor.offset, shape, contiguous(shape) if strides is None else strides, tensor.dtype)
-            )
+            self._tensors.append((version, offset, shape, contiguous(shape) if strides is None else strides, dtype))
         return register
-
-
-def _key(version: int, tensor: RecordedTensor) -> tuple[Any, ...]:
-    """What tells a register from others; of a tensor without strides its number."""
-    last = tensor.number if tensor.strides is None else tensor.strides
-    return (version, tensor.offset, tensor.shape, tensor.dtype, last)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 from traceloom.replay.plan import ITEM_BYTES
 from traceloom.replay.schema import OperatorSchema, ValueType
@@ -52,48 +53,55 @@ _NOT_FINITE = frozenset({"inf", "-inf", "nan", "-nan", "Infinity", "-Infinity", 
 encode = msgspec.json.Encoder().encode
 
 
+class Geometry(Struct, frozen=True, gc=False, cache_hash=True):
+    """What a host trace has of a tensor apart from its numbers.
+
+    Attributes:
+        shape: Lengths; of another number of elements where they are symbolic.
+        strides: In elements; None where the file has none.
+        dtype: PyTorch's name of the type.
+        span: Elements from its first to its last one, both counted.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+    span: int
+
+
 class RecordedTensor(NamedTuple):
     """A tensor as a host trace has it.
 
     Attributes:
         number: Its number there; used again after it died.
         storage: The number of its storage; 0 where there is none.
+        identity: The same; of a tensor without one (sparse, symbolic) its own number, which is below 0 here.
         offset: In elements.
         elements: Of the view.
         item_bytes: Bytes of one element.
         device: As `cpu` or `cuda:0`; empty in old files.
-        shape: Lengths; of another number of elements where they are symbolic.
-        strides: In elements; None where the file has none.
-        dtype: PyTorch's name of the type.
+        geometry: Shape, strides and type.
         end_bytes: Bytes that its storage has at least.
     """
 
     number: int
     storage: int
+    identity: int
     offset: int
     elements: int
     item_bytes: int
     device: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    dtype: str
+    geometry: Geometry
     end_bytes: int
 
     @property
     def is_symbolic(self) -> bool:
         """Whether its lengths were symbols: PyTorch writes none, and no storage; even a scalar has an element."""
-        return not (self.storage or self.elements or self.shape)
-
-    @property
-    def identity(self) -> int:
-        """The number of its storage; of a tensor without one (sparse, symbolic) its own, which is below 0 here."""
-        return self.storage or -self.number
+        return not (self.storage or self.elements or self.geometry.shape)
 
 
 _new = tuple.__new__
 
-# Where a tensor stands among values: position, and its type or, of a list, the same of what it holds.
-TensorPlace = tuple[int, "str | tuple[Any, ...]"]
 # A tensor's type ("" for none), a list of kinds, or None for any other value.
 Kind = str | tuple[Any, ...] | None
 
@@ -135,82 +143,95 @@ def _kind(text: str) -> Kind:
     return open_lists[0][0] if open_lists[0] else None
 
 
-@lru_cache(maxsize=65536)
-def tensor_places(types: str | None) -> tuple[TensorPlace, ...]:
-    """Where tensors stand among values: position, and the type or, of a list, the same of what it holds."""
-    return _tensor_places(kinds_of(types))
+# Where tensors stand among values: the position, and the geometry or, of a list, the same of what it holds.
+Layout = tuple[tuple[int, "Geometry | Layout"], ...]
 
 
-def _tensor_places(kinds: tuple[Kind, ...]) -> tuple[TensorPlace, ...]:
-    within = [(at, _tensor_places(kind) if isinstance(kind, tuple) else kind) for at, kind in enumerate(kinds)]
-    return tuple((at, part) for at, part in within if part)
-
-
-def storages_of(values: Any, places: tuple[TensorPlace, ...]) -> list[int]:
-    """The numbers of the storages of all tensors among recorded values; what is no number is left out."""
-    try:
-        out: list[int] = []
-        for at, part in places:
-            if isinstance(part, tuple):
-                out += storages_of(values[at], part)
-            elif (storage := values[at][1]).__class__ is int and -_MOST < storage < _MOST:
-                out.append(storage)
-    except (TypeError, IndexError, KeyError):  # values are not what their types say
-        pass
-    return out
-
-
-def tensors_of(values: Any, shapes: Any, strides: Any, places: tuple[TensorPlace, ...]) -> list[RecordedTensor]:
-    """All tensors among recorded values, those in lists too, in order.
+def layout_of(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
+    """The tensors among values that are recorded so.
 
     Args:
-        values: As recorded.
+        kinds: Of each value.
         shapes: Of each value; nested as these are.
         strides: The same; None where the file has none.
-        places: As `tensor_places` says.
 
     Raises:
-        TypeError, ValueError, IndexError, KeyError: The values are not what their types say: a damaged file.
+        TypeError, ValueError, IndexError, KeyError: The shapes are not what the types say: a damaged file.
     """
-    out: list[RecordedTensor] = []
-    for at, part in places:
-        steps = strides[at] if isinstance(strides, list) else None
-        if isinstance(part, tuple):
-            out += tensors_of(values[at], shapes[at], steps, part)
-            continue
-        value = values[at]
-        number, storage, offset, elements, item_bytes, device = value if len(value) == 6 else (*value, "")
-        if not (number.__class__ is storage.__class__ is offset.__class__ is elements.__class__ is int):
-            raise TypeError("a tensor's numbers are no whole numbers")
-        if not -_MOST < storage < _MOST:
-            raise ValueError("a storage has a number that is none")
-        steps = tuple(steps) if isinstance(steps, list) else None
-        item_bytes = int(item_bytes)
-        geometry = _geometry(offset, elements, tuple(shapes[at]), steps, part, item_bytes)
-        # Its own `__new__`, a function of Python, would take three times as long.
-        out.append(_new(RecordedTensor, (number, storage, offset, elements, item_bytes, str(device), *geometry)))
-    return out
+    out: list[tuple[int, Geometry | Layout]] = []
+    for at, kind in enumerate(kinds):
+        steps = strides[at] if kind and isinstance(strides, list) else None
+        if isinstance(kind, tuple):
+            if count_of(kind):
+                out.append((at, layout_of(kind, shapes[at], steps)))
+        elif kind:
+            out.append((at, _geometry(tuple(shapes[at]), tuple(steps) if isinstance(steps, list) else None, kind)))
+    return tuple(out)
 
 
 @lru_cache(maxsize=65536)
-def _geometry(  # noqa: PLR0917  (a tensor as the file has it)
-    offset: int, elements: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str, item_bytes: int
-) -> tuple[tuple[int, ...], tuple[int, ...] | None, str, int]:
-    """Shape, strides and type as a file has them, checked, and the bytes of the storage up to their end.
+def _geometry(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str) -> Geometry:
+    """Shape, strides and type as a file has them, checked.
 
     Raises:
         ValueError, TypeError: A length or stride is no whole number from 0 on, or all is larger than any memory.
     """
     shape = _lengths(shape)
-    if elements > 1 and not shape:
-        shape = (elements,)  # a symbolic shape is not written
     steps = None if strides is None else _lengths(strides)
     if steps is not None and len(steps) != len(shape):
         steps = None
-    end = end_of(offset, shape, steps)
-    if not 0 <= offset < _MOST or end > _MOST:
+    spans = ((length - 1) * step for length, step in zip(shape, steps or contiguous(shape), strict=True))
+    span = 0 if 0 in shape else sum(spans) + 1
+    if span > _MOST:
         raise ValueError("a tensor is larger than any memory")
-    return shape, steps, dtype, end * ITEM_BYTES.get(dtype, item_bytes)
+    return Geometry(shape, steps, dtype, span)
+
+
+def storages_of(values: Any, layout: Layout) -> list[int]:
+    """The numbers of the storages of all tensors among recorded values; what is no number is left out."""
+    out: list[int] = []
+    try:
+        for at, part in layout:
+            if part.__class__ is tuple:
+                out += storages_of(values[at], part)
+            elif (storage := values[at][1]).__class__ is int and -_MOST < storage < _MOST:
+                out.append(storage)
+    except (TypeError, IndexError, KeyError):  # values are not what their types say
+        return []
+    return out
+
+
+def tensors_of(values: Any, layout: Layout) -> list[RecordedTensor]:
+    """All tensors among recorded values, those in lists too, in order.
+
+    Args:
+        values: As recorded.
+        layout: As `layout_of` says.
+
+    Raises:
+        TypeError, ValueError, IndexError, KeyError: The values are not what their types say: a damaged file.
+    """
+    out: list[RecordedTensor] = []
+    for at, geometry in layout:
+        value = values[at]
+        if isinstance(geometry, tuple):
+            out += tensors_of(value, geometry)
+            continue
+        number, storage, offset, elements, item_bytes, device = value if len(value) == 6 else (*value, "")
+        if not (number.__class__ is storage.__class__ is offset.__class__ is elements.__class__ is int):
+            raise TypeError("a tensor's numbers are no whole numbers")
+        if not -_MOST < storage < _MOST:
+            raise ValueError("a storage has a number that is none")
+        is_symbolic = elements > 1 and not geometry.shape  # a symbolic shape is not written
+        part = _geometry((elements,), None, geometry.dtype) if is_symbolic else geometry
+        item_bytes = int(item_bytes)
+        end = part.span and part.span + offset
+        if not 0 <= offset < _MOST or end > _MOST:
+            raise ValueError("a tensor is larger than any memory")
+        numbers = number, storage, storage or -number, offset, elements, item_bytes
+        # Its own `__new__`, a function of Python, would take three times as long.
+        out.append(_new(RecordedTensor, (*numbers, str(device), part, end * ITEM_BYTES.get(part.dtype, item_bytes))))
+    return out
 
 
 def _lengths(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -220,14 +241,7 @@ def _lengths(values: tuple[int, ...]) -> tuple[int, ...]:
     return whole
 
 
-def end_of(offset: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> int:
-    """Elements before the end of a geometry, from the beginning of its storage."""
-    if 0 in shape:
-        return 0
-    steps = contiguous(shape) if strides is None else strides
-    return offset + sum((length - 1) * step for length, step in zip(shape, steps, strict=True)) + 1
-
-
+@lru_cache(maxsize=65536)
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a tensor whose last dimension is next to each other in memory."""
     strides, step = [], 1
