@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import polars as pl
@@ -97,12 +98,17 @@ class Compiled(Result):
     seen: bool
 
 
+@cache
+def _nothing() -> Compiled:
+    empty = [schema.to_frame() for schema in (TIME, DEVICE, REGIONS, GRAPHS, BREAKS, COMPILATIONS, UNCOMPILED)]
+    return Compiled(*empty, lookup_count=0, lookup_ns=0, miss_count=0, recompile_count=0, seen=False)
+
+
 def compiled(trace: Trace) -> Compiled:
     """Account for torch.compile: regions, graph breaks, lookups, compilations, and what ran uncompiled."""
     event_marks = marks(trace)
     if not event_marks.any:
-        empty = [schema.to_frame() for schema in (TIME, DEVICE, REGIONS, GRAPHS, BREAKS, COMPILATIONS, UNCOMPILED)]
-        return Compiled(empty[0], empty[1], empty[2], empty[3], empty[4], empty[5], empty[6], 0, 0, 0, 0, seen=False)
+        return _nothing()
     tree, segments, work = forest(trace), host_segments(trace), launched_work(trace)
     lanes = np.unique(tree.lane[event_marks.part != OUTSIDE])
     main = main_lane(trace)

@@ -39,7 +39,7 @@ def back_and_forth(context: Context) -> Iterator[Said]:
         # a copy to the host, and the next copy of as many bytes back
         paired: list[int] = []
         waiting: dict[int, list[int]] = {}
-        copies = context.in_step(_copies(trace))
+        copies = context.in_step(context.ask(trace, _copies))
         copies = copies.filter(pl.col("kind").is_in(list(_HOST)), pl.col("bytes") >= _LEAST_BYTES)
         for event, kind, size in copies.select("event", "kind", "bytes").iter_rows():
             if kind == "DtoH":

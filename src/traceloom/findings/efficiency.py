@@ -13,7 +13,7 @@ from traceloom.analyze.intervals import coverage, union
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.matrix_units import matrix_units
 from traceloom.analyze.roofline import modelled
-from traceloom.findings.context import Bools, Context, Ints
+from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
@@ -90,21 +90,19 @@ def _bounded(context: Context) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-def _bounded_nodes(context: Context) -> tuple[Ints, Ints, Ints]:
-    """Nodes of such work: which, their durations and what the roofline allows; shape (work,) each, ns."""
+def _bounded_nodes(context: Context) -> pl.DataFrame:
+    """Nodes of such work: node, op_name, duration_ns, roofline_ns (what the roofline allows)."""
     keys = ["rank", "event"] if len(context.traces) > 1 else ["event"]
-    work = context.ask(context, _bounded).select(*keys, "roofline_ns")
-    nodes = context.graph.nodes.select(*keys, "node", "duration_ns").join(work, on=keys)
-    node, ns, roof = (nodes[name].to_numpy() for name in ("node", "duration_ns", "roofline_ns"))
-    return node, ns, roof
+    work = context.ask(context, _bounded).select(*keys, "op_name", "roofline_ns")
+    return context.graph.nodes.select(*keys, "node", "duration_ns").join(work, on=keys)
 
 
 def _reached(context: Context, mask: Bools) -> float | None:
     """The share of the roofline that some kernels reach; None where no peak is known."""
-    node, ns, roof = context.ask(context, _bounded_nodes)
-    chosen = mask[node]
-    whole = int(ns[chosen].sum())
-    return int(roof[chosen].sum()) / whole if whole else None
+    nodes = context.ask(context, _bounded_nodes)
+    chosen = mask[nodes["node"].to_numpy()]
+    ns, roof = (int(nodes[name].to_numpy()[chosen].sum()) for name in ("duration_ns", "roofline_ns"))
+    return roof / ns if ns else None
 
 
 def _factor(reached: float) -> float:
@@ -169,13 +167,12 @@ def low_roofline(context: Context) -> Iterator[Said]:
         yield Abstention("low-roofline", "no GPU work was recorded")
         return
     odd, unused, _ = context.ask(context, _products)
-    work = context.ask(context, _bounded)
+    work, nodes = context.ask(context, _bounded), context.ask(context, _bounded_nodes)
     of_ops = work.partition_by("op_name", maintain_order=True)
     for op_work in sorted(of_ops, key=lambda of_op: -of_op["ns"].sum())[:_LARGEST]:
         name = op_work["op_name"][0]
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-        for trace in context.traces:
-            mask |= context.nodes_of(trace, op_work.filter(pl.col("rank").eq_missing(trace.rank))["event"])
+        mask[nodes.filter(pl.col("op_name").eq_missing(name))["node"].to_numpy()] = True
         mask &= ~odd & ~unused
         reached = _reached(context, mask) if mask.any() else None
         if reached is None or reached >= _FAR:

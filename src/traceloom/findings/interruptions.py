@@ -9,13 +9,13 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.across.slow_steps import SlowSteps
+from traceloom.analyze.across.slow_steps import LEAST_STEPS, SlowSteps
 from traceloom.analyze.host_wait import COLLECTIONS
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, FindingRule, Remark, Said
 from traceloom.findings.wording import brief
+from traceloom.model import Session, units
 from traceloom.model import graph_schema as gs
-from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen, named
@@ -160,13 +160,16 @@ def recording(context: Context) -> Iterator[Said]:
     )
 
 
+def _slow_steps(session: Session) -> SlowSteps | None:
+    whole = {number for trace in session.traces for number in trace.steps.filter("complete")["step"]}
+    if len(whole) < LEAST_STEPS:
+        return None
+    return analyze.slow_steps([analyze.rank_part(trace) for trace in session.traces])
+
+
 def slow_steps(context: Context) -> Iterator[Said]:
     """Steps beyond the spread of the others: savings are not estimated on them."""
-    slow: SlowSteps | None = None
-    if context.across is not None:
-        slow = context.across.slow
-    elif context.traces:
-        slow = analyze.slow_steps([analyze.rank_part(trace) for trace in context.traces])
+    slow = context.ask(context.session, _slow_steps) if context.across is None else context.across.slow
     if slow is None or slow.steps["limit_ns"].null_count() == slow.steps.height:
         yield Abstention("slow-steps", "fewer than four whole steps were recorded")
         return

@@ -154,9 +154,10 @@ def _greedy(
     ranked: list[Finding] = []
     sources: list[tuple[Candidate, Context]] = []
     room = context.step_ns
+    span_ns = int(np.ptp(steps.base.times(steps.plan))) if left else 0
     while left:
         after = steps.after(left)
-        saved = {key: steps.saved_ns(key, after.get(key)) for key in left}
+        saved = {key: steps.saved_ns(key, after[key]) for key in left}
         if not alone:
             alone = saved
         else:
@@ -179,12 +180,13 @@ def _greedy(
         room -= finding.saving_ns or 0
         # whether threads whose waker is unknown hold the saving back
         fixed = steps.context.changed(steps.base, steps.candidates[best].changes)
-        saved_ns = int(np.ptp(steps.base.times(steps.plan)) - np.ptp(fixed.times(steps.plan)))
+        plan, before_ns = fixed.own_plan(steps.plan), span_ns
+        span_ns = int(np.ptp(fixed.times(plan)))
         counts_ns = round(_COUNTS * steps.context.step_ns * steps.context.step_count)
-        held = saves_more(steps.base, fixed, saved_ns, counts_ns, steps.plan)
+        held = saves_more(steps.base, fixed, before_ns - span_ns, counts_ns, steps.plan, plan)
         ranked.append(replace(finding, lower_bound=held))
         sources.append((usual[best], context) if best in usual else (steps.candidates[best], steps.context))
-        steps.fix(best, after.get(best))
+        steps.base, steps.plan, steps.now_ns = fixed, plan, after[best]
         before = saved
         left.remove(best)
     # what recording made slower saves less than it looks: that may change the order, and what is worth a line
@@ -286,14 +288,13 @@ class _Steady:
         return int(self.now_ns.size)
 
     def after(self, keys: Sequence[Key]) -> dict[Key, Ints]:
-        """How long each step takes with each of these fixed, too, where there is something to fix; ns."""
-        present = [key for key in keys if key in self.candidates]
+        """How long each step takes with each of these fixed, too; ns."""
         graph = self.context.graph
         # one after the other: each scenario is large
-        scenarios = (self.context.changed(self.base, self.candidates[key].changes) for key in present)
+        scenarios = (self.context.changed(self.base, self.candidates[key].changes) for key in keys)
         measured = point_times(graph)
         lengths = {}
-        for key, (scenario, times) in zip(present, evaluations(scenarios, self.plan), strict=True):
+        for key, (scenario, times) in zip(keys, evaluations(scenarios, self.plan), strict=True):
             lengths[key] = self.lengths(np.maximum(times, measured - most_saved_ns(graph, scenario)))
         return lengths
 
@@ -302,10 +303,8 @@ class _Steady:
         changes = (*self.candidates[first].changes, *self.candidates[second].changes)
         return self.lengths(self.context.changed(self.base, changes).times(self.plan))
 
-    def saved_ns(self, key: Key, after_ns: Ints | None) -> Ints:
+    def saved_ns(self, key: Key, after_ns: Ints) -> Ints:
         """What a fix saves in each step on top of those before it, together at most what it can; ns."""
-        if after_ns is None:
-            return np.zeros(self.count, dtype=np.int64)
         saved = self.now_ns - after_ns
         most, whole = self.candidates[key].at_most_ns, int(saved.sum())
         if most is not None and whole > most * self.count / self.context.step_count:
@@ -314,21 +313,11 @@ class _Steady:
 
     def unrecorded_ns(self, key: Key, saved_ns: int) -> int:
         """A saving of one step when nobody records."""
-        if key not in self.candidates:
-            return 0
         context = self.context
         return unrecorded_saving_ns(
             context.graph, self.candidates[key].changes, min(saved_ns, context.step_ns),
             whole_ns=context.step_ns, ratio=context.host_ratio,
         )  # fmt: skip
-
-    def fix(self, key: Key, after_ns: Ints | None) -> None:
-        """From now on this is fixed."""
-        if after_ns is None:
-            return
-        self.base, self.now_ns = self.context.changed(self.base, self.candidates[key].changes), after_ns
-        if self.base.graph is not self.plan.graph:
-            self.plan = Plan(self.base.graph)
 
     def lengths(self, times: Ints) -> Ints:
         """How long each step that counts takes."""

@@ -78,10 +78,10 @@ def _of(slug: str, context: Context) -> Iterator[Said]:
     waiting: dict[tuple[str, str], _WaitingSite] = {}
     for trace in context.traces:
         blocking = context.ask(trace, analyze.blocking_calls)
-        calls = context.in_step(blocking.calls)
-        sites = blocking.sites.with_row_index("site").filter(pl.col("kind").cast(pl.String).is_in(kinds))
-        for row in sites.to_dicts():
-            site_calls = calls.filter(pl.col("site") == row["site"])
+        for number, row in enumerate(blocking.sites.to_dicts()):
+            if row["kind"] not in kinds:
+                continue
+            site_calls = context.in_step(blocking.calls.filter(pl.col("site") == number))
             of_profiler = any(text is not None and _PROFILER.search(text) for text in (row["frame"], row["stack"]))
             if not site_calls.height or of_profiler:
                 continue

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import polars as pl
 
-from traceloom.array_types import Array, Bools
+from traceloom.array_types import Array, Bools, Ints
 from traceloom.errors import broken
 from traceloom.model.graph_schema import EDGE_KINDS, GRAPH_SCHEMAS, NODE_KINDS, empty_frame
 from traceloom.model.notice import Notice
@@ -178,19 +178,29 @@ class Graph:
             if isinstance(highest, int) and highest >= getattr(self, target).height:
                 raise broken("references", f"`{column}` of {name} points past the last row of {target}")
 
-    def points(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-        """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end."""
+    def points(self) -> tuple[Ints, Ints]:
+        """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end. Read-only."""
+        return self._points
+
+    def point_times(self) -> Ints:
+        """The measured time of every point (see `points`). Read-only."""
+        return self._point_times
+
+    @cached_property
+    def _points(self) -> tuple[Ints, Ints]:
         edge_points = []
         for node, end in (("source", "from_end"), ("target", "to_end")):
             points = self.edges[node].to_numpy().astype(np.int64)
             points *= 2
             points += self.edges[end].to_numpy()
+            points.flags.writeable = False
             edge_points.append(points)
         return edge_points[0], edge_points[1]
 
-    def point_times(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The measured time of every point (see `points`)."""
+    @cached_property
+    def _point_times(self) -> Ints:
         start, duration = self.nodes["start_ns"].to_numpy(), self.nodes["duration_ns"].to_numpy()
         times = np.empty(2 * len(start), dtype=np.int64)
         times[0::2], times[1::2] = start, start + duration
+        times.flags.writeable = False
         return times

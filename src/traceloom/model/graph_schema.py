@@ -6,6 +6,8 @@ counts int64. `node`, `source`, `target` are row numbers of `nodes`; `event` and
 
 from __future__ import annotations
 
+from functools import cache
+
 import polars as pl
 
 from traceloom.model.frames import schema
@@ -124,6 +126,7 @@ GRAPH_SCHEMAS: dict[str, pl.Schema] = {
 }
 
 
+@cache
 def empty_frame(name: str) -> pl.DataFrame:
     """The graph frame `name` without rows."""
     return pl.DataFrame(schema=GRAPH_SCHEMAS[name])

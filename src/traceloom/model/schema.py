@@ -6,6 +6,8 @@ Times are int64 nanoseconds of the trace's clock (Unix time where the file gives
 
 from __future__ import annotations
 
+from functools import cache
+
 import polars as pl
 
 from traceloom.model.category import CATEGORIES
@@ -84,6 +86,7 @@ SCHEMAS: dict[str, pl.Schema] = {
 }
 
 
+@cache
 def empty(name: str) -> pl.DataFrame:
     """The frame `name` without rows."""
     return pl.DataFrame(schema=SCHEMAS[name])

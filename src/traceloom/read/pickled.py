@@ -25,8 +25,8 @@ _MOST_DIGITS = 16  # bytes of an integer
 _INTEGER = rb"(?:K.|M..|J.{4})"
 _LONG_INTEGERS = b"|".join(re.escape(bytes([size])) + rb".{%d}" % size for size in range(_MOST_DIGITS + 1))
 # Instructions of a known length that make little: marks, appending, setting, constants, numbers, the memo up to 255,
-# frames, versions; and tuples. Runs are limited since `re` remembers where it could go back to. A text, since making the
-# expression of it takes as long as a small trace to read.
+# frames, versions; and tuples. Runs are limited since `re` remembers where it could go back to. Making the expression
+# takes longer than loading this module, and most traces have no pickle beside them.
 _PLAIN = (
     rb"(?:[(aesuN)0\x88\x89]|[hq].|j.{4}|[G\x95].{8}|\x80[\x02-\x05]|\x8a(?:%b)"
     rb"|%b(?:\x85\x94?|%b(?:[\x85\x86]\x94?|%b{1,1000}(?:[\x85-\x87]\x94?)?)?)?){0,1000}"

@@ -52,8 +52,11 @@ class Scenario:
 
     def times(self, plan: Plan) -> Ints:
         """When everything happens, shape (2 x nodes,); `plan` is that of the measured graph, or of its own."""
-        own = plan if plan.graph is self.graph else Plan(self.graph)
-        return own.evaluate(self.work_ns, self.delay_ns, residuals=False)
+        return self.own_plan(plan).evaluate(self.work_ns, self.delay_ns, residuals=False)
+
+    def own_plan(self, plan: Plan) -> Plan:
+        """The plan of its graph: this one, or where work runs beside its stream a new one."""
+        return plan if plan.graph is self.graph else Plan(self.graph)
 
     def apply(self, change: Change, inside: Bools | None = None) -> Scenario:
         """The same with one more change; this one is left as it is.
