@@ -80,8 +80,7 @@ def _whole(parts: Floats, of_device: pl.DataFrame) -> Ints:
 def hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
     """Rows of `usage_hour` from those of `usage_minute`, or of `usage_hour`; parts of hours are added up to parts."""
     rows = (
-        usage_minute.cast(_orders(usage_minute))
-        .with_columns(pl.col("time_ns") // _HOUR_NS * _HOUR_NS)
+        usage_minute.with_columns(pl.col("time_ns") // _HOUR_NS * _HOUR_NS)
         .group_by(*_OF_DEVICE, "state", "job")
         .agg(pl.col("device_ms").sum(), *_sums(), pl.col("device_model").drop_nulls().first())
         .sort(*_OF_DEVICE, "state", "job")
