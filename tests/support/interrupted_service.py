@@ -43,7 +43,8 @@ def interrupted(point: str, when: str, number: int) -> None:
     def here(state: str, store: str) -> table_writer.TableWriter:
         return table_writer.TableWriter(State(state), Objects(store), Tables(store))
 
-    table_writer.WriterProcess = here  # type: ignore[assignment,misc]  (so that a point of a commit is in this process)
+    # So that a point of a commit is in this process.
+    table_writer.WriterProcess = here  # type: ignore[assignment,misc]
     State.put_request = around(State.put_request, is_state)  # type: ignore[method-assign]
     Tables.commit = around(Tables.commit, is_commit)  # type: ignore[method-assign]
 
