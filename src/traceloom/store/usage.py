@@ -30,10 +30,11 @@ def minutes(seen: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame
         due: `time_ns` (start of a minute), `host`, `device`, `device_model` of devices that are to be heard of: those
             of which nothing was seen in the minute are unreachable for all of it.
     """
+    amounts = {name: pl.col(name).cast(pl.Float64) for name in ("device_ms", *_AMOUNTS)}
     parts = seen.select(
         pl.col("time_ns") // _MINUTE_NS * _MINUTE_NS,
         *(pl.col(name).cast(pl.String) for name in _TEXTS),
-        *(_sound(name) for name in ("device_ms", *_AMOUNTS)),
+        *(pl.when(amount.is_between(0.0, _MOST)).then(amount).alias(name) for name, amount in amounts.items()),
     ).filter(pl.col("device_ms") > 0)
     if due is not None:
         silent = due.select(*_OF_DEVICE, "device_model").join(parts, on=_OF_DEVICE, how="anti")
@@ -53,12 +54,6 @@ def minutes(seen: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame
     rows = pl.concat([summed, lost], how="diagonal").sort(*_OF_DEVICE, "state", "job")
     rows = rows.with_columns(device_ms=_whole(rows["device_ms"].to_numpy(), rows.select(_OF_DEVICE)))
     return rows.filter(pl.col("device_ms") > 0).lazy().pipe(_declared, "usage_minute").collect()
-
-
-def _sound(name: str) -> pl.Expr:
-    """An amount that an agent sent; null where it is none."""
-    amount = pl.col(name).cast(pl.Float64)
-    return pl.when(amount.is_between(0.0, _MOST)).then(amount).alias(name)
 
 
 def _whole(parts: Floats, of_device: pl.DataFrame) -> Ints:
