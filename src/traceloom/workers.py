@@ -59,7 +59,7 @@ class Worker:
             variables = bare
             identity = {"user": user, "group": _group_of(user), "extra_groups": (), "cwd": "/"}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START],
+            [sys.executable, "-I", "-c", _START, main],  # its name stands in lists of processes
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,

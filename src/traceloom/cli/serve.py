@@ -6,9 +6,13 @@ import argparse
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
 from traceloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from traceloom.portal.readers import ProxyUsers
 
 DESCRIPTION = (
     "Run the fleet's service until Ctrl-C: it takes captures of whole jobs, analyses them by itself, and keeps their "
@@ -100,12 +104,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"the service needs {', '.join(missing)}", slug="missing-packages", hint="pip install 'traceloom[fleet]'"
         )
-    if bool(args.proxy_user_header) != bool(args.proxy_from):
-        raise UsageError("--proxy-user-header and --proxy-from go together", slug="wrong-usage")
     from platformdirs import user_data_path
 
     from traceloom.agent.config import Tcp
-    from traceloom.collect.client import SERVER, token_path
+    from traceloom.collect.client import token_path
     from traceloom.collect.cluster import EngineTls
     from traceloom.collect.executors import engine_of
     from traceloom.collect.pipeline import COMMIT_S, LEASE_S
@@ -113,17 +115,11 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.collect.table_writer import WriterProcess
     from traceloom.collect.telling import WebhookTargets
     from traceloom.portal.app import build_portal
-    from traceloom.portal.readers import ProxyUsers
     from traceloom.store.objects import Objects
     from traceloom.store.state import State
     from traceloom.store.tables import Tables
 
-    proxy = None
-    if args.proxy_from:
-        try:
-            proxy = ProxyUsers(header=args.proxy_user_header, source=args.proxy_from, role=args.proxy_role)
-        except ValueError as error:
-            raise UsageError(f"no such proxy: {error}", slug="wrong-usage") from error
+    proxy = _proxy(args)
     files = (args.engine_ca, args.engine_certificate, args.engine_key)
     tls = EngineTls(*files) if any(files) else None
     targets = WebhookTargets(args.webhooks_to)
@@ -164,15 +160,8 @@ def run(args: argparse.Namespace) -> int:
         stack.callback(engine.close)
 
         def ready(url: str) -> None:
-            if demo is not None:  # its token is printed nowhere else
-                print(f"A made fleet is served at {url}/", flush=True)
-                print(f"Its token, for the browser and for commands: {demo.token}", flush=True)
-                print(f"Try: TRACELOOM_SERVER={url} TRACELOOM_TOKEN={demo.token} traceloom fleet captures", flush=True)
-            elif not args.quiet:
-                server = "" if url == SERVER else f" --server {url}"
-                print(f"The fleet's service answers at {url}, and keeps its files in {objects.url}.", flush=True)
-                print(f"Its pages are there too; sign in with the token in {token_path()}.", flush=True)
-                print(f"Try: traceloom upload CAPTURE{server}; traceloom fleet check{server}", flush=True)
+            if demo is not None or not args.quiet:
+                print(_welcome(url, objects.url, "" if demo is None else demo.token), flush=True)
 
         async def live() -> None:
             service = Service(
@@ -188,3 +177,35 @@ def run(args: argparse.Namespace) -> int:
 
         asyncio.run(live())
     return 0
+
+
+def _proxy(args: argparse.Namespace) -> ProxyUsers | None:
+    """Who says who asks, where a proxy does."""
+    from traceloom.portal.readers import ProxyUsers
+
+    if bool(args.proxy_user_header) != bool(args.proxy_from):
+        raise UsageError("--proxy-user-header and --proxy-from go together", slug="wrong-usage")
+    if not args.proxy_from:
+        return None
+    try:
+        return ProxyUsers(header=args.proxy_user_header, source=args.proxy_from, role=args.proxy_role)
+    except ValueError as error:
+        raise UsageError(f"no such proxy: {error}", slug="wrong-usage") from error
+
+
+def _welcome(url: str, store: str, demo_token: str) -> str:
+    """What is printed once it answers at an address."""
+    from traceloom.collect.client import SERVER, token_path
+
+    if demo_token:  # it is printed nowhere else
+        return (
+            f"A made fleet is served at {url}/\n"
+            f"Its token, for the browser and for commands: {demo_token}\n"
+            f"Try: TRACELOOM_SERVER={url} TRACELOOM_TOKEN={demo_token} traceloom fleet captures"
+        )
+    server = "" if url == SERVER else f" --server {url}"
+    return (
+        f"The fleet's service answers at {url}, and keeps its files in {store}.\n"
+        f"Its pages are there too; sign in with the token in {token_path()}.\n"
+        f"Try: traceloom upload CAPTURE{server}; traceloom fleet check{server}"
+    )

@@ -31,7 +31,10 @@ class AnnounceBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
 
 
 class UploadTarget(HttpAnswer, frozen=True):
-    """Where to PUT a file: a whole address that is signed, or a path of this service, which wants the token."""
+    """Where to PUT a file: a whole address that is signed, or a path of this service, which wants the token.
+
+    Azure's store wants the header `x-ms-blob-type: BlockBlob` beside it.
+    """
 
     name: str
     url: str

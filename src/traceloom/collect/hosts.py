@@ -214,7 +214,9 @@ class HostDesk:
             possible = possible_rows(heartbeat.usage, received_ns)
             self.on_usage(host, possible)
             self.refused_rows[host] += len(heartbeat.usage) - len(possible)
-            minutes: dict[int, list[UsageRow]] = {row.minute: [] for row in heartbeat.usage}
+            # A minute that has not been would pass for the last that the host sent, and what comes before it for old.
+            last = last_minute(received_ns)
+            minutes: dict[int, list[UsageRow]] = {row.minute: [] for row in heartbeat.usage if row.minute <= last}
             for row in possible:
                 minutes[row.minute].append(row)
             documents = {minute: msgspec.json.encode(rows).decode() for minute, rows in minutes.items()}
@@ -505,8 +507,13 @@ def possible_rows(rows: Sequence[UsageRow], now_ns: int) -> list[UsageRow]:
     spent: dict[tuple[int, str], int] = defaultdict(int)
     for row in rows:
         spent[row.minute, row.device] += row.device_ms
-    last = now_ns // 60_000_000_000 + 1
+    last = last_minute(now_ns)
     return [row for row in rows if row.minute <= last and spent[row.minute, row.device] <= 60_000]
+
+
+def last_minute(now_ns: int) -> int:
+    """The last minute since 1970 that may have been by the clock of a host."""
+    return now_ns // 60_000_000_000 + 1
 
 
 def _check_files(files: Iterable[HostFile]) -> None:

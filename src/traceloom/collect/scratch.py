@@ -70,13 +70,12 @@ def in_scratch(
 def _fetch(file: TaskFile, path: Path, go_on: Callable[[], None]) -> None:
     """Bring a file to a new path: linked where it lies on the same disk, else copied and compared."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    remote = is_address(file.at)
-    if not remote:
+    if not is_address(file.at):
         with suppress(OSError):  # on another disk; or it is not there, which is seen when it is opened
             os.link(file.at, path)
             return
     digest, size = hashlib.sha256(), 0
-    with _opened(file) if remote else _shared(file) as source, path.open("xb") as out:
+    with _opened(file) as source, path.open("xb") as out:
         for piece in _pieces(source, file.name):
             go_on()
             size += len(piece)
@@ -88,14 +87,12 @@ def _fetch(file: TaskFile, path: Path, go_on: Callable[[], None]) -> None:
         raise TaskError(f"the file is another than announced ({file.name}) [upload-differs]", final=True)
 
 
-def _shared(file: TaskFile) -> BinaryIO:
-    try:
-        return open_regular(Path(file.at))
-    except OSError as error:
-        raise unreadable(file.at, error, "file of a shared directory") from error
-
-
 def _opened(file: TaskFile) -> BinaryIO:
+    if not is_address(file.at):
+        try:
+            return open_regular(Path(file.at))
+        except OSError as error:
+            raise unreadable(file.at, error, "file of a shared directory") from error
     try:
         stream: BinaryIO = urllib.request.urlopen(file.at, timeout=_SILENCE_S)  # noqa: S310  (it is of our service)
     except urllib.error.HTTPError as error:

@@ -30,10 +30,11 @@ def minutes(seen: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame
         due: `time_ns` (start of a minute), `host`, `device`, `device_model` of devices that are to be heard of: those
             of which nothing was seen in the minute are unreachable for all of it.
     """
+    amounts = {name: pl.col(name).cast(pl.Float64) for name in ("device_ms", *_AMOUNTS)}
     parts = seen.select(
         pl.col("time_ns") // _MINUTE_NS * _MINUTE_NS,
         *(pl.col(name).cast(pl.String) for name in _TEXTS),
-        *(_sound(name) for name in ("device_ms", *_AMOUNTS)),
+        *(pl.when(amount.is_between(0.0, _MOST)).then(amount).alias(name) for name, amount in amounts.items()),
     ).filter(pl.col("device_ms") > 0)
     if due is not None:
         silent = due.select(*_OF_DEVICE, "device_model").join(parts, on=_OF_DEVICE, how="anti")
@@ -55,12 +56,6 @@ def minutes(seen: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame
     return rows.filter(pl.col("device_ms") > 0).lazy().pipe(_declared, "usage_minute").collect()
 
 
-def _sound(name: str) -> pl.Expr:
-    """An amount that an agent sent; null where it is none."""
-    amount = pl.col(name).cast(pl.Float64)
-    return pl.when(amount.is_between(0.0, _MOST)).then(amount).alias(name)
-
-
 def _whole(parts: Floats, of_device: pl.DataFrame) -> Ints:
     """Parts as whole milliseconds of which those of a device and minute, which stand together, add up to 60,000."""
     if not parts.size:
@@ -80,8 +75,7 @@ def _whole(parts: Floats, of_device: pl.DataFrame) -> Ints:
 def hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
     """Rows of `usage_hour` from those of `usage_minute`, or of `usage_hour`; parts of hours are added up to parts."""
     rows = (
-        usage_minute.cast(_orders(usage_minute))
-        .with_columns(pl.col("time_ns") // _HOUR_NS * _HOUR_NS)
+        usage_minute.with_columns(pl.col("time_ns") // _HOUR_NS * _HOUR_NS)
         .group_by(*_OF_DEVICE, "state", "job")
         .agg(pl.col("device_ms").sum(), *_sums(), pl.col("device_model").drop_nulls().first())
         .sort(*_OF_DEVICE, "state", "job")

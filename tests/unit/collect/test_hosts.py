@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -193,6 +194,21 @@ def test_usage_is_acknowledged_and_what_cannot_be_is_counted(tmp_path: Path) -> 
         assert [(minute.minute, minute.document.count("device_ms")) for minute in waiting[1]] == [
             (28_000_000, 1), (28_000_001, 0)
         ]  # fmt: skip
+
+    with_desk(tmp_path, test)
+
+
+def test_a_clock_that_was_ahead_for_a_moment_loses_no_time_after_it(tmp_path: Path) -> None:
+    async def test(desk: HostDesk) -> None:
+        await joined(desk, "a")
+        now = time.time_ns() // 60_000_000_000
+        for minute in (now - 2, now + 60 * 24, now - 1, now):
+            row = UsageRow(minute=minute, device="g", state="busy", device_ms=60_000)
+            assert (await desk.heartbeat("a", beat(usage=[row]))).usage_through == minute
+        assert desk.refused_rows["a"] == 1
+        waiting = desk.state.open_usage(10, "term")
+        assert waiting is not None
+        assert [(row.minute, row.since) for row in waiting[1]] == [(now - 2, now - 2), (now - 1, now - 1), (now, now)]
 
     with_desk(tmp_path, test)
 

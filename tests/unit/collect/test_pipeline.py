@@ -167,3 +167,20 @@ def test_an_engine_that_there_is_not_is_refused() -> None:
     with pytest.raises(UsageError) as raised:
         engine_of("magic")
     assert raised.value.slug == "unknown-engine"
+
+
+def test_minutes_wait_for_their_turn_and_captures_do_not(alone: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceloom.collect.pipeline._ROUNDS", 10**9)  # the second turn never comes
+    alone.state.put_host("n", "secret")
+    alone.state.add_usage("n", {5: "[]"})
+    pipeline = CapturePipeline(*alone, ProcessEngine(1), commit_s=0.1)
+    pipeline.start()
+    try:
+        until(lambda: not alone.state.rows_wait(minutes=True))  # the first is at once
+        alone.state.add_usage("n", {6: "[]"})
+        add_capture(alone, "c1")
+        pipeline.look()
+        until(lambda: counts(alone) == {"committed": 1})
+        assert alone.state.waiting_minutes() == 1
+    finally:
+        pipeline.stop()
