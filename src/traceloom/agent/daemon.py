@@ -119,7 +119,10 @@ class Agent:
         self.topline = Topline(config.accelerators.reference)
         self.step_counts = Steps()
         self.publishers: list[Publisher] = publishers(config)
-        self.boot_id = _boot_id(config)
+        self.boot_id = ""
+        with contextlib.suppress(OSError):
+            path = Path(config.collect.proc, "sys/kernel/random/boot_id")
+            self.boot_id = path.read_text(encoding="ascii").strip()
         self.registry = ProfilerRegistry(config.collect.proc)
         self.registry.listeners.append(self._polled)
         self.desk = RequestDesk(
@@ -513,12 +516,6 @@ class Agent:
         if self.history.path is not None:
             readings.append(Reading("agent_history_bytes", (), float(self.history.bytes())))
         self.board.put("agent", readings, now_ns)
-
-
-def _boot_id(config: Config) -> str:
-    with contextlib.suppress(OSError):
-        return Path(config.collect.proc, "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
 
 
 def notify_ready() -> None:

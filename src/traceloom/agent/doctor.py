@@ -111,7 +111,8 @@ def _of_devices(accelerators: AcceleratorCollector) -> Iterator[Check]:
 def _files(locations: Locations, unwritten: Mapping[str, str]) -> Iterator[Check]:
     for name, path in (("socket", locations.socket), ("history", locations.history), ("audit", locations.audit)):
         directory = path.parent
-        while not directory.exists() and directory != directory.parent:
+        # Not `Path.exists`, which raises where the directory above may not be entered.
+        while not os.path.exists(directory) and directory != directory.parent:  # noqa: PTH110
             directory = directory.parent
         works = os.access(directory, os.W_OK | os.X_OK)
         if works and unwritten.get(name):
@@ -131,7 +132,13 @@ def _extras(config: Config) -> Iterator[Check]:
         except ModuleNotFoundError:  # of its parent
             installed = False
         wanted = extra == "otlp" and bool(config.otlp.endpoint)
-        if installed or wanted or (extra == "kubernetes" and Path(config.owners.kubelet).exists()):
+        if (
+            installed
+            or wanted
+            or (
+                extra == "kubernetes" and os.path.exists(config.owners.kubelet)  # noqa: PTH110  (may be root's alone)
+            )
+        ):
             yield Check(
                 area="extras", name=extra, works="yes" if installed else "no",
                 why=gives if installed else f"without it no {gives}",

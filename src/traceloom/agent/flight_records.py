@@ -223,7 +223,11 @@ def judged(records: Sequence[FlightRecord]) -> FlightVerdict:
             continue
         first = min(pending.values(), key=lambda entry: entry.sequence)
         inside = {rank: entry for rank, entry in pending.items() if entry.sequence == first.sequence}
-        members = _members(group, by_rank)
+        # Of those with a record: as the group says; else all of the one of all ranks, or who has used it.
+        using = {rank for rank, record in by_rank.items() if group in record.groups}
+        listed = {rank for user in using for rank in by_rank[user].groups[group].members}
+        is_of_all = any(by_rank[rank].groups[group].title == "default_pg" for rank in using)
+        members = tuple(sorted(by_rank if is_of_all else (listed & by_rank.keys()) | using))
         queued = {rank: by_rank[rank].groups[group].queued if group in by_rank[rank].groups else 0 for rank in members}
         missing = {rank: number for rank, number in queued.items() if number < first.sequence}
         stalls.append(_Stall(group, first, inside, missing, members))
@@ -270,14 +274,6 @@ class _Stall(NamedTuple):
     inside: dict[int, FlightEntry]
     missing: dict[int, int]
     members: tuple[int, ...]
-
-
-def _members(group: str, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
-    """Ranks with a record that belong to a group: as it says; else all of the one of all ranks, or who has used it."""
-    listed = {rank for record in by_rank.values() if group in record.groups for rank in record.groups[group].members}
-    using = {rank for rank, record in by_rank.items() if group in record.groups}
-    is_of_all = any(by_rank[rank].groups[group].title == "default_pg" for rank in using)
-    return tuple(sorted(by_rank if is_of_all else (listed & by_rank.keys()) | using))
 
 
 def _behind(

@@ -223,7 +223,7 @@ class HangDesk:
 
     async def _describe(self, record: HangRecord) -> None:
         hang, number = record.hang, record.id
-        processes = self._processes(hang)
+        processes = [p for p in self.board.processes.values() if (p.owner.job, p.uid) == hang.key]
         if not processes:
             return
         try:
@@ -258,15 +258,12 @@ class HangDesk:
         self.records[at] = msgspec.structs.replace(self.records[at], **changes)
         return self.records[at]
 
-    def _processes(self, hang: Hang) -> list[Process]:
-        return [p for p in self.board.processes.values() if p.owner.job == hang.job and p.uid == hang.uid]
-
     async def _works(self, hang: Hang) -> bool:
         """Whether a rank that does not wait works: it uses or wants a processor, and is at another place each time.
 
         A loop that spins in one function stays where it is, whichever of its lines it is at.
         """
-        processes = self._processes(hang)
+        processes = [p for p in self.board.processes.values() if (p.owner.job, p.uid) == hang.key]
         mains = main_processes(processes)
         members = {member.pid for member in hang.processes}
         ranks = [p for p in processes if p.pid in mains or p.pid in members][:_MOST_LOOKED_AT]

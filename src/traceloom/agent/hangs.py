@@ -148,7 +148,8 @@ class HangWatch:
         for key, hang in list(self.hangs.items()):
             living = {process.key for process in by_job.get(key, ())}
             rest = [member for member in hang.processes if member.key in living or self.alive(member.key)]
-            still = [member for member in rest if not _stepped(member, steps)]
+            paced = [(member, steps.pace(member.key)) for member in rest]
+            still = [member for member, pace in paced if pace is None or pace.steps <= member.steps]
             if not still:
                 del self.hangs[key]
                 self.over.append(HangOver(hang, bool(rest)))
@@ -217,8 +218,3 @@ class HangWatch:
         # A rank that was started again is not missing.
         job.gone = {key: gone for key, gone in job.gone.items() if gone.rank is None or gone.rank not in ranks}
         job.seen.update({process.key: process for process in stepping})
-
-
-def _stepped(member: HungProcess, steps: Steps) -> bool:
-    pace = steps.pace(member.key)
-    return pace is not None and pace.steps > member.steps

@@ -82,7 +82,14 @@ class ProbedStepClock:
         if self._probes is None:
             self._probes = StepProbes()
         living = {process.key for process in processes.values()}
-        self._let_go(living)
+        self._looked &= living
+        self._last = {process: marks for process, marks in self._last.items() if process in living}
+        self._refused = {process: why for process, why in self._refused.items() if process in living}
+        for file, library in list(self._libraries.items()):
+            library.processes.intersection_update(living)
+            if not library.processes:
+                library.probes.close()
+                del self._libraries[file]
         for process in processes.values():
             if process.key not in self._looked and process.state != "D":  # its memory may be locked
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -154,16 +161,6 @@ class ProbedStepClock:
             except OSError as error:
                 self._refused[process.key] = f"no probes in {mapping.path}: {error.strerror}"
             return
-
-    def _let_go(self, living: set[str]) -> None:
-        self._looked &= living
-        self._last = {process: marks for process, marks in self._last.items() if process in living}
-        self._refused = {process: why for process, why in self._refused.items() if process in living}
-        for file, library in list(self._libraries.items()):
-            library.processes.intersection_update(living)
-            if not library.processes:
-                library.probes.close()
-                del self._libraries[file]
 
     def _since_last(self, process: Process, marks: dict[tuple[int, int], StepMark]) -> StepsTaken | None:
         """What a process has done since the last run; None where it has done nothing."""

@@ -149,7 +149,10 @@ def _socket(args: argparse.Namespace) -> Path:
     from traceloom.agent.config import SYSTEM_SOCKET, locations
 
     own = locations(_config(args)).socket
-    return Path(args.socket) if args.socket else own if own.exists() or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
+    if args.socket:
+        return Path(args.socket)
+    # Not `Path.exists`, which raises where a directory above may not be entered.
+    return own if os.path.exists(own) or not os.path.exists(SYSTEM_SOCKET) else SYSTEM_SOCKET  # noqa: PTH110
 
 
 def client_of(args: argparse.Namespace) -> AgentClient:

@@ -289,8 +289,8 @@ def _listed(requests: list[dict[str, Any]]) -> Iterator[Text]:
     for request in requests:
         wanted = request["wanted"]
         window = f"{wanted['steps']} steps" if wanted["steps"] is not None else f"{wanted['duration_s']:g} s"
-        asked = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        yield Text(f"{request['id']}  {asked}  {window}, by {request['who']}", "bold")
+        when = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        yield Text(f"{request['id']}  {when}  {window}, by {request['who']}", "bold")
         if request["trigger"] is not None:
             yield Text(harmless(f"  as {request['trigger']['what']}"))
         for target in request["targets"]:

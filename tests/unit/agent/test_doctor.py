@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from support.agent_server import SmallAgent, ask, listening, locations_in
 from support.host_tree import HostTree
-from traceloom.agent.config import Config, Tcp
+from traceloom.agent.config import Config, Owners, Tcp
 from traceloom.agent.doctor import by_hand
 from traceloom.agent.http.answers import Check
 
@@ -100,3 +104,53 @@ def test_who_does_not_see_all_hears_of_no_processes(tmp_path: Path) -> None:
         asked: tuple[Path | tuple[str, int], ...] = (listeners.socket_path, listeners.tcp_address)
         areas = [[check["area"] for check in ask(where, "/api/v1/doctor").json()["checks"]] for where in asked]
     assert areas == [["devices", "jobs"], ["devices"]]
+
+
+def as_another(what: Callable[[], object]) -> list[dict[str, Any]]:
+    """What something gives, asked as a user who is nobody, in a process of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            answer = msgspec.json.encode(what())
+        except BaseException as error:  # noqa: BLE001  (told to the test)
+            answer = msgspec.json.encode([{"raised": repr(error)}])
+        os.write(writing, answer)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        content = pipe.read()
+    os.waitpid(child, 0)
+    rows: list[dict[str, Any]] = msgspec.json.decode(content)
+    return rows
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_directories_that_may_not_be_entered_are_no_defect() -> None:
+    """Of a user on a host whose kubelet, and whose directories of traceloom, are root's alone."""
+    with tempfile.TemporaryDirectory(prefix="tl") as name:
+        Path(name).chmod(0o755)
+        closed, tree = Path(name, "closed"), HostTree(Path(name, "host"))
+        tree.write("proc/net/unix", listed())
+        closed.mkdir(mode=0o700)
+        config = msgspec.structs.replace(tree.config(), owners=Owners(kubelet=str(closed / "pods" / "kubelet.sock")))
+        checks = as_another(lambda: by_hand(config, locations_in(closed / "deeper")))
+    files = [(check["name"], check["works"], check["why"]) for check in checks if check["area"] == "files"]
+    assert files == [(name, "no", f"{closed} cannot be written") for name in ("socket", "history", "audit")]
+    assert [check["works"] for check in checks if check["area"] == "rights"] == ["partly"]
+
+
+def test_files_and_what_would_help(tree: HostTree, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    good = [check for check in by_hand(tree.config(), locations_in(tmp_path / "new" / "deep")) if check.area == "files"]
+    assert [(check.name, check.works, check.help) for check in good] == [
+        ("socket", "yes", ""), ("history", "yes", ""), ("audit", "yes", ""),
+    ]  # fmt: skip
+    assert not (tmp_path / "new").exists()  # it only looks
+    bad = [check for check in by_hand(tree.config(), locations_in(tmp_path / "file" / "deep")) if check.area == "files"]
+    assert [(check.works, check.help) for check in bad] == [
+        ("no", f"`paths.{name}` of agent.toml names another one") for name in ("socket", "history", "audit")
+    ]

@@ -90,7 +90,14 @@ class AmdAccelerator:
         self._present: set[str] = set()
         self._traffic: dict[str, tuple[float, float]] = {}  # device -> bytes/s received, sent, in some last second
         self._traffic_thread: threading.Thread | None = None
-        self._smi = _management_library()
+        self._smi: Any = None
+        try:
+            import amdsmi
+
+            amdsmi.amdsmi_init()
+            self._smi = amdsmi
+        except Exception:  # noqa: BLE001 - without ROCm the package raises whatever its loader does
+            self._smi = None
         if not any(self._cards()):
             raise NotHere(
                 f"no AMD device in {self._sys}/class/drm: load the driver amdgpu, or give the container its devices"
@@ -295,17 +302,6 @@ def _energy(path: Path) -> float | None:
         return None
     (count,) = struct.unpack_from("<Q", content, at)
     return None if count == 2**64 - 1 else count * JOULES
-
-
-def _management_library() -> Any:
-    """Amdsmi, initialised; None where it or the library below it is not installed."""
-    try:
-        import amdsmi
-
-        amdsmi.amdsmi_init()
-    except Exception:  # noqa: BLE001 - without ROCm the package raises whatever its loader does
-        return None
-    return amdsmi
 
 
 def _link_counters(smi: Any, pci: str) -> Iterator[tuple[str, tuple[str, ...], float | None]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,7 +67,15 @@ class AcceleratorCollector:
             for reading in sample.readings:
                 values.setdefault((reading.metric, reading.labels), reading)
             events += sample.events
-        events += self._changes(devices)
+        # Of devices that stopped or began to answer; one that vanished stays, stale, for alerts to see.
+        for uuid, device in self.devices.items():
+            if uuid not in devices and not device.parent:  # a partition may be taken away
+                gone = device.stale or "its driver no longer lists it"
+                devices[uuid] = msgspec.structs.replace(device, stale=gone)
+            stale = devices[uuid].stale if uuid in devices else "the partition was taken away"
+            if bool(device.stale) != bool(stale):
+                kind = "lost" if stale else "back"
+                events.append(DeviceEvent(at_ns=time.time_ns(), device=uuid, kind=kind, text=stale))
         self.events += events
         for event in events:
             if event.kind == "xid":
@@ -158,15 +166,6 @@ class AcceleratorCollector:
         for reading in estimates:
             self._missing.pop(reading.metric, None)
         return estimates
-
-    def _changes(self, now: dict[str, Device]) -> Iterator[DeviceEvent]:
-        """Events of devices that stopped or began to answer; one that vanished stays, stale, for alerts to see."""
-        for uuid, device in self.devices.items():
-            if uuid not in now and not device.parent:  # a partition may be taken away
-                now[uuid] = msgspec.structs.replace(device, stale=device.stale or "its driver no longer lists it")
-            stale = now[uuid].stale if uuid in now else "the partition was taken away"
-            if bool(device.stale) != bool(stale):
-                yield DeviceEvent(at_ns=time.time_ns(), device=uuid, kind="lost" if stale else "back", text=stale)
 
 
 def _renamed(sample: Sample, earlier: Mapping[str, Device]) -> Sample:

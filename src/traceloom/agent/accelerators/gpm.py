@@ -88,20 +88,20 @@ class GpmRing:
         before = [sample for taken, sample in self._samples if now - taken >= GPM_APART_S]
         if not before:
             return {}
-        asked = self._nvml.c_nvmlGpmMetricsGet_t()
-        asked.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
-        asked.numMetrics = len(GPM)
-        asked.sample1, asked.sample2 = before[-1], newest
-        for metric, number in zip(asked.metrics, GPM, strict=False):
+        wanted = self._nvml.c_nvmlGpmMetricsGet_t()
+        wanted.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
+        wanted.numMetrics = len(GPM)
+        wanted.sample1, wanted.sample2 = before[-1], newest
+        for metric, number in zip(wanted.metrics, GPM, strict=False):
             metric.metricId = number
-        self._nvml.nvmlGpmMetricsGet(asked)
+        self._nvml.nvmlGpmMetricsGet(wanted)
         return {
             metric.metricId: why_not(self._nvml, metric.nvmlReturn)
             if metric.nvmlReturn
             else metric.value
             if math.isfinite(metric.value)
             else "the device gave no number"
-            for metric in asked.metrics[: len(GPM)]
+            for metric in wanted.metrics[: len(GPM)]
         }
 
     def free(self) -> None:

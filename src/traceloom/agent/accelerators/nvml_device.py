@@ -156,7 +156,15 @@ class NvmlDevice:
                 self._seldom_at = now + SELDOM_S
                 self._seldom = self._seldom_values()
             values |= self._seldom
-        self._pipes(values)
+        pipes = (
+            self.attempt("gpu_pipe_active_ratio", self.gpm.values) if self.gpm is not None and len(self.gpm) else None
+        )
+        for number, value in (pipes or {}).items():
+            metric, labels, factor = GPM[number]
+            if isinstance(value, str):
+                self.missing[capability(metric, labels)] = value
+            else:
+                values.setdefault((metric, labels), value * factor)
         self.present = {capability(metric, labels) for metric, labels in values}
         return values
 
@@ -218,22 +226,22 @@ class NvmlDevice:
             return []
 
     def _fields(self, values: Values) -> None:
-        asked: list[tuple[tuple[int, int], str, tuple[str, ...], float]] = [
+        wanted: list[tuple[tuple[int, int], str, tuple[str, ...], float]] = [
             ((number, 0), metric, labels, factor) for number, metric, labels, factor in FIELDS
         ]
-        asked += [
+        wanted += [
             ((number, ALL_LINKS), "gpu_link_bytes_total", ("nvlink", direction), factor)
             for direction, number, factor in NVLINK_OF_ALL
         ]
-        asked += [
+        wanted += [
             ((number, link), "gpu_link_bytes_total", ("nvlink-each", direction), factor)
             for direction, number, factor in NVLINK_OF_EACH
             for link in range(NVLINKS)
         ]
         fields = self.attempt("gpu_link_bytes_total", self._nvml.nvmlDeviceGetFieldValues, self.handle,
-                              [identity for identity, *_ in asked])  # fmt: skip
+                              [identity for identity, *_ in wanted])  # fmt: skip
         each: Counter[str] = Counter()
-        for field, (_, metric, labels, factor) in zip(fields or (), asked, strict=False):
+        for field, (_, metric, labels, factor) in zip(fields or (), wanted, strict=False):
             if field.nvmlReturn:
                 if labels[0] != "nvlink-each":
                     self.missing.setdefault(capability(metric, labels), why_not(self._nvml, field.nvmlReturn))
@@ -243,16 +251,6 @@ class NvmlDevice:
                 values.setdefault((metric, labels), _field_value(field) * factor)
         for direction, total in each.items():
             values.setdefault(("gpu_link_bytes_total", ("nvlink", direction)), total)
-
-    def _pipes(self, values: Values) -> None:
-        if self.gpm is None or not len(self.gpm):
-            return
-        for number, value in (self.attempt("gpu_pipe_active_ratio", self.gpm.values) or {}).items():
-            metric, labels, factor = GPM[number]
-            if isinstance(value, str):
-                self.missing[capability(metric, labels)] = value
-            else:
-                values.setdefault((metric, labels), value * factor)
 
 
 def _field_value(field: Any) -> float:

@@ -191,7 +191,13 @@ class ScrapedAccelerator:
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         if not config.accelerators.scrape:
             raise NotHere('no exporter is scraped: [accelerators] scrape = ["http://127.0.0.1:9400/metrics"] names one')
-        self._addresses = [_address(text) for text in config.accelerators.scrape]
+        self._addresses: list[str] = []
+        for text in config.accelerators.scrape:  # of a host and port alone, its `/metrics` by HTTP
+            parts = urllib.parse.urlsplit(text if "//" in text else f"http://{text}")
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"`{text}` in [accelerators] scrape is no address of an exporter")
+            path = parts.path if parts.path.strip("/") else "/metrics"
+            self._addresses.append(urllib.parse.urlunsplit(parts._replace(path=path)))
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
         self._devices: dict[str, dict[str, Device]] = {address: {} for address in self._addresses}
         self._readings: dict[str, list[Reading]] = {}
@@ -304,12 +310,3 @@ def parsed(text: str) -> tuple[dict[str, Device], list[Reading]]:
                 if key not in values or order < values[key][0]:
                     values[key] = (order, sample.value * source.factor)
     return devices, [Reading(metric, (uuid, *labels), value) for (metric, uuid, labels), (_, value) in values.items()]
-
-
-def _address(text: str) -> str:
-    """A whole address: of a host and port alone, its `/metrics` by HTTP."""
-    whole = text if "//" in text else f"http://{text}"
-    parts = urllib.parse.urlsplit(whole)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"`{text}` in [accelerators] scrape is no address of an exporter")
-    return urllib.parse.urlunsplit(parts._replace(path=parts.path if parts.path.strip("/") else "/metrics"))

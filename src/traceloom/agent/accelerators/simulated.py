@@ -32,16 +32,6 @@ class Load(msgspec.Struct, kw_only=True):
     stale: str = ""  # why it does not answer
 
 
-def _training(index: int, seconds: float) -> Load:
-    """A job that trains in BF16, writes a checkpoint now and then, and whose devices are not quite alike."""
-    if seconds % CHECKPOINT_EVERY_S < CHECKPOINT_S:
-        return Load(busy=0.02, pipes={}, power_watts=IDLE_WATTS + 40.0, clock_hz=HIGHEST_CLOCK_HZ)
-    busy = 0.94 + 0.05 * math.sin(seconds / 7.0 + index)
-    hmma = 0.48 * busy
-    pipes = {"tensor": hmma, "hmma": hmma, "fp32": 0.09 * busy, "fp16": 0.01 * busy, "int": 0.12 * busy}
-    return Load(busy=busy, pipes=pipes, power_watts=IDLE_WATTS + 580.0 * busy - 3.0 * index)
-
-
 class SimulatedAccelerator:
     """So many H100. Their load is a function of time and index alone, unless one is planted.
 
@@ -71,7 +61,16 @@ class SimulatedAccelerator:
 
     def load(self, index: int) -> Load:
         """What a device does now."""
-        return self.planted.get(index) or _training(index, self._clock())
+        if index in self.planted:
+            return self.planted[index]
+        # A job that trains in BF16, writes a checkpoint now and then, and whose devices are not quite alike.
+        seconds = self._clock()
+        if seconds % CHECKPOINT_EVERY_S < CHECKPOINT_S:
+            return Load(busy=0.02, pipes={}, power_watts=IDLE_WATTS + 40.0, clock_hz=HIGHEST_CLOCK_HZ)
+        busy = 0.94 + 0.05 * math.sin(seconds / 7.0 + index)
+        hmma = 0.48 * busy
+        pipes = {"tensor": hmma, "hmma": hmma, "fp32": 0.09 * busy, "fp16": 0.01 * busy, "int": 0.12 * busy}
+        return Load(busy=busy, pipes=pipes, power_watts=IDLE_WATTS + 580.0 * busy - 3.0 * index)
 
     def devices(self) -> list[Device]:
         """So many as the configuration says."""

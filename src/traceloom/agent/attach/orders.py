@@ -60,11 +60,7 @@ class OrderFile:
 
     def exists(self) -> bool:
         """Whether it stands."""
-        try:
-            (self.folder / f"{self.name}.order").lstat()
-        except OSError:
-            return False
-        return True
+        return os.path.lexists(self.folder / f"{self.name}.order")
 
     def news(self) -> OrderNews:
         """The last line that is one; nothing where there is none, or where the file is none of the user's."""

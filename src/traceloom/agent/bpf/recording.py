@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from traceloom.agent.bpf.call_probes import RECORD, CallProbes, ProbedCall, Value
-from traceloom.agent.bpf.call_stacks import CallStack, CallStacks
+from traceloom.agent.bpf.call_stacks import CallStacks
 from traceloom.agent.bpf.mappings import Mapping, mappings, open_mapped
 from traceloom.agent.bpf.python_frames import PythonFrames
 from traceloom.agent.bpf.step_probes import LOADER, StepProbes
@@ -407,30 +407,30 @@ class _Stacks:
     def number(self, call: int, stack: int) -> int:
         """The number of the stack of a call; -1 where none was taken."""
         key = (call, stack)
-        if key not in self._known:
-            self._known[key] = self._add(self._calls[call], self._recorded.stacks.stacks.get(stack))
+        if key in self._known:
+            return self._known[key]
+        taken = self._recorded.stacks.stacks.get(stack)
+        if taken is None:
+            self._known[key] = -1
+            return -1
+        symbols, python = self._recorded.symbols, self._recorded.python
+        frames: list[_Frame] = [(symbols.plain(self._calls[call].beginning.rstrip("\0")), "", 0)]
+        for address in taken.native:
+            if python is not None and taken.python and symbols.lies_in(address, python.file):
+                break  # its functions stand for those of Python, which follow
+            frames.append((*symbols.name(address - 1), 0))  # the call is before the address that it returns to
+        if python is not None:
+            frames += [frame for seen in taken.python if (frame := python.describe(*seen)) is not None]
+        row = tuple(self.frame(frame) for frame in frames)
+        if row not in self._numbers:
+            self._numbers[row] = len(self.stacks)
+            self.stacks.append(list(row))
+        self._known[key] = self._numbers[row]
         return self._known[key]
 
     def frame(self, frame: _Frame) -> int:
         """The number of a frame."""
         return self.frames.setdefault(frame, len(self.frames))
-
-    def _add(self, call: ProbedCall, stack: CallStack | None) -> int:
-        if stack is None:
-            return -1
-        symbols, python = self._recorded.symbols, self._recorded.python
-        frames: list[_Frame] = [(symbols.plain(call.beginning.rstrip("\0")), "", 0)]
-        for address in stack.native:
-            if python is not None and stack.python and symbols.lies_in(address, python.file):
-                break  # its functions stand for those of Python, which follow
-            frames.append((*symbols.name(address - 1), 0))  # the call is before the address that it returns to
-        if python is not None:
-            frames += [frame for seen in stack.python if (frame := python.describe(*seen)) is not None]
-        row = tuple(self.frame(frame) for frame in frames)
-        if row not in self._numbers:
-            self._numbers[row] = len(self.stacks)
-            self.stacks.append(list(row))
-        return self._numbers[row]
 
 
 def _image(pid: int) -> tuple[int, int] | None:

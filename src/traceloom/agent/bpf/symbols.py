@@ -88,7 +88,13 @@ class Symbols:
     def name(self, address: int) -> tuple[str, str]:
         """The function at an address and the name of its library; where it has no name, `library+0x12`."""
         if address not in self._names:
-            self._names[address] = self._looked_up(address)
+            mapping = self._mapping_of(address)
+            self._names[address] = (hex(address), "")
+            if mapping is not None:
+                file, offset = self._file_of(address)
+                library = mapping.path.rpartition("/")[2]
+                name = file.name(offset) if file is not None else ""
+                self._names[address] = (self.plain(name) if name else f"{library}+{offset:#x}"), library
         return self._names[address]
 
     def rule(self, address: int) -> UnwindRule:
@@ -105,15 +111,6 @@ class Symbols:
     def plain(self, name: str) -> str:
         """A name of C++ as it is written in its source."""
         return self._demangle(name)[:_MOST_NAME]
-
-    def _looked_up(self, address: int) -> tuple[str, str]:
-        mapping = self._mapping_of(address)
-        if mapping is None:
-            return hex(address), ""
-        file, offset = self._file_of(address)
-        library = mapping.path.rpartition("/")[2]
-        name = file.name(offset) if file is not None else ""
-        return (self.plain(name) if name else f"{library}+{offset:#x}"), library
 
     def _mapping_of(self, address: int) -> Mapping | None:
         index = bisect_right(self._mappings, address, key=lambda mapping: mapping.start) - 1

@@ -30,29 +30,26 @@ class Network(HostCollector):
     def collect(self) -> list[Reading]:
         """Bytes, packets, errors and drops by interface and direction."""
         readings: list[Reading] = []
-        lines = read(self.view / "net" / "dev").decode().splitlines()[2:]
+        lines = read(self.view / "net" / "dev").decode(errors="replace").splitlines()[2:]
         interfaces = [
             (name.strip(), rest.split()) for name, colon, rest in (line.partition(":") for line in lines) if colon
         ]
-        chosen = [row for row in interfaces if self._counts(row[0])][:_MOST_INTERFACES]
-        for name, numbers in chosen:
+        # What leaves the host, and is not counted by another one too; in a container the only interfaces are virtual.
+        net = self.sys / "class" / "net"
+        all_count = not any((entry / "device").exists() for entry in net.glob("*"))
+        chosen = [
+            row
+            for row in interfaces
+            if row[0] != "lo"
+            and (all_count or (net / row[0] / "device").exists() or (net / row[0] / "bonding").exists())
+        ]
+        for name, numbers in chosen[:_MOST_INTERFACES]:
             for metric, (received, sent) in _COLUMNS.items():
                 readings += [
                     Reading(metric, (name, "receive"), int(numbers[received])),
                     Reading(metric, (name, "transmit"), int(numbers[sent])),
                 ]
         return readings
-
-    def _counts(self, interface: str) -> bool:
-        """Whether what goes through it leaves the host, and is not counted by another one too."""
-        if interface == "lo":
-            return False
-        at = self.sys / "class" / "net" / interface
-        # In a container the only interfaces are virtual; they are all there is then.
-        return (at / "device").exists() or (at / "bonding").exists() or not self._has_hardware()
-
-    def _has_hardware(self) -> bool:
-        return any((entry / "device").exists() for entry in (self.sys / "class" / "net").glob("*"))
 
     def trouble(self) -> list[str]:
         """Nothing: what is not there has no reading."""

@@ -24,7 +24,6 @@ from traceloom.agent.board import Board
 from traceloom.agent.config import Config, Token
 from traceloom.agent.http.answers import RequestError, Sees
 from traceloom.agent.metrics import METRICS, Histogram, Series
-from traceloom.agent.owners import Process
 
 _SO_PEERGROUPS = 59  # supplementary groups of a peer, since Linux 4.13; not in Python's socket module
 _OWNED = frozenset({"process", "job", "cgroup"})  # labels that say whose a series is
@@ -121,7 +120,11 @@ class View:
     def __init__(self, board: Board, peer: Peer) -> None:
         self.board, self.peer = board, peer
         self.devices: dict[str, Device] = board.devices
-        self.processes = {key: self._shown(p) for key, p in board.processes.items() if self._sees(p.uid)}
+        self.processes = {
+            key: p if peer.commands or p.uid == peer.uid else msgspec.structs.replace(p, command="", declared={})
+            for key, p in board.processes.items()
+            if self._sees(p.uid)
+        }
         self.device_processes: list[DeviceProcess] = board.device_processes
         self.jobs = {p.owner.job for p in self.processes.values() if p.owner.job}
         others = {p.cgroup for key, p in board.processes.items() if key not in self.processes}
@@ -130,10 +133,6 @@ class View:
 
     def _sees(self, uid: int | None) -> bool:
         return self.peer.sees == "all" or (self.peer.sees == "own" and uid is not None and uid == self.peer.uid)
-
-    def _shown(self, process: Process) -> Process:
-        hidden = not self.peer.commands and process.uid != self.peer.uid
-        return msgspec.structs.replace(process, command="", declared={}) if hidden else process
 
     def shows(self, series: Series) -> bool:
         """Whether the peer may see a series."""

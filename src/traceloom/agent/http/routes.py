@@ -305,10 +305,6 @@ def _may_trace(asked: Asked) -> Callable[[int], bool]:
     return lambda uid: peer.acts or peer.uid == uid
 
 
-def _request_answer(request: TraceRequest) -> forms.RequestAnswer:
-    return forms.RequestAnswer(**msgspec.structs.asdict(request))
-
-
 def _own_request(asked: Asked) -> TraceRequest:
     """The request that the path names.
 
@@ -325,7 +321,7 @@ def _own_request(asked: Asked) -> TraceRequest:
 async def _requests(asked: Asked) -> forms.RequestsAnswer:
     may_trace = _may_trace(asked)
     own = [request for request in asked.agent.desk.requests.values() if may_trace(request.uid)]
-    return forms.RequestsAnswer(requests=[_request_answer(request) for request in own])
+    return forms.RequestsAnswer(requests=[forms.RequestAnswer(**msgspec.structs.asdict(request)) for request in own])
 
 
 async def _request_trace(asked: Asked) -> forms.RequestAnswer:
@@ -344,7 +340,7 @@ async def _request_trace(asked: Asked) -> forms.RequestAnswer:
         asked.peer.name, asked.peer.pid, "/api/v1/requests", allowed=True, request=request.id, of=request.uid,
         pids=pids, wanted=asks,
     )  # fmt: skip
-    return _request_answer(request)
+    return forms.RequestAnswer(**msgspec.structs.asdict(request))
 
 
 async def _cancel(asked: Asked) -> forms.RequestAnswer:
@@ -353,7 +349,7 @@ async def _cancel(asked: Asked) -> forms.RequestAnswer:
     asked.agent.acts(
         asked.peer.name, asked.peer.pid, "/api/v1/requests/{id}", allowed=True, request=request.id, cancels=True
     )
-    return _request_answer(request)
+    return forms.RequestAnswer(**msgspec.structs.asdict(request))
 
 
 async def _request_events(asked: Asked) -> Response:
@@ -531,7 +527,7 @@ ROUTES = (
     Route(
         path="/api/v1/requests/{id}",
         summary="How far a request is",
-        answers=lambda asked: _request_answer(_own_request(asked)),
+        answers=lambda asked: forms.RequestAnswer(**msgspec.structs.asdict(_own_request(asked))),
         answer=forms.RequestAnswer,
         refuses=(403, 404),
     ),

@@ -386,6 +386,7 @@ def unix_listener(path: Path) -> tuple[socket.socket, int]:
             path.unlink()
         listener.bind(str(path))
         path.chmod(0o666)
+        listener.listen()  # who sees it may connect at once, and is answered as soon as the agent is ready
     except OSError as error:
         listener.close()
         os.close(lock)

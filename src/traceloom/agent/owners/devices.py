@@ -192,13 +192,13 @@ def _allowed(
     """What the runtime of the container, or Slurm, lets a process reach, as far as variables tell."""
     if root is None:
         for variable in _SLURM:
-            entries = _entries(environment.get(variable, ""))
+            entries = list(filter(None, map(str.strip, environment.get(variable, "").split(","))))
             if entries:  # Slurm names devices by their files, in the order of which they need not be counted
                 uuids = [devices.named(f"nvidia{entry}") or devices.named(entry) for entry in entries]
                 return (frozenset(uuids) if all(uuids) else None), variable
         return None, ""
     variable = "NVIDIA_VISIBLE_DEVICES"
-    entries = _entries(environment.get(variable, ""))
+    entries = list(filter(None, map(str.strip, environment.get(variable, "").split(","))))
     if entries == ["none"]:
         return frozenset(), variable
     if entries == ["all"]:
@@ -207,10 +207,6 @@ def _allowed(
         return (frozenset(devices.all()) if reached else None), variable
     uuids = [devices.numbered(entry) or devices.named(entry) for entry in entries]
     return (devices.parts(uuids) & set(devices.all()) if uuids and all(uuids) else None), variable
-
-
-def _entries(text: str) -> list[str]:
-    return [entry for part in text.split(",") if (entry := part.strip())]
 
 
 def _listed(text: str, order: Sequence[str], devices: HostDevices, *, strict: bool) -> tuple[str, ...] | None:

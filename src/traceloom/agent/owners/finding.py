@@ -63,7 +63,12 @@ class OwnerFinder:
         if self._listed != devices:
             self._listed, self._devices = list(devices), HostDevices(devices, self._proc, self._sys)
         self.framework_versions.wanted = dict(processes)
-        places = {key: location for key, facts in processes.items() if (location := _place(facts)).container}
+        places: dict[str, ContainerPlace] = {}
+        for key, facts in processes.items():
+            of_cgroup = of_paths(facts.cgroups.values())
+            if container := of_cgroup.get("container", ""):
+                pod = of_cgroup.get("job", "") if of_cgroup.get("scheduler") == "kubernetes" else ""
+                places[key] = ContainerPlace(pod, container)
         stated = {key: self._stated(facts, places.get(key)) for key, facts in processes.items()}
         granted = self._state_pods(processes, places, used, stated)
         _inherit_jobs(processes, stated)
@@ -192,12 +197,6 @@ class OwnerFinder:
             except KeyError:
                 self._names[uid] = ""
         return self._names[uid]
-
-
-def _place(facts: ProcessFacts) -> ContainerPlace:
-    of_cgroup = of_paths(facts.cgroups.values())
-    pod = of_cgroup.get("job", "") if of_cgroup.get("scheduler") == "kubernetes" else ""
-    return ContainerPlace(pod, of_cgroup.get("container", ""))
 
 
 def _ancestors(facts: ProcessFacts, by_pid: Mapping[int, ProcessFacts]) -> Iterator[ProcessFacts]:

@@ -14,7 +14,7 @@ from traceloom.packed import write_packed
 
 VERSION = 1
 _MOST_BYTES = 256 << 20
-_THREAD = re.compile(r"thread \((0x[0-9A-Fa-f]+|\d+)\)(?:: (.*))?", re.DOTALL)
+_THREAD = re.compile(r"thread \((?:0x([0-9A-Fa-f]{1,16})|([0-9]{1,19}))\)(?:: (.*))?", re.DOTALL)
 
 
 class _Place(msgspec.Struct):
@@ -111,7 +111,7 @@ def _runs(events: list[_Event]) -> tuple[list[tuple[int, str]], list[Frame], lis
             if match := _THREAD.fullmatch(event.name) if not event.args.filename else None:
                 if event.tid not in threads:
                     threads[event.tid] = len(named)
-                    named.append((int(match[1], 0), match[2] or ""))
+                    named.append((int(match[1], 16) if match[1] else int(match[2]), match[3] or ""))
             else:
                 frame = Frame(event.name, event.args.filename, event.args.line)
                 stack.append(numbers.setdefault(frame, len(numbers)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
@@ -193,7 +194,11 @@ class TimelineProfiler:
                         raise
                     attempt, resumed, order.start_ns = attempt + 1, "queued", None
                     self.tell("queued", error.slug, f"once more, as {error.message}", attempt=attempt, start_ns=None)
-                    pause_s = 0.0 if error.slug == "cancelled-by-program" else self._pause_s(process)
+                    pause_s = 0.0
+                    if error.slug != "cancelled-by-program":  # it did nothing: one that has just begun imports PyTorch
+                        client = self.registry.clients.get(process.key)
+                        polled_s = (time.time_ns() - client.first_ns) / 1e9 if client is not None else 0.0
+                        pause_s = max(_BACK_OFF_S, min(_IMPORT_S - polled_s, _IMPORT_S))
                     waited_until = max(waited_until, time.monotonic() + pause_s + _BACK_OFF_S)
                     await asyncio.sleep(pause_s)
                 else:
@@ -205,12 +210,6 @@ class TimelineProfiler:
             self.registry.offers.pop(process.key, None)
             if order.start is not None:
                 order.start.leave(process.key)
-
-    def _pause_s(self, process: Process) -> float:
-        """Before the next try of a process that did nothing: one that has just begun still imports PyTorch."""
-        client = self.registry.clients.get(process.key)
-        polled_s = (time.time_ns() - client.first_ns) / 1e9 if client is not None else 0.0
-        return max(_BACK_OFF_S, min(_IMPORT_S - polled_s, _IMPORT_S))
 
     async def _write(  # noqa: PLR0917  (of one try)
         self, process: Process, window: Window, seconds: float | None, attempt: int, resumed: State, until: float
@@ -229,7 +228,20 @@ class TimelineProfiler:
                 self.tell("queued", "not-all-ready", "waits until all processes of the request are ready")
                 start_ns = await self.order.start.ready(process.key, AHEAD_S + client.interval_s + 1.0)
                 self.tell("queued", start_ns=start_ns)
-            configuration = self._configuration(window, seconds, attempt, start_ns)
+            configuration = TraceConfiguration(
+                path=str(order.incoming / order.name(attempt)),
+                trace_id=order.trace_id,
+                group_id=order.group_id,
+                duration_ms=0 if seconds is None else max(1, round(seconds * 1000)),
+                steps=(window.steps or 0) if seconds is None else 0,
+                fallback_ms=_FALLBACK_MS if seconds is None else 0,
+                start_ms=0 if start_ns is None or seconds is None else start_ns // 1_000_000,
+                start_step=order.at_step if seconds is None else 0,
+                shapes=order.shapes,
+                stacks=order.stacks,
+                flops=order.flops,
+                modules=order.modules,
+            )
             await self._deliver(process, window, configuration, start_ns, until)
         begin_s = max(0.0, (start_ns or 0) / 1e9 - time.time()) if start_ns else _USUAL_AHEAD_S
         if seconds is None:
@@ -238,19 +250,6 @@ class TimelineProfiler:
             begin_s = _SLOW_STEP_S + (ahead / rate if rate else 0.0)
         await self._collected(process, watch, begin_s, seconds or self.order.most_seconds)
         return start_ns
-
-    def _configuration(
-        self, window: Window, seconds: float | None, attempt: int, start_ns: int | None
-    ) -> TraceConfiguration:
-        order = self.order
-        return TraceConfiguration(
-            path=str(order.incoming / order.name(attempt)), trace_id=order.trace_id, group_id=order.group_id,
-            duration_ms=0 if seconds is None else max(1, round(seconds * 1000)),
-            steps=(window.steps or 0) if seconds is None else 0, fallback_ms=_FALLBACK_MS if seconds is None else 0,
-            start_ms=0 if start_ns is None or seconds is None else start_ns // 1_000_000,
-            start_step=order.at_step if seconds is None else 0,
-            shapes=order.shapes, stacks=order.stacks, flops=order.flops, modules=order.modules,
-        )  # fmt: skip
 
     async def _ready(self, process: Process, window: Window, until: float) -> ProfilerClient:
         """Wait until the process polls, is idle, and steps where steps are wanted and it says whether it does."""
@@ -376,18 +375,10 @@ class _Watch:
         self._whole, self._part = folder / name, folder / f"{name}.tmp"
 
     def begun(self) -> bool:
-        return self._exists(self._part)
+        return os.path.lexists(self._part)
 
     def written(self) -> bool:
-        return self._exists(self._whole)
-
-    @staticmethod
-    def _exists(path: Path) -> bool:
-        try:
-            path.lstat()
-        except OSError:
-            return False
-        return True
+        return os.path.lexists(self._whole)
 
 
 class _Polls:

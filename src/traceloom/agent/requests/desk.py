@@ -497,14 +497,14 @@ class RequestDesk:
                     "created_ns": request.asked_ns, "written_ns": target.since_ns, "window": window, "notices": [],
                 }
             )  # fmt: skip
-        asked = msgspec.to_builtins(msgspec.structs.replace(request, files=[]))
+        whole = msgspec.to_builtins(msgspec.structs.replace(request, files=[]))
         beside: dict[str, list[str]] = {}
         for target in kept:
             if target.profiler in ("stacks", "telemetry"):
                 beside.setdefault(target.profiler, []).append(target.file)
         return {
             "format": "traceloom-capture", "version": 1, "traceloom": __version__,
-            "stage": "profiled", "run": {}, "ranks": entries, "request": asked, **beside,
+            "stage": "profiled", "run": {}, "ranks": entries, "request": whole, **beside,
         }  # fmt: skip
 
     def _tell(

@@ -184,10 +184,16 @@ def _verified(
     windows = [event for event in trace.traceEvents if event.ph == "X" and event.name.startswith("PyTorch Profiler (")]
     if not windows:  # PyTorch was still being imported: libkineto recorded alone
         raise _FaultError(slug="empty", detail="PyTorch's profiler was not there yet")
-    if not isinstance(windows[0].ts, float) or not _are_times(trace, windows[0].ts, windows[0].dur):
+    ts, dur = windows[0].ts, windows[0].dur
+    if (
+        not isinstance(ts, float)
+        or not 0 <= trace.baseTimeNanoseconds < _LATEST_NS
+        or not 0 <= ts < _LATEST_NS / 1000
+        or not 0 < dur < _LATEST_NS / 1000
+    ):
         raise _FaultError(slug="damaged", detail="it does not say when its window was")
-    began_ns = trace.baseTimeNanoseconds + round(windows[0].ts * 1000)
-    ended_ns = began_ns + round(windows[0].dur * 1000)
+    began_ns = trace.baseTimeNanoseconds + round(ts * 1000)
+    ended_ns = began_ns + round(dur * 1000)
     if duration_s is not None and not 0 < ended_ns - began_ns < duration_s * 1e9 + _SLACK_NS:
         lasted = (ended_ns - began_ns) / 1e9
         raise _FaultError(slug="damaged", detail=f"its window is {lasted:.3f} s, asked for were {duration_s} s")
@@ -203,10 +209,6 @@ def _verified(
     if not operators:
         raise _FaultError(slug="empty", detail="no operator ran in its window")
     return {"operators": operators, "steps": count, "window_start_ns": began_ns, "window_end_ns": ended_ns}
-
-
-def _are_times(trace: _Trace, ts: float, dur: float) -> bool:
-    return 0 <= trace.baseTimeNanoseconds < _LATEST_NS and 0 <= ts < _LATEST_NS / 1000 and 0 < dur < _LATEST_NS / 1000
 
 
 def _compressed(copy: Path, target: Path, most_kept_bytes: int, most_result_bytes: int | None) -> dict[str, Any]:

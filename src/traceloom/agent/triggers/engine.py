@@ -190,8 +190,8 @@ class Triggers:
         """Whom a rule is to trace; of what only happened it is said where nobody is left."""
         processes = self._index.concerned(firing.labels)
         if not processes and firing.labels and not firing.lasts:
-            asked = {label: value for label, value in rule.where.items() if label in OWNER_LABELS}
-            if all(firing.labels.get(label) == value for label, value in asked.items()):
+            owners = {label: value for label, value in rule.where.items() if label in OWNER_LABELS}
+            if all(firing.labels.get(label) == value for label, value in owners.items()):
                 key = next(filter(None, firing.labels.values()), "")
                 return [
                     TriggerTarget(
@@ -260,7 +260,8 @@ class Triggers:
         self._changed.add(rule.name)
         self._write(charges)
         pids = sorted({each.pid for each in request.targets})
-        self._note(rule, "done", request=request.id, of=uid, pids=pids, why=firing.what)
+        facts = {"request": request.id, "of": uid, "pids": pids, "why": firing.what}
+        self._disk.submit(partial(self._audit.write, f"trigger {rule.name}", "trigger", "done", **facts))
         return None
 
     def _refused(  # noqa: PLR0917  (of one try)
@@ -282,11 +283,9 @@ class Triggers:
         self._changed.add(rule.name)
         if tried is not None and tried.noted_ns and now_ns - tried.noted_ns < _AGAIN_NS:
             return tried.noted_ns
-        self._note(rule, refusal.reason, target=target.key, detail=refusal.detail, why=firing.what)
+        facts = {"target": target.key, "detail": refusal.detail, "why": firing.what}
+        self._disk.submit(partial(self._audit.write, f"trigger {rule.name}", "trigger", refusal.reason, **facts))
         return now_ns
-
-    def _note(self, rule: TriggerRule, result: str, **details: object) -> None:
-        self._disk.submit(partial(self._audit.write, f"trigger {rule.name}", "trigger", result, **details))
 
     def _seconds(self, wanted: Wanted, process: str) -> float:
         """How long a process is traced at most, as far as it can be said before."""

@@ -13,7 +13,7 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,6 @@ from traceloom.agent.board import Board
 from traceloom.agent.config import Config
 from traceloom.agent.http.answers import RequestError
 from traceloom.agent.metrics import Reading
-from traceloom.agent.owners import Process
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.model import TraceRequest
 from traceloom.agent.topline import Topline
@@ -233,20 +232,19 @@ class Uplink:
                 for uuid, device in self.board.devices.items()
             ],
             processes=[
-                self._process(process, hung) for process in list(self.board.processes.values())[:MOST_PROCESSES]
+                HostProcess(
+                    key=process.key, pid=process.pid, uid=process.uid, job=process.owner.job,
+                    job_name=process.owner.name, scheduler=process.owner.scheduler, rank=process.owner.rank,
+                    world_size=process.owner.world_size, user=process.owner.user, account=process.owner.account,
+                    framework=process.owner.framework, labels=process.owner.labels, devices=process.devices,
+                    steps_per_second=process.steps_per_second,
+                    steps=None if (pace := self.desk.steps.pace(process.key)) is None else pace.steps,
+                    polls=process.key in self.desk.registry.clients, hung=process.owner.job in hung,
+                )
+                for process in list(self.board.processes.values())[:MOST_PROCESSES]
             ],
             usage=usage,
             trouble={name: state.trouble[:256] for name, state in self.board.collectors.items() if state.trouble},
-        )  # fmt: skip
-
-    def _process(self, process: Process, hung: Collection[str]) -> HostProcess:
-        owner, pace = process.owner, self.desk.steps.pace(process.key)
-        return HostProcess(
-            key=process.key, pid=process.pid, uid=process.uid, job=owner.job, job_name=owner.name,
-            scheduler=owner.scheduler, rank=owner.rank, world_size=owner.world_size, user=owner.user,
-            account=owner.account, framework=owner.framework, labels=owner.labels, devices=process.devices,
-            steps_per_second=process.steps_per_second, steps=None if pace is None else pace.steps,
-            polls=process.key in self.desk.registry.clients, hung=owner.job in hung,
         )  # fmt: skip
 
     # Work.

@@ -169,6 +169,18 @@ def test_interfaces_of_hardware(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_card_may_have_any_name(tmp_path: Path) -> None:
+    """The kernel takes all bytes but white space, `/` and `:`."""
+    tree = HostTree(tmp_path)
+    tree.write(
+        "proc/1/net/dev",
+        b"Inter-|\n face |\n caf\xe9\xff: 7 1 0 0 0 0 0 0 9 2 0 0 0 0 0 0\n  lo: 5 5 0 0 0 0 0 0 5 5 0 0 0 0 0 0\n",
+    )
+    values = _values(Network(tree.config()))
+    assert {key[1] for key in values} == {"caf\ufffd\ufffd"}
+    assert values["host_network_bytes_total", "caf\ufffd\ufffd", "transmit"] == 9
+
+
 def test_a_container_has_virtual_interfaces_alone(tmp_path: Path) -> None:
     tree = HostTree(tmp_path)
     tree.write("proc/1/net/dev", NET)

@@ -9,6 +9,7 @@ import random
 import shutil
 import socket
 import ssl
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ import pytest
 
 from support.agent_server import Reply, SmallAgent, ask, connect, listening
 from traceloom.agent.config import Access, Config, Tcp, Token
-from traceloom.agent.http.server import tcp_security
-from traceloom.errors import InputError
+from traceloom.agent.http.server import tcp_security, unix_listener
+from traceloom.errors import InputError, OutputError
 
 PATIENCE_S = 60.0  # of these tests; that of the agent is far shorter
 
@@ -310,3 +311,22 @@ def test_a_client_that_never_shakes_hands(certificate: Certificates, tmp_path: P
             silent.settimeout(PATIENCE_S)
             assert _ask_over_tls(listeners.tcp_address, path, Authorization="Bearer secret").status == 200
             assert silent.recv(1) == b""
+
+
+def test_a_socket_that_can_be_seen_takes_connections(tmp_path: Path) -> None:
+    """Scripts wait for the file to appear; the agent answers once it is ready."""
+    listener, lock = unix_listener(tmp_path / "s")
+    try:
+        with connect(tmp_path / "s"):
+            assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o666
+    finally:
+        listener.close()
+        os.close(lock)
+    again, lock = unix_listener(tmp_path / "s")  # that of an agent that has ended is replaced
+    with again, connect(tmp_path / "s"):
+        os.close(lock)
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(OutputError) as refused:
+        unix_listener(tmp_path / "file")
+    assert refused.value.slug == "socket-unusable"
+    assert (tmp_path / "file").read_text() == "precious"

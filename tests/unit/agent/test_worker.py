@@ -1,0 +1,96 @@
+"""Tasks in processes of their own: what they give, how they fail, and that none is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.waiting import until
+from traceloom.agent import worker
+from traceloom.errors import TraceloomError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
+
+
+def children() -> set[str]:
+    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[str]:
+    """A socket that somebody listens at, and never answers."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        yield str(tmp_path / "s")
+
+
+def test_what_a_task_gives_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"no record")
+    result = worker.run("flight-records", files={"3": str(tmp_path / "a")})
+    assert result["bad"] == {"3": "it is neither a pickle nor JSON"}
+    assert asyncio.run(worker.run_alone("flight-records", files={})) == {
+        "bad": {}, "verdict": {"kind": "nothing", "sentence": "no rank waits in a collective that is recorded", "ranks": [],
+                               "waits": {}, "group": "", "operation": "", "sequence": None},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("task", "arguments", "words"),
+    [
+        ("flight-records", {}, "missing 1 required"), ("flight-records", {"files": 7}, "has no attribute"),
+        ("keep-trace", {"folder": "/"}, "missing"), ("no-such-task", {}, "ended"),
+        ("launches", {"order": {"pid": 0}}, "missing required field"),
+    ],
+)  # fmt: skip
+def test_a_task_that_fails_says_why(task: str, arguments: dict[str, object], words: str) -> None:
+    before = children()
+    with pytest.raises(TraceloomError, match=words) as first:
+        worker.run(task, **arguments)
+    with pytest.raises(TraceloomError, match=words) as second:
+        asyncio.run(worker.run_alone(task, **arguments))
+    assert first.value.slug == second.value.slug == "task-failed"
+    assert task in first.value.message
+    until(lambda: children() <= before)
+
+
+def test_a_task_that_takes_too_long_is_killed(silent: str) -> None:
+    before = children()
+    with pytest.raises(TraceloomError, match="`pod-resources` failed: its process ended"):
+        worker.run("pod-resources", timeout_s=1.0, socket=silent)
+    assert children() <= before
+
+
+def test_a_task_that_nobody_waits_for_any_more_is_killed(silent: str) -> None:
+    before = children()
+
+    async def cancelled() -> None:
+        running = asyncio.create_task(worker.run_alone("pod-resources", socket=silent))
+        await asyncio.to_thread(until, lambda: children() - before)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    until(lambda: children() <= before)  # it is reaped, whenever the kernel lets it go
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_task_as_another_user_reads_what_that_user_may(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"{}")
+    secret.chmod(0o600)
+    own = worker.run("flight-records", files={"0": str(secret)})
+    assert "no flight record" in own["bad"]["0"]
+    try:
+        other = worker.run("flight-records", user=65534, files={"0": str(secret)})
+    except TraceloomError as error:  # of a Python that is root's alone
+        assert error.slug == "task-failed"  # noqa: PT017
+    else:
+        assert "ermission denied" in other["bad"]["0"]
