@@ -32,7 +32,7 @@ def service(answer: Answer) -> Iterator[FleetClient]:
         def log_message(self, *_: object) -> None:
             pass
 
-        def do_GET(self) -> None:  # noqa: N802  (as http.server calls it)
+        def do_GET(self) -> None:
             answer(self)
 
         do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815
