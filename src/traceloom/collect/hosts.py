@@ -44,6 +44,7 @@ from traceloom.collect.plan import (
     FleetRequest,
     HostProgress,
     advanced,
+    believed_pace,
     cancelled,
     planned,
     reported,
@@ -206,8 +207,13 @@ class HostDesk:
     async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
         """Take how a host is, and its usage; what was sent before is acknowledged again."""
         received_ns = self.clock()
-        without = msgspec.structs.replace(heartbeat, usage=[])  # which the state keeps
-        self.now[host] = HostNow(heartbeat=without, received_ns=received_ns)
+        believed = [
+            msgspec.structs.replace(process, steps_per_second=believed_pace(process.steps_per_second))
+            for process in heartbeat.processes
+        ]
+        # Without usage, which the state keeps.
+        said = msgspec.structs.replace(heartbeat, usage=[], processes=believed)
+        self.now[host] = HostNow(heartbeat=said, received_ns=received_ns)
         through = 0
         if heartbeat.usage:
             possible = possible_rows(heartbeat.usage, received_ns)
