@@ -46,7 +46,7 @@ _UPLOAD_NS = 900 * _S
 _MOST_OFFSET_NS, _MOST_ERROR_NS = 100 * 365 * 86_400 * _S, 10 * _S
 # Of a pace that is believed: a step a day, and more of them than a loop of Python makes.
 _SLOWEST, _FASTEST = 1 / 86_400, 1e6
-_FURTHEST_S = 30 * 86_400.0  # that a step may be ahead, or a trace take; more is a mistake, and no clock has room for it
+_FURTHEST_S = 30 * 86_400.0  # that a step may be ahead, or a trace take: no clock has room for all that one may ask
 _MOST_NAMED = 8  # runs of ranks, or others that are alike
 _LONGEST_STEP_S = 60.0  # where nobody knows how long the steps of a job take
 
