@@ -349,7 +349,7 @@ class HostDesk:
 
     async def work(self, host: str, version: str, wait_s: float) -> WorkAnswer:
         """What a host is to do; waits while that is what the host knows (`version`) already."""
-        until = time.monotonic() + min(max(wait_s, 0.0), LONGEST_WAIT_S)
+        until = time.monotonic() + min(max(0.0, wait_s), LONGEST_WAIT_S)  # in this order nan is 0
         while True:
             call = self._call  # before the look: what changes after it is not missed
             offers = (work_of(request, host) for request in self._open.values())
