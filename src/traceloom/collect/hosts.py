@@ -45,6 +45,7 @@ from traceloom.collect.plan import (
     FleetRequest,
     HostProgress,
     advanced,
+    believed_pace,
     cancelled,
     planned,
     reported,
@@ -207,8 +208,13 @@ class HostDesk:
     async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
         """Take how a host is, and its usage; what was sent before is acknowledged again."""
         received_ns = self.clock()
-        without = msgspec.structs.replace(heartbeat, usage=[])  # which the state keeps
-        self.now[host] = HostNow(heartbeat=without, received_ns=received_ns)
+        believed = [
+            msgspec.structs.replace(process, steps_per_second=believed_pace(process.steps_per_second))
+            for process in heartbeat.processes
+        ]
+        # Without usage, which the state keeps.
+        said = msgspec.structs.replace(heartbeat, usage=[], processes=believed)
+        self.now[host] = HostNow(heartbeat=said, received_ns=received_ns)
         through = 0
         if heartbeat.usage:
             possible = possible_rows(heartbeat.usage, received_ns)
@@ -346,7 +352,7 @@ class HostDesk:
 
     async def work(self, host: str, version: str, wait_s: float) -> WorkAnswer:
         """What a host is to do; waits while that is what the host knows (`version`) already."""
-        until = time.monotonic() + min(max(wait_s, 0.0), LONGEST_WAIT_S)
+        until = time.monotonic() + min(max(0.0, wait_s), LONGEST_WAIT_S)  # in this order nan is 0
         while True:
             call = self._call  # before the look: what changes after it is not missed
             offers = (work_of(request, host) for request in self._open.values())

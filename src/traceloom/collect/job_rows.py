@@ -30,20 +30,19 @@ def said_of_jobs(processes: Mapping[str, list[HostProcess]]) -> dict[str, JobFac
         for process in sorted(processes[host], key=lambda process: (process.rank is None, process.rank, process.key)):
             if process.job and "\0" not in process.job:  # which no database keeps
                 members[process.job].append(process)
-    return {job: _said(of_job) for job, of_job in members.items()}
-
-
-def _said(processes: list[HostProcess]) -> JobFacts:
-    labels: dict[str, str] = {}
-    for process in processes:
-        for name, text in process.labels.items():
-            if len(labels) < _MOST_LABELS:
-                labels.setdefault(name[:_MOST_TEXT], text[:_MOST_TEXT])
-    first = {
-        name: next((text for process in processes if (text := getattr(process, name))), "")
-        for name in ("scheduler", "user", "framework")
-    }
-    return JobFacts(**first, labels=dict(sorted(labels.items())))
+    facts = {}
+    for job, of_job in members.items():
+        labels: dict[str, str] = {}
+        for process in of_job:
+            for name, text in process.labels.items():
+                if len(labels) < _MOST_LABELS:
+                    labels.setdefault(name[:_MOST_TEXT], text[:_MOST_TEXT])
+        first = {
+            name: next((text for process in of_job if (text := getattr(process, name))), "")
+            for name in ("scheduler", "user", "framework")
+        }
+        facts[job] = JobFacts(**first, labels=dict(sorted(labels.items())))
+    return facts
 
 
 def said_by_captures(captures: pl.DataFrame) -> dict[tuple[str, int], JobFacts]:

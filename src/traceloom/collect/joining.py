@@ -75,6 +75,10 @@ class Joining:
                 fault = str(error)
                 if slug in _FOR_GOOD or time.monotonic() > until:
                     break
+            except Exception as error:  # of ours; the request ends and says so, it does not stay as it is for ever
+                LOG.exception("request %s cannot be joined", request.id)
+                fault = f"a defect of the service: {type(error).__name__}: {error}"
+                break
             await asyncio.sleep(_PAUSE_S)
         with contextlib.suppress(TraceloomError):  # the desk writes it down as soon as it can
             await self.desk.put(analysed(request, self.desk.clock(), fault))

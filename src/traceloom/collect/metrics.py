@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from traceloom.agent.metrics import Reading
-from traceloom.collect.hosts import HostDesk
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -93,8 +92,8 @@ class FleetSeries:
     def _readings(self) -> Iterator[Reading]:
         service = self.service
         yield Reading("traceloom_fleet_leads", (), float(service.pipeline.leads))
-        for state, count in service.state.counts().items():
-            yield Reading("traceloom_fleet_tasks", (state,), count)
+        for of_task, tasks in service.state.counts().items():
+            yield Reading("traceloom_fleet_tasks", (of_task,), tasks)
         yield Reading("traceloom_fleet_usage_waiting", (), service.state.waiting_minutes())
         if service.objects.directory is not None:
             space = shutil.disk_usage(service.objects.directory)
@@ -106,29 +105,26 @@ class FleetSeries:
         if statm.exists():  # Linux alone says what is resident now
             resident = int(statm.read_text().split()[1]) * resource.getpagesize()
             yield Reading("traceloom_fleet_memory_bytes", (), resident)
-        if (desk := service.hosts) is not None:
-            yield from _of_hosts(desk)
-
-
-def _of_hosts(desk: HostDesk) -> Iterator[Reading]:
-    """The loop goes on meanwhile: what it changes is copied first."""
-    fresh, members = desk.fresh(), sorted(desk.members)
-    up = sum(host in fresh for host in members)
-    yield Reading("traceloom_fleet_hosts", ("here",), up)
-    yield Reading("traceloom_fleet_hosts", ("lost",), len(members) - up)
-    devices, jobs = Counter({"well": 0, "stale": 0}), set()
-    for host in members:
-        yield Reading("traceloom_fleet_host_up", (host,), float(host in fresh))
-        # Also where there is none: of a counter that begins at 1, Prometheus does not see the first.
-        yield Reading("traceloom_fleet_usage_refused_rows", (host,), desk.refused_rows.get(host, 0))
-    for host, now in fresh.items():
-        beat = now.heartbeat
-        if beat.clock is not None:
-            yield Reading("traceloom_fleet_host_clock_offset_seconds", (host,), beat.clock.offset_ns / _NS)
-        devices.update("stale" if device.stale else "well" for device in beat.devices)
-        jobs |= {process.job for process in beat.processes if process.job}
-    for state, count in devices.items():
-        yield Reading("traceloom_fleet_devices", (state,), count)
-    yield Reading("traceloom_fleet_jobs", (), len(jobs))
-    for state, count in Counter(request.state for request in list(desk.requests.values())).items():
-        yield Reading("traceloom_fleet_traces", (state,), count)
+        if (desk := service.hosts) is None:
+            return
+        # The loop goes on meanwhile: what it changes is copied first.
+        fresh, members = desk.fresh(), sorted(desk.members)
+        up = sum(host in fresh for host in members)
+        yield Reading("traceloom_fleet_hosts", ("here",), up)
+        yield Reading("traceloom_fleet_hosts", ("lost",), len(members) - up)
+        devices, jobs = Counter({"well": 0, "stale": 0}), set()
+        for host in members:
+            yield Reading("traceloom_fleet_host_up", (host,), float(host in fresh))
+            # Also where there is none: of a counter that begins at 1, Prometheus does not see the first.
+            yield Reading("traceloom_fleet_usage_refused_rows", (host,), desk.refused_rows.get(host, 0))
+        for host, now in fresh.items():
+            beat = now.heartbeat
+            if beat.clock is not None:
+                yield Reading("traceloom_fleet_host_clock_offset_seconds", (host,), beat.clock.offset_ns / _NS)
+            devices.update("stale" if device.stale else "well" for device in beat.devices)
+            jobs |= {process.job for process in beat.processes if process.job}
+        for state, count in devices.items():
+            yield Reading("traceloom_fleet_devices", (state,), count)
+        yield Reading("traceloom_fleet_jobs", (), len(jobs))
+        for of_request, requests in Counter(request.state for request in list(desk.requests.values())).items():
+            yield Reading("traceloom_fleet_traces", (of_request,), requests)

@@ -44,6 +44,9 @@ _DRAIN_NS = 120 * _S  # for files to be written and verified
 _UPLOAD_NS = 900 * _S
 # Of a clock that is believed: one that begins anew in 1970 is, and no round trip of an agent takes twice the error.
 _MOST_OFFSET_NS, _MOST_ERROR_NS = 100 * 365 * 86_400 * _S, 10 * _S
+# Of a pace that is believed: a step a day, and more of them than a loop of Python makes.
+_SLOWEST, _FASTEST = 1 / 86_400, 1e6
+_FURTHEST_S = 30 * 86_400.0  # that a step may be ahead, or a trace take: no clock has room for all that one may ask
 _MOST_NAMED = 8  # runs of ranks, or others that are alike
 _LONGEST_STEP_S = 60.0  # where nobody knows how long the steps of a job take
 
@@ -126,14 +129,21 @@ def reported(request: FleetRequest, host: str, report: HostReport, now_ns: int) 
     clock = report.clock
     if clock is not None and (abs(clock.offset_ns) > _MOST_OFFSET_NS or clock.error_ns > _MOST_ERROR_NS):
         clock = None  # all would wait for it, or the capture would lie in no time that there is
+    processes = [replace(of, steps_per_second=believed_pace(of.steps_per_second)) for of in report.processes]
     progress = HostProgress(
         state=report.state, since_ns=before.since_ns if report.state == before.state else now_ns, reason=report.reason,
-        detail=report.detail, processes=report.processes or before.processes, targets=report.targets or before.targets,
+        detail=report.detail, processes=processes or before.processes, targets=report.targets or before.targets,
         files=report.files or before.files, clock=clock or before.clock, at_ns=before.at_ns, heard_ns=now_ns,
         ranks=before.ranks, answered_ns=before.answered_ns or now_ns,
         begun_ns=before.begun_ns or (0 if report.state == "armed" else now_ns),
     )  # fmt: skip
     return replace(request, hosts={**request.hosts, host: progress})
+
+
+def believed_pace(steps_per_second: float | None) -> float | None:
+    """Steps per second as a host says; None where that cannot be, as a host may say anything."""
+    believed = steps_per_second is not None and (steps_per_second == 0 or _SLOWEST <= steps_per_second <= _FASTEST)
+    return steps_per_second if believed else None
 
 
 def sent_again(request: FleetRequest, hosts: Iterable[str], now_ns: int) -> FleetRequest:
@@ -275,7 +285,7 @@ def _with_start(request: FleetRequest, now_ns: int) -> FleetRequest:
             step = max(request.at_step, possible)
             if 0 < request.at_step < step:
                 why = f"step {request.at_step} is too near: all can begin with step {step}"
-            start_ns = now_ns + int((step - made) / rate * _S)
+            start_ns = now_ns + int(min((step - made) / rate, _FURTHEST_S) * _S)
             request = _with_instant(replace(request, earliest_ns=start_ns), now_ns)
             return replace(request, start_step=step, start_detail=why)
         request = replace(request, start_detail=f"they begin at one instant: {why}")
@@ -330,7 +340,7 @@ def _expected_ns(request: FleetRequest) -> int:
             if process.steps_per_second
         ]
         seconds = (request.wanted.steps or 0) * min(2 / min(rates), _LONGEST_STEP_S) if rates else _LONGEST_STEP_S
-    return int(seconds * _S) + _READY_NS + _DRAIN_NS
+    return int(min(seconds, _FURTHEST_S) * _S) + _READY_NS + _DRAIN_NS
 
 
 def _names(request: FleetRequest) -> str:

@@ -66,7 +66,10 @@ def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) 
         if decoded is None or not isinstance(decoded[0].get("ranks"), list):
             faults.append(f"{part.host}: its capture.json cannot be read")
             continue
-        document = decoded[0]
+        document, notices = decoded
+        faults += [f"{part.host}: {notice.message}" for notice in notices]
+        if not document["ranks"]:
+            faults.append(f"{part.host}: its capture.json names no rank")
         names = _renamed(sorted(path.name for path in part.folder.iterdir()), taken, part.host)
         names = {name: new for name, new in names.items() if new not in taken}
         taken |= set(names.values())
@@ -94,7 +97,8 @@ def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) 
             targets.append({**target, "host": part.host, "file": names.get(file, "") if isinstance(file, str) else ""})
         for kind in ("stacks", "telemetry"):
             listed = document.get(kind)
-            files = [names[name] for name in listed if name in names] if isinstance(listed, list) else []
+            sent = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+            files = [names[name] for name in sent if name in names]
             beside.setdefault(kind, []).extend(files)
     if not ranks:
         raise InputError("no host sent a trace that can be read", slug="no-capture", hint="; ".join(faults)[:500])

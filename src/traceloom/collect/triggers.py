@@ -153,17 +153,20 @@ class FleetTriggers:
         self.rules = {rule.name: rule for rule in rules.triggers}
         self.counts = {name: self._kept.setdefault(name, RuleCounts()) for name in self.rules}
         self.ledger.budget = rules.budget
-        self._watches = {rule.name: self._watch(rule) for rule in rules.triggers}
+        self._watches = {}
+        for rule in rules.triggers:
+            jobs = partial(self.jobs_of, rule)
+            if isinstance(rule, FleetCadenceRule):
+                fired_ns = partial(self.ledger.fired_ns, rule.name)
+                self._watches[rule.name] = FleetCadenceWatch(rule, jobs, fired_ns)
+            elif isinstance(rule, UsageRule):
+                self._watches[rule.name] = UsageWatch(rule, jobs, self._usage)
+            else:
+                self._watches[rule.name] = NewsWatch(rule, jobs)
         self._usage.keep_minutes = max(
             (rule.minutes for rule in rules.triggers if isinstance(rule, UsageRule)), default=0
         )  # fmt: skip
         self._tried, self.defects = {}, {}
-
-    def _watch(self, rule: AnyFleetRule) -> FleetCadenceWatch | UsageWatch | NewsWatch:
-        jobs = partial(self.jobs_of, rule)
-        if isinstance(rule, FleetCadenceRule):
-            return FleetCadenceWatch(rule, jobs, lambda job: self.ledger.fired_ns(rule.name, job))
-        return UsageWatch(rule, jobs, self._usage) if isinstance(rule, UsageRule) else NewsWatch(rule, jobs)
 
     def _jobs(self) -> Jobs:
         """Processes of jobs that run now."""

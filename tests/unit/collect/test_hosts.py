@@ -178,6 +178,20 @@ def test_a_request_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     with_desk(tmp_path, test)
 
 
+@pytest.mark.parametrize("wait_s", [float("nan"), -1.0, float("-inf")])
+def test_a_wait_that_is_none_is_no_wait(wait_s: float, tmp_path: Path) -> None:
+    """A timer of no number would stand in the way of all other timers of the service."""
+
+    async def test(desk: HostDesk) -> None:
+        version = (await desk.work("a", "", 0)).version
+        asked = asyncio.create_task(desk.work("a", version, wait_s))
+        await asyncio.wait([asked], timeout=20)
+        assert asked.done()
+        assert (await asked).version == version
+
+    with_desk(tmp_path, test)
+
+
 def test_usage_is_acknowledged_and_what_cannot_be_is_counted(tmp_path: Path) -> None:
     async def test(desk: HostDesk) -> None:
         await joined(desk, "a")

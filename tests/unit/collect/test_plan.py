@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from traceloom.agent.requests.model import Target, Wanted
-from traceloom.agent.uplink.messages import ArmedProcess, ClockOffset, HostReport
+from traceloom.agent.uplink.messages import ArmedProcess, ClockOffset, HostReport, WorkAnswer
 from traceloom.collect import plan
 from traceloom.collect.plan import FleetRequest, advanced, analysed, planned, reported, stitched, work_of
 
@@ -122,6 +122,33 @@ def test_a_clock_that_cannot_be_holds_nobody_up(offset_ns: int, error_ns: int) -
         "a": request.start_ns, "b": request.start_ns - 3600 * S
     }  # fmt: skip
     assert request.hosts["a"].clock is None
+
+
+@pytest.mark.parametrize("rate", [1e308, 1e-300, -2.0, 5e-324], ids=["fast", "slow", "back", "least"])
+@pytest.mark.parametrize("steps", [5, 2**63 - 1])
+def test_a_pace_that_cannot_be_holds_nobody_up(rate: float, steps: int) -> None:
+    request = reported(by_step("a", "b"), "a", stepping(steps, rate), NOW)
+    request = advanced(reported(request, "b", stepping(5), NOW), NOW)
+    assert (request.state, request.start_step) == ("armed", 0)
+    assert "not all steps of rank 0 on a are known" in request.start_detail
+    request = advanced(request, request.start_ns + 3600 * S)
+    assert request.state in {"collecting", "failed"}
+
+
+@pytest.mark.parametrize(
+    "wanted", [Wanted(job="j", steps=2**53), Wanted(job="j", duration_s=1e308)], ids=["steps", "duration"]
+)
+def test_whatever_is_asked_for_its_work_is_understood_and_it_ends(wanted: Wanted) -> None:
+    """An agent that cannot read one piece of work has none of the others."""
+    request = reported(by_step("a", at_step=2**53, wanted=wanted), "a", stepping(5), NOW)
+    request = advanced(request, NOW)
+    work = WorkAnswer(version="v", work=[of for of in [work_of(request, "a")] if of is not None])
+    assert msgspec.json.decode(msgspec.json.encode(work), type=WorkAnswer) == work
+    now = NOW
+    while not request.ended:
+        now += 86_400 * S
+        assert now < NOW + 100 * 86_400 * S
+        request = advanced(request, now)
 
 
 def test_a_whole_trace_is_done() -> None:

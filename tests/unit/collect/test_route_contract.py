@@ -24,7 +24,18 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
 from support.answering import AnsweringService, answering  # noqa: E402
 from support.postgres import database  # noqa: E402
 from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
+from traceloom.agent.requests.model import Target, Wanted  # noqa: E402
+from traceloom.agent.uplink.messages import (  # noqa: E402
+    ArmedProcess,
+    ClockOffset,
+    Heartbeat,
+    HostDevice,
+    HostFile,
+    HostReport,
+    UsageRow,
+)
 from traceloom.collect.app import ROUTES  # noqa: E402
+from traceloom.collect.request_routes import RequestBody  # noqa: E402
 from traceloom.collect.routes import FleetRoute  # noqa: E402
 from traceloom.collect.service import ServiceLimits  # noqa: E402
 from traceloom.store.state import ROLES  # noqa: E402
@@ -253,6 +264,53 @@ FIRST = {
     for field in (msgspec.structs.fields(route.parameters) if route.parameters else ())
 }
 """Of each parameter the first route that takes it."""
+
+
+PROCESS = ranked_process(0, "job")
+TARGET = Target(
+    request="r", process=PROCESS.key, profiler="timeline", pid=1, uid=0, rank=0, stem="rank0", state="kept"
+)  # fmt: skip
+WHOLE = {
+    "requests": RequestBody(wanted=Wanted(job="job", steps=2, ranks=(0,)), mark="m"),
+    "agents/node0/heartbeat": Heartbeat(
+        sent_ns=1, boot_id="b", version="1", processes=[PROCESS], trouble={"gpu": "gone"},
+        clock=ClockOffset(offset_ns=0, error_ns=1, round_trips=8), devices=[HostDevice(uuid="GPU-0", values={"a": 1.0})],
+        usage=[UsageRow(minute=1, device="GPU-0", state="busy", device_ms=5)],
+    ),
+    "agents/node0/requests/ID": HostReport(
+        state="uploading", processes=[ArmedProcess(key=PROCESS.key, pid=1, rank=0)], targets=[TARGET],
+        files=[HostFile(name="a.json", bytes=2, sha256="0" * 64)],
+        clock=ClockOffset(offset_ns=0, error_ns=1, round_trips=8),
+    ),
+}  # fmt: skip
+"""Bodies with something in each field."""
+
+
+def changed(value: object) -> Iterator[object]:
+    """A document with one value in it after the other in the place of which something odd stands."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inside in items:
+        for other in (*ODD, *changed(inside)):
+            copied: Any = value.copy()  # type: ignore[attr-defined]
+            copied[key] = other
+            yield copied
+
+
+@pytest.mark.parametrize("path", WHOLE)
+def test_whatever_stands_inside_a_body_is_no_defect(fleet: Fleet, path: str) -> None:
+    route = next(of for of in ROUTES if of.body is type(WHOLE[path]) and of.method == "POST")
+    address = f"/api/v1/{path.replace('ID', fleet.there['requests'])}"
+    statuses = set()
+    for body in changed(msgspec.to_builtins(WHOLE[path])):
+        answer = fleet.ask("POST", address, fleet.token_for(route), body)
+        fleet.check(route, answer, f"{address} sent {str(body)[:500]}")
+        statuses.add(answer.status)
+    assert {200, 400} <= statuses
+    # And what was taken breaks nothing that is told of it.
+    for told in ("hosts", "hosts/node0", "jobs", "jobs/job", "requests", "now", "query?by=host", "query?by=job"):
+        assert fleet.ask("GET", f"/api/v1/{told}", "admin").status == 200, told
+    assert fleet.ask("GET", "/metrics", "admin").status == 200
+    fleet.host.beat()
 
 
 def test_no_route_takes_another_method(fleet: Fleet) -> None:
