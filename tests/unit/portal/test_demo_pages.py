@@ -500,3 +500,24 @@ def test_every_table_that_has_nothing_says_what_to_do(reader: Reader) -> None:
     for path, texts in empty.items():
         assert texts, path
         assert any(re.search(r"Ask for|drop a filter|traceloom|more time", text) for text in texts), (path, texts)
+
+
+def test_a_host_that_was_never_heard_of_says_so_and_not_that_it_has_nothing(reader: Reader) -> None:
+    [host] = [of["host"] for of in reader.client.get("hosts")["hosts"] if of["heard_ns"] is None]
+    page = reader.page(f"/hosts/{host}")
+    assert "not heard of since the service started" in words(page.by_id("devices"))
+    assert "traceloom agent status" in [words(of) for of in page.by_id("devices").iter("code")]
+    assert "Nothing was heard of it yet." in words(page.by_id("processes"))
+    assert f"{host} was not heard of since the service started" in words(reader.page("/").by_id("main"))
+
+
+def test_a_change_of_a_mix_is_found_where_its_device_is_a_filter_too(reader: Reader) -> None:
+    changes = reader.client.get("regressions", top="1000")["changes"]
+    [mix, *_] = [of for of in changes if of["cause"] == "shapes"]
+    assert mix["device_model"] is None
+    where = {"kernel": mix["kernel"], "at": str(mix["since_ns"]), "device_model": "NVIDIA*"}
+    for query in (where, {**where, "device_model": ""}):
+        page = reader.page(f"/regressions/change?{urlencode(query)}")
+        assert words(page.all("h1")[0]).startswith(mix["kernel"])
+        assert number(key_numbers(page)["Change"]) == pytest.approx(100 * mix["change"], abs=0.06)
+    assert reader.ask(f"/regressions/change?{urlencode({**where, 'at': '1'})}").status == 404
