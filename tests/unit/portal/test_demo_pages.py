@@ -231,7 +231,7 @@ def test_every_column_sorts_both_ways_and_not_again(
         if name in tried:
             continue
         tried.add(name)
-        for head, href in list(table.sorts.items())[:4]:
+        for head, href in list(table.sorts.items())[:2]:
             key = parse_qs(urlsplit(href).query)[f"{name}.sort"][0]
             column = key.removeprefix("-")
             whole = {row_key(row): row for row in reader.rows(path, name)}
