@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,23 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
+def in_a_fresh_place(folder: Path, install: str) -> Path:
+    """The Python of a new environment, after what the tutorial installs by pip: this source as a wheel."""
+    source, wheels = PAGE.parents[2], folder / "wheels"
+
+    def run(*command: str | Path) -> None:
+        done = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run(sys.executable, "-m", "pip", "wheel", source, "--no-deps", "-w", wheels)
+    run(sys.executable, "-m", "venv", folder / "fresh")
+    [wheel] = wheels.glob("traceloom-*.whl")
+    words = [re.sub(r"^traceloom(?=\[)", str(wheel), word) for word in shlex.split(install)]
+    assert words[:2] == ["pip", "install"]
+    run(folder / "fresh" / "bin" / "pip", *words[1:], "-c", source / "constraints.txt")
+    return folder / "fresh" / "bin" / "python"
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="tl"))  # names of sockets are short
@@ -40,21 +59,25 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_a_job_is_traced_from_a_page_by_what_the_tutorial_says(folder: Path) -> None:
+@pytest.mark.parametrize("installed", ["here", "by pip"])
+def test_a_job_is_traced_from_a_page_by_what_the_tutorial_says(folder: Path, installed: str) -> None:
     install, cat, agent, job = blocks("bash")
     assert install.splitlines()[1] == "traceloom serve"
+    began = time.monotonic()
+    python = Path(sys.executable) if installed == "here" else in_a_fresh_place(folder, install.splitlines()[0])
     (folder / "train.py").write_text(blocks("python")[0])
     # The same commands, beside whatever else runs on this machine.
     config = folder / "agent.toml"
     config.write_text(f'[paths]\nsocket = "{folder}/s"\nhistory = "{folder}/a.db"\nkineto = "{folder}/k"\n')
     commands = folder / "bin" / "traceloom"
     commands.parent.mkdir()
-    commands.write_text(f'#!/bin/sh\nexec {sys.executable} -m traceloom "$@"\n')
+    commands.write_text(f'#!/bin/sh\nexec {python} -m traceloom "$@"\n')
     commands.chmod(0o755)
-    service = RunningService(folder)
-    environment = service.environment | {
-        "PATH": f"{commands.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    }
+    bare = [] if installed == "here" else ["env", "-u", "PYTHONPATH"]  # nothing of the source stands in the way
+    service = RunningService(folder, command=[*bare, str(python), "-m", "traceloom", "serve"])
+    environment = service.environment | {"PATH": f"{commands.parent}:{python.parent}:{os.environ['PATH']}"}
+    if bare:
+        del environment["PYTHONPATH"]
 
     def start(script: str) -> subprocess.Popen[bytes]:
         with (folder / "log").open("ab") as log:
@@ -87,6 +110,7 @@ def test_a_job_is_traced_from_a_page_by_what_the_tutorial_says(folder: Path) -> 
         until(lambda: "The trace is there" in service.browse(request, cookie).text, 300)
         [report] = re.findall(r'href="(/captures/[^"]+)"[^>]*>Open the report', service.browse(request, cookie).text)
         assert JOB in service.browse(report, cookie).text
+        print(f"{installed}: the trace stands on the page after {time.monotonic() - began:.0f} s")
     except BaseException:
         print((folder / "log").read_text())
         raise

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from support.prometheus import free_port
 from support.waiting import until
+from traceloom.collect.client import FleetClient
+from traceloom.errors import InputError
 
 
 class DemoService(NamedTuple):
@@ -22,6 +24,16 @@ class DemoService(NamedTuple):
 
     url: str
     token: str
+
+
+def hosts_have_spoken(client: FleetClient) -> bool:
+    """Whether the service leads, and its hosts have said what they do."""
+    try:
+        return bool(client.get("now")["devices"].get("busy"))
+    except InputError as error:
+        if error.slug != "not-leading":
+            raise
+        return False
 
 
 @contextmanager
@@ -47,7 +59,10 @@ def served_demo(store: Path, folder: Path) -> Iterator[DemoService]:
         until(lambda: b"Try:" in log.read_bytes() or process.poll() is not None)
         token = re.search(r"tl_[\w-]+", log.read_text())
         assert token, log.read_text()
-        yield DemoService(f"http://{address}", token[0])
+        demo = DemoService(f"http://{address}", token[0])
+        client = FleetClient(demo.url, demo.token)
+        until(lambda: hosts_have_spoken(client))
+        yield demo
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0, log.read_text()

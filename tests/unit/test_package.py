@@ -23,6 +23,7 @@ LAYERS = [
 STORES = {"read", "model"}  # the others see arrays and frames, wherever their data lie
 ALONE = {"capture"}  # runs in the user's process: the standard library and the user's torch
 TOP = {
+    "allowed_texts",
     "array_types",
     "errors",
     "files",

@@ -16,7 +16,7 @@ MOST_AT_ONCE = 2
 
 
 @dataclass(slots=True)
-class _Kept(Generic[T]):
+class _RecentAnswer(Generic[T]):
     """An answer that is worked out or was; `basis`: what it was made of, None: unknown; `at`: when, in seconds."""
 
     basis: Hashable
@@ -35,7 +35,7 @@ class RecentAnswers(Generic[T]):
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.clock = most, clock
         self._lock, self._room = threading.Lock(), threading.BoundedSemaphore(MOST_AT_ONCE)
-        self._kept: dict[Hashable, _Kept[T]] = {}  # the one that was not asked for longest is first
+        self._kept: dict[Hashable, _RecentAnswer[T]] = {}  # the one that was not asked for longest is first
 
     def get(
         self, question: Hashable, work_out: Callable[[], T], *, basis: Hashable = None, seconds: float = 0.0
@@ -51,7 +51,7 @@ class RecentAnswers(Generic[T]):
         with self._lock:
             kept = self._kept.pop(question, None)
             if kept is None or not self._holds(kept, basis, seconds):
-                kept, is_new = _Kept(basis, Future()), True
+                kept, is_new = _RecentAnswer(basis, Future()), True
             else:
                 is_new = False
             self._kept[question] = kept
@@ -71,7 +71,7 @@ class RecentAnswers(Generic[T]):
             kept.answer.set_result(answer)
         return kept.answer.result()
 
-    def _holds(self, kept: _Kept[T], basis: Hashable, seconds: float) -> bool:
+    def _holds(self, kept: _RecentAnswer[T], basis: Hashable, seconds: float) -> bool:
         if basis is not None and kept.basis == basis:
             return True
         if not kept.answer.done():  # whoever takes an older answer takes one that is only being made

@@ -237,7 +237,12 @@ def _menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
             (
                 div(".group")[
                     span(".group-name")[menu],
-                    ul[(_menu_entry(page, path) for page in group)],
+                    ul[
+                        (
+                            li[a(href=page.path, aria_current="page" if _stands_in(page, path) else None)[page.title]]
+                            for page in group
+                        )
+                    ],
                 ]
                 for menu, group in parts
             )
@@ -252,9 +257,9 @@ def _menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
     ]  # fmt: skip
 
 
-def _menu_entry(page: Page[object], path: str) -> Node:
-    stands_here = path == page.path or (page.path != "/" and path.startswith(f"{page.path}/"))
-    return li[a(href=page.path, aria_current="page" if stands_here else None)[page.title]]
+def _stands_in(page: Page[object], path: str) -> bool:
+    """Whether a page is the one at an address, or that one is reached from it."""
+    return path == page.path or (page.path != "/" and path.startswith(f"{page.path}/"))
 
 
 def _sentence(text: str) -> Node:

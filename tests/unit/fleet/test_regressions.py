@@ -230,3 +230,37 @@ def test_constant_series_and_exact_steps() -> None:
 def test_empty_tables_have_no_series() -> None:
     empty = regressions(*(SCHEMAS[name].empty().lazy() for name in ("kernels", "captures", "devices")))
     assert (empty.changes.height, empty.series, empty.short) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("jobs", [(6, 9), (25, 40), (41, 30)], ids=["few", "odd-and-even", "odd"])
+def test_intervals_are_those_of_samples_that_are_drawn_one_by_one(jobs: tuple[int, int]) -> None:
+    chance = np.random.default_rng(sum(jobs))
+    before, after = (
+        level * np.exp(chance.normal(0, 0.1, count)) for level, count in zip((1.0, 2.0), jobs, strict=True)
+    )
+    [change] = changes(np.concatenate([before, after]), levels([sum(jobs)]))
+    assert (change.at, change.before, change.after) == (jobs[0], np.median(before), np.median(after))
+    drawn = [
+        np.median(chance.choice(after, after.size)) / np.median(chance.choice(before, before.size)) - 1
+        for _ in range(20_000)
+    ]
+    # the interval of the gate is a little wider than the quantiles, for few jobs
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    width = high - low
+    assert change.low == pytest.approx(low, abs=0.35 * width)
+    assert change.high == pytest.approx(high, abs=0.35 * width)
+    assert change.low <= low + 0.05 * width
+    assert change.high >= high - 0.05 * width
+
+
+def test_a_cut_is_where_the_distances_to_both_medians_are_least() -> None:
+    chance = np.random.default_rng(5)
+    for at in (7, 20, 33):
+        values = np.exp(np.concatenate([chance.normal(0, 0.2, at), chance.normal(1.5, 0.2, 40 - at)]))
+        log = np.log(values)
+        spread = {
+            cut: sum(float(np.abs(side - np.median(side)).sum()) for side in (log[:cut], log[cut:]))
+            for cut in range(5, 36)
+        }
+        [change] = changes(values, levels([40]))
+        assert change.at == min(spread, key=spread.__getitem__)

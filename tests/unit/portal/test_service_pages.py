@@ -10,8 +10,10 @@ import pytest
 for package in ("htpy", "sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
+from support.html_tree import HtmlTree, words  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
+from traceloom.portal.pages import PAGES  # noqa: E402
 from traceloom.store.state import State  # noqa: E402
 
 
@@ -28,6 +30,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
     finally:
         code = running.end()
     assert code == 0, running.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def cookie(service: RunningService) -> str:
+    """Of its own user: who signs in often has to wait."""
+    return service.signed_in()
 
 
 def token(service: RunningService, name: str, role: str, days: float = 0) -> str:
@@ -139,6 +147,26 @@ def test_a_page_that_is_not_there_leads_on_by_the_menu(service: RunningService) 
     assert 'href="/captures"' in seen.text
     stranger = service.browse("/nothing")
     assert (stranger.status, "menu" in stranger.text, 'href="/captures"' in stranger.text) == (404, False, False)
+
+
+NEED_NAMES = {"/regressions/change", "/kernels/history", "/compare"}
+
+
+@pytest.mark.parametrize("path", [page.path for page in PAGES if "{" not in page.path and page.path not in NEED_NAMES])
+def test_a_page_of_an_empty_fleet_says_what_there_is_not_and_what_to_do(
+    service: RunningService, cookie: str, path: str
+) -> None:
+    seen = service.browse(path, cookie)
+    assert seen.status == 200
+    page = HtmlTree(seen.text)
+    assert len(page.all("h1")) == 1
+    main = page.by_id("main")
+    nothing = [words(of) for of in main.iter() if (of.get("class") or "") in {"empty", "quiet", "lead"}]
+    steps = [of for tag in ("a", "form", "code") for of in main.iter(tag)]
+    assert steps, "it leads on"
+    if path not in {"/tokens", "/audit"}:  # somebody is signed in
+        assert not [of for of in page.tables() if page.tables()[of].rows]
+        assert nothing, path
 
 
 def test_tables_are_downloaded(service: RunningService) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from htpy import Node, fragment, li, p, ul
+from htpy import Node, code, fragment, li, p, ul
 
 from traceloom.agent.uplink.messages import HostProcess
 from traceloom.collect.request_routes import RemovedHostAnswer
@@ -98,6 +98,17 @@ def content(view: HostView) -> PageContent:
     """What is shown of it."""
     host, devices = view.detail.host, view.detail.devices
     rows = [process_row(process) for process in view.detail.processes]
+    is_heard = host.heard_ns is not None
+    without_devices: Node = [
+        "It has none that its agent can read; on the host ",
+        code["traceloom agent doctor"],
+        " says why.",
+    ]
+    if not is_heard:
+        without_devices = [
+            "Its agent was not heard of since the service started. On the host ", code["traceloom agent status"],
+            " says whether it runs, and how the service answers it.",
+        ]  # fmt: skip
     trouble = [li(".warn")[f"{name}: {why}"] for name, why in sorted(host.trouble.items())]
     sections = [
         ContentSection("trouble", "Trouble", ul(".wrong")[trouble]) if trouble else None,
@@ -109,7 +120,7 @@ def content(view: HostView) -> PageContent:
                 "Devices of the host",
                 DEVICE_COLUMNS,
                 [_device_row(device) for device in devices],
-                "It has none that its agent can read: traceloom agent doctor says why.",
+                without_devices,
             ),
         ),
         ContentSection(
@@ -120,7 +131,7 @@ def content(view: HostView) -> PageContent:
                 "Processes of the host",
                 PROCESS_COLUMNS,
                 rows,
-                "No process there holds a device or belongs to a job.",
+                "No process there holds a device or belongs to a job." if is_heard else "Nothing was heard of it yet.",
             ),
         ),
         ContentSection(

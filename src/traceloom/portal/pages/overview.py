@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 from htpy import Node, a, div, li, p, ul
 
+from traceloom.agent.http.answers import RequestError
 from traceloom.collect.request_routes import (
     FleetJobAnswer,
     FleetJobsAnswer,
@@ -49,7 +50,7 @@ class FleetView:
     jobs: list[FleetJobAnswer]
     failed: list[FleetRequestAnswer]  # requests of the last day
     open: list[FleetRequestAnswer]
-    trouble: FleetTroubleAnswer
+    trouble: FleetTroubleAnswer | RequestError  # why it is not known
 
 
 async def compute(visit: Visit) -> FleetView:
@@ -60,13 +61,18 @@ async def compute(visit: Visit) -> FleetView:
     requests = (await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})).requests
     since = time.time_ns() - _DAY_NS
     ended = {"done", "cancelled", "partial", "failed"}
+    trouble: FleetTroubleAnswer | RequestError
+    try:
+        trouble = await visit.answer(FleetTroubleAnswer, "/api/v1/trouble")
+    except RequestError as error:  # it takes most work; what runs and who is silent are known without it
+        trouble = error
     return FleetView(
         now,
         hosts.hosts,
         running.jobs,
         [r for r in requests if r.state == "failed" and r.since_ns > since],
         [r for r in requests if r.state not in ended],
-        await visit.answer(FleetTroubleAnswer, "/api/v1/trouble"),
+        trouble,
     )
 
 
@@ -136,7 +142,12 @@ def _wrong(view: FleetView) -> list[Node]:
     """What to look at, of each kind the first, and how many there are more; what stops work stands first."""
     lost = [host for host in view.hosts if host.lost]
     troubled = [host for host in view.hosts if not host.lost and (host.trouble or host.stale_devices)]
-    slower = {kernel.kernel: kernel for kernel in reversed(view.trouble.slower)}  # of each what costs most
+    unknown: list[Node] = []
+    trouble = view.trouble
+    if isinstance(trouble, RequestError):
+        unknown = [["Whether kernels became slower is not known now: ", trouble.message]]
+        trouble = FleetTroubleAnswer(slower=[], quarantined=[])
+    slower = {kernel.kernel: kernel for kernel in reversed(trouble.slower)}  # of each what costs most
     hung = [job.job for job in view.jobs if job.hung]
     kinds: list[tuple[str, str, list[Node]]] = [
         ("bad", "/jobs", [[a(href=to_job(job))[job], " hangs: it makes no steps any more"] for job in hung]),
@@ -149,8 +160,9 @@ def _wrong(view: FleetView) -> list[Node]:
         ]),
         ("bad", "/captures?captures.q=quarantined", [
             [a(href=to_capture(of.capture))[of.capture], f" could not be analysed: {of.error}"]
-            for of in view.trouble.quarantined
+            for of in trouble.quarantined
         ]),
+        ("warn", "/regressions", unknown),
     ]  # fmt: skip
     return [
         item

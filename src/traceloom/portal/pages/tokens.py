@@ -76,14 +76,13 @@ def controls(visit: Visit, tokens: list[TokenRecord]) -> Node:
         div(".buttons")[button(".primary", type="submit")["Make it"]],
     ]  # fmt: skip
     names = [token.name for token in tokens if _state(token) == "active"]
-    return [folded("make", "Make a token", inside, is_open=bool(visit.form)), _revoke(names)]
-
-
-def _revoke(names: list[str]) -> Node:
     choice = div(".field")[
         label(for_="revoke")["Token"], select(id="revoke", name="revoke")[(option(value=name)[name] for name in names)]
     ]
-    return sure("Revoke a token", choice, {}) if names else None
+    return [
+        folded("make", "Make a token", inside, is_open=bool(visit.form)),
+        sure("Revoke a token", choice, {}) if names else None,
+    ]
 
 
 async def act(visit: Visit) -> str | Node:
