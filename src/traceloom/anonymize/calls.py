@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from string import ascii_letters
 from typing import Any
 
 from traceloom.replay.schema import OperatorSchema, SchemaArgument
@@ -62,8 +63,8 @@ def argument(value: Any, of: SchemaArgument, schema: OperatorSchema, rounded: Ca
         if value in _ENDLESS or (of.type.leaf == "str" and value in WORDS):
             return value
         if of.name == "equation" and _EQUATION.fullmatch(value):
-            letters = dict.fromkeys(filter(str.isalpha, value))  # become the first ones of the alphabet, in this order
-            return value.translate({ord(letter): ord("a") + number for number, letter in enumerate(letters)})
+            letters = "".join(dict.fromkeys(filter(str.isalpha, value)))  # become the first ones, in this order
+            return value.translate(str.maketrans(letters, ascii_letters[: len(letters)]))
     return None
 
 
