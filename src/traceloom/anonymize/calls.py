@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from string import ascii_letters
 from typing import Any
 
 from traceloom.replay.schema import OperatorSchema, SchemaArgument
@@ -62,7 +63,8 @@ def argument(value: Any, of: SchemaArgument, schema: OperatorSchema, rounded: Ca
         if value in _ENDLESS or (of.type.leaf == "str" and value in WORDS):
             return value
         if of.name == "equation" and _EQUATION.fullmatch(value):
-            return _renamed(value)
+            letters = "".join(dict.fromkeys(filter(str.isalpha, value)))  # become the first ones, in this order
+            return value.translate(str.maketrans(letters, ascii_letters[: len(letters)]))
     return None
 
 
@@ -78,10 +80,3 @@ def _harmless(value: float) -> float:
     if value in (0, 1, -1) or not math.isfinite(value):
         return value
     return math.copysign(0.5 if abs(value) < 1 else 2.0, value)
-
-
-def _renamed(equation: str) -> str:
-    """An equation of `einsum` with other letters, in the order of the alphabet."""
-    letters = {letter: chr(ord("a") + number) for number, letter in
-               enumerate(dict.fromkeys(filter(str.isalpha, equation)))}  # fmt: skip
-    return "".join(letters.get(sign, sign) for sign in equation)

@@ -46,13 +46,13 @@ def prime_factors(number: int) -> tuple[int, ...]:
         >>> prime_factors(768)
         (2, 2, 2, 2, 2, 2, 2, 2, 3)
     """
-    found, factor = [], 2
+    factors, factor = [], 2
     while factor * factor <= number:
         while number % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             number //= factor
         factor += 1 if factor == 2 else 2
-    return (*found, number) if number > 1 else tuple(found)
+    return (*factors, number) if number > 1 else tuple(factors)
 
 
 def by_factors(number: int, kept: Collection[int] = ()) -> int:

@@ -45,7 +45,14 @@ class Block:
 
 @dataclass(slots=True)
 class Cut:
-    """What a file ends with that is no whole message; `length` is -1 where not even the length is whole."""
+    """What a file ends with that is no whole message.
+
+    Attributes:
+        message: Its number.
+        at: Where it begins, with its length.
+        length: Of the message; -1 where not even the length is whole, 0 where nothing is cut.
+        there: Bytes of it, or of its length, that the file has.
+    """
 
     message: int = 0
     at: int = 0
@@ -67,7 +74,7 @@ def blocks(pieces: Iterable[bytes], cut: Cut) -> Iterator[Block]:
 
     Args:
         pieces: The unpacked bytes.
-        cut: Filled in when the stream ends inside a message (`there` > 0).
+        cut: Filled in when the stream ends inside a message.
 
     Raises:
         InputError: `chakra-damaged`: a message claims more bytes than any has; there are many, and nothing is in them.
@@ -101,8 +108,7 @@ def blocks(pieces: Iterable[bytes], cut: Cut) -> Iterator[Block]:
         if head < 0:
             cut.message, cut.at, cut.length, cut.there = first, at, -1, len(rest)
         else:
-            cut.message, cut.at, cut.length, cut.there = first, at, length, len(rest)
-            cut.there = max(1, len(rest) - head)
+            cut.message, cut.at, cut.length, cut.there = first, at, length, len(rest) - head
 
 
 def _messages(data: bytes, at: int, first: int) -> tuple[list[int], list[int], int, int, InputError | None]:

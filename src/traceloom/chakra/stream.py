@@ -125,7 +125,7 @@ class EtReader:
             if error.where:
                 raise
             raise InputError(error.message, slug=error.slug, where=str(self.path), hint=error.hint) from error
-        fault = " and ".join(filter(None, [self._pieces.fault, self._cut.sentence() if self._cut.there else ""]))
+        fault = " and ".join(filter(None, [self._pieces.fault, self._cut.sentence() if self._cut.length else ""]))
         if fault and self._strict:
             raise InputError(fault, slug="chakra-cut", where=str(self.path), hint="copy the file again")
         if fault:
@@ -170,7 +170,7 @@ class EtReader:
             return InputError(detail, slug="not-chakra", where=where, hint=_HINTS.get(kind, ""))
         if error is not None and error.slug == "gzip-bomb":
             return error
-        if error is None and (self._cut.there or self._pieces.fault):
+        if error is None and (self._cut.length or self._pieces.fault):
             fault = self._pieces.fault or self._cut.sentence()
             return InputError(fault, slug="chakra-cut", where=where, hint="nothing before that can be used")
         detail = f": {error.message}" if error else ": its first message is no metadata of a Chakra trace"

@@ -55,7 +55,12 @@ class RankText:
             if len(values) <= _MOST_WRITTEN:
                 self._data[self._tensors[tensor]["storage"]].append((tensor, values))
         calls = plan.calls.select("schema", "arguments").iter_rows()
-        self._calls = [_call(schema, arguments, further, keeps_host=self._keeps_host) for schema, arguments in calls]
+        self._calls: list[CallText | UnwritableError] = []
+        for schema, arguments in calls:
+            try:
+                self._calls.append(CallText(schema, arguments, further, keeps_host=self._keeps_host))
+            except UnwritableError as error:  # noqa: PERF203
+                self._calls.append(error)
         self._numbers: dict[Hashable, int] = {}
         self.lines: list[ProgramLine] = []
         self.meanings: list[Op] = []
@@ -206,13 +211,6 @@ class RankText:
         call = self.expression({**op, "outputs": []}, [names[register] for register in op["inputs"]])
         lines = [*self.external(names, names.__getitem__), f"return lambda: {call}"]
         return function(f"case_{number}", "", "Callable[[], Any]", about, lines)
-
-
-def _call(schema: str, arguments: str, further: frozenset[str], *, keeps_host: bool) -> CallText | UnwritableError:
-    try:
-        return CallText(schema, arguments, further, keeps_host=keeps_host)
-    except UnwritableError as error:
-        return error
 
 
 def _is_by_content(op: Mapping[str, Any]) -> bool:

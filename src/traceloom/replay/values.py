@@ -53,7 +53,7 @@ _NOT_FINITE = frozenset({"inf", "-inf", "nan", "-nan", "Infinity", "-Infinity", 
 encode = msgspec.json.Encoder().encode
 
 
-class Geometry(Struct, frozen=True, gc=False, cache_hash=True):
+class RecordedGeometry(Struct, frozen=True, gc=False, cache_hash=True):
     """What a host trace has of a tensor apart from its numbers.
 
     Attributes:
@@ -91,7 +91,7 @@ class RecordedTensor(NamedTuple):
     elements: int
     item_bytes: int
     device: str
-    geometry: Geometry
+    geometry: RecordedGeometry
     end_bytes: int
 
     @property
@@ -144,7 +144,7 @@ def _kind(text: str) -> Kind:
 
 
 # Where tensors stand among values: the position, and the geometry or, of a list, the same of what it holds.
-Layout = tuple[tuple[int, "Geometry | Layout"], ...]
+Layout = tuple[tuple[int, "RecordedGeometry | Layout"], ...]
 
 
 def layout_of(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
@@ -158,7 +158,7 @@ def layout_of(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
     Raises:
         TypeError, ValueError, IndexError, KeyError: The shapes are not what the types say: a damaged file.
     """
-    out: list[tuple[int, Geometry | Layout]] = []
+    out: list[tuple[int, RecordedGeometry | Layout]] = []
     for at, kind in enumerate(kinds):
         steps = strides[at] if kind and isinstance(strides, list) else None
         if isinstance(kind, tuple):
@@ -170,7 +170,7 @@ def layout_of(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
 
 
 @lru_cache(maxsize=65536)
-def _geometry(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str) -> Geometry:
+def _geometry(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str) -> RecordedGeometry:
     """Shape, strides and type as a file has them, checked.
 
     Raises:
@@ -184,7 +184,7 @@ def _geometry(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: st
     span = 0 if 0 in shape else sum(spans) + 1
     if span > _MOST:
         raise ValueError("a tensor is larger than any memory")
-    return Geometry(shape, steps, dtype, span)
+    return RecordedGeometry(shape, steps, dtype, span)
 
 
 def storages_of(values: Any, layout: Layout) -> list[int]:

@@ -103,8 +103,8 @@ def classes(graph: Graph) -> Classes:
         end_names.append(pl.select(pl.when(named).then(at_end["name"]).otherwise(at_end["kind"])).to_series())
     starts = ~examples["from_end"] & ~examples["kind"].cast(pl.String).is_in((*_CALL_FIRST, *_CALL_LAST))
     between = pl.when(starts).then(pl.lit(f"{_START} > ")).otherwise(pl.lit(" > "))
-    place = pl.concat_str(end_names[0].alias("source"), between, end_names[1].alias("target")).alias("place")
-    return Classes(of, pl.select(examples["kind"], place), transfer, external, meanwhile)
+    class_name = pl.concat_str(end_names[0].alias("source"), between, end_names[1].alias("target")).alias("place")
+    return Classes(of, pl.select(examples["kind"], class_name), transfer, external, meanwhile)
 
 
 def _codes(kinds: tuple[str, ...]) -> list[int]:

@@ -51,3 +51,32 @@ def test_many_values_repeat_a_block() -> None:
     assert len(many) == 2_500_000
     assert torch.equal(many[:1_000_003], many[1_000_003:2_000_006])
     assert torch.equal(many[2_000_006:], many[: 2_500_000 - 2_000_006])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("elements", [1, 2, 3, 7])
+def test_lengths_add_up_and_descend_from_the_longest(elements: int) -> None:
+    for longest in range(1, 6):
+        for total in range(longest + elements - 1, elements * longest + 1):
+            lengths = filled(elements, torch.int64, "lengths", longest, total, seed=1).tolist()
+            assert sum(lengths) == total
+            assert lengths == sorted(lengths, reverse=True)
+            assert lengths[0] == (longest if elements > 1 else total)
+            assert min(lengths) > 0
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_offsets_ascend_from_the_first_to_the_last(dtype: str) -> None:
+    for elements in range(2, 9):
+        for high in (0, 1, 5, 1000, 2**31 - 1):
+            offsets = filled(elements, getattr(torch, dtype), "offsets", 0, high, seed=1).tolist()
+            assert (offsets[0], offsets[-1]) == (0, high)
+            assert offsets == sorted(offsets)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (0, 1), (-3, 2), (5, None), (7, 3)])
+def test_integers_are_between_their_bounds_and_reach_them(low: int, high: int | None) -> None:
+    values = set(filled(400, torch.int64, "integers", low, high, seed=2).tolist())
+    assert values == set(range(low, max(low, low if high is None else high) + 1))

@@ -35,10 +35,6 @@ def tensor(storage: int, *shape: int, offset: int = 0, number: int | None = None
     return ([number, storage, offset, elements, 4, "cpu"], list(shape), f"Tensor({of})")
 
 
-def strides(*values: list[int]) -> dict[str, Any]:
-    return {"input_strides": list(values)}
-
-
 def plan_of(made: HostTraceBuilder, folder: Path, **choice: Any) -> RankPlan:
     path = folder / "rank0.host.json"
     path.write_text(made.text(), encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 
 from traceloom.replay import make_plan
 from traceloom.replay.resources import Resources
-from traceloom.replay.values import Geometry, RecordedTensor
+from traceloom.replay.values import RecordedGeometry, RecordedTensor
 from traceloom.testing.host_trace import HostTraceBuilder
 
 EMBEDDING = (
@@ -24,7 +24,7 @@ def integers(
     size = np.dtype(of).itemsize
     elements = int(np.prod(shape))
     span = elements if strides is None else sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
-    return RecordedTensor(9, 8, 8, offset, elements, size, device, Geometry(shape, strides, of, span), 0)
+    return RecordedTensor(9, 8, 8, offset, elements, size, device, RecordedGeometry(shape, strides, of, span), 0)
 
 
 def beside(folder: Path, name: str = "a_resources", **files: bytes) -> Resources:

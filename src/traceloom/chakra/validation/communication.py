@@ -59,8 +59,8 @@ def check_attributes(workload: Workload, findings: Findings) -> None:
             if name == "comm_size" and kind == COLLECTIVE:
                 broken &= pl.col("comm_type").ne_missing(CollectiveCommType.BARRIER)
             lacking.append(workload.nodes.filter(broken).select("file", "row", pl.lit(name).alias("attribute")))
-    known = workload.odd.with_columns(pl.col("attribute").cast(pl.String))
-    lacks = pl.concat(lacking).join(known, on=["file", "row", "attribute"], how="anti", maintain_order="left")
+    odd = workload.odd.with_columns(pl.col("attribute").cast(pl.String))
+    lacks = pl.concat(lacking).join(odd, on=["file", "row", "attribute"], how="anti", maintain_order="left")
     for (file,), rows in lacks.group_by("file", maintain_order=True):
         table = workload.tables[int(str(file))]
         by_row = rows.group_by("row", maintain_order=True).agg("attribute").sort("row")

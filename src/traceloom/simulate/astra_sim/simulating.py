@@ -76,8 +76,8 @@ def simulate(
                 where=system.source,
             )
     memory_rate = system.local_mem_bw * 1e9
-    given = {kind: str(file) for kind, file in (algorithms or {}).items()}
-    for kind in given:
+    files = {kind: str(file) for kind, file in (algorithms or {}).items()}
+    for kind in files:
         if kind not in KINDS.values():
             raise UsageError(
                 f"`{kind}` is carried out by no algorithm",
@@ -85,7 +85,7 @@ def simulate(
                 hint=nearest(kind, KINDS.values()) + f"kinds are {', '.join(KINDS.values())}",
             )
     if system.splits == 1:
-        given = {**system.custom, **given}
+        files = {**system.custom, **files}
     engine = AstraEngine(
         _ranks(workload, network.ranks, compute),
         workload.groups.members,
@@ -102,7 +102,7 @@ def simulate(
         width=system.active_chunks,
         algorithms={
             **{kind: _never_ended(kind, prefix, system.splits) for kind, prefix in system.custom.items()},
-            **{kind: _algorithm(kind, file, memory_rate) for kind, file in given.items()},
+            **{kind: _algorithm(kind, file, memory_rate) for kind, file in files.items()},
         },
     )
     engine.run()

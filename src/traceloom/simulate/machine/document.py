@@ -305,6 +305,12 @@ def _table(part: Any) -> dict[str, Any]:
 def machine_text(machine: Machine) -> str:
     """The machine as the text of a `machine.toml`."""
     document = machine_document(machine)
+    for table, dimension in zip(document.get("network", ()), machine.dimensions, strict=True):
+        if dimension.links:  # a list of TOML has no gaps: where only the latency is a link's own, both are written
+            table["links"] = [
+                wire._replace(bandwidth=dimension.bandwidth) if wire[2] is None and wire[3] is not None else wire
+                for wire in dimension.links
+            ]
     lines = [f"{key} = {_toml(value)}" for key, value in document.items() if key not in _TABLES]
     for key, value in document.items():
         for table in value if isinstance(value, list) else [value] if key in _TABLES else []:

@@ -20,7 +20,7 @@ from traceloom.retime import Plan, law
 from traceloom.simulate.device import DeviceChange, rescale
 from traceloom.simulate.machine import Machine, changed, presets, read_machine
 from traceloom.simulate.native.answer import answer
-from traceloom.simulate.native.evaluation import Course, course, plan_of
+from traceloom.simulate.native.evaluation import course, plan_of
 from traceloom.simulate.native.inputs import AnyWorkload, SimulationInput, open_input
 from traceloom.simulate.native.operations import operations, transfers_ns
 from traceloom.simulate.native.pricing import transfer_notices, transfers_on
@@ -81,7 +81,15 @@ def run(
     before = course(source.graph, operations(source.graph), plan=plan, serial=source.serial)
     there = None if machine is None else _Target.of(machine, overrides, source.graph)
     cases = _on_device(source, there, device, host_factor, recorded_device)
-    after, *interval = (_on_network(source, graph, there, plan) for graph in cases.graphs)
+    courses = []
+    for graph in cases.graphs:
+        of = operations(graph)
+        transfers = None  # those that the workload has
+        if there is not None:
+            transfers = transfers_on(there.machine, of.table, transfers_ns(graph, of), there.measured_on)
+        same = plan if plan.graph is graph else None
+        courses.append(course(graph, of, transfers, plan=same, serial=source.serial))
+    after, *interval = courses
     names = [there.name] if there else []
     names += [cases.account.device] if cases.account and device is not None else []
     return answer(
@@ -203,12 +211,3 @@ def _slowed(graph: Graph, machine: Machine) -> Graph:
     speed = machine.device_speeds()[np.minimum(rank, machine.ranks - 1)]
     scenario.work_ns = np.where(device, np.rint(scenario.work_ns / speed), scenario.work_ns).astype(np.int64)
     return changed_graph(graph, scenario, scenario.times(Plan(graph)))
-
-
-def _on_network(source: SimulationInput, graph: Graph, target: _Target | None, plan: Plan) -> Course:
-    """How the workload goes with the network of the machine, or with the transfers that it has."""
-    of = operations(graph)
-    transfers = None
-    if target is not None:
-        transfers = transfers_on(target.machine, of.table, transfers_ns(graph, of), target.measured_on)
-    return course(graph, of, transfers, plan=plan if plan.graph is graph else None, serial=source.serial)
