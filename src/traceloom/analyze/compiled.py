@@ -100,8 +100,20 @@ class Compiled(Result):
 
 @cache
 def _nothing() -> Compiled:
-    empty = [schema.to_frame() for schema in (TIME, DEVICE, REGIONS, GRAPHS, BREAKS, COMPILATIONS, UNCOMPILED)]
-    return Compiled(*empty, lookup_count=0, lookup_ns=0, miss_count=0, recompile_count=0, seen=False)
+    return Compiled(
+        time=TIME.to_frame(),
+        device=DEVICE.to_frame(),
+        regions=REGIONS.to_frame(),
+        graphs=GRAPHS.to_frame(),
+        breaks=BREAKS.to_frame(),
+        compilations=COMPILATIONS.to_frame(),
+        uncompiled=UNCOMPILED.to_frame(),
+        lookup_count=0,
+        lookup_ns=0,
+        miss_count=0,
+        recompile_count=0,
+        seen=False,
+    )
 
 
 def compiled(trace: Trace) -> Compiled:

@@ -115,14 +115,14 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> OwnCommunic
         .select("event", *_FIELDS)
         .unique("event", keep="first", maintain_order=True)
     )
-    on_host = _around(tree, described, host, tree.name[host])
     rows = work.row[chosen]
     own = pl.DataFrame({"event": pl.Series(rows, dtype=pl.UInt32)}).join(
         described, on="event", how="left", maintain_order="left"
     )
     around = _around(tree, described, work.call[chosen], trace.events["name"][rows])
     on_device = own.select(pl.coalesce(pl.col(name), around[name]) for name in _FIELDS)
-    about = pl.concat([on_device, on_host]).with_columns(pl.col("kind").replace(_PAIRS))
+    parts = [on_device, _around(tree, described, host, tree.name[host])] if host.size else [on_device]
+    about = pl.concat(parts).with_columns(pl.col("kind").replace(_PAIRS))
     kinds = about["kind"].head(chosen.size)
     codes = np.full(chosen.size, gs.NODE_KINDS.index(gs.COLLECTIVE))
     codes[kinds.eq_missing("send").to_numpy()] = gs.NODE_KINDS.index(gs.SEND)
@@ -139,17 +139,17 @@ def whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
 
 def _around(tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.Series) -> pl.DataFrame:
     """For each position the fields of itself, completed by those of the described events around it, and by its name."""
-    is_described = np.zeros(tree.row.size + 1, dtype=np.bool_)
+    number = np.full(tree.row.size + 1, described.height)  # where nothing is described, the row of nulls behind them
     at = tree.position[described["event"].to_numpy()]
-    is_described[at[at >= 0]] = True
+    number[at[at >= 0]] = np.flatnonzero(at >= 0)
+    is_described = number < described.height
     above = np.append(nearest(tree.parent, is_described[:-1]), -1)
-    rows = described.with_columns(pl.Series("position", at)).filter(pl.col("position") >= 0)
-    rows = rows.unique("position", keep="first")
+    table = pl.concat([described, described.clear(1)])
     parts = []
     current = position
     for _ in range(3):  # the call of the back end, the op that describes it, the op of the framework
         current = np.where(is_described[current], current, above[current])
-        parts.append(pl.DataFrame({"position": current}).join(rows, on="position", how="left", maintain_order="left"))
+        parts.append(table[number[current]])
         current = above[current]
     lower = names.str.to_lowercase().alias("lower")
     by_name = [pl.when(pl.col("lower").str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS]

@@ -21,6 +21,8 @@ _MOST_NS = 2**62  # times beyond (146 years) are no times
 _MOST_US = _MOST_NS // 1000
 _MOST_DURATION_NS = 2**60  # 36 years; base time (see `metadata.base_ns`), start and duration add up to an int64
 _DIGITS = len(str(_MOST_US))
+_PLACES = 12  # digits behind the point that are looked at: a half of a nanosecond is told from what is just above
+_PARTS_OF_NS = 10 ** (_PLACES - 3)
 
 
 def needs_text(sample: bytes) -> bool:
@@ -57,23 +59,23 @@ def from_text(starts: list[Any], durations: list[Any]) -> tuple[Ints, Ints, Bool
     return start, end - start, good, timed
 
 
-def _rounded(millionths: Ints) -> Ints:
-    """Picoseconds to the nearest nanosecond, halves to the even one as Decimal does."""
-    floor = millionths // 1000
-    rest = millionths - floor * 1000
-    up = (rest > 500) | ((rest == 500) & (floor % 2 == 1))
+def _rounded(parts: Ints) -> Ints:
+    """Fractions of a microsecond to the nearest nanosecond, halves to the even one as Decimal does."""
+    floor = parts // _PARTS_OF_NS
+    rest = parts - floor * _PARTS_OF_NS
+    up = (rest > _PARTS_OF_NS // 2) | ((rest == _PARTS_OF_NS // 2) & (floor % 2 == 1))
     rounded: Ints = floor + up
     return rounded
 
 
 def _split(texts: list[Any], most_us: int) -> tuple[Ints, Ints, Bools]:
-    """Whole microseconds, millionths of a microsecond (same sign), and which are numbers below the most."""
-    whole, millionths = [], []
+    """Whole microseconds, the first digits behind the point (same sign), and which are numbers below the most."""
+    whole, fractions = [], []
     for text in texts:
         digits, _, fraction = bytes(text).partition(b".")
         if digits.isdigit() and len(digits) <= _DIGITS and (fraction.isdigit() or not fraction):
             whole.append(int(digits))
-            millionths.append(int(fraction.ljust(6, b"0")[:6]))
+            fractions.append(int(fraction.ljust(_PLACES, b"0")[:_PLACES]))
         else:
             # Exponents and other spellings, one by one.
             try:
@@ -82,8 +84,8 @@ def _split(texts: list[Any], most_us: int) -> tuple[Ints, Ints, Bools]:
                 value = Decimal(most_us)
             usable = value.is_finite() and abs(value) < most_us
             whole.append(int(value) if usable else most_us)
-            millionths.append(int((value - int(value)) * 1_000_000) if usable else 0)
-    us, parts = np.array(whole, dtype=np.int64), np.array(millionths, dtype=np.int64)
+            fractions.append(int((value - int(value)) * 10**_PLACES) if usable else 0)
+    us, parts = np.array(whole, dtype=np.int64), np.array(fractions, dtype=np.int64)
     good = us < most_us
     us[~good] = parts[~good] = 0
     return us, parts, good
