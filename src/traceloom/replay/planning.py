@@ -6,11 +6,10 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import compress, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -22,12 +21,12 @@ from traceloom.garbage import not_collected
 from traceloom.model.arrays import nearest
 from traceloom.model.notice import Notice
 from traceloom.model.units import counted
-from traceloom.replay.allowed import Refusal, refusal
 from traceloom.replay.collectives import WAIT, Exchange, called_groups, exchange_of, groups_of, tensors_bytes
 from traceloom.replay.contents import RecordedIntegers, settle_contents
 from traceloom.replay.inputs import AnyPath, PlanInput, open_inputs
 from traceloom.replay.kernels import KernelSource, kernel_arguments, source_of
 from traceloom.replay.nodes import Level, Nodes, choose, within
+from traceloom.replay.op_kinds import NUMBERS, op_kind
 from traceloom.replay.originals import Originals
 from traceloom.replay.plan import (
     COLLECTIVE,
@@ -51,20 +50,17 @@ from traceloom.replay.values import (
     CUT,
     ROUNDED,
     UNKNOWN,
-    Kind,
     RecordedTensor,
     arguments_of,
     count_of,
     encode,
     kinds_of,
     observed_numbers,
-    slots_of,
     unknown_type,
 )
 
-# Arguments for which programs write plain numbers, and what stands for a number of each type: it changes nothing.
 _STORAGE = attrgetter("storage")
-_NUMBERS = frozenset({"other", "exponent"})
+# What stands for a number that a program wrote, by its type: it changes nothing.
 _OF_NUMBERS: dict[str, float] = {"float64": 1.0, "int64": 1, "bool": True}
 
 Say = Callable[[str], None]
@@ -154,47 +150,6 @@ def _plan_rank(
         groups.setdefault(group["name"], group)
     maker = _RankPlanner(entry, nodes, choice, groups)
     return maker.plan(), maker.notices()
-
-
-class _OpKind(NamedTuple):
-    """What calls of one op have in common that take and give values of the same types.
-
-    Attributes:
-        schema: Of the op.
-        refusal: Why it must not be run.
-        has_numbers: Whether programs write numbers for some of its tensors.
-        strange: A type of a tensor that PyTorch does not have.
-        kinds: Of the values that it takes.
-        plain: Which of these may hold more than a tensor.
-        slots: Of the values that it gives: whether each is a tensor.
-    """
-
-    schema: OperatorSchema
-    refusal: Refusal | None
-    has_numbers: bool
-    strange: str | None
-    kinds: tuple[Kind, ...]
-    plain: tuple[bool, ...]
-    slots: tuple[bool, ...]
-
-
-@lru_cache(maxsize=65536)
-def _op_kind(text: str, types: str | None, output_types: str | None) -> _OpKind:
-    """What an op's schema and the types of its values say.
-
-    Raises:
-        UnreadableSchemaError: The text is no schema.
-    """
-    schema, kinds = parse_schema(text), kinds_of(types)
-    return _OpKind(
-        schema,
-        refusal(schema),
-        any(argument.name in _NUMBERS for argument in schema.arguments),
-        unknown_type(types) or unknown_type(output_types),
-        kinds,
-        tuple(not isinstance(kind, str) for kind in kinds),
-        slots_of(output_types),
-    )
 
 
 @dataclass
@@ -299,7 +254,7 @@ class _RankPlanner:
         read, returned = self.nodes.read[row], self.nodes.returned[row]
         text, types = self.schemas[row], self.types[row]
         try:
-            schema, why, has_numbers, strange, kinds, plain, slots = _op_kind(text, types, self.output_types[row])
+            schema, why, has_numbers, strange, kinds, plain, slots = op_kind(text, types, self.output_types[row])
         except UnreadableSchemaError as error:
             self.leave_out(row, "unreadable-schema", str(error))
             return
@@ -317,14 +272,13 @@ class _RankPlanner:
             return
         if self._pending:
             self.wait_for(read)
-        numbers = (
-            self.plain_numbers(row, schema) if has_numbers and not all(tensor.geometry.shape for tensor in read) else {}
-        )
-        read = [tensor for tensor in read if tensor.number not in numbers] if numbers else read
+        numbers: dict[int, tuple[str, float]] = {}
+        if has_numbers and not all(tensor.geometry.shape for tensor in read):
+            numbers = self.plain_numbers(row, schema)
+            read = [tensor for tensor in read if tensor.number not in numbers]
         # Tensors are numbered from 0: calls of one op with the same other values have the same arguments.
         values = self.nodes.inputs[row]
-        others = encode((len(values), *compress(values, plain)))
-        key = (text, types, others, *numbers.values())
+        key = (text, types, encode((len(values), *compress(values, plain))), *numbers.values())
         if key not in self._arguments:
             self._arguments[key] = arguments_of(values, kinds, schema, dict(numbers.values()))
         arguments, flags = self._arguments[key]
@@ -411,7 +365,7 @@ class _RankPlanner:
                 deque(islice(tensors, count_of(kind)), maxlen=0)
                 continue
             value = next(tensors)
-            if argument.name not in _NUMBERS:
+            if argument.name not in NUMBERS:
                 continue
             dtype, shape = value.geometry.dtype, value.geometry.shape
             plain = dtype in _OF_NUMBERS and value.device in {"cpu", ""} and not shape
@@ -572,8 +526,7 @@ class _RankPlanner:
         )
         named, around = of["name"].gather(row), of.select(pl.all().gather(before))
         node = nodes.host.ops["id"].gather(row)
-        measured = self.originals
-        ids = node.to_list()
+        measured, ids = self.originals, node.to_list()
         return frame(
             "ops",
             {
