@@ -51,7 +51,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
             [
                 str(row["calls"]),
                 f"{row['ranks_before']} > {row['ranks_after']}",
-                "-" if row["in_bytes_after"] is None else units.size(row["in_bytes_after"]),
+                units.NONE if row["in_bytes_after"] is None else units.size(row["in_bytes_after"]),
                 *(
                     f"{units.duration(row[f'{time}_before_ns'])} > {units.duration(row[f'{time}_after_ns'])}"
                     for time in ("transfer", "waiting")

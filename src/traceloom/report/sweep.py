@@ -56,7 +56,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
             "*" if row["pareto"] else "",
             *(parameter_text(row[key]) for key in keys),
             units.duration(row["time_ns"]),
-            *("-" if row[name] is None else cell(row) for name, cell in shown.items()),
+            *(units.NONE if row[name] is None else cell(row) for name, cell in shown.items()),
         ]
         for row in answered[:_ROWS]
     ]

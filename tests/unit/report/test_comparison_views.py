@@ -179,7 +179,7 @@ def test_markdown_says_both_sides_the_difference_and_both_shares() -> None:
     for texts, row in zip(rows, parts, strict=True):
         keys = ("base_ns", "new_ns", "difference_ns", "change", "of_step")
         for key, text in zip(keys, texts[1:], strict=True):
-            assert text == "-" if row[key] is None else figure(text).holds(row[key]), (key, text, row)
+            assert text == "–" if row[key] is None else figure(text).holds(row[key]), (key, text, row)
 
 
 def test_markdown_and_terminal_count_the_rows_that_they_leave_out() -> None:
@@ -254,7 +254,7 @@ def checked(**changes: Any) -> Document:
         (-2_000_000.0, "time", False, "-2.00 ms"),
         (1e8, "bytes", False, "+100 MB"),
         (-3.0, "count", False, "-3"),
-        (None, "time", True, "-"),
+        (None, "time", True, "–"),
     ],
 )
 def test_a_change_has_its_sign_and_the_unit_of_its_measure(
@@ -266,7 +266,7 @@ def test_a_change_has_its_sign_and_the_unit_of_its_measure(
 @pytest.mark.parametrize(
     ("amount", "measure", "text"),
     [
-        (None, "time", "-"),
+        (None, "time", "–"),
         (1_234_567.0, "time", "1.23 ms"),
         (2e9, "bytes", "2.00 GB"),
         (3.0, "count", "3"),
@@ -305,7 +305,7 @@ def test_an_interval_stands_in_every_view_where_it_is_known() -> None:
         assert "+8.00 % to +12.00 %" in shown
         assert "+10.00 %" in shown
     unknown = next(iter(verdict_tables.tables(checked()))).rows[0]
-    assert (unknown["interval"], unknown["effect"]) == ("-", "-")
+    assert (unknown["interval"], unknown["effect"]) == ("–", "–")
 
 
 @pytest.mark.parametrize(("verdict", "sign"), [("pass", "✅"), ("fail", "❌"), ("inconclusive", "❔")])

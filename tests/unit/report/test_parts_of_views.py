@@ -237,7 +237,7 @@ def test_a_column_is_of_a_kind_that_views_can_write() -> None:
         assert Col("x", "X", kind).numeric == (kind in units.NUMBERS)
     assert all(declared.unit in KINDS for declared in COLUMNS.values())
     assert written(Col("x", "X"), EVIL) == harmless(EVIL)
-    assert written(Col("x", "X"), None) == written(Col("x", "X", "time"), None) == "-"
+    assert written(Col("x", "X"), None) == written(Col("x", "X", "time"), None) == "–"
 
 
 @given(

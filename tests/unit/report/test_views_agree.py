@@ -52,7 +52,7 @@ def cells(line: str) -> list[str]:
 def reads_as(column: Col, text: str, value: Any) -> bool:
     """Whether a cell of a numeric column says this value; counts are exact."""
     if value is None:
-        return text == "-"
+        return text == "–"
     if column.kind == "count" and isinstance(value, int):
         return text.replace("\u202f", "") == str(value)
     return figure(text).holds(float(value))

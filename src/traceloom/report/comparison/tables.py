@@ -124,5 +124,5 @@ def _counts(row: Row) -> str:
 
 def _renamed(base: str | None, new: str | None) -> str:
     if base == new or new is None:
-        return base or "-"
+        return base or units.NONE
     return new if base is None else f"{short(base, _HALF)} → {short(new, _HALF)}"

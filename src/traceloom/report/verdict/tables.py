@@ -23,14 +23,14 @@ def tables(document: Row) -> Iterator[Table]:
                 "said_base": value(row["base"], measure),
                 "said_new": value(row["new"], measure),
                 "said_change": change(row["change"], row),
-                "interval": "-"
+                "interval": units.NONE
                 if row["low"] is None
                 else f"{change(row['low'], row)} to {change(row['high'], row)}",
                 "samples": " / ".join(
                     f"{units.counted(row[f'{side}_runs'], 'run')} ({units.count(row[f'{side}_steps'])})"
                     for side in ("base", "new")
                 ),
-                "effect": "-" if row["effect_size"] is None else f"{row['effect_size']:+.2f}",
+                "effect": units.NONE if row["effect_size"] is None else f"{row['effect_size']:+.2f}",
             }
         )  # fmt: skip
     checked = [
@@ -97,7 +97,7 @@ def reasons(document: Row) -> list[str]:
 def value(amount: float | None, measure: str) -> str:
     """An amount in its unit."""
     if amount is None:
-        return "-"
+        return units.NONE
     if measure == "time":
         return units.duration(round(amount))
     return units.size(round(amount)) if measure == "bytes" else units.number(round(amount, 3))
@@ -106,7 +106,7 @@ def value(amount: float | None, measure: str) -> str:
 def change(amount: float | None, row: Row) -> str:
     """A change with its sign: in per cent, or in the unit of the measure."""
     if amount is None:
-        return "-"
+        return units.NONE
     if row["relative"]:
         return f"{100 * amount:+.2f} %"
     sign = "+" if amount >= 0 else _MINUS
