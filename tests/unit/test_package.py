@@ -31,6 +31,7 @@ TOP = {
     "harmless",
     "lazy",
     "leaving",
+    "one_core",
     "packed",
     "plain_text",
     "service_address",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from traceloom.cli import checking, outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
+from traceloom.one_core import on_one_core
 
 if TYPE_CHECKING:
     from traceloom.model import Notice, Session
@@ -71,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
             sessions += checking.runs([path], args, refused, single=True)
         base, new = sessions
         progress.say("comparing")
-        document = comparison.build(compare(base, new), base, new)
-        written = outputs.write(args, chosen, document, progress)
+        with on_one_core(base.event_count + new.event_count):
+            document = comparison.build(compare(base, new), base, new)
+            written = outputs.write(args, chosen, document, progress)
     if args.json:
         outputs.as_json(document, sys.stdout.buffer)
     elif outputs.printed(args):

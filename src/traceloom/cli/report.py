@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import InputError, PartialError, UsageError
 from traceloom.files import with_addresses
+from traceloom.one_core import on_one_core
 
 if TYPE_CHECKING:
     from traceloom.analyze.kind_rules import KindRule
@@ -139,7 +141,7 @@ def _run(
     formats: dict[str, Format | Directory] = {ending: form for form in FORMATS for ending in form.endings}
     targets = outputs.targets(args, formats, (tables, tables.ours))
     refused: Sequence[Notice] = ()
-    with Progress(shown=not args.quiet) as progress:
+    with Progress(shown=not args.quiet) as progress, ExitStack() as until_written:
         if document:
             report = Report(document, lambda: reports.selected(_load(args, progress).runs[0], made), made)
         else:
@@ -157,6 +159,7 @@ def _run(
                     raise
                 return _out_of_memory(args)
             progress.say("analysing")
+            until_written.enter_context(on_one_core(sum(session.event_count for session in loaded.runs)))
             report = _report(loaded.runs, args, made, [str(path) for path, form in targets if not form.of_runs])
             refused = loaded.refused
         written = []

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
+from traceloom.one_core import on_one_core
 from traceloom.plain_text import encoded
 
 DESCRIPTION = "Say what a change would save: the linked graph of the run is evaluated with it."
@@ -80,11 +81,12 @@ def run(args: argparse.Namespace) -> int:
         progress.say("reading")
         session = load(*args.inputs, cache=not args.no_cache)
         progress.say("linking")
-        graph = link_session(session, step=args.step)
-        progress.say("evaluating")
-        plan = Plan(graph)
-        kept = law(graph, plan)
-        answer = whatif(graph, changes, plan=plan, kept=kept, host_ratio=session.recording_ratio)
+        with on_one_core(session.event_count):
+            graph = link_session(session, step=args.step)
+            progress.say("evaluating")
+            plan = Plan(graph)
+            kept = law(graph, plan)
+            answer = whatif(graph, changes, plan=plan, kept=kept, host_ratio=session.recording_ratio)
         document = report.build(session.name, args.step, changes, answer, kept)
         written = outputs.write(args, chosen, document, progress)
     outputs.show(args, document, report.render)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -9,10 +10,14 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 from traceloom.collect import tasks
 from traceloom.errors import InputError, TraceloomError, UsageError
+from traceloom.one_core import on_one_core
+
+_SMALL_BYTES = 8 << 20  # of packed files about half a million events
 
 TASKS: Mapping[str, Callable[..., None]] = {
     "check": tasks.check,
@@ -34,7 +39,8 @@ def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
     for job in jobs_from(sys.stdin):
         answer: dict[str, object] = {}
         try:
-            functions[job["task"]](**job["arguments"])
+            with on_one_core() if _is_small(job["arguments"]) else contextlib.nullcontext():
+                functions[job["task"]](**job["arguments"])
         except MemoryError:
             answer = {"error": f"`{job['task']}` needs more than {memory / 1e9:.1f} GB of memory", "final": False}
         except TraceloomError as error:
@@ -44,6 +50,12 @@ def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
             answer = {"error": f"{type(error).__name__}: {error}", "final": False}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _is_small(arguments: Mapping[str, object]) -> bool:
+    """Whether what lies in the folder of a task is too little for several cores."""
+    files = Path(str(arguments["folder"])).rglob("*") if "folder" in arguments else ()
+    return sum(path.lstat().st_size for path in files) <= _SMALL_BYTES
 
 
 def jobs_from(lines: TextIO) -> Iterator[dict[str, Any]]:

@@ -52,6 +52,11 @@ class Session:
         return max((t.meta.world_size for t in self.traces if t.meta.world_size is not None), default=None)
 
     @property
+    def event_count(self) -> int:
+        """How many events its traces hold."""
+        return sum(trace.events.height for trace in self.traces)
+
+    @property
     def epoch_ns(self) -> int:
         """The earliest start of all traces: what report times are relative to."""
         return min((trace.start_ns for trace in self.traces if trace.events.height), default=0)
@@ -141,5 +146,5 @@ class Session:
         return f"<p><b>{escape(harmless(self.name))}</b></p><table><tr>{head}</tr>{rows}</table>{more}"
 
     def __repr__(self) -> str:
-        events = sum(trace.events.height for trace in self.traces)
+        events = self.event_count
         return f"<Session {self.name}: {len(self.traces)} traces, {events:,} events>"

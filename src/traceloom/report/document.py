@@ -126,7 +126,7 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
                 "world_size": absent.value(session.world_size, "runs[*].world_size"),
                 "window_ns": absent.value(window, "runs[*].window_ns"),
                 "steps": max((t.steps.height for t in session.traces), default=0),
-                "events": sum(t.events.height for t in session.traces),
+                "events": session.event_count,
                 "sentence": analyze.answer(session).sentence,
                 "command": command,
             }

@@ -50,7 +50,7 @@ def begun_findings(
         What `ranked_findings` of them gives: from that process, or worked out here where there is none or it fails.
     """
     here = partial(ranked_findings, session, options)
-    large = len(session.traces) > 1 and sum(trace.events.height for trace in session.traces) >= WORTH_EVENTS
+    large = len(session.traces) > 1 and session.event_count >= WORTH_EVENTS
     if not (beside and large and options.wants(FINDINGS) and cores() > 1):
         yield here
         return
@@ -103,7 +103,7 @@ def ranked_findings(session: Session, options: ReportOptions, absent: Absent) ->
     """`findings` and `findings_ground` of the document; nothing where `--only` leaves them out."""
     if not options.wants(FINDINGS):
         return _nothing(NOT_ASKED, absent)
-    events = sum(trace.events.height for trace in session.traces)
+    events = session.event_count
     if not events:
         return _nothing("the traces hold no events", absent)
     from traceloom.findings import RULES, Context, rank  # loaded where it is asked for

@@ -68,7 +68,7 @@ def choose(document: Row, session: Session) -> Featured | None:
     ranks = document.get("ranks") or []
     if len(ranks) != len(session.traces) or len(ranks) < 3:
         return None
-    if len(ranks) <= FEW_RANKS and sum(trace.events.height for trace in session.traces) <= FEW_EVENTS:
+    if len(ranks) <= FEW_RANKS and session.event_count <= FEW_EVENTS:
         return None
     step, unusual = _step(ranks)
     path = document.get("critical_path")
