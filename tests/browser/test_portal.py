@@ -13,6 +13,7 @@ import pytest
 for package in ("htpy", "sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
+from support.patient_service import patient  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.simulated_hosts import SimulatedHost  # noqa: E402
 from support.waiting import until  # noqa: E402
@@ -37,7 +38,7 @@ class Fleet:
     """A service, two hosts with a rank of a job each, one of them with a hostile job, and who reads."""
 
     def __init__(self, folder: Path) -> None:
-        self.service = RunningService(folder, "--store", str(folder / "store"), "--workers", "1")
+        self.service = RunningService(folder, "--store", str(folder / "store"), "--workers", "1", command=patient(60))
         self.hosts: list[SimulatedHost] = []
         until(lambda: self.service.ask("GET", "/api/v1/hosts")[0] == 200)
         self.tokens = {

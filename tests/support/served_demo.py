@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from support.patient_service import patient
 from support.prometheus import free_port
 from support.waiting import until
 from traceloom.collect.client import FleetClient
@@ -52,9 +53,7 @@ def served_demo(store: Path, folder: Path) -> Iterator[DemoService]:
         "PYTHONPATH": ":".join(filter(None, sys.path)),
     }  # fmt: skip
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "traceloom", "serve", *arguments], stdout=file, stderr=file, env=environment
-        )
+        process = subprocess.Popen([*patient(60), *arguments], stdout=file, stderr=file, env=environment)
     try:
         until(lambda: b"Try:" in log.read_bytes() or process.poll() is not None)
         token = re.search(r"tl_[\w-]+", log.read_text())

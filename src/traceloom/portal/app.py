@@ -16,6 +16,7 @@ from starlette.routing import Route as Endpoint
 from traceloom.agent.http.answers import RequestError
 from traceloom.agent.http.limits import Rates
 from traceloom.collect.app import build_fleet_app, check_role, unavailable
+from traceloom.collect.questions.desk import StillWorkingError
 from traceloom.collect.routes import FleetAsked
 from traceloom.errors import TraceloomError
 from traceloom.portal import layout
@@ -40,6 +41,9 @@ STRANGERS = (
 )  # fmt: skip
 _SAFE = frozenset({"GET", "HEAD"})
 _PER_SECOND = 50.0  # requests of a reader
+PATIENCE_S = 0.8
+"""So long a page waits for answers; after that it says that they are worked out, and asks again."""
+_AGAIN_S = 2
 # Everything a page needs comes from this service; nothing of it runs that is not a file of it, nor stands in a frame.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -154,7 +158,12 @@ class Portal:
                     return self._events(page, visit, request.headers.get("last-event-id", ""))
                 if name := request.query_params.get("table"):
                     return await _download(page, visit, name, request.query_params.get("as", "csv"))
+                visit.patience_s = PATIENCE_S
                 return await self._shown(page, visit)
+            except StillWorkingError as working:
+                inside = layout.still_working(page.title, working.seconds)
+                shown = self._document(page.title, inside, visit.token, visit.address.path)
+                return HTMLResponse(shown, 202, {"Refresh": str(_AGAIN_S)})
             except RequestError:
                 raise
             except TraceloomError as error:

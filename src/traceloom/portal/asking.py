@@ -68,13 +68,13 @@ async def ask(visit: Visit, name: str, **fixed: str) -> PageAnswer:
         fixed: Parameters, whatever the address says.
 
     Raises:
-        RequestError: The route refuses.
+        RequestError: It is refused.
+        StillWorkingError: The answer takes longer than the visit waits.
     """
     question = QUESTION[name]
     takes = {field.name for field in msgspec.structs.fields(question.parameters)}
     query = {key: value for key, value in (visit.address.query | fixed).items() if key in takes and value}
-    answer = await visit.answer(question.answer, question.path, query=query)
-    fields: dict[str, Any] = msgspec.to_builtins(answer)
+    fields: dict[str, Any] = msgspec.to_builtins(await visit.question(question, query))
     tables = {key: fields.pop(key) for key in question.tables}
     return PageAnswer(question, visit.address, fields, tables)
 

@@ -37,6 +37,7 @@ from htpy import (
     nav,
     ol,
     p,
+    progress,
     script,
     section,
     span,
@@ -177,6 +178,19 @@ def refusal(error: RequestError) -> Node:
         h1[_sentence(error.message)],
         p(".lead")[_prose(error.hint)] if error.hint else None,
         p[a(href="/")["To the overview"]],
+    ]
+
+
+def still_working(title: str, seconds: float) -> Node:
+    """A page whose answer is not there yet."""
+    return header(".top")[
+        h1[title],
+        p(".lead")["The answer is being worked out; this page shows it as soon as it is there."],
+        p(role="status")[
+            progress(aria_label="The answer is being worked out"),
+            f" {seconds:.0f} s so far. ",
+            span(".quiet")["Less time, or a filter, is answered sooner."],
+        ],
     ]
 
 

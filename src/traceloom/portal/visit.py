@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qs, parse_qsl, urlencode
@@ -12,7 +13,9 @@ from starlette.responses import Response
 
 from traceloom.agent.http.answers import wrong_request
 from traceloom.agent.http.limits import body_of
+from traceloom.agent.http.reading import parameters_as
 from traceloom.collect.app import ROUTES, answered
+from traceloom.collect.questions.declared import Question
 from traceloom.collect.routes import FleetAsked, may
 from traceloom.store.state import Role, TokenRecord
 
@@ -53,7 +56,12 @@ class Visit:
         address: Of the page.
         names: The parts of the path that its pattern names.
         form: What was sent with it.
+
+    Attributes:
+        patience_s: How long it waits for all answers to questions; None: as long as programs do.
     """
+
+    patience_s: float | None = None
 
     def __init__(
         self,
@@ -94,6 +102,27 @@ class Visit:
         answer = await self._answer(path, method, body, query or {}, names)
         assert isinstance(answer, kind)
         return answer
+
+    async def question(self, question: Question, query: Mapping[str, str]) -> msgspec.Struct:
+        """What the tables answer to a question that every reader may ask.
+
+        Args:
+            question: The question.
+            query: Its parameters.
+
+        Raises:
+            RequestError: It refuses.
+            StillWorkingError: The answer takes longer than the visit waits.
+        """
+        if self.patience_s is None:
+            return await self.answer(question.answer, question.path, query=query)
+        scope = {"type": "http", "headers": [], "query_string": urlencode(query).encode()}
+        asked = parameters_as(Request(scope), question.parameters)
+        begun_s = time.monotonic()
+        try:
+            return await self.service.questions.ask_again(question, asked, self.patience_s)
+        finally:
+            self.patience_s = max(0.0, self.patience_s - (time.monotonic() - begun_s))
 
     async def response(self, path: str, **names: str) -> Response:
         """The same of a route that answers with a file or a page.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -16,7 +18,8 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 from traceloom.agent.http.answers import RequestError  # noqa: E402
 from traceloom.collect.questions.asking import RulesAsking  # noqa: E402
 from traceloom.collect.questions.catalogue import QUESTION  # noqa: E402
-from traceloom.collect.questions.desk import MOST_WAITING, QuestionDesk  # noqa: E402
+from traceloom.collect.questions.desk import MOST_WAITING, QuestionDesk, StillWorkingError  # noqa: E402
+from traceloom.collect.questions.frames import QuestionFrames  # noqa: E402
 from traceloom.collect.recent_answers import MOST_AT_ONCE  # noqa: E402
 from traceloom.store.schemas import SCHEMAS, day_of  # noqa: E402
 from traceloom.store.state import State  # noqa: E402
@@ -84,5 +87,30 @@ def test_an_answer_is_given_again_until_a_table_or_a_rule_changes(tmp_path: Path
         assert [each.rule for each in second.rows] == ["launch-bound"]  # type: ignore[attr-defined]
         desk.state.put_document("owners", "olga", "")
         assert await desk.ask(FINDINGS, RulesAsking()) is not second
+
+    with_desk(tmp_path, test)
+
+
+def test_who_asks_again_gets_the_answer_that_took_long_though_tables_changed_meanwhile(tmp_path: Path) -> None:
+    async def test(desk: QuestionDesk) -> None:
+        release, worked = threading.Event(), []
+
+        def slow(frames: QuestionFrames, asked: Any) -> Any:
+            worked.append(asked)
+            release.wait()
+            return FINDINGS.compute(frames, asked)
+
+        question, asked = replace(FINDINGS, compute=slow), RulesAsking()
+        for _ in range(3):
+            with pytest.raises(StillWorkingError) as working:
+                await desk.ask_again(question, asked, 0.0)
+        assert working.value.seconds > 0
+        desk.state.put_document("owners", "olga", "")  # which has an answer made anew
+        release.set()
+        answers = [await desk.ask_again(question, asked, 60.0) for _ in range(2)]
+        assert answers[0] is answers[1]
+        assert len(worked) == 1
+        other = await desk.ask_again(question, RulesAsking(top=3), 60.0)
+        assert other is not answers[0]
 
     with_desk(tmp_path, test)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ for package in ("htpy", "sqlalchemy", "obstore", "deltalake", "prometheus_client
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from support.html_tree import HtmlTree, words  # noqa: E402
+from support.patient_service import patient  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.portal.pages import PAGES  # noqa: E402
@@ -22,6 +24,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
     folder = tmp_path_factory.mktemp("fleet")
     running = RunningService(
         folder, "--store", str(folder / "store"), "--workers", "1", "--proxy-user-header", "X-User", "--proxy-from", "127.0.0.1",
+        command=patient(60),
     )  # fmt: skip
     try:
         cookie = running.signed_in()
@@ -182,3 +185,18 @@ def test_who_tries_often_has_to_wait(service: RunningService) -> None:
     codes = [service.browse("/sign-in", form={"token": "x"}).status for _ in range(40)]
     assert codes[0] == 401
     assert 429 in codes
+
+
+def test_a_page_whose_answer_takes_long_says_so_and_asks_again(tmp_path: Path) -> None:
+    service = RunningService(tmp_path, command=patient(0))
+    try:
+        cookie = service.signed_in()
+        until(lambda: service.browse("/hosts", cookie).status == 200)  # it asks the tables nothing
+        first = service.browse("/gpu-time", cookie)
+        assert (first.status, first.headers["Refresh"]) == (202, "2")
+        assert "being worked out" in first.text
+        until(lambda: service.browse("/gpu-time", cookie).status == 200)  # it asks two questions, one after the other
+        assert service.browse("/gpu-time?table=nothing", cookie).status == 404, "a download waits"
+    finally:
+        code = service.end()
+    assert code == 0, service.log.read_text()

@@ -12,6 +12,7 @@ import pytest
 for package in ("htpy", "sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
+from support.patient_service import patient  # noqa: E402
 from support.running_service import RunningService, Seen  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.agent.uplink.client import ServiceClient  # noqa: E402
@@ -31,7 +32,7 @@ class Portal:
     """A service, a host that tells of a job that hangs, and an administrator's browser."""
 
     def __init__(self, folder: Path) -> None:
-        self.service = RunningService(folder)
+        self.service = RunningService(folder, command=patient(60))
         until(lambda: self.service.ask("GET", "/api/v1/triggers")[0] == 200)  # it leads
         token = self.service.client().post("agents", {"host": "node1", "days": 1})["token"]
         host = ServiceClient(self.service.url)

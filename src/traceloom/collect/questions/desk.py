@@ -25,7 +25,21 @@ T = TypeVar("T")
 
 MOST_WAITING = 32
 MOST_SECONDS = 60.0
+LATE_S = 60.0
+"""How long an answer that somebody would not wait for is kept for them, though tables change meanwhile."""
 _MOST_KEPT = 128  # answers, of the last tables
+
+
+class StillWorkingError(Exception):
+    """An answer is not there yet; it is worked out all the same.
+
+    Args:
+        seconds: For how long it has been.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"worked out for {seconds:.0f} s")
+        self.seconds = seconds
 
 
 class QuestionDesk:
@@ -45,6 +59,7 @@ class QuestionDesk:
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="traceloom-question")
         self._waiting = 0
         self._kept = RecentAnswers[msgspec.Struct](_MOST_KEPT)
+        self._late: dict[tuple[str, Asking], tuple[float, asyncio.Future[msgspec.Struct]]] = {}
 
     async def ask(self, question: Question, asked: Asking, *, seconds: float = 0.0) -> msgspec.Struct:
         """The answer; one that was given before is given again until its tables change; errors as of `work`.
@@ -56,6 +71,29 @@ class QuestionDesk:
         """
         return await self.work(lambda: self._answer(question, asked, seconds))
 
+    async def ask_again(self, question: Question, asked: Asking, patience_s: float) -> msgspec.Struct:
+        """The same for who asks again and again until the answer is there; errors as of `work`.
+
+        Args:
+            question: The question.
+            asked: What of it.
+            patience_s: So long this time.
+
+        Raises:
+            StillWorkingError: It takes longer.
+        """
+        key, loop = (question.name, asked), asyncio.get_running_loop()
+        begun_s, working = self._late.get(key) or (
+            loop.time(), self._begin(lambda: self._answer(question, asked, 0.0))
+        )  # fmt: skip
+        await asyncio.wait({working}, timeout=patience_s)
+        if working.done():
+            return await self._answer_of(working)
+        if key not in self._late:
+            self._late[key] = (begun_s, working)
+            working.add_done_callback(lambda _: loop.call_later(LATE_S, self._late.pop, key))
+        raise StillWorkingError(loop.time() - begun_s)
+
     async def work(self, compute: Callable[[], T]) -> T:
         """Have something computed in a thread.
 
@@ -63,20 +101,7 @@ class QuestionDesk:
             RequestError: `wrong-request`, and the slugs of `UsageError` of what is computed; `busy`: too much is asked
                 at once; `slow-question`: it takes too long.
         """
-        if self._waiting >= MOST_WAITING:
-            raise RequestError(503, "too many questions are asked at once", slug="busy", retry_s=5)
-        self._waiting += 1
-        working = asyncio.get_running_loop().run_in_executor(self._threads, compute)
-        working.add_done_callback(self._ended)
-        try:
-            return await asyncio.wait_for(asyncio.shield(working), self.seconds)
-        except (asyncio.TimeoutError, TimeoutError) as error:
-            raise RequestError(
-                503, f"the answer takes more than {self.seconds:g} s", slug="slow-question",
-                hint="ask for less time, fewer jobs or fewer dimensions", retry_s=60,
-            ) from error  # fmt: skip
-        except UsageError as error:
-            raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+        return await self._answer_of(self._begin(compute))
 
     def frames(self, asked: Asking) -> QuestionFrames:
         """The rows that are asked for, by the rules and prices of now. It blocks.
@@ -89,6 +114,25 @@ class QuestionDesk:
     def close(self) -> None:
         """Take no more questions."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, compute: Callable[[], T]) -> asyncio.Future[T]:
+        if self._waiting >= MOST_WAITING:
+            raise RequestError(503, "too many questions are asked at once", slug="busy", retry_s=5)
+        self._waiting += 1
+        working = asyncio.get_running_loop().run_in_executor(self._threads, compute)
+        working.add_done_callback(self._ended)
+        return working
+
+    async def _answer_of(self, working: asyncio.Future[T]) -> T:
+        try:
+            return await asyncio.wait_for(asyncio.shield(working), self.seconds)
+        except (asyncio.TimeoutError, TimeoutError) as error:
+            raise RequestError(
+                503, f"the answer takes more than {self.seconds:g} s", slug="slow-question",
+                hint="ask for less time, fewer jobs or fewer dimensions", retry_s=60,
+            ) from error  # fmt: skip
+        except UsageError as error:
+            raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
 
     def _ended(self, working: asyncio.Future[Any]) -> None:
         self._waiting -= 1
