@@ -17,7 +17,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -374,7 +374,11 @@ class HostDesk:
         missing: list[str] = []
         if report.state in {"uploading", "uploaded"}:
             files = report.files or progress.files
-            _check_files(files)
+            names = set()
+            for file in files:
+                if not _FILE_NAME.fullmatch(file.name) or file.name in names or file.bytes > _MOST_FILE:
+                    raise RequestError(400, f"a capture has no file `{file.name[:80]}`", slug="wrong-request")
+                names.add(file.name)
             folder = self.incoming / request / host
             missing = await asyncio.to_thread(lambda: [file.name for file in files if not _is_there(folder, file)])
             if missing:
@@ -436,7 +440,15 @@ class HostDesk:
 
     def _write(self, request: FleetRequest) -> None:
         document = msgspec.json.encode(request).decode()
-        events = [_event(request)] if request.state in {"done", "partial", "failed"} else []
+        events: list[FleetEvent] = []
+        if request.state in {"done", "partial", "failed"}:
+            content = {
+                "id": request.id, "job": request.wanted.job, "who": request.who, "state": request.state,
+                "reason": request.reason, "detail": request.detail, "capture": request.capture,
+                "asked_ns": request.asked_ns, "start_ns": request.start_ns,
+            }  # fmt: skip
+            name = f"request.{request.state}"
+            events.append(fleet_event(name, "request", request.id, content, request.since_ns))
         self.state.put_request(request.id, request.asked_ns, document, self.term, ended=request.ended, events=events)
 
     async def _say_of_jobs(self) -> None:
@@ -466,16 +478,6 @@ class HostDesk:
                 except Exception:
                     LOG.exception("request %s", name)
             await asyncio.sleep(_LOOK_S)
-
-
-def _event(request: FleetRequest) -> FleetEvent:
-    """What webhooks are told of a request that has ended."""
-    content = {
-        "id": request.id, "job": request.wanted.job, "who": request.who, "state": request.state,
-        "reason": request.reason, "detail": request.detail, "capture": request.capture, "asked_ns": request.asked_ns,
-        "start_ns": request.start_ns,
-    }  # fmt: skip
-    return fleet_event(f"request.{request.state}", "request", request.id, content, request.since_ns)
 
 
 def matching_processes(hosts: Mapping[str, HostNow], wanted: Wanted) -> dict[str, list[HostProcess]]:
@@ -520,15 +522,6 @@ def possible_rows(rows: Sequence[UsageRow], now_ns: int) -> list[UsageRow]:
 def last_minute(now_ns: int) -> int:
     """The last minute since 1970 that may have been by the clock of a host."""
     return now_ns // 60_000_000_000 + 1
-
-
-def _check_files(files: Iterable[HostFile]) -> None:
-    """Raises RequestError where a name or a size cannot be."""
-    names = set()
-    for file in files:
-        if not _FILE_NAME.fullmatch(file.name) or file.name in names or file.bytes > _MOST_FILE:
-            raise RequestError(400, f"a capture has no file `{file.name[:80]}`", slug="wrong-request")
-        names.add(file.name)
 
 
 def _is_there(folder: Path, file: HostFile) -> bool:
