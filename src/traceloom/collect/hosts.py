@@ -120,23 +120,20 @@ class HostDesk:
         self.requests = {request.id: request for request in requests}
         self._open = {request.id: request for request in requests if not request.ended}
         for request in list(self._open.values()):
-            await self._take_over(request)
+            # What hosts sent to another service, which has ended, they are to send here.
+            if request.state in {"running", "collecting", "stitching"}:
+                lost = {
+                    host
+                    for host, progress in request.hosts.items()
+                    if progress.state == "uploaded"
+                    and not all(_is_there(self.incoming / request.id / host, file) for file in progress.files)
+                }
+                if lost:
+                    await self.put(sent_again(request, lost, self.clock()))
+                    continue
+            if request.state in {"stitching", "analysing"}:
+                self.on_stitching(request)
         self._advancing = asyncio.create_task(self._advance_for_ever(), name="requests of the fleet")
-
-    async def _take_over(self, request: FleetRequest) -> None:
-        """Go on with a request: what hosts sent to another service, which has ended, they are to send here."""
-        if request.state in {"running", "collecting", "stitching"}:
-            lost = {
-                host
-                for host, progress in request.hosts.items()
-                if progress.state == "uploaded"
-                and not all(_is_there(self.incoming / request.id / host, file) for file in progress.files)
-            }
-            if lost:
-                await self.put(sent_again(request, lost, self.clock()))
-                return
-        if request.state in {"stitching", "analysing"}:
-            self.on_stitching(request)
 
     async def close(self) -> None:
         """Stop; requests stay as they are. Hosts that wait for work are answered."""
@@ -451,19 +448,15 @@ class HostDesk:
             events.append(fleet_event(name, "request", request.id, content, request.since_ns))
         self.state.put_request(request.id, request.asked_ns, document, self.term, ended=request.ended, events=events)
 
-    async def _say_of_jobs(self) -> None:
-        """Write down what hosts say of jobs, where it is new."""
-        statements = said_of_jobs({host: now.heartbeat.processes for host, now in self.fresh().items()})
-        news = {job: facts for job, facts in statements.items() if self._said.get(job) != facts}
-        if news:
-            await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
-        self._said = statements
-
     async def _advance_for_ever(self) -> None:
         for count in itertools.count():
             if count % _LOOKS_AT_JOBS == 0:
                 try:
-                    await self._say_of_jobs()
+                    statements = said_of_jobs({host: now.heartbeat.processes for host, now in self.fresh().items()})
+                    news = {job: facts for job, facts in statements.items() if self._said.get(job) != facts}
+                    if news:
+                        await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
+                    self._said = statements
                 except TraceloomError as error:
                     LOG.warning("what hosts say of jobs: %s", error)
                 except Exception:

@@ -202,6 +202,14 @@ async def _facts(asked: FleetAsked) -> CaptureFactsAnswer:
     return await asyncio.to_thread(answer)
 
 
+async def _usage(asked: FleetAsked) -> UsageAnswer:
+    wanted = asked.parameters(UsageParameters)
+    rows = await asyncio.to_thread(
+        asked.service.watching.usage, host=wanted.host, job=wanted.job, hours=wanted.hours
+    )  # fmt: skip
+    return UsageAnswer(usage=rows)
+
+
 WATCH_ROUTES = (
     FleetRoute(
         path="/api/v1/now", summary="The fleet at this moment, and the last day's topline", answers=_now,
@@ -229,12 +237,7 @@ WATCH_ROUTES = (
         answers=_facts, answer=CaptureFactsAnswer, refuses=(404,),
     ),
     FleetRoute(
-        path="/api/v1/usage", summary="Device time of a host or job", answer=UsageAnswer,
-        answers=lambda asked: asyncio.to_thread(
-            lambda: UsageAnswer(
-                usage=asked.service.watching.usage(**msgspec.structs.asdict(asked.parameters(UsageParameters)))
-            )
-        ),
+        path="/api/v1/usage", summary="Device time of a host or job", answers=_usage, answer=UsageAnswer,
         parameters=UsageParameters, refuses=(400,),
     ),
 )  # fmt: skip
