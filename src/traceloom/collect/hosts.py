@@ -448,15 +448,19 @@ class HostDesk:
             events.append(fleet_event(name, "request", request.id, content, request.since_ns))
         self.state.put_request(request.id, request.asked_ns, document, self.term, ended=request.ended, events=events)
 
+    async def _say_of_jobs(self) -> None:
+        """Write down what hosts say of jobs, where it is new."""
+        statements = said_of_jobs({host: now.heartbeat.processes for host, now in self.fresh().items()})
+        news = {job: facts for job, facts in statements.items() if self._said.get(job) != facts}
+        if news:
+            await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
+        self._said = statements
+
     async def _advance_for_ever(self) -> None:
         for count in itertools.count():
             if count % _LOOKS_AT_JOBS == 0:
                 try:
-                    statements = said_of_jobs({host: now.heartbeat.processes for host, now in self.fresh().items()})
-                    news = {job: facts for job, facts in statements.items() if self._said.get(job) != facts}
-                    if news:
-                        await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
-                    self._said = statements
+                    await self._say_of_jobs()
                 except TraceloomError as error:
                     LOG.warning("what hosts say of jobs: %s", error)
                 except Exception:
