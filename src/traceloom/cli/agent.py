@@ -10,12 +10,12 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
-from traceloom.cli.verb_actions import VerbAction, add_actions
+from traceloom.cli.verb_actions import VerbAction, VerbOption, add_actions, declaring
 from traceloom.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -55,74 +55,57 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         types.add_silence(own)
 
 
-class AgentOption:
-    """An option of actions: its names, and what else argparse takes of it."""
-
-    def __init__(self, *names: str, **settings: Any) -> None:
-        self.names, self.settings = names, settings
-
-
-def declaring(*options: AgentOption) -> Callable[[argparse.ArgumentParser], None]:
-    """What declares these options."""
-
-    def declare(parser: argparse.ArgumentParser) -> None:
-        for option in options:
-            parser.add_argument(*option.names, **option.settings)
-
-    return declare
-
-
-JOB = AgentOption("--job", metavar="JOB", help="only this job")
-SINCE = AgentOption(
+JOB = VerbOption("--job", metavar="JOB", help="only this job")
+SINCE = VerbOption(
     "--since", default="10m", metavar="TIME",
     help="how far back, as 90s, 10m or 1d; or from when, as 2026-01-31T12:00 (default: 10m)",
 )  # fmt: skip
 OPTIONS_OF_RUN = (
-    AgentOption("--tcp", metavar="ADDRESS", help="answer over TCP too, as 127.0.0.1:9465"),
-    AgentOption(
+    VerbOption("--tcp", metavar="ADDRESS", help="answer over TCP too, as 127.0.0.1:9465"),
+    VerbOption(
         "--server", metavar="URL", help="belong to this fleet (https://HOST:PORT): report there, trace what it asks for"
     ),
-    AgentOption(
+    VerbOption(
         "--token-file", metavar="FILE",
         help="the token of enrolment, needed the first time (default: TRACELOOM_FLEET_TOKEN)",
     ),
-    AgentOption("--simulate", type=types.count, metavar="N", help="make up N devices, to try it without any"),
-    AgentOption("--compat", choices=("dcgm",), action="append", help="publish under the names of dcgm-exporter too"),
+    VerbOption("--simulate", type=types.count, metavar="N", help="make up N devices, to try it without any"),
+    VerbOption("--compat", choices=("dcgm",), action="append", help="publish under the names of dcgm-exporter too"),
 )  # fmt: skip
 OPTIONS_OF_QUERY = (
-    AgentOption(
+    VerbOption(
         "metric", nargs="?", metavar="METRIC", help="with or without traceloom_; without any, all metrics are listed"
     ),
     SINCE,
-    AgentOption("--until", default="", metavar="TIME", help="the end, written likewise (default: now)"),
-    AgentOption(
+    VerbOption("--until", default="", metavar="TIME", help="the end, written likewise (default: now)"),
+    VerbOption(
         "--by", default="", metavar="LABELS",
         help="sum up by these, with commas: job, rank, user, device, process, or labels of the metric",
     ),
-    AgentOption(
+    VerbOption(
         "--where", default="", metavar="LABEL=VALUE", help="only where this holds, as device=0; several with commas"
     ),
-    AgentOption("--raw", action="store_true", help="counters as they are, not as rates"),
+    VerbOption("--raw", action="store_true", help="counters as they are, not as rates"),
 )  # fmt: skip
 OPTIONS_OF_STACKS = (
-    AgentOption("--job", metavar="JOB", help="this job; needed if there are several"),
-    AgentOption("--pid", type=types.count, metavar="PID", help="only this process"),
-    AgentOption(
+    VerbOption("--job", metavar="JOB", help="this job; needed if there are several"),
+    VerbOption("--pid", type=types.count, metavar="PID", help="only this process"),
+    VerbOption(
         "--native", action="store_true", help="calls of C and C++ too; a process stands still while it is looked at"
     ),
 )
 OPTIONS_OF_LEARN = (
-    AgentOption("trace", metavar="TRACE", help="a trace or a recorded run"),
-    AgentOption("--job", metavar="JOB", help="the job that was traced; needed if there are several"),
+    VerbOption("trace", metavar="TRACE", help="a trace or a recorded run"),
+    VerbOption("--job", metavar="JOB", help="the job that was traced; needed if there are several"),
 )
 OPTIONS_OF_TOP = (
     JOB,
-    AgentOption(
+    VerbOption(
         "--interval", type=types.positive, default=2.0, metavar="S", help="seconds between pictures (default: 2)"
     ),
-    AgentOption("--once", action="store_true", help="print one picture and end"),
+    VerbOption("--once", action="store_true", help="print one picture and end"),
 )
-FLIGHT_RECORDER = AgentOption(
+FLIGHT_RECORDER = VerbOption(
     "--flight-recorder", action="store_true",
     help="also those by which NCCL tells its collectives when the job hangs; it makes a pipe per rank in /tmp",
 )  # fmt: skip

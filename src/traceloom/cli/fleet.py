@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from traceloom.cli.fleet_rules import RULE_ACTIONS
 from traceloom.cli.fleet_triggers import NO_RULES, TRIGGER_HEADS, add_triggers, budget_line, trigger_rows, triggers
 from traceloom.cli.fleet_webhooks import NO_WEBHOOKS, add_webhooks, webhooks
 from traceloom.cli.upload import add_server
-from traceloom.cli.verb_actions import VerbAction, add_actions
+from traceloom.cli.verb_actions import VerbAction, VerbOption, add_actions, declaring
 from traceloom.errors import CheckError, OutputError, UsageError, unreadable
 from traceloom.model import units
 
@@ -52,6 +53,28 @@ Next: traceloom trace --server URL --job JOB --steps 3"""
 NO_CAPTURES = """\
 There are no such captures.
 Next: traceloom upload CAPTURE"""
+_MOST = VerbOption("--most", type=types.count, default=20, metavar="N", help="at most so many (default: 20)")
+_CAPTURE = VerbOption("capture", metavar="CAPTURE", help="name of a capture, as `traceloom fleet captures` shows it")
+_OF_REPORT = (
+    _CAPTURE,
+    VerbOption("-o", "--output", metavar="FILE", type=Path, required=True, help="the HTML file to write"),
+    VerbOption("--force", action="store_true", help="overwrite the file"),
+)
+_OF_TOKEN = (
+    VerbOption(
+        "what", choices=("list", "add", "revoke", "enrol"),
+        help="what is to be done; enrol: a token by which a host joins the fleet, once",
+    ),
+    VerbOption("name", nargs="?", metavar="NAME", help="of the token; of the host, with enrol (default: any)"),
+    VerbOption(
+        "--role", choices=("viewer", "requester", "operator", "admin"), default="requester",
+        help="what it may do: read; upload too; all captures; all (default: requester)",
+    ),
+    VerbOption(
+        "--days", type=types.positive, metavar="N",
+        help="after so many days it expires (default: never; with enrol, one)",
+    ),
+)  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -95,15 +118,6 @@ def follow_up(args: argparse.Namespace, text: str) -> str:
     return re.sub(r"traceloom (fleet [a-z-]+|upload)", lambda command: command[0] + same, text)
 
 
-def _add_captures(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", metavar="JOB", default="", help="only of this job")
-    _add_most(parser)
-
-
-def _add_most(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--most", type=types.count, default=20, metavar="N", help="at most so many (default: 20)")
-
-
 def _captures(args: argparse.Namespace) -> int:
     answer = client_of(args).get("captures", most=str(args.most), **({"job": args.job} if args.job else {}))
     rows = [
@@ -111,10 +125,6 @@ def _captures(args: argparse.Namespace) -> int:
         for capture in answer["captures"]
     ]
     return shown(args, answer, ("capture", "day", "job", "state", "by"), rows, NO_CAPTURES)
-
-
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--remove", metavar="HOST", help="let this host belong to the fleet no more")
 
 
 def _hosts(args: argparse.Namespace) -> int:
@@ -160,12 +170,6 @@ def _requests(args: argparse.Namespace) -> int:
     return shown(args, answer, ("request", "job", "by", "state", "capture"), rows, NO_REQUESTS)
 
 
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("capture", metavar="CAPTURE", help="name of a capture, as `traceloom fleet captures` shows it")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the HTML file to write")
-    parser.add_argument("--force", action="store_true", help="overwrite the file")
-
-
 def _report(args: argparse.Namespace) -> int:
     client = client_of(args)
     client.timeout_s = 3600.0  # it may be rendered now
@@ -177,11 +181,6 @@ def _report(args: argparse.Namespace) -> int:
     elif not args.quiet:
         print(f"Wrote {args.output} ({units.size(size)}).")
     return 0
-
-
-def _add_fetch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("capture", metavar="CAPTURE", help="name of a capture, as `traceloom fleet captures` shows it")
-    parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="the directory to make")
 
 
 def _fetch(args: argparse.Namespace) -> int:
@@ -205,24 +204,6 @@ def _fetch(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_token(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what", choices=("list", "add", "revoke", "enrol"),
-        help="what is to be done; enrol: a token by which a host joins the fleet, once",
-    )  # fmt: skip
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the token; of the host, with enrol (default: any)")
-    parser.add_argument(
-        "--role", choices=("viewer", "requester", "operator", "admin"), default="requester",
-        help="what it may do: read; upload too; all captures; all (default: requester)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--days",
-        type=types.positive,
-        metavar="N",
-        help="after so many days it expires (default: never; with enrol, one)",
-    )
-
-
 def _token(args: argparse.Namespace) -> int:
     if args.what == "enrol":
         answer = client_of(args).post("agents", {"host": args.name or "", "days": args.days or 1})
@@ -244,19 +225,13 @@ def _token(args: argparse.Namespace) -> int:
             print(f"{args.name} opens nothing any more.")
         return 0
     answer = client.get("tokens")
-    rows = [(token["name"], token["role"], _until(token)) for token in answer["tokens"]]
+    rows = []
+    for token in answer["tokens"]:
+        until = "revoked" if token["revoked_ns"] else "for ever"
+        if token["expires_ns"] and not token["revoked_ns"]:
+            until = datetime.fromtimestamp(token["expires_ns"] / 1e9, timezone.utc).date().isoformat()
+        rows.append((token["name"], token["role"], until))
     return shown(args, answer, ("token", "role", "until"), rows)
-
-
-def _until(token: dict[str, Any]) -> str:
-    """How long a token opens anything."""
-    from datetime import datetime, timezone
-
-    if token["revoked_ns"]:
-        return "revoked"
-    if not token["expires_ns"]:
-        return "for ever"
-    return datetime.fromtimestamp(token["expires_ns"] / 1e9, timezone.utc).date().isoformat()
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -302,10 +277,6 @@ def _webhooks(args: argparse.Namespace) -> int:
     )
 
 
-def _add_backfill(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--again", action="store_true", help="also what this version could not analyse")
-
-
 def _backfill(args: argparse.Namespace) -> int:
     answer = client_of(args).post("backfill", {"again": args.again})
     if args.json:
@@ -349,7 +320,8 @@ def shown(
 ACTIONS = {
     "hosts": VerbAction(
         "list hosts, whether they are there, and how far their clocks are off",
-        "traceloom fleet hosts\nthen: traceloom fleet token enrol, for one more", _add_hosts, _hosts,
+        "traceloom fleet hosts\nthen: traceloom fleet token enrol, for one more",
+        declaring(VerbOption("--remove", metavar="HOST", help="let this host belong to the fleet no more")), _hosts,
     ),
     "jobs": VerbAction(
         "list jobs that run now",
@@ -358,24 +330,24 @@ ACTIONS = {
     "requests": VerbAction(
         "list requests for traces, and how far they are",
         "traceloom fleet requests --most 5\nthen: traceloom fleet report CAPTURE -o report.html",
-        _add_most, _requests,
+        declaring(_MOST), _requests,
     ),
     "captures": VerbAction(
         "list captures and how far they are",
         "traceloom fleet captures --job slurm-42\nthen: traceloom fleet report CAPTURE -o report.html",
-        _add_captures, _captures,
+        declaring(VerbOption("--job", metavar="JOB", default="", help="only of this job"), _MOST), _captures,
     ),
     "report": VerbAction(
         "write the report of a capture to a file",
         "traceloom fleet report c0123456789abcdef0123 -o report.html",
-        _add_report, _report,
+        declaring(*_OF_REPORT), _report,
     ),
     "token": VerbAction(
         "make, list and revoke tokens",
         "traceloom fleet token add ci --role requester --days 90 > ci.token\n"
         "traceloom fleet token list\ntraceloom fleet token revoke ci\n"
         "traceloom fleet token enrol node7 > node7.token",
-        _add_token, _token,
+        declaring(*_OF_TOKEN), _token,
     ),
     "triggers": VerbAction(
         "show or set the rules by which jobs are traced though nobody asks, and what they did",
@@ -396,12 +368,17 @@ ACTIONS = {
     "backfill": VerbAction(
         "have captures analysed again, by the version that the service has now",
         "traceloom fleet backfill\nthen: traceloom fleet check",
-        _add_backfill, _backfill,
+        declaring(VerbOption("--again", action="store_true", help="also what this version could not analyse")),
+        _backfill,
     ),
     "fetch": VerbAction(
         "write the files of a capture to a new directory",
         "traceloom fleet fetch c0123456789abcdef0123 -o run\nthen: traceloom report run; traceloom diff other run",
-        _add_fetch, _fetch,
+        declaring(
+            _CAPTURE,
+            VerbOption("-o", "--output", metavar="DIR", type=Path, required=True, help="the directory to make"),
+        ),
+        _fetch,
     ),
     **QUESTION_ACTIONS,
     **RULE_ACTIONS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class VerbAction(NamedTuple):
@@ -32,3 +32,20 @@ def add_actions(
         )
         action.add_options(own)
         yield name, own
+
+
+class VerbOption:
+    """An option of actions: its names, and what else argparse takes of it."""
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.names, self.settings = names, settings
+
+
+def declaring(*options: VerbOption) -> Callable[[argparse.ArgumentParser], None]:
+    """What declares these options."""
+
+    def declare(parser: argparse.ArgumentParser) -> None:
+        for option in options:
+            parser.add_argument(*option.names, **option.settings)
+
+    return declare

@@ -14,23 +14,21 @@ from traceloom.store.state import CaptureRecord
 
 async def _against(asked: FleetAsked) -> Response:
     service = asked.service
-    base, new = [await _analysed(asked, asked.request.path_params[name]) for name in ("base", "id")]
+    pair: list[CaptureRecord] = []
+    for name in (asked.request.path_params["base"], asked.request.path_params["id"]):
+        capture = await asyncio.to_thread(service.state.capture, name)
+        if capture is None:
+            raise RequestError(404, f"there is no capture `{name[:80]}`", slug="no-such-capture")
+        tasks = await asyncio.to_thread(service.state.tasks, name)
+        if not any(task.state in {"analysed", "committed"} for task in tasks):
+            raise RequestError(409, f"the capture `{name[:80]}` is not analysed", slug="not-analysed")
+        pair.append(capture)
     async with service.rendering:
         try:
-            name = await asyncio.to_thread(service.pipeline.comparison, base, new)
+            page = await asyncio.to_thread(service.pipeline.comparison, *pair)
         except TaskError as error:
             raise RequestError(503, f"they cannot be compared: {error}", slug="not-rendered") from error
-    return StreamingResponse(service.objects.chunks(name), headers=PAGE_HEADERS, media_type="text/html")
-
-
-async def _analysed(asked: FleetAsked, name: str) -> CaptureRecord:
-    capture = await asyncio.to_thread(asked.service.state.capture, name)
-    if capture is None:
-        raise RequestError(404, f"there is no capture `{name[:80]}`", slug="no-such-capture")
-    tasks = await asyncio.to_thread(asked.service.state.tasks, name)
-    if not any(task.state in {"analysed", "committed"} for task in tasks):
-        raise RequestError(409, f"the capture `{name[:80]}` is not analysed", slug="not-analysed")
-    return capture
+    return StreamingResponse(service.objects.chunks(page), headers=PAGE_HEADERS, media_type="text/html")
 
 
 COMPARE_ROUTES = (

@@ -75,7 +75,7 @@ class ProcessEngine:
             if self._closed:
                 raise TaskError(_ENDS)
             if time.monotonic() > end_s:
-                raise _too_long(task)
+                raise TaskError(f"`{task.name}` took longer than {task.seconds:g} s")
 
         return in_scratch(task, lambda arguments: self._work(task, arguments, end_s), go_on, self._temporary)
 
@@ -106,7 +106,8 @@ class ProcessEngine:
             worker.kill()
             code = worker.ended()
         if answer is None:
-            raise _too_long(task) if late.is_set() else TaskError(_ended(code))
+            reason = f"`{task.name}` took longer than {task.seconds:g} s" if late.is_set() else _ended(code)
+            raise TaskError(reason)
         if "error" in answer:
             raise TaskError(answer["error"], final=answer["final"])
 
@@ -124,10 +125,6 @@ class ProcessEngine:
                 worker.send({"memory_bytes": self._memory_bytes})
             self._running.add(worker)
             return worker, done
-
-
-def _too_long(task: EngineTask) -> TaskError:
-    return TaskError(f"`{task.name}` took longer than {task.seconds:g} s")
 
 
 def _ended(code: int) -> str:

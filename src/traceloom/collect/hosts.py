@@ -17,7 +17,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -120,23 +120,20 @@ class HostDesk:
         self.requests = {request.id: request for request in requests}
         self._open = {request.id: request for request in requests if not request.ended}
         for request in list(self._open.values()):
-            await self._take_over(request)
+            # What hosts sent to another service, which has ended, they are to send here.
+            if request.state in {"running", "collecting", "stitching"}:
+                lost = {
+                    host
+                    for host, progress in request.hosts.items()
+                    if progress.state == "uploaded"
+                    and not all(_is_there(self.incoming / request.id / host, file) for file in progress.files)
+                }
+                if lost:
+                    await self.put(sent_again(request, lost, self.clock()))
+                    continue
+            if request.state in {"stitching", "analysing"}:
+                self.on_stitching(request)
         self._advancing = asyncio.create_task(self._advance_for_ever(), name="requests of the fleet")
-
-    async def _take_over(self, request: FleetRequest) -> None:
-        """Go on with a request: what hosts sent to another service, which has ended, they are to send here."""
-        if request.state in {"running", "collecting", "stitching"}:
-            lost = {
-                host
-                for host, progress in request.hosts.items()
-                if progress.state == "uploaded"
-                and not all(_is_there(self.incoming / request.id / host, file) for file in progress.files)
-            }
-            if lost:
-                await self.put(sent_again(request, lost, self.clock()))
-                return
-        if request.state in {"stitching", "analysing"}:
-            self.on_stitching(request)
 
     async def close(self) -> None:
         """Stop; requests stay as they are. Hosts that wait for work are answered."""
@@ -374,7 +371,11 @@ class HostDesk:
         missing: list[str] = []
         if report.state in {"uploading", "uploaded"}:
             files = report.files or progress.files
-            _check_files(files)
+            names = set()
+            for file in files:
+                if not _FILE_NAME.fullmatch(file.name) or file.name in names or file.bytes > _MOST_FILE:
+                    raise RequestError(400, f"a capture has no file `{file.name[:80]}`", slug="wrong-request")
+                names.add(file.name)
             folder = self.incoming / request / host
             missing = await asyncio.to_thread(lambda: [file.name for file in files if not _is_there(folder, file)])
             if missing:
@@ -436,7 +437,15 @@ class HostDesk:
 
     def _write(self, request: FleetRequest) -> None:
         document = msgspec.json.encode(request).decode()
-        events = [_event(request)] if request.state in {"done", "partial", "failed"} else []
+        events: list[FleetEvent] = []
+        if request.state in {"done", "partial", "failed"}:
+            content = {
+                "id": request.id, "job": request.wanted.job, "who": request.who, "state": request.state,
+                "reason": request.reason, "detail": request.detail, "capture": request.capture,
+                "asked_ns": request.asked_ns, "start_ns": request.start_ns,
+            }  # fmt: skip
+            name = f"request.{request.state}"
+            events.append(fleet_event(name, "request", request.id, content, request.since_ns))
         self.state.put_request(request.id, request.asked_ns, document, self.term, ended=request.ended, events=events)
 
     async def _say_of_jobs(self) -> None:
@@ -466,16 +475,6 @@ class HostDesk:
                 except Exception:
                     LOG.exception("request %s", name)
             await asyncio.sleep(_LOOK_S)
-
-
-def _event(request: FleetRequest) -> FleetEvent:
-    """What webhooks are told of a request that has ended."""
-    content = {
-        "id": request.id, "job": request.wanted.job, "who": request.who, "state": request.state,
-        "reason": request.reason, "detail": request.detail, "capture": request.capture, "asked_ns": request.asked_ns,
-        "start_ns": request.start_ns,
-    }  # fmt: skip
-    return fleet_event(f"request.{request.state}", "request", request.id, content, request.since_ns)
 
 
 def matching_processes(hosts: Mapping[str, HostNow], wanted: Wanted) -> dict[str, list[HostProcess]]:
@@ -520,15 +519,6 @@ def possible_rows(rows: Sequence[UsageRow], now_ns: int) -> list[UsageRow]:
 def last_minute(now_ns: int) -> int:
     """The last minute since 1970 that may have been by the clock of a host."""
     return now_ns // 60_000_000_000 + 1
-
-
-def _check_files(files: Iterable[HostFile]) -> None:
-    """Raises RequestError where a name or a size cannot be."""
-    names = set()
-    for file in files:
-        if not _FILE_NAME.fullmatch(file.name) or file.name in names or file.bytes > _MOST_FILE:
-            raise RequestError(400, f"a capture has no file `{file.name[:80]}`", slug="wrong-request")
-        names.add(file.name)
 
 
 def _is_there(folder: Path, file: HostFile) -> bool:

@@ -12,7 +12,7 @@ from msgspec import Meta
 from traceloom.agent.http.answers import HttpAnswer
 from traceloom.agent.uplink.messages import HostDevice, HostProcess
 from traceloom.collect.hosts import HostNow
-from traceloom.collect.routes import FleetAsked, FleetRoute
+from traceloom.collect.routes import FleetRoute
 
 By = Literal["job", "host", "device"]
 
@@ -135,14 +135,10 @@ def _row(job: str, host: str, device: str, group: _LiveGroup) -> LiveRow:
     )
 
 
-async def _live(asked: FleetAsked) -> LiveAnswer:
-    desk = asked.hosts()
-    return live(desk.fresh(), asked.parameters(LiveParameters), desk.clock())
-
-
 LIVE_ROUTES = (
     FleetRoute(
-        path="/api/v1/query", summary="What jobs, hosts and devices do now", answers=_live, answer=LiveAnswer,
+        path="/api/v1/query", summary="What jobs, hosts and devices do now", answer=LiveAnswer,
+        answers=lambda asked: live(asked.hosts().fresh(), asked.parameters(LiveParameters), asked.hosts().clock()),
         parameters=LiveParameters, refuses=(400, 503),
     ),
 )  # fmt: skip

@@ -252,7 +252,17 @@ class CapturePipeline:
             self._full.clear()
             self._waiting = 0
             try:
-                self._commit_what_waits()
+                minutes, most = time.monotonic() >= self._minutes_s, 0
+                with self._writing:
+                    while self.leads and not self._stop.is_set() and self.state.rows_wait(minutes=minutes):
+                        count = self.commit(minutes=minutes)
+                        if not count:
+                            break
+                        most = max(most, count)
+                    self._writer.rest()
+                if minutes and self.leads:
+                    rounds = _ROUNDS_OF_MANY if most > _MANY else _ROUNDS
+                    self._minutes_s = time.monotonic() + rounds * self.commit_s
                 if self.leads and not self._stop.is_set():
                     self.compact(by_night=True)
             except TraceloomError as error:
@@ -261,19 +271,6 @@ class CapturePipeline:
             except Exception:  # noqa: BLE001  (as above)
                 _log.exception("rows could not be committed")
                 self._stop.wait(_TROUBLE_S)
-
-    def _commit_what_waits(self) -> None:
-        minutes, most = time.monotonic() >= self._minutes_s, 0
-        with self._writing:
-            while self.leads and not self._stop.is_set() and self.state.rows_wait(minutes=minutes):
-                count = self.commit(minutes=minutes)
-                if not count:
-                    break
-                most = max(most, count)
-            self._writer.rest()
-        if minutes and self.leads:
-            rounds = _ROUNDS_OF_MANY if most > _MANY else _ROUNDS
-            self._minutes_s = time.monotonic() + rounds * self.commit_s
 
     def _lead_loop(self) -> None:
         while not self._stop.is_set():

@@ -50,10 +50,16 @@ class RecentAnswers(Generic[T]):
         """
         with self._lock:
             kept = self._kept.pop(question, None)
-            if kept is None or not self._holds(kept, basis, seconds):
-                kept, is_new = _RecentAnswer(basis, Future()), True
-            else:
+            if kept is None:
+                is_new = True
+            elif basis is not None and kept.basis == basis:
                 is_new = False
+            elif kept.answer.done():
+                is_new = self.clock() - kept.at >= seconds
+            else:  # whoever takes an older answer takes one that is only being made
+                is_new = seconds <= 0
+            if kept is None or is_new:
+                kept = _RecentAnswer(basis, Future())
             self._kept[question] = kept
             if len(self._kept) > self.most:
                 del self._kept[next(iter(self._kept))]
@@ -70,10 +76,3 @@ class RecentAnswers(Generic[T]):
             kept.at = self.clock()
             kept.answer.set_result(answer)
         return kept.answer.result()
-
-    def _holds(self, kept: _RecentAnswer[T], basis: Hashable, seconds: float) -> bool:
-        if basis is not None and kept.basis == basis:
-            return True
-        if not kept.answer.done():  # whoever takes an older answer takes one that is only being made
-            return seconds > 0
-        return self.clock() - kept.at < seconds

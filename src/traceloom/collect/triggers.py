@@ -93,8 +93,13 @@ class FleetTriggers:
         # A service that was killed between a request and its charge still has the request.
         for request in self.desk.requests.values():
             if request.trigger is not None and request.id not in self.ledger.charges:
-                steps = self._steps(request, self._rate(self._jobs().get(request.wanted.job, ())))
-                self.ledger.add([self._charge(request, request.trigger, steps)], now_ns)
+                rates = [process.steps_per_second or 0.0 for process in self._jobs().get(request.wanted.job, ())]
+                charge = FleetCharge(
+                    request=request.id, rule=request.trigger.rule, job=request.trigger.target,
+                    at_ns=request.asked_ns, steps=self._steps(request, max(rates, default=0.0)),
+                    bytes=self.ledger.reserve(1),
+                )  # fmt: skip
+                self.ledger.add([charge], now_ns)
         self.desk.on_usage = self._usage.hear
         self._running = asyncio.create_task(self._look_for_ever(), name="triggers of the fleet")
 
@@ -217,11 +222,9 @@ class FleetTriggers:
             return TriggerRefusal("traced", "it is being traced already")
         if cooling := self.ledger.cooling(rule.name, job, rule.cooldown, now_ns):
             return TriggerRefusal("cooldown", f"it was traced of late: not for {cooling:.0f} s")
-        rate, made = (
-            self._rate(of_job),
-            max((process.steps for process in of_job if process.steps is not None), default=0),
-        )
-        if rate is None:
+        rate = max((process.steps_per_second or 0.0 for process in of_job), default=0.0)  # its fastest rank's
+        made = max((process.steps for process in of_job if process.steps is not None), default=0)
+        if not rate:
             return TriggerRefusal("no-steps", "no host says how fast it steps")
         wanted, choice = rule.wanted(job), "slowest-and-median" if rule.target == "slowest-and-median" else ""
         cause = Cause(rule=rule.name, target=job, what=firing.what)
@@ -237,7 +240,10 @@ class FleetTriggers:
             )
         except RequestError as error:
             return TriggerRefusal(error.slug, error.message)
-        charge = self._charge(request, cause, steps, files)
+        charge = FleetCharge(
+            request=request.id, rule=rule.name, job=job, at_ns=request.asked_ns, steps=steps,
+            bytes=self.ledger.reserve(files),
+        )  # fmt: skip
         self.ledger.add([charge], now_ns)
         counts = self.counts[rule.name]
         counts.fired += 1
@@ -251,23 +257,12 @@ class FleetTriggers:
         return None
 
     @staticmethod
-    def _rate(of_job: Sequence[HostProcess]) -> float | None:
-        """Steps per second of a job, as its fastest rank makes them; None where nobody knows."""
-        return max((process.steps_per_second for process in of_job if process.steps_per_second), default=None)
-
-    @staticmethod
-    def _steps(request: FleetRequest, rate: float | None) -> int:
-        """Steps that a request traces at most, as far as it can be said before."""
+    def _steps(request: FleetRequest, rate: float) -> int:
+        """Steps that a request traces at most, as far as it can be said before; `rate`: of its job, 0 if unknown."""
         wanted = request.wanted
         if wanted.duration_s is not None:
-            return math.ceil(wanted.duration_s * (rate or 0.0)) + 1
-        return max(_STEPS_MARGIN * ((wanted.steps or 0) + 1), math.ceil(_SHORTEST_S * (rate or 0.0)))
-
-    def _charge(self, request: FleetRequest, cause: Cause, steps: int, files: int = 1) -> FleetCharge:
-        return FleetCharge(
-            request=request.id, rule=cause.rule, job=cause.target, at_ns=request.asked_ns, steps=steps,
-            bytes=self.ledger.reserve(files),
-        )  # fmt: skip
+            return math.ceil(wanted.duration_s * rate) + 1
+        return max(_STEPS_MARGIN * ((wanted.steps or 0) + 1), math.ceil(_SHORTEST_S * rate))
 
     def _settle(self) -> list[FleetCharge]:
         """Put what was measured in the place of what was set aside, for requests that have ended; their charges."""

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import polars as pl
 
-from traceloom.agent.uplink.messages import HostDevice, HostProcess
+from traceloom.agent.uplink.messages import HostProcess
 from traceloom.collect.hosts import HostNow
 from traceloom.collect.recent_answers import RecentAnswers
 from traceloom.fleet.owners import periods
@@ -202,11 +202,17 @@ def devices_now(now: Mapping[str, HostNow], fresh: Mapping[str, HostNow]) -> lis
                     jobs[uuid].add(process.job)
         for device in now[host].heartbeat.devices:
             held = sorted(jobs[device.uuid])
+            state: DeviceState
+            if host not in fresh or device.stale:
+                state = "unreachable"
+            elif not held:
+                state = "unallocated"
+            else:
+                state = "busy" if device.values.get(BUSY, 1.0) > 0 else "idle-allocated"
             devices.append(
                 DeviceNow(
                     host=host, device=device.uuid, index=device.index, model=device.model, jobs=held,
-                    state=_state(device, is_here=host in fresh, is_held=bool(held)), values=device.values,
-                    stale=device.stale,
+                    state=state, values=device.values, stale=device.stale,
                 )
             )  # fmt: skip
     return devices
@@ -225,11 +231,3 @@ def processes_of(now: Mapping[str, HostNow], job: str) -> list[tuple[str, HostPr
 
 def _sum_if_any(name: str) -> pl.Expr:
     return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
-
-
-def _state(device: HostDevice, *, is_here: bool, is_held: bool) -> DeviceState:
-    if not is_here or device.stale:
-        return "unreachable"
-    if not is_held:
-        return "unallocated"
-    return "busy" if device.values.get(BUSY, 1.0) > 0 else "idle-allocated"

@@ -52,10 +52,6 @@ class WebhookTestAnswer(HttpAnswer, frozen=True):
     error: str
 
 
-async def _webhooks(asked: FleetAsked) -> WebhooksAnswer:
-    return WebhooksAnswer(webhooks=await asyncio.to_thread(asked.service.state.webhooks))
-
-
 async def _add(asked: FleetAsked) -> NewWebhookAnswer:
     body = await asked.body(WebhookBody)
     try:
@@ -102,7 +98,8 @@ async def _test(asked: FleetAsked) -> WebhookTestAnswer:
 
 WEBHOOK_ROUTES = (
     FleetRoute(
-        path="/api/v1/webhooks", summary="Webhooks, and how they do", answers=_webhooks, answer=WebhooksAnswer,
+        path="/api/v1/webhooks", summary="Webhooks, and how they do", answer=WebhooksAnswer,
+        answers=lambda asked: asyncio.to_thread(lambda: WebhooksAnswer(webhooks=asked.service.state.webhooks())),
         role="admin", refuses=(403,),
     ),
     FleetRoute(

@@ -120,8 +120,10 @@ def _cuts(log: Floats, offset: int, level: Levels) -> Iterator[int]:
     inside: list[int] = []
     if (at := _clearest(log)) is not None and chance(log[:at], log[at:]) <= level.cut:
         inside = [at]
-    elif (stretch := _stretch(log)) is not None and chance(*_around(log, *stretch)) <= level.stretch:
-        inside = [*stretch]
+    elif (stretch := _stretch(log)) is not None:
+        within = slice(*stretch)
+        if chance(np.delete(log, within), log[within]) <= level.stretch:
+            inside = [*stretch]
     if inside:
         bounds = [0, *inside, log.size]
         for start, end in pairwise(bounds):
@@ -157,14 +159,10 @@ def _stretch(log: Floats) -> tuple[int, int] | None:
     weight = np.sqrt(np.where(usable, size * (count - size), 1))
     shift = np.where(usable, np.abs(ranks[None, :] - ranks[:, None]) / weight, -1.0)
     start, end = (int(bounds[at]) for at in np.unravel_index(np.argmax(shift), shift.shape))
-    if end - start < LEAST_STRETCH or chance(*_around(log, start, end)) > _LIKELY:
+    if end - start < LEAST_STRETCH or chance(np.delete(log, slice(start, end)), log[start:end]) > _LIKELY:
         return None
     start = _nearest(log[:end], np.arange(LEAST_JOBS, end - LEAST_STRETCH + 1))
     return start, start + _nearest(log[start:], np.arange(LEAST_STRETCH, count - start - LEAST_JOBS + 1))
-
-
-def _around(log: Floats, start: int, end: int) -> tuple[Floats, Floats]:
-    return np.concatenate([log[:start], log[end:]]), log[start:end]
 
 
 def _ranks(log: Floats) -> Floats:

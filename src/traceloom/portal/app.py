@@ -186,7 +186,9 @@ class Portal:
         data = await page.compute(visit)
         content = page.content(data)
         inside = layout.page_node(content, visit.address, page.controls(visit, data), notice, live=page.live)
-        return HTMLResponse(self._document(page.title, inside, visit.token, visit.address.path), status)
+        path = visit.address.path
+        text = layout.document(title=page.title, inside=inside, token=visit.token, pages=self.pages, path=path)
+        return HTMLResponse(text, status)
 
     async def _acted(self, page: Page[object], visit: Visit) -> Response:
         if page.act is None:
@@ -237,7 +239,8 @@ class Portal:
             return RedirectResponse(f"/sign-in?{urlencode(query)}" if query else "/sign-in", 303)
         token: TokenRecord | None = getattr(request.state, "token", None)
         headers = {"Retry-After": str(error.retry_s), "Refresh": str(error.retry_s)} if error.retry_s else {}
-        shown = self._document("Refused", layout.refusal(error), token, request.url.path)
+        inside, path = layout.refusal(error), request.url.path
+        shown = layout.document(title="Refused", inside=inside, token=token, pages=self.pages, path=path)
         return HTMLResponse(shown, error.status, headers)
 
     async def failed(self, request: Request, _error: Exception) -> Response:
@@ -245,9 +248,6 @@ class Portal:
         return await self.refused(
             request, RequestError(500, "a defect of the service", slug="internal-error", hint="its log says more")
         )
-
-    def _document(self, title: str, inside: Node, token: TokenRecord | None, path: str) -> str:
-        return layout.document(title=title, inside=inside, token=token, pages=self.pages, path=path)
 
 
 class PortalGuard:

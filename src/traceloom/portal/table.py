@@ -11,6 +11,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from operator import itemgetter
 
 import msgspec
 from htpy import (
@@ -116,19 +117,27 @@ class PageTable:
     def chosen(self, address: Address) -> list[PageRow]:
         """The rows that the filter leaves, as they are to be sorted; what is unknown stands last."""
         wanted = address.query.get(f"{self.key}.q", "").casefold().split()
-        rows = [row for row in self.rows if all(word in self._words(row) for word in wanted)]
+        rows = list(self.rows)
+        if wanted:
+            cells = ([row.get(column.key) for column in self.columns] for row in rows)
+            texts = [" ".join(str(cell) for cell in of if cell is not None).casefold() for of in cells]
+            rows = [row for row, text in zip(rows, texts, strict=True) if all(word in text for word in wanted)]
         order = address.query.get(f"{self.key}.sort", "")
         column = next((column for column in self.columns if column.key == order.removeprefix("-")), None)
         if column is None:
             return rows
-        values = {id(row): row.get(column.key) for row in rows}
-        present = [row for row in rows if values[id(row)] not in (None, "")]
-        absent = [row for row in rows if values[id(row)] in (None, "")]
-        present.sort(key=lambda row: _sorting(values[id(row)]), reverse=order.startswith("-"))
-        return present + absent
-
-    def _words(self, row: PageRow) -> str:
-        return " ".join(str(value) for column in self.columns if (value := row.get(column.key)) is not None).casefold()
+        present: list[tuple[tuple[bool, float, str], PageRow]] = []
+        absent: list[PageRow] = []
+        for row in rows:
+            value = row.get(column.key)
+            if value is None or value == "":
+                absent.append(row)
+            elif isinstance(value, str):  # after numbers, without regard to case
+                present.append(((True, 0.0, value.casefold()), row))
+            else:
+                present.append(((False, float(value), ""), row))
+        present.sort(key=itemgetter(0), reverse=order.startswith("-"))
+        return [row for _, row in present] + absent
 
     def csv(self, address: Address) -> str:
         """The chosen rows as CSV, exact; what a spreadsheet would take for a formula begins with an apostrophe."""
@@ -154,7 +163,7 @@ class PageTable:
         asked = address.query.get(f"{self.key}.leaf", "")
         leaf = min(int(asked), leaves) if asked.isdecimal() and int(asked[:9]) > 0 else 1
         shown = rows[(leaf - 1) * LEAF : leaf * LEAF]
-        return figure(class_=self._look, id=self.key)[
+        return figure(class_=["table", "narrow" if len(self._shown) <= 4 else ""], id=self.key)[
             self._filter(address, len(rows)),
             self._rows(shown, [self._head(address, column) for column in self._shown]),
             None if rows else p(".quiet")["No row has these words."],
@@ -177,7 +186,9 @@ class PageTable:
         if not self.rows:
             return p(".quiet")[self.empty]
         heads = [th(class_="n" if c.numeric else None, scope="col", title=c.hint or None)[c.title] for c in self._shown]
-        return figure(class_=self._look, id=self.key)[self._rows(self.rows, heads)]
+        return figure(class_=["table", "narrow" if len(self._shown) <= 4 else ""], id=self.key)[
+            self._rows(self.rows, heads)
+        ]
 
     @property
     def _shown(self) -> list[PageColumn]:
@@ -185,10 +196,6 @@ class PageTable:
         return [
             c for k, c in enumerate(self.columns) if not k or any(r.get(c.key) not in (None, "") for r in self.rows)
         ]
-
-    @property
-    def _look(self) -> list[str]:
-        return ["table", "narrow" if len(self._shown) <= 4 else ""]
 
     def _rows(self, rows: Sequence[PageRow], heads: Sequence[Node]) -> Node:
         return div(".scroll", tabindex="0", role="region", aria_label=f"Table: {self.label}")[
@@ -262,13 +269,6 @@ def state_mark(state: str) -> Node:
 def unknown(reason: str) -> Node:
     """Instead of a value that is not known."""
     return span(".none", title=reason or "not known")["–"]
-
-
-def _sorting(value: Cell) -> tuple[int, float, str]:
-    """Numbers before words; words without regard to case, numbers in them by size."""
-    if isinstance(value, (bool, int, float)):
-        return (0, float(value), "")
-    return (1, 0.0, str(value).casefold())
 
 
 def _cell(column: PageColumn, row: PageRow) -> Node:

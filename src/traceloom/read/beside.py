@@ -114,9 +114,11 @@ def _of_ranks(
         try:
             frame, odd = read(beside, trace.rank)
         except (OSError, ValueError, InputError) as error:
-            notices.append(_left_out(slug, what, beside, error, trace.rank))
+            message = f"{what} cannot be read and left out: {error}"
+            notices.append(Notice(slug, "warning", message, rank=trace.rank, where=str(beside)))
             continue
-        frames.append(_moved(frame, clock_offset_ns(trace.meta.capture)))
+        # The clock of the capture joins hosts whose clocks differ.
+        frames.append(frame.with_columns(pl.col("time_ns") + clock_offset_ns(trace.meta.capture)))
         if odd:
             message = f"{what} that cannot be right and are left out: {odd:,}"
             notices.append(Notice(slug, "warning", message, odd, rank=trace.rank, where=str(beside)))
@@ -137,22 +139,14 @@ def read_telemetry(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]
             document = _decoded(path, _TelemetryFile, "traceloom-telemetry")
             frame, odd = _telemetry(document)
         except (OSError, ValueError, InputError) as error:
-            notices.append(_left_out("damaged-telemetry", "telemetry", path, error, None))
+            message = f"telemetry cannot be read and left out: {error}"
+            notices.append(Notice("damaged-telemetry", "warning", message, where=str(path)))
             continue
-        frames.append(_moved(frame, offsets.get((path.parent, document.host), 0)))
+        frames.append(frame.with_columns(pl.col("time_ns") + offsets.get((path.parent, document.host), 0)))
         if odd:
             message = f"series of telemetry whose times and values do not match, left out: {odd:,}"
             notices.append(Notice("damaged-telemetry", "warning", message, odd, where=str(path)))
     return pl.concat(frames), notices
-
-
-def _moved(frame: pl.DataFrame, offset_ns: int) -> pl.DataFrame:
-    """The times on the clock of the capture, which joins hosts whose clocks differ."""
-    return frame.with_columns(pl.col("time_ns") + offset_ns) if offset_ns else frame
-
-
-def _left_out(slug: str, what: str, path: Path, error: Exception, rank: int | None) -> Notice:
-    return Notice(slug, "warning", f"{what} cannot be read and left out: {error}", rank=rank, where=str(path))
 
 
 def _decoded(path: Path, kind: type[_File], name: str) -> _File:

@@ -213,7 +213,13 @@ class OnDisk(np.ndarray[Any, Any]):
 
     def cumsum(self, *_: Any, **__: Any) -> Any:
         """See `numpy.cumsum`."""
-        return _cumsum(self)
+        values = _plain(self)
+        result = empty(len(values), np.cumsum(values[:1]).dtype)
+        before = np.zeros((), dtype=result.dtype)
+        for piece in pieces(len(values)):  # NumPy would convert all of it first
+            result[piece] = np.cumsum(values[piece]) + before
+            before = result[piece.stop - 1]
+        return result
 
 
 def stored(values: Array) -> Array:
@@ -321,16 +327,6 @@ def _repeat(values: Any, repeats: Any, *_: Any, **__: Any) -> Array:
     return _gathered(int(repeats.sum()), values.dtype, repeated)
 
 
-def _cumsum(values: Any, *_: Any, **__: Any) -> Array:
-    values = _plain(values)
-    result = empty(len(values), np.cumsum(values[:1]).dtype)
-    before = np.zeros((), dtype=result.dtype)
-    for piece in pieces(len(values)):  # NumPy would convert all of it first
-        result[piece] = np.cumsum(values[piece]) + before
-        before = result[piece.stop - 1]
-    return result
-
-
 def _bincount(values: Any, weights: None = None, minlength: int = 0) -> Array:
     if weights is not None:
         raise TypeError("counts of arrays on disk take no weights")
@@ -391,7 +387,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.lexsort: _lexsort,
     np.searchsorted: _searchsorted,
     np.repeat: _repeat,
-    np.cumsum: _cumsum,
+    np.cumsum: lambda values, *_, **__: values.cumsum(),
     np.bincount: _bincount,
     np.isin: _isin,
     np.sort: _sort,

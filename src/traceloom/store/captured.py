@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 
 import numpy as np
@@ -66,7 +65,10 @@ def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
         start_ns = origin.received_ns
         day = day_of(start_ns)
     faults = Faults(None)
-    hertz = _clocks(session)
+    samples = session.telemetry.filter(pl.col("metric") == "gpu_clock_hertz")
+    samples = samples.filter(pl.col("labels").str.json_path_match("$.domain") == "sm")
+    means = samples.group_by("host").agg(pl.col("value").mean()).iter_rows()
+    hertz = {host: value for host, value in means if host is not None and np.isfinite(value) and value > 0}
     tables: dict[str, list[pl.DataFrame]] = {name: [] for name in ("devices", "kernels")}
     shares: dict[str, list[float]] = {"mfu": [], "roofline_fraction": []}
     for trace in session.traces:
@@ -81,6 +83,7 @@ def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
     answer = faults.guard("answer", partial(analyze.answer, session))
     names = {name for frame in tables["devices"] for name in frame["device_model"]}
     hosts = {trace.meta.host for trace in session.traces} - {None}
+    torch = [_version(trace.meta.capture) or trace.meta.versions.get("torch") for trace in session.traces]
     notices = (*session.all_notices(), *faults.notices())
     head = {
         "request": origin.request,
@@ -90,7 +93,7 @@ def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
         "ranks": len({trace.rank for trace in session.traces}),
         "hosts": len(hosts) or None,
         "device_model": names.pop() if len(names) == 1 else None,
-        "torch": _torch(session),
+        "torch": next(filter(None, [*torch, _version(session.capture)]), None),
         "code": origin.code,
         "step_ns": None if answer is None else answer.step_ns,
         **{name: float(np.mean(values)) if values else None for name, values in shares.items()},
@@ -103,14 +106,11 @@ def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
         **{name: pl.concat(parts) if parts else pl.DataFrame() for name, parts in tables.items()},
         "findings": pl.DataFrame([_finding(finding) for finding in every], infer_schema_length=None),
     }
-    return {name: _of(name, frame, day, origin.capture) for name, frame in frames.items()}
-
-
-def _of(table: str, frame: pl.DataFrame, day: date, capture: str) -> pl.DataFrame:
-    schema = SCHEMAS[table]
-    if not frame.height:
-        return schema.empty()
-    return schema.complete(frame.with_columns(day=pl.lit(day), capture=pl.lit(capture)))
+    whose = {"day": pl.lit(day), "capture": pl.lit(origin.capture)}
+    return {
+        name: SCHEMAS[name].complete(frame.with_columns(**whose)) if frame.height else SCHEMAS[name].empty()
+        for name, frame in frames.items()
+    }
 
 
 def _devices(trace: Trace) -> pl.DataFrame:
@@ -159,20 +159,6 @@ def _summed(frame: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     return frame.group_by(keys).agg(
         pl.col("count", "total_ns").sum(), pl.col("min_ns").min(), pl.col("max_ns").max(), roofline.alias("roofline_ns")
     )
-
-
-def _clocks(session: Session) -> dict[str, float]:
-    """Host -> mean clock of its devices while it was captured, Hz."""
-    samples = session.telemetry.filter(pl.col("metric") == "gpu_clock_hertz")
-    domain = pl.col("labels").str.json_path_match("$.domain")
-    means = samples.filter(domain == "sm").group_by("host").agg(pl.col("value").mean())
-    return {host: value for host, value in means.iter_rows() if host is not None and np.isfinite(value) and value > 0}
-
-
-def _torch(session: Session) -> str | None:
-    versions = [_version(trace.meta.capture) or trace.meta.versions.get("torch") for trace in session.traces]
-    versions.append(_version(session.capture))
-    return next(filter(None, versions), None)
 
 
 def _version(document: object) -> str | None:

@@ -98,17 +98,6 @@ class StateDatabase:
     def _change(self, connection: Connection, statement: str, **values: object) -> int:
         return connection.execute(self._text(statement), values).rowcount
 
-    def _next_number(self, connection: Connection, name: str) -> int:
-        """The next number of a series, from 1 on."""
-        self._change(
-            connection,
-            "INSERT INTO numbers (name, value) VALUES (:name, 1) "
-            "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
-            name=name,
-        )
-        [row] = self._rows(connection, "SELECT value FROM numbers WHERE name = :name", name=name)
-        return cast("int", row["value"])
-
     def _open_rows(
         self, table: str, key: tuple[str, ...], series: str, most: int, term: str
     ) -> Sequence[RowMapping]:  # fmt: skip
@@ -133,7 +122,14 @@ class StateDatabase:
             self._check_leader(connection, term)
             rows = self._rows(connection, begun)
             if not rows and (waiting := self._rows(connection, new, most=most)):
-                number = self._next_number(connection, series)
+                self._change(
+                    connection,
+                    "INSERT INTO numbers (name, value) VALUES (:name, 1) "
+                    "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
+                    name=series,
+                )
+                [row] = self._rows(connection, "SELECT value FROM numbers WHERE name = :name", name=series)
+                number = row["value"]
                 connection.execute(self._text(begin), [{**row, "number": number} for row in waiting])
                 rows = self._rows(connection, begun)
             return rows

@@ -423,13 +423,14 @@ class State(HostState, DocumentState, JobFactState, SessionState):
         """The same by the hash of its secret."""
         with self._transaction() as connection:
             rows = self._rows(connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=sha256)
-        token = _token(rows[0]) if rows else None
+        token = msgspec.convert(dict(rows[0]), TokenRecord) if rows else None
         return token if token is not None and token.opens else None
 
     def tokens(self) -> list[TokenRecord]:
         """All tokens, by name."""
         with self._transaction() as connection:
-            return [_token(row) for row in self._rows(connection, "SELECT * FROM tokens ORDER BY name")]
+            rows = self._rows(connection, "SELECT * FROM tokens ORDER BY name")
+        return [msgspec.convert(dict(row), TokenRecord) for row in rows]
 
     def revoke_token(self, name: str) -> bool:
         """Let a token open nothing any more; False where there is none that does."""
@@ -468,7 +469,3 @@ def _capture(row: RowMapping) -> CaptureRecord:
 
 def _task(row: RowMapping) -> TaskRecord:
     return msgspec.convert({**row, "again": bool(row["again"])}, TaskRecord)
-
-
-def _token(row: RowMapping) -> TokenRecord:
-    return msgspec.convert(dict(row), TokenRecord)

@@ -14,6 +14,8 @@ _HOUR_NS = 60 * _MINUTE_NS
 _MOST = 1e18  # of an amount: more is none, and no 64 bits hold a sum of many
 _TEXTS = ("host", "device", "device_model", "job", "state")
 _AMOUNTS = ("busy_ms", "energy_mj", "flops_low", "flops_high", "input_bytes")
+# Amounts added up; null where none is known.
+_SUMS = [pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name) for name in _AMOUNTS]
 
 
 def minutes(seen: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame:
@@ -39,11 +41,14 @@ def minutes(seen: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame
     if due is not None:
         silent = due.select(*_OF_DEVICE, "device_model").join(parts, on=_OF_DEVICE, how="anti")
         parts = pl.concat([parts, silent.with_columns(state=pl.lit(UNREACHABLE), device_ms=0.0)], how="diagonal")
-    orders = _orders(parts)
+    # Texts as numbers in their order are grouped and sorted in a fraction of the time.
+    values = {name: parts[name].drop_nulls().unique() for name in _TEXTS}
+    values["state"] = pl.concat([values["state"], pl.Series([UNREACHABLE])]).unique()
+    orders = pl.Schema({name: pl.Enum(texts.sort()) for name, texts in values.items()})
     summed = (
         parts.cast(orders)
         .group_by(*_OF_DEVICE, "state", "job")
-        .agg(pl.col("device_ms").sum(), *_sums(), pl.col("device_model").drop_nulls().first())
+        .agg(pl.col("device_ms").sum(), *_SUMS, pl.col("device_model").drop_nulls().first())
     )
     lost = (
         summed.group_by(_OF_DEVICE)
@@ -77,22 +82,10 @@ def hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
     rows = (
         usage_minute.with_columns(pl.col("time_ns") // _HOUR_NS * _HOUR_NS)
         .group_by(*_OF_DEVICE, "state", "job")
-        .agg(pl.col("device_ms").sum(), *_sums(), pl.col("device_model").drop_nulls().first())
+        .agg(pl.col("device_ms").sum(), *_SUMS, pl.col("device_model").drop_nulls().first())
         .sort(*_OF_DEVICE, "state", "job")
     )
     return rows.lazy().pipe(_declared, "usage_hour").collect()
-
-
-def _orders(parts: pl.DataFrame) -> pl.Schema:
-    """Texts as numbers in their order, which are grouped and sorted in a fraction of the time."""
-    values = {name: parts[name].drop_nulls().unique() for name in _TEXTS}
-    values["state"] = pl.concat([values["state"], pl.Series([UNREACHABLE])]).unique()
-    return pl.Schema({name: pl.Enum(texts.sort()) for name, texts in values.items()})
-
-
-def _sums() -> list[pl.Expr]:
-    """Amounts added up; null where none is known."""
-    return [pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name) for name in _AMOUNTS]
 
 
 def _declared(frame: pl.LazyFrame, table: str) -> pl.LazyFrame:

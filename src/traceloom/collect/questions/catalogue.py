@@ -13,15 +13,15 @@ from traceloom.fleet.attribution import BY as DEVICE_TIME_BY
 from traceloom.fleet.attribution import attribution
 from traceloom.fleet.attribution_tree import AttributionTree, tree
 from traceloom.fleet.characterise import BY as GPU_TIME_BY
-from traceloom.fleet.characterise import Coverage, GpuTimeBy, TopKernels, coverage, gpu_time_by, top_kernels
+from traceloom.fleet.characterise import coverage, gpu_time_by, top_kernels
 from traceloom.fleet.common_findings import CommonFindings, common_findings
 from traceloom.fleet.invest import BY as SAVINGS_BY
-from traceloom.fleet.invest import Investment, invest
-from traceloom.fleet.kernel_history import KernelHistory, kernel_history
-from traceloom.fleet.outliers import Outliers, outliers
+from traceloom.fleet.invest import invest
+from traceloom.fleet.kernel_history import kernel_history
+from traceloom.fleet.outliers import outliers
 from traceloom.fleet.owners import fits
-from traceloom.fleet.regressions import Regressions, regressions
-from traceloom.fleet.topline import METRICS, FleetTopline, topline
+from traceloom.fleet.regressions import regressions
+from traceloom.fleet.topline import METRICS, topline
 from traceloom.model.columns import Column
 from traceloom.store.schemas import SCHEMAS
 
@@ -126,33 +126,9 @@ _TOPLINE = {
 }
 
 
-def _kernels(frames: QuestionFrames, asked: asking.KernelsAsking) -> TopKernels:
-    return top_kernels(frames.kernels, frames.captures, asked.sort, asked.skip + asked.top + 1)
-
-
-def _history(frames: QuestionFrames, asked: asking.HistoryAsking) -> KernelHistory:
-    return kernel_history(frames.kernels, frames.captures, asked.kernel, asked.shapes or None)
-
-
-def _regressions(frames: QuestionFrames, _asked: asking.OfKernels) -> Regressions:
-    return regressions(frames.kernels, frames.captures, frames.devices)
-
-
-def _characterise(frames: QuestionFrames, asked: asking.DividedAsking) -> GpuTimeBy:
-    return gpu_time_by(frames.kernels, frames.captures, frames.owned, asked.by.split(","))
-
-
-def _coverage(frames: QuestionFrames, asked: asking.OfKernels) -> Coverage:
-    return coverage(frames.kernels, asked.skip + asked.top + 1)
-
-
 def _attribution(frames: QuestionFrames, asked: asking.AttributionAsking) -> AttributionTree:
     every = {"": None, "hour": asking.HOUR_NS, "day": asking.DAY_NS}[asked.over]
     return tree(attribution(frames.usage, frames.owned, asked.by.split(","), frames.prices, every), asked.top)
-
-
-def _topline(frames: QuestionFrames, asked: asking.ToplineAsking) -> FleetTopline:
-    return topline(frames.usage, frames.owned, frames.captures, asked.by)
 
 
 def _findings(frames: QuestionFrames, asked: asking.RulesAsking) -> CommonFindings:
@@ -162,18 +138,11 @@ def _findings(frames: QuestionFrames, asked: asking.RulesAsking) -> CommonFindin
     return common_findings(findings, frames.captures)
 
 
-def _outliers(frames: QuestionFrames, _asked: asking.Paged) -> Outliers:
-    return outliers(frames.kernels, frames.captures, frames.devices)
-
-
-def _invest(frames: QuestionFrames, asked: asking.InvestAsking) -> Investment:
-    return invest(frames.usage, frames.owned, frames.captures, frames.findings, asked.by.split(","))
-
-
 QUESTIONS = (
     Question(
         "kernels", "the kernels that take most of the fleet's GPU time", asking.KernelsAsking,
-        {"rows": AnswerTable("kernels, most first", _KERNELS)}, {"total_ns": _TOTAL}, ("kernels", *_CAPTURES), _kernels,
+        {"rows": AnswerTable("kernels, most first", _KERNELS)}, {"total_ns": _TOTAL}, ("kernels", *_CAPTURES),
+        lambda frames, asked: top_kernels(frames.kernels, frames.captures, asked.sort, asked.skip + asked.top + 1),
     ),
     Question(
         "kernel-history", "how long one kernel took in each job, over time", asking.HistoryAsking,
@@ -192,7 +161,9 @@ QUESTIONS = (
                 },
             )
         },
-        {"jobs": Column("count", "Jobs", "jobs that ran it")}, ("kernels", *_CAPTURES), _history, "kernels/history",
+        {"jobs": Column("count", "Jobs", "jobs that ran it")}, ("kernels", *_CAPTURES),
+        lambda frames, asked: kernel_history(frames.kernels, frames.captures, asked.kernel, asked.shapes or None),
+        "kernels/history",
     ),
     Question(
         "regressions", "the kernels that became slower or faster: since when, by how much, and what changed with them",
@@ -207,7 +178,8 @@ QUESTIONS = (
             "series": Column("count", "Series", "kernels, shapes and models of device that were looked at"),
             "short": Column("count", "Short", "those of fewer than ten jobs, of which nothing is said"),
         },
-        ("kernels", *_CAPTURES), _regressions,
+        ("kernels", *_CAPTURES),
+        lambda frames, _: regressions(frames.kernels, frames.captures, frames.devices),
     ),
     Question(
         "characterise", "where the fleet's GPU time goes, by kind, bound, kernel, job, version or whose it is",
@@ -219,7 +191,8 @@ QUESTIONS = (
                 divided=GPU_TIME_BY,
             )
         },
-        {"by": _BY}, ("kernels", *_CAPTURES), _characterise,
+        {"by": _BY}, ("kernels", *_CAPTURES),
+        lambda frames, asked: gpu_time_by(frames.kernels, frames.captures, frames.owned, asked.by.split(",")),
     ),
     Question(
         "coverage", "what specialising kernels for the commonest shapes would cover", asking.OfKernels,
@@ -237,7 +210,8 @@ QUESTIONS = (
             )
         },
         {"total_ns": _TOTAL, "unshaped_ns": Column("time", "No shapes", "the part without recorded shapes")},
-        ("kernels", *_CAPTURES), _coverage,
+        ("kernels", *_CAPTURES),
+        lambda frames, asked: coverage(frames.kernels, asked.skip + asked.top + 1),
     ),
     Question(
         "attribution", "whose the time of devices was, and what it cost", asking.AttributionAsking,
@@ -273,7 +247,8 @@ QUESTIONS = (
             "by": Column("text", "By", "what a row is of; empty: everything in one row"),
             "reference": Column("text", "Reference", "the device that reference hours are counted in"),
         },
-        ("usage_hour", *_CAPTURES), _topline,
+        ("usage_hour", *_CAPTURES),
+        lambda frames, asked: topline(frames.usage, frames.owned, frames.captures, asked.by),
     ),
     Question(
         "findings", "which findings captures have, and how common each is", asking.RulesAsking,
@@ -324,7 +299,8 @@ QUESTIONS = (
                 {"outlier": bool},
             ),
         },
-        {}, ("kernels", *_CAPTURES), _outliers,
+        {}, ("kernels", *_CAPTURES),
+        lambda frames, _: outliers(frames.kernels, frames.captures, frames.devices),
     ),
     Question(
         "invest", "where work on software pays: device time times what fixing findings saves", asking.InvestAsking,
@@ -345,7 +321,10 @@ QUESTIONS = (
             "held_ms": Column("count", "Held, ms", f"{_MS}jobs held the device"),
             "analysed_ms": Column("count", "Analysed, ms", f"{_MS}of jobs that have captures"),
         },
-        ("usage_hour", "findings", *_CAPTURES), _invest,
+        ("usage_hour", "findings", *_CAPTURES),
+        lambda frames, asked: invest(
+            frames.usage, frames.owned, frames.captures, frames.findings, asked.by.split(",")
+        ),
     ),
 )  # fmt: skip
 """In the order of the documentation."""

@@ -109,7 +109,8 @@ class QuestionDesk:
         Raises:
             RequestError: `wrong-request`.
         """
-        return self._frames(asked, Period.of(asked, self.clock()), *self._documents())
+        period = Period.of(asked, self.clock())
+        return self._frames(asked, period, self.state.document("owners"), self.state.document("prices"))
 
     def close(self) -> None:
         """Take no more questions."""
@@ -139,9 +140,6 @@ class QuestionDesk:
         if not working.cancelled():
             working.exception()  # whoever asked may be gone
 
-    def _documents(self) -> tuple[KeptDocument | None, KeptDocument | None]:
-        return self.state.document("owners"), self.state.document("prices")
-
     def _frames(
         self, asked: Asking, period: Period, owners: KeptDocument | None, prices: KeptDocument | None
     ) -> QuestionFrames:
@@ -149,7 +147,8 @@ class QuestionDesk:
         return QuestionFrames(self.tables, asked, period, rules, prices_of(prices.document) if prices else None)
 
     def _answer(self, question: Question, asked: Asking, seconds: float) -> msgspec.Struct:
-        period, documents = Period.of(asked, self.clock()), self._documents()
+        period = Period.of(asked, self.clock())
+        documents = self.state.document("owners"), self.state.document("prices")
         versions = tuple(self.tables.version(name) for name in question.reads)
         return self._kept.get(
             msgspec.json.encode((question.name, period, asked)),

@@ -48,7 +48,19 @@ class Shown:
     def _repr_html_(self) -> str:
         parts = [f"<p><b>{_text(self.document['answer']['sentence'])}</b></p>"]
         for rank, account in gpu_accounts(self.document):
-            parts += [_bar(rank["rank"], device) for device in account["devices"]]
+            for device in account["devices"]:
+                whole = device["window_ns"] or 1
+                cells = "".join(
+                    f'<div title="{_text(f"{label}: {units.duration(ns)}, {units.share(ns, whole)}")}" '
+                    f'style="width:{100 * ns / whole:.3f}%;background:{color}"></div>'
+                    for label, ns, color in ((label, device[key], color) for label, key, color in _COLORS)
+                )
+                name = f"rank {'?' if rank['rank'] is None else rank['rank']}, GPU {device['device']}"
+                text = ", ".join(f"{label} {units.share(device[key], whole)}" for label, key, _ in _COLORS)
+                parts.append(
+                    f"<div>{_text(f'{name}: {text}')}</div>"
+                    f'<div style="display:flex;height:1em;max-width:50em;margin-bottom:.5em">{cells}</div>'
+                )
         parts.append(_table("GPU work", self.document["kernels"], ("total_ns", "mean_ns"), self.options.top))
         parts.append(_table("Operators", self.document["operators"], ("self_ns", "total_ns"), self.options.top))
         notices = "".join(f"<li>{_text(notice['message'])}</li>" for notice in self.document["notices"])
@@ -67,21 +79,6 @@ def show(session: Session, options: ReportOptions | None = None) -> Shown:
 
 def _text(text: str) -> str:
     return escape(harmless(text))
-
-
-def _bar(rank: int | None, device: dict[str, Any]) -> str:
-    whole = device["window_ns"] or 1
-    cells = "".join(
-        f'<div title="{_text(f"{label}: {units.duration(device[key])}, {units.share(device[key], whole)}")}" '
-        f'style="width:{100 * device[key] / whole:.3f}%;background:{color}"></div>'
-        for label, key, color in _COLORS
-    )
-    name = f"rank {'?' if rank is None else rank}, GPU {device['device']}"
-    text = ", ".join(f"{label} {units.share(device[key], whole)}" for label, key, _ in _COLORS)
-    return (
-        f"<div>{_text(f'{name}: {text}')}</div>"
-        f'<div style="display:flex;height:1em;max-width:50em;margin-bottom:.5em">{cells}</div>'
-    )
 
 
 def _table(title: str, rows: list[dict[str, Any]], columns: tuple[str, ...], top: int) -> str:

@@ -59,7 +59,14 @@ def _card(row: Row, positions: dict[int | None, int]) -> str:
         for other in row["alternatives"]
     )
     alternatives = f'<p class="quiet">Or, for the same time:</p><ul class="quiet">{others}</ul>' if others else ""
-    frames = "".join(f"<li>{_frame(HotFrame(**frame))}</li>" for frame in row["frames"])
+    frames = ""
+    for frame in (HotFrame(**frame) for frame in row["frames"]):
+        where = "" if frame.file is None else f" <code>{text(frame.file)}:{frame.line}</code>"
+        mostly = "" if frame.inside is None else f", mostly <code>{text(frame.inside)}</code>"
+        frames += (
+            f"<li><b>{escape(units.duration(frame.time_ns))}</b> of host time ({escape(units.share(frame.share, 1))}) "
+            f"in <code>{text(frame.name)}</code>{where}{mostly}{frame.of_ranks}</li>"
+        )
     held = f'<ul class="frames">{frames}</ul>' if frames else ""
     alone = "" if row["alone_ns"] in (None, row["saving_ns"]) else f" · alone {units.duration(row['alone_ns'])}"
     return (
@@ -70,15 +77,6 @@ def _card(row: Row, positions: dict[int | None, int]) -> str:
         f'<p class="quiet"><a href="{text(row["learn_more"])}" target="_blank" rel="noreferrer">What '
         f"{text(row['slug'])} means</a> · confidence {row['confidence']:.1f}{alone} · "
         f"evaluated: {prose(row['change'] or 'no change')}</p></li>"
-    )
-
-
-def _frame(frame: HotFrame) -> str:
-    where = "" if frame.file is None else f" <code>{text(frame.file)}:{frame.line}</code>"
-    mostly = "" if frame.inside is None else f", mostly <code>{text(frame.inside)}</code>"
-    return (
-        f"<b>{escape(units.duration(frame.time_ns))}</b> of host time ({escape(units.share(frame.share, 1))}) in "
-        f"<code>{text(frame.name)}</code>{where}{mostly}{frame.of_ranks}"
     )
 
 
