@@ -10,9 +10,8 @@ from traceloom.agent.http.answers import wrong_request
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:[eE]\+?\d+)?")
-_LATEST_NS = (
-    2**62
-)  # what lies beyond, or before the epoch, is asked for as this, or as the epoch: databases hold no more
+_LATEST_NS = 2**62
+"""What lies beyond, or before the epoch, is asked for as this, or as the epoch: databases hold no more."""
 
 
 def moment(text: str, now_ns: int) -> int:
