@@ -179,7 +179,16 @@ class Assembly:
             op = row["op"]
             lane = threads.index(row["thread"]) if threads else 0
             first = len(instructions)
-            instructions += [*around[op].before, *self._instructions(row)]
+            instructions += around[op].before
+            if row["call"] is not None:  # of a stand-in, too: what --import names may bring it
+                instructions.append(self._run(row))
+            elif row["action"] == VIEW:
+                instructions.append(self._view(row))
+            elif row["action"] in {COLLECTIVE, WAIT}:
+                instructions += self._exchange(row)
+            else:
+                reason = row["reason"] or "stand-in"
+                instructions.append(self._stand_in(row, reason, "the plan has nothing to run here"))
             instructions[-1].dead += tuple(dead.get(op, ()))
             instructions += around[op].after
             for instruction in instructions[first:]:
@@ -187,16 +196,6 @@ class Assembly:
         instructions += (_beside(finish, self._works + row) for row in self._unawaited)
         stand_ins = pl.DataFrame(self._stand_ins, schema=STAND_INS, orient="row")
         return Program(instructions, self._registers, self._geometries, self._manner.device, self._turns), stand_ins
-
-    def _instructions(self, row: Mapping[str, Any]) -> list[Instruction]:
-        """What a row of the plan's `ops` becomes; the last one is the op itself."""
-        if row["call"] is not None:  # of a stand-in, too: what --import names may bring it
-            return [self._run(row)]
-        if row["action"] == VIEW:
-            return [self._view(row)]
-        if row["action"] in {COLLECTIVE, WAIT}:
-            return self._exchange(row)
-        return [self._stand_in(row, row["reason"] or "stand-in", "the plan has nothing to run here")]
 
     def _bind(self, call: int, schema: str, arguments: str) -> Bound | Unbindable:
         kernels = self._manner.kernels
@@ -230,12 +229,7 @@ class Assembly:
         if isinstance(bound, Unbindable):
             return self._stand_in(row, bound.slug, bound.text)
         self._made.update(output for output in row["outputs"] if output is not None)
-        function, pick = self._picked(bound, row["inputs"])
-        return Instruction(row["op"], function, pick, tuple(row["outputs"]), stand_in_ns=self._stand_in_ns(row))
-
-    def _picked(self, bound: Bound, inputs: Sequence[int]) -> tuple[Callable[..., Any], Any]:
-        """A bound call as a function of positional arguments alone, and what picks them."""
-        registers = dict(bound.places)
+        inputs, registers = row["inputs"], dict(bound.places)
         arguments = [self._place(argument, (at,), registers, inputs) for at, argument in enumerate(bound.arguments)]
         named = {path[0] for path in registers if isinstance(path[0], str)}
         constants = {name: value for name, value in bound.keywords.items() if name not in named}
@@ -244,7 +238,9 @@ class Assembly:
             names = sorted(named)
             arguments += [self._place(bound.keywords[name], (name,), registers, inputs) for name in names]
             function = partial(_with_names, function, names)
-        return function, picker(arguments)
+        return Instruction(
+            row["op"], function, picker(arguments), tuple(row["outputs"]), stand_in_ns=self._stand_in_ns(row)
+        )
 
     def _place(self, argument: Any, path: tuple[Any, ...], registers: Mapping[Any, int], inputs: Sequence[int]) -> Any:
         """The register of an argument, or those of the parts of a list that holds tensors."""
