@@ -147,7 +147,19 @@ class Assembly:
         self._keeps_host = keeps_host(plan, manner.device)
         self._bound = [self._bind(*call) for call in calls.iter_rows()]
         self._storage = plan.tensors["storage"].to_list()
-        self.needed, self.written_unseen = self._find_needed()
+        self.needed: set[int] = set()
+        self.written_unseen: set[int] = set()
+        kernels = set(plan.kernels["call"])
+        columns = plan.ops.select("action", "call", "collective", "inputs", "outputs")
+        for action, call, collective, inputs, outputs in columns.iter_rows():
+            if call is not None:
+                runs = isinstance(self._bound[call], Bound)
+            else:
+                runs = action == COLLECTIVE and manner.runs(self._collectives[collective])
+            if runs:
+                storages = {self._storage[tensor] for tensor in (*inputs, *outputs) if tensor is not None}
+                self.needed |= storages
+                self.written_unseen |= storages if call in kernels else set()
         self._stand_ins: list[tuple[Any, ...]] = []
         self._unawaited: dict[int, None] = {}
         self._turns: list[Turn] = []
@@ -205,24 +217,6 @@ class Assembly:
             return self._manner.bind(schema, arguments, self._manner.device, keeps_host=self._keeps_host)
         except Unbindable as error:
             return error
-
-    def _find_needed(self) -> tuple[set[int], set[int]]:
-        needed: set[int] = set()
-        unseen: set[int] = set()
-        kernels = set(self._plan.kernels["call"])
-        columns = self._plan.ops.select("action", "call", "collective", "inputs", "outputs")
-        for action, call, collective, inputs, outputs in columns.iter_rows():
-            if call is not None:
-                runs = isinstance(self._bound[call], Bound)
-            elif action == COLLECTIVE:
-                runs = self._manner.runs(self._collectives[collective])
-            else:
-                runs = False
-            if runs:
-                storages = {self._storage[tensor] for tensor in (*inputs, *outputs) if tensor is not None}
-                needed |= storages
-                unseen |= storages if call in kernels else set()
-        return needed, unseen
 
     def _run(self, row: Mapping[str, Any]) -> Instruction:
         bound = self._bound[row["call"]]
