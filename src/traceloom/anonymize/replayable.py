@@ -79,24 +79,22 @@ def proof(paths: Sequence[Path], reason: str) -> dict[str, Any]:
             ranks = dry_run(make_plan(*paths, cache=False)).values()
         except TraceloomError as error:
             reason = error.message
-    return {"ranks": [_shares(rank) for rank in ranks], "reason": reason or None}
-
-
-def _shares(rank: RankDryRun) -> dict[str, Any]:
-    """How many operators of a rank, and how much of their recorded time, run again."""
-    left = [left for left in rank.left if left.reason not in _UNSEEN]
-    wrong = sum(wrong.count for wrong in rank.wrong)
-    time = rank.duration_ns
-    runs = None if time is None else time - sum(left.duration_ns or 0 for left in left)
-    return {
-        "rank": rank.rank,
-        "operators": rank.ops,
-        "run": rank.ops - sum(left.count for left in left),
-        "other_shapes": wrong,
-        "duration_ns": time,
-        "run_ns": runs,
-        "left": [msgspec.to_builtins(left) for left in left],
-    }
+    shares = []
+    for rank in ranks:
+        left = [part for part in rank.left if part.reason not in _UNSEEN]
+        time = rank.duration_ns
+        shares.append(
+            {
+                "rank": rank.rank,
+                "operators": rank.ops,
+                "run": rank.ops - sum(part.count for part in left),
+                "other_shapes": sum(wrong.count for wrong in rank.wrong),
+                "duration_ns": time,
+                "run_ns": None if time is None else time - sum(part.duration_ns or 0 for part in left),
+                "left": [msgspec.to_builtins(part) for part in left],
+            }
+        )
+    return {"ranks": shares, "reason": reason or None}
 
 
 def _planned(hosts: Sequence[InputFile], rules: Rules, folder: Path) -> ReplayPlan:

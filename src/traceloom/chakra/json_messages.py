@@ -207,7 +207,22 @@ def _fields(value: Any, spellings: dict[str, str]) -> dict[str, Any]:
 def _set(message: Any, name: str, value: Any) -> None:
     if name == "attr":
         for item in _list(value, name):
-            _set_attribute(message.attr.add(), item)
+            attribute = message.attr.add()
+            extra = item.pop(UNKNOWN + "_of_value", None) if isinstance(item, dict) else None
+            for key, part in _fields(item, _OF_ATTRIBUTE).items():
+                if key in {"name", "doc_string"}:
+                    setattr(attribute, key, _text(part))
+                elif key == UNKNOWN:
+                    attribute.MergeFromString(_bytes(part))
+                elif key.endswith("_list"):
+                    held = getattr(attribute, key)
+                    held.SetInParent()
+                    inner = part["values"] if isinstance(part, dict) and "values" in part else part
+                    held.values.extend(_FROM_JSON[key](each) for each in _list([] if inner == {} else inner, key))
+                    if extra is not None:
+                        held.MergeFromString(_bytes(extra))
+                else:
+                    setattr(attribute, key, _FROM_JSON[key](part))
     elif name in {"ctrl_deps", "data_deps"}:
         getattr(message, name).extend(_number(item) for item in _list(value, name))
     elif name in {"inputs", "outputs"}:
@@ -223,24 +238,6 @@ def _set(message: Any, name: str, value: Any) -> None:
         setattr(message, name, _text(value))
     else:
         setattr(message, name, _number(value))
-
-
-def _set_attribute(attribute: AttributeProto, raw: Any) -> None:
-    extra = raw.pop(UNKNOWN + "_of_value", None) if isinstance(raw, dict) else None
-    for name, value in _fields(raw, _OF_ATTRIBUTE).items():
-        if name in {"name", "doc_string"}:
-            setattr(attribute, name, _text(value))
-        elif name == UNKNOWN:
-            attribute.MergeFromString(_bytes(value))
-        elif name.endswith("_list"):
-            held = getattr(attribute, name)
-            held.SetInParent()
-            inner = value["values"] if isinstance(value, dict) and "values" in value else value
-            held.values.extend(_FROM_JSON[name](item) for item in _list([] if inner == {} else inner, name))
-            if extra is not None:
-                held.MergeFromString(_bytes(extra))
-        else:
-            setattr(attribute, name, _FROM_JSON[name](value))
 
 
 def _list(value: Any, name: str) -> list[Any]:

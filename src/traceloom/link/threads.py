@@ -147,7 +147,14 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     still = _quiet(trace, tree, cut)
     still[waiting] = False
     works = np.isin(host.lane[tail], list(spells))  # not communication, which waits itself
-    awake = np.union1d(heads, _awaited(cut, host.lane[tail[works]], begin[works], done[works]))
+    # Segments that begin while another thread waits for their thread's work: it was at work, with or without a name.
+    awaited, worker = [heads], host.lane[tail[works]]
+    for thread in np.unique(worker).tolist():
+        own = np.flatnonzero(cut.lane == thread)
+        begun = np.searchsorted(np.sort(begin[works][worker == thread]), cut.start[own], side="left")
+        over = np.searchsorted(np.sort(done[works][worker == thread]), cut.start[own], side="left")
+        awaited.append(own[begun > over])
+    awake = np.unique(np.concatenate(awaited))
     return _with_wakers(cut, waiting, source, heads, _wakers(cut, tree, still, awake, main, cpu))
 
 
@@ -244,24 +251,6 @@ def _communicated(
     head[quiet] = np.where((tree.start[event] >= low[quiet]) & ~early[fits], host.first[event], -1)
     tail[quiet] = host.last[event]
     return event
-
-
-def _awaited(host: Segments, lane: Ints, begin: Ints, done: Ints) -> Ints:
-    """Segments that begin while another thread waits for their thread's work: it was at work, with or without a name.
-
-    Args:
-        host: Segments.
-        lane: Of each such work its thread.
-        begin: Of each when it begins, ns.
-        done: Of each when it ends, ns.
-    """
-    awaited = [np.zeros(0, dtype=np.int64)]
-    for number in np.unique(lane).tolist():
-        own = np.flatnonzero(host.lane == number)
-        begun = np.searchsorted(np.sort(begin[lane == number]), host.start[own], side="left")
-        over = np.searchsorted(np.sort(done[lane == number]), host.start[own], side="left")
-        awaited.append(own[begun > over])
-    return np.concatenate(awaited)
 
 
 def _wakers(host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints, main: int, cpu: CpuTime) -> _Wakers:  # noqa: PLR0917

@@ -147,7 +147,19 @@ class Assembly:
         self._keeps_host = keeps_host(plan, manner.device)
         self._bound = [self._bind(*call) for call in calls.iter_rows()]
         self._storage = plan.tensors["storage"].to_list()
-        self.needed, self.written_unseen = self._find_needed()
+        self.needed: set[int] = set()
+        self.written_unseen: set[int] = set()
+        kernels = set(plan.kernels["call"])
+        columns = plan.ops.select("action", "call", "collective", "inputs", "outputs")
+        for action, call, collective, inputs, outputs in columns.iter_rows():
+            if call is not None:
+                runs = isinstance(self._bound[call], Bound)
+            else:
+                runs = action == COLLECTIVE and manner.runs(self._collectives[collective])
+            if runs:
+                storages = {self._storage[tensor] for tensor in (*inputs, *outputs) if tensor is not None}
+                self.needed |= storages
+                self.written_unseen |= storages if call in kernels else set()
         self._stand_ins: list[tuple[Any, ...]] = []
         self._unawaited: dict[int, None] = {}
         self._turns: list[Turn] = []
@@ -179,7 +191,16 @@ class Assembly:
             op = row["op"]
             lane = threads.index(row["thread"]) if threads else 0
             first = len(instructions)
-            instructions += [*around[op].before, *self._instructions(row)]
+            instructions += around[op].before
+            if row["call"] is not None:  # of a stand-in, too: what --import names may bring it
+                instructions.append(self._run(row))
+            elif row["action"] == VIEW:
+                instructions.append(self._view(row))
+            elif row["action"] in {COLLECTIVE, WAIT}:
+                instructions += self._exchange(row)
+            else:
+                reason = row["reason"] or "stand-in"
+                instructions.append(self._stand_in(row, reason, "the plan has nothing to run here"))
             instructions[-1].dead += tuple(dead.get(op, ()))
             instructions += around[op].after
             for instruction in instructions[first:]:
@@ -187,16 +208,6 @@ class Assembly:
         instructions += (_beside(finish, self._works + row) for row in self._unawaited)
         stand_ins = pl.DataFrame(self._stand_ins, schema=STAND_INS, orient="row")
         return Program(instructions, self._registers, self._geometries, self._manner.device, self._turns), stand_ins
-
-    def _instructions(self, row: Mapping[str, Any]) -> list[Instruction]:
-        """What a row of the plan's `ops` becomes; the last one is the op itself."""
-        if row["call"] is not None:  # of a stand-in, too: what --import names may bring it
-            return [self._run(row)]
-        if row["action"] == VIEW:
-            return [self._view(row)]
-        if row["action"] in {COLLECTIVE, WAIT}:
-            return self._exchange(row)
-        return [self._stand_in(row, row["reason"] or "stand-in", "the plan has nothing to run here")]
 
     def _bind(self, call: int, schema: str, arguments: str) -> Bound | Unbindable:
         kernels = self._manner.kernels
@@ -207,35 +218,12 @@ class Assembly:
         except Unbindable as error:
             return error
 
-    def _find_needed(self) -> tuple[set[int], set[int]]:
-        needed: set[int] = set()
-        unseen: set[int] = set()
-        kernels = set(self._plan.kernels["call"])
-        columns = self._plan.ops.select("action", "call", "collective", "inputs", "outputs")
-        for action, call, collective, inputs, outputs in columns.iter_rows():
-            if call is not None:
-                runs = isinstance(self._bound[call], Bound)
-            elif action == COLLECTIVE:
-                runs = self._manner.runs(self._collectives[collective])
-            else:
-                runs = False
-            if runs:
-                storages = {self._storage[tensor] for tensor in (*inputs, *outputs) if tensor is not None}
-                needed |= storages
-                unseen |= storages if call in kernels else set()
-        return needed, unseen
-
     def _run(self, row: Mapping[str, Any]) -> Instruction:
         bound = self._bound[row["call"]]
         if isinstance(bound, Unbindable):
             return self._stand_in(row, bound.slug, bound.text)
         self._made.update(output for output in row["outputs"] if output is not None)
-        function, pick = self._picked(bound, row["inputs"])
-        return Instruction(row["op"], function, pick, tuple(row["outputs"]), stand_in_ns=self._stand_in_ns(row))
-
-    def _picked(self, bound: Bound, inputs: Sequence[int]) -> tuple[Callable[..., Any], Any]:
-        """A bound call as a function of positional arguments alone, and what picks them."""
-        registers = dict(bound.places)
+        inputs, registers = row["inputs"], dict(bound.places)
         arguments = [self._place(argument, (at,), registers, inputs) for at, argument in enumerate(bound.arguments)]
         named = {path[0] for path in registers if isinstance(path[0], str)}
         constants = {name: value for name, value in bound.keywords.items() if name not in named}
@@ -244,7 +232,9 @@ class Assembly:
             names = sorted(named)
             arguments += [self._place(bound.keywords[name], (name,), registers, inputs) for name in names]
             function = partial(_with_names, function, names)
-        return function, picker(arguments)
+        return Instruction(
+            row["op"], function, picker(arguments), tuple(row["outputs"]), stand_in_ns=self._stand_in_ns(row)
+        )
 
     def _place(self, argument: Any, path: tuple[Any, ...], registers: Mapping[Any, int], inputs: Sequence[int]) -> Any:
         """The register of an argument, or those of the parts of a list that holds tensors."""

@@ -32,8 +32,23 @@ class Functions:
         for body, last in zip(bodies, self._last, strict=True):
             for at, line in enumerate(body):
                 last.update(dict.fromkeys([*line.reads, *line.writes], at))
-        self._returned = self._find_returned()
-        self._handles = self._find_handles()
+        needed: list[set[int]] = [set() for _ in bodies]  # of its own registers, by somebody after the body
+        for number in self._order:
+            for at, line in enumerate(bodies[number]):
+                if line.what < 0:
+                    used = (self._last[number][r] > at or r in needed[number] for r in line.writes)
+                    first = self.folded.parameters[-1 - line.what]
+                    needed[-1 - line.what].update(first + k for k, is_used in enumerate(used) if is_used)
+        self._returned = [sorted(registers) for registers in needed]
+        self._handles: list[set[int]] = [set() for _ in bodies]  # registers that hold what a collective started
+        for number in reversed(self._order):
+            for line in bodies[number]:
+                if line.what < 0:
+                    block, first = -1 - line.what, self.folded.parameters[-1 - line.what]
+                    handles = {r for k, r in enumerate(line.writes) if first + k in self._handles[block]}
+                    self._handles[number].update(handles)
+                elif text.meanings[line.what]["action"] == COLLECTIVE:
+                    self._handles[number].update(line.writes)
         outside: dict[int, str] = {}
         made: set[int] = set()
         for line in bodies[0]:
@@ -42,51 +57,22 @@ class Functions:
                     outside[register] = f"w[{len(outside)}]"
             made.update(line.writes)
         self._outside = outside
-        self._same = self._find_same()
+        # Of each block: parameters that all calls give the same tensor from outside, as weights, with its name: these
+        # are not passed.
+        self._same: list[dict[int, str]] = [dict(outside), *({} for _ in bodies[1:])]
+        seen: set[int] = set()
+        for number in self._order:
+            same = self._same[number]
+            for line in bodies[number]:
+                if line.what < 0:
+                    block = -1 - line.what
+                    names = {k: same[r] for k, r in enumerate(line.reads) if r in same}
+                    self._same[block] = names if block not in seen else dict(self._same[block].items() & names.items())
+                    seen.add(block)
         self._takes_w = [bool(names) for names in self._same]
         for number in reversed(self._order):
             inner = [self._takes_w[-1 - line.what] for line in bodies[number] if line.what < 0]
             self._takes_w[number] |= any(inner)
-
-    def _find_same(self) -> list[dict[int, str]]:
-        """Of each block: parameters that all calls give the same tensor from outside, as weights: these are not passed.
-
-        Returns:
-            Parameter -> name of the tensor.
-        """
-        same: list[dict[int, str]] = [dict(self._outside), *({} for _ in self.folded.bodies[1:])]
-        seen: set[int] = set()
-        for body in self._order:
-            for line in self.folded.bodies[body]:
-                if line.what < 0:
-                    block = -1 - line.what
-                    names = {k: same[body][r] for k, r in enumerate(line.reads) if r in same[body]}
-                    same[block] = names if block not in seen else dict(same[block].items() & names.items())
-                    seen.add(block)
-        return same
-
-    def _find_returned(self) -> list[list[int]]:
-        """Of each body: what of its own registers somebody needs after it."""
-        needed: list[set[int]] = [set() for _ in self.folded.bodies]
-        for body in self._order:
-            for at, line in enumerate(self.folded.bodies[body]):
-                if line.what < 0:
-                    used = (self._last[body][r] > at or r in needed[body] for r in line.writes)
-                    first = self.folded.parameters[-1 - line.what]
-                    needed[-1 - line.what].update(first + k for k, is_used in enumerate(used) if is_used)
-        return [sorted(registers) for registers in needed]
-
-    def _find_handles(self) -> list[set[int]]:
-        """Of each body: which of its registers hold what a collective started."""
-        handles: list[set[int]] = [set() for _ in self.folded.bodies]
-        for body in reversed(self._order):
-            for line in self.folded.bodies[body]:
-                if line.what < 0:
-                    inner, first = -1 - line.what, self.folded.parameters[-1 - line.what]
-                    handles[body].update(r for k, r in enumerate(line.writes) if first + k in handles[inner])
-                elif self._text.meanings[line.what]["action"] == COLLECTIVE:
-                    handles[body].update(line.writes)
-        return handles
 
     def write(self, suffix: str = "") -> str:
         """All functions, those that are called first.
@@ -101,22 +87,22 @@ class Functions:
         made = [*self._text.external(self._outside, self._outside.__getitem__), "return w"]
         about = "What comes from outside: parameters, inputs, states."
         outside = function(f"outside{suffix}", "", "dict[int, torch.Tensor]", about, ["w = {}", *made])
-        blocks = [self._block(body) for body in self._names]
-        body = [*self._lines(0)] or ["pass"]
-        step = function(f"step{suffix}", "w: dict[int, torch.Tensor]", "None", "All that was recorded, in order.", body)
+        blocks = []
+        for body, called in self._names.items():
+            first_ns = sum(map(self._time_ns, self.folded.bodies[body]))
+            took = f"; the first took {units.duration(first_ns)}" if first_ns else ""
+            name = self._namer(body)
+            own = [name(k) for k in range(self.folded.parameters[body]) if k not in self._same[body]]
+            parameters = ", ".join(["w"] * self._takes_w[body] + own)
+            lines = [*self._lines(body)]
+            if self._returned[body]:
+                lines.append(f"return {_grouped([name(register) for register in self._returned[body]])}")
+            about = f"Called {self.folded.calls()[body]} times{took}."
+            blocks.append(function(called, parameters, "", about, lines))
+        lines = [*self._lines(0)] or ["pass"]
+        about = "All that was recorded, in order."
+        step = function(f"step{suffix}", "w: dict[int, torch.Tensor]", "None", about, lines)
         return "\n\n\n".join([outside, *blocks, step])
-
-    def _block(self, body: int) -> str:
-        first_ns = sum(map(self._time_ns, self.folded.bodies[body]))
-        took = f"; the first took {units.duration(first_ns)}" if first_ns else ""
-        name = self._namer(body)
-        own = [name(k) for k in range(self.folded.parameters[body]) if k not in self._same[body]]
-        parameters = ", ".join(["w"] * self._takes_w[body] + own)
-        about = f"Called {self.folded.calls()[body]} times{took}."
-        lines = [*self._lines(body)]
-        if self._returned[body]:
-            lines.append(f"return {_grouped([name(register) for register in self._returned[body]])}")
-        return function(self._names[body], parameters, "", about, lines)
 
     def _time_ns(self, line: ProgramLine) -> int:
         if line.what < 0:
@@ -148,9 +134,17 @@ class Functions:
             if region != (region := (op["phase"], op["scope"])) and any(region):
                 yield "# " + ": ".join(ascii(part)[1:-1] for part in region if part)
             dead = {r for r in (*line.reads, *line.writes) if self._last[body][r] == at and r not in kept}
-            wanted = self._wanted(line)
+            wanted: list[int | None]  # the registers of what the line gives; None where nothing holds it
+            if line.what < 0:
+                block, first = -1 - line.what, self.folded.parameters[-1 - line.what]
+                wanted = [line.writes[register - first] for register in self._returned[block]]
+                passed = [name(r) for k, r in enumerate(line.reads) if k not in self._same[block]]
+                call = f"{self._names[block]}({', '.join(['w'] * self._takes_w[block] + passed)})"
+            else:
+                meaning, made = self._text.meanings[line.what], iter(line.writes)
+                wanted = [None if output is None else next(made) for output in meaning["outputs"]]
+                call = self._text.expression(meaning, [name(r) for r in line.reads])
             targets = ["_" if r is None or r in line.reads or r in dead else name(r) for r in wanted]
-            call = self._call(line, name)
             ended = [name(r) for r in dict.fromkeys(line.reads) if r in dead]
             if any(target != "_" for target in targets):
                 is_list = line.what >= 0 and self._text.gives_list(line.what)
@@ -160,21 +154,6 @@ class Functions:
                 yield call
             if ended:
                 yield f"del {_grouped(ended)}"
-
-    def _wanted(self, line: ProgramLine) -> list[int | None]:
-        """The registers of what a line gives, one for each; None where nothing holds it."""
-        if line.what < 0:
-            first = self.folded.parameters[-1 - line.what]
-            return [line.writes[register - first] for register in self._returned[-1 - line.what]]
-        made = iter(line.writes)
-        return [None if output is None else next(made) for output in self._text.meanings[line.what]["outputs"]]
-
-    def _call(self, line: ProgramLine, name: Names) -> str:
-        if line.what < 0:
-            block = -1 - line.what
-            passed = [name(r) for k, r in enumerate(line.reads) if k not in self._same[block]]
-            return f"{self._names[block]}({', '.join(['w'] * self._takes_w[block] + passed)})"
-        return self._text.expression(self._text.meanings[line.what], [name(r) for r in line.reads])
 
 
 def _grouped(names: list[str], *, single: bool = True) -> str:

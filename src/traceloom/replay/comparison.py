@@ -147,6 +147,27 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
     quantiles = [long.quantile(share, "linear") for share in (0.1, 0.5, 0.9)]
     collectives = [_collectives(*pair, plan.groups) for pair in pairs]
     whole = _together([_whole(*pair, each) for pair in pairs], WHOLE)
+    not_run = [
+        of_rank.filter(pl.col("outcome") != RUN)
+        .group_by("rank", "outcome", "reason", "name", maintain_order=True)
+        .agg(pl.first("text"), pl.len().alias("count"), pl.sum("recorded_ns"))
+        .sort(-pl.col("recorded_ns"), -pl.col("count").cast(pl.Int64), "name", "reason")
+        for of_rank in about
+    ]
+    contents = [
+        rank_plan.storages.filter("external")
+        .with_columns(pl.col("content", "evidence").cast(pl.String), pl.lit(rank_plan.rank, pl.Int32).alias("rank"))
+        .group_by("rank", "content", "evidence")
+        .agg(pl.len().alias("count"), pl.sum("bytes"))
+        .sort(-pl.col("bytes"), "content", "evidence", nulls_last=True)
+        for rank_plan, _ in pairs
+    ]
+    beside_simulated = SIMULATED.to_frame()
+    if simulated:
+        rows = simulated.ranks.join(whole.select("rank", "replayed_ns"), on="rank", maintain_order="left")
+        difference = (pl.col("simulated_ns") - pl.col("replayed_ns")) / pl.col("replayed_ns")
+        has_replayed = pl.when(pl.col("replayed_ns") > 0)
+        beside_simulated = as_declared(rows.with_columns(has_replayed.then(difference).alias("difference")), SIMULATED)
     comparison = ReplayComparison(
         source=plan.source,
         recorded_torch=plan.torch,
@@ -155,12 +176,12 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
         pace=replayed.pace,
         whole=whole,
         coverage=_together([_coverage(of_rank) for of_rank in about], COVERAGE),
-        not_run=_together([_not_run(of_rank) for of_rank in about], NOT_RUN),
+        not_run=_together(not_run, NOT_RUN),
         holes=_together([of.holes.rename({"duration_ns": "recorded_ns"}) for of, _ in pairs], HOLES),
         ops=as_declared(_by_name(each), OPS),
         each=as_declared(each, EACH),
         collectives=_together(collectives, COLLECTIVES),
-        contents=_together([_contents(rank_plan) for rank_plan, _ in pairs], CONTENTS),
+        contents=_together(contents, CONTENTS),
         long_count=long.len(),
         long_ratios=(quantiles[0], quantiles[1], quantiles[2]) if long.len() else None,  # type: ignore[arg-type]
         environment=replayed.environment,
@@ -171,7 +192,7 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
             *(simulated.notices if simulated else ()),
         ),
         machine=simulated.machine if simulated else None,
-        simulated=_simulated(whole, simulated) if simulated else SIMULATED.to_frame(),
+        simulated=beside_simulated,
         not_simulated=(simulated.absent or None) if simulated else None,
     )
     comparison.check()
@@ -237,15 +258,6 @@ def _coverage(about: pl.DataFrame) -> pl.DataFrame:
     ).sort(order, -pl.col("recorded_ns"), -pl.col("count").cast(pl.Int64), "reason")
 
 
-def _not_run(about: pl.DataFrame) -> pl.DataFrame:
-    return (
-        about.filter(pl.col("outcome") != RUN)
-        .group_by("rank", "outcome", "reason", "name", maintain_order=True)
-        .agg(pl.first("text"), pl.len().alias("count"), pl.sum("recorded_ns"))
-        .sort(-pl.col("recorded_ns"), -pl.col("count").cast(pl.Int64), "name", "reason")
-    )
-
-
 def _by_name(each: pl.DataFrame) -> pl.DataFrame:
     ratio = pl.col("ratio")
     on_both = pl.col("gpu_ratio").is_not_null()
@@ -264,15 +276,6 @@ def _by_name(each: pl.DataFrame) -> pl.DataFrame:
             _ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio"),
         )
         .sort(-pl.col("gpu_lost_ns").abs(), -pl.col("lost_ns").abs(), "name", "shapes", nulls_last=True)
-    )
-
-
-def _simulated(whole: pl.DataFrame, simulated: SimulatedSteps) -> pl.DataFrame:
-    replayed = whole.select("rank", "replayed_ns")
-    rows = simulated.ranks.join(replayed, on="rank", maintain_order="left")
-    difference = (pl.col("simulated_ns") - pl.col("replayed_ns")) / pl.col("replayed_ns")
-    return as_declared(
-        rows.with_columns(pl.when(pl.col("replayed_ns") > 0).then(difference).alias("difference")), SIMULATED
     )
 
 
@@ -362,14 +365,4 @@ def _collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame) -
         .with_columns(_ratio("replayed_ns", "recorded_ns"), *bandwidths)
         .with_columns(pl.when(ends_with_call).then("ratio").alias("ratio"))
         .sort(-pl.col("replayed_ns") * pl.col("count").cast(pl.Int64), "kind", "group", "size_bytes", nulls_last=True)
-    )
-
-
-def _contents(plan: RankPlan) -> pl.DataFrame:
-    return (
-        plan.storages.filter("external")
-        .with_columns(pl.col("content", "evidence").cast(pl.String), pl.lit(plan.rank, pl.Int32).alias("rank"))
-        .group_by("rank", "content", "evidence")
-        .agg(pl.len().alias("count"), pl.sum("bytes"))
-        .sort(-pl.col("bytes"), "content", "evidence", nulls_last=True)
     )

@@ -487,7 +487,16 @@ def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
             if limit and not use.dtypes[number].startswith(("float", "bfloat")):
                 yield number, Demand("integers", 0, limit - 1, call.values.get("ignore_index"))
     elif base in {"index", "index_put", "_index_put_impl"}:
-        yield from _index_demands(use)
+        # Of `x[i, :, j]`: each index of integers is along one dimension, a mask along as many as it has.
+        shape, dim = use.shape("self"), 0
+        for value in call.values.get("indices") or ():
+            index = value.get("tensor") if isinstance(value, dict) else None
+            if index is not None and use.dtypes[index] in {"bool", "uint8"}:
+                dim += len(use.shapes[index])
+                continue
+            if index is not None and dim < len(shape):
+                yield index, Demand("integers", 0, max(shape[dim] - 1, 0))
+            dim += 1
     elif base in _POSITIVE_OPS:
         yield from ((number, _POSITIVE) for name in ("self", "other") for number in inputs.get(name, ()))
     elif base in _PROBABILITY_OPS:
@@ -518,19 +527,6 @@ def _offsets(use: _Use, number: int, end: int) -> Demand:
     count = prod(use.shapes[number])
     has_end = use.call.values.get("include_last_offset") or "offsets" not in use.call.inputs
     return Demand("offsets", 0, end if has_end or count == 0 else end - -(-end // count))
-
-
-def _index_demands(use: _Use) -> Iterator[tuple[int, Demand]]:
-    """Of `x[i, :, j]`: each index of integers is along one dimension, a mask along as many as it has."""
-    shape, dim = use.shape("self"), 0
-    for value in use.call.values.get("indices") or ():
-        number = value.get("tensor") if isinstance(value, dict) else None
-        if number is not None and use.dtypes[number] in {"bool", "uint8"}:
-            dim += len(use.shapes[number])
-            continue
-        if number is not None and dim < len(shape):
-            yield number, Demand("integers", 0, max(shape[dim] - 1, 0))
-        dim += 1
 
 
 _BASE = re.compile(r"^(?:_foreach_)?(.*?)_?$")

@@ -261,10 +261,16 @@ class _Outcomes:
         bound = self._bind(row["call"], device)
         if isinstance(bound, tuple):
             return bound, []
+        inputs = []
         try:
+            for tensor in row["inputs"]:
+                shape, strides, offset, name, size = self._geometries[tensor]
+                kind: torch.dtype = getattr(torch, name)
+                room = torch.zeros(-(-size // kind.itemsize), dtype=kind, device=device)
+                inputs.append(room.as_strided(shape, strides, offset))
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                values = list(flat(bound([self._tensor(tensor, device) for tensor in row["inputs"]])))
+                values = list(flat(bound(inputs)))
         except Exception as error:  # noqa: BLE001  (any op may raise anything; it is said)
             return self._why(row["call"], error), []
         wrong = []
@@ -295,13 +301,6 @@ class _Outcomes:
             except Unbindable as error:
                 self._bound[call, device] = error.slug, error.text
         return self._bound[call, device]
-
-    def _tensor(self, row: int, device: str) -> torch.Tensor:
-        import torch
-
-        shape, strides, offset, name, size = self._geometries[row]
-        dtype: torch.dtype = getattr(torch, name)
-        return torch.zeros(-(-size // dtype.itemsize), dtype=dtype, device=device).as_strided(shape, strides, offset)
 
     def _in_words(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> str:
         """Type, shape and the strides that matter: `float32[8, 1, 4] by [4, -, 1]`."""

@@ -49,7 +49,13 @@ def replay(plan: ReplayPlan, options: RunOptions | None = None, *, say: Say = la
         PartialError: `rank-failed`: a rank ended before its time.
     """
     options = options or RunOptions()
-    ranks = _chosen(plan, options)
+    ranks = list(plan.ranks) if options.ranks is None else sorted(set(options.ranks))
+    if strange := [rank for rank in ranks if rank not in plan.ranks]:
+        raise UsageError(
+            f"the plan has no rank {strange[0]}",
+            slug="wrong-usage",
+            hint=f"it has {units.counted(len(plan.ranks), 'rank')}: {', '.join(map(str, plan.ranks))}",
+        )
     check_agreement(plan, ranks)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _under_torchrun(plan, options, ranks, say)
@@ -59,18 +65,6 @@ def replay(plan: ReplayPlan, options: RunOptions | None = None, *, say: Say = la
         hint = "replay it alone with --ranks {rank}"
         answers = run_processes("traceloom.replay.ranks", job, ranks, folder, say, hint=hint)
     return _together(plan, options, ranks, answers)
-
-
-def _chosen(plan: ReplayPlan, options: RunOptions) -> list[int]:
-    """The ranks that run."""
-    ranks = list(plan.ranks) if options.ranks is None else sorted(set(options.ranks))
-    if strange := [rank for rank in ranks if rank not in plan.ranks]:
-        raise UsageError(
-            f"the plan has no rank {strange[0]}",
-            slug="wrong-usage",
-            hint=f"it has {units.counted(len(plan.ranks), 'rank')}: {', '.join(map(str, plan.ranks))}",
-        )
-    return ranks
 
 
 def _together(

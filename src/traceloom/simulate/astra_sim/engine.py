@@ -145,7 +145,7 @@ class AstraEngine:
         self._memory_rate, self._groups, self._algorithms = memory_rate, groups, algorithms or {}
         self._width = width
         self.links = Links(fabric, self.clock) if aware else None
-        self._mailbox = Mailbox(self.clock, self._queued if aware else self._straight)
+        self._mailbox = Mailbox(self.clock, self._transmit)
         self.meetings: dict[tuple[str, int], Meeting] = {}
         self._trees: Counter[tuple[str, int]] = Counter()
         apart = len(fabric.sizes) == 1 and (not aware or fabric.topologies[0] == "FullyConnected")
@@ -155,25 +155,24 @@ class AstraEngine:
         self._recorded = recorded
         self._link_free = np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
         self._took: dict[Any, Ints] = {}
-        self.ranks = [self._rank(nodes) for nodes in ranks]
-        self._everybody = tuple(range(len(ranks)))
-
-    def _rank(self, nodes: RankNodes) -> RunningRank:
+        self.ranks: list[RunningRank] = []
         never = array("q", [-1])
-        rank = RunningRank(
-            nodes,
-            RankQueues(nodes.rank, self.clock, self._width),
-            list(nodes.waits),
-            ([], [], [], []),
-            [-1] * (NOTHING + 1),
-            never * len(nodes),
-            never * len(nodes),
-        )
-        rank.end = partial(self._end, rank)
-        for node, waits in enumerate(rank.left):
-            if not waits:
-                rank.ready[nodes.slot[node]].append(node)
-        return rank
+        for nodes in ranks:
+            rank = RunningRank(
+                nodes,
+                RankQueues(nodes.rank, self.clock, self._width),
+                list(nodes.waits),
+                ([], [], [], []),
+                [-1] * (NOTHING + 1),
+                never * len(nodes),
+                never * len(nodes),
+            )
+            rank.end = partial(self._end, rank)
+            for node, waits in enumerate(rank.left):
+                if not waits:
+                    rank.ready[nodes.slot[node]].append(node)
+            self.ranks.append(rank)
+        self._everybody = tuple(range(len(ranks)))
 
     def run(self) -> None:
         """Run to the end, or until nothing can go on."""
@@ -213,7 +212,13 @@ class AstraEngine:
             elif kind == COLLECTIVE:
                 self._collective(rank, node)
             else:
-                self._message(rank, node, receives=kind == RECEIVE)
+                message, own, ended = rank.nodes.messages[node], rank.nodes.rank, partial(self._end, rank, node)
+                if kind == RECEIVE:
+                    self._mailbox.receive((message.tag, message.peer, own, message.size), ended)
+                else:
+                    key = (message.tag, own, message.peer, message.size)
+                    took = rank.nodes.duration_ns[node] if self._recorded else None
+                    self._mailbox.send(key, own, message.peer, message.size, ended, took)
 
     def _follow(self, rank: RunningRank, node: int) -> None:
         """A node that takes a time, and those that come one after the other after it, where the rank does nothing else.
@@ -261,26 +266,14 @@ class AstraEngine:
 
     # Messages
 
-    def _straight(self, source: int, target: int, size: int, arrive: Callable[[Any], None], what: Any) -> None:
-        self.clock.at(self.clock.now + self._fabric.delay(source, target, size), arrive, what)
-
-    def _queued(self, source: int, target: int, size: int, arrive: Callable[[Any], None], what: Any) -> None:
-        if self._link_free is None:
-            assert self.links is not None
+    def _transmit(self, source: int, target: int, size: int, arrive: Callable[[Any], None], what: Any) -> None:
+        if self.links is None:
+            self.clock.at(self.clock.now + self._fabric.delay(source, target, size), arrive, what)
+        elif self._link_free is None:
             self.links.send(source, target, size, arrive, what)
         else:
             (there,) = self._own_links(*(np.array([k]) for k in (source, target, size, self.clock.now))).tolist()
             self.clock.at(there, arrive, what)
-
-    def _message(self, rank: RunningRank, node: int, *, receives: bool) -> None:
-        message, own = rank.nodes.messages[node], rank.nodes.rank
-        ended = partial(self._end, rank, node)
-        if receives:
-            self._mailbox.receive((message.tag, message.peer, own, message.size), ended)
-        else:
-            key = (message.tag, own, message.peer, message.size)
-            took = rank.nodes.duration_ns[node] if self._recorded else None
-            self._mailbox.send(key, own, message.peer, message.size, ended, took)
 
     # Collectives
 
@@ -301,7 +294,13 @@ class AstraEngine:
             self.meetings[label, turn] = meeting
         meeting.begin_ns[position], meeting.node[position] = self.clock.now, node
         meeting.counts[position] = rank.count
-        if message.kind != meeting.kind or not (message.size == meeting.size or self._alike(message, meeting)):
+        if message.kind != meeting.kind:
+            return  # as below
+        chunks_of = self._dimensions.chunks  # other sizes may come to the same chunks; an algorithm has its own
+        if message.size != meeting.size and (
+            self._recorded
+            or not (algorithm or chunks_of(message.kind, message.size) == chunks_of(message.kind, meeting.size))
+        ):
             return  # each waits for what the others do not do: the run ends there, and says so
         by_count = not label and not algorithm and not self._recorded
         if by_count and rank.count != meeting.count:
@@ -314,7 +313,14 @@ class AstraEngine:
             return
         rank.count += len(meeting.chunks) or 1
         if algorithm:
-            self._carry(rank, meeting, position, algorithm(len(group), message.size))
+            # A rank's own position is that among the group's ranks in ascending order, its peers' in the group's order.
+            Carried(
+                algorithm(len(group), message.size)[sorted(meeting.group).index(rank.nodes.rank)],
+                group_ranks(message.group, self._groups, len(self.ranks)) or self._everybody,
+                queues=rank.queues,
+                mailbox=self._mailbox,
+                done=lambda: self._done(rank, meeting, position),
+            )
         elif self._whole:
             if meeting.came == len(group):
                 self._meet(meeting)
@@ -324,35 +330,12 @@ class AstraEngine:
         else:
             self._begin_chunks(rank, meeting, position)
 
-    def _alike(self, message: Message, meeting: Meeting) -> bool:
-        """Whether sizes that differ come to the same chunks; those of an algorithm have their own."""
-        if self._recorded:
-            return False
-        if message.kind in self._algorithms:
-            return True
-        chunks = self._dimensions.chunks
-        return chunks(message.kind, message.size) == chunks(message.kind, meeting.size)
-
     def group_of(self, message: Message) -> tuple[str, tuple[int, ...]]:
         """Name of a collective's group, empty for all ranks, and its ranks; the group's order counts for some ranks."""
         members = group_ranks(message.group, self._groups, len(self.ranks))
         if members is None:
             return "", self._everybody
         return str(message.group), members if len(members) < len(self.ranks) else self._everybody
-
-    def _carry(self, rank: RunningRank, meeting: Meeting, position: int, algorithm: Sequence[Actions]) -> None:
-        """By the messages of an algorithm that the user gave.
-
-        A rank's own position is that among the group's ranks in ascending order, its peers' that in the group's order.
-        """
-        message = rank.nodes.messages[meeting.node[position]]
-        Carried(
-            algorithm[sorted(meeting.group).index(rank.nodes.rank)],
-            group_ranks(message.group, self._groups, len(self.ranks)) or self._everybody,
-            queues=rank.queues,
-            mailbox=self._mailbox,
-            done=lambda: self._done(rank, meeting, position),
-        )
 
     def _done(self, rank: RunningRank, meeting: Meeting, position: int) -> None:
         meeting.end_ns[position] = self.clock.now
@@ -416,7 +399,12 @@ class AstraEngine:
             key = (meeting.group, tuple((p.schedule, p.delay_ns) for p in phases), (begin - first).tobytes())
             took = self._took.get(key)
             if took is None:
-                took = self._chunk_after_chunk(phases, meeting.group, begin - first, self._apart)
+                took = self._chunk_after_chunk(
+                    phases,
+                    meeting.group,
+                    begin - first,
+                    lambda source, target, size, sent_ns: sent_ns + self._fabric.delays(source, target, size),
+                )
                 self._took[key] = took
             end = took + first
         self._end_at(meeting, end)
@@ -442,9 +430,6 @@ class AstraEngine:
         now = self.clock.now
         for rank, node, end in zip(meeting.group, meeting.node, meeting.end_ns, strict=True):
             self.ranks[rank].queues.after(end - now, self.ranks[rank].end, node)
-
-    def _apart(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
-        return sent_ns + self._fabric.delays(source, target, size)
 
     def _own_links(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
         """Over links of their own, each of which serves one message after the other."""

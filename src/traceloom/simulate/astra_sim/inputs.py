@@ -199,7 +199,15 @@ def read_system(path: str | Path) -> AstraSimSystem:
     for name, kind in KINDS.items():
         key = f"{name}-implementation"
         if key in document:
-            implementations[kind] = _implementations(document[key], f"{where}, {key}")
+            names = document[key]
+            if not isinstance(names, list) or not names:
+                message = f"expected a list with one algorithm per dimension, got {names!r:.40}"
+                raise _refused(message, f"{where}, {key}")
+            for each in names:
+                if not isinstance(each, str) or not _IMPLEMENTATION.fullmatch(each):
+                    message = f"{each!r:.40} is no algorithm of ASTRA-sim"
+                    raise _refused(message, f"{where}, {key}", f"it has {_IMPLEMENTATIONS}")
+            implementations[kind] = tuple(names)
         key += "-custom"
         if key in document:
             prefixes = document[key] if isinstance(document[key], list) else [document[key]]
@@ -229,15 +237,6 @@ _KEYS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     ),
     "scheduling-policy": ("scheduling", lambda value: value in ("LIFO", "FIFO", "EXPLICIT"), "LIFO, FIFO or EXPLICIT"),
 }  # fmt: skip
-
-
-def _implementations(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value:
-        raise _refused(f"expected a list with one algorithm per dimension, got {value!r:.40}", where)
-    for name in value:
-        if not isinstance(name, str) or not _IMPLEMENTATION.fullmatch(name):
-            raise _refused(f"{name!r:.40} is no algorithm of ASTRA-sim", where, f"it has {_IMPLEMENTATIONS}")
-    return tuple(value)
 
 
 def _notices(document: dict[str, Any], where: str) -> tuple[Notice, ...]:

@@ -115,7 +115,21 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
         action = np.where(of_gpu & (nodes["tensor_size"].fill_null(0).to_numpy() == 0), SKIP, action)
     ranked = np.empty(len(order), np.int64)
     ranked[order] = np.arange(len(order))
-    source, target = _edges(table, ids, order, ranked)
+    # Dependencies as pairs of positions in the order of ids, each pair once; a query of Polars would take longer.
+    rows = np.concatenate([table.data.row, table.control.row])
+    awaited = np.concatenate([table.data.id, table.control.id])
+    at = np.minimum(np.searchsorted(ids[order], awaited), max(len(order) - 1, 0))
+    missing = ids[order][at] != awaited if len(order) else np.ones(len(awaited), np.bool_)
+    if missing.any():
+        lacking = int(np.flatnonzero(missing)[0])
+        raise InputError(
+            f"node {ids[rows[lacking]]} waits for node {awaited[lacking]}, which is not there",
+            slug="not-for-astra-sim",
+            where=table.path,
+            hint="`traceloom validate --target astra-sim` lists everything",
+        )
+    pairs = np.unique(at * len(order) + ranked[rows])
+    source, target = pairs // max(len(order), 1), pairs % max(len(order), 1)
     by_source = np.argsort(source, kind="stable")
     return RankNodes(
         rank,
@@ -202,24 +216,6 @@ def _durations(table: NodeTable, compute: Compute) -> Ints:
         modelled = np.where((size > 0) & (operations > 0), operations / reach * 1e9, 0.0)
     duration: Ints = np.where(of_gpu, modelled.astype(np.int64), recorded)
     return duration
-
-
-def _edges(table: NodeTable, ids: np.ndarray, order: Ints, ranked: Ints) -> tuple[Ints, Ints]:
-    """Dependencies as pairs of positions in the order of ids: awaited, waiting; each pair once."""
-    rows = np.concatenate([table.data.row, table.control.row])
-    awaited = np.concatenate([table.data.id, table.control.id])
-    at = np.minimum(np.searchsorted(ids[order], awaited), max(len(order) - 1, 0))
-    missing = ids[order][at] != awaited if len(order) else np.ones(len(awaited), np.bool_)
-    if missing.any():
-        first = int(np.flatnonzero(missing)[0])
-        raise InputError(
-            f"node {ids[rows[first]]} waits for node {awaited[first]}, which is not there",
-            slug="not-for-astra-sim",
-            where=table.path,
-            hint="`traceloom validate --target astra-sim` lists everything",
-        )
-    pairs = np.unique(at * len(order) + ranked[rows])  # a query of Polars takes longer than all else here
-    return pairs // max(len(order), 1), pairs % max(len(order), 1)
 
 
 def _refuse(table: NodeTable, wrong: Ints, order: Ints | None, why: str) -> None:

@@ -18,7 +18,7 @@ from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.simulate.astra_sim.collectives import Dimensions
 from traceloom.simulate.astra_sim.custom import Actions, read_algorithm
-from traceloom.simulate.astra_sim.engine import Algorithm, AstraEngine, Meeting, RunningRank
+from traceloom.simulate.astra_sim.engine import Algorithm, AstraEngine, RunningRank
 from traceloom.simulate.astra_sim.inputs import KINDS, AstraSimNetwork, AstraSimSystem
 from traceloom.simulate.astra_sim.msccl import read_msccl
 from traceloom.simulate.astra_sim.network import AnalyticalNetwork
@@ -224,7 +224,20 @@ def _answer(
         ranks=pl.DataFrame([_account(rank) for rank in engine.ranks]).pipe(_declared, RANKS),
         nodes=_nodes(engine.ranks),
         collectives=pl.DataFrame(
-            [_collective(number, meeting) for number, meeting in enumerate(engine.meetings.values())],
+            [
+                {
+                    "instance": number,
+                    "kind": meeting.kind,
+                    "group": meeting.name or None,
+                    "ranks": len(meeting.group),
+                    "bytes": meeting.size,
+                    "start_ns": min(meeting.begin_ns),
+                    "end_ns": max(meeting.end_ns),
+                    "transfer_ns": max(meeting.end_ns) - max(meeting.begin_ns),
+                    "waiting_ns": max(meeting.begin_ns) - min(meeting.begin_ns),
+                }
+                for number, meeting in enumerate(engine.meetings.values())
+            ],
             infer_schema_length=None,
         ).pipe(_declared, COLLECTIVES),
         links=_links(engine, network),
@@ -271,21 +284,6 @@ def _nodes(ranks: list[RunningRank]) -> pl.DataFrame:
         )
         .pipe(_declared, NODES)
     )
-
-
-def _collective(number: int, meeting: Meeting) -> dict[str, object]:
-    first, last, end = min(meeting.begin_ns), max(meeting.begin_ns), max(meeting.end_ns)
-    return {
-        "instance": number,
-        "kind": meeting.kind,
-        "group": meeting.name or None,
-        "ranks": len(meeting.group),
-        "bytes": meeting.size,
-        "start_ns": first,
-        "end_ns": end,
-        "transfer_ns": end - last,
-        "waiting_ns": last - first,
-    }
 
 
 def _links(engine: AstraEngine, network: AstraSimNetwork) -> pl.DataFrame:
