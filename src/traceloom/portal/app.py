@@ -162,8 +162,9 @@ class Portal:
                 return await self._shown(page, visit)
             except StillWorkingError as working:
                 inside = layout.still_working(page.title, working.seconds)
-                shown = self._document(page.title, inside, visit.token, visit.address.path)
-                return HTMLResponse(shown, 202, {"Refresh": str(_AGAIN_S)})
+                path, title = visit.address.path, page.title
+                text = layout.document(title=title, inside=inside, token=visit.token, pages=self.pages, path=path)
+                return HTMLResponse(text, 202, {"Refresh": str(_AGAIN_S)})
             except RequestError:
                 raise
             except TraceloomError as error:
