@@ -167,7 +167,10 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
         print(f"{output}: {sum(target['bytes'] or 0 for target in kept):,} bytes of {len(kept)} profiles")
         for target in kept:
             if target["pause_ns"] is not None:
-                print(_pause(target))
+                cost = f"stopped for {target['pause_ns'] / 1e6:.1f} ms"
+                if target["held_ns"]:
+                    cost += f", and {target['held_ns'] / 1e6:.1f} ms to begin, to end and to write"
+                print(f"{target['stem']} {target['profiler']}: {cost}")
         snapshots = [output / target["file"] for target in kept if target["profiler"] == "memory"]
         if any(target["profiler"] == "timeline" for target in kept) or not snapshots:
             print(f"Look: traceloom report {shlex.quote(args.output)}")
@@ -180,6 +183,8 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
 
 def _watched(args: argparse.Namespace, client: AgentClient, request: dict[str, Any]) -> dict[str, Any]:
     """Follow a request to its end; each change of a target is a line."""
+    from traceloom.harmless import harmless
+
     shown: dict[tuple[str, str], tuple[str, str]] = {}
     began = time.monotonic()
     while True:
@@ -187,7 +192,8 @@ def _watched(args: argparse.Namespace, client: AgentClient, request: dict[str, A
             key, now = (target["stem"], target["profiler"]), (target["state"], target["reason"])
             if shown.get(key) != now and not args.quiet:
                 shown[key] = now
-                print(_line(target, time.monotonic() - began), file=sys.stderr, flush=True)
+                line = f"{time.monotonic() - began:6.1f} s  {_state(target)}"
+                print(harmless(line), file=sys.stderr, flush=True)
         if request["done"]:
             return request
         time.sleep(_LOOK_S)
@@ -212,22 +218,10 @@ def _now(args: argparse.Namespace, client: AgentClient, request: str) -> dict[st
             return answer
 
 
-def _line(target: dict[str, Any], seconds: float) -> str:
-    from traceloom.harmless import harmless
-
-    return harmless(f"{seconds:6.1f} s  {_state(target)}")
-
-
 def _state(target: dict[str, Any]) -> str:
     """A target, its state in the words of the HTTP interface, and why: `traceloom explain` explains the slug."""
     reason = f"  {target['detail']} ({target['reason']})" if target["reason"] else ""
     return f"{target['stem']:<10} {target['profiler']:<11} {target['state']:<9}{reason}".rstrip()
-
-
-def _pause(target: dict[str, Any]) -> str:
-    """What it cost a process to be attached to."""
-    held = f", and {target['held_ns'] / 1e6:.1f} ms to begin, to end and to write" if target["held_ns"] else ""
-    return f"{target['stem']} {target['profiler']}: stopped for {target['pause_ns'] / 1e6:.1f} ms{held}"
 
 
 def download(output: Path, names: Collection[str], fetch: Callable[[str, Path], object], hint: str = "") -> None:
