@@ -22,7 +22,10 @@ def unattachable(proc: Path = Path("/proc")) -> tuple[str, str]:
         scope = 0
     if scope >= 3:
         return f"Yama forbids it to everybody ({_YAMA} is {scope})", "it stays so until the host is started again"
-    if scope and not _may_trace_all(proc):
+    # Yama makes exceptions for who has CAP_SYS_PTRACE.
+    status = read(proc / "self/status").splitlines() if scope else []
+    capabilities = next((int(line.split()[1], 16) for line in status if line.startswith(b"CapEff:")), 0)
+    if scope and not capabilities >> _SYS_PTRACE & 1:
         return (
             f"Yama lets parents and root alone do so ({_YAMA} is {scope})",
             f"run the agent as root, or set {_YAMA} to 0",
@@ -33,10 +36,3 @@ def unattachable(proc: Path = Path("/proc")) -> tuple[str, str]:
             "start the container with --cap-add SYS_PTRACE, or with a seccomp profile that allows it",
         )
     return "", ""
-
-
-def _may_trace_all(proc: Path) -> bool:
-    for line in read(proc / "self/status").splitlines():
-        if line.startswith(b"CapEff:"):
-            return bool(int(line.split()[1], 16) >> _SYS_PTRACE & 1)
-    return False

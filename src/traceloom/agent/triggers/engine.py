@@ -27,7 +27,7 @@ from traceloom.agent.config import (
 from traceloom.agent.http.answers import RequestError
 from traceloom.agent.metrics import Reading
 from traceloom.agent.requests.desk import RequestDesk
-from traceloom.agent.requests.model import Cause, Target, TraceRequest, Wanted
+from traceloom.agent.requests.model import Cause, TraceRequest, Wanted
 from traceloom.agent.triggers import Firing, Watch
 from traceloom.agent.triggers.cadence import CadenceWatch
 from traceloom.agent.triggers.events import OomKillWatch, XidWatch
@@ -313,8 +313,15 @@ class Triggers:
             if request is not None and not request.ended:
                 continue
             if request is not None:  # of one that was forgotten nobody knows more
+                seconds = [0.0]
                 targets = [target for target in request.targets if target.process == charge.process]
-                charge.seconds = max((_traced(target, charge.seconds) for target in targets), default=0.0)
+                for target in targets:
+                    if target.window_start_ns is not None and target.window_end_ns is not None:
+                        window_ns = max(target.window_end_ns - target.window_start_ns, 0)
+                        seconds.append(window_ns / 1e9 * target.attempt)
+                    elif target.state != "failed" or target.reason not in _UNTRACED:
+                        seconds.append(charge.seconds)  # nobody measured it: what was set aside
+                charge.seconds = max(seconds)
                 charge.bytes = sum(target.bytes or 0 for target in targets)
             charge.settled = True
             settled.append(charge)
@@ -341,13 +348,6 @@ def _wanted(rule: TriggerRule, pids: tuple[int, ...], job: str) -> Wanted:
         pids=pids, job=job, profilers=rule.profilers, steps=steps, duration_s=rule.duration, shapes=rule.shapes,
         stacks=rule.stacks,
     )  # fmt: skip
-
-
-def _traced(target: Target, reserved: float) -> float:
-    """Seconds that a profiler worked in a process; where nobody measured them, what was set aside."""
-    if target.window_start_ns is not None and target.window_end_ns is not None:
-        return max(target.window_end_ns - target.window_start_ns, 0) / 1e9 * target.attempt
-    return 0.0 if target.state == "failed" and target.reason in _UNTRACED else reserved
 
 
 def on(rule: AnyRule) -> str:
