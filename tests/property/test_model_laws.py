@@ -244,7 +244,7 @@ def test_words_are_counted_as_people_do(value: int, what: str, text: str) -> Non
 
 @pytest.mark.parametrize("unit", units.NUMBERS)
 def test_what_is_unknown_is_a_dash_in_every_unit(unit: str) -> None:
-    assert "-" in units.written(None, unit) or units.written(None, unit) == ""
+    assert units.NONE in units.written(None, unit) or units.written(None, unit) == ""
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -19,7 +20,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Li
 
 
 def children() -> set[str]:
-    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    pids: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended since
+            pids.update((task / "children").read_text().split())
+    return pids
 
 
 @pytest.fixture

@@ -21,9 +21,8 @@ from traceloom.agent.metrics import Reading
 from traceloom.model.units import counted
 
 MOST_PROCESSES = 512  # that are kept: about 3,000 series
-YOUNG_S = (
-    120.0  # so long a process is looked at each time: it loads its framework, is moved to its cgroup, starts others
-)
+YOUNG_S = 120.0
+"""So long a process is looked at each time: it loads its framework, is moved to its cgroup, starts others."""
 TURN_S = 10.0  # older ones take turns, this often
 TURNS = 16
 MOST_PER_TURN = 256
@@ -115,6 +114,7 @@ class _Look(msgspec.Struct):
     name: str = ""
     young_until: float = 0.0  # on the monotonic clock
     denied: bool = False
+    beginning: bool = False  # its program is only being loaded: it has a name, and no environment yet
     facts: ProcessFacts | None = None
 
 
@@ -209,7 +209,7 @@ class Processes(HostCollector):
             look.young_until = max(look.young_until, now + 2 * TURN_S)
         elif due and (stat.resident_pages or look.facts is None):
             look.facts = self._examine(pid, directory, stat, booted_ns, look)
-            look.ticks, look.name = -1 if stat.state == "D" else ticks, stat.name
+            look.ticks, look.name = -1 if stat.state == "D" or (young and look.beginning) else ticks, stat.name
         if look.facts is not None:
             look.facts = (
                 self._with_numbers(look.facts, directory, stat)
@@ -236,6 +236,7 @@ class Processes(HostCollector):
                 look.denied = True
             if name != "cmdline" and len(contents[name]) >= most:
                 unreadable.append(f"{_WORDS[name]}: beyond the first {most >> 20} MiB")
+        look.beginning = not contents["environ"]
         variables = (entry.partition("=") for entry in contents["environ"].decode(errors="replace").split("\0"))
         environment = {
             name: value[:MOST_LETTERS]

@@ -169,6 +169,18 @@ def test_a_process_that_runs_another_program(tree: HostTree) -> None:
     assert (_facts(processes).command, _facts(processes).environment) == (("python3", "train.py"), {"LOCAL_RANK": "5"})
 
 
+def test_a_process_whose_program_was_being_loaded_when_it_was_looked_at(tree: HostTree) -> None:
+    """The kernel gives it the name of its program before its environment; `sleep` then takes no time any more."""
+    processes = Processes(tree.config())
+    tree.process(77, name="sleep", start_ticks=999 * TICKS_PER_S)
+    tree.write("proc/77/environ", b"")
+    processes.collect()
+    assert not processes.processes
+    tree.process(77, name="sleep", start_ticks=999 * TICKS_PER_S, environment={"TRACELOOM_JOB": "theirs"})
+    processes.collect()
+    assert _facts(processes).environment == {"TRACELOOM_JOB": "theirs"}
+
+
 def test_a_process_that_vanishes_while_it_is_read(tree: HostTree) -> None:
     (tree.process(77, environment=RANK) / "cgroup").unlink()
     (tree.process(78, environment=RANK) / "stat").unlink()
