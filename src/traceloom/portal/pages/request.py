@@ -64,7 +64,7 @@ def content(request: FleetRequestAnswer) -> PageContent:
     ]
     wanted = request.wanted
     numbers = [
-        KeyNumber("Job", a(href=to_job(wanted.job))[wanted.job], "that is traced"),
+        KeyNumber("Job", wanted.job, "that is traced", leads=to_job(wanted.job)),
         KeyNumber("What", length_of(request), ", ".join(wanted.profilers)),
         KeyNumber("Asked by", request.who, instant(request.asked_ns)),
         KeyNumber("Begins", instant(request.start_ns) if request.start_ns else "–", "the same instant on all hosts"),
