@@ -7,6 +7,7 @@ import http.client
 import io
 import json
 import re
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import closing
@@ -54,9 +55,13 @@ class Reader:
         headers = {"Cookie": self.cookie}
         if form is not None:
             headers |= {"Origin": f"http://{self.parts.netloc}", "Content-Type": "application/x-www-form-urlencoded"}
-        self.connection.request("GET" if form is None else "POST", path, form and urlencode(form), headers)
-        response = self.connection.getresponse()
-        return Seen(response.status, response.headers, response.read().decode("utf-8", "replace"))
+        while True:
+            self.connection.request("GET" if form is None else "POST", path, form and urlencode(form), headers)
+            response = self.connection.getresponse()
+            seen = Seen(response.status, response.headers, response.read().decode("utf-8", "replace"))
+            if seen.status != 429:
+                return seen
+            time.sleep(int(seen.headers["Retry-After"]))  # no reader asks as often as a test does
 
     def page(self, path: str) -> HtmlTree:
         seen = self.ask(path)
