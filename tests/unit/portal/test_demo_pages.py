@@ -185,10 +185,10 @@ def test_the_menu_marks_where_one_is(shown: dict[str, HtmlTree], paths: dict[str
 def test_times_are_written_for_machines_and_have_utc_on_hover(shown: dict[str, HtmlTree]) -> None:
     count = 0
     for page in shown.values():
-        for time in page.all("time"):
-            when = datetime.fromisoformat(str(time.get("datetime")))
+        for element in page.all("time"):
+            when = datetime.fromisoformat(str(element.get("datetime")))
             assert when.tzinfo == timezone.utc
-            assert time.get("title") == f"{when:%Y-%m-%d %H:%M:%S} UTC"
+            assert element.get("title") == f"{when:%Y-%m-%d %H:%M:%S} UTC"
             count += 1
     assert count > 50
 
