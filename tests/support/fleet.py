@@ -77,23 +77,7 @@ def _s3() -> dict[str, str]:
     """The environment of who uses moto's S3: a process, as deltalake keeps Python's lock while it waits for an answer."""
     pytest.importorskip("moto.server", reason="moto is not installed")
     port = free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-
-    def end() -> None:
-        server.kill()
-        server.wait()
-
-    atexit.register(end)
-
-    def answers() -> bool:
-        assert server.poll() is None, "moto ended"
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    until(answers)
+    _started([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port)
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
@@ -126,24 +110,10 @@ def _azurite() -> int:
     if program is None:
         pytest.skip("azurite is not installed (npm install -g azurite)")
     port = free_port()
-    server = subprocess.Popen(
-        [program, "--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--blobPort", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "AZURITE_ACCOUNTS": f"devstoreaccount1:{base64.b64encode(b'of a test').decode()}"},
+    _started(
+        [program, "--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--blobPort", str(port)], port,
+        AZURITE_ACCOUNTS=f"devstoreaccount1:{base64.b64encode(b'of a test').decode()}",
     )  # fmt: skip
-
-    def end() -> None:
-        server.kill()
-        server.wait()
-
-    atexit.register(end)
-
-    def answers() -> bool:
-        assert server.poll() is None, "azurite ended"
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    until(answers)
     return port
 
 
@@ -168,3 +138,23 @@ def add_capture(stores: Stores, name: str, content: bytes | None = None, version
     stores.objects.put(f"captures/2026-11-26/{name}/trace.json", content)
     stores.state.complete_capture(name, version)
     return record
+
+
+def _started(command: list[str], port: int, **variables: str) -> None:
+    """Start a server, wait until it answers at its port, and end it with this process."""
+    server = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **variables}
+    )
+
+    def end() -> None:
+        server.kill()
+        server.wait()
+
+    atexit.register(end)
+
+    def answers() -> bool:
+        assert server.poll() is None, f"{command[0]} ended"
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    until(answers)

@@ -110,15 +110,15 @@ class WriterProcess:
 
     def create(self) -> None:
         """Make the tables that are not there."""
-        self._have("create")
+        self._ask("create")
 
     def commit(self, term: str, *, minutes: bool = True) -> int:
         """Put a batch into the tables; how many there were."""
-        return self._have("commit", term=term, minutes=minutes)
+        return self._ask("commit", term=term, minutes=minutes)
 
     def compact(self, today: date) -> None:
         """Do what is to be done to the tables once a day."""
-        self._have("compact", today=today.isoformat())
+        self._ask("compact", today=today.isoformat())
 
     def rest(self) -> None:
         """There is nothing to do now: after a while the process ends."""
@@ -131,8 +131,8 @@ class WriterProcess:
         with self._lock:
             self._end()
 
-    def _have(self, what: str, **arguments: str | bool) -> int:
-        """Have it done; what it counts.
+    def _ask(self, what: str, **arguments: str | bool) -> int:
+        """Ask the process to do something; what it counts.
 
         Raises:
             OutputError: `cannot-write`: the process was killed, or cannot be started.

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from support.small_example import ENDLESS, EXAMPLE
 from traceloom.agent.client import AgentClient
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
@@ -28,23 +29,6 @@ from traceloom.read import load
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's"),
-]
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_gpt.py"
-SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "32",
-    "--heads",
-    "2",
-    "--batch",
-    "2",
-    "--context",
-    "32",
-    "--workers",
-    "0",
-    "--accumulate",
-    "1",
 ]
 ANNA, BERT = 40_001, 40_002
 WAIT_S = 180.0
@@ -80,7 +64,7 @@ class Host:
         self.job_log = folder / "job"
         with self.job_log.open("w", encoding="utf-8") as out:
             self.job = subprocess.Popen(
-                [*command, "--steps", "1000000", *SMALL], stdout=out, stderr=out,
+                [*command, *ENDLESS], stdout=out, stderr=out,
                 env={
                     **os.environ, **variables, "TRACELOOM_JOB": self.job_name,
                     "TORCHELASTIC_ERROR_FILE": str(folder / "error"),

@@ -21,6 +21,7 @@ import pytest
 
 from support.faketime import ahead_by, needs_faketime
 from support.namespaces import Namespaces, NamespacesError
+from support.small_example import ENDLESS, EXAMPLE
 from support.two_hosts import check_trace_of_both
 from support.waiting import until
 from traceloom.agent.client import AgentClient
@@ -33,26 +34,7 @@ pytestmark = [
     needs_faketime,
     pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed, which makes certificates"),
 ]
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_gpt.py"
 HASTY = Path(__file__).resolve().parents[2] / "support" / "hasty_service.py"
-SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "32",
-    "--heads",
-    "2",
-    "--batch",
-    "2",
-    "--context",
-    "32",
-    "--workers",
-    "0",
-    "--accumulate",
-    "1",
-    "--steps",
-    "1000000",
-]
 JOB = f"cut-link-{os.getpid()}"
 PARTIAL, FAILED = 4, 3  # exit codes
 
@@ -147,7 +129,7 @@ class Host:
         words += ["--master-addr", master]
         shifted = ["env", *(f"{name}={value}" for name, value in self.shifted.items())]
         command = [sys.executable, "-m", "torch.distributed.run", *words, *shifted, sys.executable, str(EXAMPLE)]
-        self.processes.append(self._begin([*command, *SMALL], self.client.get("environment")["variables"]))
+        self.processes.append(self._begin([*command, *ENDLESS], self.client.get("environment")["variables"]))
 
     def trains(self) -> bool:
         """True while its rank has not ended."""

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from support.faketime import ahead_by, needs_faketime
+from support.small_example import ENDLESS, EXAMPLE
 from support.two_hosts import check_trace_of_both
 from support.waiting import until
 from traceloom.agent.client import AgentClient
@@ -29,25 +30,6 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's"),
     needs_faketime,
-]
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_gpt.py"
-SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "32",
-    "--heads",
-    "2",
-    "--batch",
-    "2",
-    "--context",
-    "32",
-    "--workers",
-    "0",
-    "--accumulate",
-    "1",
-    "--steps",
-    "1000000",
 ]
 JOB = f"two-hosts-{os.getpid()}"
 
@@ -117,7 +99,7 @@ class Host:
         place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {**self.environment, **variables, **{name: str(value) for name, value in place.items()}}
         self.rank = subprocess.Popen(
-            [sys.executable, str(EXAMPLE), *SMALL], stdout=self.log, stderr=self.log, env=environment
+            [sys.executable, str(EXAMPLE), *ENDLESS], stdout=self.log, stderr=self.log, env=environment
         )
 
     def close(self) -> None:

@@ -1,0 +1,12 @@
+"""The example as tests run it: a model so small that its steps take next to no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
+ENDLESS = [
+    "--layers", "1", "--width", "32", "--heads", "2", "--batch", "2", "--context", "32", "--workers", "0",
+    "--accumulate", "1", "--steps", "1000000",
+]  # fmt: skip
+"""Its arguments; it runs until it is ended."""
