@@ -138,10 +138,12 @@ class Storage:
         steps = max(0, window.end_step - window.first_step)
         held = window.held
         if not used_torch:
-            # without rank and steps, where others have recorded theirs, it has only started them
+            # Without rank and steps, where others have recorded theirs, it has only started them; one of several
+            # workers has not, and whether these are the job is known at the end.
             notes = self.directory / writing.NOTES
             others = notes.is_dir() and any(path.name.startswith(("rank", "pid")) for path in notes.iterdir())
-            is_bystander = self._place[0] is None and self._log.number == 0 and others
+            is_worker = is_child_of_multiprocessing()
+            is_bystander = self._place[0] is None and self._log.number == 0 and others and not is_worker
             if is_bystander or (held is not None and held.whole and not steps and not held.operators):
                 if held is not None:
                     held.path.unlink(missing_ok=True)

@@ -117,6 +117,21 @@ def test_children_of_multiprocessing_are_recorded_if_they_are_the_job_and_not_be
     assert [part["window"]["first_step"] for part in run.capture["ranks"]] == [3]
 
 
+def test_children_that_come_one_after_the_other_are_all_recorded(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        import torch, torch.multiprocessing as mp
+        def work(count): [torch.ones(4).add(1) for _ in range(count)]
+        if __name__ == "__main__":
+            for count in (3, 5, 7):
+                worker = mp.get_context("spawn").Process(target=work, args=(count,))
+                worker.start(); worker.join()
+        """,
+        train=False,
+    )
+    assert sorted(operators_of(run, part, "aten::add") for part in run.capture["ranks"]) == [3, 5, 7]
+
+
 def operators_of(run: Any, part: dict[str, Any], name: str) -> int:
     return sum(event["name"] == name for event in run.json(part["window"]["file"])["traceEvents"])
 
