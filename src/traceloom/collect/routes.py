@@ -201,12 +201,13 @@ async def _announce(asked: FleetAsked) -> forms.AnnounceAnswer:
     if len(folded) < len(names) or folders & folded or any(name.count("/") > 1 for name in names):
         raise wrong_request("a file is named twice, is a folder too, or lies deeper than one folder")
     total = sum(file.size for file in body.files)
-    too_large = max(file.size for file in body.files) > limits.file_bytes or total > limits.capture_bytes
+    most = min(limits.file_bytes, asked.service.objects.most_uploaded)
+    too_large = max(file.size for file in body.files) > most or total > limits.capture_bytes
     if too_large or len(names) > limits.files:
         raise RequestError(
             413,
-            f"a capture has at most {limits.files:,} files of {limits.file_bytes / 1e9:g} GB, "
-            f"{limits.capture_bytes / 1e9:g} GB in all",
+            f"a capture has at most {limits.files:,} files of {most / 1e9:.3g} GB, "
+            f"{limits.capture_bytes / 1e9:.3g} GB in all",
             slug="too-large", hint="record fewer ranks or steps",
         )  # fmt: skip
     now_ns = time.time_ns()

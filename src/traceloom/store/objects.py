@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,6 +31,8 @@ _READ = 1 << 20
 _PARTIAL = ".incoming-"
 _LEFT_S = 86_400  # after which nobody writes a file any more
 _CLIENT = {"connect_timeout": "5s", "timeout": "600s"}
+_MOST_AT_ONCE = 5000 << 20
+"""Bytes that S3 (5 GiB) and Azure (5,000 MiB) both take by one PUT, as who has a signed address sends them."""
 _RETRY = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 SCHEMES = ("s3", "gs", "az", "abfss")
 
@@ -164,6 +167,11 @@ class Objects:
         finally:
             with suppress(FileNotFoundError):
                 partial.unlink()
+
+    @property
+    def most_uploaded(self) -> int:
+        """Bytes that a file may have which somebody else sends to this store."""
+        return sys.maxsize if self.directory is not None else _MOST_AT_ONCE
 
     def upload_url(self, name: str, seconds: int) -> str | None:
         """Where anybody may PUT this object for so many seconds; None for a directory.

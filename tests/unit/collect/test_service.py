@@ -80,6 +80,10 @@ def test_a_capture_is_uploaded_analysed_and_reported(
         }  # fmt: skip
         assert checks["tasks"]["committed"] == 1
         assert "password" not in str(checks)
+        # an object store takes no more than 5 GB at once
+        code, refused = service.ask("POST", "/api/v1/captures", body=announced(size=6_000_000_000))
+        assert code == (200 if kind == "alone" else 413)
+        assert kind == "alone" or "files of 5.24 GB, 275 GB in all" in refused["error"]["message"]
     finally:
         assert service.end() == 0
 
