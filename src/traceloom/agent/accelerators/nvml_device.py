@@ -245,15 +245,14 @@ class NvmlDevice:
             if field.nvmlReturn:
                 if labels[0] != "nvlink-each":
                     self.missing.setdefault(capability(metric, labels), why_not(self._nvml, field.nvmlReturn))
-            elif labels[0] == "nvlink-each":
-                each[labels[1]] += int(_field_value(field) * factor)
+                continue
+            # The value is a union; its type says which member holds it: double, unsigned int, long, long long, and
+            # signed ones.
+            members = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+            value = float(getattr(field.value, members[field.valueType])) * factor
+            if labels[0] == "nvlink-each":
+                each[labels[1]] += int(value)
             else:
-                values.setdefault((metric, labels), _field_value(field) * factor)
+                values.setdefault((metric, labels), value)
         for direction, total in each.items():
             values.setdefault(("gpu_link_bytes_total", ("nvlink", direction)), total)
-
-
-def _field_value(field: Any) -> float:
-    # The value is a union; its type says which member holds it: double, unsigned int, long, long long, and signed ones.
-    members = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-    return float(getattr(field.value, members[field.valueType]))

@@ -74,7 +74,13 @@ class AttachedWork:
         try:
             if os.path.exists(self.path + ".order"):  # noqa: PTH110
                 self._tell(state="began")
-                torch = self._torch()
+                while True:  # until the program has imported it
+                    torch = sys.modules.get("torch")
+                    if torch is None:
+                        raise OrderRefusedError("the program has not imported PyTorch", slug="no-torch")  # noqa: TRY301
+                    if not getattr(getattr(torch, "__spec__", None), "_initializing", False):
+                        break
+                    self._wait(waits_for="PyTorch is still being imported")
                 self._timeline(torch) if self.order["kind"] == "timeline" else self._memory(torch)
         except OrderOverError:
             pass
@@ -87,16 +93,6 @@ class AttachedWork:
             while self.undo:
                 with contextlib.suppress(BaseException):
                     self.undo.pop()()
-
-    def _torch(self) -> Any:
-        """PyTorch, once the program has imported it."""
-        while True:
-            torch = sys.modules.get("torch")
-            if torch is None:
-                raise OrderRefusedError("the program has not imported PyTorch", slug="no-torch")
-            if not getattr(getattr(torch, "__spec__", None), "_initializing", False):
-                return torch
-            self._wait(waits_for="PyTorch is still being imported")
 
     def _timeline(self, torch: Any) -> None:
         from torch.autograd import profiler
@@ -112,7 +108,16 @@ class AttachedWork:
             self._wait(waits_for="another trace of it is recorded")
         for name in ("_prepare_profiler", "_enable_profiler"):
             self._make_way(profiler, name)
-        while not self._may_begin(profiler):
+        while True:  # until no profile of the program's own runs; one that begins from then on ends ours
+            begun = self.own_begun
+            runs = any(
+                type(thing) is profiler.profile and thing.entered and thing.kineto_results is None
+                for thing in gc.get_objects()
+            )
+            with self.lock:
+                self.is_ready = not runs and begun == self.own_begun
+            if self.is_ready:
+                break
             self._wait(_OWN_S, waits_for="its own profiler runs")
         activities = [ProfilerActivity.CPU]
         for name in ("cuda", "xpu"):
@@ -176,17 +181,6 @@ class AttachedWork:
 
         setattr(profiler, name, begin)
         self.undo.append(put_back)
-
-    def _may_begin(self, profiler: Any) -> bool:
-        """Whether no profile of the program's own runs; if so, one that begins from now on ends ours."""
-        begun = self.own_begun
-        runs = any(
-            type(thing) is profiler.profile and thing.entered and thing.kineto_results is None
-            for thing in gc.get_objects()
-        )
-        with self.lock:
-            self.is_ready = not runs and begun == self.own_begun
-        return self.is_ready
 
     def _record(self, start: Callable[[], Callable[[], Any]]) -> None:
         """From when it is to begin until its steps or its time are over."""
