@@ -198,12 +198,11 @@ class AttachedWork:
 
         atexit.register(at_exit)
         self.undo.append(lambda: atexit.unregister(at_exit))
-        steps = self.order["steps"]
+        steps, made = self.order["steps"], -1  # its first step ends before the window begins
         if steps is None:
             self._begin(start)
-            self._sleep(time.monotonic() + self.order["seconds"])
+            end = time.monotonic() + self.order["seconds"]
         else:
-            made = -1  # its first step ends before the window begins
 
             def step(*_: object) -> None:
                 nonlocal made
@@ -218,9 +217,12 @@ class AttachedWork:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             self.undo.append(register_optimizer_step_post_hook(step).remove)
-            self._sleep(time.monotonic() + (self.order["until_ns"] - time.time_ns()) / 1e9)
-            if not self.ended.is_set():
-                raise OrderRefusedError(f"it made {max(made, 0)} of {steps} steps", slug="not-stepping")
+            end = time.monotonic() + (self.order["until_ns"] - time.time_ns()) / 1e9
+        while time.monotonic() < end and not self.ended.wait(max(0.0, min(end - time.monotonic(), 4 * _LOOK_S))):
+            if not os.path.exists(self.path + ".order"):  # noqa: PTH110
+                raise OrderOverError
+        if steps is not None and not self.ended.is_set():
+            raise OrderRefusedError(f"it made {max(made, 0)} of {steps} steps", slug="not-stepping")
         self._finish("")
         if self.reason:
             raise OrderRefusedError(self.detail, slug=self.reason)
@@ -258,11 +260,6 @@ class AttachedWork:
                 except BaseException as error:  # noqa: BLE001  (it may be in a hook of the program's)
                     self.reason, self.detail = "program-error", f"{type(error).__name__}: {error}"
                 self.held_ns += time.monotonic_ns() - began
-
-    def _sleep(self, end: float) -> None:
-        while time.monotonic() < end and not self.ended.wait(max(0.0, min(end - time.monotonic(), 4 * _LOOK_S))):
-            if not os.path.exists(self.path + ".order"):  # noqa: PTH110
-                raise OrderOverError
 
     def _wait(self, seconds: float = _LOOK_S, waits_for: str = "") -> None:
         if waits_for:

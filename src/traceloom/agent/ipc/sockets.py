@@ -93,9 +93,13 @@ class KinetoSockets:
             status = self.root.lstat()
             if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
                 self.trouble = f"{self.root} can be written by others, so no socket is put there"
-            elif not self._lock_root():
-                self.trouble = f"another agent has the sockets in {self.root}; `paths.kineto` names another place"
-            elif self.abstract:
+            else:
+                self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                try:  # the kernel drops the lock of an agent that has ended
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self.trouble = f"another agent has the sockets in {self.root}; `paths.kineto` names another place"
+            if self.abstract and not self.trouble:
                 self._listen(None, None)
             if not self.trouble:
                 before = {int(path.name) for path in self.root.iterdir() if path.name.isdigit()}  # jobs poll there
@@ -105,15 +109,6 @@ class KinetoSockets:
             self.trouble = str(error)
         if self.trouble:
             LOG.warning("no traces on demand: %s", self.trouble)
-
-    def _lock_root(self) -> bool:
-        """Whether the directory is ours: the kernel drops the lock of an agent that has ended."""
-        self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def prepare(self, uid: int) -> Path:
         """The directory of a user, with a socket of ours in it; made where it is not yet.

@@ -102,12 +102,12 @@ def families(board: Readable) -> list[Family]:
         for values, value in by_metric[name].items():
             family.add_sample(metric.full_name, _labels(metric, values), value)
         for histogram in histograms[name]:
-            labels = _labels(metric, histogram.labels)
+            of = _labels(metric, histogram.labels)
             for bound, count in zip((*metric.bounds, math.inf), (*histogram.counts, histogram.number), strict=True):
                 below = "+Inf" if bound == math.inf else repr(bound)
-                family.add_sample(f"{metric.full_name}_bucket", {**labels, "le": below}, count)
-            family.add_sample(f"{metric.full_name}_count", labels, histogram.number)
-            family.add_sample(f"{metric.full_name}_sum", labels, histogram.total)
+                family.add_sample(f"{metric.full_name}_bucket", {**of, "le": below}, count)
+            family.add_sample(f"{metric.full_name}_count", of, histogram.number)
+            family.add_sample(f"{metric.full_name}_sum", of, histogram.total)
         out.append(family)
     return out
 
