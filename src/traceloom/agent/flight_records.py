@@ -230,7 +230,8 @@ def judged(records: Sequence[FlightRecord]) -> FlightVerdict:
         members = tuple(sorted(by_rank if is_of_all else (listed & by_rank.keys()) | using))
         queued = {rank: by_rank[rank].groups[group].queued if group in by_rank[rank].groups else 0 for rank in members}
         missing = {rank: number for rank, number in queued.items() if number < first.sequence}
-        stalls.append(_Stall(group, first, inside, missing, members))
+        title = next(by_rank[rank].groups[group].title for rank in by_rank if rank in using)
+        stalls.append(_Stall(group, title, first, inside, missing, members))
         for rank, entry in inside.items():
             waits.setdefault(rank, entry)
     for rank, record in by_rank.items():
@@ -241,12 +242,25 @@ def judged(records: Sequence[FlightRecord]) -> FlightVerdict:
     for stall in sorted(stalls, key=lambda stall: stall.first.created_ns):
         wanted = sorted(rank for rank in stall.missing if rank not in waits)
         if wanted:
-            return _behind(stall, wanted, by_rank, names)
+            last = {stall.missing[rank] for rank in wanted}
+            before = (
+                f"; {'its' if len(wanted) == 1 else 'their'} last was number {last.pop()}" if len(last) == 1 else ""
+            )
+            return FlightVerdict(
+                kind="behind", ranks=tuple(wanted), waits=names, group=stall.group, operation=stall.first.operation,
+                sequence=stall.first.sequence,
+                sentence=f"{_ranks(wanted)} {'has' if len(wanted) == 1 else 'have'} not queued {stall.name}, in which "
+                f"{_ranks(stall.inside)} {'waits' if len(stall.inside) == 1 else 'wait'}{before}",
+            )  # fmt: skip
     if not stalls:
-        messages = [
-            f"rank {rank} waits in `{entry.operation}` with rank {_partner(by_rank[rank], entry)}"
-            for rank, entry in sorted(waits.items())
-        ]
+        messages = []
+        for rank, entry in sorted(waits.items()):
+            assert entry.partner is not None
+            # The rank that it is from or for, of all ranks where the group says who its members are.
+            groups, other = by_rank[rank].groups, entry.partner[2]
+            of_all = groups[entry.group].members if entry.group in groups else ()
+            other = of_all[other] if other < len(of_all) else other
+            messages.append(f"rank {rank} waits in `{entry.operation}` with rank {other}")
         text = "; ".join(messages) or "no rank waits in a collective that is recorded"
         return FlightVerdict(kind="nothing", sentence=text, waits=names)
     for stall in stalls:
@@ -254,7 +268,7 @@ def judged(records: Sequence[FlightRecord]) -> FlightVerdict:
             return verdict
     stuck = [stall for stall in stalls if stall.missing]
     if stuck:
-        parts = [f"{_ranks(stall.inside)} in {_collective(stall, by_rank)}" for stall in stuck]
+        parts = [f"{_ranks(stall.inside)} in {stall.name}" for stall in stuck]
         who = sorted({rank for stall in stuck for rank in (*stall.inside, *stall.missing)})
         text = f"{_ranks(who)} wait for each other: {'; '.join(parts)}"
         return FlightVerdict(kind="cycle", sentence=text, ranks=tuple(who), waits=names)
@@ -262,7 +276,7 @@ def judged(records: Sequence[FlightRecord]) -> FlightVerdict:
     has = "has" if len(stall.members) == 1 else "have"
     return FlightVerdict(
         kind="all-in", waits=names, group=stall.group, operation=stall.first.operation, sequence=stall.first.sequence,
-        sentence=f"{_ranks(stall.members)} {has} queued {_collective(stall, by_rank)}, and it does not end",
+        sentence=f"{_ranks(stall.members)} {has} queued {stall.name}, and it does not end",
     )  # fmt: skip
 
 
@@ -270,25 +284,16 @@ class _Stall(NamedTuple):
     """A collective that does not end: who is in it, and who of its members on this host has not queued it (-> last)."""
 
     group: str
+    title: str
     first: FlightEntry
     inside: dict[int, FlightEntry]
     missing: dict[int, int]
     members: tuple[int, ...]
 
-
-def _behind(
-    stall: _Stall, wanted: Sequence[int], by_rank: Mapping[int, FlightRecord], waits: dict[int, str]
-) -> FlightVerdict:
-    last = {stall.missing[rank] for rank in wanted}
-    before = f"; {'its' if len(wanted) == 1 else 'their'} last was number {last.pop()}" if len(last) == 1 else ""
-    does = "has" if len(wanted) == 1 else "have"
-    wait = "waits" if len(stall.inside) == 1 else "wait"
-    return FlightVerdict(
-        kind="behind", ranks=tuple(wanted), waits=waits, group=stall.group, operation=stall.first.operation,
-        sequence=stall.first.sequence,
-        sentence=f"{_ranks(wanted)} {does} not queued {_collective(stall, by_rank)}, in which "
-        f"{_ranks(stall.inside)} {wait}{before}",
-    )  # fmt: skip
+    @property
+    def name(self) -> str:
+        """What the collective is called in sentences."""
+        return f"`{self.first.operation}` number {self.first.sequence} of {self.title}"
 
 
 def _inside(stall: _Stall, by_rank: Mapping[int, FlightRecord], waits: dict[int, str]) -> FlightVerdict | None:
@@ -304,33 +309,17 @@ def _inside(stall: _Stall, by_rank: Mapping[int, FlightRecord], waits: dict[int,
         odd = [rank for rank, entry in entries.items() if entry and entry.operation != most] if number > second else []
         return FlightVerdict(
             kind="mismatch", ranks=tuple(odd), waits=waits, group=stall.group, sequence=stall.first.sequence,
-            sentence=f"under number {stall.first.sequence} of {_title(stall.group, by_rank)} ranks do not do the same: "
+            sentence=f"under number {stall.first.sequence} of {stall.title} ranks do not do the same: "
             + ", ".join(parts),
         )  # fmt: skip
     late = [rank for rank, entry in stall.inside.items() if not entry.started]
     if not late or len(late) == len(stall.inside):
         return None
-    text = f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} queued {_collective(stall, by_rank)}, but the device "
+    text = f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} queued {stall.name}, but the device "
     return FlightVerdict(
         kind="device", ranks=tuple(late), waits=waits, group=stall.group, operation=stall.first.operation,
         sequence=stall.first.sequence, sentence=text + "has not begun it, as those of the others have",
     )  # fmt: skip
-
-
-def _partner(record: FlightRecord, entry: FlightEntry) -> int:
-    """The rank that a message is from or for, of all ranks where the group says who its members are."""
-    assert entry.partner is not None
-    other = entry.partner[2]
-    members = record.groups[entry.group].members if entry.group in record.groups else ()
-    return members[other] if other < len(members) else other
-
-
-def _collective(stall: _Stall, by_rank: Mapping[int, FlightRecord]) -> str:
-    return f"`{stall.first.operation}` number {stall.first.sequence} of {_title(stall.group, by_rank)}"
-
-
-def _title(group: str, by_rank: Mapping[int, FlightRecord]) -> str:
-    return next(record.groups[group].title for record in by_rank.values() if group in record.groups)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -119,9 +119,19 @@ def grouped(
         if process.pid in reasons
     ]
     ended = ended or {}
+    # Ranks that are missing among those of this host: of the whole job, or between its lowest and its highest.
+    here = {process.owner.rank for process in processes if process.owner.rank is not None}
+    worlds = {process.owner.world_size for process in processes if process.owner.world_size is not None}
+    sizes = {int(text) for p in processes if (text := p.declared.get(RANKS_HERE, "")).isdecimal()}
+    expected = range(0)
+    if len(worlds) == 1 and worlds == sizes:  # the whole job is here
+        expected = range(min(*worlds, 4096))
+    elif here and max(here) - min(here) < 4096:
+        expected = range(min(here), max(here))
+    absent = set(expected) - here
     unseen += (
         Unseen(rank=rank, reason=ended.get(rank, "it has no process on this host"))
-        for rank in sorted({*_absent(processes), *ended})
+        for rank in sorted({*absent, *ended})
     )
     sentence = _sentence([group for group in groups if group.role == "rank"], unseen, steps or {})
     return GroupedStacks(sentence=sentence, groups=tuple(groups), unseen=tuple(unseen))
@@ -136,16 +146,6 @@ def main_processes(processes: Iterable[Process]) -> set[int]:
         if process.pid in ranks and ranks.get(process.parent_pid) != process.owner.rank
     }
     return mains or {process.pid for process in processes}
-
-
-def _absent(processes: Iterable[Process]) -> list[int]:
-    """Ranks that are missing among those of this host: between its lowest and its highest."""
-    ranks = {process.owner.rank for process in processes if process.owner.rank is not None}
-    worlds = {process.owner.world_size for process in processes if process.owner.world_size is not None}
-    sizes = {int(text) for p in processes if (text := p.declared.get(RANKS_HERE, "")).isdecimal()}
-    if len(worlds) == 1 and worlds == sizes:  # the whole job is here
-        return sorted(set(range(min(worlds.pop(), 4096))) - ranks)
-    return sorted(set(range(min(ranks), max(ranks))) - ranks) if ranks and max(ranks) - min(ranks) < 4096 else []
 
 
 def waits_in(frames: Sequence[Frame]) -> str:

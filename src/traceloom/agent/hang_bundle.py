@@ -119,10 +119,11 @@ class HangReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Flights(msgspec.Struct, frozen=True, kw_only=True):
-    """How each record was had or why not, by pid, and what they say."""
+    """How each record was had or why not, by pid, what they say, and the collectives that ranks wait in, by pid."""
 
     notes: dict[int, str]
     verdict: FlightVerdict | None = None
+    waits: dict[int, str] = {}
 
 
 class _BundleFolder:
@@ -161,7 +162,7 @@ async def known_waits(processes: Sequence[Process]) -> dict[int, str]:
         return {}
     with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
         flights = await _flights(processes, time.time_ns(), _BundleFolder(Path(name), _MOST_ASKED))
-    return _waits(processes, flights.verdict)
+    return flights.waits
 
 
 async def sentence_of(hang: Hang, processes: Sequence[Process]) -> tuple[str, tuple[int, ...]]:
@@ -191,8 +192,7 @@ async def write_bundle(hang: Hang, scene: HangScene, directory: Path, most_bytes
     account = await _account(hang, processes, folder)
     owner = max((process.owner for process in processes), key=lambda owner: len(owner.sources))
     steps = {member.pid: member.steps for member in hang.processes}
-    await asyncio.to_thread(_write_stacks, folder, processes, account)
-    await asyncio.to_thread(_write_telemetry, folder, scene)
+    await asyncio.to_thread(_write_evidence, folder, scene, account)
     report = HangReport(
         host=scene.host, job=hang.job, uid=hang.uid, name=owner.name, world_size=owner.world_size,
         since_ns=hang.since_ns, seen_ns=hang.seen_ns, median_step_seconds=hang.median_s, sentence=account.sentence,
@@ -234,18 +234,11 @@ async def _account(hang: Hang, processes: Sequence[Process], folder: _BundleFold
         },
     )
     alone = await asyncio.to_thread(group)
-    stacks = await asyncio.to_thread(group, waits=_waits(processes, flights.verdict))
+    stacks = await asyncio.to_thread(group, waits=flights.waits)
     sentence, ranks, witnesses = _judged(hang, processes, alone, stacks, flights.verdict)
     return _Account(
         dumps=dumps, stacks=stacks, flight_notes=flights.notes, sentence=sentence, ranks=ranks, witnesses=witnesses
     )
-
-
-def _waits(processes: Sequence[Process], verdict: FlightVerdict | None) -> dict[int, str]:
-    """Pid -> collective, of the ranks that wait by their flight records."""
-    mains = main_processes(processes)
-    waits = verdict.waits if verdict else {}
-    return {p.pid: waits[p.owner.rank] for p in processes if p.pid in mains and p.owner.rank in waits}
 
 
 def _state(process: Process) -> str:
@@ -288,7 +281,9 @@ async def _flights(processes: Sequence[Process], since_ns: int, folder: _BundleF
         return _Flights(notes=notes)
     pids = {str(process.owner.rank): process.pid for process in ranks}
     notes |= {pids[rank]: f"its record is not understood: {why}" for rank, why in findings.bad.items()}
-    return _Flights(notes=notes, verdict=findings.verdict)
+    waits = findings.verdict.waits
+    of_pids = {process.pid: waits[process.owner.rank] for process in ranks if process.owner.rank in waits}
+    return _Flights(notes=notes, verdict=findings.verdict, waits=of_pids)
 
 
 def _judged(
@@ -359,21 +354,19 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {numbers(ranks)}"
 
 
-def _write_stacks(folder: _BundleFolder, processes: Sequence[Process], account: _Account) -> None:
+def _write_evidence(folder: _BundleFolder, scene: HangScene, account: _Account) -> None:
+    """The stacks, and what was measured of late; blocks."""
     document = {"format": "traceloom-stack-groups", "version": 1, "time_ns": time.time_ns()}
     folder.put("stacks.json", msgspec.json.encode(document | msgspec.to_builtins(account.stacks)))
     ranks: set[int] = set()
-    for process in processes:
+    for process in scene.processes:
         rank = process.owner.rank
         if process.pid in account.dumps:
             is_first = rank is not None and rank not in ranks  # what a rank starts has its number too
             stem = f"rank{rank}" if is_first else f"pid{process.pid}"
             ranks |= {rank} if rank is not None else set()
             folder.put(f"{stem}.dump.json", msgspec.json.encode(account.dumps[process.pid]))
-
-
-def _write_telemetry(folder: _BundleFolder, scene: HangScene) -> None:
-    """As large as it is: what does not fit is taken away again."""
+    # Telemetry is as large as it is: what does not fit is taken away again.
     stem = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in scene.host)[:80].lstrip(".")
     path = telemetry.write(
         folder.directory / f"{stem or 'host'}.telemetry.json.gz", scene.host, scene.series, cut=False

@@ -148,13 +148,17 @@ class History:
                 numbers.append(value)
             try:
                 with self._database as database:
-                    database.executemany(
-                        "INSERT OR REPLACE INTO ticks VALUES (?, ?, ?, ?)",
-                        [
-                            (at_ns, self._metric(metric), self._layout(tuple(rows)), array("d", numbers).tobytes())
-                            for metric, (rows, numbers) in by_metric.items()
-                        ],
-                    )
+                    for metric, (rows, numbers) in by_metric.items():
+                        if metric not in self._metrics:
+                            database.execute("INSERT OR IGNORE INTO metrics (name) VALUES (?)", (metric,))
+                            (self._metrics[metric],) = database.execute(
+                                "SELECT id FROM metrics WHERE name = ?", (metric,)
+                            ).fetchone()
+                        content = array("d", numbers).tobytes()
+                        database.execute(
+                            "INSERT OR REPLACE INTO ticks VALUES (?, ?, ?, ?)",
+                            (at_ns, self._metrics[metric], self._layout(tuple(rows)), content),
+                        )
                 self.trouble = ""
             except sqlite3.Error as error:
                 self._fail(error)
@@ -302,13 +306,6 @@ class History:
         LOG.warning("the history is damaged and put aside as %s", aside)
         self._again = 0.0
         self.lost["damaged-file"] += 1
-
-    def _metric(self, name: str) -> int:
-        assert self._database is not None
-        if name not in self._metrics:
-            self._database.execute("INSERT OR IGNORE INTO metrics (name) VALUES (?)", (name,))
-            self._metrics[name] = self._database.execute("SELECT id FROM metrics WHERE name = ?", (name,)).fetchone()[0]
-        return self._metrics[name]
 
     def _layout(self, rows: tuple[Labels, ...]) -> int:
         assert self._database is not None

@@ -54,9 +54,9 @@ class OwnedProcesses:
         self.reporting = self.reporting & {process.pid for process in facts.values()}  # the loop adds to it meanwhile
         keys = {process.pid: key for key, process in facts.items()}
         used: dict[str, list[str]] = {}
-        for process in on_devices:
-            if process.pid in keys:
-                used.setdefault(keys[process.pid], []).append(process.device)
+        for user in on_devices:
+            if user.pid in keys:
+                used.setdefault(keys[user.pid], []).append(user.device)
         owners = self.finder.owners(facts, list(self._accelerators.devices.values()), used)
         self.shares = shares(on_devices, keys)
         self.owned = {
@@ -67,7 +67,19 @@ class OwnedProcesses:
             )
             for key, of in facts.items()
         }  # fmt: skip
-        readings += (_info(process) for process in self.owned.values())
+        for process in self.owned.values():
+            owner = process.owner
+            rank, local_rank, world_size = (
+                "" if number is None else str(number) for number in (owner.rank, owner.local_rank, owner.world_size)
+            )
+            values = {
+                "process": process.key, "pid": str(process.pid), "job": owner.job, "rank": rank,
+                "local_rank": local_rank, "world_size": world_size, "user": owner.user,
+                "account": owner.account, "namespace": owner.namespace, "pod": owner.pod, "container": owner.container,
+                "framework": owner.framework, "command": process.command[:_COMMAND_SHOWN],
+            }  # fmt: skip
+            labels = tuple(values[label] for label in METRICS["process_info"].labels)
+            readings.append(Reading("process_info", labels, 1.0))
         readings += (
             Reading("process_gpu_memory_bytes", (keys.get(each.pid, f"{each.pid}@"), each.device), each.memory_bytes)
             for each in on_devices
@@ -83,20 +95,6 @@ class OwnedProcesses:
     def trouble(self) -> list[str]:
         """What cannot be seen of processes."""
         return self.looked_at.trouble()
-
-
-def _info(process: Process) -> Reading:
-    owner = process.owner
-    rank, local_rank, world_size = (
-        "" if number is None else str(number) for number in (owner.rank, owner.local_rank, owner.world_size)
-    )
-    values = {
-        "process": process.key, "pid": str(process.pid), "job": owner.job, "rank": rank,
-        "local_rank": local_rank, "world_size": world_size, "user": owner.user,
-        "account": owner.account, "namespace": owner.namespace, "pod": owner.pod, "container": owner.container,
-        "framework": owner.framework, "command": process.command[:_COMMAND_SHOWN],
-    }  # fmt: skip
-    return Reading("process_info", tuple(values[label] for label in METRICS["process_info"].labels), 1.0)
 
 
 def _jobs(processes: Iterable[Process]) -> Iterator[Reading]:

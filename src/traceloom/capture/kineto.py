@@ -27,6 +27,7 @@ from traceloom.capture.settings import Settings
 from traceloom.capture.silence import their_lines_hidden
 
 _ours = threading.local()
+_OPTIONS = _ExperimentalConfig.__init__.__doc__ or ""  # those that this PyTorch has, as `name: type`
 
 
 def ours() -> bool:
@@ -105,7 +106,7 @@ class Kineto:
             # Which stream waits for which event of which other one is in no other record.
             "enable_cuda_sync_events": ProfilerActivity.CUDA not in idle,
         }
-        options: dict[str, Any] = {name: True for name, on in wanted.items() if on and _knows(name)}
+        options: dict[str, Any] = {name: True for name, on in wanted.items() if on and f"{name}:" in _OPTIONS}
         self.every_thread = every_thread
         self._profile = _Profile(
             activities=[activity for activity in supported_activities() if activity not in idle],
@@ -187,12 +188,8 @@ def kinds(settings: Settings) -> tuple[bool, ...]:
 
     Allocations reach only a recorder of one thread.
     """
-    able = _knows("profile_all_threads") and hasattr(torch._C._autograd, "_toggle_collection_dynamic")
+    able = "profile_all_threads:" in _OPTIONS and hasattr(torch._C._autograd, "_toggle_collection_dynamic")
     return (True, False) if able and not settings.memory else (False,)
-
-
-def _knows(option: str) -> bool:
-    return f"{option}:" in (_ExperimentalConfig.__init__.__doc__ or "")
 
 
 class _Observer(ExecutionTraceObserver):  # type: ignore[misc]

@@ -106,7 +106,7 @@ class AmdAccelerator:
     def devices(self) -> list[Device]:
         """The devices whose files are there."""
         entries: dict[str, AmdDevice] = {}
-        nodes = {key: properties for properties in _nodes(self._sys) for key in _identities(properties)}
+        nodes = {key: properties for identities, properties in _nodes(self._sys) for key in identities}
         for index, directory in enumerate(self._cards()):
             entry = self._device(str(index), directory, nodes)
             if entry.device.uuid in entries:  # two dies of a card that have one number
@@ -262,30 +262,29 @@ class AmdAccelerator:
             self._traffic_thread.start()
 
 
-def _nodes(sys: Path) -> Iterator[dict[str, int]]:
-    """The devices that KFD knows, in the order in which ROCm counts them."""
+def _nodes(sys: Path) -> Iterator[tuple[list[str], dict[str, int]]]:
+    """The devices that KFD knows, in the order in which ROCm counts them.
+
+    Each with what it and a device of the driver have in common: the PCI address and the unique number.
+    """
     nodes = (sys / "class/kfd/kfd/topology/nodes").glob("[0-9]*")
     for node in sorted(nodes, key=lambda path: (len(path.name), path.name)):
         words = (line.split() for line in (_text(node / "properties") or "").splitlines())
         properties = {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
         number = _number(node / "gpu_id")
         if number and properties.get("simd_count"):  # processors have a node, too
-            yield properties | {"gpu_id": int(number)}
+            location, domain = properties.get("location_id", 0), properties.get("domain", 0)
+            identities = []
+            if location:
+                identities.append(f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}")
+            if properties.get("unique_id"):
+                identities.append(f"{properties['unique_id']:016x}")
+            yield identities, properties | {"gpu_id": int(number)}
 
 
 def runtime_order(sys: Path) -> list[str]:
     """PCI addresses of the devices as ROCm counts them; "" of one that does not tell its own."""
-    return [next((key for key in _identities(node) if ":" in key), "") for node in _nodes(sys)]
-
-
-def _identities(properties: dict[str, int]) -> Iterator[str]:
-    """What a node of KFD and a device have in common: the PCI address and the unique number."""
-    location = properties.get("location_id", 0)
-    domain = properties.get("domain", 0)
-    if location:
-        yield f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
-    if properties.get("unique_id"):
-        yield f"{properties['unique_id']:016x}"
+    return [next((key for key in identities if ":" in key), "") for identities, _ in _nodes(sys)]
 
 
 def _energy(path: Path) -> float | None:

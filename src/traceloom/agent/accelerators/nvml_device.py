@@ -186,7 +186,36 @@ class NvmlDevice:
         rows = self.attempt("gpu_remapped_rows", nvml.nvmlDeviceGetRemappedRows, handle)
         for kind, number in zip(REMAPPED, rows or (), strict=False):
             values["gpu_remapped_rows", (kind,)] = number
-        self._fields(values)
+        wanted: list[tuple[tuple[int, int], str, tuple[str, ...], float]] = [
+            ((number, 0), metric, labels, factor) for number, metric, labels, factor in FIELDS
+        ]
+        wanted += [
+            ((number, ALL_LINKS), "gpu_link_bytes_total", ("nvlink", direction), factor)
+            for direction, number, factor in NVLINK_OF_ALL
+        ]
+        wanted += [
+            ((number, link), "gpu_link_bytes_total", ("nvlink-each", direction), factor)
+            for direction, number, factor in NVLINK_OF_EACH
+            for link in range(NVLINKS)
+        ]
+        fields = self.attempt("gpu_link_bytes_total", self._nvml.nvmlDeviceGetFieldValues, self.handle,
+                              [identity for identity, *_ in wanted])  # fmt: skip
+        each: Counter[str] = Counter()
+        for field, (_, metric, labels, factor) in zip(fields or (), wanted, strict=False):
+            if field.nvmlReturn:
+                if labels[0] != "nvlink-each":
+                    self.missing.setdefault(capability(metric, labels), why_not(self._nvml, field.nvmlReturn))
+                continue
+            # The value is a union; its type says which member holds it: double, unsigned int, long, long long, and
+            # signed ones.
+            members = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+            value = float(getattr(field.value, members[field.valueType])) * factor
+            if labels[0] == "nvlink-each":
+                each[labels[1]] += int(value)
+            else:
+                values.setdefault((metric, labels), value)
+        for direction, total in each.items():
+            values.setdefault(("gpu_link_bytes_total", ("nvlink", direction)), total)
         if ("gpu_link_bytes_total", ("pcie", "transmit")) not in values and self.gpm is None:
             # Only where nothing else tells: the driver measures for 20 ms each.
             for direction, counter in (("transmit", 0), ("receive", 1)):
@@ -224,36 +253,3 @@ class NvmlDevice:
             return list(self._nvml.nvmlDeviceGetProcessUtilization(self.handle, since_us))
         except self._nvml.NVMLError_NotFound:
             return []
-
-    def _fields(self, values: Values) -> None:
-        wanted: list[tuple[tuple[int, int], str, tuple[str, ...], float]] = [
-            ((number, 0), metric, labels, factor) for number, metric, labels, factor in FIELDS
-        ]
-        wanted += [
-            ((number, ALL_LINKS), "gpu_link_bytes_total", ("nvlink", direction), factor)
-            for direction, number, factor in NVLINK_OF_ALL
-        ]
-        wanted += [
-            ((number, link), "gpu_link_bytes_total", ("nvlink-each", direction), factor)
-            for direction, number, factor in NVLINK_OF_EACH
-            for link in range(NVLINKS)
-        ]
-        fields = self.attempt("gpu_link_bytes_total", self._nvml.nvmlDeviceGetFieldValues, self.handle,
-                              [identity for identity, *_ in wanted])  # fmt: skip
-        each: Counter[str] = Counter()
-        for field, (_, metric, labels, factor) in zip(fields or (), wanted, strict=False):
-            if field.nvmlReturn:
-                if labels[0] != "nvlink-each":
-                    self.missing.setdefault(capability(metric, labels), why_not(self._nvml, field.nvmlReturn))
-            elif labels[0] == "nvlink-each":
-                each[labels[1]] += int(_field_value(field) * factor)
-            else:
-                values.setdefault((metric, labels), _field_value(field) * factor)
-        for direction, total in each.items():
-            values.setdefault(("gpu_link_bytes_total", ("nvlink", direction)), total)
-
-
-def _field_value(field: Any) -> float:
-    # The value is a union; its type says which member holds it: double, unsigned int, long, long long, and signed ones.
-    members = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-    return float(getattr(field.value, members[field.valueType]))

@@ -252,7 +252,19 @@ class ScrapedAccelerator:
 
     def _scrape(self, address: str) -> None:
         try:
-            devices, readings = parsed(self._fetch(address))
+            deadline = time.monotonic() + LIMIT_S
+            with self._opener.open(address, timeout=LIMIT_S) as answer:
+                parts: list[bytes] = []
+                size = 0
+                # Chunk by chunk: the time-out of a socket starts anew with every byte of a slow exporter.
+                while chunk := answer.read1(CHUNK):
+                    size += len(chunk)
+                    if size > MOST_BYTES:
+                        raise ValueError(f"it says more than {MOST_BYTES >> 20} MB")  # noqa: TRY301
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("it has not answered in time")
+                    parts.append(chunk)
+            devices, readings = parsed(b"".join(parts).decode("utf-8"))
         except (OSError, ValueError, http.client.HTTPException) as error:
             self._fail(address, str(error) or type(error).__name__)
         else:
@@ -266,21 +278,6 @@ class ScrapedAccelerator:
         self._devices[address] = {
             uuid: msgspec.structs.replace(device, stale=stale) for uuid, device in self._devices[address].items()
         }
-
-    def _fetch(self, address: str) -> str:
-        deadline = time.monotonic() + LIMIT_S
-        with self._opener.open(address, timeout=LIMIT_S) as answer:
-            parts: list[bytes] = []
-            size = 0
-            # Chunk by chunk: the time-out of a socket starts anew with every byte of a slow exporter.
-            while chunk := answer.read1(CHUNK):
-                size += len(chunk)
-                if size > MOST_BYTES:
-                    raise ValueError(f"it says more than {MOST_BYTES >> 20} MB")
-                if time.monotonic() > deadline:
-                    raise TimeoutError("it has not answered in time")
-                parts.append(chunk)
-        return b"".join(parts).decode("utf-8")
 
 
 def parsed(text: str) -> tuple[dict[str, Device], list[Reading]]:

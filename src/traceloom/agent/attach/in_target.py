@@ -74,7 +74,13 @@ class AttachedWork:
         try:
             if os.path.exists(self.path + ".order"):  # noqa: PTH110
                 self._tell(state="began")
-                torch = self._torch()
+                while True:  # until the program has imported it
+                    torch = sys.modules.get("torch")
+                    if torch is None:
+                        raise OrderRefusedError("the program has not imported PyTorch", slug="no-torch")  # noqa: TRY301
+                    if not getattr(getattr(torch, "__spec__", None), "_initializing", False):
+                        break
+                    self._wait(waits_for="PyTorch is still being imported")
                 self._timeline(torch) if self.order["kind"] == "timeline" else self._memory(torch)
         except OrderOverError:
             pass
@@ -87,16 +93,6 @@ class AttachedWork:
             while self.undo:
                 with contextlib.suppress(BaseException):
                     self.undo.pop()()
-
-    def _torch(self) -> Any:
-        """PyTorch, once the program has imported it."""
-        while True:
-            torch = sys.modules.get("torch")
-            if torch is None:
-                raise OrderRefusedError("the program has not imported PyTorch", slug="no-torch")
-            if not getattr(getattr(torch, "__spec__", None), "_initializing", False):
-                return torch
-            self._wait(waits_for="PyTorch is still being imported")
 
     def _timeline(self, torch: Any) -> None:
         from torch.autograd import profiler
@@ -112,7 +108,16 @@ class AttachedWork:
             self._wait(waits_for="another trace of it is recorded")
         for name in ("_prepare_profiler", "_enable_profiler"):
             self._make_way(profiler, name)
-        while not self._may_begin(profiler):
+        while True:  # until no profile of the program's own runs; one that begins from then on ends ours
+            begun = self.own_begun
+            runs = any(
+                type(thing) is profiler.profile and thing.entered and thing.kineto_results is None
+                for thing in gc.get_objects()
+            )
+            with self.lock:
+                self.is_ready = not runs and begun == self.own_begun
+            if self.is_ready:
+                break
             self._wait(_OWN_S, waits_for="its own profiler runs")
         activities = [ProfilerActivity.CPU]
         for name in ("cuda", "xpu"):
@@ -177,17 +182,6 @@ class AttachedWork:
         setattr(profiler, name, begin)
         self.undo.append(put_back)
 
-    def _may_begin(self, profiler: Any) -> bool:
-        """Whether no profile of the program's own runs; if so, one that begins from now on ends ours."""
-        begun = self.own_begun
-        runs = any(
-            type(thing) is profiler.profile and thing.entered and thing.kineto_results is None
-            for thing in gc.get_objects()
-        )
-        with self.lock:
-            self.is_ready = not runs and begun == self.own_begun
-        return self.is_ready
-
     def _record(self, start: Callable[[], Callable[[], Any]]) -> None:
         """From when it is to begin until its steps or its time are over."""
         begin_ns = self.order["begin_ns"]
@@ -204,12 +198,11 @@ class AttachedWork:
 
         atexit.register(at_exit)
         self.undo.append(lambda: atexit.unregister(at_exit))
-        steps = self.order["steps"]
+        steps, made = self.order["steps"], -1  # its first step ends before the window begins
         if steps is None:
             self._begin(start)
-            self._sleep(time.monotonic() + self.order["seconds"])
+            end = time.monotonic() + self.order["seconds"]
         else:
-            made = -1  # its first step ends before the window begins
 
             def step(*_: object) -> None:
                 nonlocal made
@@ -224,9 +217,12 @@ class AttachedWork:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             self.undo.append(register_optimizer_step_post_hook(step).remove)
-            self._sleep(time.monotonic() + (self.order["until_ns"] - time.time_ns()) / 1e9)
-            if not self.ended.is_set():
-                raise OrderRefusedError(f"it made {max(made, 0)} of {steps} steps", slug="not-stepping")
+            end = time.monotonic() + (self.order["until_ns"] - time.time_ns()) / 1e9
+        while time.monotonic() < end and not self.ended.wait(max(0.0, min(end - time.monotonic(), 4 * _LOOK_S))):
+            if not os.path.exists(self.path + ".order"):  # noqa: PTH110
+                raise OrderOverError
+        if steps is not None and not self.ended.is_set():
+            raise OrderRefusedError(f"it made {max(made, 0)} of {steps} steps", slug="not-stepping")
         self._finish("")
         if self.reason:
             raise OrderRefusedError(self.detail, slug=self.reason)
@@ -264,11 +260,6 @@ class AttachedWork:
                 except BaseException as error:  # noqa: BLE001  (it may be in a hook of the program's)
                     self.reason, self.detail = "program-error", f"{type(error).__name__}: {error}"
                 self.held_ns += time.monotonic_ns() - began
-
-    def _sleep(self, end: float) -> None:
-        while time.monotonic() < end and not self.ended.wait(max(0.0, min(end - time.monotonic(), 4 * _LOOK_S))):
-            if not os.path.exists(self.path + ".order"):  # noqa: PTH110
-                raise OrderOverError
 
     def _wait(self, seconds: float = _LOOK_S, waits_for: str = "") -> None:
         if waits_for:

@@ -199,7 +199,7 @@ class StoppedThread:
             status = self._next_stop()
             if os.WSTOPSIG(status) == _AT_SYSTEM_CALL:
                 return
-            number = _signal_of(status)
+            number = 0 if status >> 16 else os.WSTOPSIG(status)  # a signal, which the program is to have
 
     def _after_system_call(self) -> int:
         self._to_system_call()
@@ -218,7 +218,8 @@ class StoppedThread:
             status = self._next_stop()
             if status >> 16 == _EVENT_STOP:
                 return
-            number = _signal_of(status)
+            # A signal, which the program is to have; other stops are none.
+            number = 0 if status >> 16 or os.WSTOPSIG(status) == _AT_SYSTEM_CALL else os.WSTOPSIG(status)
 
     def _next_stop(self) -> int:
         while True:
@@ -244,11 +245,6 @@ class StoppedThread:
         with contextlib.suppress(OSError):  # it has ended, or runs: then the end of this process lets it go
             _ptrace(_DETACH, self._thread)
         self.pause_ns = time.monotonic_ns() - self._stopped_ns
-
-
-def _signal_of(status: int) -> int:
-    """The signal that is about to reach the program, which it is to have; 0 where a stop is of another kind."""
-    return 0 if status >> 16 or os.WSTOPSIG(status) == _AT_SYSTEM_CALL else os.WSTOPSIG(status)
 
 
 def _ptrace(what: int, thread: int, address: int = 0, value: int = 0) -> None:

@@ -59,7 +59,20 @@ def schedule(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[str, 
             raise _AttachFaultError(unattachable()[0], slug="not-permitted")  # noqa: TRY301
         _check(pid, start_ticks, order["folder"])
         functions, instruction = _functions(pid)
-        return {"pause_ns": _scheduled(pid, order, functions, instruction)}
+        source = Path(__file__).with_name("in_target.py").read_text(encoding="utf-8")
+        size = -(-(len(_text(source, order, 2**63, 2**63)) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert size <= _MOST_TEXT
+        with StoppedThread(pid, _LIMIT_S) as thread:
+            at = thread.system_call(
+                _MMAP, instruction, 0, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+                -1, 0,
+            )  # fmt: skip
+            if at < 0:
+                raise OSError(-at, os.strerror(-at))  # noqa: TRY301
+            thread.write(at, _text(source, order, at, size))
+            if thread.function_call(functions[_ADD_PENDING], instruction, functions[_RUN], at):
+                thread.system_call(_MUNMAP, instruction, at, size)
+                raise OSError(errno.EBUSY, "too much is scheduled in the program already")  # noqa: TRY301
     except _AttachFaultError as fault:
         return _fault(str(fault), slug=fault.slug)
     except (ProcessLookupError, FileNotFoundError):
@@ -72,6 +85,8 @@ def schedule(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[str, 
         return _fault(f"its main thread could not be had in {_LIMIT_S:g} s, and was let go", slug="not-stopped")
     except OSError as error:
         return _fault((error.strerror or str(error)).lower(), slug="not-permitted")
+    else:
+        return {"pause_ns": thread.pause_ns}
 
 
 def _fault(detail: str, *, slug: str) -> dict[str, Any]:
@@ -120,23 +135,6 @@ def _functions(pid: int) -> tuple[dict[str, int], int]:
     if len(functions) < 2 or not instruction:
         raise _AttachFaultError("it runs no CPython whose functions can be seen", slug="not-python")
     return functions, instruction
-
-
-def _scheduled(pid: int, order: dict[str, Any], functions: dict[str, int], instruction: int) -> int:
-    source = Path(__file__).with_name("in_target.py").read_text(encoding="utf-8")
-    size = -(-(len(_text(source, order, 2**63, 2**63)) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    assert size <= _MOST_TEXT
-    with StoppedThread(pid, _LIMIT_S) as thread:
-        at = thread.system_call(
-            _MMAP, instruction, 0, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
-        )
-        if at < 0:
-            raise OSError(-at, os.strerror(-at))
-        thread.write(at, _text(source, order, at, size))
-        if thread.function_call(functions[_ADD_PENDING], instruction, functions[_RUN], at):
-            thread.system_call(_MUNMAP, instruction, at, size)
-            raise OSError(errno.EBUSY, "too much is scheduled in the program already")
-    return thread.pause_ns
 
 
 def _text(source: str, order: dict[str, Any], at: int, size: int) -> bytes:

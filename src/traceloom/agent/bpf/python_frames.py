@@ -104,7 +104,8 @@ class PythonFrames:
         except OSError:
             os.close(self._memory)
             raise
-        self._same_numbers = self._namespace("self") == self._namespace(str(process))
+        namespaces = [(self._proc / name / "ns/pid").readlink() for name in ("self", str(process))]
+        self._same_numbers = namespaces[0] == namespaces[1]
 
     def threads(self) -> dict[int, PythonThread | None]:
         """Its threads by their numbers for the kernel; None where one is none of Python, or that could not be made out.
@@ -243,9 +244,6 @@ class PythonFrames:
         if len(content) < size:
             raise OSError(errno.ESRCH, "the process has ended")
         return content
-
-    def _namespace(self, process: str) -> Path:
-        return (self._proc / process / "ns/pid").readlink()
 
 
 def line_at(table: bytes, first_line: int, unit: int) -> int:

@@ -124,6 +124,12 @@ _LAUNCH_OF_CONFIG = (
     Value(argument=0, behind=20, size=4), Value(argument=0, behind=32),
 )  # fmt: skip
 _GRAPH = (Value(argument=0), Value(argument=1))
+_WAITS = {
+    _RUNTIME: ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
+    _CUDA_DRIVER: (
+        "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2",
+    ),
+}  # fmt: skip
 
 
 class _Launch(NamedTuple):
@@ -138,12 +144,7 @@ class _Launch(NamedTuple):
 
 
 def _launch(library: str, kind: str, name: str, values: tuple[Value, ...]) -> _Launch:
-    return _Launch(library, kind, ProbedCall(f"{name}\0", values, stacks=True, own=True))
-
-
-def _waits(library: str, *names: str) -> Iterator[_Launch]:
-    for name in names:
-        yield _Launch(library, "wait", ProbedCall(f"{name}\0", _ADDRESS_FIRST, timed=True, stacks=True, own=True))
+    return _Launch(library, kind, ProbedCall(f"{name}\0", values, timed=kind == "wait", stacks=True, own=True))
 
 
 def _launches() -> tuple[_Launch, ...]:
@@ -158,14 +159,8 @@ def _launches() -> tuple[_Launch, ...]:
         _launch(_CUDA_DRIVER, "handle", "cuLaunchKernelEx", _LAUNCH_OF_CONFIG),
         _launch(_CUDA_DRIVER, "graph", "cuGraphLaunch", _GRAPH),
         _launch(_HIP, "function", "hipLaunchKernel", _BY_VALUE[machine]),
-        *_waits(
-            _RUNTIME, "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
-        ),
-        *_waits(
-            _CUDA_DRIVER, "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2",
-            "cuMemcpyHtoD_v2",
-        ),
-    )  # fmt: skip
+        *(_launch(library, "wait", name, _ADDRESS_FIRST) for library, names in _WAITS.items() for name in names),
+    )
 
 
 class _Recorded(NamedTuple):

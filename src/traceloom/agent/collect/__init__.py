@@ -63,6 +63,14 @@ def read(path: str | os.PathLike[str], most: int = 1 << 20) -> bytes:
     return b"".join(parts)
 
 
+def read_if_there(path: str | os.PathLike[str]) -> bytes:
+    """A file of the kernel as of `read`; empty where it says nothing: it is not there, or its device is off."""
+    try:
+        return read(path)
+    except OSError:
+        return b""
+
+
 def host_collectors(config: Config) -> list[Collector]:
     """All that look at the host itself; that of processes is made where owners are known."""
     from traceloom.agent.collect.cpu import Cpu

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from traceloom.agent.collect import HostCollector, read
+from traceloom.agent.collect import HostCollector, read, read_if_there
 from traceloom.agent.collect.cpu import TICKS_PER_S
 from traceloom.agent.collect.pressure import stalls
 from traceloom.agent.config import Config
@@ -26,6 +26,10 @@ MOST_GROUPS = 64  # about 1,400 series
 KILLS_KEPT = 1000
 KEPT_S = 60.0  # so long a group is looked at after its last process ended: it may have been killed
 _UNLIMITED = 1 << 62  # version 1 spells no limit as a number near 2**63
+_PERIODS = {  # of the quota: those in which it was in force, and those in which it was used up
+    ("cgroup_periods_total",): "nr_periods",
+    ("cgroup_throttled_periods_total",): "nr_throttled",
+}
 _RESOURCES = ("cpu", "io", "memory")
 
 
@@ -178,7 +182,7 @@ class Cgroups(HostCollector):
             return ["control groups are not seen: mount /sys/fs/cgroup into the container of the agent"]
         troubles = []
         memory = any(
-            "memory" in hierarchy.controllers or b"memory" in _text(hierarchy.directory / "cgroup.controllers")
+            "memory" in hierarchy.controllers or b"memory" in read_if_there(hierarchy.directory / "cgroup.controllers")
             for hierarchy in hierarchies
         )
         if not memory:
@@ -202,7 +206,7 @@ def _version_2(directory: Path, top: Path) -> dict[tuple[str, ...], float]:
     ):
         if name in cpu:
             values[metric] = cpu[name] / 1e6
-    values |= _periods(cpu)
+    values |= _present({metric: cpu.get(name) for metric, name in _PERIODS.items()})
     memory = _pairs(directory / "memory.stat")
     values |= _memory(
         _number(directory / "memory.current"), memory.get("inactive_file"),
@@ -224,12 +228,12 @@ def _version_2(directory: Path, top: Path) -> dict[tuple[str, ...], float]:
             ("oom_kills_total",): _pairs(directory / "memory.events").get("oom_kill"),
         }
     )
-    moved = re.findall(rb" ([rw])bytes=(\d+)", _text(directory / "io.stat"))
+    moved = re.findall(rb" ([rw])bytes=(\d+)", read_if_there(directory / "io.stat"))
     if (directory / "io.stat").exists():
         for letter, direction in ((b"r", "read"), (b"w", "write")):
             values["cgroup_disk_bytes_total", direction] = sum(int(size) for which, size in moved if which == letter)
     for resource in _RESOURCES:
-        for share, waited in stalls(_text(directory / f"{resource}.pressure")):
+        for share, waited in stalls(read_if_there(directory / f"{resource}.pressure")):
             values["cgroup_pressure_seconds_total", resource, share] = waited
     return values
 
@@ -245,7 +249,7 @@ def _version_1(directory: Path, controllers: frozenset[str]) -> dict[tuple[str, 
         cpu = _pairs(directory / "cpu.stat")
         if "throttled_time" in cpu:
             values["cgroup_throttled_seconds_total",] = cpu["throttled_time"] / 1e9
-        values |= _periods(cpu)
+        values |= _present({metric: cpu.get(name) for metric, name in _PERIODS.items()})
     if "memory" in controllers:
         memory = _pairs(directory / "memory.stat")
         values |= _memory(
@@ -266,19 +270,12 @@ def _version_1(directory: Path, controllers: frozenset[str]) -> dict[tuple[str, 
             }
         )
     if "blkio" in controllers:
-        text = _text(directory / "blkio.throttle.io_service_bytes_recursive")
+        text = read_if_there(directory / "blkio.throttle.io_service_bytes_recursive")
         for word, direction in ((b"Read", "read"), (b"Write", "write")):
             if text:
                 sizes = re.findall(rb"^\S+ %b (\d+)" % word, text, re.MULTILINE)
                 values["cgroup_disk_bytes_total", direction] = sum(map(int, sizes))
     return values
-
-
-def _periods(cpu: dict[str, int]) -> dict[tuple[str, ...], float]:
-    """Periods of the quota: those in which it was in force, and those in which it was used up."""
-    return _present({
-        ("cgroup_periods_total",): cpu.get("nr_periods"), ("cgroup_throttled_periods_total",): cpu.get("nr_throttled"),
-    })  # fmt: skip
 
 
 def _memory(used: int | None, inactive_file: int | None, states: dict[str, int | None]) -> dict[tuple[str, ...], float]:
@@ -298,18 +295,12 @@ def _present(values: dict[tuple[str, ...], int | None]) -> dict[tuple[str, ...],
     return {metric: value for metric, value in values.items() if value is not None}
 
 
-def _text(path: Path) -> bytes:
-    """A file of a group; empty where its controller is off for this group, or the group is gone."""
-    try:
-        return read(path)
-    except OSError:
-        return b""
-
-
 def _pairs(path: Path) -> dict[str, int]:
-    return {name.decode(): int(number) for name, number in re.findall(rb"^(\S+) (\d+)$", _text(path), re.MULTILINE)}
+    return {
+        name.decode(): int(number) for name, number in re.findall(rb"^(\S+) (\d+)$", read_if_there(path), re.MULTILINE)
+    }
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = read_if_there(path).strip()
     return int(text) if text.isdigit() else None

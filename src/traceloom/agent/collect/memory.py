@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traceloom.agent.collect import HostCollector, read
+from traceloom.agent.collect import HostCollector, read, read_if_there
 from traceloom.agent.metrics import Reading
 
 
@@ -38,8 +38,5 @@ class HostMemory(HostCollector):
         return ["kills for want of memory are not counted: no `oom_kill` in /proc/vmstat (Linux 4.13 or later has it)"]
 
     def _kills(self) -> int | None:
-        try:
-            lines = read(self.proc / "vmstat").splitlines()
-        except OSError:  # of some sandboxes it is not there
-            return None
+        lines = read_if_there(self.proc / "vmstat").splitlines()  # in some sandboxes it is not there
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from traceloom.agent.collect import HostCollector, read
+from traceloom.agent.collect import HostCollector, read, read_if_there
 from traceloom.agent.metrics import Reading
 
 _MOST_INTERFACES = 64
@@ -66,13 +64,13 @@ class Rdma(HostCollector):
         readings: list[Reading] = []
         for port in sorted((self.sys / "class" / "infiniband").glob("*/ports/*")):
             of = (port.parent.parent.name, port.name)
-            state = _text(port / "state")
+            state = read_if_there(port / "state").strip()
             if state:
-                readings.append(Reading("rdma_port_up", of, float("ACTIVE" in state)))
+                readings.append(Reading("rdma_port_up", of, float(b"ACTIVE" in state)))
             for directory in ("counters", "hw_counters"):
                 for file in sorted((port / directory).glob("*")):
-                    number = _text(file)
-                    if not number.isdecimal():
+                    number = read_if_there(file).strip()  # counters of some ports say nothing
+                    if not number.isdigit():
                         continue
                     if file.name in _DATA:
                         readings.append(Reading("rdma_bytes_total", (*of, _DATA[file.name]), int(number) * _WORD_BYTES))
@@ -85,11 +83,3 @@ class Rdma(HostCollector):
     def trouble(self) -> list[str]:
         """Nothing: most hosts have none."""
         return []
-
-
-def _text(path: Path) -> str:
-    """What a file of the kernel says; "" where it says nothing, as counters of some ports do."""
-    try:
-        return read(path).decode(errors="replace").strip()
-    except OSError:
-        return ""

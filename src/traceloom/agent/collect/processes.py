@@ -182,7 +182,20 @@ class Processes(HostCollector):
             matter.sort(key=lambda facts: (facts.pid not in self.device_pids, not facts.frameworks, facts.pid))
         self.left_out = max(len(matter) - MOST_PROCESSES, 0)
         self.processes = {facts.key: facts for facts in matter[:MOST_PROCESSES]}
-        return [reading for facts in self.processes.values() for reading in _readings(facts)]
+        readings: list[Reading] = []
+        for facts in self.processes.values():
+            readings += (
+                Reading("process_cpu_seconds_total", (facts.key, "user"), facts.cpu_user_s),
+                Reading("process_cpu_seconds_total", (facts.key, "system"), facts.cpu_system_s),
+                Reading("process_memory_bytes", (facts.key,), facts.resident_bytes),
+                Reading("process_threads", (facts.key,), facts.threads),
+            )
+            if facts.read_bytes is not None and facts.written_bytes is not None:
+                readings += (
+                    Reading("process_disk_bytes_total", (facts.key, "read"), facts.read_bytes),
+                    Reading("process_disk_bytes_total", (facts.key, "write"), facts.written_bytes),
+                )
+        return readings
 
     def _look(self, pid: int, look: _Look, booted_ns: int, now: float, its_turn: bool) -> None:
         """Bring `look` up to date: the numbers always, the rest when it may have changed."""
@@ -210,12 +223,21 @@ class Processes(HostCollector):
         elif due and (stat.resident_pages or look.facts is None):
             look.facts = self._examine(pid, directory, stat, booted_ns, look)
             look.ticks, look.name = -1 if stat.state == "D" or (young and look.beginning) else ticks, stat.name
-        if look.facts is not None:
-            look.facts = (
-                self._with_numbers(look.facts, directory, stat)
-                if self._matters(pid, look.facts.frameworks, look.facts.environment)
-                else None
-            )
+        if look.facts is None:
+            return
+        if not self._matters(pid, look.facts.frameworks, look.facts.environment):
+            look.facts = None
+            return
+        try:
+            pairs = (line.split(b": ") for line in read(f"{directory}/io").splitlines())
+            io = {name: int(value) for name, value in pairs}
+        except PermissionError:
+            io = {}
+        look.facts = msgspec.structs.replace(
+            look.facts, state=stat.state, parent_pid=stat.parent_pid, cpu_user_s=stat.user_ticks / TICKS_PER_S,
+            cpu_system_s=stat.system_ticks / TICKS_PER_S, resident_bytes=stat.resident_pages * PAGE_BYTES,
+            threads=stat.threads, read_bytes=io.get(b"read_bytes"), written_bytes=io.get(b"write_bytes"),
+        )  # fmt: skip
 
     def _matters(self, pid: int, frameworks: dict[str, str], environment: dict[str, str]) -> bool:
         return bool(frameworks) or pid in self.device_pids or not self._job_variables.isdisjoint(environment)
@@ -270,18 +292,6 @@ class Processes(HostCollector):
             unreadable="; ".join(unreadable),
         )  # fmt: skip
 
-    def _with_numbers(self, facts: ProcessFacts, directory: str, stat: _Stat) -> ProcessFacts:
-        try:
-            pairs = (line.split(b": ") for line in read(f"{directory}/io").splitlines())
-            io = {name: int(value) for name, value in pairs}
-        except PermissionError:
-            io = {}
-        return msgspec.structs.replace(
-            facts, state=stat.state, parent_pid=stat.parent_pid, cpu_user_s=stat.user_ticks / TICKS_PER_S,
-            cpu_system_s=stat.system_ticks / TICKS_PER_S, resident_bytes=stat.resident_pages * PAGE_BYTES,
-            threads=stat.threads, read_bytes=io.get(b"read_bytes"), written_bytes=io.get(b"write_bytes"),
-        )  # fmt: skip
-
     def trouble(self) -> list[str]:
         """What of the processes cannot be seen here."""
         troubles = []
@@ -326,19 +336,3 @@ def main_cgroup(cgroups: dict[str, str]) -> str:
         if cgroups.get(controller, "/") != "/":
             return cgroups[controller]
     return "/" if cgroups else ""
-
-
-def _readings(facts: ProcessFacts) -> list[Reading]:
-    """The series of one process."""
-    readings = [
-        Reading("process_cpu_seconds_total", (facts.key, "user"), facts.cpu_user_s),
-        Reading("process_cpu_seconds_total", (facts.key, "system"), facts.cpu_system_s),
-        Reading("process_memory_bytes", (facts.key,), facts.resident_bytes),
-        Reading("process_threads", (facts.key,), facts.threads),
-    ]
-    if facts.read_bytes is not None and facts.written_bytes is not None:
-        readings += (
-            Reading("process_disk_bytes_total", (facts.key, "read"), facts.read_bytes),
-            Reading("process_disk_bytes_total", (facts.key, "write"), facts.written_bytes),
-        )
-    return readings

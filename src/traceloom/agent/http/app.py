@@ -51,26 +51,24 @@ class Guarded:
             await send(message)
 
         try:
-            scope["state"]["peer"] = self._peer(scope, Headers(scope=scope))
+            identify: Callable[[Headers], Peer] = scope["state"]["identify"]
+            try:
+                peer = identify(Headers(scope=scope))
+            except RequestError:
+                address = (scope["client"] or ("",))[0]
+                self.rates.take(f"stranger {address}")
+                if path != "/healthz":
+                    raise
+                peer = Peer(name=f"tcp {address}", sees="host")
+            else:
+                if not peer.unlimited:
+                    self.rates.take(peer.name)
+            scope["state"]["peer"] = peer
             await self.app(scope, receive, counted)
         except RequestError as refusal:
             await refusal_response(refusal)(scope, receive, counted)
         finally:
             self.agent.asked(scope["state"].get("route", path if path in self.paths else "other"), code)
-
-    def _peer(self, scope: Scope, headers: Headers) -> Peer:
-        identify: Callable[[Headers], Peer] = scope["state"]["identify"]
-        try:
-            peer = identify(headers)
-        except RequestError:
-            address = (scope["client"] or ("",))[0]
-            self.rates.take(f"stranger {address}")
-            if scope["path"] != "/healthz":
-                raise
-            return Peer(name=f"tcp {address}", sees="host")
-        if not peer.unlimited:
-            self.rates.take(peer.name)
-        return peer
 
 
 def refusal_response(refusal: RequestError) -> Response:

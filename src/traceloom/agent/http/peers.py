@@ -152,19 +152,17 @@ class View:
     def values(self) -> Iterator[tuple[Series, float, int]]:
         """Every series that the peer may see, with its value and its time."""
         for series, value, at_ns in self.board.values():
-            if self.shows(series):
-                yield self._censored(series), value, at_ns
-
-    def _censored(self, series: Series) -> Series:
-        name, labels = series
-        if name != "process_info" or self.peer.commands:
-            return series
-        names = METRICS[name].labels
-        process = self.processes.get(labels[names.index("process")])
-        hidden = process is None or not process.command
-        return name, tuple(
-            "" if hidden and label == "command" else text for label, text in zip(names, labels, strict=True)
-        )
+            if not self.shows(series):
+                continue
+            name, labels = series
+            if name == "process_info" and not self.peer.commands:
+                names = METRICS[name].labels
+                process = self.processes.get(labels[names.index("process")])
+                if process is None or not process.command:
+                    labels = tuple(
+                        "" if label == "command" else text for label, text in zip(names, labels, strict=True)
+                    )
+            yield (name, labels), value, at_ns
 
     def histograms(self) -> Iterator[tuple[Histogram, int]]:
         """Every histogram that the peer may see, with its time."""

@@ -368,11 +368,6 @@ async def _environment(asked: Asked) -> forms.EnvironmentAnswer:
     return forms.EnvironmentAnswer(variables=asked.agent.environment(asked.peer.uid))
 
 
-async def _hangs(asked: Asked) -> forms.HangsAnswer:
-    wanted = asked.parameters(forms.HangParameters)
-    return hangs_answer(asked.agent.hangs, wanted.job, asked.peer, asked.view.jobs)
-
-
 async def _stacks(asked: Asked) -> forms.StacksAnswer:
     wanted = asked.parameters(forms.StacksParameters)
     if bool(wanted.job) == bool(wanted.pid):
@@ -454,7 +449,9 @@ ROUTES = (
     Route(
         path="/api/v1/hangs",
         summary="Jobs that hang or hung, and the rank that the others wait for",
-        answers=_hangs,
+        answers=lambda asked: hangs_answer(
+            asked.agent.hangs, asked.parameters(forms.HangParameters).job, asked.peer, asked.view.jobs
+        ),
         answer=forms.HangsAnswer,
         parameters=forms.HangParameters,
         refuses=(400,),

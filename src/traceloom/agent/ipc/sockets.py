@@ -93,9 +93,13 @@ class KinetoSockets:
             status = self.root.lstat()
             if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
                 self.trouble = f"{self.root} can be written by others, so no socket is put there"
-            elif not self._lock_root():
-                self.trouble = f"another agent has the sockets in {self.root}; `paths.kineto` names another place"
-            elif self.abstract:
+            else:
+                self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                try:  # the kernel drops the lock of an agent that has ended
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self.trouble = f"another agent has the sockets in {self.root}; `paths.kineto` names another place"
+            if self.abstract and not self.trouble:
                 self._listen(None, None)
             if not self.trouble:
                 before = {int(path.name) for path in self.root.iterdir() if path.name.isdigit()}  # jobs poll there
@@ -105,15 +109,6 @@ class KinetoSockets:
             self.trouble = str(error)
         if self.trouble:
             LOG.warning("no traces on demand: %s", self.trouble)
-
-    def _lock_root(self) -> bool:
-        """Whether the directory is ours: the kernel drops the lock of an agent that has ended."""
-        self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def prepare(self, uid: int) -> Path:
         """The directory of a user, with a socket of ours in it; made where it is not yet.
@@ -239,42 +234,32 @@ class KinetoSockets:
         except OSError as error:
             LOG.warning("a datagram could not be read: %s", error)
             return False
-        self._take(user_socket, datagram, ancillary, address)
-        return True
-
-    def _take(
-        self,
-        user_socket: UserSocket,
-        datagram: bytes,
-        ancillary: list[tuple[int, int, bytes]],
-        address: str | bytes | None,
-    ) -> None:
         try:
             message = decode(datagram)  # of a longer one than any its beginning, which is none either
         except MalformedDatagramError:
             self.malformed += 1
-            return
+            return True
         credentials = [
             data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
         ]
         if not credentials or len(credentials[0]) != _CREDENTIALS.size or not address:
             self.strangers += 1
-            return
+            return True
         pid, uid, gid = _CREDENTIALS.unpack(credentials[0])
         if pid <= 0 or (user_socket.uid is not None and uid != user_socket.uid):
             self.strangers += 1  # 0: from a pid namespace that is none of ours
-            return
+            return True
         if isinstance(message, Hello):
             self._hellos += 1
             self._send(user_socket, instances_reply(self._hellos), address)
-            return
+            return True
         client = self.registry.poll(message, pid, uid, gid, address)
-        if client is None:
-            return
-        reply, delivered = self.registry.answer(client)
-        if self._send(user_socket, reply, address) and delivered is not None:
-            delivered()
-        self.registry.answered(client)
+        if client is not None:
+            reply, delivered = self.registry.answer(client)
+            if self._send(user_socket, reply, address) and delivered is not None:
+                delivered()
+            self.registry.answered(client)
+        return True
 
     def _send(self, user_socket: UserSocket, reply: bytes, address: str | bytes) -> bool:
         """Answer from the socket that was asked, to one of the same kind; never wait. Whether it went."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from traceloom.agent.accelerators import Device
 from traceloom.agent.accelerators.amd import runtime_order
-from traceloom.agent.collect import read
+from traceloom.agent.collect import read_if_there
 
 _INSTANCE = re.compile(r"gi=(?P<instance>\d+)(?: ci=(?P<compute>\d+))?")
 _REPLICA = re.compile(r"::\d+$|/vgpu\d+$")  # of a device that a plugin gives several times
@@ -38,7 +38,7 @@ class HostDevices:
         self.vendor = next((v for v in ("nvidia", "amd") if any(d.vendor == v for d in self.by_uuid.values())), "")
         self._whole = [device for device in self.by_uuid.values() if not device.parent]
         self._amd_order = runtime_order(sys) if self.vendor == "amd" else []
-        self._names = _unambiguous(self._names_of(_minors(proc)))
+        self._names = _unambiguous(self._names_of(proc))
         self._indices = _unambiguous(
             (device.index, device.uuid)
             for device in self.by_uuid.values()
@@ -93,7 +93,12 @@ class HostDevices:
             return []
         return [device.uuid for device in sorted(whole, key=lambda device: int(device.index))]  # which is that of PCI
 
-    def _names_of(self, minors: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    def _names_of(self, proc: Path) -> Iterator[tuple[str, str]]:
+        minors: dict[str, str] = {}  # PCI address -> number of the device file, as NVIDIA's driver tells
+        for directory in (proc / "driver/nvidia/gpus").glob("*"):
+            match = re.search(rb"^Device Minor:\s*(\d+)", read_if_there(directory / "information"), re.MULTILINE)
+            if match:  # else it was taken away just now
+                minors[_address(directory.name)] = match[1].decode()
         for device in self.by_uuid.values():
             yield device.uuid, device.uuid
             above = self.by_uuid.get(device.parent, device)
@@ -124,19 +129,6 @@ def _address(text: str) -> str:
     """A PCI address, which drivers write with four or eight digits of the domain, in one spelling; "" of others."""
     match = _PCI.fullmatch(text.lower())
     return f"{int(match['domain'] or '0', 16):x}:{match['rest']}" if match else ""
-
-
-def _minors(proc: Path) -> dict[str, str]:
-    """PCI address -> number of the device file, as NVIDIA's driver tells."""
-    minors = {}
-    for directory in (proc / "driver/nvidia/gpus").glob("*"):
-        try:
-            match = re.search(rb"^Device Minor:\s*(\d+)", read(directory / "information", 4096), re.MULTILINE)
-        except OSError:  # it was taken away just now
-            continue
-        if match:
-            minors[_address(directory.name)] = match[1].decode()
-    return minors
 
 
 def devices_of(

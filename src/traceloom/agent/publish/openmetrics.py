@@ -5,6 +5,7 @@ The name of the host is a label of `traceloom_host_info` alone: a scraper adds `
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -98,23 +99,18 @@ def families(board: Readable) -> list[Family]:
             continue
         family = Family(metric.full_name.removesuffix("_total").removesuffix("_info"), metric.help, metric.kind)
         family.unit = metric.unit
-        for labels, value in by_metric[name].items():
-            family.add_sample(metric.full_name, _labels(metric, labels), value)
+        for values, value in by_metric[name].items():
+            family.add_sample(metric.full_name, _labels(metric, values), value)
         for histogram in histograms[name]:
-            _add_histogram(family, metric, histogram)
+            of = _labels(metric, histogram.labels)
+            for bound, count in zip((*metric.bounds, math.inf), (*histogram.counts, histogram.number), strict=True):
+                below = "+Inf" if bound == math.inf else repr(bound)
+                family.add_sample(f"{metric.full_name}_bucket", {**of, "le": below}, count)
+            family.add_sample(f"{metric.full_name}_count", of, histogram.number)
+            family.add_sample(f"{metric.full_name}_sum", of, histogram.total)
         out.append(family)
     return out
 
 
 def _labels(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
     return {label: value for label, value in zip(metric.labels, values, strict=True) if value}
-
-
-def _add_histogram(family: Family, metric: Metric, histogram: Histogram) -> None:
-    labels = _labels(metric, histogram.labels)
-    for bound, count in zip((*metric.bounds, float("inf")), (*histogram.counts, histogram.number), strict=True):
-        family.add_sample(
-            f"{metric.full_name}_bucket", {**labels, "le": "+Inf" if bound == float("inf") else repr(bound)}, count
-        )
-    family.add_sample(f"{metric.full_name}_count", labels, histogram.number)
-    family.add_sample(f"{metric.full_name}_sum", labels, histogram.total)

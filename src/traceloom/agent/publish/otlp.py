@@ -111,7 +111,12 @@ def metrics_data(board: Board, config: Config) -> MetricsData:
         metric = METRICS[series[0]]
         if metric.name == "host_info":  # is in the resource
             continue
-        start_ns = _counts_since(series, board, booted_ns) if metric.kind == "counter" else 0
+        start_ns = 0  # of a counter: when it began to count
+        if metric.kind == "counter" and metric.name.startswith("process_"):
+            process = board.processes.get(series[1][metric.labels.index("process")])
+            start_ns = process.started_ns if process else board.started_ns
+        elif metric.kind == "counter":
+            start_ns = board.started_ns if metric.name.startswith(_OWN_COUNTS) else booted_ns
         name = metric.opentelemetry or "traceloom." + metric.name.replace("_", ".")
         point = export.NumberDataPoint(_attributes(series, board), start_ns, at_ns, value)
         by_name.setdefault(name, (metric, []))[1].append(point)
@@ -176,13 +181,3 @@ def _attributes(series: Series, board: Board) -> dict[str, str]:
         }
         out |= {name: value for name, value in described.items() if value}
     return out
-
-
-def _counts_since(series: Series, board: Board, booted_ns: int) -> int:
-    name, labels = series
-    if name.startswith(_OWN_COUNTS):
-        return board.started_ns
-    if name.startswith("process_"):
-        process = board.processes.get(labels[METRICS[name].labels.index("process")])
-        return process.started_ns if process else board.started_ns
-    return booted_ns

@@ -21,6 +21,7 @@ from traceloom.agent.config import Config
 from traceloom.agent.publish.json_lines import append_whole, lines
 
 _WRITER = "traceloom.agent.publish.parquet_file"
+_HOUR = "%Y-%m-%dT%H"
 
 
 class ParquetFiles:
@@ -44,7 +45,8 @@ class ParquetFiles:
 
     def put(self, board: Board) -> None:
         """Append a tick; write the hours that are over, and remove those that are too old."""
-        hour = _hour(self.clock())
+        now = datetime.fromtimestamp(self.clock(), timezone.utc)
+        hour = now.strftime(_HOUR)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             current = self.directory / f".telemetry-{hour}.jsonl"
@@ -56,7 +58,8 @@ class ParquetFiles:
                     if self._write(spool):
                         spool.unlink()
                         del self.tried[spool]
-            oldest = f"telemetry-{_hour(max(0.0, self.clock() - 86_400 * self.days))}"
+            first = datetime.fromtimestamp(max(0.0, now.timestamp() - 86_400 * self.days), timezone.utc)
+            oldest = f"telemetry-{first.strftime(_HOUR)}"
             for path in self.directory.glob("telemetry-*.parquet"):
                 if path.stem < oldest:
                     path.unlink()
@@ -82,7 +85,3 @@ class ParquetFiles:
             self.failures += 1
             self.trouble = f"{target}: {done.stderr.strip().rpartition(chr(10))[2]}"
         return not done.returncode
-
-
-def _hour(at_s: float) -> str:
-    return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%dT%H")

@@ -201,14 +201,26 @@ class RequestDesk:
         candidates = dict(self.processes())
         for client in self.registry.clients.values():
             candidates.setdefault(client.key, _bare(client))
-        allowed = [process for process in candidates.values() if may_trace(process.uid)]
+        matches: list[Process] = []
+        for process in candidates.values():
+            if not may_trace(process.uid):
+                continue
+            polls = self.registry.clients.get(process.key)
+            above: Iterable[int] = polls.ancestors if polls is not None else ()
+            if polls is None and wanted.attach and wanted.pids:
+                above = ancestors(self.registry.proc, process.parent_pid)
+            if (
+                (not wanted.job or process.owner.job == wanted.job)
+                and (not wanted.ranks or process.owner.rank in wanted.ranks)
+                # A launcher's pid chooses its children; of those that do not poll only the process itself.
+                and (not wanted.pids or not {process.pid, *above}.isdisjoint(wanted.pids))
+                and (wanted.pids or polls is not None or wanted.attach)
+            ):
+                matches.append(process)
         # Those that have ended are remembered for a while, as the ranks of a job that was started again.
         matches = self._workers(
-            [
-                process for process in allowed
-                if self._matches(process, wanted) and is_alive(self.registry.proc, process.pid, process.start_ticks)
-            ]
-        )  # fmt: skip
+            [process for process in matches if is_alive(self.registry.proc, process.pid, process.start_ticks)]
+        )
         if wanted.most_processes is not None:
             matches = matches[: wanted.most_processes]
         if not matches:
@@ -217,20 +229,6 @@ class RequestDesk:
         if len(matches) > _MOST_TARGETS:
             raise RequestError(400, f"that matches {len(matches)} processes", slug="too-much", hint="name fewer")
         return matches
-
-    def _matches(self, process: Process, wanted: Wanted) -> bool:
-        client = self.registry.clients.get(process.key)
-        above: Iterable[int] = client.ancestors if client is not None else ()
-        if client is None and wanted.attach and wanted.pids:
-            above = ancestors(self.registry.proc, process.parent_pid)
-        if wanted.job and process.owner.job != wanted.job:
-            return False
-        if wanted.ranks and process.owner.rank not in wanted.ranks:
-            return False
-        if wanted.pids:
-            # A launcher's pid chooses its children; of those that do not poll only the process itself.
-            return not {process.pid, *above}.isdisjoint(wanted.pids)
-        return client is not None or wanted.attach
 
     def _workers(self, processes: list[Process]) -> list[Process]:
         """Without those that only serve others: launchers beside their ranks, and what a rank itself has started."""
@@ -338,7 +336,16 @@ class RequestDesk:
         holder = f"{target.profiler} of request {request.id}, process {target.pid}"
         tell = partial(self._tell, request, target)
         try:
-            process = self._process(request, target)
+            if request.boot_id != self.boot_id:
+                raise ProfilerError("the host was started again since", slug="exited")  # noqa: TRY301
+            process, client = self.processes().get(target.process), self.registry.clients.get(target.process)
+            if process is None and client is not None:
+                process = _bare(client)
+            elif process is None:  # after a restart of the agent nobody has been looked at yet
+                process = Process(
+                    key=target.process, pid=target.pid, start_ticks=int(target.process.partition("@")[2]), started_ns=0,
+                    parent_pid=0, uid=target.uid, command="",
+                )  # fmt: skip
             profiler = self._profiler(request, target, process, start)
             last_holder = ""
             until = time.monotonic() + self.config.traces.wait
@@ -363,21 +370,6 @@ class RequestDesk:
             self._leases.give_back(holder)
             if start is not None and target.profiler == "timeline":
                 start.leave(target.process)
-
-    def _process(self, request: TraceRequest, target: Target) -> Process:
-        if request.boot_id != self.boot_id:
-            raise ProfilerError("the host was started again since", slug="exited")
-        process = self.processes().get(target.process)
-        if process is not None:
-            return process
-        client = self.registry.clients.get(target.process)
-        if client is not None:
-            return _bare(client)
-        # After a restart of the agent nobody has been looked at yet.
-        return Process(
-            key=target.process, pid=target.pid, start_ticks=int(target.process.partition("@")[2]), started_ns=0,
-            parent_pid=0, uid=target.uid, command="",
-        )  # fmt: skip
 
     def _profiler(self, request: TraceRequest, target: Target, process: Process, start: CommonStart | None) -> Profiler:
         if target.profiler != "timeline":

@@ -21,6 +21,8 @@ CREATE TABLE IF NOT EXISTS targets (
     {", ".join(field.name for field in _COLUMNS)}, PRIMARY KEY (request, process, profiler)
 ) WITHOUT ROWID;
 """
+_NAMES, _MARKS = ", ".join(field.name for field in _COLUMNS), ", ".join("?" * len(_COLUMNS))
+_PUT_TARGET = f"INSERT OR REPLACE INTO targets ({_NAMES}) VALUES ({_MARKS})"  # noqa: S608  (our own names)
 
 
 class RequestStore:
@@ -76,12 +78,12 @@ class RequestStore:
                 "INSERT OR REPLACE INTO requests VALUES (?, ?, ?)",
                 (request.id, request.asked_ns, msgspec.json.encode(bare)),
             ),
-            *(_of(target) for target in request.targets),
+            *((_PUT_TARGET, msgspec.structs.astuple(target)) for target in request.targets),
         )
 
     def put_target(self, target: Target) -> None:
         """Write the state of a target; errors as of `put`."""
-        self._write(_of(target))
+        self._write((_PUT_TARGET, msgspec.structs.astuple(target)))
 
     def delete(self, request: str) -> None:
         """Forget a request; errors as of `put`."""
@@ -123,9 +125,3 @@ class RequestStore:
             database.close()
             raise
         self._database = database
-
-
-def _of(target: Target) -> tuple[str, tuple[object, ...]]:
-    names, marks = ", ".join(field.name for field in _COLUMNS), ", ".join("?" * len(_COLUMNS))
-    statement = f"INSERT OR REPLACE INTO targets ({names}) VALUES ({marks})"  # noqa: S608  (our own names)
-    return statement, msgspec.structs.astuple(target)

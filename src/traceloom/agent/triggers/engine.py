@@ -221,7 +221,19 @@ class Triggers:
             again_ns, noted_ns = now_ns + cooldown_ns if firing.lasts else _NEVER_NS, 0
         else:
             again_ns = now_ns + (cooldown_ns if cooling else _AGAIN_NS)
-            noted_ns = self._refused(rule, firing, target, refusal, tried, now_ns)
+            counts = self.counts[rule.name]
+            counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
+            counts.last_refusal = Refused(
+                at_ns=now_ns, target=target.key, what=firing.what, uid=target.uid, reason=refusal.reason,
+                detail=refusal.detail,
+            )  # fmt: skip
+            self._changed.add(rule.name)
+            noted_ns = tried.noted_ns if tried is not None else 0
+            if not noted_ns or now_ns - noted_ns >= _AGAIN_NS:  # in the audit log once a minute at most
+                noted_ns = now_ns
+                facts = {"target": target.key, "detail": refusal.detail, "why": firing.what}
+                write = partial(self._audit.write, f"trigger {rule.name}", "trigger", refusal.reason, **facts)
+                self._disk.submit(write)
         self._tried.pop(key, None)  # the one that was tried last stands last
         self._tried[key] = _Tried(episodes, again_ns, noted_ns)
         if len(self._tried) > _MOST_TRIED:
@@ -263,29 +275,6 @@ class Triggers:
         facts = {"request": request.id, "of": uid, "pids": pids, "why": firing.what}
         self._disk.submit(partial(self._audit.write, f"trigger {rule.name}", "trigger", "done", **facts))
         return None
-
-    def _refused(  # noqa: PLR0917  (of one try)
-        self,
-        rule: TriggerRule,
-        firing: Firing,
-        target: TriggerTarget,
-        refusal: TriggerRefusal,
-        tried: _Tried | None,
-        now_ns: int,
-    ) -> int:
-        """Count it, and note it in the audit log once a minute at most; when that was."""
-        counts = self.counts[rule.name]
-        counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
-        counts.last_refusal = Refused(
-            at_ns=now_ns, target=target.key, what=firing.what, uid=target.uid, reason=refusal.reason,
-            detail=refusal.detail,
-        )  # fmt: skip
-        self._changed.add(rule.name)
-        if tried is not None and tried.noted_ns and now_ns - tried.noted_ns < _AGAIN_NS:
-            return tried.noted_ns
-        facts = {"target": target.key, "detail": refusal.detail, "why": firing.what}
-        self._disk.submit(partial(self._audit.write, f"trigger {rule.name}", "trigger", refusal.reason, **facts))
-        return now_ns
 
     def _seconds(self, wanted: Wanted, process: str) -> float:
         """How long a process is traced at most, as far as it can be said before."""

@@ -65,9 +65,17 @@ class MetricWatch:
                 if not self._still_there({label: labels[column] for column, label in self._whose}):
                     del self._series[labels]
                     continue
-                yield self._firing(labels, seen.at_ns, f"was absent for {(now_ns - seen.at_ns) / 1e9:.0f} s")
+                since_ns, words = seen.at_ns, f"was absent for {(now_ns - seen.at_ns) / 1e9:.0f} s"
             elif seen.since_ns is not None and seen.at_ns - seen.since_ns >= rule.for_seconds * 1e9:
-                yield self._firing(labels, seen.since_ns, self._sentence(seen))
+                since_ns, words = seen.since_ns, self._sentence(seen)
+            else:
+                continue
+            names = METRICS[self.matching.metric].labels
+            of = ", ".join(f"{name} {value}" for name, value in zip(names, labels, strict=True) if value)
+            yield Firing(
+                ({label: labels[column] for column, label in self._whose}), f"{labels}@{since_ns}",
+                f"{self.matching.metric}{f' of {of}' if of else ''} {words}", lasts=True,
+            )  # fmt: skip
 
     def trouble(self) -> str:
         """Whether there is any series to look at."""
@@ -110,14 +118,6 @@ class MetricWatch:
         # What is not there is not above anything; an absent one is kept until those whom it was of are gone.
         for labels in gone if rule.absent is None else gone[:-_MOST_GONE]:
             del self._series[labels]
-
-    def _firing(self, labels: Labels, since_ns: int, words: str) -> Firing:
-        names = METRICS[self.matching.metric].labels
-        of = ", ".join(f"{name} {value}" for name, value in zip(names, labels, strict=True) if value)
-        return Firing(
-            ({label: labels[column] for column, label in self._whose}), f"{labels}@{since_ns}",
-            f"{self.matching.metric}{f' of {of}' if of else ''} {words}", lasts=True,
-        )  # fmt: skip
 
     def _sentence(self, seen: _SeriesSeen) -> str:
         rule, measure = self.rule, unit(self.matching.metric)

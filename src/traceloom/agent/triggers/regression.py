@@ -84,19 +84,16 @@ class StepRegressionWatch:
             past.last += [seconds] * min(number, max(self._rule.last // 10, 1))
             while len(past.last) >= self._rule.last:
                 window, past.last = past.last[: self._rule.last], past.last[self._rule.last :]
-                self._compare(past, window)
-
-    def _compare(self, past: _Past, window: list[float]) -> None:
-        """Judge N steps by those before; slower ones never become what was before."""
-        number = len(window)
-        if len(past.before) < 2 * number:
-            past.before.extend(window)
-            return
-        before, now = median(past.before), median(window)
-        above = sum(seconds > before for seconds in window)
-        if now > before * (1 + self._rule.by) and above - number / 2 >= _DEVIATIONS * math.sqrt(number) / 2:
-            past.episode += past.slow is None
-            past.slow = (before, now)
-        else:
-            past.slow = None
-            past.before.extend(window)
+                # N steps are judged by those before; slower ones never become what was before.
+                if len(past.before) < 2 * len(window):
+                    past.before.extend(window)
+                    continue
+                before, now = median(past.before), median(window)
+                above = sum(each > before for each in window)
+                certain = above - len(window) / 2 >= _DEVIATIONS * math.sqrt(len(window)) / 2
+                if certain and now > before * (1 + self._rule.by):
+                    past.episode += past.slow is None
+                    past.slow = (before, now)
+                else:
+                    past.slow = None
+                    past.before.extend(window)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from traceloom.agent.board import Board, Sheet
-from traceloom.agent.metrics import METRICS, Series
+from traceloom.agent.metrics import METRICS
 
 Labels = tuple[str, ...]
 
@@ -66,9 +66,13 @@ class SeriesValues:
                     columns = self._columns.get(series[0])
                     if columns is None:
                         continue
-                    now = self._rate(series, value, sheet, before) if METRICS[series[0]].kind == "counter" else value
-                    if now is None:
-                        continue
+                    now = value
+                    if METRICS[series[0]].kind == "counter":  # its rate per second, at first sight unknown
+                        last = before.values.get(series) if before is not None else None
+                        if before is None or last is None or sheet.at_ns <= before.at_ns:
+                            continue
+                        # One that was set back began anew at 0.
+                        now = (value - last if value >= last else value) / ((sheet.at_ns - before.at_ns) / 1e9)
                     for column in columns:
                         key = (series[0], column, series[1][column] if column >= 0 else "")
                         if key in self._filed:
@@ -87,11 +91,3 @@ class SeriesValues:
     def delivered(self) -> set[str]:
         """Metrics that have a series now."""
         return {metric for sheet in self._board.sheets.values() for metric, _ in sheet.values}
-
-    @staticmethod
-    def _rate(series: Series, value: float, sheet: Sheet, before: Sheet | None) -> float | None:
-        """Per second; None at first sight. A counter that was set back began anew at 0."""
-        last = before.values.get(series) if before is not None else None
-        if before is None or last is None or sheet.at_ns <= before.at_ns:
-            return None
-        return (value - last if value >= last else value) / ((sheet.at_ns - before.at_ns) / 1e9)

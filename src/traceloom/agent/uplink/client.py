@@ -98,7 +98,16 @@ class ServiceClient:
             headers = {**headers, "Authorization": f"Bearer {self.credential}"}
         kept = self._connection is not None
         try:
-            status, answer = self._exchange(method, route, body, headers)
+            if self._connection is None:
+                self._connection = self.address.connection(self.timeout_s, self._tls)
+            url = f"{self.address.prefix}/api/v1/{route}"
+            self._connection.request(method, url, body or None, headers)  # type: ignore[arg-type]
+            response = self._connection.getresponse()
+            answer, status = response.read(_MOST_ANSWER + 1), response.status
+            if len(answer) > _MOST_ANSWER:
+                raise http.client.HTTPException("an answer without end")  # noqa: TRY301
+            if response.will_close:
+                self.close()
         except (http.client.HTTPException, OSError) as error:
             self.close()
             if (
@@ -121,18 +130,6 @@ class ServiceClient:
             f"the fleet's service answers {status} and gives no reason that is understood here",
             slug="service-unclear", status=status,
         )  # fmt: skip
-
-    def _exchange(self, method: str, route: str, body: object, headers: dict[str, str]) -> tuple[int, bytes]:
-        if self._connection is None:
-            self._connection = self.address.connection(self.timeout_s, self._tls)
-        self._connection.request(method, f"{self.address.prefix}/api/v1/{route}", body or None, headers)  # type: ignore[arg-type]
-        response = self._connection.getresponse()
-        answer = response.read(_MOST_ANSWER + 1)
-        if len(answer) > _MOST_ANSWER:
-            raise http.client.HTTPException("an answer without end")
-        if response.will_close:
-            self.close()
-        return response.status, answer
 
     def _decoded(self, answer: bytes, kind: type[Message]) -> Message:
         try:

@@ -14,6 +14,7 @@ import random
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -132,7 +133,7 @@ class Uplink:
     # Belonging, and saying how the host is.
 
     async def _belong(self) -> None:
-        await self._until_done(self._enrol)
+        await self._until_done(partial(asyncio.to_thread, self._enrol))
         self._loops += [
             asyncio.create_task(self._forever(self._beat, self.config.fleet.heartbeat), name="fleet heartbeat"),
             asyncio.create_task(self._forever(self._take_work, 0.0), name="fleet work"),
@@ -160,44 +161,40 @@ class Uplink:
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311
             wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
 
-    async def _enrol(self) -> None:
-        """Be a host of the fleet: as the file says, else by the token."""
+    def _enrol(self) -> None:
+        """Be a host of the fleet: as the file says, else by the token; blocks."""
+        fleet = self.config.fleet
         try:
-            member = msgspec.json.decode(await asyncio.to_thread(self.membership.read_bytes), type=Membership)
+            member = msgspec.json.decode(self.membership.read_bytes(), type=Membership)
         except FileNotFoundError:
             member = None
-        if member is None or member.server != self.config.fleet.server:
-            member = await asyncio.to_thread(self._become_member)
+        if member is None or member.server != fleet.server:
+            token = os.environ.get(TOKEN_VARIABLE, "")
+            if fleet.token_file:
+                try:
+                    token = Path(fleet.token_file).read_text(encoding="utf-8")
+                except (OSError, UnicodeDecodeError) as error:
+                    raise unreadable(fleet.token_file, error, "token of enrolment") from error
+            if not token.strip():
+                raise InputError(
+                    "this host does not belong to the fleet yet, and there is no token", slug="no-token",
+                    where="fleet.token_file",
+                    hint=f"`traceloom fleet token enrol` on the service makes one; {TOKEN_VARIABLE} holds it, too",
+                )  # fmt: skip
+            enrolment = Enrolment(
+                token=token.strip(), host=self.config.host_name, boot_id=self.boot_id, version=__version__
+            )
+            enrolled = self._beats.post("agents/enrol", enrolment, Enrolled)
+            member = Membership(server=fleet.server, host=enrolled.host, credential=enrolled.credential)
+            self.membership.parent.mkdir(parents=True, exist_ok=True)
+            part = self.membership.with_name(f".{self.membership.name}.{os.getpid()}")
+            part.write_bytes(b"")
+            part.chmod(0o600)  # before the credential is in it
+            part.write_bytes(msgspec.json.encode(member))
+            part.replace(self.membership)
         self.host = member.host
         for client in (self._beats, self._polls, self._uploads):
             client.credential = member.credential
-
-    def _become_member(self) -> Membership:
-        fleet = self.config.fleet
-        token = os.environ.get(TOKEN_VARIABLE, "")
-        if fleet.token_file:
-            try:
-                token = Path(fleet.token_file).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise unreadable(fleet.token_file, error, "token of enrolment") from error
-        if not token.strip():
-            raise InputError(
-                "this host does not belong to the fleet yet, and there is no token", slug="no-token",
-                where="fleet.token_file",
-                hint=f"`traceloom fleet token enrol` on the service makes one; {TOKEN_VARIABLE} holds it, too",
-            )  # fmt: skip
-        enrolment = Enrolment(
-            token=token.strip(), host=self.config.host_name, boot_id=self.boot_id, version=__version__
-        )
-        enrolled = self._beats.post("agents/enrol", enrolment, Enrolled)
-        member = Membership(server=fleet.server, host=enrolled.host, credential=enrolled.credential)
-        self.membership.parent.mkdir(parents=True, exist_ok=True)
-        part = self.membership.with_name(f".{self.membership.name}.{os.getpid()}")
-        part.write_bytes(b"")
-        part.chmod(0o600)  # before the credential is in it
-        part.write_bytes(msgspec.json.encode(member))
-        part.replace(self.membership)
-        return member
 
     async def _beat(self) -> None:
         """Say how the host is, and take the time from the answer."""

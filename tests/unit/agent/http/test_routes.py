@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from traceloom.agent.http.moments import moment
 from traceloom.agent.http.openapi import document
 from traceloom.agent.http.peers import Peer
 from traceloom.agent.http.routes import ROUTES, Asked, boot_id
-from traceloom.agent.http.routes import _hangs as hangs_of
 from traceloom.agent.http.triggers import triggers_answer
 from traceloom.agent.owners import Owner
 from traceloom.agent.requests.model import Wanted
@@ -341,7 +339,8 @@ def test_a_user_sees_the_own_hangs_alone() -> None:
         agent.hangs.records.append(HangRecord(id=f"of-{uid}", hang=hang))
     peer = Peer(name=f"uid {ANNA}", uid=ANNA, sees="own")
     request = Request({"type": "http", "query_string": b"", "state": {"peer": peer}})
-    answer = asyncio.run(hangs_of(Asked(agent, request)))
+    (route,) = (route for route in ROUTES if route.path == "/api/v1/hangs")
+    answer = route.answers(Asked(agent, request))
     assert [row.id for row in answer.hangs] == [f"of-{ANNA}"]
 
 
