@@ -518,15 +518,11 @@ def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
             if name in _POSITIVE_NAMES:
                 yield number, _POSITIVE
             else:
-                within = next((use.shape(of) for of in _OFFSETS[name] if of in inputs), [])
-                yield number, _offsets(use, number, prod(within[:1]))
-
-
-def _offsets(use: _Use, number: int, end: int) -> Demand:
-    """Ascending positions up to the end; the last one is the end itself where the op wants it so, or a start."""
-    count = prod(use.shapes[number])
-    has_end = use.call.values.get("include_last_offset") or "offsets" not in use.call.inputs
-    return Demand("offsets", 0, end if has_end or count == 0 else end - -(-end // count))
+                # Ascending positions; the last one is the end itself where the op wants it so, or a start.
+                end = prod(next((use.shape(of) for of in _OFFSETS[name] if of in inputs), [])[:1])
+                positions = prod(use.shapes[number])
+                has_end = call.values.get("include_last_offset") or "offsets" not in inputs
+                yield number, Demand("offsets", 0, end if has_end or positions == 0 else end - -(-end // positions))
 
 
 _BASE = re.compile(r"^(?:_foreach_)?(.*?)_?$")

@@ -119,8 +119,12 @@ def make_plan(
     for entry in inputs:
         say(f"planning rank {entry.rank}")
         with not_collected():
-            ranks[entry.rank], of_rank = _plan_rank(entry, choice, groups, world)
-        notices += of_rank
+            nodes = Nodes.of(entry.host)
+            for group in groups_of(nodes, entry.capture, world, entry.rank):
+                groups.setdefault(group["name"], group)
+            maker = _RankPlanner(entry, nodes, choice, groups)
+            ranks[entry.rank] = maker.plan()
+        notices += maker.notices()
     if choice.steps is not None and not any(plan.ops.height for plan in ranks.values()):
         raise UsageError(f"no op is in step {choice.steps[0]}", slug="no-such-step")
     if choice.scope is not None and not any(plan.ops.height for plan in ranks.values()):
@@ -139,17 +143,6 @@ def make_plan(
         world_size=max(world, members),
         notices=tuple(notices),
     )
-
-
-def _plan_rank(
-    entry: PlanInput, choice: Choice, groups: dict[str, dict[str, Any]], world: int
-) -> tuple[RankPlan, list[Notice]]:
-    """The plan of a rank and what of it must be known; its groups are added to those that other ranks have named."""
-    nodes = Nodes.of(entry.host)
-    for group in groups_of(nodes, entry.capture, world, entry.rank):
-        groups.setdefault(group["name"], group)
-    maker = _RankPlanner(entry, nodes, choice, groups)
-    return maker.plan(), maker.notices()
 
 
 @dataclass

@@ -80,7 +80,7 @@ class RankText:
         taken, received = op["inputs"], [output for output in op["outputs"] if output is not None]
         if op["action"] == RUN and isinstance(self._calls[op["call"]], CallText):
             present = tuple(output is not None for output in op["outputs"])
-            shapes = tuple(map(self._geometry, received)) if _is_by_content(op) else ()
+            shapes = tuple(map(self._geometry, received)) if op["name"].partition("::")[2] in _BY_CONTENT else ()
             self._add((op["call"], present, shapes), op, taken, received)
         elif op["action"] == VIEW:
             self._add(("view", self._geometry(received[0])), op, taken, received)
@@ -158,7 +158,7 @@ class RankText:
         call = self._calls[op["call"]]
         assert isinstance(call, CallText)
         text = call.write(names)
-        if _is_by_content(op) and len(op["outputs"]) == 1 and op["outputs"][0] is not None:
+        if op["name"].partition("::")[2] in _BY_CONTENT and len(op["outputs"]) == 1 and op["outputs"][0] is not None:
             return f"as_recorded({text}, {self._like(op['outputs'][0])})"
         return f"flat({text})" if call.is_nested and any(output is not None for output in op["outputs"]) else text
 
@@ -211,10 +211,6 @@ class RankText:
         call = self.expression({**op, "outputs": []}, [names[register] for register in op["inputs"]])
         lines = [*self.external(names, names.__getitem__), f"return lambda: {call}"]
         return function(f"case_{number}", "", "Callable[[], Any]", about, lines)
-
-
-def _is_by_content(op: Mapping[str, Any]) -> bool:
-    return op["name"].partition("::")[2] in _BY_CONTENT
 
 
 def _is_whole(shape: Sequence[int], strides: Sequence[int], elements: int) -> bool:

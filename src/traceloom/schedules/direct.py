@@ -18,7 +18,10 @@ def direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None) -> S
         splits: Of all_to_all: bytes from each position (row) to each position; equal pieces where not given.
     """
     if kind in {"broadcast", "reduce", "gather", "scatter"}:
-        return _rooted(kind, ranks, size)
+        others = np.arange(1, ranks)
+        each = np.full(ranks - 1, size) if kind in {"broadcast", "reduce"} else pieces(size, ranks)[1:]
+        first, last = (0, others) if kind in {"broadcast", "scatter"} else (others, 0)
+        return Schedule(ranks, (round_of(first, last, each, reduce=kind == "reduce"),))
     source = np.tile(np.arange(ranks), ranks - 1)
     target = (source + np.repeat(np.arange(1, ranks), ranks)) % ranks
     piece = pieces(size, ranks)
@@ -32,10 +35,3 @@ def direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None) -> S
         if kind == "all_reduce":
             rounds.append(round_of(source, target, piece[source]))
     return Schedule(ranks, tuple(rounds))
-
-
-def _rooted(kind: str, ranks: int, size: int) -> Schedule:
-    others = np.arange(1, ranks)
-    each = np.full(ranks - 1, size) if kind in {"broadcast", "reduce"} else pieces(size, ranks)[1:]
-    source, target = (0, others) if kind in {"broadcast", "scatter"} else (others, 0)
-    return Schedule(ranks, (round_of(source, target, each, reduce=kind == "reduce"),))

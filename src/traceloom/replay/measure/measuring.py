@@ -100,8 +100,13 @@ def measure(
         "env://",
         None if process or device != "cpu" else max(workers.cores() // count, 1),
     )
-    recorded = measure_here(task, process.rank, say) if process else _by_own_processes(task, say)
-    return Measurement.of(task, recorded)
+    if process:
+        return Measurement.of(task, measure_here(task, process.rank, say))
+    with workers.shared_folder() as folder:
+        job = {"task": msgspec.to_builtins(replace(task, meeting=f"file://{folder}/meeting"))}
+        main = "traceloom.replay.measure.rank"
+        answers = run_processes(main, job, range(count), folder, say, hint=FAILED_HINT)
+    return Measurement.of(task, msgspec.convert(answers[0]["recorded"], Recorded))
 
 
 def _device(name: str | None) -> tuple[str, int]:
@@ -127,12 +132,3 @@ def _backend(name: str) -> str:
         message = f"this torch has no backend `{name}`"
         raise InputError(message, slug="no-backend", hint=f"it has {', '.join(usable)}")
     return name
-
-
-def _by_own_processes(task: Task, say: Say) -> Recorded:
-    """What ranks on this host record, which are started for it."""
-    with workers.shared_folder() as folder:
-        job = {"task": msgspec.to_builtins(replace(task, meeting=f"file://{folder}/meeting"))}
-        main = "traceloom.replay.measure.rank"
-        answers = run_processes(main, job, range(task.ranks), folder, say, hint=FAILED_HINT)
-    return msgspec.convert(answers[0]["recorded"], Recorded)

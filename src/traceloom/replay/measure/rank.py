@@ -37,13 +37,11 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 def main() -> None:
     """What a process of ours does: one rank."""
-    take_part(_recorded)
-
-
-def _recorded(job: dict[str, Any], say: Say) -> dict[str, Any]:
-    """What the rank that a job names has recorded."""
-    recorded = measure_here(msgspec.convert(job["task"], Task), job["process"], say)
-    return {"recorded": msgspec.to_builtins(recorded)}
+    take_part(
+        lambda job, say: {
+            "recorded": msgspec.to_builtins(measure_here(msgspec.convert(job["task"], Task), job["process"], say))
+        }
+    )
 
 
 def measure_here(task: Task, rank: int, say: Say) -> Recorded:

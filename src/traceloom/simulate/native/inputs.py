@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def open_input(
 
     Raises:
         UsageError: slugs `no-file`, `wrong-usage`: a step of what has none, groups of what has its own.
-        InputError: A file is refused.
+        InputError: A file is refused; slug `not-a-group-file`: that of the groups.
     """
     if isinstance(workload, SimulationInput):
         return workload
@@ -92,7 +92,12 @@ def open_input(
             if chakra:
                 beside = first if first.is_dir() else first.parent
                 group_path = groups or next((beside / name for name in GROUP_FILES if (beside / name).is_file()), None)
-                members = None if group_path is None else _groups(Path(group_path))
+                if group_path is not None:
+                    note_input(Path(group_path))
+                    named = read_groups(Path(group_path))
+                    if named.faults:
+                        raise InputError(named.faults[0], slug="not-a-group-file", where=str(group_path))
+                    members = named.members or {}
         else:
             from traceloom.read import load
 
@@ -113,16 +118,3 @@ def open_input(
     if not measured:
         graph = as_evaluated(graph, operations(graph), serial=serial)
     return SimulationInput(graph, name, measured, serial, session, only)
-
-
-def _groups(path: Path) -> Mapping[str, Sequence[int]]:
-    """The members of each group that a file names.
-
-    Raises:
-        InputError: slug `not-a-group-file`.
-    """
-    note_input(path)
-    groups = read_groups(path)
-    if groups.faults:
-        raise InputError(groups.faults[0], slug="not-a-group-file", where=str(path))
-    return groups.members or {}

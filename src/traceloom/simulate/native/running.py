@@ -200,14 +200,12 @@ def _on_device(
         cases = _Cases((scaled.graph, scaled.low, scaled.high), scaled.account, notices)
     if machine is None or (machine.device_speeds() == 1).all():
         return cases
-    return replace(cases, graphs=tuple(_slowed(graph, machine) for graph in cases.graphs))
-
-
-def _slowed(graph: Graph, machine: Machine) -> Graph:
-    """The graph with the work of slow (or fast) devices."""
-    scenario = Scenario.of(graph).copy()
-    rank = graph.nodes["rank"].cast(pl.Int64).fill_null(0).to_numpy()
-    device = scenario.nodes(gs.KERNEL, gs.COPY, gs.FILL)
-    speed = machine.device_speeds()[np.minimum(rank, machine.ranks - 1)]
-    scenario.work_ns = np.where(device, np.rint(scenario.work_ns / speed), scenario.work_ns).astype(np.int64)
-    return changed_graph(graph, scenario, scenario.times(Plan(graph)))
+    slowed = []
+    for graph in cases.graphs:
+        scenario = Scenario.of(graph).copy()
+        rank = graph.nodes["rank"].cast(pl.Int64).fill_null(0).to_numpy()
+        of_device = scenario.nodes(gs.KERNEL, gs.COPY, gs.FILL)
+        speed = machine.device_speeds()[np.minimum(rank, machine.ranks - 1)]
+        scenario.work_ns = np.where(of_device, np.rint(scenario.work_ns / speed), scenario.work_ns).astype(np.int64)
+        slowed.append(changed_graph(graph, scenario, scenario.times(Plan(graph))))
+    return replace(cases, graphs=tuple(slowed))

@@ -150,7 +150,11 @@ class Draws:
         shape, size = (draws, copies), draws * copies
         offsets: Any = iter(random.integers(0, _NUMBERS, self._uses.size + len(self._edge)).tolist())
         effects = self._effects(random, shape) if numbers is not None else None
-        begins = self._begins(random, shape, varied=numbers is not None)
+        if numbers is None:
+            begins = [np.full(shape, float(began)) for began in self._began]
+        else:
+            stages = [at // self.replica.axis.stride for at in range(len(self._began))]
+            begins = [random.choice(variation.starts_ns[stage], shape).astype(np.float64) for stage in stages]
         times: list[Any] = [None] * self._uses.size
         left = self._uses.tolist()
         ends = np.zeros((draws, self.steps.size))
@@ -248,14 +252,6 @@ class Draws:
             if not left[source]:
                 times[source] = None
         return np.broadcast_to(met, latest.shape)
-
-    def _begins(self, random: np.random.Generator, shape: tuple[int, int], *, varied: bool) -> list[Floats]:
-        """When each position begins, (draws, copies) each."""
-        starts = self.variation.starts_ns
-        if not varied:
-            return [np.full(shape, float(began)) for began in self._began]
-        stages = [at // self.replica.axis.stride for at in range(len(self._began))]
-        return [random.choice(starts[stage], shape).astype(np.float64) for stage in stages]
 
     def _effects(self, random: np.random.Generator, shape: tuple[int, int]) -> dict[int, Any]:
         """By stage: factors of host and device work, (2, steps, draws, copies): steps drawn for all ranks alike."""

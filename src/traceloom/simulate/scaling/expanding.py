@@ -62,7 +62,12 @@ def expanded(
     def tiled(frame: pl.DataFrame) -> pl.DataFrame:
         return frame[np.tile(np.arange(frame.height), copies)]
 
-    work = _works(variation, inner, copies, seed)
+    work = np.broadcast_to(variation.work_ns[:inner], (copies, inner)).copy()
+    if seed is not None:
+        random = np.random.default_rng(seed)
+        pool = variation.work_pool[:inner]
+        varied = np.flatnonzero(pool >= 0)
+        work[:, varied] *= variation.pools[pool[varied], random.integers(0, QUANTILES, (copies, varied.size))]
     nodes = tiled(single.nodes[:inner])
     position = nodes["rank"].fill_null(0).to_numpy()
     nodes = nodes.with_columns(
@@ -138,15 +143,3 @@ def expanded(
         graph,
         nodes=graph.nodes.with_columns(pl.Series("start_ns", start), pl.Series("duration_ns", end - start)),
     )
-
-
-def _works(variation: Variation, inner: int, copies: int, seed: int | None) -> Floats:
-    """Work of each node of each copy, (copies, nodes)."""
-    work = np.broadcast_to(variation.work_ns[:inner], (copies, inner)).copy()
-    if seed is None:
-        return work
-    random = np.random.default_rng(seed)
-    pool = variation.work_pool[:inner]
-    varied = np.flatnonzero(pool >= 0)
-    work[:, varied] *= variation.pools[pool[varied], random.integers(0, QUANTILES, (copies, varied.size))]
-    return work

@@ -98,6 +98,8 @@ def variation_of(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Va
     inner, own = of_node >= 0, of_edge >= 0
 
     apparent, transfer_pool, transfer_samples, seen = _transfers(graph, replica, roles, pools)
+    first = nodes.drop_nulls("rank").group_by("stage", "rank").agg(pl.col("start_ns").min()).sort("stage", "rank")
+    first = first.with_columns(pl.col("start_ns") - pl.col("start_ns").min())
     return Variation(
         work_ns=np.where(inner, works["work"].to_numpy()[of_node], 0.0),
         work_pool=np.where(inner, works["pool"].to_numpy()[of_node], -1),
@@ -110,21 +112,14 @@ def variation_of(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Va
         transfer_samples=transfer_samples,
         pools=pools.table(),
         effects=effects,
-        starts_ns=_starts(nodes),
+        starts_ns={
+            int(str(stage)): rows["start_ns"].to_numpy().astype(np.int64)
+            for (stage,), rows in first.group_by("stage", maintain_order=True)
+        },
         steps=steps,
         seen=seen,
         apparent_ns=apparent,
     )
-
-
-def _starts(nodes: pl.DataFrame) -> dict[int, Ints]:
-    """When the recording of each rank began, from the first, by stage."""
-    first = nodes.drop_nulls("rank").group_by("stage", "rank").agg(pl.col("start_ns").min()).sort("stage", "rank")
-    first = first.with_columns(pl.col("start_ns") - pl.col("start_ns").min())
-    return {
-        int(str(stage)): rows["start_ns"].to_numpy().astype(np.int64)
-        for (stage,), rows in first.group_by("stage", maintain_order=True)
-    }
 
 
 def _numbered(graph: Graph, axis: DataAxis) -> pl.DataFrame:
