@@ -136,7 +136,7 @@ def _numbers(view: JobView) -> list[KeyNumber]:
         KeyNumber(
             "Steps/s",
             "–" if steps is None else units.number(steps),
-            "of its slowest rank" if steps else "nobody measures it",
+            "nobody measures it" if steps is None else "of its slowest rank",
         ),
         KeyNumber("User", job.user or "–", job.name if job.name != job.job else job.scheduler),
         KeyNumber(
