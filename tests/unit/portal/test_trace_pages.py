@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
+import itertools
+
 from support.html_tree import words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, fragment_tree
 from traceloom.agent.requests.model import Wanted
@@ -64,8 +66,20 @@ def test_requests_are_counted_by_how_they_ended() -> None:
 
 def test_a_request_says_what_was_asked_by_whom_and_why_there_is_nothing() -> None:
     rows = [
-        request("r/1", "failed", wanted=Wanted(job="b/c", duration_s=0.25, profilers=("stacks", "dump")), who=EVIL, detail=EVIL),
-        request("r2", "done", wanted=Wanted(job=EVIL, steps=1), capture="c/2", hosts=[HostOfRequest(host="n", state="done", since_ns=1)]),
+        request(
+            "r/1",
+            "failed",
+            wanted=Wanted(job="b/c", duration_s=0.25, profilers=("stacks", "dump")),
+            who=EVIL,
+            detail=EVIL,
+        ),
+        request(
+            "r2",
+            "done",
+            wanted=Wanted(job=EVIL, steps=1),
+            capture="c/2",
+            hosts=[HostOfRequest(host="n", state="done", since_ns=1)],
+        ),
     ]
     page = ContentPage(requests_page.PAGE.content(rows))
     assert page.column("requests", "What") == ["250 ms, stacks, dump", "1 step, timeline"]
@@ -110,7 +124,13 @@ def test_a_capture_that_could_not_be_analysed_is_no_report() -> None:
 
 def test_a_request_shows_every_host_and_what_it_says() -> None:
     hosts = [
-        HostOfRequest(host="n/1", state="done", since_ns=NOON, ranks=[0, 1, 2, 5], targets=["0 timeline: done", "1 timeline: done"]),
+        HostOfRequest(
+            host="n/1",
+            state="done",
+            since_ns=NOON,
+            ranks=[0, 1, 2, 5],
+            targets=["0 timeline: done", "1 timeline: done"],
+        ),
         HostOfRequest(host=EVIL, state="failed", since_ns=NOON, reason="unreachable", detail=EVIL),
         HostOfRequest(host="n3", state="failed", since_ns=NOON, reason="unreachable"),
     ]
@@ -134,7 +154,7 @@ def test_ranges_of_ranks_hold_the_ranks_that_they_are_of(ranks: set[int]) -> Non
     [shown] = page.column("hosts", "Ranks")
     spans = [tuple(map(int, re.findall(r"\d+", part))) for part in shown.split(", ")]
     assert {rank for span in spans for rank in range(span[0], span[-1] + 1)} == ranks
-    assert all(before[-1] + 1 < after[0] for before, after in zip(spans, spans[1:], strict=False)), "as few as can be"
+    assert all(before[-1] + 1 < after[0] for before, after in itertools.pairwise(spans)), "as few as can be"
 
 
 def test_captures_are_counted_by_state_and_lead_to_where_they_are() -> None:
@@ -194,7 +214,9 @@ def test_rules_say_what_they_did_and_why_they_did_not() -> None:
     ]  # fmt: skip
     page = ContentPage(triggers_page.PAGE.content(triggers(*rules)))
     assert page.heading == "3 rules asked for 4 traces"
-    assert page.column("rules", "Refused") == ["budget 1\u202f200×, busy 1×", "–", "–"], "what was most often stands first"
+    assert page.column("rules", "Refused") == ["budget 1\u202f200×, busy 1×", "–", "–"], (
+        "what was most often stands first"
+    )
     assert page.column("rules", "Cooldown") == ["3\u202f600 s", "500 ms", "3\u202f600 s"]
     assert page.column("rules", "Traces") == ["all ranks", "slowest rank and one in the middle", "all ranks"]
     assert page.leads("rules", "Fired")[0] == "/requests?requests.q=trigger+daily"
@@ -210,7 +232,9 @@ def test_rules_say_what_they_did_and_why_they_did_not() -> None:
 
 
 def test_a_budget_that_is_spent_and_rules_that_fail_are_seen_first() -> None:
-    page = ContentPage(triggers_page.PAGE.content(triggers(rule("a", "usage"), traces_left=0, bytes_left=0, trouble=EVIL)))
+    page = ContentPage(
+        triggers_page.PAGE.content(triggers(rule("a", "usage"), traces_left=0, bytes_left=0, trouble=EVIL))
+    )
     numbers = page.numbers()
     assert (numbers["Traces left"].grade, numbers["Bytes left"].grade) == ("warn", "warn")
     assert numbers["Traces left"].value == "0"
@@ -223,8 +247,14 @@ def test_a_budget_that_is_spent_and_rules_that_fail_are_seen_first() -> None:
 
 
 def test_the_table_of_requests_is_filtered_by_all_that_it_shows() -> None:
-    rows = [request("r1", "done", who="trigger daily"), request("r2", "done", who="ana", wanted=Wanted(job="daily", steps=2))]
+    rows = [
+        request("r1", "done", who="trigger daily"),
+        request("r2", "done", who="ana", wanted=Wanted(job="daily", steps=2)),
+    ]
     table = requests_page.table(rows)
     assert [row["id"] for row in table.chosen(Address("/requests", "requests.q=trigger+daily"))] == ["r1"]
     assert [row["id"] for row in table.chosen(Address("/requests", "requests.q=DAILY"))] == ["r1", "r2"]
-    assert fragment_tree(table.render(Address("/requests", "requests.q=2+step"))).tables()["requests"].texts[0][4] == "2 steps, timeline"
+    assert (
+        fragment_tree(table.render(Address("/requests", "requests.q=2+step"))).tables()["requests"].texts[0][4]
+        == "2 steps, timeline"
+    )

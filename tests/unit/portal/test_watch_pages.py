@@ -87,7 +87,9 @@ def test_a_fleet_in_which_nothing_is_wrong_has_no_colour() -> None:
 def test_jobs_that_run_are_counted_and_named() -> None:
     jobs = [
         job("a"),
-        job("b/c d", user="", ranks=3, world_size=None, devices=0, traceable=2, steps_per_second=None, hosts=["x", "y"]),
+        job(
+            "b/c d", user="", ranks=3, world_size=None, devices=0, traceable=2, steps_per_second=None, hosts=["x", "y"]
+        ),
         job(EVIL, user="bo", traceable=0, processes=1, steps_per_second=0.0),
     ]
     page = ContentPage(jobs_page.PAGE.content(jobs))
@@ -261,7 +263,9 @@ def test_a_host_shows_what_its_devices_measure_and_nothing_where_they_do_not() -
         UsageOfTime(time_ns=NOON, job="a", state="busy", device_ms=30_000, energy_mj=1),
         UsageOfTime(time_ns=NOON, job="b", state="busy", device_ms=15_000, energy_mj=1),
     ]
-    page = ContentPage(host_page.PAGE.content(HostView(HostDetailAnswer(host=HERE, devices=devices, processes=processes), usage)))
+    page = ContentPage(
+        host_page.PAGE.content(HostView(HostDetailAnswer(host=HERE, devices=devices, processes=processes), usage))
+    )
     assert page.heading == "node1"
     assert page.column("devices", "Busy") == ["50.0 %", "0 %", "–"]
     assert page.column("devices", "Power, W") == ["700", "0", "–"]
@@ -338,7 +342,14 @@ def test_a_job_has_its_processes_findings_and_numbers() -> None:
         ProcessOfJob(host="n2", process=HostProcess(key="2@1", pid=8, uid=0)),
     ]
     findings = [
-        FleetFinding(capture="c/1", slug="exposed-communication", saving_ns=2_000_000, saving_fraction=0.2, confidence=0.9, rank=3),
+        FleetFinding(
+            capture="c/1",
+            slug="exposed-communication",
+            saving_ns=2_000_000,
+            saving_fraction=0.2,
+            confidence=0.9,
+            rank=3,
+        ),
         FleetFinding(capture="c2", slug=EVIL, saving_ns=None, saving_fraction=None, confidence=None, rank=None),
     ]
     answer = job(world_size=None, hosts=["n/1", "n2"], processes=2, traceable=1, name="train", scheduler="slurm")
