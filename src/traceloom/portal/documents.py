@@ -23,13 +23,15 @@ def document_form(visit: Visit, words: str, file: str, text: str, about: Node) -
         about: What may stand in it.
     """
     text = written_text(visit) or text
+    # Ends of lines would be spelled out as other control characters are.
+    lines = Markup(str(escape(text)).replace("\n", "&#10;").replace("\t", "&#9;"))  # noqa: S704  (escaped)
     inside = form(method="post", action=visit.address.path)[
         div(".field")[
             label(for_="text")[file],
             textarea(
                 "#text", name="text", rows=max(10, min(30, text.count("\n") + 3)), spellcheck="false",
                 autocomplete="off", aria_describedby="text-about",
-            )[_lines(text)],
+            )[lines],
             p("#text-about.quiet")[about],
         ],
         div(".buttons")[
@@ -63,8 +65,3 @@ def versions_section(path: str, history: DocumentHistoryAnswer) -> ContentSectio
     rows: list[PageRow] = [{"version": each.version, "at_ns": each.at_ns, "who": each.who} for each in history.versions]
     table = PageTable("versions", "Versions", columns, rows, "Nobody has written one yet.")
     return ContentSection("versions", "History", table, "every version is kept")
-
-
-def _lines(text: str) -> Markup:
-    """Text of several lines; ends of lines would be spelled out as other control characters are."""
-    return Markup(str(escape(text)).replace("\n", "&#10;").replace("\t", "&#9;"))  # noqa: S704  (escaped)

@@ -245,6 +245,8 @@ def command(words: str) -> Node:
 def _menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
     shown = (page for page in pages if page.menu and may(token, page.role))
     parts = groupby(shown, key=lambda page: page.menu)
+    # The page at the address, and those from which it is reached
+    here = {path, *(path[:at] for at, sign in enumerate(path) if sign == "/" and at)}
     return nav(aria_label="Pages")[
         p(".mark")[_MARK, "Traceloom"],
         div(".links")[
@@ -253,7 +255,7 @@ def _menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
                     span(".group-name")[menu],
                     ul[
                         (
-                            li[a(href=page.path, aria_current="page" if _stands_in(page, path) else None)[page.title]]
+                            li[a(href=page.path, aria_current="page" if page.path in here else None)[page.title]]
                             for page in group
                         )
                     ],
@@ -269,11 +271,6 @@ def _menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
             form(method="post", action="/sign-out")[button(type="submit", class_="quiet-button")["Sign out"]],
         ],
     ]  # fmt: skip
-
-
-def _stands_in(page: Page[object], path: str) -> bool:
-    """Whether a page is the one at an address, or that one is reached from it."""
-    return path == page.path or (page.path != "/" and path.startswith(f"{page.path}/"))
 
 
 def _sentence(text: str) -> Node:

@@ -161,7 +161,7 @@ class PageTable:
         rows = self.chosen(address)
         leaves = max(1, -(-len(rows) // LEAF))
         asked = address.query.get(f"{self.key}.leaf", "")
-        leaf = min(int(asked), leaves) if asked.isdecimal() and int(asked[:9]) > 0 else 1
+        leaf = max(1, min(int(asked[:9]), leaves)) if asked.isdecimal() else 1  # it may have thousands of digits
         shown = rows[(leaf - 1) * LEAF : leaf * LEAF]
         return figure(class_=["table", "narrow" if len(self._shown) <= 4 else ""], id=self.key)[
             self._filter(address, len(rows)),

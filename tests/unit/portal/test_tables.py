@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 
@@ -78,3 +78,14 @@ def test_downloads_are_exact_and_no_formulas() -> None:
     assert [row["size"] for row in rows] == ["2000000", "7", ""]
     assert rows[1]["state"] == "'=1+1"
     assert json.loads(TABLE.json(address))[0] == ROWS[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [("9" * 5000, 101), ("000000000000002", 1), ("-1", 1), ("0", 1), ("²", 1), ("٢", 51), (" 2", 1), ("2.0", 1)],
+    ids=["huge", "many zeros", "negative", "zero", "superscript", "arabic", "space", "fraction"],
+)
+def test_an_odd_number_of_a_leaf_is_never_a_defect(asked: str, first: int) -> None:
+    table = PageTable("t", "Things", COLUMNS[:1], [{"name": f"n{k}", "size": k} for k in range(120)])
+    shown = Elements(written(table.render(Address("/p", urlencode({"t.leaf": asked})))))
+    assert f"{first} to {min(first + 49, 120)} of 120" in shown.shown

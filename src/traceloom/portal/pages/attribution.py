@@ -120,13 +120,10 @@ def _numbers(view: TimeView, chosen: Mapping[str, Any]) -> list[KeyNumber]:
         cost = f"{units.number(chosen['cost'])} {view.whole.fact('currency') or ''}"
         numbers.append(KeyNumber("Cost", cost, f"of {known} of the time"))
     if chosen["energy_mj"] is not None:
+        known = units.share(chosen["energy_known_ms"], chosen["device_ms"])
         kwh = chosen["energy_mj"] / 3.6e9
-        numbers.append(KeyNumber("Energy", f"{units.number(kwh)} kWh", f"of {_known(chosen, 'energy')} of the time"))
+        numbers.append(KeyNumber("Energy", f"{units.number(kwh)} kWh", f"of {known} of the time"))
     return numbers
-
-
-def _known(row: Mapping[str, Any], what: str) -> str:
-    return units.share(row[f"{what}_known_ms"], row["device_ms"])
 
 
 def _picture(view: TimeView, tree: Mapping[Values, Mapping[str, Any]]) -> Node:

@@ -18,7 +18,7 @@ from traceloom.collect.request_routes import (
     FleetRequestsAnswer,
     RequestBody,
 )
-from traceloom.collect.watch_routes import FindingsAnswer, JobDetailAnswer, ProcessOfJob, UsageAnswer
+from traceloom.collect.watch_routes import FindingsAnswer, JobDetailAnswer, UsageAnswer
 from traceloom.collect.watching import FleetFinding, UsageOfTime
 from traceloom.model import units
 from traceloom.portal.forms import choices, number_of, ranks_of, text_field
@@ -90,18 +90,27 @@ async def compute(visit: Visit) -> JobView:
 def content(view: JobView) -> PageContent:
     """What is shown of it."""
     job = view.detail.job
+    no_captures = fragment[
+        p["Nothing of this job is kept yet. Ask for a trace while it runs, or upload what was recorded:"],
+        command(f"traceloom upload run --job {shlex.quote(view.name)}"),
+    ]
+    processes = [{"host": member.host, **host.process_row(member.process)} for member in view.detail.processes]
     sections = [
         ContentSection("findings", "What to fix first", findings_table(view.findings), "Findings of its captures.")
         if view.findings
         else None,
-        ContentSection("captures", "Captures", captures.table(view.captures, _no_captures(view.name), of_job=True)),
+        ContentSection("captures", "Captures", captures.table(view.captures, no_captures, of_job=True)),
         ContentSection("requests", "Traces asked for", requests.table(view.requests, of_job=True))
         if view.requests
         else None,
         ContentSection("usage", "Device time, last 6 h", host.usage_picture(view.usage, f"Device time of {view.name}"))
         if view.usage
         else None,
-        ContentSection("processes", "Processes", _processes(view.detail.processes)) if job else None,
+        ContentSection(
+            "processes", "Processes", PageTable("processes", "Processes of the job", PROCESS_COLUMNS, processes)
+        )
+        if job
+        else None,
     ]
     return PageContent(
         view.name,
@@ -136,7 +145,7 @@ def _numbers(view: JobView) -> list[KeyNumber]:
         KeyNumber(
             "Steps/s",
             "–" if steps is None else units.number(steps),
-            "of its slowest rank" if steps else "nobody measures it",
+            "nobody measures it" if steps is None else "of its slowest rank",
         ),
         KeyNumber("User", job.user or "–", job.name if job.name != job.job else job.scheduler),
         KeyNumber(
@@ -145,18 +154,6 @@ def _numbers(view: JobView) -> list[KeyNumber]:
             "of its processes are prepared",
             "" if job.traceable else "warn",
         ),
-    ]
-
-
-def _processes(processes: list[ProcessOfJob]) -> PageTable:
-    rows = [{"host": member.host, **host.process_row(member.process)} for member in processes]
-    return PageTable("processes", "Processes of the job", PROCESS_COLUMNS, rows)
-
-
-def _no_captures(job: str) -> Node:
-    return fragment[
-        p["Nothing of this job is kept yet. Ask for a trace while it runs, or upload what was recorded:"],
-        command(f"traceloom upload run --job {shlex.quote(job)}"),
     ]
 
 

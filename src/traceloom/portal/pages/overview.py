@@ -147,13 +147,15 @@ def _wrong(view: FleetView) -> list[Node]:
     if isinstance(trouble, RequestError):
         unknown = [["Whether kernels became slower is not known now: ", trouble.message]]
         trouble = FleetTroubleAnswer(slower=[], quarantined=[])
-    slower = {kernel.kernel: kernel for kernel in reversed(trouble.slower)}  # of each what costs most
+    slower: dict[str, SlowerKernel] = {}
+    for kernel in trouble.slower:  # what costs most first, of each kernel once
+        slower.setdefault(kernel.kernel, kernel)
     hung = [job.job for job in view.jobs if job.hung]
     kinds: list[tuple[str, str, list[Node]]] = [
         ("bad", "/jobs", [[a(href=to_job(job))[job], " hangs: it makes no steps any more"] for job in hung]),
         ("bad", "/hosts", [_silent(host) for host in lost]),
         ("warn", "/hosts", [_troubled(host) for host in troubled]),
-        ("bad", "/regressions", [_slower(kernel) for kernel in reversed(slower.values())]),
+        ("bad", "/regressions", [_slower(kernel) for kernel in slower.values()]),
         ("bad", "/requests?requests.q=failed", [
             [a(href=to_request(of.id))[f"Trace of {of.wanted.job}"], f" failed: {of.detail or of.reason}"]
             for of in view.failed

@@ -65,8 +65,11 @@ def content(view: PricesView) -> PageContent:
     """What is shown of them."""
     prices, whole = view.prices, view.whole
     older = older_version("/prices", view.document, view.versions)
+    since = Address("/prices", f"since={_SINCE}")
     columns = [
-        PageColumn("model", "Device", link=_to_device), _HOURS,
+        PageColumn("model", "Device", link=lambda row: to_page(
+            "/attribution", since, by="job", device_model=str(row["model"])
+        )), _HOURS,
         PageColumn("hour", "An hour", "number", "of one device; `default` where its model has no price",
                    "it has no price"),
     ]  # fmt: skip
@@ -106,10 +109,6 @@ def content(view: PricesView) -> PageContent:
             heading = f"{units.number(whole['cost'])} {prices.currency} in the last 90 days"
     lead = older or "Prices are applied when somebody asks: prices that are put right put the past right."
     return PageContent(heading, sections, numbers=numbers, lead=lead, above=[("Device time", "/attribution")])
-
-
-def _to_device(row: PageRow) -> str:
-    return to_page("/attribution", Address("/prices", f"since={_SINCE}"), by="job", device_model=str(row["model"]))
 
 
 def controls(visit: Visit, view: PricesView) -> Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from htpy import Node, a, fragment, p
+from htpy import a, fragment, p
 
 from traceloom.collect.plan import FLEET_ENDED
 from traceloom.collect.request_routes import FleetRequestAnswer, FleetRequestsAnswer
@@ -49,11 +49,7 @@ def table(requests: list[FleetRequestAnswer], *, of_job: bool = False) -> PageTa
         for request in requests
     ]
     columns = [column for column in COLUMNS if not (of_job and column.key == "job")]
-    return PageTable("requests", "Traces that were asked for", columns, rows, _empty())
-
-
-def _empty() -> Node:
-    return fragment[
+    empty = fragment[
         p[
             "No trace was asked for yet. ",
             a(href="/jobs")["Choose a job"],
@@ -61,6 +57,7 @@ def _empty() -> Node:
         ],
         command("traceloom trace --server URL --job JOB --steps 3"),
     ]
+    return PageTable("requests", "Traces that were asked for", columns, rows, empty)
 
 
 async def compute(visit: Visit) -> list[FleetRequestAnswer]:

@@ -104,7 +104,8 @@ class LaunchesSection(Section[Launches]):
         together = [row for row in value["device_queues"] if streams[row["rank"], row["device"]] > 1]
         bins: dict[int, Row] = {}  # over all ranks, without the empty ones
         for row in value["bins"]:
-            bin_ = bins.setdefault(row["low_ns"], {**row, **dict.fromkeys(_BINNED, 0)})
+            bounds = {name: row[name] for name in ("low_ns", "high_ns")}
+            bin_ = bins.setdefault(row["low_ns"], {**bounds, **dict.fromkeys(_BINNED, 0)})
             for name in _BINNED:
                 bin_[name] += row[name]
         shown = {

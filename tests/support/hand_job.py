@@ -1,0 +1,70 @@
+"""A job of two ranks, small enough that every number of its report can be worked out by hand.
+
+Three steps of 1,000 µs each. In each step the host calls two operators, a collective and a copy; the GPU works from
+100 to 450 µs (`gemm` 300 µs, `add` 50 µs), communicates until 650 µs, and copies from 700 to 750 µs. The collective
+begins at 450 µs on rank 0 and at 500 µs on rank 1, which comes later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from traceloom.model import Session
+from traceloom.testing import TraceBuilder
+
+STEPS = 3
+STEP_US = 1_000
+COPIED = 1_000_000  # bytes in each step
+ELEMENTS = 1_024
+GEMM_US, ADD_US, COPY_US = 300, 50, 50
+COLLECTIVE_US = {0: 200, 1: 150}  # it ends at 650 µs on both
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+
+
+class SlowClock(TraceBuilder):
+    """A builder whose clock begins late, and on which everything lasts some times as long."""
+
+    def __init__(self, rank: int, begin_us: float, times: float) -> None:
+        super().__init__(rank=rank, world_size=2, process=100 + rank)
+        self._begin_us, self._times = begin_us, times
+
+    def _add(
+        self, phase: str, category: str | None, name: str, time_us: float, duration_us: float | None, *more: Any
+    ) -> TraceBuilder:  # type: ignore[override]
+        lasts = None if duration_us is None else duration_us * self._times
+        return super()._add(phase, category, name, self._begin_us + time_us * self._times, lasts, *more)
+
+
+def hand_rank(rank: int, name: str = "gemm", *, begin_us: float = 0, times: float = 1) -> TraceBuilder:
+    """One rank of the job.
+
+    Args:
+        rank: 0 or 1.
+        name: Of its longest kernel.
+        begin_us: When its first step begins.
+        times: So many times as long lasts everything.
+    """
+    trace = SlowClock(rank, begin_us, times)
+    for step in range(STEPS):
+        at = STEP_US * step
+        first = 10 * step + 1  # of the correlations of the step
+        trace.step(step, at, STEP_US)
+        trace.op("aten::mm", at + 10, 100).launch("cudaLaunchKernel", at + 20, 5, correlation=first)
+        trace.kernel(name, at + 100, GEMM_US, correlation=first)
+        trace.op("aten::add", at + 120, 30).launch("cudaLaunchKernel", at + 130, 5, correlation=first + 1)
+        trace.kernel("add", at + 400, ADD_US, correlation=first + 1)
+        trace.collective("allreduce", at + 160, 20, elements=ELEMENTS)
+        trace.launch("cudaLaunchKernel", at + 165, 5, correlation=first + 2)
+        about = trace.collective_args("allreduce", "0", 2, ELEMENTS, "Float")
+        trace.kernel(
+            NCCL, at + 650 - COLLECTIVE_US[rank], COLLECTIVE_US[rank], stream=20, correlation=first + 2, **about
+        )
+        trace.launch("cudaMemcpyAsync", at + 200, 5, correlation=first + 3)
+        trace.copy("Memcpy HtoD (Pageable -> Device)", at + 700, COPY_US, bytes=COPIED, correlation=first + 3)
+    return trace
+
+
+def hand_job(name: str = "gemm", *, begin_us: float = 0, times: float = 1) -> Session:
+    """Both ranks."""
+    ranks = (hand_rank(rank, name, begin_us=begin_us, times=times).build() for rank in range(2))
+    return Session(tuple(ranks), "by hand")

@@ -1,0 +1,73 @@
+"""Pages of the portal drawn from answers that a test writes by hand, without a service."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from htpy import Node
+
+from support.html_tree import HtmlTree, words
+from traceloom.portal.layout import page_node, written
+from traceloom.portal.page import PageContent
+from traceloom.portal.visit import Address
+
+EVIL = "</title><script>alert(1)</script>&\"'\u202e"
+"""A name that would run a script, end an attribute, or turn the order of letters."""
+SPELLED = EVIL.replace("\u202e", "\\u202e")
+"""The same as pages show it."""
+
+SECOND = 10**9
+NOON = 1_790_000_000 * SECOND  # 2026-09-21 14:13:20 UTC
+
+
+class Shown(NamedTuple):
+    """A key number as it stands on a page."""
+
+    value: str
+    about: str
+    grade: str
+    leads: str
+
+
+class ContentPage(HtmlTree):
+    """A page as a reader gets it, for an address."""
+
+    def __init__(self, content: PageContent, query: str = "", path: str = "/p") -> None:
+        super().__init__(written(page_node(content, Address(path, query), None, None, live=True)))
+        assert self.all("script") == [], "a name became an element"
+        text = "".join(self.root.itertext())
+        assert "\u202e" not in text
+        assert not re.search(r"\b(None|nan|True|False)\b", text), text
+
+    @property
+    def heading(self) -> str:
+        return words(self.all("h1")[0])
+
+    def numbers(self) -> dict[str, Shown]:
+        """The key numbers by their names."""
+        out = {}
+        for of in [of for whole in self.all("dl") for of in whole]:
+            value = self.all("b", of)[0]
+            link = next(iter(self.all("a", value)), None)
+            leads = "" if link is None else link.get("href") or ""
+            out[words(self.all("dt", of)[0])] = Shown(
+                words(value), words(list(of[1])[-1]), of.get("class") or "", leads
+            )
+        return out
+
+    def column(self, table: str, head: str) -> list[str]:
+        """The texts of a column of a table."""
+        of = self.tables()[table]
+        return [row[of.heads.index(head)] for row in of.texts]
+
+    def leads(self, table: str, head: str) -> list[str]:
+        """Where the cells of a column lead; "" where nowhere."""
+        of = self.tables()[table]
+        cells = [row[of.heads.index(head)] for row in of.rows]
+        return [next((link.get("href") or "" for link in cell.iter("a")), "") for cell in cells]
+
+
+def fragment_tree(node: Node) -> HtmlTree:
+    """A part of a page."""
+    return HtmlTree(written(node))
