@@ -99,7 +99,7 @@ def test_a_trace_is_wrong_exactly_where_a_row_breaks_a_law(seed: int) -> None:
     events = events.with_columns(
         pl.when(pl.col(name) < events.height).then(pl.col(name)).alias(name) for name in ("parent", "op", "launch")
     )
-    busy = {lane: 0 for lane in range(whole.lanes.height)}
+    busy = dict.fromkeys(range(whole.lanes.height), 0)
     for row in events.filter(pl.col("parent").is_null()).to_dicts():
         busy[row["lane"]] += row["nested_end_ns"] - row["start_ns"]
     lanes = whole.lanes.with_columns(pl.Series("busy_ns", list(busy.values()), dtype=pl.Int64))
@@ -224,7 +224,7 @@ def test_a_session_tells_what_only_its_traces_have() -> None:
         AttributeError, match=r"a Session has no `events`; its traces have: session\.traces\[0\]\.event"
     ):
         _ = session.events
-    with pytest.raises(AttributeError, match="a Session has no `colour`$"):
+    with pytest.raises(AttributeError, match=r"a Session has no `colour`$"):
         _ = session.colour
     with pytest.raises(AttributeError, match="a trace has no `colour`"):
         _ = session.traces[0].colour
