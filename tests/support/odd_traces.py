@@ -51,6 +51,17 @@ class Changed(TraceBuilder):
         self._events = [of_time[time].popleft() for time in times]
         return self
 
+    def renumbered(self, seed: int) -> Changed:
+        """The same events, joined by other correlation numbers."""
+        joined = {number for event in self._events if (number := self._args(event).get("correlation")) is not None}
+        other = dict(zip(sorted(joined), random.Random(seed).sample(range(1, 10_000), len(joined)), strict=True))
+        for event in self._events:
+            if event.get("id") in other:
+                event["id"] = other[event["id"]]
+            if self._args(event).get("correlation") is not None:
+                event["args"]["correlation"] = other[event["args"]["correlation"]]
+        return self
+
     def again(self, later_us: float) -> Changed:
         """The same events, and all of them a second time so much later, with numbers of their own."""
         calls = 1 + max(self._args(event).get("correlation") or 0 for event in self._events)
@@ -80,14 +91,14 @@ def odd_trace(seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bo
     return odd_builder(seed, shift_us=shift_us, scale=scale, exchanged=exchanged).build()
 
 
-def odd_builder(seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bool = False) -> Changed:
+def odd_builder(seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bool = False, rank: int = 0) -> Changed:
     """Three threads of nested events, two devices with three streams each, orphans, graphs, steps of several kinds.
 
     Seeds 0 and 4 have no steps, 1 and 5 steps side by side, 2 and 6 steps with holes, 3 and 7 steps that begin late.
     Seed 7 holds no GPU work at all.
     """
     chance = random.Random(seed)
-    builder = Changed(devices=2, generation="2026" if seed % 2 else "2024")
+    builder = Changed(rank, devices=2, generation="2026" if seed % 2 else "2024")
     builder.shift_us, builder.scale, builder.exchanged = shift_us, scale, exchanged
     correlations: list[int] = []
     for thread in (1, 2, 3):
