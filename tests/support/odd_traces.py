@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import re
+from collections import deque
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -21,6 +24,7 @@ _KERNELS = ("gemm", "vectorized_elementwise_kernel<add>", "ncclDevKernel_AllRedu
 _SHAPES = (None, [[4, 4], [4, 4]], [[8, 2], [2, 8]], [[4, 4], []])
 _DIRECTIONS = ("HtoD (Pageable -> Device)", "HtoD (Pinned -> Device)", "DtoH (Device -> Pinned)", "DtoD (Device -> Device)")  # fmt: skip
 _END = 400_000  # ns
+_STEP = re.compile(r"^(?:ProfilerStep|traceloom\.step)#(\d+)$")
 
 
 class Changed(TraceBuilder):
@@ -37,16 +41,64 @@ class Changed(TraceBuilder):
         long = None if duration_us is None else duration_us * self.scale
         return super()._add(phase, category, name, self.shift_us + time_us * self.scale, long, process, thread, args)
 
+    def shuffled(self, seed: int) -> Changed:
+        """The same events in another order of the file; those of one time stay in theirs, which has a meaning."""
+        times = [event["ts"] for event in self._events]
+        random.Random(seed).shuffle(times)
+        of_time: dict[int, deque[Row]] = {time: deque() for time in times}
+        for event in self._events:
+            of_time[event["ts"]].append(event)
+        self._events = [of_time[time].popleft() for time in times]
+        return self
+
+    def renumbered(self, seed: int) -> Changed:
+        """The same events, joined by other correlation numbers."""
+        joined = {number for event in self._events if (number := self._args(event).get("correlation")) is not None}
+        other = dict(zip(sorted(joined), random.Random(seed).sample(range(1, 10_000), len(joined)), strict=True))
+        for event in self._events:
+            if event.get("id") in other:
+                event["id"] = other[event["id"]]
+            if self._args(event).get("correlation") is not None:
+                event["args"]["correlation"] = other[event["args"]["correlation"]]
+        return self
+
+    def again(self, later_us: float) -> Changed:
+        """The same events, and all of them a second time so much later, with numbers of their own."""
+        calls = 1 + max(self._args(event).get("correlation") or 0 for event in self._events)
+        steps = [int(number) for event in self._events for number in _STEP.findall(event["name"])]
+        after = 1 + max(steps, default=-1)
+
+        def numbered_on(match: re.Match[str]) -> str:
+            return match[0].replace(match[1], str(int(match[1]) + after))
+
+        for event in copy.deepcopy(self._events):
+            event["ts"] += round(later_us * 1000)
+            event["name"] = _STEP.sub(numbered_on, event["name"])
+            if "id" in event:
+                event["id"] += calls
+            if self._args(event).get("correlation") is not None:
+                event["args"]["correlation"] += calls
+            self._events.append(event)
+        return self
+
+    def _args(self, event: Row) -> Row:
+        return event["args"] or {}
+
 
 @cache
 def odd_trace(seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bool = False) -> Trace:
+    """The trace of `odd_builder`."""
+    return odd_builder(seed, shift_us=shift_us, scale=scale, exchanged=exchanged).build()
+
+
+def odd_builder(seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bool = False, rank: int = 0) -> Changed:
     """Three threads of nested events, two devices with three streams each, orphans, graphs, steps of several kinds.
 
     Seeds 0 and 4 have no steps, 1 and 5 steps side by side, 2 and 6 steps with holes, 3 and 7 steps that begin late.
     Seed 7 holds no GPU work at all.
     """
     chance = random.Random(seed)
-    builder = Changed(devices=2, generation="2026" if seed % 2 else "2024")
+    builder = Changed(rank, devices=2, generation="2026" if seed % 2 else "2024")
     builder.shift_us, builder.scale, builder.exchanged = shift_us, scale, exchanged
     correlations: list[int] = []
     for thread in (1, 2, 3):
@@ -63,7 +115,7 @@ def odd_trace(seed: int, *, shift_us: float = 0.0, scale: int = 1, exchanged: bo
     elif seed % 4 == 3:
         for number, low in enumerate(bounds[2:]):
             builder.mark(number + 5, low, thread=4)
-    return builder.build()
+    return builder
 
 
 def rows_of(trace: Trace) -> list[Row]:

@@ -263,7 +263,7 @@ def _usual_ns(tree: HostTree, launch: Ints, sample: Ints) -> Ints:
     sampled = codes[launch.size :]
     order = np.lexsort((spans, sampled))
     usual = np.zeros(int(codes.max(initial=0)) + 1, dtype=np.int64)
-    bounds = np.flatnonzero(np.diff(sampled[order], prepend=0, append=0))
+    bounds = np.flatnonzero(np.diff(sampled[order], prepend=-1, append=-1))
     for low, high in pairwise(bounds.tolist()):
         usual[sampled[order[low]]] = spans[order[(low + high) // 2]]
     per_launch: Ints = usual[codes[: launch.size]]

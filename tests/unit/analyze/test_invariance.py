@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import polars as pl
 import pytest
 
+from support.analyses import ALL, PROPORTIONAL, parts_of
 from support.odd_traces import odd_trace
-from traceloom import analyze
-from traceloom.analyze.allocations import allocations
-from traceloom.model import Session, Trace
 
 MOMENTS = {"start_ns", "time_ns", "first_ns", "last_ns", "peak_time_ns"}
 """Columns that tell when something was, not how long it took."""
 
-Analysis = Callable[[Trace], Any]
-PROPORTIONAL: dict[str, Analysis] = {
-    name: getattr(analyze, name)
-    for name in (
-        "gpu_time", "kernels", "operators", "kernel_kinds", "kernel_shapes", "work_per_step", "step_times", "modules",
-        "flame", "threads", "host", "graph_launches", "blocking_calls", "communication", "data_loading", "copies",
-    )
-}  # fmt: skip
-ALL: dict[str, Analysis] = PROPORTIONAL | {
-    name: getattr(analyze, name)
-    for name in ("idle", "launches", "patterns", "quality", "anti_patterns", "compiled", "inference", "roofline", "collectives")
-} | {"answer": lambda trace: analyze.answer(Session((trace,), "made")), "allocations": allocations}  # fmt: skip
 RATES = {"copies": ("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s")}
-
-
-def parts(result: Any) -> dict[str, Any]:
-    """The frames and numbers of a result."""
-    return {name: value for name, value in vars(result).items() if not name.startswith("_")}
 
 
 def moved(frame: pl.DataFrame, ns: int) -> pl.DataFrame:
@@ -47,7 +25,7 @@ def moved(frame: pl.DataFrame, ns: int) -> pl.DataFrame:
 @pytest.mark.parametrize("name", ALL)
 def test_a_program_that_ran_later_has_the_same_results_later(name: str, seed: int) -> None:
     shift_us = 3.0e9  # about an hour
-    one, other = (parts(ALL[name](odd_trace(seed, shift_us=shift))) for shift in (0.0, shift_us))
+    one, other = (parts_of(ALL[name](odd_trace(seed, shift_us=shift))) for shift in (0.0, shift_us))
     assert one.keys() == other.keys()
     for part, value in one.items():
         if isinstance(value, pl.DataFrame):
@@ -78,7 +56,7 @@ def check_close(one: pl.DataFrame, other: pl.DataFrame, *, rounding: int) -> Non
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", PROPORTIONAL)
 def test_a_clock_that_goes_three_times_as_fast_makes_every_time_three_times_as_long(name: str, seed: int) -> None:
-    one, other = (parts(PROPORTIONAL[name](odd_trace(seed, scale=scale))) for scale in (1, 3))
+    one, other = (parts_of(PROPORTIONAL[name](odd_trace(seed, scale=scale))) for scale in (1, 3))
     for part, value in one.items():
         if part == "curve":  # drawn over equal parts of the window, whose bounds are rounded
             continue
@@ -96,7 +74,7 @@ def test_a_clock_that_goes_three_times_as_fast_makes_every_time_three_times_as_l
     ["gpu_time", "kernel_kinds", "copies", "communication", "idle", "launches", "kernels", "operators", "modules"],
 )
 def test_devices_exchanged_exchange_their_rows_and_nothing_else(name: str, seed: int) -> None:
-    one, other = (parts(ALL[name](odd_trace(seed, exchanged=exchanged))) for exchanged in (False, True))
+    one, other = (parts_of(ALL[name](odd_trace(seed, exchanged=exchanged))) for exchanged in (False, True))
     for part, value in one.items():
         if not isinstance(value, pl.DataFrame):
             assert value == other[part], part

@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from support.named_edges import edges, launched
+from traceloom.analyze import launches
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph
 from traceloom.testing.builder import TraceBuilder
@@ -295,3 +296,20 @@ def test_a_thread_that_ran_all_the_time_was_not_idle() -> None:
 
     assert "wait" not in kinds([0, 200_000, 39_900_000, 40_400_000])
     assert "wait" in kinds([0, 100_000, 150_000, 650_000])
+
+
+@pytest.mark.parametrize("others", [(), ("aten::mm",)], ids=["alone", "after another name"])
+def test_launches_of_their_usual_length_found_no_queue_full(others: tuple[str, ...]) -> None:
+    """However full the queue is: what is usual does not depend on which names the process has seen before."""
+    built = TraceBuilder()
+    for name in others:
+        built.op(name, 0, 2)
+    for number in range(1100):  # each takes 10 us, and work of the stream ends in each of the last ones
+        built.launch("cudaLaunchKernel", 5 + 12 * number, 10, correlation=number + 1)
+        built.kernel("k", 12 * (950 + number), 12, correlation=number + 1)
+    trace = built.build()
+    graph = link_rank(trace)
+    assert graph.edges.filter(pl.col("kind") == "queue").height == 0
+    assert graph.coverage.filter(pl.col("outcome") == "held up by a full queue").height == 0
+    assert launches(trace).queues["held_count"].to_list() == [0]
+    assert launches(trace).queues["max_launches"][0] >= 900
