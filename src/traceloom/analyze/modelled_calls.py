@@ -14,6 +14,7 @@ from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.flops import MODELS, Call, Work
 from traceloom.analyze.flops.attention import BATCH, PAGED
 from traceloom.analyze.flops.call import Launched, parsed
+from traceloom.analyze.gaps import gpu_rows
 from traceloom.analyze.graph_capture import mapped_nodes
 from traceloom.analyze.graph_launches import graph_launches, replayed_work
 from traceloom.analyze.remembered import per_trace
@@ -41,8 +42,9 @@ _TYPE_IN_NAME = (
     (r"<long|\blong[,>]", "int64"),
     (r"<int[,>]|Functor<int\b", "int32"),
 )
-_TENSOR_FLOAT = r"(?i)tf32|s1688|xf32|_S_MX_B|xmma_gemm_f32_tf32"
-_PLAIN_FLOAT = r"(?i)sgemm|simt|scudnn|winograd|gemv|f32f32_f32f32|_SB_|_S_B_|dot_kernel|fft"
+TENSOR_FLOAT = r"(?i)tf32|s1688|xf32|_S_MX_B|xmma_gemm_f32_tf32"
+PLAIN_FLOAT = r"(?i)sgemm|simt|scudnn|winograd|gemv|f32f32_f32f32|_SB_|_S_B_|dot_kernel|fft"
+"""Names of kernels that tell the arithmetic of fp32 matrix work: tf32, or fp32 itself."""
 
 _INPUTS = ("name", "shapes", "types", "concrete", "strides", "list_type", "batch")
 UNMAPPED = schema("event reason")
@@ -122,8 +124,7 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
     tree = forest(trace)
     work = launched_work(trace)
     copies = trace.copies.filter(pl.col("kind").is_in(LINK_COPIES))["event"]
-    work_events = trace.events.filter(pl.col("category").is_in(cat.GPU_WORK))["event"]
-    link = work_events.is_in(copies.implode()).to_numpy()
+    link = np.isin(gpu_rows(trace), copies.to_numpy())
     origin = np.where(link, -1, work.origin)
     counted = origin[origin >= 0] if positions is None else positions
     launches = np.bincount(counted, minlength=tree.row.size).astype(np.int64)
@@ -133,13 +134,19 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
     tensors = trace.tensors
     position = tree.position[tensors["event"].to_numpy()]
     launches_work = (position >= 0) & np.append(relevant, np.False_)[position]
-    calls = tensors.filter(pl.Series(launches_work, dtype=pl.Boolean))
-    names = trace.events["name"][calls["event"]]
-    modelled = [name for name in names.unique().to_list() if MODELS.find(name) is not None]
-    calls = calls.with_columns(names.alias("name")).filter(pl.col("name").is_in(modelled))
-    strides = pl.when(pl.col("strides").str.contains(r"[\[,]0[,\]]")).then("strides").fill_null("")
-    calls = calls.with_columns(strides.alias("strides"), pl.col("concrete").fill_null(""))
-    calls = calls.with_columns(_batches(trace, calls["event"]), pl.lit("").alias("list_type"))
+    words = vocabulary(trace)
+    code = words.code[tensors["event"].to_numpy()[launches_work]]
+    modelled = np.zeros(words.names.len(), dtype=np.bool_)
+    for used in np.unique(code).tolist():
+        modelled[used] = MODELS.find(words.names[used]) is not None
+    calls = tensors[np.flatnonzero(launches_work)[modelled[code]]]
+    calls = calls.with_columns(
+        trace.events["name"][calls["event"]].alias("name"),
+        pl.when(pl.col("strides").str.contains(r"[\[,]0[,\]]")).then("strides").otherwise(pl.lit("")).alias("strides"),
+        pl.col("concrete").fill_null(""),
+        _batches(trace, calls["event"]),
+        list_type=pl.lit(""),
+    )
     # Element types of the tensors in lists: from the name of the kernel that the call launched itself.
     lists = calls.filter(pl.col("types").str.contains("TensorList", literal=True))
     if lists.height:
@@ -244,17 +251,6 @@ def _call(  # noqa: PLR0917  (what is recorded of a call)
     return Call(name, parsed(shapes), of_types, values, parsed(strides), list_type, batch)
 
 
-def float_evidence(names: pl.Series) -> pl.Series:
-    """What kernels' names tell of the arithmetic of fp32 matrix work: tf32, fp32, or null."""
-    frame = names.to_frame("name")
-    return frame.select(
-        pl.when(pl.col("name").str.contains(_TENSOR_FLOAT))
-        .then(pl.lit("tf32"))
-        .when(pl.col("name").str.contains(_PLAIN_FLOAT))
-        .then(pl.lit("fp32"))
-    ).to_series()
-
-
 def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     """The modelled calls of a trace and those that its graph replays make, by the operators of the capture.
 
@@ -298,8 +294,7 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
         .alias("reason"),
     )  # fmt: skip
     work = work.join(nodes, on=["graph", "node"], how="left", maintain_order="left")
-    events = trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select("event").collect()["event"]
-    at = np.searchsorted(events.to_numpy(), work["event"].to_numpy())
+    at = np.searchsorted(gpu_rows(trace), work["event"].to_numpy())
     free = (base.work_owner[at] < 0) & ~base.link[at]
     made = work.with_columns(pl.Series("at", at)).filter(pl.Series(free), pl.col("captured") >= 0)
     calls = made.select("launch", "captured").unique(maintain_order=True).with_row_index("call")

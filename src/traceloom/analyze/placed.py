@@ -8,9 +8,11 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.modelled_calls import ModelledCalls, float_evidence, modelled_calls, with_replays
+from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.modelled_calls import PLAIN_FLOAT, TENSOR_FLOAT, ModelledCalls, modelled_calls, with_replays
 from traceloom.analyze.peaks import Peak, peaks
 from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 
@@ -64,23 +66,33 @@ def _kept(_trace: Trace) -> list[tuple[ModelledCalls, PlacedCalls]]:
 
 
 def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> PlacedCalls:
-    work = trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select(
-        "event", "name", "device", "step", ns=pl.col("duration_ns").clip(lower_bound=0)
-    ).collect()  # fmt: skip
-    work = work.with_columns(pl.Series("position", modelled.work_owner)).filter(pl.col("position") >= 0)
+    owned = np.flatnonzero(modelled.work_owner >= 0)
+    work = gpu_work(trace)[owned]
+    work = work.select(
+        "event",
+        "name",
+        "device",
+        trace.events["step"].gather(work["event"]),
+        ns=pl.col("end_ns") - pl.col("start_ns"),
+        position=pl.Series(modelled.work_owner[owned]),
+    )
     if modelled.link.size:
-        # What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it.
-        of_groups = modelled.groups.select((pl.col("dtype") == "fp32") & pl.col("matrix")).to_series()
-        is_fp32 = np.append(of_groups.fill_null(value=False).to_numpy(), np.False_)
-        is_fp32 = is_fp32[modelled.group[work["position"].to_numpy()]]
-        fp32_work = work.filter(pl.Series(is_fp32, dtype=pl.Boolean)).select("position", "name")
-        names = fp32_work["name"].unique()
-        fp32_work = fp32_work.join(pl.DataFrame({"name": names, "shown": float_evidence(names)}), on="name")
-        shown = fp32_work.group_by("position").agg(pl.col("shown").max())  # "tf32" > "fp32" > null
-        calls = work.group_by("position", maintain_order=True).agg(
-            pl.col("device").first(), pl.col("step").first(), gpu_ns=pl.col("ns").sum(), kernels=pl.len()
+        words = vocabulary(trace)
+        code = words.code[work["event"].to_numpy()]
+        calls = (
+            work.with_columns(
+                tensor_float=pl.Series(words.matching(TENSOR_FLOAT)[code]),
+                plain_float=pl.Series(words.matching(PLAIN_FLOAT)[code]),
+            )
+            .group_by("position", maintain_order=True)
+            .agg(
+                pl.col("device", "step").first(),
+                pl.col("tensor_float", "plain_float").any(),
+                gpu_ns=pl.col("ns").sum(),
+                time_ns=pl.col("ns").sum(),
+                kernels=pl.len(),
+            )
         )
-        calls = calls.join(shown, on="position", how="left", maintain_order="left").with_columns(time_ns="gpu_ns")
     else:
         own = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(np.int64)
         tree = forest(trace)
@@ -91,20 +103,19 @@ def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> PlacedC
             calls = calls.with_columns(time_ns=pl.lit(None, pl.Int64))
         calls = calls.with_columns(
             device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
-            shown=pl.lit(None, pl.String),
+            tensor_float=pl.lit(value=False), plain_float=pl.lit(value=False),
         )  # fmt: skip
-    group = pl.Series("group", modelled.group[calls["position"].to_numpy()]).cast(pl.UInt32)
-    calls = calls.with_columns(group).join(
-        modelled.groups.drop("name", "shapes", "types", "reason"), on="group", how="left", maintain_order="left"
-    )
+    group = pl.Series("group", modelled.group[calls["position"].to_numpy()])
+    of_group = modelled.groups.drop("group", "name", "shapes", "types", "reason")[group]
     device_peaks = peaks(trace, peak)
     has_peaks = peak is not None or any(isinstance(entry, Peak) for entry in device_peaks.values())
+    # What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it.
     single = (pl.col("dtype") == "fp32") & pl.col("matrix")
-    calls = calls.with_columns(
-        arithmetic=pl.when(single & (pl.col("shown") == "tf32")).then(pl.lit("tf32")).otherwise("dtype"),
+    calls = calls.hstack([group.cast(pl.UInt32), *of_group]).with_columns(
+        arithmetic=pl.when(single & pl.col("tensor_float")).then(pl.lit("tf32")).otherwise("dtype"),
         evidence=pl.when(~single)
         .then(pl.lit("recorded type"))
-        .when(pl.col("shown").is_not_null())
+        .when(pl.col("tensor_float") | pl.col("plain_float"))
         .then(pl.lit("kernel name"))
         .otherwise(pl.lit("assumed")),
     )

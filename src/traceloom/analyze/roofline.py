@@ -114,29 +114,32 @@ def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Rooflin
         for device, peak in placement.devices.items()
     ]
     # GPU work that no modelled call owns, with the first reason that holds
-    work = gpu_work(trace).select("event", "category").join(
-        trace.gpu_work().select("event", "name", "launch", "op", gpu_ns=pl.col("duration_ns").clip(lower_bound=0)),
-        on="event", how="right", maintain_order="right",
-    )  # fmt: skip
-    work = work.with_columns(
-        pl.Series("link", placement.modelled.link), pl.Series("owned", placement.modelled.work_owner >= 0)
-    ).filter(~pl.col("owned"))
+    rest = np.flatnonzero(placement.modelled.work_owner < 0)
+    work = gpu_work(trace)[rest]
     ops = work["op"].drop_nulls().unique()
-    tree = forest(trace)
-    group = placement.modelled.group[tree.position[ops.to_numpy()]]
+    group = placement.modelled.group[forest(trace).position[ops.to_numpy()]]
     reasons = placement.modelled.groups["reason"].to_list()
-    about = pl.DataFrame({"op": ops, "op_name": trace.events["name"][ops]}).with_columns(
-        pl.Series("failed", [reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
-        recorded=pl.col("op").is_in(trace.tensors["event"].implode()),
+    about = pl.DataFrame(
+        {
+            "op": ops,
+            "op_name": trace.events["name"][ops],
+            "failed": pl.Series([reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
+            "recorded": np.isin(ops.to_numpy(), trace.tensors["event"].to_numpy()),
+        }
     )
-    called = trace.events["name"][work["launch"].fill_null(0)].str.contains("GraphLaunch", literal=True)
-    work = work.with_columns(called.alias("graph")).join(about, on="op", how="left", maintain_order="left")
-    work = work.join(
-        placement.modelled.unmapped.rename({"reason": "replay"}), on="event", how="left", maintain_order="left"
+    replays = placement.modelled.unmapped.select("event", replay="reason")
+    work = (
+        work.with_columns(
+            trace.events["name"][work["launch"]].alias("call"),
+            pl.Series("link", placement.modelled.link[rest]),
+            gpu_ns=pl.col("end_ns") - pl.col("start_ns"),
+        )
+        .join(about, on="op", how="left", maintain_order="left")
+        .join(replays, on="event", how="left")
     )
-    in_graph = pl.col("op").is_null() & pl.col("graph")
+    in_graph = pl.col("op").is_null() & pl.col("call").str.contains("GraphLaunch", literal=True)
     whys = (
-        (pl.col("category").cast(pl.String) == "communication", "communication, which has its own analysis"),
+        (pl.col("category") == "communication", "communication, which has its own analysis"),
         (pl.col("link"), "a copy between host and device: the link bounds it"),
         (pl.col("launch").is_null(), "its launch is not in the recording"),
         (in_graph & pl.col("replay").is_null(), "launched by a graph, whose operators are not recorded"),
@@ -160,9 +163,11 @@ def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Rooflin
         .cast(UNMODELLED),
         "devices": pl.DataFrame(devices, schema=DEVICES, orient="row").sort("device"),
     }
-    rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
+    rank = pl.Series("rank", [trace.rank], dtype=pl.Int32)
     timed = "gpu" if placement.modelled.link.size else "host" if placement.calls["time_ns"].count() else "nothing"
-    return Roofline(**{name: frame.select(rank, pl.all()) for name, frame in tables.items()}, timed_on=timed)
+    for frame in tables.values():
+        frame.insert_column(0, rank.new_from_index(0, frame.height))
+    return Roofline(**tables, timed_on=timed)
 
 
 def _operators(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:

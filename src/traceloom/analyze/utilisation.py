@@ -6,13 +6,13 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.placed import PlacedCalls
 from traceloom.analyze.recompute import ENGINE, recomputed
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
-from traceloom.model import category as cat
 from traceloom.model.arrays import lookup
 from traceloom.model.frames import schema
 
@@ -62,37 +62,39 @@ def utilisation(trace: Trace, placed: PlacedCalls) -> tuple[pl.DataFrame, pl.Dat
         )
         .with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
     )
-    bounds = trace.steps.select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete")
-    steps = _fractions(bounds, _sums(calls, work, in_steps), placed, why)
     window_ns = trace.end_ns - trace.start_ns
     if work.height:
         start, end = work.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
         window_ns = int(end) - int(start)
+    bounds = trace.steps.select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete")
     window = pl.DataFrame({"step": [None], "duration_ns": [window_ns], "complete": [True]}, schema=bounds.schema)
-    no_step = pl.lit(None, pl.Int32).alias("step")
-    all_work = work.with_columns(no_step)
-    whole = _fractions(window, _sums(calls.with_columns(no_step), all_work, all_work), placed, why)
-    return steps, whole
+    # the whole trace is the row without a step: all rows count in it, not those outside all steps alone
+    everywhere = pl.lit(None, pl.Int32).alias("step")
+    whole_work = work.with_columns(everywhere)
+    calls, launched, running = (
+        pl.concat([by_step.drop_nulls("step"), whole])
+        for by_step, whole in ((calls, calls.with_columns(everywhere)), (work, whole_work), (in_steps, whole_work))
+    )
+    fractions = _fractions(pl.concat([bounds, window]), _sums(calls, launched, running), placed, why)
+    return fractions[: bounds.height], fractions[bounds.height :]
 
 
 def _all_work(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
     """All GPU work: device, step of its launch, start_ns, end_ns, ns, modelled, placed, roofline density, matrix."""
-    length = pl.col("duration_ns").clip(lower_bound=0)
-    work = (
-        trace.events.lazy()
-        .filter(pl.col("category").is_in(cat.GPU_WORK))
-        .select("event", "device", "step", "start_ns", end_ns=pl.col("start_ns") + length, ns=length)
-        .collect()
-    )
-    owner = placement.modelled.work_owner
-    dense = placement.calls.filter(pl.col("gpu_ns") > 0).select(
-        "position", density=pl.col("roofline_ns") / pl.col("gpu_ns")
-    )
-    matrix = kinds(trace).select("event", matrix=pl.col("kind").cast(pl.String).is_in(MATRIX_KINDS))
+    work, owner = gpu_work(trace), placement.modelled.work_owner
+    density = pl.when(pl.col("gpu_ns") > 0).then(pl.col("roofline_ns") / pl.col("gpu_ns"))
     return (
-        work.with_columns(pl.Series("position", owner), pl.Series("modelled", owner >= 0))
-        .join(dense, on="position", how="left", maintain_order="left")
-        .join(matrix, on="event", how="left", maintain_order="left")
+        work.select(
+            "device",
+            "start_ns",
+            "end_ns",
+            trace.events["step"].gather(work["event"]),
+            ns=pl.col("end_ns") - pl.col("start_ns"),
+            position=pl.Series(owner),
+            modelled=pl.Series(owner >= 0),
+            matrix=kinds(trace)["kind"].is_in(MATRIX_KINDS),
+        )
+        .join(placement.calls.select("position", density=density), on="position", how="left", maintain_order="left")
         .with_columns(placed=pl.col("density").is_not_null())
     )
 
@@ -121,14 +123,18 @@ def _sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFrame) -> pl
         launched_ns=pl.col("ns").sum(),
         unmodelled_matrix_ns=pl.col("ns").filter(pl.col("matrix") & ~pl.col("modelled")).sum(),
     )
-    timed = timed.join(launched_sums, on="step", how="full", coalesce=True, nulls_equal=True)
     # the time in which any of the work runs, per device, added over devices
-    new = pl.col("end_ns") - pl.max_horizontal("start_ns", pl.col("end_ns").cum_max().shift(1).over("step", "device"))
-    for part, name in ((work, "busy_ns"), (work.filter("placed"), "placed_busy_ns")):
-        fresh = part.sort("start_ns").with_columns(new=new.clip(lower_bound=0))
-        union = fresh.group_by("step").agg(pl.col("new").sum().alias(name))
-        timed = timed.join(union, on="step", how="left", nulls_equal=True)
-    return timed.join(done, on="step", how="full", coalesce=True, nulls_equal=True)
+    new = {
+        name: (end - pl.max_horizontal(start, end.cum_max().shift(1))).clip(lower_bound=0).sum()
+        for name, (start, end) in {
+            "busy_ns": (pl.col("start_ns"), pl.col("end_ns")),
+            "placed_busy_ns": (pl.col("start_ns").filter("placed"), pl.col("end_ns").filter("placed")),
+        }.items()
+    }
+    busy = work.sort("start_ns").group_by("step", "device").agg(**new).group_by("step").agg(pl.col(list(new)).sum())
+    for sums in (launched_sums, busy, done):
+        timed = timed.join(sums, on="step", how="full", coalesce=True, nulls_equal=True)
+    return timed
 
 
 def _fractions(bounds: pl.DataFrame, sums: pl.DataFrame, placement: PlacedCalls, why: str | None) -> pl.DataFrame:

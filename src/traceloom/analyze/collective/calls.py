@@ -62,16 +62,16 @@ def _calls(trace: Trace, rules: tuple[Rule, ...] = ()) -> pl.DataFrame:
     # a kernel's own arguments, else those of the op that launched it, else those of the annotation, else its name
     sources = []
     for events, descriptions_of in ((kernels["event"], descriptions), (kernels["op"], descriptions), (around, on_host)):
-        joined = events.to_frame("event").join(descriptions_of, on="event", how="left", maintain_order="left")
         # sizes only where the event comes once, or they would count several times
-        once = pl.col("event").is_unique() & pl.col("event").is_not_null()
-        sources.append(joined.with_columns(pl.when(once).then(name).alias(name) for name in _OWN_BYTES))
-    names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("by_kernel"))
-    by_kernel = kernels.select("name").join(names, on="name", how="left", maintain_order="left")["by_kernel"]
+        joined = events.to_frame("event").with_columns(once=pl.col("event").is_unique() & pl.col("event").is_not_null())
+        joined = joined.join(descriptions_of, on="event", how="left", maintain_order="left")
+        sources.append(joined.with_columns(pl.when("once").then(name).alias(name) for name in _OWN_BYTES))
+    names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("kind"))
+    sources.append(kernels.select("name").join(names, on="name", how="left", maintain_order="left"))
     kernels = kernels.with_columns(
-        *(pl.coalesce(*(source[name] for source in sources)).alias(name) for name in FIELDS),
+        *(pl.coalesce(*(source[name] for source in sources if name in source)).alias(name) for name in FIELDS),
         backend_of("rule", amd=amd).alias("backend"),
-    ).with_columns(pl.col("kind").fill_null(by_kernel))
+    )
     # a region around other parts of the step takes as long as without these
     others_ns = np.zeros(on_host.height, dtype=np.int64)
     if on_host.height and around_passes(trace).any():
@@ -99,27 +99,21 @@ def _placed(trace: Trace, rows: pl.DataFrame, where: str) -> pl.DataFrame:
     members = trace.groups.select("group", pl.col("ranks").alias("of_group"), pl.col("size").alias("of_size"))
     at = rows["event"]
     grouped = rows.join(members.unique("group", keep="first"), on="group", how="left", maintain_order="left")
-    return grouped.with_columns(
-        trace.events["step"][at],
-        _phases(trace, rows.select(pl.coalesce("launch", "op", "event")).to_series()),
-        pl.lit(where).cast(WhereType).alias("where"),
-        pl.coalesce("members", "of_group").alias("members"),
-        pl.coalesce("group_size", "of_size", pl.coalesce("members", "of_group").list.len().cast(pl.Int32)).alias(
-            "group_size"
-        ),
-    ).select(
-        "where",
-        pl.col("event").cast(pl.UInt32),
-        pl.col("name").cast(pl.String),
-        pl.col("backend").cast(pl.String),
+    members_of = pl.coalesce("members", "of_group")
+    size = pl.coalesce("group_size", "of_size", members_of.list.len().cast(pl.Int32))
+    return grouped.select(
+        pl.lit(where, WhereType).alias("where"),
+        "event",
+        "name",
+        "backend",
         "device",
         "stream",
-        "step",
-        "phase",
+        trace.events["step"][at],
+        _phases(trace, rows.select(pl.coalesce("launch", "op", "event")).to_series()),
         "start_ns",
         "end_ns",
         "launch",
-        *FIELDS,
+        *({"members": members_of, "group_size": size}.get(name, pl.col(name)).alias(name) for name in FIELDS),
     )
 
 
