@@ -6,11 +6,11 @@ turns most questions about a forest into running maxima and prefix sums, with no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import split_at_steps
@@ -22,8 +22,7 @@ _FEW = 4  # where fewer than one in so many events is wanted, looking at these a
 _SHORT: Any = np.int32  # of positions of events that are kept long or used by twos: half of the memory
 
 
-@dataclass(frozen=True, slots=True)
-class HostSegments:
+class HostSegments(Struct, frozen=True):
     """Stretches of lanes, each with its innermost event; they tile every lane's window.
 
     Attributes:
@@ -39,8 +38,7 @@ class HostSegments:
     end_ns: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class HostPieces:
+class HostPieces(Struct, frozen=True):
     """Pieces of one innermost event and one step; together they are the recorded (busy) time of all host threads.
 
     Attributes:
@@ -56,8 +54,7 @@ class HostPieces:
     step: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Forest:
+class Forest(Struct, frozen=True):
     """The events of the host lanes in lane order; arrays of shape (host events,).
 
     Attributes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.remembered import per_trace
@@ -14,8 +13,7 @@ from traceloom.model import Trace
 from traceloom.model import category as cat
 
 
-@dataclass(frozen=True, slots=True)
-class GpuWork:
+class GpuWork(Struct, frozen=True):
     """The GPU work of a trace; arrays of shape (GPU work,).
 
     Attributes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.remembered import per_trace
@@ -15,8 +14,7 @@ from traceloom.model import category as cat
 _ENOUGH = 0.5  # of a forward thread's sequence numbers that a lane must hold to be taken for it
 
 
-@dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(Struct, frozen=True):
     """Backward ops whose forward op is known; arrays of shape (joined backward ops,).
 
     Attributes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.frames import ADDRESS
@@ -25,8 +24,7 @@ DEEPEST = 1024  # levels; what lies deeper counts to the level above
 _STEP = r"^(ProfilerStep|traceloom\.step)#.*$"
 
 
-@dataclass(frozen=True, slots=True)
-class CallTree:
+class CallTree(Struct, frozen=True):
     """Paths of calls, one level after the other: parents stand before their children.
 
     Attributes:

@@ -7,13 +7,13 @@ fills are memory), then the user's rules, then the table, first match wins; what
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze import rule_table
 from traceloom.analyze.remembered import per_trace
@@ -35,8 +35,7 @@ BY_CATEGORY = "category"  # rule name of copies and fills: the event's category 
 NO_RULE = "none"  # rule name of kernels that match nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """One row of the table.
 
     Attributes:

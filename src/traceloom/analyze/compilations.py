@@ -6,10 +6,9 @@ read from recorded runs; docs/concepts/compile.md shows them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.phases import meaning
@@ -55,8 +54,7 @@ COMPILATIONS = schema(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
+class Marks(Struct, frozen=True):
     """Arrays of shape (host events,), in the forest's order.
 
     Attributes:

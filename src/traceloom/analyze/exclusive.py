@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.intervals import EMPTY, coverage, merge, summed_coverage, union
 from traceloom.analyze.steps import Tiles, tiles
@@ -16,8 +16,7 @@ from traceloom.model import Trace
 SHARES = ("count", "sum_ns", "exclusive_ns")
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
+class Shares(Struct, frozen=True):
     """The time of devices, shared among parts.
 
     Attributes:

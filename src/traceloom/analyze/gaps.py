@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.array_types import Bools, Ints
@@ -16,8 +16,7 @@ from traceloom.model.category import CATEGORIES, COPY, GPU_WORK
 _WORK = [CATEGORIES.index(category) for category in GPU_WORK]
 
 
-@dataclass(frozen=True, slots=True)
-class Gaps:
+class Gaps(Struct, frozen=True):
     """All gaps of all devices, by device and time; arrays of shape (gaps,).
 
     Attributes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.analyze.submissions import plain, submissions
@@ -70,8 +71,7 @@ class GraphLaunches(Result):
     fraction: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class _LaunchedWork:
+class _LaunchedWork(Struct, frozen=True):
     """Work of graph launches, by launch, then start; `replay` numbers the launches by row."""
 
     row: Ints
@@ -88,8 +88,7 @@ class _LaunchedWork:
     all_ns: int  # summed time of all GPU work
 
 
-@dataclass(frozen=True, slots=True)
-class _Laid:
+class _Laid(Struct, frozen=True):
     """Replays laid upon each other; `graph`, `graph_id` and `sequence` per replay."""
 
     work: _LaunchedWork

@@ -8,13 +8,13 @@ from __future__ import annotations
 import runpy
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.analyze import rule_table
@@ -38,8 +38,7 @@ KINDS: tuple[str, ...] = (
 KindOfWork = pl.Enum(KINDS)
 
 
-@dataclass(frozen=True, slots=True)
-class KindRule:
+class KindRule(Struct, frozen=True):
     """One row of the table; all that it states must hold.
 
     Attributes:
@@ -102,8 +101,7 @@ def _rules(rows: list[Any], where: str) -> tuple[KindRule, ...]:
     return tuple(rules)
 
 
-@dataclass(frozen=True, slots=True)
-class Matcher:
+class Matcher(Struct, frozen=True):
     """Which rules apply; patterns are compared once per distinct name.
 
     Attributes:

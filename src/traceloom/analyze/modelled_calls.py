@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import polars as pl
+from msgspec import Struct, structs
 
 from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.attribution import launched_work
@@ -51,8 +52,7 @@ UNMAPPED = schema("event reason")
 GROUPS = schema("group name shapes types flops recomputed bytes dtype matrix reason", {"group": pl.UInt32})
 
 
-@dataclass(frozen=True, slots=True)
-class ModelledCalls:
+class ModelledCalls(Struct, frozen=True):
     """What is modelled in one trace.
 
     Attributes:
@@ -307,7 +307,7 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
         below, calls.join(batch_of, on="launch", how="left", maintain_order="left"), batch_names
     )
     offset = base.groups.height
-    return replace(
+    return structs.replace(
         base,
         groups=pl.concat([base.groups, groups.with_columns(pl.col("group") + offset)]),
         group=np.append(base.group, group + offset),

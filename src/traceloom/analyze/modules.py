@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.ancestry import Forest, forest, host_pieces
 from traceloom.analyze.attribution import launched_work
@@ -34,8 +35,7 @@ _COMPILER_NOTE = r"_data: (fn_name=.*, )?compile_id="
 _RUN_BACKWARD = r"^<built-in method run_backward "
 
 
-@dataclass(frozen=True, slots=True)
-class Regions:
+class Regions(Struct, frozen=True):
     """Arrays of shape (host events,), in the forest's order; regions are named by the position of their event.
 
     Attributes:
@@ -109,8 +109,7 @@ _NODE: Any = np.int32  # of one value per stretch of host time: short numbers ta
 _PART: Any = np.int8
 
 
-@dataclass(frozen=True, slots=True)
-class _NodeValues:
+class _NodeValues(Struct, frozen=True):
     """What is added up; all values are numbers of nodes, parts (of PARTS) and steps (NO_STEP outside) of one length."""
 
     node: Ints

@@ -6,10 +6,10 @@ PyTorch's own (torch 1.8 to 2.13), CUDA's, HIP's, Level Zero's and MTIA's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.blocking import blocking_calls
@@ -73,8 +73,7 @@ BLOCKING_PYTHON = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
+class Meaning(Struct, frozen=True):
     """What each host event says; arrays of shape (host events,), in the forest's order.
 
     Attributes:

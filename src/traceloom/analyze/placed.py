@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.classify import gpu_work
@@ -19,8 +18,7 @@ from traceloom.model import category as cat
 BoundType = pl.Enum(["compute", "memory"])
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedCalls:
+class PlacedCalls(Struct, frozen=True):
     """The modelled calls of a trace on the roofline of their device.
 
     Attributes:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+from msgspec import structs
 
 from traceloom.analyze.submissions import UNKNOWN, Submissions, plain
 from traceloom.analyze.vocabulary import vocabulary
@@ -104,7 +104,7 @@ def _curve(made: Submissions) -> _Curve:
 def of_devices(made: Submissions) -> Submissions:
     """The same with all streams of a device as one lane: for the depths of whole devices, whose stream is null."""
     opens = np.diff(made.device, prepend=made.device[:1] - 1) != 0
-    return replace(made, lane=np.cumsum(opens) - 1, stream=np.full(made.row.size, UNKNOWN, dtype=np.int64))
+    return structs.replace(made, lane=np.cumsum(opens) - 1, stream=np.full(made.row.size, UNKNOWN, dtype=np.int64))
 
 
 def held_up(trace: Trace, made: Submissions) -> HeldCalls:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.autograd import backward_of
@@ -25,8 +24,7 @@ ENGINE = r"^autograd::engine::evaluate_function: "
 _MOST_NODES = 0.5  # that may hold forward ops; where more do, the backward pass is being recorded for a second one
 
 
-@dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(Struct, frozen=True):
     """Repeated forward work.
 
     Attributes:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.model import Trace
 
@@ -57,6 +58,8 @@ def size_of(value: Any) -> int:
         return value.nbytes
     if isinstance(value, (pl.DataFrame, pl.Series)):
         return int(value.estimated_size())
+    if isinstance(value, Struct):
+        return sum(size_of(getattr(value, name)) for name in value.__struct_fields__)
     if is_dataclass(value):
         return sum(size_of(getattr(value, field.name)) for field in fields(value))
     if isinstance(value, Mapping):

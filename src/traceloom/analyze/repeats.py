@@ -7,9 +7,8 @@ intervals of equal prefixes follow, all with array operations and no step per el
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.array_types import Bools, Ints
@@ -17,8 +16,7 @@ from traceloom.array_types import Bools, Ints
 _CANDIDATES = 200  # repeats that are looked at closely, by what they seem to cover
 
 
-@dataclass(frozen=True, slots=True)
-class Repeats:
+class Repeats(Struct, frozen=True):
     """Maximal repeats; arrays of shape (repeats,).
 
     Attributes:

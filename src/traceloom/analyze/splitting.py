@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.intervals import Spans, overlaps
 from traceloom.analyze.steps import tiles
@@ -16,8 +15,7 @@ from traceloom.model.arrays import lookup
 NO_STEP = np.int64(-(2**31))
 
 
-@dataclass(frozen=True, slots=True)
-class CutStretches:
+class CutStretches(Struct, frozen=True):
     """Stretches cut into pieces; `source` is the index of the stretch each piece comes from."""
 
     source: Ints

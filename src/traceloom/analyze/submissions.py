@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.analyze.gaps import gpu_rows
@@ -19,8 +19,7 @@ UNKNOWN = -1
 _KERNEL = CATEGORIES.index(KERNEL)
 
 
-@dataclass(frozen=True, slots=True)
-class Submissions:
+class Submissions(Struct, frozen=True):
     """All GPU work, by device, stream, start; arrays of shape (GPU work,). Shared between analyses: do not change.
 
     Attributes:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from traceloom.model.notice import Severity
 from traceloom.model.units import count
 
 
-@dataclass(frozen=True, slots=True)
-class QualityCheck:
+class QualityCheck(Struct, frozen=True):
     """One check: `affected` of `total` things are so; the message is for when some are.
 
     Attributes:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.collective.bandwidth import link_of, with_sizes
 from traceloom.findings.context import Context
@@ -30,8 +30,7 @@ _STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (membe
 _SWITCHED = ("NVLink 4", "NVLink 5")  # all of a device's links lead to every other: older ones may lead to a few only
 
 
-@dataclass(frozen=True, slots=True)
-class SlowTransfers:
+class SlowTransfers(Struct, frozen=True):
     """Transfers of one kind and size that take too long.
 
     Attributes:

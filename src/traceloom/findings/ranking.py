@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from traceloom.errors import DOCUMENTATION
@@ -39,8 +40,7 @@ _SHARED = 0.5  # of a saving that another fix has as well: they are about the sa
 _MOST = 24  # candidates that are evaluated on top of each other
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(Struct, frozen=True):
     """Findings of one run.
 
     Attributes:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import polars as pl
+from msgspec import Struct
 
 from traceloom.findings.context import Context
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """Something that could be fixed, before it is known what that saves.
 
     Attributes:
@@ -35,15 +34,14 @@ class Candidate:
     changes: tuple[Change, ...]
     confidence: float
     advice: str
-    evidence: tuple[Evidence, ...] = field(default_factory=tuple)
+    evidence: tuple[Evidence, ...] = ()
     at_most_ns: int | None = None
     seen_ns: int | None = None
     host: Callable[[], pl.DataFrame] | None = None
     hot_advice: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryCandidate:
+class MemoryCandidate(Struct, frozen=True):
     """A finding about memory: bytes or a risk, no time.
 
     Attributes:
@@ -62,11 +60,10 @@ class MemoryCandidate:
     severe: bool
     confidence: float
     advice: str
-    evidence: tuple[Evidence, ...] = field(default_factory=tuple)
+    evidence: tuple[Evidence, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Remark:
+class Remark(Struct, frozen=True):
     """Something that has to be known when the others are read; it saves nothing on its own.
 
     Attributes:
@@ -79,14 +76,13 @@ class Remark:
     title: str
     confidence: float
     advice: str
-    evidence: tuple[Evidence, ...] = field(default_factory=tuple)
+    evidence: tuple[Evidence, ...] = ()
 
 
 Said = Candidate | MemoryCandidate | Remark | Abstention
 
 
-@dataclass(frozen=True, slots=True)
-class FindingRule:
+class FindingRule(Struct, frozen=True):
     """One rule; its page is docs/findings/SLUG.md.
 
     Attributes:

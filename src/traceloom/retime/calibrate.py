@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from traceloom.array_types import Bools, Ints
@@ -21,8 +22,7 @@ _CALLS = (gs.BLOCK, gs.LAUNCH)
 _EARLIEST = np.iinfo(np.int64).min // 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
+class _Measured(Struct, frozen=True):
     """A graph's edges by the point they hold back, with measured times.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Measured:
         """The same with the edges into some of the points alone, and which edges these are."""
         at = np.flatnonzero(points[self.point])
         order, first, held = _by_point(self.point[at])
-        selected = replace(
+        selected = structs.replace(
             self, source=self.source[at], target=self.target[at], point=self.point[at],
             order=order, first=first, held=held,
         )  # fmt: skip
@@ -217,7 +217,8 @@ def _class_medians(
     relevant = np.zeros(own_end.size, dtype=np.bool_, like=own_end)
     relevant[measured.point[usable]] = True
     measured, at = measured.of_points(relevant)
-    edge_classes, own, usable, slack = replace(edge_classes, of=edge_classes.of[at]), own[at], usable[at], slack[at]
+    edge_classes = structs.replace(edge_classes, of=edge_classes.of[at])
+    own, usable, slack = own[at], usable[at], slack[at]
     median = np.zeros(size, dtype=np.int64)
     count, several = median, np.zeros(len(gs.EDGE_KINDS), dtype=np.int64)
     for _ in range(_ROUNDS):

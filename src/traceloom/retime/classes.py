@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.array_types import Bools, Ints
@@ -28,8 +27,7 @@ _USUAL = {"launch": 6_500, "synchronize": 5_000, "stream": 1_000, "wait": 1_500}
 _START = " start"  # of a source whose start is what counts
 
 
-@dataclass(frozen=True, slots=True)
-class Classes:
+class Classes(Struct, frozen=True):
     """Which edge is of which class.
 
     Attributes:

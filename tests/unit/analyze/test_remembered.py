@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 import pytest
+from msgspec import Struct
 
 from traceloom.analyze import remembered
 from traceloom.analyze.remembered import per_trace, size_of
@@ -64,10 +65,16 @@ class Two:
     rest: dict[str, list[pl.DataFrame]]
 
 
+class Pair(Struct, frozen=True):
+    first: pl.Series
+    second: pl.DataFrame
+
+
 def test_the_size_of_a_result_is_that_of_its_arrays_and_frames() -> None:
     numbers = pl.Series([1, 2, 3], dtype=pl.Int32)
     frame = pl.DataFrame({"a": [1.0, 2.0]})
     assert size_of(Two(numbers, {"one": [frame, frame], "none": []})) == 12 + 2 * 16
+    assert size_of(Pair(numbers, frame)) == 12 + 16
     assert size_of((np.zeros(5, dtype=np.int8), "a text", 7, None)) == 5
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from traceloom.findings import RULES, Context, findings, rank
@@ -104,7 +104,7 @@ def test_a_late_rank_is_told_what_it_does_beyond_the_others() -> None:
     assert (save.name, save.time_ns, save.inside, save.rank, save.rank_count) == ("save", 400_000, "write", 1, 1)
     assert straggler.host_ns is not None
     assert save.share == pytest.approx(400_000 / straggler.host_ns)
-    on_device = replace(candidate, host=partial(_compared, context, host=False))
+    on_device = msgspec.structs.replace(candidate, host=partial(_compared, context, host=False))
     assert with_frames([(finding, on_device, context)]) == (finding,)
 
 

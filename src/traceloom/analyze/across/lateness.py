@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.analyze.across.ledger import CLASSES, COMMUNICATION, COMPUTE, MEMORY
@@ -80,8 +81,7 @@ class Lateness:
     start_of_part: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrivals:
+class _Arrivals(Struct, frozen=True):
     """The rows of `parts` as arrays of shape (parts,)."""
 
     inst: Ints

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.analyze.allocations.census import census
@@ -21,8 +21,7 @@ EXISTED = np.iinfo(np.int64).min
 """Start of a block that existed when the recording began."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(Struct, frozen=True):
     """One memory that has a total of its own: a device's, or the shared memory of loader workers.
 
     Attributes:
@@ -36,8 +35,7 @@ class Pool:
     start_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(Struct, frozen=True):
     """Paired allocations, in the order in which they were made; arrays of shape (blocks,).
 
     Attributes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.allocations.blocks import EXISTED
 from traceloom.analyze.allocations.named import Named
@@ -32,8 +32,7 @@ _OWNERS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Categories:
+class Categories(Struct, frozen=True):
     """Category and evidence of every block (numbers in `CATEGORIES` and `EVIDENCE`); arrays of shape (blocks,)."""
 
     category: Ints

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.allocations.blocks import ALIVE, EXISTED, Blocks, blocks
 from traceloom.analyze.allocations.context import innermost
@@ -23,8 +23,7 @@ _SHORT: Any = np.int32  # of what is kept for every block: half of the memory
 __all__ = ["ALIVE", "EXISTED", "Blocks", "Named", "named"]
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(Struct, frozen=True):
     """Blocks with their names; arrays of shape (blocks,).
 
     Attributes:

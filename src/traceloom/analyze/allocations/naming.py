@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.ancestry import Forest
 from traceloom.analyze.autograd import backward_of
@@ -30,8 +30,7 @@ _COMPILED = r"^(Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph)"
 _DEEPEST = 256
 
 
-@dataclass(frozen=True, slots=True)
-class EventScopes:
+class EventScopes(Struct, frozen=True):
     """What every host event is part of; arrays of shape (host events,), in the forest's order.
 
     Attributes:

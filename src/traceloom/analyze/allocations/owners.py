@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.allocations.blocks import Blocks
 from traceloom.analyze.allocations.census import CENSUS, census, last_census
@@ -13,8 +12,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 
 
-@dataclass(frozen=True, slots=True)
-class BlockOwners:
+class BlockOwners(Struct, frozen=True):
     """What the censuses say.
 
     Attributes:

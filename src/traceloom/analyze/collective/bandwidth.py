@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
 import polars as pl
+from msgspec import Struct
 
 from traceloom.model import Trace
 
@@ -43,8 +43,7 @@ def bus_factor(kind: str, ranks: int) -> float:
     return 1.0 if kind in _WHOLE else _TIMES_SHARE.get(kind, 0.0) * (ranks - 1) / ranks
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceLink:
+class DeviceLink(Struct, frozen=True):
     """What joins the devices of one host.
 
     Attributes:

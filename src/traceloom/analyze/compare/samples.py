@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.analyze.classify import gpu_work
@@ -26,8 +25,7 @@ EDGE = "edge"
 _EDGE_MEANING = "before the first and after the last GPU work"
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedSteps:
+class ComparedSteps(Struct, frozen=True):
     """The steps of one trace that are compared.
 
     Attributes:
@@ -65,8 +63,7 @@ WORK = schema("event sample ns", {"sample": pl.Int64})
 WAITING = schema("cause ns")
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceTime:
+class DeviceTime(Struct, frozen=True):
     """How the devices of a trace spend the compared steps.
 
     Attributes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.analyze.compare.samples import BUSY, meaning
@@ -59,8 +58,7 @@ def apportioned(totals: Ints, count: int) -> Ints:
     return whole
 
 
-@dataclass(frozen=True, slots=True)
-class MatchedDevice:
+class MatchedDevice(Struct, frozen=True):
     """The device account, matched and rounded.
 
     Attributes:
@@ -132,8 +130,7 @@ def breakdown(device: MatchedDevice) -> pl.DataFrame:
     return frame.with_columns((pl.col("new_ns") - pl.col("base_ns")).alias("difference_ns")).cast(PARTS)
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceGroups:
+class PlaceGroups(Struct, frozen=True):
     """The places of a union, grouped: those with the same path, shapes and sides stand for one row.
 
     Attributes:

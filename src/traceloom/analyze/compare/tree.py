@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.analyze.ancestry import forest
@@ -55,8 +56,7 @@ class Words:
         return self.shapes.setdefault(text, len(self.shapes))
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
+class Items(Struct, frozen=True):
     """The elements of a list; arrays of one length.
 
     Attributes:
@@ -75,11 +75,10 @@ class Items:
 
     def part(self, low: int, high: int) -> Items:
         """The elements from `low` to `high`."""
-        return Items(*(getattr(self, name)[low:high] for name in self.__slots__))
+        return Items(*(getattr(self, name)[low:high] for name in self.__struct_fields__))
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(Struct, frozen=True):
     """The call tree of one step in preorder: the root, below it a node per thread, below these the operators.
 
     Attributes:
@@ -117,8 +116,7 @@ class Tree:
         return nodes
 
 
-@dataclass(frozen=True, slots=True)
-class Trees:
+class Trees(Struct, frozen=True):
     """The call trees of the compared steps of one trace.
 
     Attributes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from traceloom.analyze.flops.call import Call, Tensor, Unknown
 from traceloom.analyze.flops.registry import MODELS, Work
@@ -38,8 +39,7 @@ def _clipped_sum(count: int, top: int, first: int) -> int:
     return (full - rising) * (2 * first + rising + full - 1) // 2 + (count - full) * top
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionInputs:
+class AttentionInputs(Struct, frozen=True):
     """Where the inputs of one spelling stand.
 
     Attributes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from traceloom.analyze.flops.call import Call, Unknown
 from traceloom.analyze.flops.registry import MODELS, Work
@@ -11,8 +12,7 @@ from traceloom.analyze.flops.registry import MODELS, Work
 FAMILY = "convolution"
 
 
-@dataclass(frozen=True, slots=True)
-class ConvolutionInputs:
+class ConvolutionInputs(Struct, frozen=True):
     """Where the inputs of one spelling of convolution stand; None for what it does not have."""
 
     stride: int

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import wraps
+
+from msgspec import Struct
 
 from traceloom.analyze.flops.call import SIZES, Call, Unknown
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """What one call has to do, whatever the kernel.
 
     Attributes:
@@ -36,8 +36,7 @@ class Work:
 Model = Callable[[Call], Work]
 
 
-@dataclass(frozen=True, slots=True)
-class _Registered:
+class _Registered(Struct, frozen=True):
     """A model, what kind of operator it is for, and whether it asks for what is inside a call."""
 
     model: Model

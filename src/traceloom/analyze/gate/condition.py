@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from traceloom.errors import UsageError
 
@@ -34,8 +35,7 @@ _LONGEST = 500
 _HINT = "as in 'step_time > 3%', 'kernel:gemm > 5%', 'memory_peak > 100MB', 'p10(step_time) > 2%', 'launches > 0'"
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(Struct, frozen=True):
     """A change that fails the check.
 
     Attributes:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from traceloom.array_types import Floats
 
@@ -36,8 +36,7 @@ def statistic_of(name: str) -> Statistic:
     return lambda values: np.asarray(np.percentile(values, percentile, axis=-1))
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(Struct, frozen=True):
     """Both sides, drawn again and again.
 
     Attributes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.data_loading import loader_calls
 from traceloom.analyze.path.window import PathWindow
@@ -70,8 +70,7 @@ _OF_EDGE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PathPieces:
+class PathPieces(Struct, frozen=True):
     """Pieces of time in their order; the end of one is the start of the next. Arrays of shape (pieces,).
 
     Attributes:
@@ -92,7 +91,7 @@ class PathPieces:
 
     def take(self, rows: Ints) -> PathPieces:
         """Some of the pieces."""
-        return PathPieces(*(getattr(self, name)[rows] for name in self.__slots__))
+        return PathPieces(*(getattr(self, name)[rows] for name in self.__struct_fields__))
 
 
 def pieces(graph: Graph, window: PathWindow) -> PathPieces:
@@ -141,7 +140,7 @@ def pieces(graph: Graph, window: PathWindow) -> PathPieces:
     # A path that ends before the window does, even before it begins: nothing was recorded after it.
     last = [end, window.high, -1, -1, False, _number(UNRECORDED)]
     return PathPieces(
-        *(np.append(getattr(kept, name), value) for name, value in zip(kept.__slots__, last, strict=True))
+        *(np.append(getattr(kept, name), value) for name, value in zip(kept.__struct_fields__, last, strict=True))
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.array_types import Ints
 from traceloom.errors import UsageError
@@ -25,8 +25,7 @@ _NEVER = int(np.iinfo(np.int64).max)
 _NEIGHBOURS = 16  # events that tell how a trace's clock relates to the graph's
 
 
-@dataclass(frozen=True, slots=True)
-class PathWindow:
+class PathWindow(Struct, frozen=True):
     """The time of one step (or of everything) in a graph, on the graph's clock.
 
     Attributes:
@@ -144,8 +143,7 @@ def _spans(graph: Graph) -> pl.DataFrame:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RankClock:
+class RankClock(Struct, frozen=True):
     """How the times of a trace become times of the graph.
 
     Attributes:
