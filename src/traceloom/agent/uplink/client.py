@@ -18,6 +18,7 @@ from traceloom.service_address import ServiceAddress
 Message = TypeVar("Message")
 _MOST_ANSWER = 16 << 20
 _BLOCK = 1 << 20
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # of whatever answers there
 
 
 class ServiceError(TraceloomError):
@@ -123,7 +124,7 @@ class ServiceClient:
             return answer
         if status == 503:  # behind an address of several services the next connection may lead to another one
             self.close()
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(*_UNREADABLE):
             problem = msgspec.json.decode(answer, type=_Refusal).error
             raise ServiceError(problem.message, slug=problem.slug, status=status, hint=problem.hint)
         raise ServiceError(
@@ -134,7 +135,7 @@ class ServiceClient:
     def _decoded(self, answer: bytes, kind: type[Message]) -> Message:
         try:
             return msgspec.json.decode(answer, type=kind)
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise ServiceError(
                 f"what answers at {self.url} is no service of a fleet", slug="service-unclear"
             ) from error
