@@ -50,6 +50,7 @@ class ServiceClient:
         self.credential = credential
         self.timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
+        self._is_over = False
         self._tls: ssl.SSLContext | None = None
         if self.address.tls:
             try:
@@ -83,12 +84,13 @@ class ServiceClient:
 
     def close(self) -> None:
         """Let the connection go."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def abort(self) -> None:
-        """End what another thread waits for here; that thread gets an error."""
+        """End what another thread waits for here, and ask nothing twice any more; that thread gets an error."""
+        self._is_over = True
         connection = self._connection
         if connection is not None and connection.sock is not None:
             with contextlib.suppress(OSError):
@@ -113,6 +115,7 @@ class ServiceClient:
             self.close()
             if (
                 kept
+                and not self._is_over
                 and isinstance(body, bytes)
                 and isinstance(error, (http.client.RemoteDisconnected, BrokenPipeError))
             ):
