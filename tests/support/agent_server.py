@@ -145,9 +145,9 @@ class SmallAgent:
         self.questions.append(question)
         names = METRICS[question.metric].labels
         return [
-            SeriesAnswer(labels=dict(zip(names, labels, strict=True)), times_ns=[at_ns], values=[value])
-            for (name, labels), value, at_ns in self.board.values()
-            if name == question.metric and question.shows((name, labels))
+            SeriesAnswer(labels=dict(zip(names, seen[1], strict=True)), times_ns=[at_ns], values=[value])
+            for series, value, at_ns in self.board.values()
+            if series[0] == question.metric and (seen := question.seen_as(series)) is not None
         ]
 
     async def pause(self, seconds: float) -> list[str]:

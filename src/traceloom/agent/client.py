@@ -101,7 +101,7 @@ def answer_of(status: int, text: bytes, where: str, who: str = "agent") -> Any:
     """
     try:
         answer = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"what listens there answers as no {who} does", slug="agent-unclear", where=where) from error
     if status >= 400:
         problem = answer.get("error") if isinstance(answer, dict) else None

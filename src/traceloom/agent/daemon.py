@@ -247,19 +247,23 @@ class Agent:
         Raises:
             RequestError: The metric has no such label.
         """
+
+        def seen(name: str, points: list[Points]) -> list[Points]:
+            shown = ((series, question.seen_as((name, series.labels))) for series in points)
+            return [series._replace(labels=of[1]) for series, of in shown if of is not None]
+
         metric = query.plain_name(question.metric)
         histories: dict[str, list[Points]] = {}
         for name in {metric, *query.ATTRIBUTION}:
             points = self.history.recent(name, question.since_ns, question.until_ns)
-            histories[name] = [series for series in points if question.shows((name, series.labels))]
+            histories[name] = seen(name, points)
         loop = asyncio.get_running_loop()
         if question.since_ns < self.history.recent_from_ns():
             for name in query.needed(metric, (*question.by, *question.where)):
                 older = await loop.run_in_executor(
                     self._reading, self.history.query, name, question.since_ns, question.until_ns
                 )
-                older = [series for series in older if question.shows((name, series.labels))]
-                histories[name] = joined(older, histories[name])
+                histories[name] = joined(seen(name, older), histories[name])
         try:
             curves = query.answer(
                 metric, lambda name: histories[name], by=question.by, where=question.where, raw=question.raw

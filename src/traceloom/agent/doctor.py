@@ -19,6 +19,7 @@ from traceloom.agent.owners import Process
 from traceloom.agent.owners.environment import POLLED_DIRECTORY, POLLS
 from traceloom.agent.processes import OwnedProcesses
 from traceloom.agent.profilers import py_spy
+from traceloom.agent.step_clock import ProbedStepClock
 from traceloom.model.units import counted
 
 _ABSTRACT_SHOWN = ABSTRACT.decode().replace("\0", "@")  # as the kernel lists it
@@ -70,9 +71,9 @@ def examine(
         elif broken or sentences:
             if broken:
                 result.append(Check(area="collect", name=collector.name, works="no", why=broken))
-            result += [
-                Check(area="collect", name=collector.name, works="partly", why=sentence) for sentence in sentences
-            ]
+            # Where libraries of processes lie is their users' to know, as what is said of single processes is.
+            area = "jobs" if isinstance(collector, ProbedStepClock) else "collect"
+            result += [Check(area=area, name=collector.name, works="partly", why=sentence) for sentence in sentences]
         else:
             why = "there is nothing of it here" if collector.name in empty else ""
             result.append(Check(area="collect", name=collector.name, works="yes", why=why))

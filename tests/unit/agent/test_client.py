@@ -137,6 +137,7 @@ def test_of_the_service_too(folder: Path, sent: int, most: int | None, error: st
     [
         (b"", "no-agent"), (b"SSH-2.0-OpenSSH_9.6\r\n", "no-agent"), (b"HTTP/1.1 200 OK\r\n", "agent-unclear"),
         (http(b"<html>"), "agent-unclear"), (http(b""), "agent-unclear"), (http(b"\xff"), "agent-unclear"),
+        pytest.param(http(b"[" * 100_000 + b"]" * 100_000), "agent-unclear", id="depth"),
         (as_json({"error": "no"}, 500), "agent-unclear"), (as_json([], 404), "agent-unclear"), (as_json(None, 403), "agent-unclear"),
         (as_json({"error": {"message": "no"}}, 400), "agent-unclear"),
         (as_json({"error": {"slug": "quota", "message": "too many", "hint": "wait"}}, 429), "quota"),

@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.agent_server import locations_in, process
+from support.agent_server import ANNA, BERT, locations_in, process
 from traceloom.agent.accelerators import Device
 from traceloom.agent.config import Accelerators, Collect, Config, Files, Owners
 from traceloom.agent.daemon import Agent
+from traceloom.agent.http.answers import HistoryQuestion
+from traceloom.agent.http.peers import Peer, View
 from traceloom.agent.metrics import METRICS, Histogram, Reading, Series
 
 
@@ -122,6 +124,44 @@ def test_a_clock_that_jumps_gives_jobs_no_device_time(
             assert before <= _device_seconds(agent) < abs(jump_s) / 2
 
     asyncio.run(live())
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on disk"])
+def test_the_history_has_no_command_lines_for_who_only_reads(tmp_path: Path, on_disk: bool) -> None:
+    """And of another user's nothing at all; of their own processes users see them, those of no job too."""
+    with made(tmp_path) as agent:
+        anna, bert = process(11, ANNA, "slurm-7", 0), process(22, BERT, "slurm-8", 1)
+        agent.board.processes = {anna.key: anna, bert.key: bert}
+        names, now_ns = METRICS["process_info"].labels, time.time_ns()
+        readings = [
+            Reading(
+                "process_info", tuple({"process": of.key, "command": of.command}.get(name, "") for name in names), 1.0
+            )
+            for of in (anna, bert)
+        ]
+        if on_disk:
+            agent.history.write(
+                now_ns - 86_400 * 10**9, [((each.metric, each.labels), each.value) for each in readings]
+            )
+        else:
+            agent.board.put("processes", readings, now_ns)
+            agent.history.keep(agent.board, now_ns)
+
+        def told(peer: Peer, by: tuple[str, ...] = (), where: dict[str, str] | None = None) -> list[str]:
+            question = HistoryQuestion(
+                metric="process_info", since_ns=now_ns - 2 * 86_400 * 10**9, until_ns=now_ns + 10**9, by=by,
+                where=where or {}, seen_as=View(agent.board, peer).seen_as,
+            )  # fmt: skip
+            return sorted(series.labels["command"] for series in asyncio.run(agent.query(question)))
+
+        reader = Peer(name="token prometheus", sees="all")
+        assert told(reader) == ["", ""]
+        assert told(reader, by=("command",)) == [""]
+        assert told(reader, where={"command": bert.command}) == []  # nor can one be guessed
+        assert told(Peer(name="anna", uid=ANNA, sees="own")) == [anna.command]
+        assert told(Peer(name="tcp 127.0.0.1", sees="host")) == []
+        root = Peer(name="root", uid=0, sees="all", acts=True, commands=True)
+        assert told(root) == [anna.command, bert.command]
 
 
 def test_memory_has_what_collectors_deliver_between_two_ticks(tmp_path: Path) -> None:

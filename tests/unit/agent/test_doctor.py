@@ -14,9 +14,14 @@ import pytest
 
 from support.agent_server import SmallAgent, ask, listening, locations_in
 from support.host_tree import HostTree
+from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.collect.memory import HostMemory
 from traceloom.agent.config import Config, Owners, Tcp
-from traceloom.agent.doctor import by_hand
+from traceloom.agent.doctor import by_hand, examine
 from traceloom.agent.http.answers import Check
+from traceloom.agent.metrics import Reading
+from traceloom.agent.processes import OwnedProcesses
+from traceloom.agent.step_clock import ProbedStepClock
 
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch/lib/libtorch_cpu.so"
 HEADER = "Num       RefCount Protocol Flags    Type St Inode Path\n"
@@ -104,6 +109,28 @@ def test_who_does_not_see_all_hears_of_no_processes(tmp_path: Path) -> None:
         asked: tuple[Path | tuple[str, int], ...] = (listeners.socket_path, listeners.tcp_address)
         areas = [[check["area"] for check in ask(where, "/api/v1/doctor").json()["checks"]] for where in asked]
     assert areas == [["devices", "jobs"], ["devices"]]
+
+
+class RefusedClock(ProbedStepClock):
+    """Probes that a process of somebody's did not get."""
+
+    def collect(self) -> list[Reading]:
+        return [Reading("agent_probed_libraries", (), 0.0)]
+
+    def trouble(self) -> list[str]:
+        return ["no probes in /home/bert/secret/libtorch_cpu.so: permission denied"]
+
+
+def test_where_libraries_of_processes_lie_is_said_as_what_is_of_processes(tree: HostTree, tmp_path: Path) -> None:
+    config = tree.config()
+    accelerators = AcceleratorCollector(config)
+    owned = OwnedProcesses(config, accelerators)
+    clock, host = RefusedClock(config, list), HostMemory(config)
+    checks = examine(config, locations_in(tmp_path), [clock, host], owned, trouble={}, empty=(), unwritten={})
+    accelerators.close()
+    assert [check.area for check in checks if "/home/bert" in check.why] == ["jobs"]
+    # What is said of the host stays for everybody.
+    assert [check.area for check in checks if "oom_kill" in check.why] == ["collect"]
 
 
 def as_another(what: Callable[[], object]) -> list[dict[str, Any]]:

@@ -491,14 +491,14 @@ class QueryParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
 
 
 class HistoryQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """A question for the history. `shows` says of a series whether the one who asks may see it."""
+    """A question for the history. `seen_as`: a series with the labels that the one who asks may see, None: nothing."""
 
     metric: str
     since_ns: int
     until_ns: int
     by: tuple[str, ...]
     where: dict[str, str]
-    shows: Callable[[Series], bool]
+    seen_as: Callable[[Series], Series | None]
     raw: bool = False
 
 

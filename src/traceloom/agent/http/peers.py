@@ -141,28 +141,31 @@ class View:
         name, labels = series
         names = METRICS[name].labels
         for label, value in zip(names, labels, strict=True):
-            # The job of a cgroup only describes it: who has all processes in the group may see it.
-            if label not in _OWNED or (label == "job" and "cgroup" in names):
+            # The job of a process or cgroup only describes it: who has it, or all processes in the group, may see it.
+            if label not in _OWNED or (label == "job" and not {"process", "cgroup"}.isdisjoint(names)):
                 continue
             seen = {"process": self.processes.keys(), "job": self.jobs, "cgroup": self._cgroups}[label]
             if value not in seen:
                 return False
         return True
 
+    def seen_as(self, series: Series) -> Series | None:
+        """A series with the labels that the peer may see: command lines of others have none; None: not at all."""
+        if not self.shows(series):
+            return None
+        name, labels = series
+        if name == "process_info" and not self.peer.commands:
+            names = METRICS[name].labels
+            process = self.processes.get(labels[names.index("process")])
+            if process is None or not process.command:
+                labels = tuple("" if label == "command" else text for label, text in zip(names, labels, strict=True))
+        return name, labels
+
     def values(self) -> Iterator[tuple[Series, float, int]]:
         """Every series that the peer may see, with its value and its time."""
         for series, value, at_ns in self.board.values():
-            if not self.shows(series):
-                continue
-            name, labels = series
-            if name == "process_info" and not self.peer.commands:
-                names = METRICS[name].labels
-                process = self.processes.get(labels[names.index("process")])
-                if process is None or not process.command:
-                    labels = tuple(
-                        "" if label == "command" else text for label, text in zip(names, labels, strict=True)
-                    )
-            yield (name, labels), value, at_ns
+            if (seen := self.seen_as(series)) is not None:
+                yield seen, value, at_ns
 
     def histograms(self) -> Iterator[tuple[Histogram, int]]:
         """Every histogram that the peer may see, with its time."""

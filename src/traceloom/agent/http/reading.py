@@ -29,7 +29,7 @@ async def body_as(request: Request, kind: type[Form], most: int, hint: str = AGE
         raise cut_off() from error
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise wrong_request(str(error)) from error
 
 

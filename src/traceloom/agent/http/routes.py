@@ -199,7 +199,7 @@ async def _query(asked: Asked) -> forms.QueryAnswer:
         until_ns=moment(wanted.until, now_ns) if wanted.until else now_ns,
         by=tuple(filter(None, wanted.by.split(","))),
         where={label: value for label, _, value in pairs},
-        shows=asked.view.shows,
+        seen_as=asked.view.seen_as,
         raw=wanted.raw,
     )
     if question.since_ns > question.until_ns:

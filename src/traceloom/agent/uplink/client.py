@@ -18,6 +18,7 @@ from traceloom.service_address import ServiceAddress
 Message = TypeVar("Message")
 _MOST_ANSWER = 16 << 20
 _BLOCK = 1 << 20
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # of whatever answers there
 
 
 class ServiceError(TraceloomError):
@@ -49,6 +50,7 @@ class ServiceClient:
         self.credential = credential
         self.timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
+        self._is_over = False
         self._tls: ssl.SSLContext | None = None
         if self.address.tls:
             try:
@@ -82,12 +84,13 @@ class ServiceClient:
 
     def close(self) -> None:
         """Let the connection go."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def abort(self) -> None:
-        """End what another thread waits for here; that thread gets an error."""
+        """End what another thread waits for here, and ask nothing twice any more; that thread gets an error."""
+        self._is_over = True
         connection = self._connection
         if connection is not None and connection.sock is not None:
             with contextlib.suppress(OSError):
@@ -112,6 +115,7 @@ class ServiceClient:
             self.close()
             if (
                 kept
+                and not self._is_over
                 and isinstance(body, bytes)
                 and isinstance(error, (http.client.RemoteDisconnected, BrokenPipeError))
             ):
@@ -123,7 +127,7 @@ class ServiceClient:
             return answer
         if status == 503:  # behind an address of several services the next connection may lead to another one
             self.close()
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(*_UNREADABLE):
             problem = msgspec.json.decode(answer, type=_Refusal).error
             raise ServiceError(problem.message, slug=problem.slug, status=status, hint=problem.hint)
         raise ServiceError(
@@ -134,7 +138,7 @@ class ServiceClient:
     def _decoded(self, answer: bytes, kind: type[Message]) -> Message:
         try:
             return msgspec.json.decode(answer, type=kind)
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise ServiceError(
                 f"what answers at {self.url} is no service of a fleet", slug="service-unclear"
             ) from error

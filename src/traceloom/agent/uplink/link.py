@@ -111,6 +111,8 @@ class Uplink:
         for client in (self._beats, self._polls, self._uploads):
             client.abort()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for client in (self._beats, self._polls, self._uploads):
+            client.close()
 
     def now_ns(self) -> int:
         """Now, by the service's clock as far as it is known."""

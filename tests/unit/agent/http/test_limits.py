@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
 from traceloom.agent.config import Access
 from traceloom.agent.http.answers import RequestError
 from traceloom.agent.http.limits import Connections, Rates, body_of
 from traceloom.agent.http.peers import Peer
+from traceloom.agent.http.reading import body_as
+from traceloom.agent.uplink.messages import Enrolment
 
 ANNA, BERT, ROOT = (
     Peer(name="anna", uid=1, sees="own"),
@@ -96,3 +100,27 @@ def test_a_body_beyond_it(parts: tuple[bytes, ...], declared: str) -> None:
     with pytest.raises(RequestError) as raised:
         asyncio.run(body_of(_chunks(*parts), declared, 5))
     assert (raised.value.status, raised.value.slug) == (413, "too-large")
+
+
+@pytest.mark.parametrize(
+    "more", [b'"\\ud800"', b'"\xff"', b"[" * 5000 + b"]" * 5000, b'{"a":' * 5000 + b"1" + b"}" * 5000],
+    ids=["half a letter", "no text", "lists", "objects"],
+)  # fmt: skip
+@pytest.mark.parametrize("field", [b"token", b"of_a_newer_host"])
+def test_no_body_of_a_stranger_is_a_defect(field: bytes, more: bytes) -> None:
+    """The service takes fields that it does not have, as newer hosts may send them."""
+    body = b'{"host": "node1", "token": "once", "%b": %b}' % (field, more)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    request = Request({"type": "http", "headers": [], "query_string": b""}, receive)
+    taken, refused = None, (0, "")
+    try:
+        taken = asyncio.run(body_as(request, Enrolment, 1 << 20))
+    except RequestError as error:
+        refused = error.status, error.slug
+    if taken is None:
+        assert refused == (400, "wrong-request")
+    else:
+        assert (field, taken) == (b"of_a_newer_host", Enrolment(token="once", host="node1"))

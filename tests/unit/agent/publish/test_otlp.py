@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -184,3 +185,20 @@ def test_closing_ends_a_delivery_that_waits() -> None:
         waiting.join(60)
         assert not waiting.is_alive()
         assert publisher.failures == 1
+
+
+def test_counters_say_when_they_began_to_count(delivered) -> None:
+    """Those of a process with it, those of the agent with the agent, those of the kernel and of devices with the host."""
+    board, _, _, metrics = delivered
+    booted_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    starts: dict[str, set[int]] = {}
+    for metric in METRICS.values():
+        if metric.kind == "counter":
+            points = metrics[metric.opentelemetry or f"traceloom.{metric.name.replace('_', '.')}"].sum.data_points
+            starts[metric.name] = {point.start_time_unix_nano for point in points}
+            assert all(point.time_unix_nano >= point.start_time_unix_nano for point in points)
+    assert starts["process_cpu_seconds_total"] == {process.started_ns for process in board.processes.values()}
+    for name in ("agent_requests_total", "collector_failures_total", "job_energy_joules_total"):
+        assert starts[name] == {board.started_ns}
+    for name in ("host_cpu_seconds_total", "gpu_energy_joules_total", "cgroup_cpu_seconds_total"):
+        assert all(abs(start - booted_ns) < 10**9 for start in starts[name])
