@@ -84,8 +84,8 @@ def run(
     courses = []
     for graph in cases.graphs:
         of = operations(graph)
-        transfers = None  # those that the workload has
-        if there is not None:
+        transfers = None  # those that the workload has, if any
+        if there is not None and source.only != "compute":
             transfers = transfers_on(there.machine, of.table, transfers_ns(graph, of), there.measured_on)
         same = plan if plan.graph is graph else None
         courses.append(course(graph, of, transfers, plan=same, serial=source.serial))
@@ -196,7 +196,7 @@ def on_device(
         UsageError: As `rescale`.
     """
     cases = DeviceCases((source.graph,))
-    own = machine.device if machine and source.measured else None
+    own = machine.device if machine and not source.serial else None
     if device is not None or own is not None or host_factor != 1:
         notices: tuple[Notice, ...] = ()
         try:
