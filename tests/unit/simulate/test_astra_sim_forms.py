@@ -9,6 +9,7 @@ import pytest
 
 from support import astra_sim
 from support.workload import collective, node, receive, send, write_set
+from traceloom.errors import UsageError
 from traceloom.simulate.astra_sim import simulate
 
 GIB = (1 << 30) / 1e9  # bytes per ns of one GB/s
@@ -165,3 +166,24 @@ def test_a_broadcast_takes_what_was_recorded(tmp_path: Path) -> None:
     read = astra_sim.workload(write_set(tmp_path / "set", *own))
     answer = simulate(read, astra_sim.network("Switch", "2", "1", "500"), astra_sim.system())
     assert answer.ranks["end_ns"].to_list() == [8_000, 4_000]
+
+
+@pytest.mark.parametrize("implementation", ["ring", "direct", "direct2", "halvingDoubling", "doubleBinaryTree"])
+def test_a_group_of_one_rank_ends_at_once_or_is_refused_in_a_sentence(implementation: str, tmp_path: Path) -> None:
+    alone = [node(1, us=1, is_cpu_op=False), collective(2, size=4_000, deps=[1], is_cpu_op=False, pg_name="3")]
+    read = astra_sim.workload(write_set(tmp_path / "set", alone, [node(1, us=1)], groups={"3": [0]}))
+    network = astra_sim.network("Switch", "2", "50", "500")
+    if implementation == "ring":
+        assert simulate(read, network, astra_sim.system()).ranks["end_ns"].to_list() == [1_010, 1_000]
+        return
+    with pytest.raises(UsageError, match=r"one rank|1 ranks") as refused:
+        simulate(read, network, astra_sim.system(implementation))
+    assert refused.value.slug == "bad-collective"
+    assert "ring" in (refused.value.hint or "")
+
+
+def test_a_dimension_of_one_is_none() -> None:
+    for sizes in ("1", "4,1"):
+        with pytest.raises(UsageError, match="at least 2 NPUs") as refused:
+            astra_sim.network("Ring,Ring", sizes, "50,50", "1,1")
+        assert refused.value.slug == "bad-astra-sim-config"
