@@ -174,7 +174,9 @@ def test_a_group_of_one_rank_ends_at_once_or_is_refused_in_a_sentence(implementa
     read = astra_sim.workload(write_set(tmp_path / "set", alone, [node(1, us=1)], groups={"3": [0]}))
     network = astra_sim.network("Switch", "2", "50", "500")
     if implementation == "ring":
-        assert simulate(read, network, astra_sim.system()).ranks["end_ns"].to_list() == [1_010, 1_000]
+        for aware in (False, True):
+            answer = simulate(read, network, astra_sim.system(splits=2), aware=aware)
+            assert answer.ranks["end_ns"].to_list() == [1_000 + 2 * 10, 1_000]  # two chunks
         return
     with pytest.raises(UsageError, match=r"one rank|1 ranks") as refused:
         simulate(read, network, astra_sim.system(implementation))
