@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
@@ -58,12 +57,11 @@ def is_asked(args: argparse.Namespace) -> bool:
     return args.ranks is not None or args.data_parallel is not None
 
 
-def recorded_job(args: argparse.Namespace, source: SimulationInput) -> RecordedJob:
-    """The recorded job, on the device that is asked for."""
-    from traceloom.simulate.device import rescale
+def recorded_job(args: argparse.Namespace, source: SimulationInput, machine: Machine | None) -> RecordedJob:
+    """The recorded job, on the device that is asked for, or that of the machine."""
+    from traceloom.simulate.native.running import on_device
     from traceloom.simulate.scale import RecordedJob, roles_of
 
-    graph = source.graph
     if source.only is not None:
         raise UsageError("--only is of the recorded size", slug="cannot-scale", hint="leave --only or the scale out")
     if not source.measured:
@@ -72,38 +70,38 @@ def recorded_job(args: argparse.Namespace, source: SimulationInput) -> RecordedJ
             slug="cannot-scale",
             hint="name the recorded run",
         )
-    if args.device is not None or args.host_factor != 1:
-        scaled = rescale(
-            graph, source.session, args.device, host_factor=args.host_factor, recorded=args.recorded_device
-        )
-        graph = scaled.graph
+    cases = on_device(source, machine, args.device, args.host_factor, args.recorded_device)
+    graph = cases.graphs[0]
     roles = roles_of(source.session) if source.session else {}
     for text in args.role:
         group, equals, role = text.partition("=")
         if not equals:
             raise UsageError(f"`{text}` names no role", slug="wrong-usage", hint="write --role GROUP=data")
         roles[group] = role
-    return RecordedJob(graph, roles, draws=args.draws, seed=args.seed, measured=graph is source.graph)
+    return RecordedJob(
+        graph, roles, draws=args.draws, seed=args.seed, measured=graph is source.graph, notices=cases.notices
+    )
 
 
-def machine_of(args: argparse.Namespace, ranks: int) -> Machine | None:
-    """The machine with so many ranks; None for the recorded one."""
+def machine_of(args: argparse.Namespace) -> Machine | None:
+    """The machine, of whatever size it is described; None for the recorded one."""
     from traceloom.simulate.machine import read_machine
 
     if args.network:
         from traceloom.simulate import astra_sim
 
         system = astra_sim.read_system(args.system) if args.system else None
-        return astra_sim.machine_of(astra_sim.read_network(args.network), system).for_ranks(ranks)
+        return astra_sim.machine_of(astra_sim.read_network(args.network), system)
     if args.machine is None:
         if args.overrides:
             raise UsageError("--set is of a machine", slug="wrong-usage", hint="name one with --machine")
         return None
-    return read_machine(args.machine, args.overrides).for_ranks(ranks)
+    return read_machine(args.machine, args.overrides)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read, scale and show; returns the exit code."""
+    from traceloom.chakra.astra_sim import to_astra_sim
     from traceloom.chakra.group_file import FILES_OF_RANKS
     from traceloom.report import scaled as report
     from traceloom.simulate.native.inputs import open_input
@@ -114,10 +112,11 @@ def run(args: argparse.Namespace) -> int:
         progress.say("reading")
         source = open_input(args.inputs, groups=args.groups, only=args.only, step=args.step, cache=not args.no_cache)
         progress.say("measuring how works vary")
-        job = recorded_job(args, source)
+        described = machine_of(args)
+        job = recorded_job(args, source, described)
         size = {"ranks": args.ranks, "data_parallel": args.data_parallel}
         ranks = job.copies(**size) * job.axis.positions
-        machine = machine_of(args, ranks)
+        machine = described.for_ranks(ranks) if described else None
         model = on_machine(machine) if machine else None
         progress.say(f"drawing steps of {ranks:,} ranks")
         answer = job.at(**size, transfers=model)
@@ -130,21 +129,13 @@ def run(args: argparse.Namespace) -> int:
             if form == "document":
                 written += outputs.write(args, [(path, outputs.as_json)], document, progress)
             else:
-                written.append((path, _write_files(job, args, path, progress, ranks)))
+                progress.say(f"copying the graph for {ranks:,} ranks")
+                graph = job.graph_at(ranks=ranks, transfers=model)
+                progress.say(f"ordering {graph.nodes.height:,} nodes for {path}")
+                workload = to_astra_sim(graph)
+                progress.say(f"writing {ranks:,} files to {path}")
+                sizes = [file.stat().st_size for file in workload.write(path, force=args.force)]
+                written.append((path, sum(sizes)))
     outputs.show(args, document, report.render)
     outputs.close(args, written, outputs.repeated(args, "workload/"))
     return 0
-
-
-def _write_files(job: RecordedJob, args: argparse.Namespace, path: Path, progress: Progress, ranks: int) -> int:
-    """Write the workload of all ranks for other simulators; the size of its files in bytes."""
-    from traceloom.chakra.astra_sim import to_astra_sim
-    from traceloom.simulate.scale import on_machine
-
-    machine = machine_of(args, ranks)
-    progress.say(f"copying the graph for {ranks:,} ranks")
-    graph = job.graph_at(ranks=ranks, transfers=on_machine(machine) if machine else None)
-    progress.say(f"ordering {graph.nodes.height:,} nodes for {path}")
-    workload = to_astra_sim(graph)
-    progress.say(f"writing {ranks:,} files to {path}")
-    return sum(file.stat().st_size for file in workload.write(path, force=args.force))

@@ -219,32 +219,48 @@ class Assembly:
             return error
 
     def _run(self, row: Mapping[str, Any]) -> Instruction:
+        import torch
+
         bound = self._bound[row["call"]]
         if isinstance(bound, Unbindable):
             return self._stand_in(row, bound.slug, bound.text)
         self._made.update(output for output in row["outputs"] if output is not None)
         inputs, registers = row["inputs"], dict(bound.places)
-        arguments = [self._place(argument, (at,), registers, inputs) for at, argument in enumerate(bound.arguments)]
+        namespace, _, name = row["name"].rpartition("::")
+        # Of most ops PyTorch takes no number where their schema has a tensor.
+        takes_numbers = not namespace or torch._C._should_allow_numbers_as_tensors(name)  # noqa: SLF001
+        numbers = self._numbers if takes_numbers else {}
+        place = partial(self._place, registers=registers, inputs=inputs, numbers=numbers)
+        arguments = [place(argument, (at,)) for at, argument in enumerate(bound.arguments)]
         named = {path[0] for path in registers if isinstance(path[0], str)}
         constants = {name: value for name, value in bound.keywords.items() if name not in named}
         function = partial(bound.function, **constants) if constants else bound.function
         if named:
             names = sorted(named)
-            arguments += [self._place(bound.keywords[name], (name,), registers, inputs) for name in names]
+            arguments += [place(bound.keywords[name], (name,)) for name in names]
             function = partial(_with_names, function, names)
         return Instruction(
             row["op"], function, picker(arguments), tuple(row["outputs"]), stand_in_ns=self._stand_in_ns(row)
         )
 
-    def _place(self, argument: Any, path: tuple[Any, ...], registers: Mapping[Any, int], inputs: Sequence[int]) -> Any:
+    def _place(
+        self,
+        argument: Any,
+        path: tuple[Any, ...],
+        *,
+        registers: Mapping[Any, int],
+        inputs: Sequence[int],
+        numbers: Mapping[int, Any],
+    ) -> Any:
         """The register of an argument, or those of the parts of a list that holds tensors."""
         if path in registers:
             register = inputs[registers[path]]
-            if len(path) > 1 or len(inputs) == 1 or register not in self._numbers:
+            if len(path) > 1 or len(inputs) == 1 or register not in numbers:
                 return register
-            argument = self._numbers[register]
+            argument = numbers[register]
         elif isinstance(argument, list) and any(other[: len(path)] == path for other in registers):
-            return [self._place(part, (*path, at), registers, inputs) for at, part in enumerate(argument)]
+            place = partial(self._place, registers=registers, inputs=inputs, numbers=numbers)
+            return [place(part, (*path, at)) for at, part in enumerate(argument)]
         self._registers.append(argument)
         return len(self._registers) - 1
 

@@ -214,8 +214,8 @@ _OF_THE_TENSOR = frozenset({
 })  # fmt: skip
 _NAMED = _POSITIVE_NAMES | _OFFSETS.keys()
 _DEMANDING = _LIMITS.keys() | _POSITIVE_OPS | _PROBABILITY_OPS.keys() | {
-    "index", "index_put", "_index_put_impl", "floor_divide", "remainder", "fmod", "pow", "repeat_interleave",
-    "_pack_padded_sequence",
+    "index", "index_put", "_index_put_impl", "floor_divide", "remainder", "fmod", "div", "normal", "pow",
+    "repeat_interleave", "segment_reduce", "_pack_padded_sequence",
 }  # fmt: skip
 _GEOMETRY_ONLY = re.compile(r"_like$|^new_|^size$|^stride$|^resize|^set_$")
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
@@ -501,8 +501,14 @@ def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
         yield from ((number, _POSITIVE) for name in ("self", "other") for number in inputs.get(name, ()))
     elif base in _PROBABILITY_OPS:
         yield from ((number, _PROBABILITY) for name in _PROBABILITY_OPS[base] for number in inputs.get(name, ()))
-    elif base in {"floor_divide", "remainder", "fmod"}:
+    elif base in {"floor_divide", "remainder", "fmod"} or (base == "div" and call.values.get("rounding_mode")):
         yield from ((number, _POSITIVE) for number in inputs.get("other", ()))
+    elif base == "normal":
+        yield from ((number, _POSITIVE) for number in inputs.get("std", ()))
+    elif base == "segment_reduce":
+        total = use.length("data", "axis") or 0
+        for number in inputs.get("lengths", ()):
+            yield number, Demand("lengths", -(-total // max(prod(use.shapes[number]), 1)), total)
     elif base == "pow":
         exponent = call.values.get("exponent")
         if isinstance(exponent, float) and not exponent.is_integer():

@@ -19,7 +19,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -130,6 +130,7 @@ class RecordedJob:
         draws: How many.
         seed: Of chance: the same seed gives the same answer.
         measured: Whether the graph's times were measured; else they are those of another device.
+        notices: What must be known of the graph.
 
     Raises:
         UsageError: `no-data-parallel`, `unknown-roles`, `uneven-groups`, `unrecorded-role`.
@@ -144,6 +145,7 @@ class RecordedJob:
         draws: int = DRAWS,
         seed: int = 0,
         measured: bool = True,
+        notices: Sequence[Notice] = (),
     ) -> None:
         self.axis = data_axis(graph, roles or {})
         self.replica = replica_of(graph, self.axis, roles or {})
@@ -151,6 +153,7 @@ class RecordedJob:
         self.recorded = graph.nodes["rank"].drop_nulls().n_unique()
         self.before_ns = int(np.median(_steps(measured_ends(graph))))
         self.measured = measured
+        self.notices = tuple(notices)
         self._varied, self._count, self._seed = varied, draws if varied else 1, seed
         self._draws = Draws(self.replica, self.variation)
         self._transfers = seen_transfers(self._draws, self.axis, seed)
@@ -189,7 +192,11 @@ class RecordedJob:
             collectives=_collectives(self.replica, after, (self._transfers, transfer), (before, drawn)),
             draws=self._count,
             seed=self._seed,
-            notices=self._notices(copies, identity_ns, network=transfers is not None) + transfer_notices(flags),
+            notices=(
+                *self.notices,
+                *self._notices(copies, identity_ns, network=transfers is not None),
+                *transfer_notices(flags),
+            ),
         )
 
     def graph_at(

@@ -17,10 +17,9 @@ from traceloom.errors import CheckError, InputError, TraceloomError, UsageError,
 from traceloom.leaving import block
 from traceloom.model import units
 from traceloom.model.notice import Notice
-from traceloom.simulate.device import rescale
 from traceloom.simulate.machine import Machine, read_machine
 from traceloom.simulate.native.inputs import SimulationInput, open_input
-from traceloom.simulate.native.running import run
+from traceloom.simulate.native.running import on_device, run
 from traceloom.simulate.scale import RecordedJob, on_machine, roles_of
 from traceloom.simulate.sweeps import ANSWERS, SweepPoint, SweepRow
 from traceloom.workers import Workers, cores, workers
@@ -163,29 +162,29 @@ class PointEvaluator:
             ranks = answer.ranks.height
             priced = read_machine(machine, overrides) if machine else None
             return _answer(ranks, answer.after_ns, priced, answer.notices)
-        job = self._job(device, host_factor)
+        of_any_size = read_machine(machine, overrides) if machine else None
+        job = self._job(of_any_size, device, host_factor)
         ranks = job.copies(**{name: None if value is None else int(value) for name, value in size.items()})
-        described = read_machine(machine, overrides).for_ranks(ranks * job.axis.positions) if machine else None
+        described = of_any_size.for_ranks(ranks * job.axis.positions) if of_any_size else None
         scaled = job.at(data_parallel=ranks, transfers=on_machine(described) if described else None)
         interval: SweepRow = {
             "p10_ns": scaled.p10_ns, "p90_ns": scaled.p90_ns, "samples": scaled.data_parallel / job.axis.copies,
         }  # fmt: skip
         return _answer(scaled.ranks, scaled.after_ns, described, scaled.notices) | interval
 
-    def _job(self, device: str | None, host_factor: float) -> RecordedJob:
+    def _job(self, machine: Machine | None, device: str | None, host_factor: float) -> RecordedJob:
         """The recorded job on a device; each is made ready once."""
-        if (device, host_factor) not in self._jobs:
+        key = device, host_factor, repr((machine.device, machine.slow)) if machine else ""
+        if key not in self._jobs:
             source, asked = self.source, self.question
-            graph = source.graph
             if not source.measured:
                 raise UsageError("only recorded runs can be scaled", slug="cannot-scale", hint="name a recorded run")
-            if device is not None or host_factor != 1:
-                there = rescale(graph, source.session, device, host_factor=host_factor, recorded=asked.recorded_device)
-                graph = there.graph
+            cases = on_device(source, machine, device, host_factor, asked.recorded_device)
             roles = roles_of(source.session) if source.session else {}
-            job = RecordedJob(graph, {**roles, **asked.roles}, draws=asked.draws, seed=asked.seed)
-            self._jobs[device, host_factor] = job
-        return self._jobs[device, host_factor]
+            self._jobs[key] = RecordedJob(
+                cases.graphs[0], {**roles, **asked.roles}, draws=asked.draws, seed=asked.seed, notices=cases.notices
+            )
+        return self._jobs[key]
 
     def _generated(self, point: SweepPoint) -> SweepRow:
         """A workload made anew with the options of the point."""

@@ -78,16 +78,25 @@ class Events:
     meetings: list[tuple[str, int, int, int]] = field(default_factory=list)  # kind, first and last arrival, end
 
 
-def simulated(jobs: list[list[Made]], groups: dict[str, list[int]]) -> Events:
-    """A device computes one node at a time, what is ready first; collectives begin with their last member."""
+def simulated(jobs: list[list[Made]], groups: dict[str, list[int]], only: str | None = None) -> Events:
+    """A device computes one node at a time, what is ready first; collectives begin with their last member.
+
+    With `only` one side, what the other does takes no time.
+    """
     out = Events()
     waits = {(rank, made.number): len(made.deps) for rank, own in enumerate(jobs) for made in own}
     ready = dict.fromkeys(waits, 0)
     free = [0] * len(jobs)
     come: dict[tuple[str, int], dict[tuple[int, int], int]] = {}
     turn: dict[tuple[int, str], int] = {}
-    queue = [(0, *key) for key, count in waits.items() if not count]
-    heapq.heapify(queue)
+    queue: list[tuple[int, bool, int, int]] = []  # of equal times communications come first
+
+    def push(key: tuple[int, int]) -> None:
+        heapq.heappush(queue, (ready[key], not jobs[key[0]][key[1] - 1].kind, *key))
+
+    for key, count in waits.items():
+        if not count:
+            push(key)
 
     def over(key: tuple[int, int], at: int) -> None:
         out.end[key] = at
@@ -98,15 +107,15 @@ def simulated(jobs: list[list[Made]], groups: dict[str, list[int]]) -> Events:
                 ready[follower] = max(ready[follower], at)
                 waits[follower] -= 1
                 if not waits[follower]:
-                    heapq.heappush(queue, (ready[follower], *follower))
+                    push(follower)
 
     while queue:
-        now, *key_of = heapq.heappop(queue)
-        rank, number = key = key_of[0], key_of[1]
+        now, _, rank, number = heapq.heappop(queue)
+        key = rank, number
         made = jobs[rank][number - 1]
         if not made.kind:
             out.start[key] = max(now, free[rank])
-            free[rank] = out.start[key] + 1000 * made.us
+            free[rank] = out.start[key] + (0 if only == "communication" else 1000 * made.us)
             over(key, free[rank])
             continue
         out.start[key] = now
@@ -115,7 +124,7 @@ def simulated(jobs: list[list[Made]], groups: dict[str, list[int]]) -> Events:
         arrivals[key] = now
         members = groups.get(made.group, range(len(jobs)))
         if len(arrivals) == len(members):
-            end = max(arrivals.values()) + transfer(made, len(members))
+            end = max(arrivals.values()) + (0 if only == "compute" else transfer(made, len(members)))
             out.meetings.append((made.kind, min(arrivals.values()), max(arrivals.values()), end))
             for each in arrivals:
                 over(each, end)
@@ -127,10 +136,10 @@ def covered(spans: list[tuple[int, int]]) -> set[int]:
     return {at for start, end in spans for at in range(start // 4, end // 4)}
 
 
-def answer_of(home: Path, jobs: list[list[Made]], groups: dict[str, list[int]]) -> Simulation:
+def answer_of(home: Path, jobs: list[list[Made]], groups: dict[str, list[int]], only: str | None = None) -> Simulation:
     machine = Machine((Dimension("fully-connected", len(jobs), RATE, LATENCY),), algorithms=RULES)
     home = write_set(home, *([made.node() for made in own] for own in jobs), groups=groups)
-    return run(home, machine)
+    return run(home, machine, only=only)
 
 
 GROUPS: dict[int, dict[str, list[int]]] = {2: {}, 3: {"5": [0, 2]}, 4: {"5": [0, 1], "6": [1, 2, 3]}}
@@ -157,6 +166,20 @@ def test_everything_happens_when_the_events_say(seed: int, tmp_path: Path) -> No
             strict=True,
         )
     ) == sorted(expected.meetings)
+
+
+@pytest.mark.parametrize("only", ["compute", "communication"])
+@pytest.mark.parametrize("seed", range(5))
+def test_of_one_side_the_other_takes_no_time_on_any_machine(seed: int, only: str, tmp_path: Path) -> None:
+    ranks = 2 + seed % 3
+    jobs = workload(300 + seed, ranks, GROUPS[ranks])
+    expected = simulated(jobs, GROUPS[ranks], only)
+    answer = answer_of(tmp_path / "set", jobs, GROUPS[ranks], only)
+    assert answer.after_ns == max(expected.end.values())
+    names = [(row["rank"], int(row["name"][1:])) for row in answer.nodes.iter_rows(named=True)]
+    assert dict(zip(names, answer.nodes["end_ns"], strict=True)) == expected.end
+    assert (answer.links.height > 0) == (only == "communication")
+    assert f"{only} alone" in answer.identity
 
 
 @pytest.mark.parametrize("seed", range(6))

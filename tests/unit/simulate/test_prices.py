@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from support.workload import collective, node, receive, send, write_set
 from traceloom.analyze.peaks import Peak
 from traceloom.chakra.schema import Node
+from traceloom.errors import UsageError
 from traceloom.schedules import KINDS_OF
 from traceloom.simulate import run
 from traceloom.simulate.machine import AlgorithmRule, Dimension, Machine, MeasuredTransfer, Nic, SpeedFactor
@@ -295,3 +297,52 @@ def test_the_double_tree_is_between_its_bounds(tmp_path: Path) -> None:
         part = size / 2 / chunks / RATE
         assert took >= levels * LATENCY + size / 2 / RATE
         assert took <= levels * (LATENCY + part) + (chunks - 1) * 2 * part + 2
+
+
+def test_communication_without_bytes_takes_its_latencies_and_no_link(tmp_path: Path) -> None:
+    machine = with_algorithm(joined("switch", 4), "ring")
+    answer = answered(tmp_path / "set", ["all_reduce", "all_gather"], machine, 0)
+    assert times(answer) == {"all_reduce": 6 * 2 * LATENCY, "all_gather": 3 * 2 * LATENCY}
+    assert answer.links.is_empty()
+    assert answer.load.is_empty()
+    assert answer.after_ns == 9 * 2 * LATENCY
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_files_ask_for_ends_in_an_answer_that_keeps_its_laws(seed: int, tmp_path: Path) -> None:
+    """Groups of any size, messages to oneself too, no bytes or far too many, on any network and algorithm."""
+    chance = random.Random(seed)
+    ranks = chance.choice([1, 2, 3, 4])
+    groups = {"3": sorted(chance.sample(range(ranks), chance.randint(1, ranks))), "4": [chance.randrange(ranks)]}
+    kinds = ["ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL", "BROADCAST", "REDUCE", "GATHER", "BARRIER"]
+    calls = [(chance.choice(kinds), chance.choice([0, 1, 5, 1000, 1 << 24, 1 << 40]), chance.choice(["", "3", "4"]))
+             for _ in range(chance.randint(1, 4))]  # fmt: skip
+    files: list[list[Node]] = []
+    for rank in range(ranks):
+        own = [node(1, us=chance.choice([0, 1, 50]), is_cpu_op=chance.random() < 0.3)]
+        for kind, size, group in calls:
+            if not group or rank in groups[group]:
+                named = {"pg_name": group} if group else {}
+                own.append(collective(len(own) + 1, kind, size, deps=[len(own)], us=chance.choice([0, 3]), **named))
+        files.append(own)
+    source, target = chance.randrange(ranks), chance.randrange(ranks)
+    files[source].append(send(900, target, comm_size=chance.choice([0, 8, 10**6])))
+    files[target].append(receive(901, source, comm_size=8))
+    algorithm = chance.choice([*KINDS_OF])
+    topology = chance.choice(["ring", "switch", "fully-connected"])
+    machine = joined(topology, ranks, chance.choice([1e-2, 10.0, 1e9]), chance.choice([0.0, 500.0]))
+    machine = replace(with_algorithm(machine, algorithm), nic=chance.choice([None, Nic(3.0, "all")]))
+    home = write_set(tmp_path / "set", *files, groups=groups)
+    alone = run(home)
+    alone.check()
+    answer, slug = alone, None
+    try:
+        answer = run(home, machine)
+    except UsageError as error:
+        slug = error.slug
+    assert slug in {None, "no-such-schedule", "times-too-long"}
+    answer.check()
+    assert answer.after_ns >= answer.collectives["transfer_ns"].max()  # type: ignore[operator]
+    assert (answer.ranks["compute_ns"] >= alone.ranks["compute_ns"]).all()
+    moved = answer.collectives.filter(pl.col("ranks") > 1, pl.col("bytes") > 0).height
+    assert moved or answer.links["bytes"].sum() == 0

@@ -180,7 +180,9 @@ def _direct(kind: str, ranks: int, chunk: int, window: int, *, whole: bool) -> t
     """
     made = direct(kind, ranks, chunk if kind == "all_gather" else chunk // ranks * ranks)
     if not window:
-        raise UsageError("ASTRA-sim never begins with direct0", slug="bad-collective", hint="use direct")
+        text = "with direct0" if ranks > 1 else f"a direct {kind} of one rank, which has nothing to send"
+        hint = "use direct" if ranks > 1 else "use ring, or leave the collective out"
+        raise UsageError(f"ASTRA-sim never begins {text}", slug="bad-collective", hint=hint)
     others = ranks - 1
     turn, at = np.divmod(window + np.arange(len(made.rounds) * others), window * (2 if whole else ranks))
     reduces = (at >= window) & ((kind == "reduce_scatter") | ((kind == "all_reduce") & (turn % 2 == 0)))
@@ -220,6 +222,9 @@ def _halving(kind: str, ranks: int, chunk: int) -> Schedule:
     Raises:
         UsageError: slugs `bad-collective`, `no-such-schedule`.
     """
+    if ranks < 2:
+        text = f"a halvingDoubling {kind} of one rank has no messages"
+        raise UsageError(text, slug="bad-collective", hint="use ring, or leave the collective out")
     made = halving_doubling(kind, ranks, ranks)
     steps = len(made.rounds) // (2 if kind == "all_reduce" else 1)
     halves = [chunk >> (k + 1) for k in range(steps)]

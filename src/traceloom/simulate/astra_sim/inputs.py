@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from traceloom.analyze.peaks import Peak
-from traceloom.errors import InputError, nearest, unreadable
+from traceloom.errors import InputError, UsageError, nearest, unreadable
 from traceloom.files import note_input, read_small
 from traceloom.model.notice import Notice
 from traceloom.simulate.machine.parts import Algorithm, AlgorithmRule, Collective, Dimension, Machine, Topology
@@ -43,7 +43,7 @@ class AstraSimNetwork:
 
     Attributes:
         topologies: Keys of `TOPOLOGIES`.
-        sizes: NPUs along each dimension.
+        sizes: NPUs along each dimension, at least 2.
         bandwidths: As they are written. ASTRA-sim calls them GB/s and takes them as 2^30 B/s.
         latencies: ns of one link.
         source: The file.
@@ -54,6 +54,10 @@ class AstraSimNetwork:
     bandwidths: tuple[float, ...]
     latencies: tuple[float, ...]
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.sizes, default=0) < 2:
+            raise UsageError("a dimension has at least 2 NPUs", slug="bad-astra-sim-config")
 
     @property
     def ranks(self) -> int:

@@ -201,13 +201,16 @@ class Stream:
         self._step = self._arrived = self._free = self._sent = 0
         if phase.window:
             self._queues.after(phase.delay_ns, self._go_on, phase.window)
-        elif self._steps[0][0]:
+        elif not self._steps or self._steps[0][0]:
             self._queues.after(phase.delay_ns, self._go)
         else:
             self._go(None)
 
     def _go(self, _: Any) -> None:
-        """The messages of a step."""
+        """The messages of a step; a group of one rank has none."""
+        if not self._steps:
+            self.proceed()
+            return
         out, into = self._steps[self._step]
         self._free = 0
         for k in range(max(len(out), len(into))):

@@ -15,7 +15,7 @@ from traceloom.model import graph_store
 from traceloom.model.graph import Graph
 from traceloom.model.session import Session
 from traceloom.simulate.native.evaluation import as_evaluated
-from traceloom.simulate.native.isolating import isolated
+from traceloom.simulate.native.isolating import SIDES, isolated
 from traceloom.simulate.native.joining import joined
 from traceloom.simulate.native.operations import operations
 
@@ -63,11 +63,16 @@ def open_input(
         cache: Look into the cache of read traces, and fill it.
 
     Raises:
-        UsageError: slugs `no-file`, `wrong-usage`: a step of what has none, groups of what has its own.
+        UsageError: slugs `no-file`, `wrong-usage`: a step of what has none, groups of what has its own, a side that
+            there is not.
         InputError: A file is refused; slug `not-a-group-file`: that of the groups.
     """
     if isinstance(workload, SimulationInput):
         return workload
+    if only is not None and only not in SIDES:
+        raise UsageError(
+            f"`{only}` is no side of a workload", slug="wrong-usage", hint=f"one side alone is {' or '.join(SIDES)}"
+        )
     chakra = False
     session = None
     members = None

@@ -80,12 +80,12 @@ def run(
     checked = _identity(source, plan)
     before = course(source.graph, operations(source.graph), plan=plan, serial=source.serial)
     there = None if machine is None else _Target.of(machine, overrides, source.graph)
-    cases = _on_device(source, there, device, host_factor, recorded_device)
+    cases = on_device(source, there.machine if there else None, device, host_factor, recorded_device)
     courses = []
     for graph in cases.graphs:
         of = operations(graph)
-        transfers = None  # those that the workload has
-        if there is not None:
+        transfers = None  # those that the workload has, if any
+        if there is not None and source.only != "compute":
             transfers = transfers_on(there.machine, of.table, transfers_ns(graph, of), there.measured_on)
         same = plan if plan.graph is graph else None
         courses.append(course(graph, of, transfers, plan=same, serial=source.serial))
@@ -166,21 +166,37 @@ class _Target:
 
 
 @dataclass(frozen=True)
-class _Cases:
-    """The graph on a device: as expected, and where the rules have an interval the least and the most."""
+class DeviceCases:
+    """A graph on the devices of a machine.
+
+    Attributes:
+        graphs: As expected, and where the rules have an interval with the least and the most.
+        account: What was scaled by which rule; None on the recorded devices.
+        notices: What must be known of it.
+    """
 
     graphs: tuple[Graph, ...]
     account: DeviceChange | None = None
     notices: tuple[Notice, ...] = field(default=())
 
 
-def _on_device(
-    source: SimulationInput, target: _Target | None, device: str | None, host_factor: float, recorded: str | None
-) -> _Cases:
-    """The work of the ranks on other devices, and the slow ones of a machine."""
-    machine = target.machine if target else None
-    cases = _Cases((source.graph,))
-    own = machine.device if machine and source.measured else None
+def on_device(
+    source: SimulationInput, machine: Machine | None, device: str | None, host_factor: float, recorded: str | None
+) -> DeviceCases:
+    """The work of the ranks on other devices, and the slow ones of a machine.
+
+    Args:
+        source: The workload.
+        machine: Whose devices compute where no other is named; the recorded ones where None.
+        device: What computes, by its name or its peaks.
+        host_factor: How many times as long host work takes.
+        recorded: What computed in the recording, where the traces do not say.
+
+    Raises:
+        UsageError: As `rescale`.
+    """
+    cases = DeviceCases((source.graph,))
+    own = machine.device if machine and not source.serial else None
     if device is not None or own is not None or host_factor != 1:
         notices: tuple[Notice, ...] = ()
         try:
@@ -197,7 +213,7 @@ def _on_device(
             text = f"work of the device takes as long as recorded, not as on {own.name}: {error.message}"
             notices = (Notice("device-kept", "warning", text),)
             scaled = rescale(source.graph, source.session, None, host_factor=host_factor)
-        cases = _Cases((scaled.graph, scaled.low, scaled.high), scaled.account, notices)
+        cases = DeviceCases((scaled.graph, scaled.low, scaled.high), scaled.account, notices)
     if machine is None or (machine.device_speeds() == 1).all():
         return cases
     slowed = []

@@ -40,13 +40,14 @@ class Transfers:
 
     def bundles(self) -> LinkBundles:
         """The links, those together that all classes ask the same of."""
-        if not self.share.height:
-            return LinkBundles.none()
+        classes = int(self.of_class.max(initial=-1)) + 1
+        if not self.share.height:  # latencies alone
+            return LinkBundles.none(classes)
         asked = self.share.sort("link", "of_class").group_by("link", maintain_order=True).agg("of_class", "share")
         alike = asked.group_by("of_class", "share", maintain_order=True).agg("link").with_row_index("bundle")
         rows = alike.select("bundle", "of_class", "share").explode("of_class", "share").sort("of_class", "bundle")
         return LinkBundles(
-            np.searchsorted(rows["of_class"].to_numpy(), np.arange(int(self.of_class.max(initial=-1)) + 2)),
+            np.searchsorted(rows["of_class"].to_numpy(), np.arange(classes + 1)),
             rows["bundle"].to_numpy().astype(np.int64),
             rows["share"].to_numpy(),
             alike["link"].explode().to_numpy().astype(np.int64),
@@ -73,10 +74,10 @@ class LinkBundles:
     of_link: Ints
 
     @classmethod
-    def none(cls) -> LinkBundles:
-        """No links."""
+    def none(cls, classes: int = 0) -> LinkBundles:
+        """No links, of which none of the classes needs any."""
         nothing = np.zeros(0, dtype=np.int64)
-        return cls(np.zeros(1, dtype=np.int64), nothing, np.zeros(0), nothing, nothing)
+        return cls(np.zeros(classes + 1, dtype=np.int64), nothing, np.zeros(0), nothing, nothing)
 
     @property
     def count(self) -> int:

@@ -1,0 +1,191 @@
+"""The mode `astra-sim` by the rules that docs/concepts/astra-sim.md states: closed forms of phases over dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from support import astra_sim
+from support.workload import collective, node, receive, send, write_set
+from traceloom.errors import UsageError
+from traceloom.simulate.astra_sim import simulate
+
+GIB = (1 << 30) / 1e9  # bytes per ns of one GB/s
+MEMORY = 1600.0
+KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+def message(topology: str, ranks: int, distance: int, size: int, bandwidth: float, latency: float) -> int:
+    """Hops times the latency and the bytes over the bandwidth, in whole ns."""
+    hops = {"Ring": min(distance, ranks - distance), "Switch": 2, "FullyConnected": 1}[topology]
+    return int(hops * latency + size / (bandwidth * GIB))
+
+
+def reduction(size: int) -> int:
+    """A message is read twice and written once at the bandwidth of the memory."""
+    return 3 * int(size / (MEMORY * 1e9) * 1e9)
+
+
+def ring(kind: str, chunk: int, ranks: int, delay: int, each: Sequence[int]) -> int:
+    """All steps of a ring; `each` is a message of a part and one of the whole chunk, and the reduction of a part."""
+    part, whole, reduced = each
+    steps = {
+        "reduce_scatter": (ranks - 1) * (part + delay + reduced),
+        "all_gather": (ranks - 1) * (whole + delay),
+        "all_reduce": (ranks - 1) * (2 * part + 2 * delay + reduced),
+        "all_to_all": ranks * (ranks - 1) // 2 * (part + delay),
+    }
+    return delay + steps[kind]
+
+
+def end_of(home: Path, kind: str, network: object, system: object, ranks: int, size: int) -> int:
+    read = astra_sim.one_collective(home, kind, ranks, size)
+    answer = simulate(read, network, system)  # type: ignore[arg-type]
+    ends = set(answer.ranks["end_ns"].to_list())
+    assert len(ends) == 1
+    return ends.pop()
+
+
+@pytest.mark.parametrize("delay", [1, 25])
+@pytest.mark.parametrize("topology", ["Ring", "Switch", "FullyConnected"])
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_rings_take_step_after_step(topology: str, ranks: int, delay: int, tmp_path: Path) -> None:
+    size = ranks * 40_000 + 7  # what does not divide is lost
+    network = astra_sim.network(topology, str(ranks), "30", "400")
+    for kind in KINDS:
+        part, whole = size // ranks, size
+        each = [
+            message(topology, ranks, 1, part, 30, 400),
+            message(topology, ranks, 1, whole, 30, 400),
+            reduction(part),
+        ]
+        took = end_of(tmp_path / kind, kind, network, astra_sim.system(endpoint_delay=delay), ranks, size)
+        assert took == ring(kind, size, ranks, delay, each), kind
+
+
+@pytest.mark.parametrize("topology", ["Ring", "Switch", "FullyConnected"])
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_all_messages_of_direct_are_under_way_at_once(topology: str, ranks: int, tmp_path: Path) -> None:
+    """Where nothing is reduced the last message to arrive decides: that of the farthest rank."""
+    size = ranks * 10_000
+    network = astra_sim.network(topology, str(ranks), "30", "400")
+    system = astra_sim.system("direct", endpoint_delay=25)
+    for kind, sent in (("all_gather", size), ("all_to_all", size // ranks)):
+        farthest = max(message(topology, ranks, distance, sent, 30, 400) for distance in range(1, ranks))
+        assert end_of(tmp_path / kind, kind, network, system, ranks, size) == 25 + farthest + 25
+
+
+@pytest.mark.parametrize("topology", ["Ring", "Switch"])
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_halving_and_doubling_price_each_message_by_its_distance(topology: str, ranks: int, tmp_path: Path) -> None:
+    chunk = ranks * 6_400
+    network = astra_sim.network(topology, str(ranks), "30", "400")
+    system = astra_sim.system("halvingDoubling", endpoint_delay=25)
+    steps = ranks.bit_length() - 1
+    doubling = sum(
+        message(topology, ranks, ranks >> (k + 1), chunk << k, 30, 400) + 25 for k in range(steps)
+    )  # far away first, with one part
+    assert end_of(tmp_path / "gather", "all_gather", network, system, ranks, chunk) == 25 + doubling
+    halving = sum(
+        message(topology, ranks, 1 << k, chunk >> (k + 1), 30, 400)
+        + 25
+        + (reduction(chunk >> (k + 2)) if k < steps - 1 else 0)  # at the price of the next one
+        for k in range(steps)
+    )
+    assert end_of(tmp_path / "scatter", "reduce_scatter", network, system, ranks, chunk) == 25 + halving
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_dimensions_are_gone_through_one_after_the_other(baseline: bool, tmp_path: Path) -> None:
+    """Inwards out the parts shrink, outwards in they grow; in full in each dimension where that is asked for."""
+    sizes, rates, latencies = (4, 2), (100.0, 20.0), (300.0, 900.0)
+    network = astra_sim.network("Ring,Switch", "4,2", "100,20", "300,900")
+    more = {"optimization": "baseline"} if baseline else {}
+    system = astra_sim.system("ring", 2, endpoint_delay=25, **more)
+    chunk = 8 * 50_000
+
+    def phase(kind: str, dimension: int, size: int) -> int:
+        ranks = sizes[dimension]
+        topology = ("Ring", "Switch")[dimension]
+        priced = [message(topology, ranks, 1, b, rates[dimension], latencies[dimension]) for b in (size // ranks, size)]
+        return ring(kind, size, ranks, 25, [*priced, reduction(size // ranks)])
+
+    expected = {
+        "reduce_scatter": phase("reduce_scatter", 0, chunk) + phase("reduce_scatter", 1, chunk // 4),
+        "all_gather": phase("all_gather", 1, chunk) + phase("all_gather", 0, 2 * chunk),
+        "all_to_all": phase("all_to_all", 0, chunk) + phase("all_to_all", 1, chunk),
+        "all_reduce": phase("all_reduce", 0, chunk) + phase("all_reduce", 1, chunk)
+        if baseline
+        else phase("reduce_scatter", 0, chunk) + phase("all_reduce", 1, chunk // 4)
+        + phase("all_gather", 0, chunk // 4),
+    }  # fmt: skip
+    for kind, took in expected.items():
+        assert end_of(tmp_path / kind, kind, network, system, 8, chunk) == took, kind
+
+
+def test_several_chunks_of_one_ring_follow_each_other(tmp_path: Path) -> None:
+    """Each of three chunks is a ring of its own; the ones behind wait for the one before."""
+    ranks, size = 4, 4 * 3 * 10_000
+    network = astra_sim.network("Ring", "4", "30", "400")
+    chunk = size // 3
+    each = [message("Ring", 4, 1, chunk // 4, 30, 400), 0, reduction(chunk // 4)]
+    once = ring("all_reduce", chunk, ranks, 25, each)
+    system = astra_sim.system(splits=3, endpoint_delay=25, active_chunks=1)
+    assert end_of(tmp_path / "three", "all_reduce", network, system, ranks, size) == 3 * once
+    # One more where they do not add up: of what is left over as much as of the others.
+    assert end_of(tmp_path / "four", "all_reduce", network, system, ranks, size + 1) == 4 * once
+
+
+@pytest.mark.parametrize(("latency", "bandwidth"), [(0, 1), (700, 13), (12, 200)])
+def test_a_chain_of_messages_goes_rank_by_rank(latency: int, bandwidth: int, tmp_path: Path) -> None:
+    sizes = [4_000, 999_999, 1, 123_456]
+    between = [
+        [
+            receive(1, at - 1, comm_size=sizes[at - 1]),
+            node(2, us=at, deps=[1], is_cpu_op=False),
+            send(3, at + 1, deps=[2], comm_size=sizes[at]),
+        ]
+        for at in range(1, 4)
+    ]
+    ends = [send(1, 1, comm_size=sizes[0])], [receive(1, 3, comm_size=sizes[3])]
+    read = astra_sim.workload(write_set(tmp_path / "set", ends[0], *between, ends[1]))
+    network = astra_sim.network("Ring", "5", str(bandwidth), str(latency))
+    answer = simulate(read, network, astra_sim.system())
+    end, expected = 0, []
+    for at in range(4):
+        end += message("Ring", 5, 1, sizes[at], bandwidth, latency) + (1000 * at if at else 0)
+        expected.append(end)
+    assert answer.ranks["end_ns"].to_list() == [*expected, expected[-1]]
+    assert answer.after_ns == expected[-1]
+
+
+def test_a_broadcast_takes_what_was_recorded(tmp_path: Path) -> None:
+    own = [[collective(1, "BROADCAST", 1 << 20, us=us), node(2, us=1, deps=[1], is_cpu_op=False)] for us in (7, 3)]
+    read = astra_sim.workload(write_set(tmp_path / "set", *own))
+    answer = simulate(read, astra_sim.network("Switch", "2", "1", "500"), astra_sim.system())
+    assert answer.ranks["end_ns"].to_list() == [8_000, 4_000]
+
+
+@pytest.mark.parametrize("implementation", ["ring", "direct", "direct2", "halvingDoubling", "doubleBinaryTree"])
+def test_a_group_of_one_rank_ends_at_once_or_is_refused_in_a_sentence(implementation: str, tmp_path: Path) -> None:
+    alone = [node(1, us=1, is_cpu_op=False), collective(2, size=4_000, deps=[1], is_cpu_op=False, pg_name="3")]
+    read = astra_sim.workload(write_set(tmp_path / "set", alone, [node(1, us=1)], groups={"3": [0]}))
+    network = astra_sim.network("Switch", "2", "50", "500")
+    if implementation == "ring":
+        for aware in (False, True):
+            answer = simulate(read, network, astra_sim.system(splits=2), aware=aware)
+            assert answer.ranks["end_ns"].to_list() == [1_000 + 2 * 10, 1_000]  # two chunks
+        return
+    with pytest.raises(UsageError, match=r"one rank|1 ranks") as refused:
+        simulate(read, network, astra_sim.system(implementation))
+    assert refused.value.slug == "bad-collective"
+    assert "ring" in (refused.value.hint or "")
+
+
+def test_a_dimension_of_one_is_none() -> None:
+    for sizes in ("1", "4,1"):
+        with pytest.raises(UsageError, match="at least 2 NPUs") as refused:
+            astra_sim.network("Ring,Ring", sizes, "50,50", "1,1")
+        assert refused.value.slug == "bad-astra-sim-config"
