@@ -24,8 +24,8 @@ NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 class SlowClock(TraceBuilder):
     """A builder whose clock begins late, and on which everything lasts some times as long."""
 
-    def __init__(self, rank: int, begin_us: float, times: float) -> None:
-        super().__init__(rank=rank, world_size=2, process=100 + rank)
+    def __init__(self, rank: int, begin_us: float, times: float, generation: str) -> None:
+        super().__init__(rank=rank, world_size=2, process=100 + rank, generation=generation)
         self._begin_us, self._times = begin_us, times
 
     def _add(
@@ -35,7 +35,9 @@ class SlowClock(TraceBuilder):
         return super()._add(phase, category, name, self._begin_us + time_us * self._times, lasts, *more)
 
 
-def hand_rank(rank: int, name: str = "gemm", *, begin_us: float = 0, times: float = 1) -> TraceBuilder:
+def hand_rank(
+    rank: int, name: str = "gemm", *, begin_us: float = 0, times: float = 1, generation: str = "2024"
+) -> TraceBuilder:
     """One rank of the job.
 
     Args:
@@ -43,8 +45,9 @@ def hand_rank(rank: int, name: str = "gemm", *, begin_us: float = 0, times: floa
         name: Of its longest kernel.
         begin_us: When its first step begins.
         times: So many times as long lasts everything.
+        generation: Of the writer, as `TraceBuilder` has it.
     """
-    trace = SlowClock(rank, begin_us, times)
+    trace = SlowClock(rank, begin_us, times, generation)
     for step in range(STEPS):
         at = STEP_US * step
         first = 10 * step + 1  # of the correlations of the step
@@ -64,7 +67,7 @@ def hand_rank(rank: int, name: str = "gemm", *, begin_us: float = 0, times: floa
     return trace
 
 
-def hand_job(name: str = "gemm", *, begin_us: float = 0, times: float = 1) -> Session:
+def hand_job(name: str = "gemm", *, begin_us: float = 0, times: float = 1, generation: str = "2024") -> Session:
     """Both ranks."""
-    ranks = (hand_rank(rank, name, begin_us=begin_us, times=times).build() for rank in range(2))
+    ranks = (hand_rank(rank, name, begin_us=begin_us, times=times, generation=generation).build() for rank in range(2))
     return Session(tuple(ranks), "by hand")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from htpy import Node
 
 from support.html_tree import HtmlTree, words
+from traceloom.collect.questions.catalogue import QUESTION
+from traceloom.portal.asking import PageAnswer
+from traceloom.portal.charts import DAY_NS
 from traceloom.portal.layout import page_node, written
 from traceloom.portal.page import PageContent
 from traceloom.portal.visit import Address
@@ -71,3 +75,11 @@ class ContentPage(HtmlTree):
 def fragment_tree(node: Node) -> HtmlTree:
     """A part of a page."""
     return HtmlTree(written(node))
+
+
+def answered(name: str, query: str = "", facts: Mapping[str, Any] | None = None, **tables: list[Any]) -> PageAnswer:
+    """What the service answers to a question of a page whose address has a query."""
+    question = QUESTION[name]
+    empty: dict[str, list[Any]] = {table: [] for table in question.tables}
+    period = {"since_ns": NOON - 30 * DAY_NS, "until_ns": NOON, "more": False}
+    return PageAnswer(question, Address("/p", query), {**period, **(facts or {})}, {**empty, **tables})

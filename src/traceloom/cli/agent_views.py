@@ -65,7 +65,7 @@ def status(answer: Row, width: int) -> Iterator[Text]:
     ]
     rows = [
         [
-            state["name"], f"{state['period_seconds']:g} s",
+            harmless(state["name"]), f"{state['period_seconds']:g} s",
             units.duration(int(state["seconds"] * 1e9)) if state["runs"] else _NONE,
             units.count(state["runs"]), units.count(sum(state["failures"].values())),
         ]

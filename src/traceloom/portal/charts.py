@@ -213,7 +213,12 @@ def _plot(  # noqa: PLR0917  (all are what was just worked out)
         for value in top
     )
     times = Markup("")
-    for time_ns, words in _times(first, last):
+    step = next((step for step in _STEPS_NS if (last - first) / step <= _MOST_TIMES), None)
+    if step is None:
+        step = -(-(last - first) // _MOST_TIMES // DAY_NS) * DAY_NS
+    form = "%H:%M" if step < DAY_NS else "%b %-d"  # whole hours or days, in UTC
+    for time_ns in range(-(-first // step) * step, last + 1, step):
+        words = f"{datetime.fromtimestamp(time_ns / 1e9, timezone.utc):{form}}"
         at = 100 * (time_ns - first) / (last - first)
         lines += Markup('<line class="grid" x1="{0:.2f}%" x2="{0:.2f}%" y1="0" y2="100%"/>').format(at)
         if at < 98:
@@ -238,13 +243,3 @@ def _nice(most: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     return [step * at for at in range(math.ceil(most / step - 1e-9) + 1)]
-
-
-def _times(first: int, last: int) -> list[tuple[int, str]]:
-    """Days or hours within a range, in UTC, with a text for each."""
-    step = next((step for step in _STEPS_NS if (last - first) / step <= _MOST_TIMES), None)
-    if step is None:
-        step = -(-(last - first) // _MOST_TIMES // DAY_NS) * DAY_NS
-    form = "%H:%M" if step < DAY_NS else "%b %-d"
-    begin = -(-first // step) * step
-    return [(at, f"{datetime.fromtimestamp(at / 1e9, timezone.utc):{form}}") for at in range(begin, last + 1, step)]

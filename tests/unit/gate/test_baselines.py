@@ -253,3 +253,37 @@ def test_an_unknown_kind_of_url_is_refused() -> None:
 )
 def test_wrong_calls_of_the_verb_are_refused(wrong: list[str]) -> None:
     assert main(["baseline", *wrong]) == 2
+
+
+CHANGES: list[tuple[tuple[str | int, ...], Any]] = [
+    (("saved_unix_s",), 2**70), (("saved_unix_s",), -1), (("saved_unix_s",), 10**17), (("saved_unix_s",), None),
+    (("runs",), []), (("runs", 0, "scalars"), {}), (("runs", 0, "scalars", "step_time"), []),
+    (("runs", 0, "scalars", "step_time", 0), 1e308), (("runs", 0, "scalars", "idle", 0), -(2**70)),
+    (("runs", 0, "scalars", "launches"), "x"), (("runs", 0, "steps"), []), (("runs", 0, "steps", 0), 2**70),
+    (("runs", 0, "wall_ns"), [1e300]), (("runs", 0, "tables"), {"kernel": {"x": [1.0]}}), (("runs", 0, "began_unix_ns"), 2**90),
+    (("runs", 0, "program", "count"), []), (("runs", 0, "program", "count", 0), 1e30), (("runs", 0, "stated"), [3]),
+    (("version",), 2**70), (("version",), 0), (("format",), "x"), (("name",), 3),
+]  # fmt: skip
+"""What makes a baseline none, each at its place."""
+
+
+@pytest.mark.parametrize(("place", "value"), CHANGES, ids=lambda part: str(part)[:60])
+def test_a_baseline_that_holds_what_cannot_be_is_refused_and_no_defect(
+    place: tuple[str | int, ...], value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, kept = str(trace(20, 0).write(tmp_path / "trace.json")), str(tmp_path / "kept")
+    assert main(["baseline", "save", "main", source, "--store", kept, "--quiet", "--no-cache"]) == 0
+    file = tmp_path / "kept" / "main.baseline.json.gz"
+    document = json.loads(gzip.decompress(file.read_bytes()))
+    inside = document
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = value
+    file.write_bytes(gzip.compress(json.dumps(document).encode()))
+    capsys.readouterr()
+    assert main(["baseline", "list", "--store", kept]) == 4
+    refused = ("this is no baseline, or it is damaged", "the baseline has version")
+    assert capsys.readouterr().err.startswith(tuple(f"traceloom: {words}" for words in refused))
+    with pytest.raises(InputError) as caught:
+        store.Store(kept).load("main")
+    assert caught.value.slug == "damaged-baseline"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
 from datetime import date
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
@@ -17,12 +16,11 @@ from hypothesis import strategies as st
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import words
-from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown
-from traceloom.collect.questions.catalogue import QUESTION
+from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, answered
 from traceloom.collect.questions.rules import DocumentAnswer, DocumentHistoryAnswer, DocumentVersion
 from traceloom.fleet.attribution import UNATTRIBUTED
 from traceloom.fleet.documents import OwnerRule, prices_of
-from traceloom.portal.asking import PageAnswer, to_page
+from traceloom.portal.asking import to_page
 from traceloom.portal.charts import DAY_NS
 from traceloom.portal.page import PageContent
 from traceloom.portal.pages import attribution, invest, owners, prices, regressions, topline
@@ -35,14 +33,6 @@ from traceloom.portal.table import PageTable
 from traceloom.portal.visit import Address
 
 HOUR_MS = 3_600_000
-
-
-def answered(name: str, query: str = "", facts: Mapping[str, Any] | None = None, **tables: list[Any]) -> PageAnswer:
-    """What the service answers to a question of a page whose address has a query."""
-    question = QUESTION[name]
-    empty: dict[str, list[Any]] = {table: [] for table in question.tables}
-    period = {"since_ns": NOON - 30 * DAY_NS, "until_ns": NOON, "more": False}
-    return PageAnswer(question, Address("/p", query), {**period, **(facts or {})}, {**empty, **tables})
 
 
 def table_of(content: PageContent, key: str) -> PageTable:

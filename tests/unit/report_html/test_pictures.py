@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.figures import figure
@@ -401,3 +401,40 @@ def test_a_capture_that_others_have_touched_shows_what_is_whole(entry: dict[str,
 def test_a_capture_of_another_kind_is_no_failure(odd: Any) -> None:
     drawn = capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons({"absent": []}))
     assert drawn
+
+
+ODD = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.sampled_from(["", EVIL, "recorded"])
+    ),
+    lambda inside: st.one_of(
+        st.lists(inside, max_size=3), st.dictionaries(st.sampled_from([EVIL, "a"]), inside, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def some_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """An object with some of the fields that are known, or something of another kind."""
+    return st.one_of(st.fixed_dictionaries({}, optional=fields), ODD)
+
+
+@settings(max_examples=150)
+@given(
+    some_of(
+        run=some_of(command=st.lists(ODD, max_size=2)),
+        ranks=st.one_of(ODD, st.lists(some_of(
+            rank=ODD, host=ODD, processor=ODD, usable_cpus=ODD, torch_threads=ODD, settings=ODD,
+            versions=some_of(torch=ODD, python=ODD),
+            overhead=some_of(ratio=ODD, recorded_median_ns=ODD, unrecorded_median_ns=ODD),
+            steps=some_of(duration_ns=st.lists(ODD, max_size=4), state=st.lists(ODD, max_size=4)),
+        ), max_size=3)),
+    )
+)  # fmt: skip
+def test_whatever_stands_in_a_capture_the_page_is_whole(odd: Any) -> None:
+    drawn = capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons({"absent": []}))
+    elements = Elements(drawn)
+    assert elements.open == []
+    assert elements.tags["img"] == 0
+    heights = [float(value or 0) for tag, name, value in elements.attributes if (tag, name) == ("rect", "height")]
+    assert all(0 <= height <= 100 for height in heights)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from traceloom.errors import InputError
 from traceloom.plain_text import json_line
@@ -14,6 +15,10 @@ from traceloom.plain_text import json_line
 FORMAT = "traceloom-baseline"
 VERSION = 1
 _MOST_BYTES = 1 << 28  # a summary of a large job has a few MB; what unfolds to more is none
+# Thirty years in ns, an exabyte; with more, sums and squares of them are no numbers.
+_Amount = Annotated[float, Meta(ge=-1e18, le=1e18)]
+_Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Second = Annotated[int, Meta(ge=0, le=253_402_300_799)]  # of Unix time, up to the year 9999
 
 
 class Stated(msgspec.Struct, frozen=True):
@@ -29,7 +34,7 @@ class OperatorCalls(msgspec.Struct, frozen=True):
 
     operator: list[str]
     shapes: list[str | None]
-    count: list[float]
+    count: list[_Amount]
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -49,11 +54,11 @@ class RunSummary(msgspec.Struct, frozen=True):
     name: str
     stated: list[Stated]
     program: OperatorCalls
-    wall_ns: list[float] | None
-    steps: list[int]
-    scalars: dict[str, list[float]]
-    tables: dict[str, dict[str, list[float]]]
-    began_unix_ns: int | None = None
+    wall_ns: list[_Amount] | None
+    steps: list[_Whole]
+    scalars: dict[str, list[_Amount]]
+    tables: dict[str, dict[str, list[_Amount]]]
+    began_unix_ns: _Whole | None = None
 
 
 class Baseline(msgspec.Struct, frozen=True):
@@ -63,11 +68,11 @@ class Baseline(msgspec.Struct, frozen=True):
     version: int
     traceloom: str
     name: str
-    saved_unix_s: int
+    saved_unix_s: _Second
     runs: list[RunSummary]
 
     def check(self) -> None:
-        """Check that there are runs, that each has steps, and that all its columns have one length.
+        """Check that there are runs, that each has steps and their times, and that all its columns have one length.
 
         Raises:
             ValueError: they have not.
@@ -80,6 +85,8 @@ class Baseline(msgspec.Struct, frozen=True):
             even = len(program.operator) == len(program.shapes) == len(program.count)
             if not run.steps or not even or any(len(values) != len(run.steps) for values in columns):
                 raise ValueError("columns of several lengths")
+            if "step_time" not in run.scalars:
+                raise ValueError("no times of steps")
 
 
 def encode(baseline: Baseline) -> bytes:

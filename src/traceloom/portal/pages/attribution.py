@@ -94,20 +94,16 @@ def content(view: TimeView) -> PageContent:
     if parts:
         dimension = _words(view.by[depth])
         sections.append(ContentSection("divided", f"By {dimension}", _table(view, parts, chosen)))
+    heading = f"{view.at[-1]}: " if view.at else ""
+    heading += f"{_hours(chosen['device_ms'])} device hours"
+    if held := chosen["busy_ms"] + chosen["idle_ms"]:
+        heading += f"; jobs that held them computed {units.share(chosen['busy_ms'], held)} of the time"
+    else:
+        heading += " that no job held"
     return PageContent(
-        _heading(view, chosen), sections, above=_above(view, address), numbers=_numbers(view, chosen), asking=asking,
+        heading, sections, above=_above(view, address), numbers=_numbers(view, chosen), asking=asking,
         lead=[a(href="/owners")["Rules"], f" say whose a job is; what nobody says is {UNATTRIBUTED}."],
     )  # fmt: skip
-
-
-def _heading(view: TimeView, chosen: Mapping[str, Any]) -> str:
-    hours, held = _hours(chosen["device_ms"]), chosen["busy_ms"] + chosen["idle_ms"]
-    name = f"{view.at[-1]}: " if view.at else ""
-    if not held:
-        return f"{name}{hours} device hours that no job held"
-    return (
-        f"{name}{hours} device hours; jobs that held them computed {units.share(chosen['busy_ms'], held)} of the time"
-    )
 
 
 def _numbers(view: TimeView, chosen: Mapping[str, Any]) -> list[KeyNumber]:

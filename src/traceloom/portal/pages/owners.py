@@ -134,10 +134,6 @@ async def act(visit: Visit) -> str | Node:
     change = await visit.answer(OwnersChangeAnswer, ROUTE, method="POST", body=body)
     if saves:
         return f"/owners?saved={change.version}"
-    return _moves(change)
-
-
-def _moves(change: OwnersChangeAnswer) -> Node:
     since = ["From ", instant(change.since_ns), " on, "]
     if not change.moves:
         return div(".notice", role="status")[p[since, "nothing would be another's. Nothing is saved yet."]]

@@ -37,7 +37,7 @@ def to_change(address: Address, row: Mapping[str, Any]) -> str:
 
 
 def times(change: float) -> str:
-    """A change in words: `9.08× slower`, `26 % slower`, `50.0 % faster`."""
+    """A change in words: `9.1× as long`, `26.0 % longer`, `50.0 % shorter`."""
     if change >= 1:
         return f"{1 + change:.1f}× as long"
     return f"{units.per_cent(abs(change))} % {'longer' if change > 0 else 'shorter'}"

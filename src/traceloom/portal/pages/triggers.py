@@ -83,11 +83,20 @@ def content(answer: FleetTriggersAnswer) -> PageContent:
             "There are no rules yet", [ContentSection("rules", "Rules", div(".empty", id="rules")[empty])], lead=lead
         )
     fired = sum(rule.fired for rule in answer.rules)
+    happened: list[PageRow] = []  # the last that each rule did and was refused
+    for rule in answer.rules:
+        if (last := rule.last) is not None:
+            happened.append({"at_ns": last.at_ns, "name": rule.name, "result": "fired", "job": last.target,
+                             "what": last.what, "request": last.request})  # fmt: skip
+        if (refusal := rule.last_refusal) is not None:
+            happened.append({"at_ns": refusal.at_ns, "name": rule.name, "result": "refused", "job": refusal.target,
+                             "what": refusal.what, "detail": f"{refusal.reason}: {refusal.detail}"})  # fmt: skip
+    happened.sort(key=lambda row: -int(row["at_ns"] or 0))
     sections = [
         ContentSection("rules", "Rules", PageTable("rules", "Rules", _RULES, [_row(rule) for rule in answer.rules])),
         ContentSection(
             "last", "What happened last",
-            PageTable("last", "What rules did last", _LAST, _last(answer.rules), "No rule has fired yet."),
+            PageTable("last", "What rules did last", _LAST, happened, "No rule has fired yet."),
             "of each rule",
         ),
     ]  # fmt: skip
@@ -115,19 +124,6 @@ def _row(rule: FleetTriggerAnswer) -> PageRow:
         "refusals": ", ".join(f"{reason} {units.count(times)}×" for reason, times in refusals),
         "kept_bytes": rule.kept_bytes, "cooldown": int(rule.cooldown_seconds * 1e9),
     }  # fmt: skip
-
-
-def _last(rules: list[FleetTriggerAnswer]) -> list[PageRow]:
-    """The last that each rule did and was refused, the newest first."""
-    rows: list[PageRow] = []
-    for rule in rules:
-        if (last := rule.last) is not None:
-            rows.append({"at_ns": last.at_ns, "name": rule.name, "result": "fired", "job": last.target,
-                         "what": last.what, "request": last.request})  # fmt: skip
-        if (refusal := rule.last_refusal) is not None:
-            rows.append({"at_ns": refusal.at_ns, "name": rule.name, "result": "refused", "job": refusal.target,
-                         "what": refusal.what, "detail": f"{refusal.reason}: {refusal.detail}"})  # fmt: skip
-    return sorted(rows, key=lambda row: -int(row["at_ns"] or 0))
 
 
 def controls(visit: Visit, answer: FleetTriggersAnswer) -> Node:

@@ -33,7 +33,8 @@ def capture(document: Row, reasons: Reasons) -> str:
     line = ""
     if isinstance(command, list):
         line = f"<p>Recorded with <code>{text(shlex.join(map(str, command)))}</code></p>"
-    ranks = [entry for entry in recorded.get("ranks") or [] if isinstance(entry, dict)]
+    listed = recorded.get("ranks")
+    ranks = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     pictures = "".join(_in_block(entry, ranks, document) for entry in ranks)
     return f"<h3>Recording</h3>{line}{_machines(ranks)}{pictures}"
 
@@ -103,7 +104,7 @@ def _steps(entry: Row) -> str:
     durations, states = _of(entry, "steps", "duration_ns"), _of(entry, "steps", "state")
     if not isinstance(durations, list) or not isinstance(states, list) or len(durations) < 2:
         return ""
-    shown = [(ns, str(state)) for ns, state in zip(durations, states, strict=False) if isinstance(ns, int)]
+    shown = [(ns, str(state)) for ns, state in zip(durations, states, strict=False) if isinstance(ns, int) and ns >= 0]
     shown = shown[-_MOST_STEPS:]
     longest = max((ns for ns, _ in shown), default=0) or 1
     columns = "".join(
