@@ -141,4 +141,4 @@ def test_one_side_of_a_linked_graph_keeps_its_nodes_and_their_order(seed: int, s
     for kind in ("data_deps", "ctrl_deps"):  # each kind leads through what was removed by itself
         whole, part = (behind({each.id: set(getattr(each, kind)) for each in nodes}) for nodes in (before, after))
         assert {number: part[number] & ids for number in ids} == {number: whole[number] & ids for number in ids}
-    assert validate(tmp_path / "side.0.et").errors == 0
+    assert validate(tmp_path / "side.0.et").errors <= validate(source).errors
