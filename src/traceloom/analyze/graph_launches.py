@@ -196,7 +196,7 @@ def _ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:
     read = numbers(trace, work.row[order], {"graph": "graph id", "node": "graph node id"})
     ids = np.full((2, work.row.size), -1, dtype=np.int64)
     for values, name in zip(ids, ("graph", "node"), strict=True):
-        values[order] = read[name].fill_null(0).cast(pl.Int64).to_numpy()
+        values[order] = read[name].cast(pl.Int64, strict=False).fill_null(0).to_numpy()
     graph_id[:] = ids[0][work.first]
     graph_id[graph_id <= 0] = -1
     node_id[:] = np.where(ids[1] > 0, ids[1], -1)

@@ -53,7 +53,10 @@ def argument(value: Any, of: SchemaArgument, schema: OperatorSchema, rounded: Ca
     if isinstance(value, int):
         if of.name in _PLACES:  # the first or the last: every size has these
             return max(min(value, 0), -1)
-        if _is_size(of, schema):
+        is_size = (of.type.leaf == "SymInt" or of.name in _SIZES) and of.name not in _NO_SIZES
+        if of.name == "stride":  # of a geometry, not of a window
+            is_size = any(other.name == "size" for other in schema.arguments)
+        if is_size:
             return rounded(value)
         is_value = of.type.leaf in _VALUES and of.name not in _NO_SIZES
         return int(_harmless(value)) if is_value else value
@@ -66,13 +69,6 @@ def argument(value: Any, of: SchemaArgument, schema: OperatorSchema, rounded: Ca
             letters = "".join(dict.fromkeys(filter(str.isalpha, value)))  # become the first ones, in this order
             return value.translate(str.maketrans(letters, ascii_letters[: len(letters)]))
     return None
-
-
-def _is_size(of: SchemaArgument, schema: OperatorSchema) -> bool:
-    """Whether an argument is a length of tensors, an offset or a step in them."""
-    if of.name == "stride":  # of a geometry, not of a window
-        return any(other.name == "size" for other in schema.arguments)
-    return (of.type.leaf == "SymInt" or of.name in _SIZES) and of.name not in _NO_SIZES
 
 
 def _harmless(value: float) -> float:

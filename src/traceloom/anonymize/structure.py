@@ -47,8 +47,14 @@ def fused(trace: Trace) -> list[Fused]:
         on_host = pl.col("category").is_in([cat.OP, cat.ANNOTATION, cat.COLLECTIVE])
         talking = on_host & pl.col("name").str.contains(f"^(?:{COMMUNICATION.pattern})")
         around = on_host & (pl.col("name").str.contains(f"^(?:{STEP.pattern})$|{LOADING.pattern}") | steps)
-        inside = _spans(of_lane.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~around))
-        spans = difference(inside, _spans(of_lane.filter(pl.col("category").is_in(cat.LAUNCHES) | talking)))
+        inside, shown = (
+            union(events["start_ns"].to_numpy(), events["nested_end_ns"].to_numpy())
+            for events in (
+                of_lane.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~around),
+                of_lane.filter(pl.col("category").is_in(cat.LAUNCHES) | talking),
+            )
+        )
+        spans = difference(inside, shown)
         borders = of_lane.filter(around)
         if spans.start.size:
             # The same time in more pieces: none of them crosses a border of a step or of loading.
@@ -58,10 +64,6 @@ def fused(trace: Trace) -> list[Fused]:
             pieces = (np.sort(np.concatenate([side, cuts])) for side in (spans.start, spans.end))
             out.append(Fused(process, thread, Spans(*pieces)))
     return out
-
-
-def _spans(events: pl.DataFrame) -> Spans:
-    return union(events["start_ns"].to_numpy(), events["nested_end_ns"].to_numpy())
 
 
 def microseconds(time_ns: int) -> bytes:

@@ -239,7 +239,15 @@ def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints,
         deep = pending >= _DEEP
         if not deep.any():
             continue
-        usual = _usual_ns(tree, launch, launch if deep.all() else launch[~deep])
+        # of each launch the median duration of those of its name that found room; 0 for names without any
+        sample = np.arange(launch.size) if deep.all() else np.flatnonzero(~deep)
+        code = tree.word[launch]
+        sample = sample[np.lexsort((span[sample], code[sample]))]
+        medians = np.zeros(tree.words.len(), dtype=np.int64)
+        names = np.flatnonzero(np.diff(code[sample], prepend=-1, append=-1))
+        for begin, end in pairwise(names.tolist()):
+            medians[code[sample[begin]]] = span[sample[(begin + end) // 2]]
+        usual = medians[code]
         held = deep & (span >= np.maximum(usual + _LONGER_NS, _TIMES * usual))
         held &= (returned - freed <= _AT_ONCE_NS) & (freed > tree.start[launch])
         if not held.any():
@@ -254,20 +262,6 @@ def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints,
         valid &= work.end[maker] <= returned + _CLOCK_NS
         edges.add("queue", "inferred", work_node[maker[valid]], last_node[launch[valid]], from_end=True, to_end=True)
     return held_up
-
-
-def _usual_ns(tree: HostTree, launch: Ints, sample: Ints) -> Ints:
-    """For each launch the median duration of the launches of its name in a sample; 0 for names without any."""
-    codes = tree.word[np.concatenate([launch, sample])]
-    spans = tree.span()[sample]
-    sampled = codes[launch.size :]
-    order = np.lexsort((spans, sampled))
-    usual = np.zeros(int(codes.max(initial=0)) + 1, dtype=np.int64)
-    bounds = np.flatnonzero(np.diff(sampled[order], prepend=-1, append=-1))
-    for low, high in pairwise(bounds.tolist()):
-        usual[sampled[order[low]]] = spans[order[(low + high) // 2]]
-    per_launch: Ints = usual[codes[: launch.size]]
-    return per_launch
 
 
 class LateWork(NamedTuple):

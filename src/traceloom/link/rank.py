@@ -243,7 +243,21 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     work_kind[parts.communication.work] = parts.communication.work_kind
     work_kind[held] = gs.NODE_KINDS.index(gs.WAIT)
     kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, work_kind])
-    lane, lanes = _lanes(trace, np.concatenate([[-1], host.lane, work.lane]))
+    # lanes that hold nodes, numbered anew; -1 stays
+    lane = np.concatenate([[-1], host.lane, work.lane])
+    used = np.flatnonzero(np.bincount(lane[lane >= 0], minlength=trace.lanes.height))
+    number = np.full(trace.lanes.height + 1, -1, dtype=np.int64)
+    number[used] = np.arange(used.size)
+    lanes = (
+        trace.lanes.filter(pl.col("lane").is_in(pl.Series(used.astype(np.uint32)).implode()))
+        .sort("lane")
+        .with_columns(
+            pl.int_range(pl.len(), dtype=pl.UInt32).alias("lane"),
+            pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
+            pl.col("kind").cast(pl.String),
+        )
+        .pipe(as_declared, GRAPH_SCHEMAS["lanes"])
+    )
     # the step by the time at which a node began; -1 outside the steps
     step = np.full(start.size, -1, dtype=np.int64)
     steps = trace.steps.sort("start_ns")
@@ -269,7 +283,7 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
         pl.Series(gs.NODE_KINDS, dtype=gs.NodeKind)[kind].alias("kind"),
         pl.col("name").fill_null(pl.Series(gs.NODE_KINDS)[kind]),
         pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
-        nullable(lane, pl.UInt32, absent=-1).alias("lane"),
+        nullable(number[lane], pl.UInt32, absent=-1).alias("lane"),
         pl.Series("start_ns", start),
         pl.Series("duration_ns", end - start),
         pl.Series("work_ns", end - start),
@@ -285,24 +299,6 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
         host_op = ids.gather(nodes["op"].cast(pl.UInt32))
     schema = GRAPH_SCHEMAS["nodes"]
     return nodes.with_columns(host_op).pipe(as_declared, schema), lanes
-
-
-def _lanes(trace: Trace, lane: Ints) -> tuple[Ints, pl.DataFrame]:
-    """Lanes that hold nodes, numbered anew; -1 stays."""
-    used = np.flatnonzero(np.bincount(lane[lane >= 0], minlength=trace.lanes.height))
-    number = np.full(trace.lanes.height + 1, -1, dtype=np.int64)
-    number[used] = np.arange(used.size)
-    frame = (
-        trace.lanes.filter(pl.col("lane").is_in(pl.Series(used.astype(np.uint32)).implode()))
-        .sort("lane")
-        .with_columns(
-            pl.int_range(pl.len(), dtype=pl.UInt32).alias("lane"),
-            pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
-            pl.col("kind").cast(pl.String),
-        )
-        .pipe(as_declared, GRAPH_SCHEMAS["lanes"])
-    )
-    return number[lane], frame
 
 
 def _coverage(rank: int, parts: Parts, seen: EdgeCounts, late: LateWork, refused: pl.DataFrame) -> pl.DataFrame:

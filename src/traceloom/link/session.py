@@ -128,7 +128,7 @@ def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace
     words = ""
     if steps is not None:
         words = f"step {steps[0]}" if steps[0] == steps[1] else f"step {steps[0]} to {steps[1]}"
-        having = [trace for trace in having if all(_step_bounds(trace, step) is not None for step in steps)]
+        having = [trace for trace in having if trace.steps["step"].is_in(steps).sum() == len(set(steps))]
         if not having:
             recorded = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
             recorded_text = (
@@ -164,18 +164,10 @@ def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace
     return list(first.values()), [Notice("step-missing", "warning", text, len(lacking))]
 
 
-def _step_bounds(trace: Trace, step: int) -> tuple[int, int] | None:
-    """Start and end of a step on the trace's clock, ns; None where the trace does not have it."""
-    rows = trace.steps.filter(pl.col("step") == step)
-    return (int(rows["start_ns"][0]), int(rows["end_ns"][0])) if rows.height else None
-
-
 def _steps_of(trace: Trace, first: int, last: int) -> Graph:
     """The graph of some steps; a function of its own, so that the part of the trace is freed."""
-    begin, end = _step_bounds(trace, first), _step_bounds(trace, last)
-    assert begin is not None, "only traces that have the steps are chosen"
-    assert end is not None, "only traces that have the steps are chosen"
-    part, row = _cut(trace, begin[0], end[1])
+    bounds = trace.steps.filter(pl.col("step").is_in((first, last)))  # ascending
+    part, row = _cut(trace, int(bounds["start_ns"][0]), int(bounds["end_ns"][-1]))
     graph = link_rank(part)
     rows = pl.Series(row, dtype=pl.UInt32)  # events are named by their rows in the whole trace
     nodes = graph.nodes.with_columns(rows[graph.nodes[column]].alias(column) for column in ("event", "op"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -191,3 +192,17 @@ def test_a_replay_with_other_nodes_says_how_many(ids: int | None, tmp_path: Path
         return
     assert found.graphs.select("graph_id", "replay_count", "evidence").rows() == [(7, 4, "correlated")]
     assert found.replays["deviation"].to_list() == [None, None, "3 nodes instead of 4", None]
+
+
+@pytest.mark.parametrize("number", [2**62, 2**64, "9" * 22, -(2**70), 0, "x", [1]], ids=str)
+def test_an_id_that_no_recorder_writes_tells_nothing_or_itself(number: Any, tmp_path: Path) -> None:
+    made = TraceBuilder()
+    for replay in range(2):
+        made.launch("cudaGraphLaunch", 100 * replay, 5, correlation=replay + 1)
+        for at, name in enumerate(("a", "b")):
+            ids = {"graph id": number, "graph node id": number}
+            made.kernel(name, 100 * replay + 10 + 10 * at, 5, correlation=replay + 1, **ids)
+    graphs = graph_launches(loaded(made, tmp_path)).graphs
+    assert graphs["replay_count"].to_list() == [2]
+    assert graphs["graph_id"].to_list() == [number if number == 2**62 else None]
+    assert graphs["evidence"].to_list() == ["correlated" if number == 2**62 else "inferred"]

@@ -19,12 +19,7 @@ from traceloom.link.rank import link_rank
 from traceloom.model import Session, Trace
 from traceloom.read import read_kineto
 
-EXACT = Policy(shapes="keep", scalars="keep", times="keep")
-POLICIES = {
-    "default": Policy(),
-    "exact": EXACT,
-    "kernels too": Policy(shapes="keep", scalars="keep", times="keep", kernels="pseudonym"),
-}
+POLICIES = {"default": Policy(), "exact": Policy(shapes="keep", scalars="keep", times="keep")}
 NUMBERED_ANEW = {"lane", "parent", "node", "line"}  # places of threads and frames, which are sorted by name
 ROUNDED = {"bytes", "copied", "size"}  # words in the names of columns that tell sizes
 SECRETS = ("train.py", "model.py", "loss", "acme", "quokka", "host0")
