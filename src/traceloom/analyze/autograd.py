@@ -53,7 +53,7 @@ def backward_of(trace: Trace) -> Backward | None:
     # The lane of each (process, forward_thread): columns process, forward_thread, lane
     keys = ["process", "forward_thread"]
     # each arrow joins a forward op (its lane) to a backward op (its forward thread)
-    events = trace.events.select("event", "process", "lane", "forward_thread")
+    events = trace.events[["event", "process", "lane", "forward_thread"]]
     arrows = (
         trace.flows.filter(pl.col("kind") == "forward-backward")
         .select("source", "target")
@@ -68,7 +68,7 @@ def backward_of(trace: Trace) -> Backward | None:
     if not rest.height:
         threads = by_flow
     else:
-        lanes = forward.select("process", "lane", "sequence").unique()
+        lanes = forward[["process", "lane", "sequence"]].unique()
         numbers = rest.select(*keys, "sequence").unique()
         totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
         held = (

@@ -71,10 +71,10 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
 
 
 def _gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
-    work = gpu_work(trace, rules).select("device", "start_ns", "end_ns", "category", "kind")
+    work = gpu_work(trace, rules)[["device", "start_ns", "end_ns", "category", "kind"]]
     cut = tiles(trace)
     names = dict(zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True))
-    in_time = trace.steps.select("step", "start_ns").with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
+    in_time = trace.steps[["step", "start_ns"]].with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     outside = pl.DataFrame({"row": [-1], "step": [None], "start_ns": [None]}, schema=in_time.schema)
     in_time = pl.concat([in_time.sort("start_ns"), outside])
     devices, steps = [DEVICE_SCHEMA.to_frame()], [STEP_SCHEMA.to_frame()]

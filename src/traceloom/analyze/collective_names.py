@@ -89,10 +89,10 @@ def host_calls(trace: Trace, arguments: pl.DataFrame) -> pl.DataFrame:
     Returns:
         The columns of `arguments` (what the call itself does not say comes from the op around it), start_ns, end_ns.
     """
-    spans = trace.events.select("event", "category", "parent", "start_ns", "duration_ns")[arguments["event"]]
+    spans = trace.events[["event", "category", "parent", "start_ns", "duration_ns"]][arguments["event"]]
     own = arguments.with_columns(spans.drop("event")).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))
     own = own.filter(~pl.col("parent").is_in(own["event"].implode()) | pl.col("parent").is_null())
-    above = own.select("parent").join(arguments, left_on="parent", right_on="event", how="left", maintain_order="left")
+    above = own[["parent"]].join(arguments, left_on="parent", right_on="event", how="left", maintain_order="left")
     fields = [name for name in arguments.columns if name != "event"]
     return own.select(
         "event",

@@ -135,7 +135,7 @@ def _rows(trace: Trace) -> pl.DataFrame:
     """One row per copy or fill: the keys, bytes, start_ns, end_ns, ns, op, step, pageable."""
     work = gpu_work(trace).filter(pl.col("category") == "memory")
     recorded = trace.copies.rename({"kind": "direction"})
-    named = work.filter(pl.col("kind") == "kernel").select("name").unique()
+    named = work.filter(pl.col("kind") == "kernel")[["name"]].unique()
     by_name = pl.DataFrame(
         {"name": named["name"], "named": [copy_kind(name) for name in named["name"].to_list()]},
         schema={"name": pl.String, "named": pl.String},

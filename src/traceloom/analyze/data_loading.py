@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest, host_pieces
+from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.intervals import EMPTY, complement, coverage, union
 from traceloom.analyze.phases import BLOCKING_CALL, OP, activity
 from traceloom.analyze.remembered import per_trace
@@ -75,8 +76,8 @@ def data_loading(trace: Trace) -> DataLoading:
     evidence, called = _calls(trace)
     rows = np.flatnonzero(called)
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
-    work = trace.gpu_work()
-    on_gpu = union(work["start_ns"].to_numpy(), (work["start_ns"] + work["duration_ns"]).to_numpy())
+    work = gpu_work(trace)
+    on_gpu = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
     idle = complement(on_gpu, trace.start_ns, trace.end_ns) if work.height else None
     waiting = union(tree.start_ns[rows], tree.end_ns[rows])
     # who makes the batch of each call: by its name or by the names inside it

@@ -87,7 +87,7 @@ def kernel_efficiency(trace: Trace) -> KernelEfficiency:
         .with_columns(pl.col("count", "total_ns").fill_null(0))
         .cast(MATRIX_SCHEMA)
     )
-    sums = dict(matrix.select("matrix_units", "total_ns").iter_rows())
+    sums = dict(matrix[["matrix_units", "total_ns"]].iter_rows())
     decided_ns = sums["used"] + sums["unused"]
     windows = work.group_by("device").agg(low=pl.col("start_ns").min(), high=pl.col("end_ns").max())
     devices, steps = _devices(trace, runs, windows)
@@ -131,7 +131,7 @@ def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[p
     plan = tiles(trace)
     inside = plan.row >= 0
     low, high = plan.spans.start[inside], plan.spans.end[inside]
-    tile_steps = trace.steps.select("step", "complete")[plan.row[inside]].with_columns(length=pl.Series(high - low))
+    tile_steps = trace.steps[["step", "complete"]][plan.row[inside]].with_columns(length=pl.Series(high - low))
     efficiency: list[float | None] = []
     steps = []
     for row in devices.rows(named=True):

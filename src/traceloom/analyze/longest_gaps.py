@@ -41,7 +41,7 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
         .head(count)
     )
     main = (
-        parts.join(whole.select("gap"), on="gap", how="semi")
+        parts.join(whole[["gap"]], on="gap", how="semi")
         .with_columns(pl.col("duration_ns").sum().over("gap", "cause").alias("cause_ns"))
         .sort("cause_ns", "duration_ns", "start_ns", descending=[True, True, False])
         .unique("gap", keep="first", maintain_order=True)

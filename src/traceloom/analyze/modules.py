@@ -11,6 +11,7 @@ import polars as pl
 from traceloom.analyze.ancestry import Forest, forest, host_pieces
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.autograd import Backward, backward_of
+from traceloom.analyze.gaps import gpu_rows
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.phases import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK
 from traceloom.analyze.recompute import ENGINE, recomputed
@@ -140,7 +141,7 @@ def modules(trace: Trace) -> Modules:
     host = _NodeValues(of_event[pieces.owner], part_of[pieces.owner], pieces.step, pieces.ns)
     # GPU work belongs to the host event that launched it
     work = launched_work(trace)
-    work_step = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
+    work_step = column(trace, "step", int(NO_STEP))[gpu_rows(trace)]
     work_node, work_part = of_event[work.origin], np.append(part_of, _PART(FORWARD))[work.origin]
     device = _NodeValues(work_node, work_part, work_step, work.duration_ns)
     kernels = _NodeValues(work_node, work_part, work_step, work.kernel.astype(np.int64))

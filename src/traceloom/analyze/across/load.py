@@ -38,12 +38,12 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
         null where allocations are not recorded).
     """
     stepped = trace.steps.height > 0
-    steps = trace.steps.select("step") if stepped else pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})
+    steps = trace.steps[["step"]] if stepped else pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})
     exchanged = calls.filter(pl.col("kind") == "all_to_all").select("step", exchanged_bytes="in_bytes")
     on_device = trace.allocations.filter(~pl.col("device_type").str.starts_with("cpu"))
     memory = on_device.select("step", memory_bytes="allocated_bytes")
     work = gpu_work(trace).filter(pl.col("category") == "compute")
-    by_name = work.select("name").unique().with_columns(_IS_TABLE.alias("embeds"))
+    by_name = work[["name"]].unique().with_columns(_IS_TABLE.alias("embeds"))
     kernels = work.select("name", compute_ns=pl.col("end_ns") - pl.col("start_ns")).with_columns(
         trace.events["step"][work["event"]], pl.Series("below", _below_tables(trace, work["op"]))
     )
@@ -87,8 +87,8 @@ def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
 def _tokens(trace: Trace) -> pl.DataFrame:
     """step, tokens: how many indices each lookup in the largest table of `aten::embedding` takes."""
     looks_up = (pl.col("category") == "op") & (pl.col("name") == "aten::embedding")
-    ops = trace.events.filter(looks_up).select("event", "step")
-    shaped = ops.join(trace.tensors.select("event", "shapes"), on="event", how="inner", maintain_order="left")
+    ops = trace.events.filter(looks_up)[["event", "step"]]
+    shaped = ops.join(trace.tensors[["event", "shapes"]], on="event", how="inner", maintain_order="left")
     table: dict[str | None, tuple[int, int]] = {}  # shapes: rows of the table, indices
     for text in shaped["shapes"].unique().to_list():
         try:
@@ -99,6 +99,6 @@ def _tokens(trace: Trace) -> pl.DataFrame:
             continue
         if dims[0] and dims[1] and all(isinstance(n, int) and 0 <= n < 2**40 for n in (*dims[0], *dims[1])):
             table[text] = dims[0][0], min(math.prod(dims[1]), 2**62)
-    rows = [(step, *table[text]) for step, text in shaped.select("step", "shapes").iter_rows() if text in table]
+    rows = [(step, *table[text]) for step, text in shaped[["step", "shapes"]].iter_rows() if text in table]
     lookups = pl.DataFrame(rows, {"step": pl.Int32(), "rows": pl.Int64(), "tokens": pl.Int64()}, orient="row")
-    return lookups.filter(pl.col("rows") == pl.col("rows").max()).select("step", "tokens")
+    return lookups.filter(pl.col("rows") == pl.col("rows").max())[["step", "tokens"]]

@@ -66,8 +66,8 @@ def _calls(trace: Trace, rules: tuple[Rule, ...] = ()) -> pl.DataFrame:
         joined = events.to_frame("event").with_columns(once=pl.col("event").is_unique() & pl.col("event").is_not_null())
         joined = joined.join(descriptions_of, on="event", how="left", maintain_order="left")
         sources.append(joined.with_columns(pl.when("once").then(name).alias(name) for name in _OWN_BYTES))
-    names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("kind"))
-    sources.append(kernels.select("name").join(names, on="name", how="left", maintain_order="left"))
+    names = kernels[["name"]].unique().with_columns(kind_of_kernel("name").alias("kind"))
+    sources.append(kernels[["name"]].join(names, on="name", how="left", maintain_order="left"))
     kernels = kernels.with_columns(
         *(pl.coalesce(*(source[name] for source in sources if name in source)).alias(name) for name in FIELDS),
         backend_of("rule", amd=amd).alias("backend"),

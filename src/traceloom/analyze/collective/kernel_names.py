@@ -38,7 +38,7 @@ def with_names(kernels: pl.DataFrame) -> pl.DataFrame:
     `name_certain` is False where the library launches a kernel of this name for other algorithms and protocols too,
     null where the name says neither.
     """
-    names = kernels.select("name").unique().with_columns(pl.col("name").str.to_uppercase().alias("upper"))
+    names = kernels[["name"]].unique().with_columns(pl.col("name").str.to_uppercase().alias("upper"))
     # Arguments of the function say nothing, and may hold any word.
     upper = pl.col("upper").str.replace(r"\(.*$", "")
     algorithm = _first(_ALGORITHMS, upper)
