@@ -14,6 +14,7 @@ from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.graph_capture import of_rank
 from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.analyze.placed import BoundType, PlacedCalls, placed
+from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.utilisation import utilisation
 from traceloom.model import Session, Trace
 from traceloom.model.frames import as_declared, schema
@@ -222,7 +223,20 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
         without a model, nor for copies between host and device, which the link bounds.
     """
     placement = placed(trace, None if peak is None else peak_of(peak), capture)
-    work = placement.work[["event", "position", "ns"]]
+    kept = _kept(trace)
+    if not kept or kept[0][0] is not placement:
+        kept[:] = [(placement, _shared(trace, placement))]
+    return kept[0][1]
+
+
+@per_trace
+def _kept(_trace: Trace) -> list[tuple[PlacedCalls, pl.DataFrame]]:
+    """Holds the last result; another peak, capture or model places the calls anew."""
+    return []
+
+
+def _shared(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
+    work = placement.work
     position = work["position"].to_numpy()
     turn = np.argsort(position, kind="stable")  # the work of a call together, each call's in order
     position, ns = position[turn], work["ns"].to_numpy()[turn]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.collective.calls import sum_or_null
-from traceloom.analyze.vocabulary import vocabulary
+from traceloom.analyze.vocabulary import Vocabulary, vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
@@ -24,7 +24,7 @@ LOAD_SCHEMA = schema("step", *MEASURES)
 # Kernels of embedding tables: PyTorch's, FBGEMM's table-batched ones, and TorchRec's by their op.
 EMBEDDING = r"(?i)embedding|split_?emb|_tbe_|\btbe\b"
 NO_TABLE = r"(?i)rotary|rope|position"
-_IS_TABLE = pl.col("name").str.contains(EMBEDDING) & ~pl.col("name").str.contains(NO_TABLE)
+_NS = pl.col("end_ns") - pl.col("start_ns")
 
 
 def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
@@ -43,13 +43,10 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     on_device = trace.allocations.filter(~pl.col("device_type").str.starts_with("cpu"))
     memory = on_device.select("step", memory_bytes="allocated_bytes")
     work = gpu_work(trace).filter(pl.col("category") == "compute")
-    by_name = work[["name"]].unique().with_columns(_IS_TABLE.alias("embeds"))
-    kernels = work.select("name", compute_ns=pl.col("end_ns") - pl.col("start_ns")).with_columns(
-        trace.events["step"][work["event"]], pl.Series("below", _below_tables(trace, work["op"]))
-    )
-    kernels = kernels.join(by_name, on="name", how="left", maintain_order="left")
-    of_table = pl.when(pl.col("embeds") | pl.col("below")).then("compute_ns").otherwise(0)
-    compute = kernels.select("step", "compute_ns", of_table.alias("embedding_ns"))
+    words = vocabulary(trace)
+    by_name = _tables(words)[words.code[work["event"].to_numpy()]]
+    of_table = pl.when(pl.Series(by_name | _below_tables(trace, work["op"]))).then(_NS).otherwise(0)
+    compute = work.select(trace.events["step"][work["event"]], _NS.alias("compute_ns"), of_table.alias("embedding_ns"))
     out = steps
     for part in (compute, exchanged, _tokens(trace), memory):
         rows = part if stepped else part.with_columns(pl.lit(None, pl.Int32).alias("step"))
@@ -65,10 +62,14 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def _tables(words: Vocabulary) -> NDArray[np.bool_]:
+    return words.matching(EMBEDDING) & ~words.matching(NO_TABLE)
+
+
 def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
     """Whether the op that launched each piece of work lies inside an op of embedding tables (index_select does)."""
     tree, words = forest(trace), vocabulary(trace)
-    is_table = words.names.to_frame("name").select(_IS_TABLE).to_series().to_numpy()
+    is_table = _tables(words)
     none = np.zeros(op.len(), dtype=np.bool_)
     if not tree.row.size or not is_table.any():
         return none
