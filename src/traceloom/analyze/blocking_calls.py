@@ -22,7 +22,7 @@ from traceloom.analyze.splitting import NO_STEP
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import column
+from traceloom.model.arrays import column, nullable
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
@@ -171,7 +171,7 @@ def _calls(trace: Trace, busy: Spans, rows: Ints) -> pl.DataFrame:
         {
             "event": tree.row[rows],
             "lane": lane,
-            "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
+            "step": nullable(column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)),
             "start_ns": start,
             "blocked_ns": end - start,
         }

@@ -17,7 +17,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import lookup
+from traceloom.model.arrays import lookup, nullable
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
@@ -133,7 +133,7 @@ def _spent(trace: Trace, called: Bools) -> pl.DataFrame:
     rows = np.flatnonzero((tree.nearest_or_self(called) >= 0)[pieces.owner])
     frame = pl.DataFrame(
         {
-            "step": pl.Series(pieces.step[rows]).replace(int(NO_STEP), None),
+            "step": nullable(pieces.step[rows], absent=int(NO_STEP)),
             "part": pl.Series(PARTS)[part[pieces.owner[rows]]],
             "ns": pieces.ns[rows],
         }

@@ -20,7 +20,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import column, lookup
+from traceloom.model.arrays import column, lookup, nullable
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
@@ -175,7 +175,7 @@ def modules(trace: Trace) -> Modules:
     node, step_index = np.nonzero((out[0] > 0) | (out[1] > 0))
     frame = {
         "node": node,
-        "step": pl.Series(all_steps[step_index]).replace(int(NO_STEP), None),
+        "step": nullable(all_steps[step_index], absent=int(NO_STEP)),
         "all_host_ns": out[0][node, step_index],
         "all_device_ns": out[1][node, step_index],
     }

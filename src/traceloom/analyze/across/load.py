@@ -87,8 +87,11 @@ def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
 
 def _tokens(trace: Trace) -> pl.DataFrame:
     """step, tokens: how many indices each lookup in the largest table of `aten::embedding` takes."""
-    looks_up = (pl.col("category") == "op") & (pl.col("name") == "aten::embedding")
-    ops = trace.events.filter(looks_up)[["event", "step"]]
+    is_op = column(trace, "category") == cat.CATEGORIES.index(cat.OP)
+    looks_up = np.flatnonzero(is_op & vocabulary(trace).events(r"^aten::embedding$"))
+    if not looks_up.size:
+        return schema("step tokens").to_frame()
+    ops = trace.events[["event", "step"]][looks_up]
     shaped = ops.join(trace.tensors[["event", "shapes"]], on="event", how="inner", maintain_order="left")
     table: dict[str | None, tuple[int, int]] = {}  # shapes: rows of the table, indices
     for text in shaped["shapes"].unique().to_list():
