@@ -119,13 +119,13 @@ def answer(session: Session, facts_of_traces: Sequence[Facts] | None = None) -> 
     for fact in on_gpu:  # what the devices did in the window of the account; idle time by cause
         account = device_account(fact.trace, fact.gpu, fact.idle)
         rows += [(label, kind, int(account.devices[field].sum())) for kind, label, field in _GPU_PARTS]
-        rows += [(f"idle: {CAUSES[cause]}", "idle", ns) for cause, ns in account.idle.select("cause", "idle_ns").rows()]
+        rows += [(f"idle: {CAUSES[cause]}", "idle", ns) for cause, ns in account.idle[["cause", "idle_ns"]].rows()]
         rows.append((f"idle: {_EDGE}", "idle", int(account.devices["edge_idle_ns"].sum())))
     for fact in () if on_gpu else all_facts:  # what the main thread did in the steps (without: in the whole window)
-        threads = fact.host.threads.filter("main").select("lane")
+        threads = fact.host.threads.filter("main")[["lane"]]
         if of_requests(fact.trace):  # whichever thread serves it
             served = fact.host.account.filter(pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0)
-            threads = served.select("lane", "step").drop_nulls()
+            threads = served[["lane", "step"]].drop_nulls()
         did = fact.host.account.join(threads, on=threads.columns, how="semi")
         if has_step_time(fact.trace):
             did = did.filter(pl.col("step").is_not_null())
@@ -219,7 +219,7 @@ def _step_ns(traces: list[Trace]) -> int | None:
 
 def _lengths(traces: list[Trace]) -> pl.Series:
     """Durations of the whole steps of all ranks; of all steps, where none is whole."""
-    steps = pl.concat([step_times(trace).steps.select("duration_ns", "complete") for trace in traces])
+    steps = pl.concat([step_times(trace).steps[["duration_ns", "complete"]] for trace in traces])
     whole = pl.col("complete") | ~pl.col("complete").any()
     return steps.filter(whole, pl.col("duration_ns") > 0)["duration_ns"]
 
@@ -237,7 +237,7 @@ def _of_gpus(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
         return text
     reasons = {f"idle: {meaning}": _REASONS.get(cause, meaning) for cause, meaning in CAUSES.items()}
     reasons[f"idle: {_EDGE}"] = "there was no GPU work yet, or no more, at the edges of the steps"
-    label, ns = idling.select("label", "ns").row(0)
+    label, ns = idling[["label", "ns"]].row(0)
     return f"{text}; the main cause of the idle time ({share(ns, idle_ns)} of it): {reasons[label]}"
 
 
@@ -245,7 +245,7 @@ def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
     """The main activity with its phase and largest operator, then communication and the DataLoader."""
     sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
     kind, ns = str(sums["kind"][0]), int(sums["ns"][0])
-    label, largest = parts.filter(pl.col("kind") == kind).select("label", "ns").row(0)
+    label, largest = parts.filter(pl.col("kind") == kind)[["label", "ns"]].row(0)
     phase = label.split(":")[0]
     if kind == "unobserved" and phase in _AWAITED and 2 * largest > ns:
         text = f"{share(largest, whole)} of the time the main thread waits for {_AWAITED[phase]}"
@@ -254,7 +254,7 @@ def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
         if phase != "other" and 2 * largest > ns:
             text += f", mostly in the {phase} phase"
     if kind == "op":  # by self time over all traces
-        rows = pl.concat([fact.operators.operators.select("name", "self_ns") for fact in all_facts])
+        rows = pl.concat([fact.operators.operators[["name", "self_ns"]] for fact in all_facts])
         rows = rows.group_by("name").agg(pl.col("self_ns").sum()).sort("self_ns", "name", descending=[True, False])
         in_operators = int(rows["self_ns"].sum())
         if in_operators:

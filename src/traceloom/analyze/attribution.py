@@ -7,6 +7,7 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.remembered import per_trace
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
@@ -45,9 +46,7 @@ class GpuWork(Struct, frozen=True):
 def launched_work(trace: Trace) -> GpuWork:
     """All GPU work of the trace with its origin on the host."""
     tree = forest(trace)
-    columns = trace.events.select("category", "launch", "op", "duration_ns")
-    work = columns.filter(pl.col("category").is_in(cat.GPU_WORK))
+    work = gpu_work(trace)
     origin = work.select(pl.coalesce("launch", "op").cast(pl.Int64).fill_null(-1)).to_series().to_numpy()
     position = np.where(origin >= 0, tree.position[origin] if tree.position.size else -1, -1)
-    duration = work["duration_ns"].clip(lower_bound=0).to_numpy()
-    return GpuWork(position, duration, (work["category"] == cat.KERNEL).to_numpy())
+    return GpuWork(position, (work["end_ns"] - work["start_ns"]).to_numpy(), (work["kind"] == cat.KERNEL).to_numpy())

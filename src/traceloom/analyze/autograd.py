@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 from msgspec import Struct
 
@@ -10,6 +11,7 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import column
 
 _ENOUGH = 0.5  # of a forward thread's sequence numbers that a lane must hold to be taken for it
 
@@ -37,37 +39,34 @@ def backward_of(trace: Trace) -> Backward | None:
     carry one number, since it is read when an op begins: the one that began last made the node.
     """
     tree = forest(trace)
-    columns = trace.events.lazy().select("process", "sequence", "forward_thread", "category", "lane")
-    ops = (
-        columns.with_columns(pl.Series("position", tree.position))
-        .filter((pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0))
-        .drop("category")
-        .collect()
+    is_op = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
+    position = np.flatnonzero(is_op & (column(trace, "sequence", -1)[tree.row] >= 0))
+    rows = tree.row[position]
+    ops = trace.events[["process", "sequence", "forward_thread", "lane"]][rows].hstack(
+        [pl.Series("position", position)]
     )
-    forward = ops.filter(pl.col("forward_thread").fill_null(0) == 0)
-    backward = ops.filter(pl.col("forward_thread") > 0)
+    thread = column(trace, "forward_thread", 0)[rows]
+    forward, backward = ops[np.flatnonzero(thread == 0)], ops[np.flatnonzero(thread > 0)]
     if not forward.height or not backward.height:
         return None
     # The lane of each (process, forward_thread): columns process, forward_thread, lane
     keys = ["process", "forward_thread"]
     # each arrow joins a forward op (its lane) to a backward op (its forward thread)
-    events = trace.events.select("event", "process", "lane", "forward_thread")
-    arrows = (
-        trace.flows.filter(pl.col("kind") == "forward-backward")
-        .select("source", "target")
-        .drop_nulls()
-        .join(events.select(source="event", lane="lane"), on="source")
-        .join(events.select("process", "forward_thread", target="event"), on="target")
-        .filter(pl.col("forward_thread") > 0)
+    flows = trace.flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
+    arrows = trace.events[keys][flows["target"]].hstack([trace.events["lane"][flows["source"]]])
+    counted = (
+        arrows.filter(pl.col("forward_thread") > 0)
+        .group_by(*keys, "lane")
+        .agg(pl.len().alias("n"))
+        .sort("n", "lane", descending=[True, False])
     )
-    counted = arrows.group_by(*keys, "lane").agg(pl.len().alias("n")).sort("n", "lane", descending=[True, False])
-    by_flow = counted.unique(keys, keep="first", maintain_order=True).select(*keys, "lane")
+    by_flow = counted.unique(keys, keep="first", maintain_order=True)[[*keys, "lane"]]
     rest = backward.join(by_flow, on=keys, how="anti")
     if not rest.height:
         threads = by_flow
     else:
-        lanes = forward.select("process", "lane", "sequence").unique()
-        numbers = rest.select(*keys, "sequence").unique()
+        lanes = forward[["process", "lane", "sequence"]].unique()
+        numbers = rest[[*keys, "sequence"]].unique()
         totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
         held = (
             numbers.join(lanes, on=["process", "sequence"], how="inner")
@@ -79,16 +78,16 @@ def backward_of(trace: Trace) -> Backward | None:
             .join(totals, on=keys)
             .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
         )
-        threads = pl.concat([by_flow, matches.select(*keys, "lane")])
+        threads = pl.concat([by_flow, matches[[*keys, "lane"]]])
     if not threads.height:
         return None
     makers = forward.group_by("process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
     joined = (
-        backward.drop("lane")
-        .join(threads, on=["process", "forward_thread"], how="inner")
+        backward[[*keys, "sequence", "position"]]
+        .join(threads, on=keys, how="inner")
         .join(makers, on=["process", "lane", "sequence"], how="inner")
         .sort("position")
     )
-    earlier = tree.row[joined["forward"].to_numpy()] < tree.row[joined["position"].to_numpy()]
-    joined = joined.filter(pl.Series(earlier))
-    return Backward(joined["position"].to_numpy(), joined["forward"].to_numpy()) if joined.height else None
+    nodes, made_by = joined["position"].to_numpy(), joined["forward"].to_numpy()
+    earlier = tree.row[made_by] < tree.row[nodes]
+    return Backward(nodes[earlier], made_by[earlier]) if earlier.any() else None

@@ -6,6 +6,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.intervals import coverage, union
 from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
@@ -64,7 +65,7 @@ def starting_calls(trace: Trace) -> NDArray[np.bool_]:
     at events right before: the allocator gives back only then, and libraries call it to have the device set up.
     """
     starting = np.zeros(trace.events.height, dtype=np.bool_)
-    work = trace.gpu_work().select("start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0))
+    work = gpu_work(trace)
     name, is_free = pl.col("name"), pl.col("name").str.contains("^(cuda|hip)Free$")
     before = pl.when(~is_free).then(name).shift(1).forward_fill().over("lane").fill_null("")  # several may be freed
     frees = is_free & ~before.str.contains(_BEFORE_FREES) & pl.col("op").is_not_null()

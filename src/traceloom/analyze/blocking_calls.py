@@ -12,6 +12,7 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.blocking import starting_calls
 from traceloom.analyze.call_tree import KINDS as NODE_KINDS
 from traceloom.analyze.call_tree import call_tree
+from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.frames import RECORDER, is_users
 from traceloom.analyze.intervals import Spans, coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
@@ -21,7 +22,7 @@ from traceloom.analyze.splitting import NO_STEP
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import column
+from traceloom.model.arrays import column, nullable
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
@@ -96,9 +97,8 @@ def blocking_calls(trace: Trace) -> BlockingCalls:
     autograd's threads (`run_backward`) is no such call.
     """
     tree = forest(trace)
-    work = trace.gpu_work()
-    start = work["start_ns"].to_numpy()
-    busy = union(start, start + work["duration_ns"].clip(lower_bound=0).to_numpy())  # on any device
+    work = gpu_work(trace)
+    busy = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())  # on any device
     waits = meaning(trace).activity == BLOCKING_CALL
     folded = call_tree(trace)
     waits &= ~folded.names.str.contains(r"^<built-in method run_backward").to_numpy()[folded.name_of]
@@ -171,7 +171,7 @@ def _calls(trace: Trace, busy: Spans, rows: Ints) -> pl.DataFrame:
         {
             "event": tree.row[rows],
             "lane": lane,
-            "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
+            "step": nullable(column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)),
             "start_ns": start,
             "blocked_ns": end - start,
         }
@@ -203,11 +203,11 @@ def _copies(trace: Trace, row: Ints) -> pl.DataFrame:
         (pl.col(side) == "pageable").fill_null(False) for side in ("source_memory", "target_memory")
     )
     submitted = (
-        trace.copies.join(trace.events.select("event", "launch", "op"), on="event")
+        trace.copies.join(trace.events[["event", "launch", "op"]], on="event")
         .drop_nulls("launch")
         .select("launch", "op", way=pl.col("kind").replace_strict(to, default=None), pageable=pageable)
     )
-    calls = trace.events.select("event", "op")[pl.Series(row, dtype=pl.UInt32)]
+    calls = trace.events[["event", "op"]][pl.Series(row, dtype=pl.UInt32)]
     own = calls.join(submitted.unique("launch"), left_on="event", right_on="launch", how="left", maintain_order="left")
     by_op = submitted.drop("launch").drop_nulls("op").unique("op", keep="last")
     beside = calls.join(by_op, on="op", how="left", maintain_order="left")

@@ -16,7 +16,7 @@ from traceloom.analyze.intervals import coverage, merge, summed_coverage, union
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.steps import tiles
 from traceloom.model import Trace
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 FIELDS = (
@@ -71,16 +71,16 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
 
 
 def _gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
-    work = gpu_work(trace, rules).select("device", "start_ns", "end_ns", "category", "kind")
+    work = gpu_work(trace, rules)[["device", "start_ns", "end_ns", "category", "kind"]]
     cut = tiles(trace)
     names = dict(zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True))
-    in_time = trace.steps.select("step", "start_ns").with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
-    outside = pl.DataFrame({"row": [-1], "step": [None], "start_ns": [None]}, schema=in_time.schema)
-    in_time = pl.concat([in_time.sort("start_ns"), outside])
+    in_time = np.append(np.argsort(trace.steps["start_ns"].to_numpy(), kind="stable"), -1)  # the last is outside
+    moments = {name: [*trace.steps[name].to_list(), None] for name in ("step", "start_ns")}
+    moments = {name: [values[row] for row in in_time.tolist()] for name, values in moments.items()}
     devices, steps = [DEVICE_SCHEMA.to_frame()], [STEP_SCHEMA.to_frame()]
     for part in work.sort("device", maintain_order=True).partition_by("device", maintain_order=True):
         device = part["device"][0]
-        # The additive fields of one device in each tile, with the tile's duration and row of `trace.steps`
+        # The additive fields of one device in each tile, with the tile's duration
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         category = part["category"].to_physical().to_numpy()
         compute, communication, memory = (union(start[category == c], end[category == c]) for c in range(3))
@@ -92,35 +92,30 @@ def _gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
         busy_ns, compute_ns, visible_ns = (coverage(spans, low, high) for spans in (busy, compute, visible))
         is_kernel = (part["kind"] == "kernel").to_numpy()
         tile = np.searchsorted(low, start, side="right") - 1  # a start on the last bound belongs to the last tile
-        pieces = pl.DataFrame(
-            {
-                "row": cut.row,
-                "duration_ns": high - low,
-                "window_ns": window,
-                "busy_ns": busy_ns,
-                "idle_ns": window - busy_ns,
-                "compute_ns": compute_ns,
-                "communication_ns": coverage(communication, low, high),
-                "memory_ns": coverage(memory, low, high),
-                "exposed_communication_ns": visible_ns - compute_ns,
-                "exposed_memory_ns": busy_ns - visible_ns,
-                "gpu_work_count": np.bincount(tile, minlength=low.size),
-                "kernel_count": np.bincount(tile[is_kernel], minlength=low.size),
-                "kernel_ns": summed_coverage(start[is_kernel], end[is_kernel], low, high),
-                "edge_idle_before_ns": np.maximum(np.minimum(high, first) - low, 0),
-                "edge_idle_after_ns": np.maximum(high - np.maximum(low, last), 0),
-            }
-        )
-        label = [pl.lit(device, pl.Int32).alias("device"), pl.lit(names.get(device), pl.String).alias("name")]
-        whole = pieces.select(pl.col(FIELDS).sum()).with_columns(
-            *label, pl.lit(part["start_ns"].min()).alias("start_ns")
-        )
-        devices.append(whole.pipe(as_declared, DEVICE_SCHEMA))
-        summed = pieces.group_by("row").agg(pl.col("duration_ns", *FIELDS).sum())
-        by_step = in_time.join(summed, on="row", how="left", maintain_order="left").with_columns(
-            *label, pl.col("duration_ns", *FIELDS).fill_null(0)
-        )
-        steps.append(by_step.pipe(as_declared, STEP_SCHEMA))
+        pieces = {
+            "duration_ns": high - low,
+            "window_ns": window,
+            "busy_ns": busy_ns,
+            "idle_ns": window - busy_ns,
+            "compute_ns": compute_ns,
+            "communication_ns": coverage(communication, low, high),
+            "memory_ns": coverage(memory, low, high),
+            "exposed_communication_ns": visible_ns - compute_ns,
+            "exposed_memory_ns": busy_ns - visible_ns,
+            "gpu_work_count": np.bincount(tile, minlength=low.size),
+            "kernel_count": np.bincount(tile[is_kernel], minlength=low.size),
+            "kernel_ns": summed_coverage(start[is_kernel], end[is_kernel], low, high),
+            "edge_idle_before_ns": np.maximum(np.minimum(high, first) - low, 0),
+            "edge_idle_after_ns": np.maximum(high - np.maximum(low, last), 0),
+        }
+        whole = {"device": device, "name": names.get(device), "start_ns": first}
+        whole |= {name: int(pieces[name].sum()) for name in FIELDS}
+        devices.append(pl.DataFrame([whole], schema=DEVICE_SCHEMA))
+        by_step = np.zeros((in_time.size, len(pieces)), dtype=np.int64)
+        np.add.at(by_step, cut.row, np.column_stack(list(pieces.values())))
+        label = {"device": [device] * in_time.size, "name": [names.get(device)] * in_time.size}
+        summed = dict(zip(pieces, by_step[in_time].T, strict=True))
+        steps.append(pl.DataFrame({**label, **moments, **summed}, schema=STEP_SCHEMA))
     return GpuTime(pl.concat(devices), pl.concat(steps))
 
 

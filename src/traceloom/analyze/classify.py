@@ -133,7 +133,7 @@ def _gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
     kind = pl.Series("kind", [_ALL[code] for code in (used % len(_ALL)).tolist()], dtype=KindType)
     classified = classify(pl.DataFrame([words.ordered[used // len(_ALL)].alias("name"), kind]), rules)
     indices = pl.Series(number.astype(np.uint32))
-    work = trace.events.select("event", "device", "stream", "start_ns", "duration_ns", "launch", "op")[row]
+    work = trace.events[["event", "device", "stream", "start_ns", "duration_ns", "launch", "op"]][row]
     ends = pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)
     work = on_disk(trace, work.with_columns(ends.alias("end_ns")))
     return work.select(

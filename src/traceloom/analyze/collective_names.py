@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import polars as pl
 
 from traceloom.link.communication import whole_list
@@ -46,10 +48,15 @@ _TYPES = {
 _SIZE_UNSEEN = ("all_gather", "gather")
 
 
-def kind_of_kernel(column: str) -> pl.Expr:
-    """Kind of a collective by the name of its kernel; null where it does not tell."""
-    lower = pl.col(column).str.to_lowercase()
-    return pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in KERNEL_KINDS)
+@lru_cache(maxsize=8)
+def kinds_of_kernels(kernel_names: tuple[str, ...]) -> pl.DataFrame:
+    """name, kind: that of a collective by the name of its kernel, null where it does not tell.
+
+    Remembered, since the next rank mostly runs the same kernels.
+    """
+    lower = pl.col("name").str.to_lowercase()
+    kind = pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in KERNEL_KINDS)
+    return pl.DataFrame({"name": kernel_names}, schema={"name": pl.String}).with_columns(kind.alias("kind"))
 
 
 def described(trace: Trace) -> pl.DataFrame:
@@ -89,10 +96,10 @@ def host_calls(trace: Trace, arguments: pl.DataFrame) -> pl.DataFrame:
     Returns:
         The columns of `arguments` (what the call itself does not say comes from the op around it), start_ns, end_ns.
     """
-    spans = trace.events.select("event", "category", "parent", "start_ns", "duration_ns")[arguments["event"]]
-    own = arguments.with_columns(spans.drop("event")).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))
+    spans = trace.events[["category", "parent", "start_ns", "duration_ns"]][arguments["event"]]
+    own = arguments.hstack(spans.get_columns()).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))
     own = own.filter(~pl.col("parent").is_in(own["event"].implode()) | pl.col("parent").is_null())
-    above = own.select("parent").join(arguments, left_on="parent", right_on="event", how="left", maintain_order="left")
+    above = own[["parent"]].join(arguments, left_on="parent", right_on="event", how="left", maintain_order="left")
     fields = [name for name in arguments.columns if name != "event"]
     return own.select(
         "event",

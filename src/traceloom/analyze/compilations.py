@@ -17,7 +17,7 @@ from traceloom.analyze.splitting import NO_STEP
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
-from traceloom.model.arrays import column, lookup
+from traceloom.model.arrays import column, lookup, nullable
 from traceloom.model.frames import as_declared, schema
 
 PARTS = ("compile", "lookup", "graph", "wrapper", "break", "outside", "unobserved")
@@ -138,7 +138,7 @@ def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
             "note": note_names,
             "has_note": has,
             "backward": lookup(words.matching(_BACKWARD), name_of)[rows],
-            "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
+            "step": nullable(column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)),
             "lane": tree.lane[rows],
             "start_ns": tree.start_ns[rows],
             "duration_ns": tree.span_ns()[rows],

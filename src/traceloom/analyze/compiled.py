@@ -34,7 +34,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import column
+from traceloom.model.arrays import column, nullable
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
@@ -132,7 +132,7 @@ def compiled(trace: Trace) -> Compiled:
     time = pl.DataFrame(
         {
             "lane": segments.lane[rows],
-            "step": pl.Series(step).replace(int(NO_STEP), None),
+            "step": nullable(step, absent=int(NO_STEP)),
             "part": pl.Series(PARTS).gather(part),
             "ns": pieces.end_ns - pieces.start_ns,
         }
@@ -214,7 +214,7 @@ def _regions(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints
         {
             "name": _names(trace, rows),
             "function": _functions(trace, rows),
-            "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
+            "step": nullable(column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)),
             "graph_ns": graph_ns,
             "break_ns": break_ns,
             "host_ns": host_ns,

@@ -58,8 +58,7 @@ def copies(trace: Trace) -> Copies:
     """Add up copies and fills."""
     rows = _rows(trace)
     ops = (
-        rows.with_columns(op=trace.events["name"][rows["op"]])
-        .group_by("op", "kind", "pageable")
+        rows.group_by(trace.events["name"][rows["op"]].alias("op"), "kind", "pageable")
         .agg(pl.len().alias("count"), _BYTES, pl.col("ns").sum().alias("total_ns"))
         .sort(["total_ns", "op", "kind", "pageable"], descending=[True, False, False, False], nulls_last=True)
         .pipe(as_declared, OP_SCHEMA)
@@ -69,25 +68,25 @@ def copies(trace: Trace) -> Copies:
         call_count=pl.lit(1, pl.Int64), copied_bytes=pl.col("bytes").fill_null(0), total_ns="ns"
     )
     spread = per_step(counted, keys, ["call_count", "copied_bytes", "total_ns"], whole_steps(trace))
-    unsized = rows.filter(pl.col("bytes").is_null()).select(keys).unique().with_columns(unsized=pl.lit(True))
-    spread = (
-        spread.join(unsized, on=keys, how="left", nulls_equal=True, maintain_order="left")
-        .with_columns(
-            pl.when(pl.col("unsized").is_null()).then(f"{how}_copied_bytes").alias(f"{how}_copied_bytes")
-            for how in ("mean", "min", "max")
+    unsized = rows.filter(pl.col("bytes").is_null())[keys].unique()
+    if unsized.height:
+        spread = (
+            spread.join(
+                unsized.with_columns(unsized=True), on=keys, how="left", nulls_equal=True, maintain_order="left"
+            )
+            .with_columns(
+                pl.when(pl.col("unsized").is_null()).then(f"{how}_copied_bytes").alias(f"{how}_copied_bytes")
+                for how in ("mean", "min", "max")
+            )
+            .drop("unsized")
         )
-        .drop("unsized")
-    )
     unions = [
-        (*key, union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total)
-        for key, part in rows.group_by(KEYS, maintain_order=True)
+        union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total
+        for part in rows.partition_by(KEYS, maintain_order=True)
     ]
-    together = pl.DataFrame(
-        unions, schema={**{key: KIND_SCHEMA[key] for key in KEYS}, "union_ns": pl.Int64}, orient="row"
-    )
     instant = pl.col("ns") == 0
     rate = (pl.col("bytes") / pl.col("ns") * 1e9).filter(_TIMED)
-    table = rows.group_by(KEYS).agg(
+    table = rows.group_by(KEYS, maintain_order=True).agg(
         pl.col("pageable").first(),
         pl.len().alias("count"),
         _BYTES,
@@ -122,7 +121,7 @@ def copies(trace: Trace) -> Copies:
         )
     curve = pl.concat(parts)
     return Copies(
-        table.join(together, on=KEYS, how="left", nulls_equal=True)
+        table.hstack([pl.Series("union_ns", unions, dtype=pl.Int64)])
         .sort(["total_ns", *KEYS], descending=[True] + [False] * len(KEYS), nulls_last=True)
         .pipe(as_declared, KIND_SCHEMA),
         ops,
@@ -135,21 +134,21 @@ def _rows(trace: Trace) -> pl.DataFrame:
     """One row per copy or fill: the keys, bytes, start_ns, end_ns, ns, op, step, pageable."""
     work = gpu_work(trace).filter(pl.col("category") == "memory")
     recorded = trace.copies.rename({"kind": "direction"})
-    named = work.filter(pl.col("kind") == "kernel").select("name").unique()
+    named = work.filter(pl.col("kind") == "kernel")[["name"]].unique()
     by_name = pl.DataFrame(
         {"name": named["name"], "named": [copy_kind(name) for name in named["name"].to_list()]},
         schema={"name": pl.String, "named": pl.String},
     )
     memory = (pl.col("source_memory"), pl.col("target_memory"))
     host = [pl.col(side).is_in(["host", "memory"]) for side in ("source_memory", "target_memory")]
-    crosses = pl.col("kind").is_in(["HtoD", "DtoH", "HtoH"])
+    kind = pl.coalesce("direction", "named", pl.lit("unknown"))
     return (
         work.join(recorded, on="event", how="left", maintain_order="left")
         .join(by_name, on="name", how="left", maintain_order="left")
         .select(
             "event",
             "device",
-            pl.coalesce("direction", "named", pl.lit("unknown")).alias("kind"),
+            kind.alias("kind"),
             *memory,
             (pl.col("kind") == "kernel").alias("by_kernel"),
             pl.when(pl.col("bytes") >= 0).then("bytes").alias("bytes"),
@@ -157,9 +156,7 @@ def _rows(trace: Trace) -> pl.DataFrame:
             "end_ns",
             "op",
             ns=pl.col("end_ns") - pl.col("start_ns"),
-        )
-        .with_columns(
-            pageable=pl.when(~crosses)
+            pageable=pl.when(~kind.is_in(["HtoD", "DtoH", "HtoH"]))
             .then(False)
             .when(memory[0].is_null() | memory[1].is_null() | host[0] | host[1])
             .then(None)

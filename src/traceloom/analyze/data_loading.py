@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest, host_pieces
+from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.intervals import EMPTY, complement, coverage, union
 from traceloom.analyze.phases import BLOCKING_CALL, OP, activity
 from traceloom.analyze.remembered import per_trace
@@ -16,7 +17,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import lookup
+from traceloom.model.arrays import lookup, nullable
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
@@ -75,8 +76,8 @@ def data_loading(trace: Trace) -> DataLoading:
     evidence, called = _calls(trace)
     rows = np.flatnonzero(called)
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
-    work = trace.gpu_work()
-    on_gpu = union(work["start_ns"].to_numpy(), (work["start_ns"] + work["duration_ns"]).to_numpy())
+    work = gpu_work(trace)
+    on_gpu = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
     idle = complement(on_gpu, trace.start_ns, trace.end_ns) if work.height else None
     waiting = union(tree.start_ns[rows], tree.end_ns[rows])
     # who makes the batch of each call: by its name or by the names inside it
@@ -132,7 +133,7 @@ def _spent(trace: Trace, called: Bools) -> pl.DataFrame:
     rows = np.flatnonzero((tree.nearest_or_self(called) >= 0)[pieces.owner])
     frame = pl.DataFrame(
         {
-            "step": pl.Series(pieces.step[rows]).replace(int(NO_STEP), None),
+            "step": nullable(pieces.step[rows], absent=int(NO_STEP)),
             "part": pl.Series(PARTS)[part[pieces.owner[rows]]],
             "ns": pieces.ns[rows],
         }

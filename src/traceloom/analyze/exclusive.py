@@ -45,13 +45,11 @@ def shares(trace: Trace, work: pl.DataFrame, key: str, priority: Sequence[str]) 
     assert isinstance(label, pl.Enum)
     names = label.categories.to_list()
     order = [names.index(name) for name in priority]
-    step_of_tile = pl.Series(np.append(trace.steps["step"].cast(pl.Int64).to_numpy(), -1)[cut.row])
-    step_of_tile = step_of_tile.set(pl.Series(cut.row < 0), None).cast(pl.Int32)
-    part_of_row = pl.Series(names, dtype=label)[np.repeat(np.arange(len(names), dtype=np.uint32), cut.row.size)]
+    step_numbers = [*trace.steps["step"].to_list(), None]  # the last of tiles outside all steps, whose row is -1
     fields = dict.fromkeys(SHARES, pl.Int64())
     devices, parts = [], []
     steps = [pl.DataFrame(schema={"device": pl.Int32(), "step": pl.Int32(), key: label, **fields})]
-    rows = work.select("device", "start_ns", "end_ns", key).sort("device", maintain_order=True)
+    rows = work[["device", "start_ns", "end_ns", key]].sort("device", maintain_order=True)
     for part in rows.partition_by("device", maintain_order=True):
         device = part["device"][0]
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
@@ -62,16 +60,20 @@ def shares(trace: Trace, work: pl.DataFrame, key: str, priority: Sequence[str]) 
         for index, name in enumerate(names):
             fraction = total[index] / whole if whole else None
             parts.append((device, name, count[index], total[index], alone[index], fraction))
-        frame = pl.DataFrame(
-            {
-                "device": pl.Series([device] * len(part_of_row), dtype=pl.Int32),
-                "step": pl.concat([step_of_tile] * len(names)),
-                key: part_of_row,
-                **{field: array.ravel() for field, array in zip(SHARES, values, strict=True)},
-            }
+        by_step = np.zeros((len(step_numbers), len(names), len(SHARES)), dtype=np.int64)
+        np.add.at(by_step, cut.row, values.transpose(2, 1, 0))
+        step, part_number = np.nonzero(by_step.any(axis=2))
+        steps.append(
+            pl.DataFrame(
+                {
+                    "device": [device] * step.size,
+                    "step": [step_numbers[row] for row in step.tolist()],
+                    key: [names[number] for number in part_number.tolist()],
+                    **dict(zip(SHARES, by_step[step, part_number].T, strict=True)),
+                },
+                schema=steps[0].schema,
+            )
         )
-        summed = frame.group_by("device", "step", key, maintain_order=True).agg(pl.col(SHARES).sum())
-        steps.append(summed.filter(pl.any_horizontal(pl.col(SHARES) != 0)).sort("step", key, nulls_last=True))
     by_device = dict.fromkeys(("window_ns", "busy_ns", "idle_ns", "sum_ns", "count"), pl.Int64())
     part_schema = {"device": pl.Int32(), key: label, **fields, "fraction": pl.Float64()}
     return Shares(

@@ -11,6 +11,7 @@ from traceloom.analyze.ancestry import forest, host_pieces
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.call_tree import KINDS, THREAD, CallTree, call_tree
 from traceloom.analyze.frames import places
+from traceloom.analyze.gaps import gpu_rows
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.splitting import NO_STEP
 from traceloom.array_types import Bools, Ints
@@ -83,8 +84,8 @@ def _of_trace(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> 
     chosen = np.ones(work.origin.size, dtype=np.bool_)
     if steps is not None:
         low, high = steps
-        of_work = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
-        of_event = column(trace, "step", int(NO_STEP))[tree.row]
+        step_of = column(trace, "step", int(NO_STEP))
+        of_work, of_event = step_of[gpu_rows(trace)], step_of[tree.row]
         counted &= (pieces.step >= low) & (pieces.step <= high)
         called = called[(of_event >= low) & (of_event <= high)]
         chosen = (of_work >= low) & (of_work <= high)

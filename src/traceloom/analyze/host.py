@@ -126,7 +126,7 @@ def main_lane(trace: Trace) -> int | None:
         .with_row_index("lane")
         .cast(pl.Int64)
         .filter(pl.col("events") > 0)
-        .join(trace.lanes.with_columns(pl.col("lane").cast(pl.Int64)).select("lane", "process", "thread"), on="lane")
+        .join(trace.lanes.with_columns(pl.col("lane").cast(pl.Int64))[["lane", "process", "thread"]], on="lane")
         .with_columns(first=(pl.col("process") == pl.col("thread")) & (pl.col("works") > 0))
         .sort(["first", "works", "events", "lane"], descending=[True, True, True, False])
     )

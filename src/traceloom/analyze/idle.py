@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.gaps import Gaps, copies, gaps, gpu_rows
 from traceloom.analyze.host_wait import Stretches, split_by_activity
 from traceloom.analyze.idle_causes import (
@@ -264,18 +265,15 @@ def _recorded_waits(trace: Trace) -> pl.DataFrame:
         return pl.DataFrame(schema=dict.fromkeys(("after", "wait", "producer", "producer_end"), pl.Int64))
     recorded = call_times(trace).select(record_correlation="correlation", recorded_ns="call_ns")
     requests = (
-        asked(trace, waits.select("event", "stream", "awaited_stream", "record_correlation"))
+        asked(trace, waits[["event", "stream", "awaited_stream", "record_correlation"]])
         .join(recorded, on="record_correlation", how="left")
         .with_columns(pl.coalesce("recorded_ns", "wait_ns").alias("recorded_ns"))
     )
-    work = trace.gpu_work().select("event", "device", "stream", "launch", "start_ns", "duration_ns")
-    work = work.with_columns(
-        trace.events["start_ns"].gather(work["launch"]).alias("asked_ns"),
-        (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).alias("producer_end"),
-    ).filter(pl.col("asked_ns").is_not_null())
+    work = gpu_work(trace)[["event", "device", "stream", "launch", "end_ns"]]
+    work = work.with_columns(trace.events["start_ns"].gather(work["launch"]).alias("asked_ns")).drop_nulls("asked_ns")
     after = work.select("device", "stream", "asked_ns", pl.col("event").alias("after")).sort("asked_ns")
     made = work.select("device", pl.col("stream").alias("awaited_stream"), "asked_ns",
-                       pl.col("event").alias("producer"), "producer_end").sort("asked_ns")  # fmt: skip
+                       pl.col("event").alias("producer"), producer_end="end_ns").sort("asked_ns")  # fmt: skip
     return (
         requests.sort("wait_ns")
         .join_asof(

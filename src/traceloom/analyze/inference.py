@@ -260,7 +260,7 @@ def _annotations(trace: Trace) -> pl.DataFrame:
     is_step = words.matching(_ANY)
     if not is_step.any():
         return pl.DataFrame(schema=ANNOTATIONS)
-    columns = trace.events.select("event", "name", "category", "lane", "start_ns", "duration_ns")
+    columns = trace.events[["event", "name", "category", "lane", "start_ns", "duration_ns"]]
     events = (
         columns[np.flatnonzero(lookup(is_step, words.code))]
         .filter(pl.col("category").is_in([ANNOTATION, GPU_ANNOTATION]))

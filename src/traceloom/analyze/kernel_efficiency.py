@@ -72,22 +72,15 @@ def kernel_efficiency(trace: Trace) -> KernelEfficiency:
         _mean(pl.col("occupancy"), "occupancy"),
     )
     table = (
-        table.with_columns(matrix_units(table).alias("matrix_units"))
+        table.hstack([matrix_units(table)])
         .sort("total_ns", "name", "kind", descending=[True, False, False])
         .pipe(as_declared, KERNEL_SCHEMA)
     )
-    matrix = (
-        pl.DataFrame({"matrix_units": STATES}, schema={"matrix_units": StateType})
-        .join(
-            table.group_by("matrix_units").agg(pl.col("count", "total_ns").sum()),
-            on="matrix_units",
-            how="left",
-            maintain_order="left",
-        )
-        .with_columns(pl.col("count", "total_ns").fill_null(0))
-        .cast(MATRIX_SCHEMA)
-    )
-    sums = dict(matrix.select("matrix_units", "total_ns").iter_rows())
+    state = table["matrix_units"].to_physical().to_numpy()
+    added = np.zeros((len(STATES), 2), dtype=np.int64)
+    np.add.at(added, state, table[["count", "total_ns"]].to_numpy())
+    matrix = pl.DataFrame({"matrix_units": STATES, "count": added[:, 0], "total_ns": added[:, 1]}, schema=MATRIX_SCHEMA)
+    sums = dict(zip(STATES, added[:, 1].tolist(), strict=True))
     decided_ns = sums["used"] + sums["unused"]
     windows = work.group_by("device").agg(low=pl.col("start_ns").min(), high=pl.col("end_ns").max())
     devices, steps = _devices(trace, runs, windows)
@@ -131,7 +124,7 @@ def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[p
     plan = tiles(trace)
     inside = plan.row >= 0
     low, high = plan.spans.start[inside], plan.spans.end[inside]
-    tile_steps = trace.steps.select("step", "complete")[plan.row[inside]].with_columns(length=pl.Series(high - low))
+    tile_steps = trace.steps[["step", "complete"]][plan.row[inside]].with_columns(length=pl.Series(high - low))
     efficiency: list[float | None] = []
     steps = []
     for row in devices.rows(named=True):

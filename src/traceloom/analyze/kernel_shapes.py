@@ -64,7 +64,7 @@ def shaped_work(trace: Trace) -> pl.DataFrame:
     """Every piece of GPU work with the operator around its launch: event, op, kernel, ns, shapes, types, kind."""
     work = gpu_work(trace).select("event", "op", kernel="name", ns=pl.col("end_ns") - pl.col("start_ns"))
     inputs = work.select(event="op").join(
-        trace.tensors.select("event", "shapes", "types"), on="event", how="left", maintain_order="left"
+        trace.tensors[["event", "shapes", "types"]], on="event", how="left", maintain_order="left"
     )
     operator = trace.events["name"][work["op"]].alias("op")
     return work.with_columns(operator, inputs["shapes"], inputs["types"], kinds(trace)["kind"])

@@ -41,12 +41,12 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
         .head(count)
     )
     main = (
-        parts.join(whole.select("gap"), on="gap", how="semi")
+        parts.join(whole, on="gap", how="inner")
         .with_columns(pl.col("duration_ns").sum().over("gap", "cause").alias("cause_ns"))
         .sort("cause_ns", "duration_ns", "start_ns", descending=[True, True, False])
         .unique("gap", keep="first", maintain_order=True)
     )
-    rows = whole.join(main.drop("start_ns", "duration_ns"), on="gap", how="left", maintain_order="left")
+    rows = main.sort("whole_ns", "gap", descending=[True, False])
     names = trace.events["name"]
     return rows.select(
         "gap",

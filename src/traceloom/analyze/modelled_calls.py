@@ -160,7 +160,7 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
         size = pl.col("name").str.extract(_SIZE_IN_NAME) + "-byte"
         typed = [pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype)) for pattern, dtype in _TYPE_IN_NAME]
         type_by_op = kernels.select(event="op", list_type=pl.coalesce(size, *typed))
-        joined = calls.select("event").join(type_by_op, on="event", how="left", maintain_order="left")
+        joined = calls[["event"]].join(type_by_op, on="event", how="left", maintain_order="left")
         calls = calls.with_columns(joined["list_type"].fill_null(""))
     calls = (
         (calls.with_columns(pl.col("batch").replace("", batch)) if batch else calls)
@@ -170,7 +170,7 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
     calls = calls.with_row_index("group")
     groups = _modelled(calls, _insides(trace, tree, calls))
     group = np.full(tree.row.size, -1, dtype=np.int64)
-    members = calls.select("group", "event").explode("event")
+    members = calls[["group", "event"]].explode("event")
     group[tree.position[members["event"].to_numpy()]] = members["group"].to_numpy()
     has_model = np.append(groups["flops"].is_not_null().to_numpy(), np.False_)
     owner = tree.outermost_or_self(has_model[group])
@@ -235,7 +235,7 @@ def _modelled(
         orient="row",
         infer_schema_length=None,
     )
-    return pl.concat([calls.select("group", "name", "shapes", "types"), results], how="horizontal").cast(GROUPS)
+    return pl.concat([calls[["group", "name", "shapes", "types"]], results], how="horizontal").cast(GROUPS)
 
 
 @lru_cache(maxsize=4096)
@@ -297,7 +297,7 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     at = np.searchsorted(gpu_rows(trace), work["event"].to_numpy())
     free = (base.work_owner[at] < 0) & ~base.link[at]
     made = work.with_columns(pl.Series("at", at)).filter(pl.Series(free), pl.col("captured") >= 0)
-    calls = made.select("launch", "captured").unique(maintain_order=True).with_row_index("call")
+    calls = made[["launch", "captured"]].unique(maintain_order=True).with_row_index("call")
     made = made.join(calls, on=["launch", "captured"], how="left", maintain_order="left")
     first = base.group.size
     work_owner = base.work_owner.copy()
@@ -314,7 +314,7 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
         owner=np.append(base.owner, numbers),
         above=np.append(base.above, forest(trace).position[calls["launch"].to_numpy()]),
         work_owner=work_owner,
-        unmapped=work.filter(pl.col("reason").is_not_null()).select("event", "reason"),
+        unmapped=work.filter(pl.col("reason").is_not_null())[["event", "reason"]],
     )
 
 

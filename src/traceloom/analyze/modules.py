@@ -12,6 +12,7 @@ from msgspec import Struct
 from traceloom.analyze.ancestry import Forest, forest, host_pieces
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.autograd import Backward, backward_of
+from traceloom.analyze.gaps import gpu_rows
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.phases import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK
 from traceloom.analyze.recompute import ENGINE, recomputed
@@ -20,7 +21,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import column, lookup
+from traceloom.model.arrays import column, lookup, nullable
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
@@ -139,7 +140,7 @@ def modules(trace: Trace) -> Modules:
     host = _NodeValues(of_event[pieces.owner], part_of[pieces.owner], pieces.step, pieces.ns)
     # GPU work belongs to the host event that launched it
     work = launched_work(trace)
-    work_step = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
+    work_step = column(trace, "step", int(NO_STEP))[gpu_rows(trace)]
     work_node, work_part = of_event[work.origin], np.append(part_of, _PART(FORWARD))[work.origin]
     device = _NodeValues(work_node, work_part, work_step, work.duration_ns)
     kernels = _NodeValues(work_node, work_part, work_step, work.kernel.astype(np.int64))
@@ -173,7 +174,7 @@ def modules(trace: Trace) -> Modules:
     node, step_index = np.nonzero((out[0] > 0) | (out[1] > 0))
     frame = {
         "node": node,
-        "step": pl.Series(all_steps[step_index]).replace(int(NO_STEP), None),
+        "step": nullable(all_steps[step_index], absent=int(NO_STEP)),
         "all_host_ns": out[0][node, step_index],
         "all_device_ns": out[1][node, step_index],
     }

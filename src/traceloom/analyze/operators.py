@@ -59,8 +59,8 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
     kind = vocabulary(trace).code[tree.row].astype(np.int64)  # for each host event the row of the table, by its name
     shapes = pl.Series("shapes", [], dtype=pl.String)  # of the inputs of every event, as JSON text
     if by_shape:
-        shapes = trace.events.select("event").join(
-            trace.tensors.select("event", "shapes"), on="event", how="left", maintain_order="left"
+        shapes = trace.events[["event"]].join(
+            trace.tensors[["event", "shapes"]], on="event", how="left", maintain_order="left"
         )["shapes"]
         shape = shapes.cast(pl.Categorical).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()[tree.row]
         pair = kind * (int(shape.max(initial=0)) + 2) + shape + 1

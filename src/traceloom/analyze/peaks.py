@@ -126,10 +126,10 @@ def peaks(trace: Trace, chosen: Peak | None = None) -> dict[int, Peak | str]:
     A device that the file does not describe takes the name that all devices it describes share: a process that sees one
     device of many may number it differently.
     """
-    used = trace.devices.filter("used").select("device", "name", "multiprocessors")
+    used = trace.devices.filter("used")[["device", "name", "multiprocessors"]]
     if chosen is not None:
         return {int(device): chosen for device in used["device"]}
-    described = trace.devices.filter(trace.devices["name"].is_not_null()).select("name", "multiprocessors").unique()
+    described = trace.devices.filter(trace.devices["name"].is_not_null())[["name", "multiprocessors"]].unique()
     shared: tuple[Any, Any] = described.row(0) if described.height == 1 else (None, None)
     return {
         int(device): find(name, processors) if name or processors else find(*shared)

@@ -37,7 +37,7 @@ def missing_ops(trace: Trace) -> QualityCheck | None:
 
 def operators_left_out(trace: Trace) -> QualityCheck | None:
     """Operators that were numbered one by one, of which a file holds a few: what lies between them is unknown."""
-    ids = trace.events.filter(pl.col("category") == cat.OP)["external_id"].drop_nulls()
+    ids = trace.events["external_id"].filter(trace.events["category"] == cat.OP).drop_nulls()
     if ids.len() < _ENOUGH_IDS:
         return None
     numbered = int(ids.max()) - int(ids.min()) + 1  # type: ignore[arg-type]
@@ -119,19 +119,19 @@ def absurd_durations(trace: Trace) -> QualityCheck | None:
 def unknown_categories(trace: Trace) -> QualityCheck | None:
     """Events of a category that this version does not know."""
     total = trace.events.height
-    unknown = trace.events.select("category", "name").filter(pl.col("category") == cat.OTHER)
-    names = ", ".join(sorted(unknown["name"].unique().to_list())[:3])
+    unknown = trace.events["name"].filter(trace.events["category"] == cat.OTHER)
+    names = ", ".join(sorted(unknown.unique().to_list())[:3])
     message = (
-        f"{many(unknown.height, 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
+        f"{many(unknown.len(), 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
         "shown in the timeline, counted nowhere"
     )
-    return QualityCheck(unknown.height, total, "info", message, slug="unknown-category") if total else None
+    return QualityCheck(unknown.len(), total, "info", message, slug="unknown-category") if total else None
 
 
 def profiler_overhead(trace: Trace) -> QualityCheck | None:
     """Time that the profiler says it took itself."""
     window = trace.end_ns - trace.start_ns
-    own = trace.events.select("category", "start_ns", "duration_ns").filter(pl.col("category") == cat.OVERHEAD)
+    own = trace.events[["category", "start_ns", "duration_ns"]].filter(pl.col("category") == cat.OVERHEAD)
     if not window:
         return None
     taken = union(own["start_ns"].to_numpy(), (own["start_ns"] + own["duration_ns"]).to_numpy()).total
@@ -147,7 +147,7 @@ _DETAILS = {"kind": "kind", "element_type": "type", "in_elements": "size", "grou
 
 def collectives_without_details(trace: Trace) -> QualityCheck | None:
     """Collective calls that do not say what they move (rule 5 of PyTorch's trace validator)."""
-    calls = trace.events.select("event", "name").filter(pl.col("name") == "record_param_comms").select("event")
+    calls = trace.events[["event"]][np.flatnonzero(vocabulary(trace).events(r"^record_param_comms$"))]
     if not calls.height:
         return None
     # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
@@ -173,7 +173,7 @@ def collectives_without_details(trace: Trace) -> QualityCheck | None:
 
 def ambiguous_backward(trace: Trace) -> QualityCheck | None:
     """Sequence numbers with more than one backward op (rule 6 of PyTorch's trace validator)."""
-    events = trace.events.select("name", "process", "forward_thread", "sequence").filter(pl.col("sequence") >= 0)
+    events = trace.events[["name", "process", "forward_thread", "sequence"]].filter(pl.col("sequence") >= 0)
     nodes = events.filter(pl.col("name").str.starts_with("autograd::engine::evaluate_function: "))
     if not nodes.height:
         return None

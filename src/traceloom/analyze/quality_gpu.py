@@ -60,7 +60,7 @@ def busy_before_window(trace: Trace) -> QualityCheck | None:
         return None
     window = max(trace.end_ns - trace.start_ns, 1)
     first = work.sort("start_ns").unique("device", keep="first", maintain_order=True).drop_nulls("launch")
-    call = trace.events[first["launch"].to_list()].select("start_ns", "duration_ns")
+    call = trace.events[first["launch"].to_list()][["start_ns", "duration_ns"]]
     early = call["start_ns"] - trace.start_ns <= BEGINNING * window
     waited = (first["start_ns"] - call["start_ns"] - call["duration_ns"]).filter(early)
     long = waited.filter(waited >= max(MUCH * window, _COLD_NS))
@@ -80,7 +80,7 @@ def launches_without_work(trace: Trace) -> QualityCheck | None:
     if not work.height or not launches.height:
         return None
     # by correlation: a driver call inside a runtime call repeats its number
-    lost = launches.join(work.select("correlation").unique(), on="correlation", how="anti")
+    lost = launches.join(work[["correlation"]].unique(), on="correlation", how="anti")
     late = int(lost.select((pl.col("start_ns") > work["start_ns"].max()).sum()).item())
     last = f" ({count(late)} of them after the last piece of GPU work)" if late else ""
     message = (
@@ -168,7 +168,7 @@ def syncs_while_running(trace: Trace) -> QualityCheck | None:
     """Stream synchronisations that are said to begin while a kernel of the stream runs (rule 3)."""
     syncs = (
         trace.syncs.filter(pl.col("kind") == "Stream Sync")
-        .join(trace.events.select("event", "device", "start_ns"), on="event")
+        .join(trace.events[["event", "device", "start_ns"]], on="event")
         .select("device", "stream", "start_ns")
         .drop_nulls()
         .sort("start_ns")
@@ -192,12 +192,12 @@ def waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
     """Waits whose event record is not in the file, or lies in the future (rule 4)."""
     waits = (
         trace.syncs.filter((pl.col("kind") == "Stream Wait Event") & (pl.col("record_correlation") >= 0))
-        .join(trace.events.select("event", "start_ns"), on="event")
+        .join(trace.events[["event", "start_ns"]], on="event")
         .select("record_correlation", "start_ns")
     )
     if not waits.height:
         return None
-    called = trace.events.select("category", "name", "correlation", "start_ns").filter(
+    called = trace.events[["category", "name", "correlation", "start_ns"]].filter(
         pl.col("category").is_in(cat.LAUNCHES)
     )
     calls = called.filter(pl.col("name").str.contains("EventRecord"))

@@ -14,6 +14,7 @@ from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.graph_capture import of_rank
 from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.analyze.placed import BoundType, PlacedCalls, placed
+from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.utilisation import utilisation
 from traceloom.model import Session, Trace
 from traceloom.model.frames import as_declared, schema
@@ -108,7 +109,7 @@ def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Rooflin
     # over the whole steps in which the quantity is known; no row where none is
     complete = steps.filter("complete").select(pl.col(QUANTITIES).cast(pl.Float64))
     spread = [(v.name, v.mean(), v.min(), v.max(), v.count()) for v in complete if v.count()]
-    names = dict(trace.devices.select("device", "name").rows())
+    names = dict(trace.devices[["device", "name"]].rows())
     devices = [
         (device, names.get(device), *((peak.name, None) if isinstance(peak, Peak) else (None, peak)))
         for device, peak in placement.devices.items()
@@ -173,7 +174,7 @@ def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Rooflin
 def _operators(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
     keys = ["name", "shapes", "types", "arithmetic", "evidence", "matrix", "rate", "memory_rate"]
     named = placement.calls.join(
-        placement.modelled.groups.select("group", "name", "shapes", "types"), on="group", how="left"
+        placement.modelled.groups[["group", "name", "shapes", "types"]], on="group", how="left"
     )
     sums = named.group_by(keys, maintain_order=True).agg(
         pl.len().alias("count"),
@@ -222,7 +223,20 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
         without a model, nor for copies between host and device, which the link bounds.
     """
     placement = placed(trace, None if peak is None else peak_of(peak), capture)
-    work = placement.work.select("event", "position", "ns")
+    kept = _kept(trace)
+    if not kept or kept[0][0] is not placement:
+        kept[:] = [(placement, _shared(trace, placement))]
+    return kept[0][1]
+
+
+@per_trace
+def _kept(_trace: Trace) -> list[tuple[PlacedCalls, pl.DataFrame]]:
+    """Holds the last result; another peak, capture or model places the calls anew."""
+    return []
+
+
+def _shared(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
+    work = placement.work
     position = work["position"].to_numpy()
     turn = np.argsort(position, kind="stable")  # the work of a call together, each call's in order
     position, ns = position[turn], work["ns"].to_numpy()[turn]
@@ -239,7 +253,7 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
             "opens": of == np.arange(of.size),
         }
     ).join(
-        placement.calls.select("position", "flops", "bytes", "roofline_ns", "bound", "gpu_ns", "kernels"),
+        placement.calls[["position", "flops", "bytes", "roofline_ns", "bound", "gpu_ns", "kernels"]],
         on="position",
         how="left",
         maintain_order="left",

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.intervals import Spans
 from traceloom.analyze.remembered import per_trace
 from traceloom.array_types import Ints
 from traceloom.model import Trace
-from traceloom.model.category import GPU_WORK
 from traceloom.model.frames import schema
 from traceloom.model.result import Result
 from traceloom.model.schema import REQUEST
@@ -87,18 +87,16 @@ def tiles(trace: Trace) -> Tiles:
 @per_trace
 def step_times(trace: Trace) -> StepTimes:
     """Durations of the steps, their spread, and the lag of the GPU behind each."""
+    work = gpu_work(trace)
     launched = (  # in each step, whenever it ran
-        trace.events.lazy()
-        .filter(pl.col("category").is_in(GPU_WORK), pl.col("launch").is_not_null(), pl.col("step").is_not_null())
+        work[["launch", "end_ns"]]
+        .hstack([trace.events["step"].gather(work["event"])])
+        .drop_nulls(["launch", "step"])
         .group_by("step")
-        .agg(
-            (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).max().alias("last_end_ns"),
-            pl.col("launch").n_unique().cast(pl.Int64).alias("launch_count"),
-        )
-        .collect()
+        .agg(last_end_ns=pl.col("end_ns").max(), launch_count=pl.col("launch").n_unique().cast(pl.Int64))
     )
     steps = (
-        trace.steps.select("step", "name", "start_ns", "end_ns", "complete", "evidence")
+        trace.steps[["step", "name", "start_ns", "end_ns", "complete", "evidence"]]
         .join(launched, on="step", how="left", maintain_order="left")
         .select(
             "step",

@@ -19,7 +19,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import column, lookup
+from traceloom.model.arrays import column, lookup, nullable
 from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
@@ -131,7 +131,7 @@ def threads(trace: Trace) -> Threads:
         pieces, step = split_at_steps(trace, start[:-1], start[1:])
         frame = pl.DataFrame(
             {
-                "step": pl.Series(step).replace(int(NO_STEP), None),
+                "step": nullable(step, absent=int(NO_STEP)),
                 "threads": count[:-1][pieces.source],
                 "ns": pieces.end_ns - pieces.start_ns,
             }

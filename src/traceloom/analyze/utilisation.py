@@ -13,7 +13,7 @@ from traceloom.analyze.recompute import ENGINE, recomputed
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
-from traceloom.model.arrays import lookup
+from traceloom.model.arrays import lookup, nullable
 from traceloom.model.frames import schema
 
 MATRIX_KINDS = ("gemm", "attention", "convolution")
@@ -58,7 +58,7 @@ def utilisation(trace: Trace, placed: PlacedCalls) -> tuple[pl.DataFrame, pl.Dat
         .with_columns(
             pl.Series("start_ns", pieces.start_ns),
             pl.Series("end_ns", pieces.end_ns),
-            pl.Series("step", step, dtype=pl.Int64).replace(int(NO_STEP), None).cast(pl.Int32),
+            nullable(step, pl.Int32, int(NO_STEP)).alias("step"),
         )
         .with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.remembered import per_trace
 from traceloom.array_types import Bools
 from traceloom.model import Trace
@@ -25,7 +26,7 @@ def call_times(trace: Trace) -> pl.DataFrame:
 def asked(trace: Trace, waits: pl.DataFrame) -> pl.DataFrame:
     """Recorded waits with their device, and `wait_ns`: when the host asked for it, without its call the record."""
     return (
-        waits.join(trace.events.select("event", "device", "correlation", "start_ns"), on="event", how="left")
+        waits.join(trace.events[["event", "device", "correlation", "start_ns"]], on="event", how="left")
         .join(call_times(trace), on="correlation", how="left")
         .with_columns(pl.coalesce("call_ns", "start_ns").alias("wait_ns"))
     )
@@ -53,7 +54,7 @@ def stream_waits(trace: Trace) -> tuple[Bools, bool]:
         return waited, recorded
 
     # device, stream, lane and start of the launch call of each work, and that of the work before it
-    work = trace.gpu_work().select("event", "device", "stream", "launch")
+    work = gpu_work(trace)[["event", "device", "stream", "launch"]]
     work = work.with_columns(
         trace.events["lane"][work["launch"]], trace.events["start_ns"][work["launch"]].alias("call_ns")
     ).with_columns(pl.col("call_ns").shift(1).over("device", "stream").alias("previous_ns"))

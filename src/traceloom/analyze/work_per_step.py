@@ -8,10 +8,10 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.phases import meaning
 from traceloom.model import Trace
-from traceloom.model.category import GPU_WORK
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
@@ -38,20 +38,19 @@ class WorkPerStep(Result):
 def work_per_step(trace: Trace) -> WorkPerStep:
     """Add up kernels and operators per step; work belongs to the step that launched it. Without steps: no rows."""
     steps = whole_steps(trace)
-    work = (
-        trace.events.lazy()
-        .filter(pl.col("category").is_in(GPU_WORK), pl.col("step").is_not_null())
-        .select("name", "step", total_ns=pl.col("duration_ns").clip(lower_bound=0), call_count=pl.lit(1, pl.Int64))
-        .collect()
+    every = gpu_work(trace)
+    work = every.select(
+        "name",
+        trace.events["step"].gather(every["event"]),
+        total_ns=pl.col("end_ns") - pl.col("start_ns"),
+        call_count=pl.lit(1, pl.Int64),
     )
     tree = forest(trace)
     is_op = meaning(trace).op
     ops = np.flatnonzero(is_op)
     self_ns = tree.self_ns(is_op, tree.nearest(is_op))[ops]
-    op_rows = (
-        trace.events.select("name", "step")[tree.row[ops]]
-        .with_columns(pl.Series("self_ns", self_ns), pl.lit(1, pl.Int64).alias("call_count"))
-        .drop_nulls("step")
+    op_rows = trace.events[["name", "step"]][tree.row[ops]].with_columns(
+        pl.Series("self_ns", self_ns), pl.lit(1, pl.Int64).alias("call_count")
     )
     kernels, operators = (
         per_step(rows, ["name"], [time, "call_count"], steps)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.collective.calls import sum_or_null
-from traceloom.analyze.vocabulary import vocabulary
+from traceloom.analyze.vocabulary import Vocabulary, vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
@@ -24,7 +24,7 @@ LOAD_SCHEMA = schema("step", *MEASURES)
 # Kernels of embedding tables: PyTorch's, FBGEMM's table-batched ones, and TorchRec's by their op.
 EMBEDDING = r"(?i)embedding|split_?emb|_tbe_|\btbe\b"
 NO_TABLE = r"(?i)rotary|rope|position"
-_IS_TABLE = pl.col("name").str.contains(EMBEDDING) & ~pl.col("name").str.contains(NO_TABLE)
+_NS = pl.col("end_ns") - pl.col("start_ns")
 
 
 def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
@@ -38,18 +38,15 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
         null where allocations are not recorded).
     """
     stepped = trace.steps.height > 0
-    steps = trace.steps.select("step") if stepped else pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})
+    steps = trace.steps[["step"]] if stepped else pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})
     exchanged = calls.filter(pl.col("kind") == "all_to_all").select("step", exchanged_bytes="in_bytes")
     on_device = trace.allocations.filter(~pl.col("device_type").str.starts_with("cpu"))
     memory = on_device.select("step", memory_bytes="allocated_bytes")
     work = gpu_work(trace).filter(pl.col("category") == "compute")
-    by_name = work.select("name").unique().with_columns(_IS_TABLE.alias("embeds"))
-    kernels = work.select("name", compute_ns=pl.col("end_ns") - pl.col("start_ns")).with_columns(
-        trace.events["step"][work["event"]], pl.Series("below", _below_tables(trace, work["op"]))
-    )
-    kernels = kernels.join(by_name, on="name", how="left", maintain_order="left")
-    of_table = pl.when(pl.col("embeds") | pl.col("below")).then("compute_ns").otherwise(0)
-    compute = kernels.select("step", "compute_ns", of_table.alias("embedding_ns"))
+    words = vocabulary(trace)
+    by_name = _tables(words)[words.code[work["event"].to_numpy()]]
+    of_table = pl.when(pl.Series(by_name | _below_tables(trace, work["op"]))).then(_NS).otherwise(0)
+    compute = work.select(trace.events["step"][work["event"]], _NS.alias("compute_ns"), of_table.alias("embedding_ns"))
     out = steps
     for part in (compute, exchanged, _tokens(trace), memory):
         rows = part if stepped else part.with_columns(pl.lit(None, pl.Int32).alias("step"))
@@ -65,10 +62,14 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def _tables(words: Vocabulary) -> NDArray[np.bool_]:
+    return words.matching(EMBEDDING) & ~words.matching(NO_TABLE)
+
+
 def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
     """Whether the op that launched each piece of work lies inside an op of embedding tables (index_select does)."""
     tree, words = forest(trace), vocabulary(trace)
-    is_table = words.names.to_frame("name").select(_IS_TABLE).to_series().to_numpy()
+    is_table = _tables(words)
     none = np.zeros(op.len(), dtype=np.bool_)
     if not tree.row.size or not is_table.any():
         return none
@@ -86,9 +87,12 @@ def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
 
 def _tokens(trace: Trace) -> pl.DataFrame:
     """step, tokens: how many indices each lookup in the largest table of `aten::embedding` takes."""
-    looks_up = (pl.col("category") == "op") & (pl.col("name") == "aten::embedding")
-    ops = trace.events.filter(looks_up).select("event", "step")
-    shaped = ops.join(trace.tensors.select("event", "shapes"), on="event", how="inner", maintain_order="left")
+    is_op = column(trace, "category") == cat.CATEGORIES.index(cat.OP)
+    looks_up = np.flatnonzero(is_op & vocabulary(trace).events(r"^aten::embedding$"))
+    if not looks_up.size:
+        return schema("step tokens").to_frame()
+    ops = trace.events[["event", "step"]][looks_up]
+    shaped = ops.join(trace.tensors[["event", "shapes"]], on="event", how="inner", maintain_order="left")
     table: dict[str | None, tuple[int, int]] = {}  # shapes: rows of the table, indices
     for text in shaped["shapes"].unique().to_list():
         try:
@@ -99,6 +103,6 @@ def _tokens(trace: Trace) -> pl.DataFrame:
             continue
         if dims[0] and dims[1] and all(isinstance(n, int) and 0 <= n < 2**40 for n in (*dims[0], *dims[1])):
             table[text] = dims[0][0], min(math.prod(dims[1]), 2**62)
-    rows = [(step, *table[text]) for step, text in shaped.select("step", "shapes").iter_rows() if text in table]
+    rows = [(step, *table[text]) for step, text in shaped[["step", "shapes"]].iter_rows() if text in table]
     lookups = pl.DataFrame(rows, {"step": pl.Int32(), "rows": pl.Int64(), "tokens": pl.Int64()}, orient="row")
-    return lookups.filter(pl.col("rows") == pl.col("rows").max()).select("step", "tokens")
+    return lookups.filter(pl.col("rows") == pl.col("rows").max())[["step", "tokens"]]

@@ -69,7 +69,7 @@ def rank_part(trace: Trace) -> RankPart:
         trace.meta.world_size,
         calls,
         declared_groups(trace),
-        trace.steps.select("step", "name", "start_ns", "end_ns", "complete"),
+        trace.steps[["step", "name", "start_ns", "end_ns", "complete"]],
         ledger(trace, calls),
         load_per_step(trace, calls),
         link_of(names[0]) if names else None,
@@ -115,7 +115,7 @@ def stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
         return pl.DataFrame(schema=STAGE_TIMES_SCHEMA)
     stepped = trace.steps.height > 0
     work = gpu_work(trace).filter(pl.col("category") == "compute")
-    all_compute = work.select("start_ns", "end_ns").with_columns(trace.events["step"].gather(work["event"]))
+    all_compute = work[["start_ns", "end_ns"]].with_columns(trace.events["step"].gather(work["event"]))
     all_communication = calls.with_columns(
         (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"), called_ns=pl.coalesce("launch_ns", "start_ns")
     )

@@ -10,7 +10,7 @@ import polars as pl
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.collective.kernel_names import backend_of
-from traceloom.analyze.collective_names import described, host_calls, kind_of_kernel
+from traceloom.analyze.collective_names import described, host_calls, kinds_of_kernels
 from traceloom.analyze.intervals import union
 from traceloom.analyze.phases import BACKWARD, FORWARD, LOADING, OPTIMIZER, PHASES, around_passes, meaning
 from traceloom.analyze.remembered import per_trace
@@ -66,8 +66,8 @@ def _calls(trace: Trace, rules: tuple[Rule, ...] = ()) -> pl.DataFrame:
         joined = events.to_frame("event").with_columns(once=pl.col("event").is_unique() & pl.col("event").is_not_null())
         joined = joined.join(descriptions_of, on="event", how="left", maintain_order="left")
         sources.append(joined.with_columns(pl.when("once").then(name).alias(name) for name in _OWN_BYTES))
-    names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("kind"))
-    sources.append(kernels.select("name").join(names, on="name", how="left", maintain_order="left"))
+    by_name = kinds_of_kernels(tuple(kernels["name"].unique().sort().to_list()))
+    sources.append(kernels[["name"]].join(by_name, on="name", how="left", maintain_order="left"))
     kernels = kernels.with_columns(
         *(pl.coalesce(*(source[name] for source in sources if name in source)).alias(name) for name in FIELDS),
         backend_of("rule", amd=amd).alias("backend"),

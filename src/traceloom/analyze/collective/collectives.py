@@ -130,11 +130,10 @@ def _rows(trace: Trace, rules: tuple[Rule, ...] = (), peak_gb_per_s: float | Non
     kernels = calls.filter(pl.col("where") == "device")
     # Communication that compute does not hide, and the part of it that the next compute really waited for
     exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
-    columns = ("event", "device", "stream", "start_ns", "end_ns", "launch")
-    compute = gpu_work(trace, rules).filter(pl.col("category") == "compute").select(columns)
-    of_device = compute.with_columns(pl.col("device").fill_null(-1)).partition_by("device", as_dict=True)
-    numbered = kernels.with_columns(pl.col("device").fill_null(-1)).with_row_index("row")
-    for (device,), part in numbered.partition_by("device", as_dict=True).items():
+    columns = ["event", "device", "stream", "start_ns", "end_ns", "launch"]
+    compute = gpu_work(trace, rules).filter(pl.col("category") == "compute")[columns]
+    of_device = compute.partition_by("device", as_dict=True)
+    for (device,), part in kernels.with_row_index("row").partition_by("device", as_dict=True).items():
         row = part["row"].to_numpy()
         beside = of_device.get((device,))
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import polars as pl
 
 # NCCL and RCCL compile few kernels and let each run the other algorithms and protocols through a table of functions:
@@ -38,19 +40,26 @@ def with_names(kernels: pl.DataFrame) -> pl.DataFrame:
     `name_certain` is False where the library launches a kernel of this name for other algorithms and protocols too,
     null where the name says neither.
     """
-    names = kernels.select("name").unique().with_columns(pl.col("name").str.to_uppercase().alias("upper"))
+    parsed = _parsed(tuple(kernels["name"].unique().sort().to_list()))
+    return kernels.join(parsed, on="name", how="left", maintain_order="left")
+
+
+@lru_cache(maxsize=8)
+def _parsed(kernel_names: tuple[str, ...]) -> pl.DataFrame:
+    """name, algorithm, protocol, name_certain; remembered, since the next rank mostly runs the same kernels."""
+    names = pl.DataFrame({"name": kernel_names}, schema={"name": pl.String})
+    names = names.with_columns(pl.col("name").str.to_uppercase().alias("upper"))
     # Arguments of the function say nothing, and may hold any word.
     upper = pl.col("upper").str.replace(r"\(.*$", "")
     algorithm = _first(_ALGORITHMS, upper)
     protocol = pl.coalesce(
         _first(_PROTOCOLS, upper), pl.when(pl.col("name").str.contains(_OLD_SIMPLE)).then(pl.lit("SIMPLE"))
     )
-    parsed = names.select("name", algorithm.alias("algorithm"), protocol.alias("protocol")).with_columns(
+    return names.select("name", algorithm.alias("algorithm"), protocol.alias("protocol")).with_columns(
         pl.when(pl.col("algorithm").is_not_null() | pl.col("protocol").is_not_null())
         .then(~pl.col("name").str.contains(_ENTRY) | pl.col("name").str.contains(_SYMMETRIC))
         .alias("name_certain")
     )
-    return kernels.join(parsed, on="name", how="left", maintain_order="left")
 
 
 def _first(table: tuple[tuple[str, str], ...], text: pl.Expr) -> pl.Expr:

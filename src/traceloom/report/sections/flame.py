@@ -76,22 +76,19 @@ class FlameSection(Section[tuple[Flame, int]]):
             .agg(main_self_ns=pl.col("self_ns").sum())
         )
         functions = functions.join(on_main, on=key, how="left", nulls_equal=True, maintain_order="left")
-        functions = functions.with_columns(pl.col("main_self_ns").fill_null(0)).select(list(_LIST))
+        functions = functions.with_columns(pl.col("main_self_ns").fill_null(0))[list(_LIST)]
         # The frames with the most time, each with all above it, numbered anew: what is above a frame has at least its
         # time, and stands before it, so that the choice is closed upwards.
         busy, gpu = profile.frames["self_ns"].sum(), profile.frames["self_device_ns"].sum()
         weight = pl.max_horizontal(pl.col("total_ns") / max(busy, 1), pl.col("device_ns") / max(gpu, 1))
-        kept = profile.frames.filter(weight >= _LEAST).with_columns(weight=weight)
-        kept = kept.sort("weight", descending=True, maintain_order=True).head(MOST_FRAMES).sort("node").drop("weight")
-        number = pl.Series("number", range(kept.height), dtype=pl.UInt32)
+        kept = profile.frames.filter(weight >= _LEAST)
+        if kept.height > MOST_FRAMES:
+            kept = kept.sort(weight, descending=True, maintain_order=True).head(MOST_FRAMES).sort("node")
+        number = pl.Series("node", range(kept.height), dtype=pl.UInt32)
         above = kept.select(parent="node", above=number)
-        tree = (
-            kept.join(above, on="parent", how="left", maintain_order="left")
-            .with_columns(node=number, parent=pl.col("above"))
-            .drop("above")
-            .cast(FRAMES)
-        )
-        return replace(profile, frames=tree.drop("rank"), functions=functions), profile.frames.height
+        above = kept[["parent"]].join(above, on="parent", how="left", maintain_order="left")["above"].alias("parent")
+        columns = [series for series in kept.with_columns(number, above) if series.name != "rank"]
+        return replace(profile, frames=pl.DataFrame(columns), functions=functions), profile.frames.height
 
     def build(self, study: Study[tuple[Flame, int]], absent: Absent) -> Row | None:
         index = next((k for k, (flame, _) in enumerate(study.results) if flame.frames.height), None)
