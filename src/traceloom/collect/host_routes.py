@@ -58,11 +58,6 @@ async def _heartbeat(asked: FleetAsked, desk: HostDesk, host: str) -> HeartbeatA
     return await desk.heartbeat(host, await asked.body(Heartbeat))
 
 
-async def _work(asked: FleetAsked, desk: HostDesk, host: str) -> WorkAnswer:
-    parameters = asked.parameters(WorkParameters)
-    return await desk.work(host, parameters.version, parameters.wait)
-
-
 async def _report(asked: FleetAsked, desk: HostDesk, host: str) -> ReportAnswer:
     return await desk.report(host, asked.request.path_params["id"], await asked.body(HostReport))
 
@@ -113,7 +108,10 @@ HOST_ROUTES = (
     ),
     FleetRoute(
         path=f"{AGENTS}{{host}}/work", summary="What a host is to do; waits for something new",
-        answers=_of_host(_work), answer=WorkAnswer, parameters=WorkParameters, role=None, refuses=(400, 503),
+        answers=_of_host(
+            lambda asked, desk, host: desk.work(host, *msgspec.structs.astuple(asked.parameters(WorkParameters)))
+        ),
+        answer=WorkAnswer, parameters=WorkParameters, role=None, refuses=(400, 503),
     ),
     FleetRoute(
         path=f"{AGENTS}{{host}}/requests/{{id}}", summary="How far a host is with a request",

@@ -57,7 +57,6 @@ from traceloom.errors import OutputError, TraceloomError
 from traceloom.store.database import secret_hash
 from traceloom.store.job_facts import JobFacts
 from traceloom.store.state import State
-from traceloom.store.webhook_state import FleetEvent
 
 LOG = logging.getLogger("traceloom.collect")
 FRESH_NS = 60_000_000_000  # a host that was silent for longer is lost
@@ -318,7 +317,17 @@ class HostDesk:
             now = self.requests[request.id]
             if self._written.get(now.id) is not now:
                 self._unwritten.add(now.id)
-                await asyncio.to_thread(self._write, now)
+                document, events = msgspec.json.encode(now).decode(), []
+                if now.state in {"done", "partial", "failed"}:
+                    content = {
+                        "id": now.id, "job": now.wanted.job, "who": now.who, "state": now.state,
+                        "reason": now.reason, "detail": now.detail, "capture": now.capture,
+                        "asked_ns": now.asked_ns, "start_ns": now.start_ns,
+                    }  # fmt: skip
+                    events = [fleet_event(f"request.{now.state}", "request", now.id, content, now.since_ns)]
+                await asyncio.to_thread(
+                    self.state.put_request, now.id, now.asked_ns, document, self.term, ended=now.ended, events=events
+                )
                 self._unwritten.discard(now.id)
                 self._written[now.id] = now
                 if now.ended:
@@ -434,19 +443,6 @@ class HostDesk:
     def _call_hosts(self) -> None:
         self._call.set()
         self._call = asyncio.Event()
-
-    def _write(self, request: FleetRequest) -> None:
-        document = msgspec.json.encode(request).decode()
-        events: list[FleetEvent] = []
-        if request.state in {"done", "partial", "failed"}:
-            content = {
-                "id": request.id, "job": request.wanted.job, "who": request.who, "state": request.state,
-                "reason": request.reason, "detail": request.detail, "capture": request.capture,
-                "asked_ns": request.asked_ns, "start_ns": request.start_ns,
-            }  # fmt: skip
-            name = f"request.{request.state}"
-            events.append(fleet_event(name, "request", request.id, content, request.since_ns))
-        self.state.put_request(request.id, request.asked_ns, document, self.term, ended=request.ended, events=events)
 
     async def _say_of_jobs(self) -> None:
         """Write down what hosts say of jobs, where it is new."""

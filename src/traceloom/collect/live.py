@@ -91,14 +91,15 @@ def live(hosts: Mapping[str, HostNow], asked: LiveParameters, now_ns: int) -> Li
         now_ns: Now, Unix time.
     """
     groups: dict[tuple[str, str, str], _LiveGroup] = defaultdict(_LiveGroup)
+    of_job, of_host = (pattern.replace("[", "[[]") or "*" for pattern in (asked.job, asked.host))
     for host, now in hosts.items():
-        if not _fits(host, asked.host):
+        if not fnmatchcase(host, of_host):
             continue
         devices = {device.uuid: device for device in now.heartbeat.devices}
         pairs: list[tuple[HostDevice | None, HostProcess | None]] = [
             (devices.get(uuid), process)
             for process in now.heartbeat.processes
-            if _fits(process.job, asked.job)
+            if fnmatchcase(process.job, of_job)
             for uuid in process.devices or ("",)
         ]
         if not asked.job:
@@ -110,29 +111,26 @@ def live(hosts: Mapping[str, HostNow], asked: LiveParameters, now_ns: int) -> Li
                 groups["", host, device.uuid].add(host, now, device, process)
             elif asked.by == "job" and process is not None and process.job:
                 groups[process.job, "", ""].add(host, now, device, process)
-    rows = [_row(*key, groups[key]) for key in sorted(groups)[: asked.top]]
+    rows = []
+    for job, host, device in sorted(groups)[: asked.top]:
+        group = groups[job, host, device]
+        busy, rate = group.values("gpu_busy_ratio"), min(group.rates, default=None)
+        rows.append(
+            LiveRow(
+                job=job or ", ".join(sorted(group.jobs)),
+                host=host or ", ".join(sorted({at for at, _ in group.devices})),
+                device=device,
+                heard_ns=min(group.heard_ns),
+                devices=len(group.devices),
+                busy=sum(busy) / len(busy) if busy else None,
+                power_w=group.total("gpu_power_watts"),
+                memory_bytes=group.total("gpu_memory_used_bytes"),
+                memory_limit_bytes=group.total("gpu_memory_limit_bytes"),
+                steps_per_second=rate,
+                step_s=1 / rate if rate else None,
+            )
+        )
     return LiveAnswer(at_ns=now_ns, rows=rows, more=len(groups) > asked.top)
-
-
-def _fits(text: str, pattern: str) -> bool:
-    return not pattern or fnmatchcase(text, pattern.replace("[", "[[]"))
-
-
-def _row(job: str, host: str, device: str, group: _LiveGroup) -> LiveRow:
-    busy, rate = group.values("gpu_busy_ratio"), min(group.rates, default=None)
-    return LiveRow(
-        job=job or ", ".join(sorted(group.jobs)),
-        host=host or ", ".join(sorted({at for at, _ in group.devices})),
-        device=device,
-        heard_ns=min(group.heard_ns),
-        devices=len(group.devices),
-        busy=sum(busy) / len(busy) if busy else None,
-        power_w=group.total("gpu_power_watts"),
-        memory_bytes=group.total("gpu_memory_used_bytes"),
-        memory_limit_bytes=group.total("gpu_memory_limit_bytes"),
-        steps_per_second=rate,
-        step_s=1 / rate if rate else None,
-    )
 
 
 LIVE_ROUTES = (

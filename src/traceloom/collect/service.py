@@ -107,25 +107,22 @@ class Service:
                     await self._leave_hosts()
                 if term and self.hosts is None:
                     try:
-                        await self._meet_hosts(term)
+                        self.incoming.mkdir(parents=True, exist_ok=True)
+                        desk = HostDesk(self.state, self.incoming, term)
+                        self._joining = Joining(desk, self.pipeline)
+                        desk.on_stitching = self._joining.take
+                        await desk.start()
+                        self.hosts = desk
+                        self.triggers = FleetTriggers(desk, self.tables)
+                        await self.triggers.start()
+                        sender = WebhookSender(self.state, self.webhook_targets)
+                        self._telling = asyncio.create_task(sender.send_for_ever(), name="webhooks")
                     except (TraceloomError, OSError) as error:  # of the state, or of the directory
                         _log.warning("hosts cannot be talked to: %s", error)
                         await self._leave_hosts()
                 await asyncio.sleep(_LOOK_S)
         finally:
             await self._leave_hosts()
-
-    async def _meet_hosts(self, term: str) -> None:
-        self.incoming.mkdir(parents=True, exist_ok=True)
-        desk = HostDesk(self.state, self.incoming, term)
-        self._joining = Joining(desk, self.pipeline)
-        desk.on_stitching = self._joining.take
-        await desk.start()
-        self.hosts = desk
-        self.triggers = FleetTriggers(desk, self.tables)
-        await self.triggers.start()
-        sender = WebhookSender(self.state, self.webhook_targets)
-        self._telling = asyncio.create_task(sender.send_for_ever(), name="webhooks")
 
     async def _leave_hosts(self) -> None:
         desk, self.hosts = self.hosts, None
@@ -143,10 +140,10 @@ class Service:
 
     def check(self) -> forms.FleetCheckAnswer:
         """Try what the service stands on."""
-        counts = self.state.counts()
+        counts, name = self.state.counts(), f"checks/{secrets.token_hex(8)}"
         checks = [
             forms.FleetCheck(name="state", works=True, text=self.state.where),
-            self._tried("files", self.objects.url, self._write),
+            self._tried("files", self.objects.url, lambda: (self.objects.put(name, b"x"), self.objects.delete(name))),
             self._tried("tables", self.tables.url, lambda: self.tables.scan("captures")),
             self._tried("engine", "", self.pipeline.engine.check),
         ]
@@ -162,11 +159,6 @@ class Service:
         except TraceloomError as error:
             return forms.FleetCheck(name=name, works=False, text=str(error), help=error.hint)
         return forms.FleetCheck(name=name, works=True, text=where or str(answer))
-
-    def _write(self) -> None:
-        name = f"checks/{secrets.token_hex(8)}"
-        self.objects.put(name, b"x")
-        self.objects.delete(name)
 
     def metrics(self) -> bytes:
         """All series, as text for Prometheus."""

@@ -58,15 +58,11 @@ class TableWriter:
         Raises:
             TraceloomError: `not-leading`, or a store does not answer.
         """
-        count = self._commit_captures(term)
-        if minutes:
-            count = count or commit_usage(self.state, self.tables, term) or commit_jobs(self.state, self.tables, term)
-        return count
-
-    def _commit_captures(self, term: str) -> int:
         batch = self.state.open_batch(MOST_IN_BATCH, term)
         if batch is None:
-            return 0
+            if not minutes:
+                return 0
+            return commit_usage(self.state, self.tables, term) or commit_jobs(self.state, self.tables, term)
         frames: dict[str, list[pl.DataFrame]] = defaultdict(list)
         for task in batch.tasks:
             for name, frame in unpacked_rows(b"".join(self.objects.chunks(rows_of(task))), task.capture).items():

@@ -87,22 +87,17 @@ class WebhookTargets:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         for *_, socket_address in answers:
             address = str(socket_address[0]).partition("%")[0]
-            if self._allowed(ipaddress.ip_address(address), tls=tls):
+            reached = ipaddress.ip_address(address)
+            if isinstance(reached, ipaddress.IPv6Address):
+                reached = reached.ipv4_mapped or reached.sixtofour or reached
+            is_public = reached.is_global and not reached.is_multicast and reached not in _NAT64
+            if (tls and is_public) or any(reached in network for network in self._networks):
                 return WebhookTarget(address, port, parts.netloc, path, tls)
         raise InputError(
             f"`{parts.hostname}` is an address that webhooks may not lead to" if tls else "a webhook needs https://",
             slug="wrong-webhook",
             hint="`traceloom serve --webhooks-to NETWORK` allows addresses within a network, and plain HTTP there",
         )  # fmt: skip
-
-    def _allowed(self, address: IpAddress, *, tls: bool) -> bool:
-        if isinstance(address, ipaddress.IPv6Address):
-            inner = address.ipv4_mapped or address.sixtofour
-            if inner is not None:
-                address = inner
-        if any(address in network for network in self._networks):
-            return True
-        return tls and address.is_global and not address.is_multicast and address not in _NAT64
 
 
 class WebhookSender:

@@ -130,7 +130,25 @@ class FleetTriggers:
             news: What the tables say that they did not say before.
         """
         now_ns = self.desk.clock()
-        settled = self._settle()
+        # What was measured stands in the place of what was set aside, for requests that have ended.
+        settled = []
+        for charge in self.ledger.charges.values():
+            request = self.desk.requests.get(charge.request)
+            if charge.settled or (request is not None and not request.ended):
+                continue
+            if request is not None:  # of one that was forgotten nobody knows more
+                targets = [target for progress in request.hosts.values() for target in progress.targets]
+                charge.bytes = sum(target.bytes or 0 for target in targets)
+                if not targets:
+                    charge.steps = 0
+                elif all(target.steps is not None for target in targets if target.state == "kept"):
+                    measured = max((target.steps or 0 for target in targets), default=0)
+                    charge.steps = measured or charge.steps
+            charge.settled = True
+            settled.append(charge)
+            if charge.rule in self.counts:
+                self.counts[charge.rule].kept_bytes += charge.bytes
+                self._changed.add(charge.rule)
         gone = self.ledger.forget(now_ns - _WEEK_NS)
         self._usage.forget(now_ns)
         jobs = self._jobs()
@@ -263,28 +281,6 @@ class FleetTriggers:
         if wanted.duration_s is not None:
             return math.ceil(wanted.duration_s * rate) + 1
         return max(_STEPS_MARGIN * ((wanted.steps or 0) + 1), math.ceil(_SHORTEST_S * rate))
-
-    def _settle(self) -> list[FleetCharge]:
-        """Put what was measured in the place of what was set aside, for requests that have ended; their charges."""
-        settled = []
-        for charge in self.ledger.charges.values():
-            request = self.desk.requests.get(charge.request)
-            if charge.settled or (request is not None and not request.ended):
-                continue
-            if request is not None:  # of one that was forgotten nobody knows more
-                targets = [target for progress in request.hosts.values() for target in progress.targets]
-                charge.bytes = sum(target.bytes or 0 for target in targets)
-                if not targets:
-                    charge.steps = 0
-                elif all(target.steps is not None for target in targets if target.state == "kept"):
-                    measured = max((target.steps or 0 for target in targets), default=0)
-                    charge.steps = measured or charge.steps
-            charge.settled = True
-            settled.append(charge)
-            if charge.rule in self.counts:
-                self.counts[charge.rule].kept_bytes += charge.bytes
-                self._changed.add(charge.rule)
-        return settled
 
     async def _write(self, charges: list[FleetCharge], gone: list[str]) -> None:
         changed, self._changed = self._changed, set()

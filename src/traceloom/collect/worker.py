@@ -39,8 +39,11 @@ def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
     for job in jobs_from(sys.stdin):
         answer: dict[str, object] = {}
         try:
-            with on_one_core() if _is_small(job["arguments"]) else contextlib.nullcontext():
-                functions[job["task"]](**job["arguments"])
+            arguments = job["arguments"]
+            files = Path(str(arguments["folder"])).rglob("*") if "folder" in arguments else ()
+            is_small = sum(path.lstat().st_size for path in files) <= _SMALL_BYTES  # too little for several cores
+            with on_one_core() if is_small else contextlib.nullcontext():
+                functions[job["task"]](**arguments)
         except MemoryError:
             answer = {"error": f"`{job['task']}` needs more than {memory / 1e9:.1f} GB of memory", "final": False}
         except TraceloomError as error:
@@ -50,12 +53,6 @@ def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
             answer = {"error": f"{type(error).__name__}: {error}", "final": False}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-
-
-def _is_small(arguments: Mapping[str, object]) -> bool:
-    """Whether what lies in the folder of a task is too little for several cores."""
-    files = Path(str(arguments["folder"])).rglob("*") if "folder" in arguments else ()
-    return sum(path.lstat().st_size for path in files) <= _SMALL_BYTES
 
 
 def jobs_from(lines: TextIO) -> Iterator[dict[str, Any]]:

@@ -115,7 +115,9 @@ def gpu_time_by(
         .group_by(*times, *by)
         .agg(pl.col("count", "total_ns").sum(), captures=pl.col("capture").n_unique())
         .with_columns(pl.col(name).cast(pl.String).fill_null(UNATTRIBUTED) for name in by)
-        .with_columns(_fraction(pl.col("total_ns").sum().over(times) if times else pl.col("total_ns").sum()))
+        .with_columns(whole_ns=pl.col("total_ns").sum().over(times) if times else pl.col("total_ns").sum())
+        .with_columns(fraction=pl.when(pl.col("whole_ns") > 0).then(pl.col("total_ns") / pl.col("whole_ns")))
+        .drop("whole_ns")
         .sort(*times, "total_ns", *by, descending=[*(False for _ in times), True, *(False for _ in by)])
     )
     return GpuTimeBy(by, rows.collect())
@@ -144,7 +146,7 @@ def top_kernels(
         roofline_ns=pl.col("roofline_ns").sum(),
     )
     whole = of_kernel.with_columns(
-        _fraction(ns.sum()),
+        fraction=pl.when(ns.sum() > 0).then(ns / ns.sum()),
         total=ns.sum(),
         mean_ns=ns / pl.col("count"),
         cycles=pl.when(pl.col("cycles_known_ns") > 0).then("cycles"),
@@ -194,7 +196,3 @@ def coverage(kernels: pl.LazyFrame, top: int = 1_000) -> Coverage:
         .collect()
     )
     return Coverage(rows, total, unshaped)
-
-
-def _fraction(whole: pl.Expr) -> pl.Expr:
-    return pl.when(whole > 0).then(pl.col("total_ns") / whole).alias("fraction")

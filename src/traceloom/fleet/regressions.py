@@ -122,7 +122,21 @@ def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyF
     parts_of = Counter(series.kernel for series in by_part)
     by_kernel = [series for series in by_kernel if parts_of[series.kernel] > 1]
     level = levels(series.mean.size for series in (*by_part, *by_kernel))
-    facts = _facts(about, devices)
+    # job -> what it ran: the code (version of the program and of PyTorch) and the hosts, where they are known
+    hosts = devices.select("capture", "host").unique().group_by("capture").agg(pl.col("host").drop_nulls())
+    of_job = (
+        about.join(hosts, on="capture", how="left")
+        .group_by("job")
+        .agg(
+            code=pl.concat_str("code", "torch", separator=" ", ignore_nulls=True).unique(),
+            host=pl.col("host").explode().drop_nulls().unique(),
+        )
+        .collect()
+    )
+    facts: dict[str, dict[Cause, frozenset[str]]] = {
+        job: {"code": frozenset(filter(None, code)), "host": frozenset(host)}
+        for job, code, host in of_job.select("job", "code", "host").iter_rows()
+    }
     rows: list[ChangeRow] = []
     for series in by_part:
         rows += [_row(series, change, *_cause(series, change, facts)) for change in changes(series.mean, level)]
@@ -192,24 +206,6 @@ def _series(rows: pl.DataFrame, keys: Sequence[str]) -> Iterator[_JobSeries]:
             jobs["total_ns"].to_numpy().astype(np.float64),
             jobs["capture"].to_list(),
         )
-
-
-def _facts(about: pl.LazyFrame, devices: pl.LazyFrame) -> dict[str, dict[Cause, frozenset[str]]]:
-    """Job -> what it ran: the code (version of the program and of PyTorch) and the hosts, where they are known."""
-    hosts = devices.select("capture", "host").unique().group_by("capture").agg(pl.col("host").drop_nulls())
-    of_job = (
-        about.join(hosts, on="capture", how="left")
-        .group_by("job")
-        .agg(
-            code=pl.concat_str("code", "torch", separator=" ", ignore_nulls=True).unique(),
-            host=pl.col("host").explode().drop_nulls().unique(),
-        )
-        .collect()
-    )
-    return {
-        job: {"code": frozenset(filter(None, code)), "host": frozenset(host)}
-        for job, code, host in of_job.select("job", "code", "host").iter_rows()
-    }
 
 
 def _cause(

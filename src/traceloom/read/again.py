@@ -130,7 +130,14 @@ def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[tuple[Ints,
         if len(entries) == len(batch):
             decoded = [entry.args if entry.name == name else None for entry, name in zip(entries, names, strict=True)]
         else:
-            decoded = [_slowly(text, name, arguments) for text, name in zip(batch, names, strict=True)]
+            decoded = []
+            for text, name in zip(batch, names, strict=True):  # of a damaged stretch, which may hold others too
+                own = (item.get("args") for item in _parsed(text) if str(item.get("name", "")) == name)
+                args = next((args for args in own if isinstance(args, dict)), None)
+                try:
+                    decoded.append(None if args is None else msgspec.convert(args, arguments))
+                except msgspec.ValidationError:
+                    decoded.append(None)
         yield places[: len(batch)], decoded
 
 
@@ -141,17 +148,6 @@ def _parsed(text: bytes) -> list[dict[str, Any]]:
     except (ValueError, RecursionError):
         entries = mended(text)
     return [entry for entry in entries if isinstance(entry, dict)]
-
-
-def _slowly(text: bytes, name: str, arguments: Any) -> Any:
-    """The arguments of an event in a damaged stretch of the file, which may hold others too."""
-    for entry in _parsed(text):
-        if str(entry.get("name", "")) == name and isinstance(entry.get("args"), dict):
-            try:
-                return msgspec.convert(entry["args"], arguments)
-            except msgspec.ValidationError:
-                return None
-    return None
 
 
 def stretches(trace: Trace, events: Ints) -> Iterator[bytes]:

@@ -81,7 +81,18 @@ def read_samples(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
     """The stack samples beside these traces (`model.beside`), and what was wrong with them."""
 
     def read(path: Path, rank: int | None) -> tuple[pl.DataFrame, int]:
-        return _samples(_decoded(path, _StacksFile, "traceloom-stacks"), rank)
+        document = _decoded(path, _StacksFile, "traceloom-stacks")
+        names = [f"{file}({line}): {function}" if line else function for function, file, line in document.frames]
+        threads, left = document.threads, _MOST_FRAMES
+        rows: list[tuple[Any, ...]] = []
+        for time_ns, thread, period_ns, stack in document.samples:
+            left -= len(stack)
+            if thread < len(threads) and period_ns >= 0 and left >= 0 and all(frame < len(names) for frame in stack):
+                own = threads[thread]
+                frames = [names[frame] for frame in stack]
+                rows.append((rank, document.pid, own.id, own.name, time_ns, period_ns, frames))
+        frame = pl.DataFrame(rows, schema=SAMPLES, orient="row").sort("thread", "time_ns", maintain_order=True)
+        return frame, len(document.samples) - len(rows)
 
     return _of_ranks(traces, _STACKS, no_samples(), read, "stack samples", slug="damaged-stacks")
 
@@ -90,7 +101,14 @@ def read_allocations(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice
     """The allocations beside these traces (`model.beside`), and what was wrong with them."""
 
     def read(path: Path, rank: int | None) -> tuple[pl.DataFrame, int]:
-        return _allocations(_decoded(path, _AllocationsHead, "traceloom-allocations"), rank)
+        document = _decoded(path, _AllocationsHead, "traceloom-allocations")
+        rows = [
+            (rank, document.pid, thread, time_ns, address, size, device, allocated, reserved)
+            for time_ns, thread, address, size, device, _, allocated, reserved in document.events
+            if 0 <= address < 2**64
+        ]
+        frame = pl.DataFrame(rows, schema=ALLOCATIONS, orient="row").sort("time_ns", maintain_order=True)
+        return frame, len(document.events) - len(rows)
 
     return _of_ranks(traces, _ALLOCATIONS, no_allocations(), read, "allocations", slug="damaged-allocations")
 
@@ -163,30 +181,6 @@ def _decoded(path: Path, kind: type[_File], name: str) -> _File:
     if document.format != name or not 1 <= document.version <= VERSION:
         raise ValueError(f"it is `{document.format[:40]}` in version {document.version}")
     return document
-
-
-def _samples(document: _StacksFile, rank: int | None) -> tuple[pl.DataFrame, int]:
-    names = [f"{file}({line}): {function}" if line else function for function, file, line in document.frames]
-    threads, left = document.threads, _MOST_FRAMES
-    rows: list[tuple[Any, ...]] = []
-    for time_ns, thread, period_ns, stack in document.samples:
-        left -= len(stack)
-        if thread < len(threads) and period_ns >= 0 and left >= 0 and all(frame < len(names) for frame in stack):
-            own = threads[thread]
-            frames = [names[frame] for frame in stack]
-            rows.append((rank, document.pid, own.id, own.name, time_ns, period_ns, frames))
-    frame = pl.DataFrame(rows, schema=SAMPLES, orient="row").sort("thread", "time_ns", maintain_order=True)
-    return frame, len(document.samples) - len(rows)
-
-
-def _allocations(document: _AllocationsHead, rank: int | None) -> tuple[pl.DataFrame, int]:
-    rows = [
-        (rank, document.pid, thread, time_ns, address, size, device, allocated, reserved)
-        for time_ns, thread, address, size, device, _, allocated, reserved in document.events
-        if 0 <= address < 2**64
-    ]
-    frame = pl.DataFrame(rows, schema=ALLOCATIONS, orient="row").sort("time_ns", maintain_order=True)
-    return frame, len(document.events) - len(rows)
 
 
 def _telemetry(document: _TelemetryFile) -> tuple[pl.DataFrame, int]:

@@ -147,14 +147,17 @@ def decode_loosely(text: bytes) -> tuple[list[Any], int]:
     try:
         entries = _LOOSE.decode(text)
     except msgspec.ValidationError:
-        entries = _LOOSE.decode(_WITH_EXPONENT.sub(_finite, text))
+        # A string stays, a number that no double holds becomes null of the same length: errors tell bytes of the text.
+        finite = _WITH_EXPONENT.sub(
+            lambda match: (
+                match[0]
+                if match[0].startswith(b'"') or math.isfinite(float(match[0]))
+                else b"null".ljust(len(match[0]))
+            ),
+            text,
+        )
+        entries = _LOOSE.decode(finite)
     return entries, sum(_tidy(entry) for entry in entries)
-
-
-def _finite(match: re.Match[bytes]) -> bytes:
-    """A string as it is, a number that no double holds as null of the same length: errors tell bytes of the text."""
-    token = match[0]
-    return token if token.startswith(b'"') or math.isfinite(float(token)) else b"null".ljust(len(token))
 
 
 def _tidy(entry: Any) -> bool:

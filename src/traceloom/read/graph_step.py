@@ -38,12 +38,13 @@ def same_ops(timed: Trace, graph: Trace, recorded: Bools) -> Ints:
         recorded: Which events of the graph step may be named.
     """
     graph_code, timed_code = name_codes(graph.events["name"], timed.events["name"])
-    pattern = {_thread(graph, line.key): line for line in device_lines(graph, graph_code, recorded)}
+    threads, timed_threads = (trace.lanes.select("process", "thread").rows() for trace in (graph, timed))
+    pattern = {threads[line.key]: line for line in device_lines(graph, graph_code, recorded)}
     step = timed.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()
     inside = timed_ops(timed) & (step >= 0)
     same = np.full(timed.events.height, -1, dtype=np.int64)
     for _, line in device_lines_by_step(timed, timed_code, inside, np.maximum(step, 0)):
-        like = pattern.get(_thread(timed, line.key))
+        like = pattern.get(timed_threads[line.key])
         if like is not None:
             if like.size == line.size and np.array_equal(like.names.tokens, line.names.tokens):
                 in_graph = in_step = np.arange(like.size)
@@ -57,10 +58,15 @@ def same_ops(timed: Trace, graph: Trace, recorded: Bools) -> Ints:
         left[same[of_step][same[of_step] >= 0]] = False
         sources, targets = np.flatnonzero(left), of_step[same[of_step] < 0]
         if sources.size and targets.size:
-            turns = _turns(sources, graph_code, graph.events["start_ns"].to_numpy())
-            both = turns.join(
-                _turns(targets, timed_code, timed.events["start_ns"].to_numpy()), on=["code", "turn", "count"]
-            )
+            turns = []
+            for events, codes, of_names in ((graph.events, graph_code, sources), (timed.events, timed_code, targets)):
+                ordered = of_names[np.argsort(events["start_ns"].to_numpy()[of_names], kind="stable")]
+                turns.append(
+                    pl.DataFrame({"row": ordered, "code": codes[ordered]}).with_columns(
+                        pl.int_range(pl.len()).over("code").alias("turn"), pl.len().over("code").alias("count")
+                    )
+                )
+            both = turns[0].join(turns[1], on=["code", "turn", "count"])
             same[both["row_right"].to_numpy()] = both["row"].to_numpy()
     return same
 
@@ -99,15 +105,3 @@ def with_shapes(trace: Trace, folder: Path | None, read: Callable[[Path, dict[st
         return pl.concat([own, seen.pipe(as_declared, SCHEMAS["tensors"])]).sort("event")
 
     return trace.with_deferred("tensors", Deferred(tensors))
-
-
-def _thread(trace: Trace, lane: int) -> tuple[str | None, str | None]:
-    row = trace.lanes.row(lane, named=True)
-    return row["process"], row["thread"]
-
-
-def _turns(rows: Ints, codes: Ints, start: Ints) -> pl.DataFrame:
-    rows = rows[np.argsort(start[rows], kind="stable")]
-    return pl.DataFrame({"row": rows, "code": codes[rows]}).with_columns(
-        pl.int_range(pl.len()).over("code").alias("turn"), pl.len().over("code").alias("count")
-    )

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,15 @@ class Kept:
         if "-" in self._paths:
             return ""
         try:
-            stamps = [*_stamps(self._paths), *map(_stamp, map(Path, self._beside))]
+            discovered = find(self._paths)
+            files = [source.path for source in discovered.inputs]
+            for folder in discovered.captures:
+                files += sorted(path for path in folder.iterdir() if path.is_file())
+            seen = {path: Seen.now(path) for path in (*files, *map(Path, self._beside))}
+            stamps = [(str(path.resolve()), now.stamp) for path, now in seen.items()]
         except (InputError, OSError, ValueError):  # who reads it will say what is wrong
+            return ""
+        if not all(now.settled for now in seen.values()):  # a change within the tick of the clock would not be seen
             return ""
         text = json.dumps([_code(), self._paths, stamps, self._about])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
@@ -70,27 +77,6 @@ class Kept:
         with contextlib.suppress(OSError, OutputError):
             write(self._folder / name, lambda out: out.write(content), force=True, private=True)
             prune(self._folder.parent, CAP_BYTES)
-
-
-def _stamps(paths: tuple[str, ...]) -> Iterator[Stamp]:
-    """Every file that is read for these inputs, as it is now.
-
-    Raises:
-        InputError: see `find`.
-        OSError: a change could go unseen, or a file cannot be read.
-    """
-    discovered = find(paths)
-    for source in discovered.inputs:
-        yield _stamp(source.path)
-    for folder in discovered.captures:
-        yield from map(_stamp, sorted(path for path in folder.iterdir() if path.is_file()))
-
-
-def _stamp(path: Path) -> Stamp:
-    seen = Seen.now(path)
-    if not seen.settled:
-        raise OSError("a change within the tick of the clock would not be seen")
-    return str(path.resolve()), seen.stamp
 
 
 @cache

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -27,6 +28,8 @@ _PIECE = 1 << 20
 _BLOCK = 1 << 24  # bytes that a store is asked for at once
 _SERVERS, _STORES = ("http", "https"), ("s3", "gs")
 _VERSIONS = "versions.json"
+_CHANGES = ("ETag", "Last-Modified")
+_CHANGES_OF_OBJECT = ("ETag", "etag", "LastModified", "updated", "generation", "created", "size")
 
 Say = Callable[[int, int | None], object]
 
@@ -76,7 +79,16 @@ def fetched(url: str, *, cache: bool = True, say: Say | None = None) -> Path:
     path = copy / ("input" if name in {"..", _VERSIONS} else name)
     with ExitStack() as opened:
         with _reported(shown):
-            remotes = [*(_on_server(url, shown, opened) if address.scheme in _SERVERS else _in_store(url))]
+            if address.scheme in _SERVERS:
+                from traceloom.read.web import begin
+
+                response = opened.enter_context(begin(url, shown))
+                length, changes = response.headers["Content-Length"] or "", [response.headers[key] for key in _CHANGES]
+                size = int(length) if length.isdigit() else None
+                version = json.dumps([*changes, size]) if any(changes) else ""
+                remotes = [_Remote("", size, version, lambda: response)]
+            else:
+                remotes = [*_in_store(url)]
         versions: Any = {}  # of what was fetched before
         with suppress(OSError, ValueError):
             versions = json.loads((copy / _VERSIONS).read_bytes()) if cache else {}
@@ -170,43 +182,25 @@ def _reported(where: str) -> Iterator[None]:
         raise InputError(message, slug="unreadable", where=where) from error
 
 
-def _on_server(url: str, shown: str, opened: ExitStack) -> Iterator[_Remote]:
-    from traceloom.read.web import begin
-
-    response = opened.enter_context(begin(url, shown))
-    headers = response.headers
-    size = int(headers["Content-Length"]) if (headers["Content-Length"] or "").isdigit() else None
-    changes = [headers["ETag"], headers["Last-Modified"]]
-    yield _Remote("", size, json.dumps([*changes, size]) if any(changes) else "", lambda: response)
-
-
 def _in_store(url: str) -> Iterator[_Remote]:
     store, path = file_system(url)
     store.invalidate_cache()  # what it listed in this process before may have changed
-    about = store.info(path)
-    if about["type"] == "file":
-        yield _stored(store, about, "")
-        return
-    names: list[str] = []
-    for _, _, inside in store.walk(path, maxdepth=_DEPTH, detail=True):
-        for each in inside.values():
-            name = each["name"].removeprefix(path).strip("/")
-            if not name or ".." in PurePosixPath(name).parts:
-                continue
-            names.append(name)
-            if len(names) > MOST_FILES:
-                message = f"there are more than {MOST_FILES:,} files below this prefix"
-                raise InputError(message, slug="too-large", where=without_secrets(url), hint="name a longer prefix")
-            yield _stored(store, each, name)
-    if not names:
-        raise FileNotFoundError(url)
-
-
-def _stored(store: Any, about: dict[str, Any], name: str) -> _Remote:
-    changes = [about.get(key) for key in ("ETag", "etag", "LastModified", "updated", "generation", "created", "size")]
-    return _Remote(
-        name,
-        about["size"],
-        json.dumps(changes, default=str),
-        lambda: store.open(about["name"], "rb", block_size=_BLOCK),
-    )
+    whole = store.info(path)
+    if whole["type"] == "file":
+        objects = {"": whole}
+    else:
+        objects = {}
+        for _, _, inside in store.walk(path, maxdepth=_DEPTH, detail=True):
+            for each in inside.values():
+                name = each["name"].removeprefix(path).strip("/")
+                if not name or ".." in PurePosixPath(name).parts:
+                    continue
+                objects[name] = each
+                if len(objects) > MOST_FILES:
+                    message = f"there are more than {MOST_FILES:,} files below this prefix"
+                    raise InputError(message, slug="too-large", where=without_secrets(url), hint="name a longer prefix")
+        if not objects:
+            raise FileNotFoundError(url)
+    for name, about in objects.items():
+        version = json.dumps([about.get(key) for key in _CHANGES_OF_OBJECT], default=str)
+        yield _Remote(name, about["size"], version, partial(store.open, about["name"], "rb", block_size=_BLOCK))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -122,24 +121,22 @@ def group(peeks: list[Peek]) -> list[list[Peek]]:
 
 def names(runs: list[list[Peek]], requested: tuple[str, ...]) -> list[str]:
     """A name for each run: what the user gave where there is one run, else what its files have in common."""
-    if len(runs) == 1:
-        return [requested[0] if len(requested) == 1 else _common([peek.source.path for peek in runs[0]])]
+    if len(runs) == len(requested) == 1:
+        return [requested[0]]
     homes = [run[0].source.capture for run in runs]  # that of all its files
     runs_in = Counter(homes)
-    return [
-        str(home) if home is not None and runs_in[home] == 1 else _common([peek.source.path for peek in run])
-        for run, home in zip(runs, homes, strict=True)
-    ]
-
-
-def _common(paths: list[Path]) -> str:
-    if len(set(paths)) == 1:
-        return str(paths[0])
-    folders = {path.parent for path in paths}
-    if len(folders) > 1:
-        parts = [with_addresses(path.as_posix()).split("/") for path in paths]
-        shared = [column[0] for column in zip(*parts, strict=False) if len(set(column)) == 1]
-        return ("/".join(shared) or "/") if shared else str(paths[0])
-    masked = {re.sub(r"\d+", "*", path.name) for path in paths}
-    name = masked.pop() if len(masked) == 1 else paths[0].name
-    return str(paths[0].parent / name)
+    labels = []
+    for run, home in zip(runs, homes, strict=True):
+        paths = [peek.source.path for peek in run]
+        if len(runs) > 1 and home is not None and runs_in[home] == 1:
+            labels.append(str(home))
+        elif len(set(paths)) == 1:
+            labels.append(str(paths[0]))
+        elif len({path.parent for path in paths}) > 1:
+            parts = [with_addresses(path.as_posix()).split("/") for path in paths]
+            shared = [column[0] for column in zip(*parts, strict=False) if len(set(column)) == 1]
+            labels.append(("/".join(shared) or "/") if shared else str(paths[0]))
+        else:
+            masked = {re.sub(r"\d+", "*", path.name) for path in paths}
+            labels.append(str(paths[0].parent / (masked.pop() if len(masked) == 1 else paths[0].name)))
+    return labels

@@ -148,7 +148,13 @@ def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFr
         if best is None or score > best[0]:
             best = (score, group)
     by_optimizer = _by_optimizer(annotations, events, first, window)
-    if by_optimizer is not None and (best is None or not _encloses(best[1], by_optimizer)):
+    encloses = False  # each end of such a step lies inside of one of the spans, another one each
+    if by_optimizer is not None and best is not None and not best[1]["name"][0].startswith(_OPTIMIZER):
+        start, end = best[1]["start_ns"].to_numpy(), best[1]["nested_end_ns"].to_numpy()
+        at = np.searchsorted(start, by_optimizer["end_ns"].to_numpy(), "right") - 1
+        inside = (at >= 0) & (by_optimizer["end_ns"].to_numpy() <= end[np.maximum(at, 0)])
+        encloses = bool(inside.all() and (np.diff(at) > 0).all())
+    if by_optimizer is not None and not encloses:
         text = f"steps are taken to end with the {by_optimizer.height} calls of `{by_optimizer['name'][0]}`"
         return by_optimizer, [Notice("steps-from-annotation", "info", text, by_optimizer.height)]
     if best is None:
@@ -191,14 +197,6 @@ def _by_optimizer(annotations: pl.DataFrame, events: pl.DataFrame, first: int, w
     spans = pl.DataFrame({"name": chosen["name"], "start_ns": begin, "end_ns": end, "number": np.arange(end.size)})
     whole = pl.Series(counts >= counts[1:].min())
     return _frame(spans, "annotation").with_columns(complete=(pl.int_range(pl.len()) > 0) | whole)
-
-
-def _encloses(spans: pl.DataFrame, steps: pl.DataFrame) -> bool:
-    """Whether each end of a step lies inside of one of the spans, another one each."""
-    start, end = spans["start_ns"].to_numpy(), spans["nested_end_ns"].to_numpy()
-    at = np.searchsorted(start, steps["end_ns"].to_numpy(), "right") - 1
-    inside = (at >= 0) & (steps["end_ns"].to_numpy() <= end[np.maximum(at, 0)])
-    return bool(inside.all() and (np.diff(at) > 0).all()) and not spans["name"][0].startswith(_OPTIMIZER)
 
 
 def _requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any] | None, path: str) -> pl.DataFrame:

@@ -32,7 +32,7 @@ def begin(url: str, shown: str) -> Any:
     if address.username is not None:
         pair = f"{unquote(address.username)}:{unquote(address.password or '')}"
         headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
-    request = Request(address._replace(netloc=_host(address.netloc)).geturl(), headers=headers)  # noqa: S310  (checked)
+    request = Request(address._replace(netloc=address.netloc.rpartition("@")[2]).geturl(), headers=headers)  # noqa: S310  (checked)
     try:
         return build_opener(_SameHost).open(request, timeout=_TIMEOUT_S)
     except HTTPError as error:
@@ -55,14 +55,9 @@ class _SameHost(HTTPRedirectHandler):
         if here.hostname != there.hostname or not (upgraded or (here.scheme, here.port) == (there.scheme, there.port)):
             fp.close()
             raise InputError(
-                f"the server redirects to another host, {there.scheme}://{_host(there.netloc)}",
+                f"the server redirects to another host, {there.scheme}://{there.netloc.rpartition('@')[2]}",
                 slug="redirected",
                 where=here._replace(query="").geturl(),
                 hint="name the address that it redirects to, if you trust that host",
             )
         return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _host(netloc: str) -> str:
-    """Host and port without user and password."""
-    return netloc.rpartition("@")[2]

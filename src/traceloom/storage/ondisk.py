@@ -160,7 +160,8 @@ class OnDisk(np.ndarray[Any, Any]):
         flat = count and all(getattr(value, "ndim", 0) < 2 for value in plain)
         if ufunc.nout != 1 or method not in {"__call__", "accumulate"} or not flat:
             return run(*plain, **kwargs)
-        first = run(*(_start(value, count) for value in plain), **kwargs)
+        whole = [getattr(value, "ndim", 0) == 1 and len(value) == count for value in plain]
+        first = run(*(value[:1] if long else value for value, long in zip(plain, whole, strict=True)), **kwargs)
         result = empty(count, first.dtype)
         run(*plain, out=_plain(result), **kwargs)
         return result
@@ -239,10 +240,6 @@ def _gathered(count: int, dtype: Any, parts: Iterable[Array]) -> Array:
     return result
 
 
-def _start(value: Any, count: int) -> Any:
-    return value[:1] if getattr(value, "ndim", 0) == 1 and len(value) == count else value
-
-
 def rows_of(values: Array, key: Array) -> Array:
     """`values[key]` on disk, for one-dimensional arrays; `key` are row numbers or a mask."""
     values, key = _plain(values), _plain(key)
@@ -264,7 +261,8 @@ def _where(condition: Any, *choices: Any) -> Any:
         np.where(*(value[piece] if long else value for value, long in zip(parts, whole, strict=True)))
         for piece in pieces(count)
     )
-    return _gathered(count, np.where(*(_start(value, count) for value in parts)).dtype, chosen)
+    first = np.where(*(value[:1] if long else value for value, long in zip(parts, whole, strict=True)))
+    return _gathered(count, first.dtype, chosen)
 
 
 def _nonzero(values: Any) -> tuple[Array]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +14,6 @@ from traceloom.analyze.kernel_bound import bounds
 from traceloom.analyze.kernel_shapes import KEYS, shaped_work
 from traceloom.findings import findings
 from traceloom.model import Session, Trace
-from traceloom.model.finding import Finding
 from traceloom.report.faults import Faults
 from traceloom.store.schemas import SCHEMAS, day_of
 
@@ -104,7 +102,19 @@ def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
     frames = {
         "captures": pl.DataFrame([head], schema_overrides={"notices": pl.List(pl.String)}),
         **{name: pl.concat(parts) if parts else pl.DataFrame() for name, parts in tables.items()},
-        "findings": pl.DataFrame([_finding(finding) for finding in every], infer_schema_length=None),
+        "findings": pl.DataFrame(
+            [
+                {
+                    "slug": finding.slug,
+                    "saving_ns": finding.saving_ns,
+                    "saving_fraction": finding.saving_fraction,
+                    "confidence": finding.confidence,
+                    "rank": next((of.rank for of in finding.evidence if of.rank is not None), None),
+                }
+                for finding in every
+            ],
+            infer_schema_length=None,
+        ),
     }
     whose = {"day": pl.lit(day), "capture": pl.lit(origin.capture)}
     return {
@@ -165,14 +175,3 @@ def _version(document: object) -> str | None:
     versions = document.get("versions") if isinstance(document, dict) else None
     version = versions.get("torch") if isinstance(versions, dict) else None
     return version[:100] if isinstance(version, str) else None
-
-
-def _finding(finding: Finding) -> dict[str, object]:
-    ranks: Iterable[int | None] = (evidence.rank for evidence in finding.evidence)
-    return {
-        "slug": finding.slug,
-        "saving_ns": finding.saving_ns,
-        "saving_fraction": finding.saving_fraction,
-        "confidence": finding.confidence,
-        "rank": next((rank for rank in ranks if rank is not None), None),
-    }

@@ -8,13 +8,12 @@ import polars as pl
 
 from traceloom.collect.questions import asking
 from traceloom.collect.questions.declared import AnswerTable, Question
-from traceloom.collect.questions.frames import QuestionFrames
 from traceloom.fleet.attribution import BY as DEVICE_TIME_BY
 from traceloom.fleet.attribution import attribution
-from traceloom.fleet.attribution_tree import AttributionTree, tree
+from traceloom.fleet.attribution_tree import tree
 from traceloom.fleet.characterise import BY as GPU_TIME_BY
 from traceloom.fleet.characterise import coverage, gpu_time_by, top_kernels
-from traceloom.fleet.common_findings import CommonFindings, common_findings
+from traceloom.fleet.common_findings import common_findings
 from traceloom.fleet.invest import BY as SAVINGS_BY
 from traceloom.fleet.invest import invest
 from traceloom.fleet.kernel_history import kernel_history
@@ -126,16 +125,7 @@ _TOPLINE = {
 }
 
 
-def _attribution(frames: QuestionFrames, asked: asking.AttributionAsking) -> AttributionTree:
-    every = {"": None, "hour": asking.HOUR_NS, "day": asking.DAY_NS}[asked.over]
-    return tree(attribution(frames.usage, frames.owned, asked.by.split(","), frames.prices, every), asked.top)
-
-
-def _findings(frames: QuestionFrames, asked: asking.RulesAsking) -> CommonFindings:
-    findings = frames.findings
-    if asked.rule:
-        findings = findings.filter(fits(pl.col("slug"), asked.rule))
-    return common_findings(findings, frames.captures)
+_EVERY = {"": None, "hour": asking.HOUR_NS, "day": asking.DAY_NS}
 
 
 QUESTIONS = (
@@ -227,7 +217,10 @@ QUESTIONS = (
             )
         },
         {"by": _BY, "currency": Column("text", "Currency", "of the cost", "there are no prices")},
-        ("usage_hour", "jobs", "owners"), _attribution,
+        ("usage_hour", "jobs", "owners"),
+        lambda frames, asked: tree(
+            attribution(frames.usage, frames.owned, asked.by.split(","), frames.prices, _EVERY[asked.over]), asked.top
+        ),
     ),
     Question(
         "topline", "what jobs, models, hosts or the whole fleet get out of their devices", asking.ToplineAsking,
@@ -267,7 +260,10 @@ QUESTIONS = (
                 },
             )
         },
-        {"captures": Column("count", "Captures", "captures that were looked at")}, ("findings", *_CAPTURES), _findings,
+        {"captures": Column("count", "Captures", "captures that were looked at")}, ("findings", *_CAPTURES),
+        lambda frames, asked: common_findings(
+            frames.findings.filter(fits(pl.col("slug"), asked.rule)) if asked.rule else frames.findings, frames.captures
+        ),
     ),
     Question(
         "outliers", "the hosts and ranks that are slower than their peers", asking.Paged,
