@@ -37,7 +37,7 @@ class Launch:
         self._old: dict[str, int] = {}
         self.recorded = False
         self._status = 0
-        self._ranks: list[dict[str, Any]] = []
+        self._described = ""  # what was recorded, in a sentence; "" of what is not whole
         self._reached: set[str] = set()
         self._ends: list[dict[str, Any]] = []
         self._remarks: list[str] = []
@@ -170,14 +170,14 @@ class Launch:
             ranks = manifest.merge(self._place, run)["ranks"]
             if self._place != self._directory:
                 complete = not any(notice["slug"] == "capture-moved" for rank in ranks for notice in rank["notices"])
-                if complete:
-                    manifest.adopt(self._place, self._directory, self._old, run)
+            if complete:
+                self._described = describe(ranks)
+            if complete and self._place != self._directory:
+                manifest.adopt(self._place, self._directory, self._old, run)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._remarks.append(f"the parts of the capture could not be put together: {error} [not-merged]")
-            complete = False
-        if complete:
-            self._ranks = ranks
-        elif self._place != self._directory:
+            complete, self._described = False, ""
+        if not complete and self._place != self._directory:
             self._keep(self._place)
 
     def _keep(self, made: Path) -> None:
@@ -217,12 +217,12 @@ class Launch:
             slug, reason = self._why_nothing()
             stays = f"; the earlier capture in {shown} stays" if self._old else ""
             return [*self._remarks, f"nothing was recorded: {reason}{stays} [{slug}]"]
-        if self._settings.quiet or not self._ranks:
+        if self._settings.quiet or not self._described:
             return self._remarks
         size = sum(path.stat().st_size for path in self._directory.iterdir() if path.is_file())
         return [
             *self._remarks,
-            describe(self._ranks),
+            self._described,
             f"wrote {shown} ({size / 1e6:.1f} MB); next: traceloom report {shown}",
         ]
 

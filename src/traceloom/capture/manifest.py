@@ -81,8 +81,11 @@ def drop_incidental(directory: Path) -> None:
 
     Raises:
         OSError: A file cannot be read or deleted.
+        ValueError: A part is none.
     """
     of = {path.name.removesuffix(f".{NAME}"): json.loads(path.read_text(encoding="utf-8")) for path in parts(directory)}
+    if wrong := [stem for stem, part in of.items() if not isinstance(part, dict)]:
+        raise ValueError(f"`{wrong[0]}.{NAME}` is no part of a capture")
     incidental = [stem for stem, part in of.items() if part.get("incidental")]
     if len(incidental) < len(of):
         for name in files(directory):

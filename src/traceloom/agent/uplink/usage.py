@@ -7,6 +7,7 @@ to more than 60,000 ms, and to less only where the agent did not run.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,10 +17,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from traceloom.agent.databases import is_damage, put_aside
 from traceloom.agent.owners.sharing import split
 from traceloom.agent.topline import JobDeviceTime
 from traceloom.agent.uplink.messages import MOST_MINUTES, UsageRow, UsageState
 
+LOG = logging.getLogger("traceloom.agent")
 MINUTE_MS = 60_000
 _MOST_KEPT = 2 * 24 * 60  # minutes that wait for a service; then the oldest go
 
@@ -178,13 +181,16 @@ class UsageBacklog:
         """The rows of the oldest minutes, as many as a heartbeat takes.
 
         Raises:
-            sqlite3.Error, OSError, msgspec.DecodeError: They cannot be read.
+            sqlite3.Error, OSError: They cannot be read; what is damaged has been put aside.
         """
         if not self.path.exists():
             return []
         with self._database() as database:
             minutes = database.execute("SELECT rows FROM minutes ORDER BY minute LIMIT ?", (MOST_MINUTES,)).fetchall()
-        return [row for (rows,) in minutes for row in msgspec.msgpack.decode(rows, type=list[UsageRow])]
+            try:
+                return [row for (rows,) in minutes for row in msgspec.msgpack.decode(rows, type=list[UsageRow])]
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # SQLite checks no contents
+                raise sqlite3.DatabaseError(f"a minute for the fleet is damaged: {error}") from error
 
     def acknowledge(self, minute: int) -> None:
         """The service has all minutes up to this one; errors as of `oldest`."""
@@ -194,8 +200,14 @@ class UsageBacklog:
 
     @contextlib.contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
+        """The database; one that is damaged is put aside, and the next question begins a new one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(sqlite3.connect(self.path, timeout=2.0)) as database, database:
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("CREATE TABLE IF NOT EXISTS minutes (minute INTEGER PRIMARY KEY, rows BLOB NOT NULL)")
-            yield database
+        try:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=2.0)) as database, database:
+                database.execute("PRAGMA journal_mode = WAL")
+                database.execute("CREATE TABLE IF NOT EXISTS minutes (minute INTEGER PRIMARY KEY, rows BLOB NOT NULL)")
+                yield database
+        except sqlite3.DatabaseError as error:
+            if is_damage(error):
+                LOG.warning("the minutes for the fleet are damaged and put aside as %s", put_aside(self.path))
+            raise

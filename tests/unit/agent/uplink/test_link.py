@@ -225,6 +225,17 @@ def test_minutes_are_sent_until_they_are_acknowledged(tmp_path: Path, monkeypatc
     assert max(len(beat.usage) for beat in fleet.beats) <= 60
 
 
+def test_a_host_whose_minutes_are_damaged_is_heard_of_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "once")
+    (tmp_path / "usage.db").write_bytes(b"no database" * 1000)
+    fleet = Fleet()
+    with scripted(fleet) as service:
+        Host(tmp_path, service).until(lambda: fleet.beats)
+    assert len(list(tmp_path.glob("usage.db.damaged-*"))) == 1
+
+
 def test_work_is_armed_told_once_and_ends_where_the_service_wants_it_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

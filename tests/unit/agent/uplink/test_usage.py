@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -103,3 +106,48 @@ def test_a_disk_that_takes_nothing_is_said(tmp_path: Path) -> None:
     backlog.put({FIRST: []})
     assert backlog.lost == 1
     assert "file" in backlog.trouble
+
+
+def damage_by_row(path: Path, content: bytes) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE minutes SET rows = ?", (content,))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda path: path.write_bytes(b"no database" * 1000), id="no database"),
+        pytest.param(lambda path: damage_by_row(path, b"\xc1"), id="a row that is none"),
+        pytest.param(lambda path: damage_by_row(path, b"\x91\x81\xa6minute\xa1\xff"), id="a row without text"),
+        pytest.param(lambda path: damage_by_row(path, b"\x91" * 5000), id="a row of depth"),
+    ],
+)
+def test_a_damaged_file_is_put_aside_and_new_minutes_are_kept(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    """Else the host would say nothing to its fleet any more: each heartbeat begins with what lies there."""
+    path = tmp_path / "usage.db"
+    row = UsageRow(minute=FIRST, device="g", state="busy", device_ms=1)
+    UsageBacklog(path).put({FIRST: [row]})
+    damage(path)
+    damaged = path.read_bytes()
+    backlog = UsageBacklog(path)
+    with pytest.raises(sqlite3.DatabaseError):
+        backlog.oldest()
+    (aside,) = tmp_path.glob("usage.db.damaged-*")
+    assert aside.read_bytes() == damaged
+    assert backlog.oldest() == []
+    backlog.put({FIRST + 1: [row]})
+    assert (backlog.oldest(), backlog.trouble) == ([row], "")
+
+
+@pytest.mark.thorough
+def test_a_file_that_another_has_locked_is_not_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+    backlog = UsageBacklog(path)
+    backlog.put({FIRST: []})
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        backlog.put({FIRST + 1: []})
+        assert "locked" in backlog.trouble
+        other.rollback()
+    assert list(tmp_path.glob("*.damaged-*")) == []
+    assert backlog.lost == 1
