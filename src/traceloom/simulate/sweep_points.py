@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -201,10 +201,7 @@ class PointEvaluator:
         kind, base = self.generated
         options, make = _GENERATED[kind]
         values = {**base, **point}
-        chosen = {
-            option.name: _understood(option.name, values.get(option.name, option.default), option.default)
-            for option in fields(options)
-        }
+        chosen = {name: _understood(name, values.get(name, usual), usual) for name, usual in asdict(options()).items()}
         if kind == "transformer":
             chosen = self._planned(chosen, point)
         elif self.question.ranks is not None and "ranks" not in point:
