@@ -167,9 +167,8 @@ def _hosts(run: Session, ranks_per_host: int | None) -> Mapping[int, str]:
     blocks = {rank // visible: host for rank, host in recorded.items()} if visible else {}
     by_block = all(blocks[rank // visible] == host for rank, host in recorded.items()) if visible else False
     if world <= visible:  # the whole job is on one host
-        return (
-            {rank: recorded.get(rank, "host") for rank in range(world)} if len(set(recorded.values())) < 2 else recorded
-        )
+        names = set(recorded.values())
+        return dict.fromkeys(range(world), next(iter(names), "host")) if len(names) < 2 else recorded
     if visible < 2 or not by_block or len(set(blocks.values())) < len(blocks):
         return recorded
     return {rank: blocks.get(rank // visible, f"host of rank {rank - rank % visible}") for rank in range(world)}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +33,10 @@ _GENERATED: dict[str, tuple[Any, Any]] = {
     "pipeline": (generate.PipelineOptions, generate.pipeline),
     "transformer": (generate.TransformerOptions, generate.transformer),
 }
+_NAMES: dict[str, Sequence[str]] = {
+    "collective": generate.KINDS, "algorithm": generate.ALGORITHMS, "schedule": generate.SCHEDULES,
+}  # fmt: skip
+_MAY_BE_0 = ("size", "compute_us")
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,12 @@ class PointEvaluator:
             about = [attr.string_val for attr in reader.metadata.attr if attr.name == "generated"]
         if not about:
             return None
-        document = json.loads(about[0])
-        return (document["kind"], document["options"]) if document.get("kind") in _GENERATED else None
+        try:
+            document = json.loads(about[0])
+        except (ValueError, RecursionError):  # another writer may say anything there
+            return None
+        kind, options = (document.get(key) if isinstance(document, dict) else None for key in ("kind", "options"))
+        return (kind, options) if kind in list(_GENERATED) and isinstance(options, dict) else None
 
     @cached_property
     def source(self) -> SimulationInput:
@@ -148,8 +157,8 @@ class PointEvaluator:
         machine, overrides = self._machine(point)
         device = point.get("device", asked.device)
         device = None if device is None else str(device)
-        host_factor = float(point.get("host_factor", asked.host_factor))
-        size = {name: point.get(name) for name in _SIZES}
+        host_factor = float(_understood("host_factor", point.get("host_factor", asked.host_factor), 1.0))
+        size = {name: _understood(name, point[name], 1) if name in point else None for name in _SIZES}
         if size["ranks"] is None and size["data_parallel"] is None:
             size = {"ranks": asked.ranks, "data_parallel": asked.data_parallel}
         if size["ranks"] is None and size["data_parallel"] is None:
@@ -191,8 +200,8 @@ class PointEvaluator:
         assert self.generated is not None
         kind, base = self.generated
         options, make = _GENERATED[kind]
-        names = {option.name for option in fields(options)}
-        chosen = {**base, **{key: value for key, value in point.items() if key in names}}
+        values = {**base, **point}
+        chosen = {name: _understood(name, values.get(name, usual), usual) for name, usual in asdict(options()).items()}
         if kind == "transformer":
             chosen = self._planned(chosen, point)
         elif self.question.ranks is not None and "ranks" not in point:
@@ -220,24 +229,49 @@ class PointEvaluator:
 
     def _planned(self, chosen: dict[str, Any], point: SweepPoint) -> dict[str, Any]:
         """Options of a transformer: what is not swept follows from the ranks and the batch of the whole job."""
-        ranks = point.get("ranks", self.question.ranks)
-        copies = point.get("data_parallel", self.question.data_parallel)
+        ranks, copies = (
+            None if value is None else int(_understood(name, value, 1))
+            for name, value in ((name, point.get(name, getattr(self.question, name))) for name in _SIZES)
+        )
         of_copy = chosen["tensor_parallel"] * chosen["pipeline_parallel"]
         if copies is not None:
             chosen["data_parallel"] = copies
         elif ranks is not None:
-            chosen["data_parallel"], rest = divmod(int(ranks), of_copy)
+            chosen["data_parallel"], rest = divmod(ranks, of_copy)
             if rest or not chosen["data_parallel"]:
                 raise UsageError(f"{ranks} ranks are no multiple of the {of_copy} of one copy", slug="cannot-generate")
         if ranks is not None and chosen["data_parallel"] * of_copy != ranks:
             raise UsageError(f"{chosen['data_parallel'] * of_copy} ranks, not {ranks}", slug="cannot-generate")
         if "global_batch" in point:
             of_step = chosen["data_parallel"] * chosen["batch"]
-            chosen["micro_batches"], rest = divmod(int(point["global_batch"]), of_step)
+            whole = int(_understood("global_batch", point["global_batch"], 1))
+            chosen["micro_batches"], rest = divmod(whole, of_step)
             if rest or not chosen["micro_batches"]:
                 text = f"a batch of {point['global_batch']} is no multiple of {of_step} samples that go at once"
                 raise UsageError(text, slug="cannot-generate")
         return chosen
+
+
+def _understood(key: str, value: object, usual: float | str) -> Any:
+    """A value of the type that is usual for its key.
+
+    Raises:
+        UsageError: slug `bad-sweep`: it is none.
+    """
+    if isinstance(usual, str):
+        if value not in (names := _NAMES[key]):
+            hint = nearest(str(value), names) + f"there are {', '.join(names)}"
+            raise UsageError(f"`{value}` is no {key}", slug="bad-sweep", hint=hint)
+        return value
+    is_whole = isinstance(usual, int)
+    if isinstance(value, (int, float)) and math.isfinite(value) and (value > 0 or (value == 0 and key in _MAY_BE_0)):
+        if not is_whole:
+            return float(value)
+        if value == int(value):
+            return int(value)
+    least = "of at least 0" if key in _MAY_BE_0 else "above 0"
+    kind = "whole number" if is_whole else "number"
+    raise UsageError(f"`{key}` is a {kind} {least}, not {value}", slug="bad-sweep")
 
 
 def _answer(ranks: int, time_ns: int, machine: Machine | None, notices: Sequence[Notice]) -> SweepRow:

@@ -145,7 +145,7 @@ def answer_of(home: Path, jobs: list[list[Made]], groups: dict[str, list[int]], 
 GROUPS: dict[int, dict[str, list[int]]] = {2: {}, 3: {"5": [0, 2]}, 4: {"5": [0, 1], "6": [1, 2, 3]}}
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(9))
 def test_everything_happens_when_the_events_say(seed: int, tmp_path: Path) -> None:
     ranks = 2 + seed % 3
     groups = GROUPS[ranks]
@@ -169,7 +169,7 @@ def test_everything_happens_when_the_events_say(seed: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("only", ["compute", "communication"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_of_one_side_the_other_takes_no_time_on_any_machine(seed: int, only: str, tmp_path: Path) -> None:
     ranks = 2 + seed % 3
     jobs = workload(300 + seed, ranks, GROUPS[ranks])
@@ -182,7 +182,7 @@ def test_of_one_side_the_other_takes_no_time_on_any_machine(seed: int, only: str
     assert f"{only} alone" in answer.identity
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_time_of_a_rank_is_divided_as_its_spans_lie(seed: int, tmp_path: Path) -> None:
     ranks = 2 + seed % 3
     groups = GROUPS[ranks]
@@ -203,7 +203,7 @@ def test_the_time_of_a_rank_is_divided_as_its_spans_lie(seed: int, tmp_path: Pat
         assert row["other_ns"] == row["end_ns"] - 4 * len(communicating | computing)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_ids_and_the_order_of_independent_files_do_not_matter(seed: int, tmp_path: Path) -> None:
     """Ranks exchanged are ranks exchanged in the answer; ids far apart are ids all the same."""
     jobs = workload(200 + seed, 3, {})
@@ -224,7 +224,7 @@ def test_ids_and_the_order_of_independent_files_do_not_matter(seed: int, tmp_pat
     assert other.nodes["end_ns"].to_list() == answer.nodes["end_ns"].to_list()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_messages_arrive_when_both_ends_are_there(seed: int, tmp_path: Path) -> None:
     """Pairs of ranks of their own, so that no link is shared: the k-th send of a tag is the k-th receive."""
     chance = random.Random(seed)

@@ -93,6 +93,7 @@ def test_keys_without_effect_are_named(tmp_path: Path) -> None:
         ("[ 4, 2 ]", "8", "expected `npus_count` to be a list", ""),
         ("[ 4, 2 ]", "[ 8 ]", "`npus_count` has 1 values for 2 dimensions", ""),
         ("Switch", "Swich", "`Swich` is no topology", ", topology[1]"),
+        ("Switch", "[ Ring ]", "`['Ring']` is no topology", ", topology[1]"),
         ("[ 4, 2 ]", "[ 4, 1 ]", "expected a whole number of at least 2, got 1", ", npus_count[1]"),
         ("[ 4, 2 ]", "[ 4, 2.5 ]", "expected a whole number of at least 2, got 2.5", ", npus_count[1]"),
         ("50.0", "0", "expected a number above 0, got 0", ", bandwidth[0]"),

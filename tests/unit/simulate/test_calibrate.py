@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from support.jobs import Clock, Job, Rank, Recipe, training_job
@@ -213,3 +215,69 @@ def test_lines_have_the_least_relative_deviation_of_all_lines(seed: int) -> None
         for b in np.linspace(0.8, 1.2, 41)
     ]
     assert least <= min(grid) * 1.2
+
+
+def seen_from(session: Session, ranks: Iterable[int], devices: int, hosts: dict[int, str] | None = None) -> Session:
+    """Some ranks of a run, each of which sees so many devices, on hosts of other names."""
+    traces = []
+    for trace in session.traces:
+        if trace.rank in set(ranks):
+            seen = pl.concat([trace.devices.with_columns(pl.lit(k).cast(trace.devices["device"].dtype).alias("device"))
+                              for k in range(devices)])  # fmt: skip
+            name = trace.meta.host if hosts is None else hosts[trace.rank or 0]
+            traces.append(replace(trace, devices=seen, meta=replace(trace.meta, host=name)))
+    return Session(tuple(traces), session.name)
+
+
+EIGHT = {
+    ("allreduce", tuple(range(8))): line(40_000, 30), ("allreduce", (0, 1, 2, 3)): line(8_000, 200),
+    ("allreduce", (4, 5, 6, 7)): line(8_000, 200),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def eight() -> Session:
+    return job(EIGHT, ranks=8, per_host=4, sizes=[1 << 14, 1 << 18, 1 << 22], times=3)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 4), (1, 2, 6)])
+def test_hosts_of_ranks_that_were_not_recorded_follow_from_the_devices_that_others_see(
+    eight: Session, ranks: tuple[int, ...]
+) -> None:
+    """Launchers number ranks host by host: of one rank of each host the others' are known."""
+    answer = calibrate([seen_from(eight, ranks, devices=4)])
+    assert [(part.name, part.size) for part in answer.machine.dimensions] == [("inside", 4), ("between", 2)]
+    assert set(answer.transfers.select("span", "ranks").rows()) == {("between", 8), ("inside", 4)}
+    assert "hosts-unknown" not in {notice.slug for notice in answer.notices}
+    assert (answer.samples["whole"].all()) == (len(ranks) == 8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "devices", "hosts"),
+    [
+        ((0, 4), 1, None),  # a rank that sees one device says nothing of its neighbours
+        ((0, 1, 4), 4, {0: "a", 1: "b", 4: "c"}),  # numbered otherwise than host by host
+    ],
+    ids=["one device", "other numbers"],
+)
+def test_where_hosts_do_not_follow_no_host_is_made_up(
+    eight: Session, ranks: tuple[int, ...], devices: int, hosts: dict[int, str] | None
+) -> None:
+    answer = calibrate([seen_from(eight, ranks, devices, hosts)])
+    assert "hosts-unknown" in {notice.slug for notice in answer.notices}
+    assert [part.size for part in answer.machine.dimensions] == [8]
+    assert set(answer.transfers["span"]) == {"between"}  # where two of them are on different hosts, that is known
+
+
+def test_two_blocks_of_ranks_on_a_host_of_one_name_are_not_told_apart(eight: Session) -> None:
+    with pytest.raises(InputError) as error:
+        calibrate([seen_from(eight, (0, 4), 4, {0: "a", 4: "a"})])
+    assert error.value.slug == "nothing-to-calibrate"
+
+
+def test_a_job_with_no_more_ranks_than_devices_is_on_one_host(eight: Session) -> None:
+    answer = calibrate([seen_from(eight, range(8), 8, dict.fromkeys(range(8), "a"))])
+    assert [part.size for part in answer.machine.dimensions] == [8]
+    assert set(answer.transfers["span"]) == {"inside"}
+    alone = calibrate([seen_from(eight, (3,), 8)])
+    assert set(alone.transfers["span"]) == {"inside"}

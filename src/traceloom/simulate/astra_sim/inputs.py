@@ -150,7 +150,7 @@ def read_network(path: str | Path) -> AstraSimNetwork:
             )
         lists[key] = values
     for position, name in enumerate(lists["topology"]):
-        if name not in TOPOLOGIES:
+        if not isinstance(name, str) or name not in TOPOLOGIES:
             hint = nearest(str(name), TOPOLOGIES) + f"the analytical network has {', '.join(TOPOLOGIES)}"
             raise _refused(f"`{name}` is no topology", f"{where}, topology[{position}]", hint)
     for key, least, expected in (
