@@ -17,6 +17,7 @@ STEP_US = 1_000
 COPIED = 1_000_000  # bytes in each step
 ELEMENTS = 1_024
 GEMM_US, ADD_US, COPY_US = 300, 50, 50
+WATTS = 100.0  # in the first step; 50 more in each that follows
 COLLECTIVE_US = {0: 200, 1: 150}  # it ends at 650 µs on both
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 
@@ -51,7 +52,7 @@ def hand_rank(
     for step in range(STEPS):
         at = STEP_US * step
         first = 10 * step + 1  # of the correlations of the step
-        trace.step(step, at, STEP_US)
+        trace.step(step, at, STEP_US).counter("power", at + 5, WATTS + 50 * step)
         trace.op("aten::mm", at + 10, 100).launch("cudaLaunchKernel", at + 20, 5, correlation=first)
         trace.kernel(name, at + 100, GEMM_US, correlation=first)
         trace.op("aten::add", at + 120, 30).launch("cudaLaunchKernel", at + 130, 5, correlation=first + 1)
