@@ -7,8 +7,6 @@ begins at 450 µs on rank 0 and at 500 µs on rank 1, which comes later.
 
 from __future__ import annotations
 
-from typing import Any
-
 from traceloom.model import Session
 from traceloom.testing import TraceBuilder
 
@@ -16,23 +14,10 @@ STEPS = 3
 STEP_US = 1_000
 COPIED = 1_000_000  # bytes in each step
 ELEMENTS = 1_024
+WATTS = 100.0  # in the first step; 50 more in each that follows
 GEMM_US, ADD_US, COPY_US = 300, 50, 50
 COLLECTIVE_US = {0: 200, 1: 150}  # it ends at 650 µs on both
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
-
-
-class SlowClock(TraceBuilder):
-    """A builder whose clock begins late, and on which everything lasts some times as long."""
-
-    def __init__(self, rank: int, begin_us: float, times: float, generation: str) -> None:
-        super().__init__(rank=rank, world_size=2, process=100 + rank, generation=generation)
-        self._begin_us, self._times = begin_us, times
-
-    def _add(
-        self, phase: str, category: str | None, name: str, time_us: float, duration_us: float | None, *more: Any
-    ) -> TraceBuilder:  # type: ignore[override]
-        lasts = None if duration_us is None else duration_us * self._times
-        return super()._add(phase, category, name, self._begin_us + time_us * self._times, lasts, *more)
 
 
 def hand_rank(
@@ -47,23 +32,25 @@ def hand_rank(
         times: So many times as long lasts everything.
         generation: Of the writer, as `TraceBuilder` has it.
     """
-    trace = SlowClock(rank, begin_us, times, generation)
+    trace = TraceBuilder(rank=rank, world_size=2, process=100 + rank, generation=generation)
     for step in range(STEPS):
-        at = STEP_US * step
         first = 10 * step + 1  # of the correlations of the step
-        trace.step(step, at, STEP_US)
-        trace.op("aten::mm", at + 10, 100).launch("cudaLaunchKernel", at + 20, 5, correlation=first)
-        trace.kernel(name, at + 100, GEMM_US, correlation=first)
-        trace.op("aten::add", at + 120, 30).launch("cudaLaunchKernel", at + 130, 5, correlation=first + 1)
-        trace.kernel("add", at + 400, ADD_US, correlation=first + 1)
-        trace.collective("allreduce", at + 160, 20, elements=ELEMENTS)
-        trace.launch("cudaLaunchKernel", at + 165, 5, correlation=first + 2)
+
+        def at(time_us: float, step: int = step) -> float:
+            return begin_us + (STEP_US * step + time_us) * times
+
+        trace.step(step, at(0), STEP_US * times).counter("power", at(5), WATTS + 50 * step)
+        trace.op("aten::mm", at(10), 100 * times).launch("cudaLaunchKernel", at(20), 5 * times, correlation=first)
+        trace.kernel(name, at(100), GEMM_US * times, correlation=first)
+        trace.op("aten::add", at(120), 30 * times).launch("cudaLaunchKernel", at(130), 5 * times, correlation=first + 1)
+        trace.kernel("add", at(400), ADD_US * times, correlation=first + 1)
+        trace.collective("allreduce", at(160), 20 * times, elements=ELEMENTS)
+        trace.launch("cudaLaunchKernel", at(165), 5 * times, correlation=first + 2)
         about = trace.collective_args("allreduce", "0", 2, ELEMENTS, "Float")
-        trace.kernel(
-            NCCL, at + 650 - COLLECTIVE_US[rank], COLLECTIVE_US[rank], stream=20, correlation=first + 2, **about
-        )
-        trace.launch("cudaMemcpyAsync", at + 200, 5, correlation=first + 3)
-        trace.copy("Memcpy HtoD (Pageable -> Device)", at + 700, COPY_US, bytes=COPIED, correlation=first + 3)
+        lasts_us = COLLECTIVE_US[rank]
+        trace.kernel(NCCL, at(650 - lasts_us), lasts_us * times, stream=20, correlation=first + 2, **about)
+        trace.launch("cudaMemcpyAsync", at(200), 5 * times, correlation=first + 3)
+        trace.copy("Memcpy HtoD (Pageable -> Device)", at(700), COPY_US * times, bytes=COPIED, correlation=first + 3)
     return trace
 
 

@@ -23,6 +23,9 @@ FILTERS = {
 }  # fmt: skip
 """Parameter of all questions -> how it is called."""
 
+MOST_SIGNS = 500
+"""Of a filter, as questions take it."""
+
 _KINDS = {
     **dict.fromkeys(("since_ns", "last_before_ns", "start_ns", "time_ns"), "instant"),
     **dict.fromkeys(("job", "capture", "example"), "name"),
@@ -83,6 +86,11 @@ def to_page(path: str, address: Address, **parameters: str) -> str:
     """Another page, about the same time and with the same filters."""
     kept = {name: value for name, value in address.query.items() if name in {"since", "until", *FILTERS}}
     return Address(path, urlencode(kept)).changed(parameters)
+
+
+def pattern_of(name: str) -> str:
+    """A filter that a name passes: of one that is too long for a filter, what begins like it passes, too."""
+    return name if len(name) <= MOST_SIGNS else f"{name[: MOST_SIGNS - 1]}*"
 
 
 def asking_form(address: Address, *, extra: Node = None, keep: Sequence[str] = ()) -> Node:

@@ -10,7 +10,7 @@ import polars as pl
 
 from traceloom.model.columns import column
 
-_TIMES = ("start_ns", "time_ns", "peak_time_ns")
+_TIMES = ("start_ns", "time_ns", "peak_time_ns", "first_ns", "last_ns")
 
 # Path in the document -> why a value there can be unknown, where its column does not say. `[*]` stands for any row.
 REASONS = {

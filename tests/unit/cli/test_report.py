@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import traceloom
+from support.hand_job import hand_rank
 from traceloom.cli import main
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
@@ -245,3 +246,27 @@ def test_thousands_of_files_are_told_at_once(tmp_path: Path, capsys: pytest.Capt
     assert main(["report", str(tmp_path)]) == 2
     assert "1,001 traces; at most 1,000 are read together" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--rank", "3"]) == 3, "the choice of ranks is what the message advises"
+
+
+def test_a_run_named_in_other_ways_has_the_same_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder, its files in any order, packed or not, read again from the cache; and one of its ranks."""
+    (tmp_path / "run").mkdir()
+    for rank in range(2):
+        hand_rank(rank).write(tmp_path / "run" / f"rank{rank}.json")
+        hand_rank(rank).write(tmp_path / f"packed{rank}.json.gz")
+    run, packed = str(tmp_path / "run"), [str(tmp_path / f"packed{rank}.json.gz") for rank in (1, 0)]
+
+    def told(*words: str) -> dict[str, Any]:
+        assert main(["report", *words, "--json", "--only", "core,launches,copies"]) == 0
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        for named in (document, *document["inputs"], *document["ranks"]):
+            for key in ("name", "path", "notices"):
+                named.pop(key, None)
+        return document
+
+    whole = told(run)
+    assert told(run) == whole
+    assert told(run, "--no-cache") == whole
+    assert told(*packed) == whole
+    assert told(run, "--rank", "1,0") == whole
+    assert told(run, "--rank", "1") == told(f"{run}/rank1.json")

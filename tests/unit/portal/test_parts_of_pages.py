@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+import msgspec
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +15,11 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 from support.html_tree import HtmlTree, words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, fragment_tree
 from traceloom.agent.http.answers import RequestError
+from traceloom.collect.questions.asking import KernelsAsking
+from traceloom.fleet.owners import fits
 from traceloom.model import units
 from traceloom.portal import charts, layout, links, pictures
-from traceloom.portal.asking import FILTERS, RANGES, asking_form, choice
+from traceloom.portal.asking import FILTERS, RANGES, asking_form, choice, pattern_of
 from traceloom.portal.charts import DAY_NS, HOUR_NS, ChartColumn, ChartDot
 from traceloom.portal.forms import MOST_RANKS, number_of, ranks_of
 from traceloom.portal.page import ContentSection, KeyNumber, PageContent
@@ -196,6 +200,17 @@ def test_a_question_shows_what_it_was_asked_and_each_filter_has_a_way_out(filter
     assert sent["keep"] == "k"
     assert "drop" not in sent
     assert {name for name, value in sent.items() if value} == {"keep", *filters}
+
+
+@given(st.text(st.sampled_from("ab*?<, \n\\[é"), max_size=8), st.sampled_from([1, 62, 63, 200]))
+def test_a_filter_made_of_a_name_lets_the_name_pass_however_long_it_is(piece: str, times: int) -> None:
+    name = piece * times
+    pattern = pattern_of(name)
+    msgspec.convert({"kernel": pattern}, KernelsAsking)
+    names = pl.DataFrame({"name": [name, f"{name}!", "z"]})
+    assert names.select(fits(pl.col("name"), pattern))["name"].to_list()[0], "as the question reads filters"
+    if len(name) <= 500 and not set(name) & {"*", "?"}:
+        assert names.select(fits(pl.col("name"), pattern))["name"].to_list() == [True, False, False]
 
 
 def test_a_choice_stands_at_what_the_address_says_or_at_the_usual() -> None:

@@ -10,7 +10,19 @@ from typing import Any
 import polars as pl
 import pytest
 
-from support.hand_job import ADD_US, COLLECTIVE_US, COPIED, COPY_US, ELEMENTS, GEMM_US, NCCL, STEP_US, STEPS, hand_job
+from support.hand_job import (
+    ADD_US,
+    COLLECTIVE_US,
+    COPIED,
+    COPY_US,
+    ELEMENTS,
+    GEMM_US,
+    NCCL,
+    STEP_US,
+    STEPS,
+    WATTS,
+    hand_job,
+)
 from support.pages import tables, words
 from traceloom.report import ReportOptions, build
 from traceloom.report.exports.perfetto import write as write_perfetto
@@ -147,6 +159,15 @@ def test_copies_have_their_bytes_and_their_rate() -> None:
     assert part("copies-per-step", "mean_copied_bytes", "mean_total_ns") == [(COPIED, COPY_US * US)] * 2
 
 
+def test_samples_of_a_counter_have_their_mean_and_their_instants() -> None:
+    instants = (5 * US, (5 + (STEPS - 1) * STEP_US) * US)
+    rows = document()["counters"]["series"]
+    assert [(row["rank"], row["counter"], row["samples"], row["first_ns"], row["last_ns"]) for row in rows] == [
+        (rank, "power", STEPS, *instants) for rank in (0, 1)
+    ]
+    assert part("counters-series", "min", "mean", "max") == [(WATTS, WATTS + 50, WATTS + 100)] * 2
+
+
 def test_launches_wait_for_the_work_before_them() -> None:
     # After the call returned: gemm 75 us, add 265 us (gemm ends then), the collective 280 or 330 us, the copy 495 us,
     # of which stream 7 had nothing to do for 250 us.
@@ -215,7 +236,7 @@ SENTENCES = {
     "threads": "2 threads; none is active 84.5 % of the time, several at once 0 %",
     "collectives": "6 calls, 1.05 ms over all ranks, 100 % of it exposed; most in all_reduce of 4.10 kB (1.05 ms)",
     "groups": "1 group in use: 1 world",
-    "slow_steps": None, "compile": None, "inference": None, "counters": None, "graph_launches": None,
+    "slow_steps": None, "compile": None, "inference": None, "counters": "2 recorded over time", "graph_launches": None,
 }  # fmt: skip
 """Section -> its main figure: 1.80, 1.05 and 0.30 of 3.45 ms; 2.40 ms of gemm, add and copy of 3.45 ms."""
 

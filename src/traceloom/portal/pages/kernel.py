@@ -9,7 +9,7 @@ from htpy import Node
 
 from traceloom.agent.http.answers import RequestError
 from traceloom.model import units
-from traceloom.portal.asking import PageAnswer, ask, asking_form, nothing, to_page
+from traceloom.portal.asking import PageAnswer, ask, asking_form, nothing, pattern_of, to_page
 from traceloom.portal.charts import ChartDot, ChartLevel, dots, legend
 from traceloom.portal.links import to_capture, to_job
 from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
@@ -47,7 +47,7 @@ async def compute(visit: Visit) -> KernelView:
     if not kernel:
         raise RequestError(400, "of which kernel?", slug="wrong-request", hint="the list of kernels leads here")
     history = await ask(visit, "kernel-history")
-    pattern = kernel[:500]
+    pattern = pattern_of(kernel)
     changed = await ask(visit, "regressions", kernel=pattern, top="200")
     coverage = await ask(visit, "coverage", kernel=pattern, top="200")
     changes = [

@@ -9,7 +9,7 @@ from htpy import a, div
 
 from traceloom.agent.http.answers import RequestError
 from traceloom.model import units
-from traceloom.portal.asking import PageAnswer, ask, nothing, to_page
+from traceloom.portal.asking import PageAnswer, ask, nothing, pattern_of, to_page
 from traceloom.portal.links import to_capture, to_job
 from traceloom.portal.page import ContentSection, KeyNumber, Page, PageContent
 from traceloom.portal.pages.comparison import to_comparison
@@ -38,7 +38,7 @@ async def compute(visit: Visit) -> ChangeView:
     """
     query = visit.address.query
     kernel, shapes = query.get("kernel", ""), query.get("shapes")
-    changed = await ask(visit, "regressions", kernel=kernel[:500], top="1000", shapes="")
+    changed = await ask(visit, "regressions", kernel=pattern_of(kernel), top="1000", shapes="")
     model = query.get("device_model")  # a filter too: of a mix over models of devices the row itself has none
     matches = [
         dict(row) for row in changed.tables["changes"]
