@@ -51,6 +51,11 @@ class Changed(TraceBuilder):
         self._events = [of_time[time].popleft() for time in times]
         return self
 
+    def without_device(self, device: int) -> Changed:
+        """What is left when nothing ran on one of the devices."""
+        self._events = [event for event in self._events if self._args(event).get("device") != device]
+        return self
+
     def renumbered(self, seed: int) -> Changed:
         """The same events, joined by other correlation numbers."""
         joined = {number for event in self._events if (number := self._args(event).get("correlation")) is not None}

@@ -131,9 +131,10 @@ class Plan:
         work, delay = self._padded(work), self._padded(delay)
         absent = delay < _GONE
         delay[absent] = 0
-        # No two times, and no sums along pieces, are further apart than this.
-        far = int(np.abs(work).sum(axis=1).max() + np.abs(delay).sum(axis=1).max())
-        far += int(np.ptp(self._roots)) if self._roots.size else 0
+        # No two times, and no sums along pieces, are further apart than this. As doubles these do not wrap around, and
+        # are exact as far as they are not refused.
+        far = sum(int(np.abs(part).sum(axis=1, dtype=np.float64).max()) for part in (work, delay))
+        far += int(self._roots.max()) - int(self._roots.min()) if self._roots.size else 0
         never = -4 * far - 1  # never the last, as long as something else holds that point
         far -= never * int(absent.sum(axis=1).max())
         # Along a piece: time = highest of (what holds an entry back - sum of links so far) + sum of links so far. The

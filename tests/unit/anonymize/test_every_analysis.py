@@ -54,7 +54,7 @@ def numbers(frame: pl.DataFrame, *, sizes: bool) -> Counter[Any]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", [0, 6])
+@pytest.mark.parametrize("seed", [6])
 def test_every_analysis_says_the_same_in_numbers(seed: int, policy: str) -> None:
     before, after, _ = before_and_after(seed, policy)
     differ = []

@@ -19,7 +19,7 @@ from traceloom.link.rank import link_rank
 from traceloom.model import Graph
 from traceloom.retime import Plan, calibrate
 
-SEEDS = (0, 1, 3, 6)
+SEEDS = (0, 3, 6)
 
 
 @cache
@@ -58,7 +58,7 @@ def test_a_file_that_goes_through_every_form_is_the_same_at_the_end(seed: int, t
     first = tmp_path / "first.0.et"
     write_rank(graph_of(seed), first, rank=0)
     at = first
-    for name in ("a.0.json", "b.0.jsonl.gz", "c.0.et.gz", "d.0.json.gz", "e.0.jsonl", "last.0.et"):
+    for name in ("a.0.json", "b.0.jsonl.gz", "c.0.et.gz", "last.0.et"):
         with ConversionInput(at) as source:
             source.write_file(tmp_path / name, None, force=False)
             assert source.nodes == len(messages(first))

@@ -14,7 +14,7 @@ from traceloom.findings.ranking import Ranked
 from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder
 
-SEEDS = (0, 1, 4, 5, 6, 7)
+SEEDS = (0, 5, 7)
 
 
 @cache

@@ -242,11 +242,14 @@ def test_works_with_fractions_are_rounded() -> None:
     assert Plan(graph).evaluate([100.0, 20.6])[3] - Plan(graph).evaluate()[3] == 1
 
 
-def test_times_beyond_all_reason_are_refused() -> None:
+@pytest.mark.parametrize("longest", [2**53, 2**60, 2**62, 2**63 - 1])
+def test_times_beyond_all_reason_are_refused_also_where_they_wrap_around(longest: int) -> None:
     graph = launches([7]).graph()
-    with pytest.raises(UsageError) as refused:
-        Plan(graph).evaluate(np.array([2**60, 2**60]))
-    assert refused.value.slug == "times-too-long"
+    delays = np.full(graph.edges.height, longest)
+    for arguments in ({"work_ns": np.array([longest, longest])}, {"delay_ns": delays}):
+        with pytest.raises(UsageError) as refused:
+            Plan(graph).evaluate(**arguments)
+        assert refused.value.slug == "times-too-long"
 
 
 def test_a_graph_of_nothing_keeps_the_law() -> None:
