@@ -50,21 +50,23 @@ def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
     calls = communication_calls(trace, rules)
     if not calls.height:
         return Communication(COLLECTIVE_SCHEMA.to_frame(), DEVICE_SCHEMA.to_frame())
-    computing = work.filter(pl.col("category") == "compute")
-    compute = {device: _spans(part) for (device,), part in computing.group_by("device")}
+    computing = work.filter(pl.col("category") == "compute")[["device", "start_ns", "end_ns"]]
+    compute = {part["device"][0]: _spans(part) for part in computing.partition_by("device")}
     kernels = calls.filter(pl.col("where") == "device")
     keys = ["where", "kind", "group", "group_size", "element_type"]
     exposed = []
-    for (*key, device), part in kernels.group_by(*keys, "device"):
+    for part in kernels.partition_by(*keys, "device"):
+        *key, device = part[[*keys, "device"]].row(0)
         exposed.append((*key, difference(_spans(part), compute.get(device, EMPTY)).total))
     schema = {name: COLLECTIVE_SCHEMA[name] for name in (*keys, "exposed_ns")}
     over_devices = pl.DataFrame(exposed, schema=schema, orient="row").group_by(keys).agg(pl.col("exposed_ns").sum())
     devices = []
-    for (device,), part in kernels.group_by("device"):
+    for part in kernels.partition_by("device"):
+        device = part["device"][0]
         spans, total = _spans(part), int((part["end_ns"] - part["start_ns"]).sum())
         devices.append((device, part.height, total, spans.total, difference(spans, compute.get(device, EMPTY)).total))
     size = pl.col("bytes")
-    described = trace.groups.select("group", pl.col("description").alias("group_description"))
+    described = trace.groups.select("group", group_description="description")
     collectives = (
         calls.group_by(keys)
         .agg(

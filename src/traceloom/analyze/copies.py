@@ -80,10 +80,7 @@ def copies(trace: Trace) -> Copies:
             )
             .drop("unsized")
         )
-    unions = [
-        union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total
-        for part in rows.partition_by(KEYS, maintain_order=True)
-    ]
+    unions = [union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total for part in rows.partition_by(KEYS)]
     instant = pl.col("ns") == 0
     rate = (pl.col("bytes") / pl.col("ns") * 1e9).filter(_TIMED)
     table = rows.group_by(KEYS, maintain_order=True).agg(
@@ -103,7 +100,8 @@ def copies(trace: Trace) -> Copies:
     # Up by the copy's own bandwidth where it begins, down where it ends
     timed = rows.filter(_TIMED)
     parts = [pl.DataFrame(schema=CURVE_SCHEMA)]
-    for (device, kind), part in timed.group_by("device", "kind", maintain_order=True):
+    for part in timed.partition_by("device", "kind"):
+        device, kind = part[keys].row(0)
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         rate = part["bytes"].to_numpy() / (end - start) * 1e9
         time, index = np.unique(np.concatenate([start, end]), return_inverse=True)

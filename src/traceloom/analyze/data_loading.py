@@ -133,12 +133,13 @@ def _spent(trace: Trace, called: Bools) -> pl.DataFrame:
     rows = np.flatnonzero((tree.nearest_or_self(called) >= 0)[pieces.owner])
     frame = pl.DataFrame(
         {
-            "step": nullable(pieces.step[rows], absent=int(NO_STEP)),
+            "step": nullable(pieces.step[rows], pl.Int32, int(NO_STEP)),
             "part": pl.Series(PARTS)[part[pieces.owner[rows]]],
             "ns": pieces.ns[rows],
-        }
+        },
+        schema=SPENT,
     )
-    return frame.cast(SPENT).group_by("step", "part").agg(pl.col("ns").sum()).sort("step", "part")
+    return frame.group_by("step", "part").agg(pl.col("ns").sum()).sort("step", "part")
 
 
 def loader_calls(trace: Trace) -> Ints:

@@ -117,20 +117,16 @@ def main_lane(trace: Trace) -> int | None:
     if not tree.row.size:
         return None
     category = column(trace, "category")[tree.row]
-    works = np.isin(category, [cat.CATEGORIES.index(name) for name in (cat.OP, *cat.LAUNCHES)])
+    is_work = np.isin(category, [cat.CATEGORIES.index(name) for name in (cat.OP, *cat.LAUNCHES)])
     over = tree.outermost_or_self(meaning(trace).phase == BACKWARD)
     events = np.bincount(tree.lane)
-    working = tree.lane[works & (over < 0)]
-    counts = (
-        pl.DataFrame({"works": np.bincount(working, minlength=events.size), "events": events})
-        .with_row_index("lane")
-        .cast(pl.Int64)
-        .filter(pl.col("events") > 0)
-        .join(trace.lanes.with_columns(pl.col("lane").cast(pl.Int64))[["lane", "process", "thread"]], on="lane")
-        .with_columns(first=(pl.col("process") == pl.col("thread")) & (pl.col("works") > 0))
-        .sort(["first", "works", "events", "lane"], descending=[True, True, True, False])
+    working = tree.lane[is_work & (over < 0)]
+    works = np.bincount(working, minlength=events.size)
+    first = set(trace.lanes["lane"].filter(trace.lanes["process"] == trace.lanes["thread"]))
+    return max(
+        np.flatnonzero(events).tolist(),
+        key=lambda lane: (lane in first and works[lane] > 0, works[lane], events[lane], -lane),
     )
-    return int(counts["lane"][0])
 
 
 def _pieces(trace: Trace, main: int | None) -> list[_LaneParts]:

@@ -210,8 +210,8 @@ def _producers(trace: Trace, gaps: Gaps, waited: Bools) -> tuple[Ints, Ints]:
     calls = trace.events.lazy().filter(
         pl.col("category").is_in(LAUNCHES), pl.col("name").str.contains(CALL, literal=True)
     )
-    for (thread,), part in calls.select("lane", "event", "start_ns").collect().group_by("lane"):
-        own = np.flatnonzero((lane == thread) & (launch >= 0))
+    for part in calls.select("lane", "event", "start_ns").collect().partition_by("lane"):
+        own = np.flatnonzero((lane == part["lane"][0]) & (launch >= 0))
         last = np.searchsorted(part["start_ns"].to_numpy(), start[own], side="left") - 1
         wait[at[own[last >= 0]]] = part["event"].to_numpy()[last[last >= 0]]
 

@@ -189,8 +189,8 @@ def _steps(trace: Trace) -> pl.DataFrame:
         {"step": step[in_step], "start": made.start[in_step], "end": made.end[in_step], "graph": in_graph}
     )
     busy = [0] * annotated.height  # time in which at least one piece of work of each step runs, on any stream
-    for (number,), part in work.group_by("step"):
-        busy[int(number)] = union(part["start"].to_numpy(), part["end"].to_numpy()).total
+    for part in work.partition_by("step"):
+        busy[part["step"][0]] = union(part["start"].to_numpy(), part["end"].to_numpy()).total
     added = work.group_by("step").agg(
         pl.col("start").min(),
         pl.col("end").max(),

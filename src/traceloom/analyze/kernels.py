@@ -51,8 +51,8 @@ def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
         .pipe(as_declared, KERNEL_SCHEMA)
     )
     unions = dict.fromkeys(CATEGORIES, 0)
-    for (category, _), part in work[["category", "device", "start_ns", "end_ns"]].group_by("category", "device"):
-        unions[str(category)] += union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total
+    for part in work[["category", "device", "start_ns", "end_ns"]].partition_by("category", "device"):
+        unions[part["category"][0]] += union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total
     sums = work.group_by("category").agg(pl.len().alias("count"), pl.col("duration_ns").sum().alias("total_ns"))
     by_category = (
         pl.DataFrame({"category": list(unions), "union_ns": list(unions.values())})

@@ -12,12 +12,12 @@ import polars as pl
 
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.queue_depth import QUEUES, HeldCalls, curve, held_up, of_devices, queues
-from traceloom.analyze.submissions import Submissions, plain, submissions
+from traceloom.analyze.submissions import UNKNOWN, Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.analyze.waits import stream_waits
 from traceloom.array_types import Bools
 from traceloom.model import Trace
-from traceloom.model.arrays import column
+from traceloom.model.arrays import column, nullable, row_numbers
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
@@ -130,9 +130,8 @@ def launches(trace: Trace) -> Launches:
             on="device",
             how="left",
         )
-        .with_columns(pl.col("launch_count", "late_count", "early_count").fill_null(0))
         .sort("device")
-        .with_columns(_or_null("device"))
+        .with_columns(_or_null("device"), pl.col("launch_count", "late_count", "early_count").fill_null(0))
     )
 
     # Every call that submitted GPU work: its first work (position), its row and duration.
@@ -151,7 +150,7 @@ def launches(trace: Trace) -> Launches:
         long.sum().alias("long_count"),
         call.filter(long).sum().alias("long_ns"),
     )
-    by_call = by_call.with_columns(names[by_call["code"]].alias("name"))
+    by_call = by_call.hstack([names[by_call["code"]].alias("name")])
     return Launches(
         totals=totals.pipe(as_declared, TOTALS),
         names=_by_name(names, times, "code"),
@@ -185,9 +184,9 @@ _OF_TIMES = (
 
 def _by_name(names: pl.Series, times: pl.DataFrame, key: str) -> pl.DataFrame:
     """Statistics by name of the work (`code`) or of its operator (`op`), the largest sum of delays first."""
-    coded = times.with_columns(pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code"))
-    table = coded.group_by("code", maintain_order=True).agg(*_OF_TIMES, pl.col("delay").sum().alias("sum"))
-    table = table.with_columns(names[table["code"]].alias("name"))
+    code = pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code")
+    table = times.group_by(code, maintain_order=True).agg(*_OF_TIMES, pl.col("delay").sum().alias("sum"))
+    table = table.hstack([names[table["code"]].alias("name")])
     return table.sort("sum", "name", descending=[True, False]).pipe(as_declared, NAMES)
 
 
@@ -215,16 +214,15 @@ def _outliers(
                 "kind": kind,
                 "duration_ns": length,
                 "start_ns": np.where(np.arange(at.size) < late.height, made.start[at] - length, made.call_start[at]),
-                "device": made.device[at],
-                "stream": made.stream[at],
-                "step": steps[pl.Series(step).set(pl.Series(step < 0), None).cast(pl.UInt32)],
+                "device": nullable(made.device[at], absent=UNKNOWN),
+                "stream": nullable(made.stream[at], absent=UNKNOWN),
+                "step": steps[row_numbers(step)],
                 "work": made.row[at],
                 "work_name": names[made.row[at]],
                 "launch": made.launch[at],
                 "launch_name": names[made.launch[at]],
             }
         )
-        .with_columns(_or_null("device"), _or_null("stream"))
         .sort("duration_ns", "start_ns", "kind", descending=[True, False, False])
         .cast(OUTLIERS)
     )
@@ -292,7 +290,7 @@ def _short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:
         .filter(pl.col("short_count") > 0)
     )
     return (
-        by_code.with_columns(words.names[by_code["code"]].alias("name"))
+        by_code.hstack([words.names[by_code["code"]].alias("name")])
         .sort("call_ns", "name", descending=[True, False])
         .pipe(as_declared, SHORT)
     )

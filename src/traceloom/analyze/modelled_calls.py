@@ -188,6 +188,8 @@ def _insides(
     kernels, the launching calls tell the grids.
     """
     names = [name for name in calls["name"].unique().to_list() if MODELS.looks_inside(name)]
+    if not names:
+        return {}
     events = trace.events.lazy()
     insides = {}
     for group, event in calls.filter(pl.col("name").is_in(names)).select("group", pl.col("event").list.first()).rows():
@@ -219,7 +221,7 @@ def _modelled(
 ) -> pl.DataFrame:
     """Each distinct call goes through its model once."""
     rows: list[tuple[object, ...]] = []
-    for group, *values in calls.select("group", *_INPUTS).rows():
+    for group, *values in calls[["group", *_INPUTS]].rows():
         inside, kernels = insides.get(group, ((), ()))
         if inside or kernels:
             work = MODELS.work(replace(_call(*values), inside=inside, kernels=kernels))

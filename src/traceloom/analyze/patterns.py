@@ -14,10 +14,11 @@ import polars as pl
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.repeats import chosen, maximal_repeats
-from traceloom.analyze.submissions import Submissions, plain, submissions
+from traceloom.analyze.submissions import UNKNOWN, Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
+from traceloom.model.arrays import nullable, row_numbers
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
@@ -126,21 +127,19 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     np.add.at(joins, low[of_fused], 1)
     np.add.at(joins, high[of_fused] - 1, -1)
     fusible = int(np.count_nonzero(np.cumsum(joins)))
-    where = pl.DataFrame({"device": made.device[low], "stream": made.stream[low], "step": made.step[low]})
-    where = where.select(pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name) for name in where.columns)
     occurrences = pl.DataFrame(
         {
             "sequence": np.repeat(np.arange(len(repeats)), counts),
-            "device": where["device"],
-            "stream": where["stream"],
-            "step": trace.steps["step"][where["step"].cast(pl.UInt32)],
+            "device": nullable(made.device[low], absent=UNKNOWN),
+            "stream": nullable(made.stream[low], absent=UNKNOWN),
+            "step": trace.steps["step"][row_numbers(made.step[low])],
             "first": made.row[low],
             "last": made.row[high - 1],
             "start_ns": made.start[low],
             "span_ns": sums["span_ns"],
         }
     ).cast(OCCURRENCES)
-    in_steps = occurrences.filter(pl.col("step").is_not_null()).with_columns(pl.lit(1, pl.Int64).alias("call_count"))
+    in_steps = occurrences.with_columns(pl.lit(1, pl.Int64).alias("call_count"))
     spread = per_step(in_steps, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
     steps = spread.pipe(as_declared, STEPS).sort("sequence")
     sequences = sequences.pipe(as_declared, SEQUENCES)

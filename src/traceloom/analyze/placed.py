@@ -118,17 +118,14 @@ def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> PlacedC
         .otherwise(pl.lit("assumed")),
     )
     keys = ["device", "arithmetic", "matrix"]
-    kinds = calls.select(keys).unique()
+    kinds = calls[keys].unique()
     rates: list[tuple[float | None, float | None]] = []
     for device, arithmetic, matrix in kinds.rows():
         highest = peak if device is None else device_peaks.get(device)
         rates.append(
             (highest.rate(arithmetic, matrix=matrix), highest.memory) if isinstance(highest, Peak) else (None, None)
         )
-    table = kinds.with_columns(
-        pl.Series("rate", [rate for rate, _ in rates], dtype=pl.Float64),
-        pl.Series("memory_rate", [memory for _, memory in rates], dtype=pl.Float64),
-    )
+    table = kinds.hstack(pl.DataFrame(rates, schema={"rate": pl.Float64, "memory_rate": pl.Float64}, orient="row"))
     calls = calls.join(table, on=keys, how="left", nulls_equal=True, maintain_order="left")
     compute = pl.when(pl.col("flops") == 0).then(0.0).otherwise(pl.col("flops") / pl.col("rate") * 1e9)
     calls = calls.with_columns(compute_ns=compute, memory_ns=pl.col("bytes") / pl.col("memory_rate") * 1e9)

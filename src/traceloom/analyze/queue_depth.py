@@ -13,6 +13,7 @@ from traceloom.analyze.submissions import UNKNOWN, Submissions, plain
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Ints
 from traceloom.model import Trace
+from traceloom.model.arrays import nullable
 from traceloom.model.frames import schema
 
 DEEP = 900
@@ -61,18 +62,15 @@ def curve(made: Submissions) -> pl.DataFrame:
     depths = _curve(made)
     bounds = made.bounds()[:-1]
     lane_start = bounds[depths.lane] if bounds.size else depths.lane
-    return (
-        pl.DataFrame(
-            {
-                "device": made.device[lane_start],
-                "stream": made.stream[lane_start],
-                "time_ns": depths.time,
-                "launches": depths.launches,
-                "works": depths.works,
-            }
-        )
-        .with_columns(pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name) for name in ("device", "stream"))
-        .cast(CURVE)
+    return pl.DataFrame(
+        {
+            "device": nullable(made.device[lane_start], pl.Int32, UNKNOWN),
+            "stream": nullable(made.stream[lane_start], pl.Int64, UNKNOWN),
+            "time_ns": depths.time,
+            "launches": depths.launches,
+            "works": depths.works,
+        },
+        schema=CURVE,
     )
 
 
@@ -186,4 +184,4 @@ def thinned(curve: pl.DataFrame, points: int) -> pl.DataFrame:
     low, span = time.min().over(keys), (time.max() - time.min()).over(keys)
     part = pl.when(span > 0).then((time - low) * (points - 1) // pl.max_horizontal(span, 1)).otherwise(0)
     parts = curve.with_columns(part.alias("part")).group_by(*keys, "part", maintain_order=True)
-    return parts.agg(time.first(), pl.col("launches").max(), pl.col("works").max()).drop("part").select(list(CURVE))
+    return parts.agg(time.first(), pl.col("launches").max(), pl.col("works").max())[list(CURVE)]

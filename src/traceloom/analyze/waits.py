@@ -55,13 +55,13 @@ def stream_waits(trace: Trace) -> tuple[Bools, bool]:
 
     # device, stream, lane and start of the launch call of each work, and that of the work before it
     work = gpu_work(trace)[["event", "device", "stream", "launch"]]
-    work = work.with_columns(
-        trace.events["lane"][work["launch"]], trace.events["start_ns"][work["launch"]].alias("call_ns")
-    ).with_columns(pl.col("call_ns").shift(1).over("device", "stream").alias("previous_ns"))
-    wait_times = {key: part["wait_ns"].sort().to_numpy() for key, part in waits.group_by(keys)}
-    for key, part in work.filter(pl.col("call_ns").is_not_null()).group_by(keys):
-        if (times := wait_times.get(key)) is not None:
-            earliest = part["previous_ns"].fill_null(np.iinfo(np.int64).min).to_numpy()
-            before = np.searchsorted(times, part["call_ns"].to_numpy(), side="left")
-            waited[part["event"].to_numpy()] = before > np.searchsorted(times, earliest, side="right")
+    called = trace.events[["lane", "start_ns"]][work["launch"]].get_columns()
+    previous = pl.col("start_ns").shift(1).over("device", "stream").fill_null(np.iinfo(np.int64).min)
+    work = work.hstack(called).with_columns(previous_ns=previous).drop_nulls("start_ns")
+    wait_times = {part[keys].row(0): part["wait_ns"].sort().to_numpy() for part in waits.partition_by(keys)}
+    for part in work.partition_by(keys):
+        if (times := wait_times.get(part[keys].row(0))) is not None:
+            before = np.searchsorted(times, part["start_ns"].to_numpy(), side="left")
+            after = np.searchsorted(times, part["previous_ns"].to_numpy(), side="right")
+            waited[part["event"].to_numpy()] = before > after
     return waited, recorded

@@ -94,9 +94,9 @@ def _detail(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, at:
         bounds = lateness.base_of_part[of], lateness.start_of_part[of]
         first, last = np.searchsorted(details["stretch"].to_numpy(), bounds).tolist()
         times.append(details[first:last])
-    weight = pl.Series(np.repeat([max(others.size, 1), *[-1] * others.size], [time.height for time in times]))
-    more = pl.concat(times).with_columns(ns=pl.col("ns") * weight).filter(pl.col("class") == cause)
-    more = more.group_by("name").agg(pl.col("ns").sum())
+    weight = np.repeat([max(others.size, 1), *[-1] * others.size], [time.height for time in times])
+    more = pl.concat(times).hstack([pl.Series("weight", weight)]).filter(pl.col("class") == cause)
+    more = more.group_by("name").agg((pl.col("ns") * pl.col("weight")).sum())
     largest = more.filter(pl.col("ns") > 0).sort("ns", "name", descending=[True, False]).head(2)
     clauses = [f"{name} +{duration(round(ns / max(others.size, 1)))}" for name, ns in largest.rows()]
     return "; ".join(clauses) or None

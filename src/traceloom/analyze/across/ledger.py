@@ -25,7 +25,6 @@ CLASSES = (COMPUTE, COMMUNICATION, MEMORY, *CAUSES)
 
 ClassType = pl.Enum(CLASSES)
 DETAIL_SCHEMA = schema("stretch class name ns", {"class": ClassType})
-_NUMBER = {name: number for number, name in enumerate(CLASSES)}
 _HOST_NAMES = list(HOST_CAUSES)
 _MOST_NAMES = 6  # per stretch and class: what else ran there is in the sums
 
@@ -86,7 +85,7 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
         gaps = idle(trace).gaps.filter(pl.col("device") == device)
         idling = gaps.select("start_ns", "duration_ns", pl.col("cause").cast(pl.String), name="host_activity")
         # before the first and after the last GPU work: what the main thread did, cut at the moments
-        first, last = of_device.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+        first, last = of_device["start_ns"].to_numpy().min(), of_device["end_ns"].to_numpy().max()
         before, after = moments[:-1] < first, moments[1:] > last
         start = np.concatenate([moments[:-1][before], np.maximum(moments[:-1][after], last)])
         end = np.concatenate([np.minimum(moments[1:][before], first), moments[1:][after]])
@@ -97,7 +96,7 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
         waiting = waits["cause"].is_in(["host_unobserved", "host_blocking_call", "host_lock"]).to_numpy()
         meant = pl.Series(talks[np.minimum(stretch, max(talks.size - 1, 0))] & waiting if talks.size else waiting)
         waits = waits.with_columns(pl.when(meant).then(pl.lit(COMMUNICATION)).otherwise("cause").alias("cause"))
-    cause = waits["cause"].replace_strict(_NUMBER, return_dtype=pl.Int64).to_numpy()
+    cause = waits["cause"].cast(ClassType).to_physical().to_numpy()
     waited = np.zeros_like(sums)  # a wait counts from the end of its stretch on
     np.add.at(waited, (np.minimum(stretch + 1, moments.size - 1), cause), waits["duration_ns"].to_numpy())
     sums += np.cumsum(waited, axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,6 +17,7 @@ from traceloom.analyze.phases import BACKWARD, FORWARD, LOADING, OPTIMIZER, PHAS
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import contains
 from traceloom.model import Trace
+from traceloom.model.arrays import column, row_numbers
 
 WhereType = pl.Enum(["device", "host"])
 PhaseType = pl.Enum(PHASES)
@@ -26,6 +28,7 @@ FIELDS = (
 """What the file can say of a collective."""
 
 _OWN_BYTES = ("in_bytes", "out_bytes", "in_splits", "out_splits", "bytes", "sequence")
+_OF_AMD = re.compile(r"\bMI\d|AMD|Radeon", re.IGNORECASE)
 _LEVELS = 4  # annotation > (op >) launch; more than enough, and bounded
 
 
@@ -50,18 +53,25 @@ def _calls(trace: Trace, rules: tuple[Rule, ...] = ()) -> pl.DataFrame:
     kernels = gpu_work(trace, rules).filter(pl.col("category") == "communication")
     descriptions = described(trace)
     on_host = host_calls(trace, descriptions)
-    of_amd = trace.devices["name"].fill_null("").str.contains(r"(?i)\bMI\d|AMD|Radeon")
-    amd = any(name.startswith(("hip", "roc")) for name in trace.meta.versions) or bool(of_amd.any())
+    amd = any(name.startswith(("hip", "roc")) for name in trace.meta.versions)
+    amd |= any(_OF_AMD.search(name or "") is not None for name in trace.devices["name"])
     # the annotation (`nccl:all_to_all`) around each launch, within a few levels
-    above = kernels["launch"]
-    around = pl.Series([None] * above.len(), dtype=above.dtype)
-    for _ in range(_LEVELS if on_host.height else 0):
-        above = trace.events["parent"][above]
-        called = pl.lit(above).is_in(pl.lit(on_host["event"]).implode())
-        around = pl.select(pl.coalesce(around, pl.when(called).then(above))).to_series()
+    around = np.full(kernels.height, -1)
+    if on_host.height and kernels.height:
+        above = kernels["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
+        parent, is_call = column(trace, "parent", -1), np.zeros(trace.events.height + 1, dtype=np.bool_)
+        is_call[on_host["event"].to_numpy()] = True
+        for _ in range(_LEVELS):
+            above = np.where(above >= 0, parent[above], -1)
+            around = np.where((around < 0) & is_call[above], above, around)
+    annotation = row_numbers(around)
     # a kernel's own arguments, else those of the op that launched it, else those of the annotation, else its name
     sources = []
-    for events, descriptions_of in ((kernels["event"], descriptions), (kernels["op"], descriptions), (around, on_host)):
+    for events, descriptions_of in (
+        (kernels["event"], descriptions),
+        (kernels["op"], descriptions),
+        (annotation, on_host),
+    ):
         # sizes only where the event comes once, or they would count several times
         joined = events.to_frame("event").with_columns(once=pl.col("event").is_unique() & pl.col("event").is_not_null())
         joined = joined.join(descriptions_of, on="event", how="left", maintain_order="left")
@@ -80,14 +90,16 @@ def _calls(trace: Trace, rules: tuple[Rule, ...] = ()) -> pl.DataFrame:
         at = tree.position[on_host["event"].to_numpy()]
         inside_ns = tree.subtree_sums(np.where(part, tree.span_ns(), 0))
         others_ns = np.where(around_passes(trace)[at] & ~part[at], inside_ns[at], 0)
+    names = trace.events["name"][on_host["event"]].alias("name")
     hosted = on_host.with_columns(
-        trace.events["name"][on_host["event"]].alias("name"),
+        names,
         pl.lit(None, pl.UInt32).alias("launch"),
         pl.lit(None, pl.UInt32).alias("op"),
         pl.lit(None, pl.Int32).alias("device"),
         pl.lit(None, pl.Int64).alias("stream"),
+        backend=pl.lit(names).str.extract(r"^(\w+):").str.to_lowercase(),
         end_ns=pl.col("end_ns") - pl.Series(others_ns, dtype=pl.Int64),
-    ).with_columns(pl.col("name").str.extract(r"^(\w+):").str.to_lowercase().alias("backend"))
+    )
     return pl.concat([_placed(trace, kernels, "device"), _placed(trace, hosted, "host")])
 
 
@@ -126,7 +138,8 @@ def _phases(trace: Trace, events: pl.Series) -> pl.Series:
     if not events.len() or not tree.row.size:
         return none
     phase_of = meaning(trace).phase
-    at = np.where(events.is_not_null().to_numpy(), tree.position[events.fill_null(0).to_numpy()], -1)
+    rows = events.cast(pl.Int64).fill_null(-1).to_numpy()
+    at = np.where(rows >= 0, tree.position[rows], -1)
     phased = np.isin(phase_of, (FORWARD, BACKWARD, OPTIMIZER))
     nearest = tree.nearest_or_self(phased)
     source = np.where(at >= 0, nearest[np.maximum(at, 0)], -1)

@@ -132,10 +132,10 @@ def _rows(trace: Trace, rules: tuple[Rule, ...] = (), peak_gb_per_s: float | Non
     exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
     columns = ["event", "device", "stream", "start_ns", "end_ns", "launch"]
     compute = gpu_work(trace, rules).filter(pl.col("category") == "compute")[columns]
-    of_device = compute.partition_by("device", as_dict=True)
-    for (device,), part in kernels.with_row_index("row").partition_by("device", as_dict=True).items():
+    of_device = {part["device"][0]: part for part in compute.partition_by("device")}
+    for part in kernels.with_row_index("row").partition_by("device"):
         row = part["row"].to_numpy()
-        beside = of_device.get((device,))
+        beside = of_device.get(part["device"][0])
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         if beside is None:
             exposed_ns[row] = end - start

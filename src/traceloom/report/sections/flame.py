@@ -85,10 +85,10 @@ class FlameSection(Section[tuple[Flame, int]]):
         if kept.height > MOST_FRAMES:
             kept = kept.sort(weight, descending=True, maintain_order=True).head(MOST_FRAMES).sort("node")
         number = pl.Series("node", range(kept.height), dtype=pl.UInt32)
-        above = kept.select(parent="node", above=number)
-        above = kept[["parent"]].join(above, on="parent", how="left", maintain_order="left")["above"].alias("parent")
-        columns = [series for series in kept.with_columns(number, above) if series.name != "rank"]
-        return replace(profile, frames=pl.DataFrame(columns), functions=functions), profile.frames.height
+        numbered = kept.select(parent="node", above=number)
+        above = kept[["parent"]].join(numbered, on="parent", how="left", maintain_order="left")["above"]
+        tree = kept.with_columns(number, above.alias("parent")).drop("rank")
+        return replace(profile, frames=tree, functions=functions), profile.frames.height
 
     def build(self, study: Study[tuple[Flame, int]], absent: Absent) -> Row | None:
         index = next((k for k, (flame, _) in enumerate(study.results) if flame.frames.height), None)

@@ -90,11 +90,11 @@ class KindsSection(Section[Frames]):
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         kinds = analyze.kernel_kinds(trace, options.kind_rules)
         fill = analyze.kernel_efficiency(trace)
-        devices = kinds.devices.select("device", "window_ns", "busy_ns", "idle_ns").join(
+        devices = kinds.devices[["device", "window_ns", "busy_ns", "idle_ns"]].join(
             fill.devices.drop("window_ns"), on="device", how="left", nulls_equal=True, maintain_order="left"
         )
         return {
-            "devices": devices.select(list(_DEVICES)),
+            "devices": devices[list(_DEVICES)],
             "kinds": kinds.kinds.filter(pl.col("count") > 0).sort("device", "sum_ns", descending=[False, True]),
             "rules": kinds.rules,
             "per_step": kinds.per_step.pipe(as_declared, _USUAL),

@@ -23,14 +23,14 @@ class MemorySection(CoreSection):
         """Peaks by device, and the curve of each as columns."""
         curves: list[Row] = []
         for rank in study.results:
-            for (kind, device), values in rank.memory.curve.group_by("device_type", "device", maintain_order=True):
+            for values in rank.memory.curve.partition_by("device_type", "device"):
                 if values["reserved_bytes"].null_count():
                     absent.say("memory.curve[*].reserved_bytes[*]")
                 curves.append(
                     {
                         "rank": absent.value(rank.trace.rank, "memory.curve[*].rank"),
-                        "device_type": kind,
-                        "device": device,
+                        "device_type": values["device_type"][0],
+                        "device": values["device"][0],
                         "time_ns": (values["time_ns"] - absent.epoch_ns).to_list(),
                         "allocated_bytes": values["allocated_bytes"].to_list(),
                         "reserved_bytes": values["reserved_bytes"].to_list(),
