@@ -62,8 +62,8 @@ class Joining:
             try:
                 if request.state == "stitching":
                     async with self._one:
-                        capture = await asyncio.to_thread(self._join, request)
-                    request = stitched(request, capture, self.desk.clock())
+                        capture, faults = await asyncio.to_thread(self._join, request)
+                    request = stitched(request, capture, self.desk.clock(), faults)
                     await self.desk.put(request)
                 fault = await self._analysed(request.capture)
                 break
@@ -93,8 +93,8 @@ class Joining:
                 return tasks[-1].error or "it could not be analysed"
             await asyncio.sleep(_LOOK_S)
 
-    def _join(self, request: FleetRequest) -> str:
-        """Stitch, and put the capture into the store; its name. Done again it gives the same."""
+    def _join(self, request: FleetRequest) -> tuple[str, list[str]]:
+        """Stitch, and put the capture into the store; its name, and what was wrong. Done again it gives the same."""
         parts = [
             HostPart(host=host, folder=self.desk.incoming / request.id / host, clock=progress.clock)
             for host, progress in request.hosts.items()
@@ -107,7 +107,8 @@ class Joining:
         }  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="traceloom-", dir=self.desk.incoming) as temporary:
             whole = Path(temporary, "capture")
-            for fault in stitch(parts, whole, asked):
+            faults = stitch(parts, whole, asked)
+            for fault in faults:
                 LOG.warning("request %s: %s", request.id, fault)
             paths, announced = sorted(whole.iterdir()), []
             for path in paths:
@@ -126,4 +127,4 @@ class Joining:
                     self.pipeline.objects.put_file(f"{folder_of(record)}/{path.name}", path)
                 self.pipeline.state.complete_capture(record.id, __version__)
                 self.pipeline.look()
-        return record.id
+        return record.id, faults

@@ -112,14 +112,14 @@ def live(hosts: Mapping[str, HostNow], asked: LiveParameters, now_ns: int) -> Li
             elif asked.by == "job" and process is not None and process.job:
                 groups[process.job, "", ""].add(host, now, device, process)
     rows = []
-    for job, host, device in sorted(groups)[: asked.top]:
-        group = groups[job, host, device]
+    for job, at, uuid in sorted(groups)[: asked.top]:
+        group = groups[job, at, uuid]
         busy, rate = group.values("gpu_busy_ratio"), min(group.rates, default=None)
         rows.append(
             LiveRow(
                 job=job or ", ".join(sorted(group.jobs)),
-                host=host or ", ".join(sorted({at for at, _ in group.devices})),
-                device=device,
+                host=at or ", ".join(sorted({host for host, _ in group.devices})),
+                device=uuid,
                 heard_ns=min(group.heard_ns),
                 devices=len(group.devices),
                 busy=sum(busy) / len(busy) if busy else None,

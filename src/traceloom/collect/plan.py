@@ -9,7 +9,7 @@ Hosts that do not keep up are left out with a reason; the others do not wait for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -218,14 +218,14 @@ def advanced(request: FleetRequest, now_ns: int) -> FleetRequest:
     return request
 
 
-def stitched(request: FleetRequest, capture: str, now_ns: int) -> FleetRequest:
-    """The request whose parts have become a capture."""
-    return _to(replace(request, capture=capture), "analysing", now_ns)
+def stitched(request: FleetRequest, capture: str, now_ns: int, faults: Sequence[str] = ()) -> FleetRequest:
+    """The request whose parts have become a capture; `faults`: what was wrong with parts."""
+    return _to(replace(request, capture=capture), "analysing", now_ns, detail="; ".join(faults)[:4000])
 
 
 def analysed(request: FleetRequest, now_ns: int, fault: str = "") -> FleetRequest:
     """The request whose capture is analysed, or cannot be (`fault`); `partial` where something of a host is missing."""
-    missing = _names(request)
+    missing = "; ".join(filter(None, (_names(request), request.detail)))[:4000]
     late = []
     for host, progress in request.hosts.items() if not request.start_step else ():
         behind_ns = max((of.start_ns - progress.at_ns for of in progress.targets if of.start_ns is not None), default=0)

@@ -140,10 +140,10 @@ class Service:
 
     def check(self) -> forms.FleetCheckAnswer:
         """Try what the service stands on."""
-        counts, name = self.state.counts(), f"checks/{secrets.token_hex(8)}"
+        counts = self.state.counts()
         checks = [
             forms.FleetCheck(name="state", works=True, text=self.state.where),
-            self._tried("files", self.objects.url, lambda: (self.objects.put(name, b"x"), self.objects.delete(name))),
+            self._tried("files", self.objects.url, self._write),
             self._tried("tables", self.tables.url, lambda: self.tables.scan("captures")),
             self._tried("engine", "", self.pipeline.engine.check),
         ]
@@ -159,6 +159,11 @@ class Service:
         except TraceloomError as error:
             return forms.FleetCheck(name=name, works=False, text=str(error), help=error.hint)
         return forms.FleetCheck(name=name, works=True, text=where or str(answer))
+
+    def _write(self) -> None:
+        name = f"checks/{secrets.token_hex(8)}"
+        self.objects.put(name, b"x")
+        self.objects.delete(name)
 
     def metrics(self) -> bytes:
         """All series, as text for Prometheus."""

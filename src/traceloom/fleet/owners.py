@@ -46,8 +46,15 @@ def periods(jobs: pl.LazyFrame, owners: pl.LazyFrame, rules: Sequence[OwnerRule]
     of_rules = pl.DataFrame({"from_ns": [EARLIEST, *dated]}, schema={"from_ns": pl.Int64})
     marks.append(pl.DataFrame({"job": every}).join(of_rules, how="cross"))
     times = pl.concat(marks).drop_nulls().unique().sort("job", "from_ns")
-    facts = _at(times, own)
-    by_people = _at(times, people)
+    facts = times.join_asof(
+        own.sort("job", "valid_from_ns"), left_on="from_ns", right_on="valid_from_ns", by="job", check_sortedness=False
+    )
+    # One that began later and is over hides none that still holds.
+    valid = times.join(people, on="job").filter(
+        pl.col("valid_from_ns") <= pl.col("from_ns"), pl.col("valid_to_ns").fill_null(LATEST) > pl.col("from_ns")
+    )
+    latest = valid.sort("valid_from_ns", maintain_order=True).unique(["job", "from_ns"], keep="last")
+    by_people = times.join(latest, on=["job", "from_ns"], how="left", maintain_order="left")
     columns = []
     for name in DIMENSIONS:
         by_rules = [pl.when(_matches(rule)).then(pl.lit(rule.set[name])) for rule in rules if name in rule.set]
@@ -79,17 +86,6 @@ def fits(text: pl.Expr, pattern: str) -> pl.Expr:
     # of Rust's engine, whose time is linear whatever the pattern
     signs = (".*" if sign == "*" else "." if sign == "?" else re.escape(sign) for sign in pattern)
     return text.str.contains(f"(?s)^{''.join(signs)}$").fill_null(False)
-
-
-def _at(times: pl.DataFrame, statements: pl.DataFrame) -> pl.DataFrame:
-    """What holds from each time on: the statement that began last, while it is valid; null columns where none is."""
-    latest = times.join_asof(
-        statements.sort("job", "valid_from_ns"), left_on="from_ns", right_on="valid_from_ns", by="job",
-        check_sortedness=False,
-    )  # fmt: skip
-    over = pl.col("valid_from_ns").is_null() | (pl.col("valid_to_ns").fill_null(LATEST) <= pl.col("from_ns"))
-    kept = [name for name in statements.columns if name not in ("job", *_VALID)]
-    return latest.with_columns(pl.when(~over).then(name).alias(name) for name in kept)
 
 
 def _matches(rule: OwnerRule) -> pl.Expr:
