@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import pickle
@@ -63,7 +64,7 @@ def _retyped(content: bytes, chance: random.Random) -> tuple[str, bytes] | None:
         if not places:
             break
         holder, key = chance.choice(places)
-        value = chance.choice(_ODD)
+        value = copy.deepcopy(chance.choice(_ODD))  # a list may come into itself else
         if isinstance(holder, dict) and chance.random() < 0.15:
             holder[chance.choice(["", "x", "\ud83d", _LONG])] = holder.pop(key)
             done.append(f"key {key!r} renamed")
