@@ -67,7 +67,15 @@ class MetricWatch:
                     continue
                 since_ns, words = seen.at_ns, f"was absent for {(now_ns - seen.at_ns) / 1e9:.0f} s"
             elif seen.since_ns is not None and seen.at_ns - seen.since_ns >= rule.for_seconds * 1e9:
-                since_ns, words = seen.since_ns, self._sentence(seen)
+                measure, since_ns = unit(self.matching.metric), seen.since_ns
+                value = _written(seen.value, measure)
+                if rule.changed is not None:
+                    apart = seen.greatest[0][1] - seen.least[0][1]
+                    words = f"changed by {_written(apart, measure)} within {rule.within:g} s, to {value}"
+                else:
+                    side, limit = ("above", rule.above) if rule.above is not None else ("below", rule.below)
+                    lasting = f" for {rule.for_seconds:g} s" if rule.for_seconds else ""
+                    words = f"is {value}, {side} {_written(limit or 0.0, measure)}{lasting}"
             else:
                 continue
             names = METRICS[self.matching.metric].labels
@@ -118,16 +126,6 @@ class MetricWatch:
         # What is not there is not above anything; an absent one is kept until those whom it was of are gone.
         for labels in gone if rule.absent is None else gone[:-_MOST_GONE]:
             del self._series[labels]
-
-    def _sentence(self, seen: _SeriesSeen) -> str:
-        rule, measure = self.rule, unit(self.matching.metric)
-        value = _written(seen.value, measure)
-        if rule.changed is not None:
-            apart = seen.greatest[0][1] - seen.least[0][1]
-            return f"changed by {_written(apart, measure)} within {rule.within:g} s, to {value}"
-        side, limit = ("above", rule.above) if rule.above is not None else ("below", rule.below)
-        lasting = f" for {rule.for_seconds:g} s" if rule.for_seconds else ""
-        return f"is {value}, {side} {_written(limit or 0.0, measure)}{lasting}"
 
 
 def _written(value: float, measure: str) -> str:
