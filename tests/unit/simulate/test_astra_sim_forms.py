@@ -189,3 +189,31 @@ def test_a_dimension_of_one_is_none() -> None:
         with pytest.raises(UsageError, match="at least 2 NPUs") as refused:
             astra_sim.network("Ring,Ring", sizes, "50,50", "1,1")
         assert refused.value.slug == "bad-astra-sim-config"
+
+
+@pytest.mark.parametrize("aware", [False, True])
+@pytest.mark.parametrize(
+    ("bandwidth", "latency", "delay", "us"),
+    [
+        ("1e-300", "1", 10, 1),
+        ("1", "1e300", 10, 1),
+        ("1", "1e18", 10, 1),
+        ("1", "1", 10**18, 1),
+        ("1", "1", 10, 10**15),
+    ],
+    ids=["no bandwidth", "latency without end", "long latency", "long delay", "long work"],
+)
+def test_what_takes_longer_than_anybody_can_wait_is_refused(
+    bandwidth: str, latency: str, delay: int, us: int, aware: bool, tmp_path: Path
+) -> None:
+    own = [
+        node(1, us=us, is_cpu_op=False),
+        collective(2, size=4_000, deps=[1], is_cpu_op=False),
+        collective(3, "ALL_TO_ALL", 4_000, deps=[2], is_cpu_op=False),
+    ]
+    read = astra_sim.workload(write_set(tmp_path / "set", own, own, own))
+    for implementation in ("ring", "direct"):
+        system = astra_sim.system(implementation, endpoint_delay=delay)
+        with pytest.raises(UsageError, match="more than 100 days") as refused:
+            simulate(read, astra_sim.network("Ring", "3", bandwidth, latency), system, aware=aware)
+        assert refused.value.slug == "times-too-long"

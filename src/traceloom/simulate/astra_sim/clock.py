@@ -6,7 +6,33 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
+import numpy as np
+
+from traceloom.array_types import Floats, Ints
+from traceloom.errors import UsageError
+from traceloom.retime.plan import LONGEST_NS
+
 Event = Callable[[Any], None]
+
+
+def too_long() -> UsageError:
+    """The error for what takes longer than anybody can wait."""
+    return UsageError(
+        "these times add up to more than 100 days",
+        slug="times-too-long",
+        hint="bandwidths are in 2^30 B/s, latencies in ns, durations in microseconds",
+    )
+
+
+def whole_ns(times: Floats) -> Ints:
+    """Times in whole ns, rounded down.
+
+    Raises:
+        UsageError: slug `times-too-long`.
+    """
+    if times.size and not times.max() < LONGEST_NS:
+        raise too_long()
+    return times.astype(np.int64)
 
 
 class Clock:
@@ -22,9 +48,15 @@ class Clock:
         self._events: dict[int, list[tuple[Event, Any]]] = {}
 
     def at(self, time: int, event: Event, what: Any = None) -> None:
-        """Call `event(what)` at a time that is not before now."""
+        """Call `event(what)` at a time that is not before now.
+
+        Raises:
+            UsageError: slug `times-too-long`.
+        """
         events = self._events.get(time)
         if events is None:
+            if not self.now <= time < LONGEST_NS:
+                raise too_long()
             self._events[time] = [(event, what)]
             heappush(self._times, time)
         else:

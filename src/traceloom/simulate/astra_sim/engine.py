@@ -14,7 +14,7 @@ import numpy as np
 
 from traceloom.array_types import Ints
 from traceloom.errors import UsageError
-from traceloom.simulate.astra_sim.clock import Clock
+from traceloom.simulate.astra_sim.clock import Clock, too_long, whole_ns
 from traceloom.simulate.astra_sim.collectives import CollectivePhase, Dimensions
 from traceloom.simulate.astra_sim.custom import Actions, Carried
 from traceloom.simulate.astra_sim.network import AnalyticalNetwork, Links
@@ -175,10 +175,17 @@ class AstraEngine:
         self._everybody = tuple(range(len(ranks)))
 
     def run(self) -> None:
-        """Run to the end, or until nothing can go on."""
-        for rank in self.ranks:
-            self._issue(rank)
-        self.clock.run()
+        """Run to the end, or until nothing can go on.
+
+        Raises:
+            UsageError: slug `times-too-long`.
+        """
+        try:
+            for rank in self.ranks:
+                self._issue(rank)
+            self.clock.run()
+        except OverflowError as error:  # of a time without end
+            raise too_long() from error
 
     def _issue(self, rank: RunningRank) -> None:
         """Begin what is ready and has its slot free, in the order of ids."""
@@ -436,5 +443,5 @@ class AstraEngine:
         assert self._link_free is not None
         taken = np.maximum(sent_ns, self._link_free[source, target])
         occupied = size / self._fabric.bytes_per_ns(0)
-        self._link_free[source, target] = taken + occupied.astype(np.int64)
-        return taken + (self._fabric.latencies[0] + occupied).astype(np.int64)
+        self._link_free[source, target] = taken + whole_ns(occupied)
+        return taken + whole_ns(self._fabric.latencies[0] + occupied)

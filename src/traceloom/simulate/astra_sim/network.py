@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from traceloom.array_types import Floats, Ints
-from traceloom.simulate.astra_sim.clock import Clock
+from traceloom.simulate.astra_sim.clock import Clock, whole_ns
 
 Arrive = Callable[[Any], None]
 Link = tuple[int, int]
@@ -49,7 +49,7 @@ class AnalyticalNetwork:
             time: Floats = hops * self.latencies[d] + size / self.bytes_per_ns(d)
             delay = np.where(crosses, time, delay)
             stride *= count
-        return delay.astype(np.int64)
+        return whole_ns(delay)
 
     def delay(self, source: int, target: int, size: int) -> int:
         """How long one message takes that meets no others, in ns."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from traceloom.array_types import Bools, Ints
 from traceloom.schedules import Round, Schedule
-from traceloom.simulate.astra_sim.clock import Clock, Event
+from traceloom.simulate.astra_sim.clock import Clock, Event, whole_ns
 from traceloom.simulate.astra_sim.collectives import CollectivePhase
 from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues, Stream
 
@@ -98,7 +98,7 @@ def _sends_first(schedule: Schedule) -> Bools:
 
 def _reduction(part: Round, memory_rate: float) -> Ints:
     """What reducing takes: the message is read twice and written once."""
-    reading: Ints = (part.reduced / memory_rate * 1e9).astype(np.int64)
+    reading = whole_ns(part.reduced / memory_rate * 1e9)
     return 3 * reading
 
 
