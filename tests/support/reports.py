@@ -62,6 +62,43 @@ def check_sums(document: dict[str, Any]) -> None:
         assert math.isclose(shares, float(any(row[whole] for row in rows)), rel_tol=1e-6)
 
 
+def check_sums_of_sections(document: dict[str, Any]) -> None:
+    """The parts of each section of a whole run add up, as docs/reference/report-json.md says."""
+    if path := document["critical_path"]:
+        for rows in (path["classes"], path["ranks"]):
+            assert sum(row["duration_ns"] for row in rows) == path["window_ns"]
+        on_lanes = sum(row["duration_ns"] for row in path["stretches"])
+        assert on_lanes <= path["window_ns"]
+        assert path["omitted_stretch_count"] or on_lanes == path["window_ns"]
+    devices = {(rank["rank"], device["device"]): device for rank in document["ranks"] for device in rank["devices"]}
+    kinds, unique = document["kinds"], len({rank["rank"] for rank in document["ranks"]}) == len(document["ranks"])
+    if kinds and unique:
+        for rows, field in ((kinds["kinds"], "idle_ns"), (kinds["bounds"], "")):
+            alone = _by(rows, "exclusive_ns", "rank", "device")
+            for key, ns in alone.items():
+                device = devices[key]
+                assert ns == (device["window_ns"] - device[field] if field else device["busy_ns"]), key
+        shapes = document["kernel_shapes"]
+        if shapes and shapes["rows"]:
+            of_rank, work = _by(shapes["rows"], "total_ns", "rank"), _by(kinds["kinds"], "sum_ns", "rank")
+            for row in shapes["ranks"]:
+                assert of_rank[row["rank"],] + row["rest_ns"] == row["total_ns"] == work[row["rank"],]
+    for row in (document["blocking_calls"] or {}).get("sites") or []:
+        assert row["gpu_busy_ns"] is None or row["gpu_busy_ns"] + row["gpu_idle_ns"] == row["blocked_ns"]
+    for row in (document["pipeline"] or {}).get("steps") or []:
+        assert row["compute_ns"] + row["other_ns"] + row["bubble_ns"] == row["window_ns"]
+    for row in (document["slow_steps"] or {}).get("steps") or []:
+        assert row["duration_ns"] - row["median_ns"] == row["over_ns"]
+
+
+def _by(rows: list[dict[str, Any]], field: str, *keys: str) -> dict[tuple[Any, ...], int]:
+    """The sum of a field over the rows that have the same keys."""
+    sums: dict[tuple[Any, ...], int] = defaultdict(int)
+    for row in rows:
+        sums[tuple(row[key] for key in keys)] += row[field]
+    return sums
+
+
 def check_nulls(document: dict[str, Any]) -> None:
     """Every null, and every empty list of what was asked for, has its reason."""
     explained = {entry["path"] for entry in document["absent"]}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traceloom.errors import UsageError, unreadable
+from traceloom.harmless import harmless
 from traceloom.model import units
 
 if TYPE_CHECKING:
@@ -63,4 +64,4 @@ def budget_line(answer: Any) -> str:
     """What may still be spent, and what is wrong."""
     left, day = units.size(answer["bytes_left"]), units.size(answer["bytes_per_day"])
     line = f"left of 24 hours: {answer['traces_left']} of {answer['traces_per_day']} traces, {left} of {day}"
-    return f"{line}\n{answer['trouble']}" if answer["trouble"] else line
+    return f"{line}\n{harmless(answer['trouble'])}" if answer["trouble"] else line

@@ -256,7 +256,7 @@ def test_a_run_named_in_other_ways_has_the_same_report(tmp_path: Path, capsys: p
         hand_rank(rank).write(tmp_path / f"packed{rank}.json.gz")
     run, packed = str(tmp_path / "run"), [str(tmp_path / f"packed{rank}.json.gz") for rank in (1, 0)]
 
-    def told(*words: str) -> dict[str, Any]:
+    def report_of(*words: str) -> dict[str, Any]:
         assert main(["report", *words, "--json", "--only", "core,launches,copies"]) == 0
         document: dict[str, Any] = json.loads(capsys.readouterr().out)
         for named in (document, *document["inputs"], *document["ranks"]):
@@ -264,9 +264,9 @@ def test_a_run_named_in_other_ways_has_the_same_report(tmp_path: Path, capsys: p
                 named.pop(key, None)
         return document
 
-    whole = told(run)
-    assert told(run) == whole
-    assert told(run, "--no-cache") == whole
-    assert told(*packed) == whole
-    assert told(run, "--rank", "1,0") == whole
-    assert told(run, "--rank", "1") == told(f"{run}/rank1.json")
+    whole = report_of(run)
+    assert report_of(run) == whole
+    assert report_of(run, "--no-cache") == whole
+    assert report_of(*packed) == whole
+    assert report_of(run, "--rank", "1,0") == whole
+    assert report_of(run, "--rank", "1") == report_of(f"{run}/rank1.json")

@@ -289,12 +289,12 @@ def test_time_and_filters_go_along_from_page_to_page(query: dict[str, str]) -> N
 
 def savings(by: list[str], rows: list[Any]) -> SavingsView:
     facts = {"by": by, "held_ms": 100 * HOUR_MS, "analysed_ms": 40 * HOUR_MS}
-    found = [
+    of_rules = [
         {"rule": "exposed-communication", "findings": 3, "captures": 2, "fraction": 0.5, "jobs": 1,
          "saving_fraction": 0.25, "confidence": None, "example": "c/1"}
     ]  # fmt: skip
     return SavingsView(
-        answered("invest", "since=7d", facts, rows=rows), answered("findings", facts={"captures": 4}, rows=found)
+        answered("invest", "since=7d", facts, rows=rows), answered("findings", facts={"captures": 4}, rows=of_rules)
     )
 
 

@@ -227,8 +227,8 @@ def test_the_time_of_a_strange_clock_is_a_number(time_ns: int) -> None:
 
 
 def test_a_state_that_nobody_knows_has_no_colour() -> None:
-    [known, strange] = [fragment_tree(state_mark(state)).all("span")[0] for state in ("failed", EVIL)]
-    assert (known.get("class") or "").split() == ["state", "bad"]
+    [usual, strange] = [fragment_tree(state_mark(state)).all("span")[0] for state in ("failed", EVIL)]
+    assert (usual.get("class") or "").split() == ["state", "bad"]
     assert (strange.get("class") or "").split() == ["state"]
     assert words(strange) == SPELLED
 

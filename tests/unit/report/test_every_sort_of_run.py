@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from support.pages import Elements, of_markdown, words
-from support.reports import check_perfetto, check_report
+from support.reports import check_perfetto, check_report, check_sums_of_sections
 from support.sessions import EVIL, SORTS, empty, enormous, hostile, made, page, session_of, several_devices, with_memory
 from traceloom.harmless import harmless
 from traceloom.model import Session
@@ -53,6 +53,7 @@ def written(write: Any, *arguments: Any) -> bytes:
 def test_the_document_is_as_its_schema_says_adds_up_and_explains_every_null(sort: Sort) -> None:
     document = json.loads(encode(made(sort)[1]))
     check_report(document)
+    check_sums_of_sections(document)
     assert len({entry["path"] for entry in document["absent"]}) == len(document["absent"])
     assert all(entry["reason"].strip() for entry in document["absent"])
 

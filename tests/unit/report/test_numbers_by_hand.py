@@ -24,6 +24,7 @@ from support.hand_job import (
     hand_job,
 )
 from support.pages import tables, words
+from support.reports import check_report, check_sums_of_sections
 from traceloom.report import ReportOptions, build
 from traceloom.report.exports.perfetto import write as write_perfetto
 from traceloom.report.exports.tables import frames, write_table
@@ -70,6 +71,11 @@ def test_the_time_of_each_device_is_divided_without_a_rest() -> None:
     ranks = document()["ranks"]
     assert [rank["devices"][0]["idle_ns"] for rank in ranks] == [1_200 * US - EDGES, 1_350 * US - EDGES]
     assert [rank["devices"][0]["exposed_communication_ns"] for rank in ranks] == [600 * US, 450 * US]
+
+
+def test_parts_add_up_to_wholes() -> None:
+    check_report(document())
+    check_sums_of_sections(document())
 
 
 def test_steps_have_their_length_their_launches_and_no_lag() -> None:

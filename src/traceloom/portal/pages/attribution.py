@@ -112,13 +112,13 @@ def _numbers(view: TimeView, chosen: Mapping[str, Any]) -> list[KeyNumber]:
         for name, words in _WORDS.items()
     ]
     if chosen["cost"] is not None:
-        known = units.share(chosen["cost_known_ms"], chosen["device_ms"])
+        priced = units.share(chosen["cost_known_ms"], chosen["device_ms"])
         cost = f"{units.number(chosen['cost'])} {view.whole.fact('currency') or ''}"
-        numbers.append(KeyNumber("Cost", cost, f"of {known} of the time"))
+        numbers.append(KeyNumber("Cost", cost, f"of {priced} of the time"))
     if chosen["energy_mj"] is not None:
-        known = units.share(chosen["energy_known_ms"], chosen["device_ms"])
+        measured = units.share(chosen["energy_known_ms"], chosen["device_ms"])
         kwh = chosen["energy_mj"] / 3.6e9
-        numbers.append(KeyNumber("Energy", f"{units.number(kwh)} kWh", f"of {known} of the time"))
+        numbers.append(KeyNumber("Energy", f"{units.number(kwh)} kWh", f"of {measured} of the time"))
     return numbers
 
 

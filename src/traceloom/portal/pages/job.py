@@ -75,13 +75,13 @@ async def compute(visit: Visit) -> JobView:
     job = visit.names["job"]
     asked = await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})
     kept = await visit.answer(CapturesAnswer, "/api/v1/captures", query={"job": job, "most": "200"})
-    found = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"job": job})
+    findings = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"job": job})
     used = await visit.answer(UsageAnswer, "/api/v1/usage", query={"job": job, "hours": "6"})
     return JobView(
         job,
         await visit.answer(JobDetailAnswer, "/api/v1/jobs/{job:path}", job=job),
         kept.captures,
-        found.findings,
+        findings.findings,
         [request for request in asked.requests if request.wanted.job == job],
         used.usage,
     )

@@ -79,7 +79,7 @@ def content(view: ChangeView) -> PageContent:
         a(".button", href=to_capture(change["healthy_capture"]))["A capture before it"],
         a(".button", href=to_page("/kernels/history", address, kernel=change["kernel"]))["All of this kernel"],
     ]
-    shapes, told = f"On inputs of {change['shapes']}. " if change["shapes"] else "", sentence(change)
+    shapes, words = f"On inputs of {change['shapes']}. " if change["shapes"] else "", sentence(change)
     numbers = [
         KeyNumber("Change", units.change(change["change"]),
                   f"95 % interval {units.change(change['low'])} to {units.change(change['high'])}",
@@ -98,7 +98,7 @@ def content(view: ChangeView) -> PageContent:
             ContentSection("of-jobs", "Jobs behind it", table, "those that lose most by it"),
         ],
         above=[("Regressions", to_page("/regressions", address))],
-        lead=f"{shapes}{told[:1].upper()}{told[1:]}.",
+        lead=f"{shapes}{words[:1].upper()}{words[1:]}.",
         numbers=numbers,
     )  # fmt: skip
 
