@@ -63,8 +63,8 @@ def check(before: Any, after: Any, *, keeps: bool, depth: int = 0) -> None:
         assert after[5:] == before[5:]
     elif isinstance(before, list):
         assert len(after) == len(before)
-        for one, other in zip(before, after, strict=True):
-            check(one, other, keeps=keeps, depth=depth + 1)
+        for first, other in zip(before, after, strict=True):
+            check(first, other, keeps=keeps, depth=depth + 1)
     elif isinstance(before, str):
         plain = before in {"<None>", "", "cuda:1"} or (keeps and before in {"-inf", "3.25"})
         assert after == (before if plain else "")
