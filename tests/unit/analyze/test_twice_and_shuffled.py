@@ -18,9 +18,9 @@ from traceloom.testing import TraceBuilder
 LATER_US = 1_000.0  # when everything happens again; the first time is over after 400 µs
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, other: Any) -> bool:
     """Equal, frames with all their rows in order."""
-    return one.equals(other) if isinstance(one, pl.DataFrame) else bool(one == other)
+    return first.equals(other) if isinstance(first, pl.DataFrame) else bool(first == other)
 
 
 @cache
@@ -31,8 +31,8 @@ def shuffled(seed: int) -> Trace:
 @pytest.mark.parametrize("seed", [1, 6])
 @pytest.mark.parametrize("name", ALL)
 def test_the_order_of_the_entries_in_a_file_is_none_of_an_analysis(name: str, seed: int) -> None:
-    one, other = (parts_of(ALL[name](trace)) for trace in (odd_trace(seed), shuffled(seed)))
-    assert [part for part, value in one.items() if not same(value, other[part])] == []
+    first, other = (parts_of(ALL[name](trace)) for trace in (odd_trace(seed), shuffled(seed)))
+    assert [part for part, value in first.items() if not same(value, other[part])] == []
 
 
 @cache
@@ -76,17 +76,17 @@ SUMS: dict[str, tuple[str, str, str, str]] = {
 def test_what_happens_twice_takes_twice_as_long(name: str, seed: int) -> None:
     part, *columns = SUMS[name]
     keys, doubled, kept = (column.split() for column in columns)
-    one, other = (getattr(ALL[name](trace), part) for trace in (odd_trace(seed), twice(seed)))
-    assert one.height, "the trace has what the analysis is about"
+    first, other = (getattr(ALL[name](trace), part) for trace in (odd_trace(seed), twice(seed)))
+    assert first.height, "the trace has what the analysis is about"
     expected = {
         tuple(row[key] for key in keys): [None if row[column] is None else 2 * row[column] for column in doubled]
         + [row[column] for column in kept]
-        for row in one.to_dicts()
+        for row in first.to_dicts()
     }
     actual = {
         tuple(row[key] for key in keys): [row[column] for column in (*doubled, *kept)] for row in other.to_dicts()
     }
-    assert len(expected) == one.height, "the keys tell all rows apart"
+    assert len(expected) == first.height, "the keys tell all rows apart"
     assert actual.keys() == expected.keys()
     for key, values in expected.items():
         differ = [
@@ -99,8 +99,8 @@ def test_what_happens_twice_takes_twice_as_long(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, 2, 5, 6])
 def test_steps_that_come_again_are_as_long_and_hold_as_much(seed: int) -> None:
     """The last steps of the second time, since a step ends where the next one begins."""
-    one, other = odd_trace(seed), twice(seed)
-    steps = [analyze.step_times(trace).steps.to_dicts() for trace in (one, other)]
+    first, other = odd_trace(seed), twice(seed)
+    steps = [analyze.step_times(trace).steps.to_dicts() for trace in (first, other)]
     count = len(steps[0])
     assert len(steps[1]) == 2 * count
     for before, again in zip(steps[0], steps[1][count:], strict=True):
@@ -110,7 +110,7 @@ def test_steps_that_come_again_are_as_long_and_hold_as_much(seed: int) -> None:
     after = steps[1][count]["step"]
     number = steps[0][0]["step"]
     for name, frame in (("gpu_time", "steps"), ("kernel_kinds", "steps"), ("modules", "steps")):
-        rows = [getattr(ALL[name](trace), frame) for trace in (one, other)]
+        rows = [getattr(ALL[name](trace), frame) for trace in (first, other)]
         rows = [frame.drop("name", "start_ns", "step_name", strict=False) for frame in rows]
         before, again = (frame.filter(pl.col("step") >= low) for frame, low in zip(rows, (number, after), strict=True))
         moved = again.with_columns((pl.col("step") - (after - number)).cast(before.schema["step"]))
@@ -127,12 +127,12 @@ def test_a_thread_that_launches_nothing_changes_nothing_of_the_device(seed: int)
     with_thread = busy.build()
     quiet = odd_trace(seed)
     for name in ("gpu_time", "kernels", "kernel_kinds", "communication", "copies"):
-        one, other = (parts_of(ALL[name](trace)) for trace in (quiet, with_thread))
-        assert [part for part, value in one.items() if not same(value, other[part])] == [], name
-    one, other = (analyze.operators(trace) for trace in (quiet, with_thread))
-    assert other.gpu_work_ns == one.gpu_work_ns
-    assert other.operators["device_ns"].sum() == one.operators["device_ns"].sum()
-    assert other.operators["count"].sum() == one.operators["count"].sum() + 40
+        first, other = (parts_of(ALL[name](trace)) for trace in (quiet, with_thread))
+        assert [part for part, value in first.items() if not same(value, other[part])] == [], name
+    first, other = (analyze.operators(trace) for trace in (quiet, with_thread))
+    assert other.gpu_work_ns == first.gpu_work_ns
+    assert other.operators["device_ns"].sum() == first.operators["device_ns"].sum()
+    assert other.operators["count"].sum() == first.operators["count"].sum() + 40
 
 
 # Idle time at the edges is that of the window, which is one for all devices.

@@ -61,8 +61,8 @@ def test_every_analysis_says_the_same_in_numbers(seed: int, policy: str) -> None
     for name, analysis in ALL.items():
         if policy == "default" and name == "roofline":  # follows from shapes, which are rounded there
             continue
-        one, other = parts_of(analysis(before)), parts_of(analysis(after))
-        for part, value in one.items():
+        first, other = parts_of(analysis(before)), parts_of(analysis(after))
+        for part, value in first.items():
             if isinstance(value, pl.DataFrame):
                 rows = [numbers(frame, sizes=policy != "default") for frame in (value, other[part])]
                 differ += [(name, part)] * (rows[0] != rows[1])
@@ -86,10 +86,17 @@ def test_the_graph_of_what_is_shared_has_the_same_nodes_and_edges(seed: int) -> 
     edges = []
     for graph in graphs:
         # nodes by their kind and times, since they are numbered thread by thread
-        told = graph.nodes.select(*columns[:3]).rows()
+        times = graph.nodes.select(*columns[:3]).rows()
         edges.append(
             Counter(
-                (told[row["source"]], told[row["target"]], row["kind"], row["evidence"], row["from_end"], row["to_end"])
+                (
+                    times[row["source"]],
+                    times[row["target"]],
+                    row["kind"],
+                    row["evidence"],
+                    row["from_end"],
+                    row["to_end"],
+                )
                 for row in graph.edges.to_dicts()
             )
         )

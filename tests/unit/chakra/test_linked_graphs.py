@@ -39,8 +39,8 @@ def test_a_linked_graph_comes_back_and_takes_as_long_after_any_change(seed: int,
     back = read_graph([tmp_path / "w.0.et"])
     back.check()
     for name in ("nodes", "edges", "lanes", "communication", "transfers", "delays"):
-        one, other = (sorted(map(str, frame.rows())) for frame in (getattr(graph, name), getattr(back, name)))
-        assert one == other, name
+        first, other = (sorted(map(str, frame.rows())) for frame in (getattr(graph, name), getattr(back, name)))
+        assert first == other, name
     assert (back.epoch_ns, back.world_size, back.stage) == (graph.epoch_ns, graph.world_size, graph.stage)
     for factor in (0.0, 0.5, 3.0):
         spans = []

@@ -24,12 +24,12 @@ def of_seed(seed: int) -> Ranked:
 
 def plain(ranked: Ranked, earlier_ns: int = 0) -> dict[str, Any]:
     """All that is said, with moments that are so much earlier."""
-    said = asdict(ranked)
-    for finding in (*said["time"], *said["memory"]):
+    document = asdict(ranked)
+    for finding in (*document["time"], *document["memory"]):
         for evidence in finding["evidence"]:
             if evidence["start_ns"] is not None:
                 evidence["start_ns"] -= earlier_ns
-    return said
+    return document
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -66,13 +66,13 @@ def job() -> tuple[Trace, Trace]:
 
 def test_the_order_of_the_ranks_changes_no_finding() -> None:
     first, second = job()
-    one, other = (plain(findings(Session(traces, "run"))) for traces in ((first, second), (second, first)))
-    for finding in (*one["time"], *other["time"]):  # what is as long stands in the order of the ranks
+    first, other = (plain(findings(Session(traces, "run"))) for traces in ((first, second), (second, first)))
+    for finding in (*first["time"], *other["time"]):  # what is as long stands in the order of the ranks
         finding["evidence"] = sorted(finding["evidence"], key=str)
-    assert one["time"] == other["time"]
-    assert one["memory"] == other["memory"]
-    assert sorted(map(str, one["abstentions"])) == sorted(map(str, other["abstentions"]))
-    assert one["time"], "there is something to mend"
+    assert first["time"] == other["time"]
+    assert first["memory"] == other["memory"]
+    assert sorted(map(str, first["abstentions"])) == sorted(map(str, other["abstentions"]))
+    assert first["time"], "there is something to mend"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -26,27 +26,27 @@ def graph_of(seed: int) -> Graph:
     return link_rank(odd_trace(seed))
 
 
-def differing(one: Graph, other: Graph) -> list[str]:
+def differing(first: Graph, other: Graph) -> list[str]:
     """The frames that are not the same, but for the name of the file."""
-    one, other = (replace(graph, ranks=graph.ranks.drop("device_trace")) for graph in (one, other))
-    return [name for name, frame in one.frames().items() if not frame.equals(other.frames()[name])]
+    first, other = (replace(graph, ranks=graph.ranks.drop("device_trace")) for graph in (first, other))
+    return [name for name, frame in first.frames().items() if not frame.equals(other.frames()[name])]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_graph_begins_when_its_trace_does_and_is_the_same_later(seed: int) -> None:
-    one, other = graph_of(seed), link_rank(odd_trace(seed, shift_us=7.0e9))
-    assert differing(one, other) == []
-    assert other.epoch_ns - one.epoch_ns == 7 * 10**12
-    assert one.nodes["start_ns"].min() == 0
+    first, other = graph_of(seed), link_rank(odd_trace(seed, shift_us=7.0e9))
+    assert differing(first, other) == []
+    assert other.epoch_ns - first.epoch_ns == 7 * 10**12
+    assert first.nodes["start_ns"].min() == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_order_of_entries_and_the_numbers_that_join_them_change_no_graph(seed: int) -> None:
     assert differing(graph_of(seed), link_rank(odd_builder(seed).shuffled(seed).build())) == []
-    one, other = graph_of(seed), link_rank(odd_builder(seed).renumbered(seed).build())
-    numbers = [graph.nodes["correlation"] for graph in (one, other)]
-    one, other = (replace(graph, nodes=graph.nodes.drop("correlation")) for graph in (one, other))
-    assert differing(one, other) == []
+    first, other = graph_of(seed), link_rank(odd_builder(seed).renumbered(seed).build())
+    numbers = [graph.nodes["correlation"] for graph in (first, other)]
+    first, other = (replace(graph, nodes=graph.nodes.drop("correlation")) for graph in (first, other))
+    assert differing(first, other) == []
     pairs = set(zip(*(column.to_list() for column in numbers), strict=True))
     assert len(pairs) == len({before for before, _ in pairs}) == len({after for _, after in pairs})
 
@@ -54,9 +54,9 @@ def test_the_order_of_entries_and_the_numbers_that_join_them_change_no_graph(see
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_clock_of_twice_the_speed_doubles_all_device_work_and_moves_no_launch(seed: int) -> None:
     """Whether threads and calls waited depends on lengths of time; what was submitted by whom does not."""
-    one, other = graph_of(seed), link_rank(odd_trace(seed, scale=2))
+    first, other = graph_of(seed), link_rank(odd_trace(seed, scale=2))
     work = [
-        graph.nodes.filter(pl.col("kind").is_in(["kernel", "copy", "fill"])).sort("event") for graph in (one, other)
+        graph.nodes.filter(pl.col("kind").is_in(["kernel", "copy", "fill"])).sort("event") for graph in (first, other)
     ]
     for column in ("start_ns", "duration_ns", "work_ns"):
         assert (work[0][column] * 2).equals(work[1][column]), column
@@ -65,7 +65,7 @@ def test_a_clock_of_twice_the_speed_doubles_all_device_work_and_moves_no_launch(
             (graph.nodes["event"][edge["source"]], graph.nodes["event"][edge["target"]])
             for edge in graph.edges.filter(pl.col("kind") == "launch").to_dicts()
         }
-        for graph in (one, other)
+        for graph in (first, other)
     ]
     assert launches[0] == launches[1]
 
@@ -230,8 +230,8 @@ def test_numbered_calls_meet_those_of_their_number_and_turn_where_all_are_of_one
     assert partners(joined) == expected
     assert {joined.evidence[row] for members in expected for row in members} == {"measured"}
     mismatched = sum(len(members) for key, members in by_key.items() if len(kinds[key]) > 1)
-    said = [notice for notice in joined.notices if notice.slug == "collectives-mismatch"]
-    assert sum(notice.count for notice in said) == mismatched
+    mismatches = [notice for notice in joined.notices if notice.slug == "collectives-mismatch"]
+    assert sum(notice.count for notice in mismatches) == mismatched
     shuffled = random.Random(seed).sample(range(len(rows)), len(rows))
     moved = join_parts(calls([rows[at] for at in shuffled]))
     assert {frozenset(shuffled[row] for row in members) for members in partners(moved)} == expected

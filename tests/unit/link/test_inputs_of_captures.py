@@ -49,7 +49,7 @@ def linked(inputs: Inputs) -> list[tuple[int, str, str | None, str | None]]:
     ]  # fmt: skip
 
 
-def said(inputs: Inputs) -> dict[str, tuple[int, int | None]]:
+def notices(inputs: Inputs) -> dict[str, tuple[int, int | None]]:
     """Slug of each notice -> its count and rank."""
     return {notice.slug: (notice.count, notice.rank) for notice in inputs.notices}
 
@@ -61,7 +61,7 @@ def test_the_first_of_several_windows_is_linked_and_it_is_said(tmp_path: Path) -
     ]
     inputs = find_inputs(capture(tmp_path / "run", *entries))
     assert linked(inputs) == [(0, "a.json", None, None), (1, "b1.json", None, None)]
-    assert said(inputs) == {"several-windows": (3, 1), "no-host-trace": (2, None)}
+    assert notices(inputs) == {"several-windows": (3, 1), "no-host-trace": (2, None)}
 
 
 def test_a_restart_and_a_rank_without_a_window_are_left_out(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_restart_and_a_rank_without_a_window_are_left_out(tmp_path: Path) -> N
     (folder / "gone.json").unlink()
     inputs = find_inputs(folder)
     assert linked(inputs) == [(0, "a.json", None, None)]
-    assert said(inputs) == {
+    assert notices(inputs) == {
         "several-windows": (1, 0),
         "missing-window": (1, 1),
         "missing-ranks": (2, None),
@@ -91,7 +91,7 @@ def test_the_graph_step_is_linked_instead_of_or_beside_the_timed_window(tmp_path
     assert linked(find_inputs(folder)) == [(0, "a.json", "h.json", "g.json")]
     exact = find_inputs(folder, window="graph")
     assert linked(exact) == [(0, "g.json", "h.json", None)]
-    assert said(exact) == {"observer-cost": (1, None)}
+    assert notices(exact) == {"observer-cost": (1, None)}
     (folder / "h.json").unlink()  # half of it tells nothing of the timed window
     assert linked(find_inputs(folder)) == [(0, "a.json", None, None)]
     (folder / "g.json").unlink()
@@ -123,7 +123,7 @@ def test_any_order_of_plain_files_gives_the_same_pairs(tmp_path: Path) -> None:
     for order in permutations(files):
         inputs = find_inputs(*order)
         assert linked(inputs) == expected
-        assert said(inputs) == {"missing-ranks": (1, None)}
+        assert notices(inputs) == {"missing-ranks": (1, None)}
 
 
 def test_standard_input_is_read_alone(tmp_path: Path) -> None:

@@ -63,11 +63,11 @@ def test_every_op_is_its_event_whichever_way_they_are_joined(seed: int, keys: st
         built = pair(program(seed), recorded=range(iteration, iteration + 1), keys=keys)
         trace, host = built[0].build(), built[1].build()
         assert joined(trace, host) == truth(trace, host, iteration)
-        found = match(trace, host)
-        assert found.exact == (keys != "none")
-        assert found.matched == found.ops == len(truth(trace, host, iteration))
-        assert found.iterations == 1
-        counted = found.coverage()
+        matching = match(trace, host)
+        assert matching.exact == (keys != "none")
+        assert matching.matched == matching.ops == len(truth(trace, host, iteration))
+        assert matching.iterations == 1
+        counted = matching.coverage()
         assert counted["count"].sum() == host.ops.height
 
 
@@ -112,13 +112,13 @@ def test_what_is_shared_is_linked_as_what_is_kept(keys: str, tmp_path: Path) -> 
     host.write(folder / "rank0.host.json")
     policy = Policy(shapes="keep", scalars="keep")
     output = anonymize([folder], tmp_path / "out", policy, Key(b"a key of tests alone")).output
-    one = joined(read_kineto(folder / "rank0.kineto.json"), read_host_trace(folder / "rank0.host.json"))
+    first = joined(read_kineto(folder / "rank0.kineto.json"), read_host_trace(folder / "rank0.host.json"))
     other = joined(read_kineto(output / "rank0.kineto.json"), read_host_trace(output / "rank0.host.json"))
-    assert list(one) == list(other)
-    assert [sorted(one.values()).index(op) for op in one.values()] == [
+    assert list(first) == list(other)
+    assert [sorted(first.values()).index(op) for op in first.values()] == [
         sorted(other.values()).index(op) for op in other.values()
     ]
-    graphs = [link(place, cache=False).graph for place in (folder, output)]
+    graphs = [link(source, cache=False).graph for source in (folder, output)]
     for name in ("kind", "start_ns", "duration_ns", "step"):
         assert graphs[0].nodes[name].equals(graphs[1].nodes[name]), name
     for name in ("source", "target", "kind", "evidence", "delay_ns"):

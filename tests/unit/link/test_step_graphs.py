@@ -104,11 +104,11 @@ def test_all_steps_together_hold_what_each_of_them_holds(seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, 6])
 def test_a_step_is_the_same_later_and_from_a_file_in_another_order(seed: int) -> None:
     step = odd_trace(seed).steps["step"][0]
-    one = graph_of(seed, step)
+    first = graph_of(seed, step)
     for changed in (odd_builder(seed, shift_us=6.0e9), odd_builder(seed).shuffled(seed)):
         other = link_session(Session((changed.build(),), "run"), step=step)
-        assert other.nodes.equals(one.nodes)
-        assert other.edges.equals(one.edges)
+        assert other.nodes.equals(first.nodes)
+        assert other.edges.equals(first.edges)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
