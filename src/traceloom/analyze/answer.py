@@ -17,7 +17,7 @@ from traceloom.analyze.idle_causes import CAUSES, HOST_CAUSES
 from traceloom.analyze.operators import Operators, operators
 from traceloom.analyze.steps import of_requests, step_times
 from traceloom.model import Session, Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 from traceloom.model.step_log import all_steps
 from traceloom.model.units import count, duration, share
@@ -136,7 +136,11 @@ def answer(session: Session, facts_of_traces: Sequence[Facts] | None = None) -> 
     parts = pl.DataFrame(rows, schema={name: PARTS[name] for name in ("label", "kind", "ns")}, orient="row")
     parts = parts.group_by("label", "kind").agg(pl.col("ns").sum()).filter(pl.col("ns") > 0)
     fraction = pl.col("ns") / pl.max_horizontal(pl.col("ns").sum(), 1)
-    parts = parts.with_columns(fraction.alias("fraction")).sort(["ns", "label"], descending=[True, False]).cast(PARTS)
+    parts = (
+        parts.with_columns(fraction.alias("fraction"))
+        .sort(["ns", "label"], descending=[True, False])
+        .pipe(as_declared, PARTS)
+    )
     whole = int(parts["ns"].sum())
     if not whole:
         return Answer("Nothing to account for: the traces hold no timed events.", parts, None, 0)

@@ -86,7 +86,8 @@ def marks(trace: Trace) -> Marks:
     tree = forest(trace)
     words = vocabulary(trace)
     code = words.code[tree.row]
-    named = {name: lookup(words.matching(pattern), code) for name, pattern in _NAMES.items()}
+    matches = words.matching_each(list(_NAMES.values()))
+    named = {name: lookup(of_name, code) for name, of_name in zip(_NAMES, matches, strict=True)}
     compiling = tree.topmost(named["compile"])
     inside = tree.nearest_or_self(compiling) >= 0
     region, graph = named["region"] & ~inside, tree.topmost(named["graph"]) & ~inside

@@ -136,11 +136,11 @@ def compiled(trace: Trace) -> Compiled:
             "part": pl.Series(PARTS).gather(part),
             "ns": pieces.end_ns - pieces.start_ns,
         }
-    ).cast(TIME)
+    ).pipe(as_declared, TIME)
     part = np.append(event_marks.part, OUTSIDE)[work.origin]
     device = pl.DataFrame(
         {"part": pl.Series(PARTS).gather(part), "device_ns": work.duration_ns, "kernel_count": work.kernel}
-    ).cast(DEVICE)
+    ).pipe(as_declared, DEVICE)
     # of each host event alone, without what lies below it
     own_ns = tree.self_ns(np.ones(tree.row.size, dtype=np.bool_), tree.parent)
     own_device_ns, _, _ = work.by_owner(np.arange(tree.row.size))

@@ -82,8 +82,8 @@ def data_loading(trace: Trace) -> DataLoading:
     waiting = union(tree.start_ns[rows], tree.end_ns[rows])
     # who makes the batch of each call: by its name or by the names inside it
     by_workers, in_the_loop = (
-        pl.Series(tree.subtree_sums(lookup(words.matching(pattern), words.code[tree.row]).astype(np.int64))[rows] > 0)
-        for pattern in (_BY_WORKERS, _IN_THE_LOOP)
+        pl.Series(tree.subtree_sums(lookup(matches, words.code[tree.row]).astype(np.int64))[rows] > 0)
+        for matches in words.matching_each((_BY_WORKERS, _IN_THE_LOOP))
     )
     waits = (
         trace.events[pl.Series(tree.row[rows], dtype=pl.UInt32)]
@@ -112,7 +112,7 @@ def data_loading(trace: Trace) -> DataLoading:
         share.alias("fraction"),
         idling.alias("gpu_idle_ns"),
         starving.alias("bottleneck"),
-    ).cast(STEPS)
+    ).pipe(as_declared, STEPS)
     return DataLoading(waits, steps, _spent(trace, called), None if unknown else waiting.total, evidence)
 
 
@@ -122,8 +122,9 @@ def _spent(trace: Trace, called: Bools) -> pl.DataFrame:
         return SPENT.to_frame()
     tree, words, pieces = forest(trace), vocabulary(trace), host_pieces(trace)
     by_code = np.full(tree.row.size, -1, like=tree.row)
-    for name, pattern in _PLACES:
-        by_code[lookup(words.matching(pattern), words.code[tree.row])] = PARTS.index(name)
+    names, patterns = zip(*_PLACES, strict=True)
+    for name, matches in zip(names, words.matching_each(patterns), strict=True):
+        by_code[lookup(matches, words.code[tree.row])] = PARTS.index(name)
     by_code = np.append(by_code, -1)[tree.nearest_or_self(by_code >= 0)]
     activities = activity(trace)
     by_activity = np.full(tree.row.size, PARTS.index("other"))

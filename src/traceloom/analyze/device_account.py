@@ -68,4 +68,4 @@ def device_account(trace: Trace, gpu: GpuTime, idle: Idle) -> DeviceAccount:
         .sort("device", "idle_ns", "cause", descending=[False, True, False])
         .collect()
     )
-    return DeviceAccount("steps", devices.cast(DEVICE_SCHEMA), causes)
+    return DeviceAccount("steps", devices.pipe(as_declared, DEVICE_SCHEMA), causes)

@@ -158,7 +158,7 @@ def _frames(trace: Trace, folded: CallTree, used: Bools, values: dict[str, Ints]
             "line": named["line"],
             **{name: column[rows] for name, column in values.items()},
         }
-    ).cast(FRAMES)
+    ).pipe(as_declared, FRAMES)
 
 
 def _functions(

@@ -31,7 +31,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import Engine, column, engine, lookup
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 THREADS = schema("lane process thread name window_ns busy_ns event_count main")
@@ -91,13 +91,14 @@ def host(trace: Trace) -> HostTime:
         busy_ns=pl.col("busy_ns").fill_null(0),
         event_count=pl.col("events").cast(pl.Int64),
         main=(pl.col("lane") == main) if main is not None else pl.lit(False),
-    ).cast(THREADS)
+    ).pipe(as_declared, THREADS)
     how = engine(trace)
     rows = []
     while pieces:  # no two sets share a lane; each is given up once it is added up
         rows.append(_summed(pieces.pop(), how))
     account = pl.concat(rows).sort("lane", "step", "phase", "activity")
-    return HostTime(threads, account.with_columns(pl.col("step").replace(int(NO_STEP), None)).cast(ACCOUNT))
+    account = account.with_columns(pl.col("step").replace(int(NO_STEP), None))
+    return HostTime(threads, account.pipe(as_declared, ACCOUNT))
 
 
 @per_trace

@@ -32,7 +32,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.arrays import column, lookup, on_disk
 from traceloom.model.category import LAUNCHES
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 CauseType = pl.Enum(list(CAUSES))
@@ -251,7 +251,7 @@ def _rows(trace: Trace, all_gaps: Gaps, frames: list[pl.DataFrame]) -> pl.DataFr
             "producer": _or_null(parts["producer"].to_numpy()),
             "wait": _or_null(parts["wait"].to_numpy()),
         }
-    ).cast(GAP_SCHEMA)
+    ).pipe(as_declared, GAP_SCHEMA)
 
 
 def _or_null(rows: Ints) -> pl.Series:

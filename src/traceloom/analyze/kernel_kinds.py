@@ -132,7 +132,7 @@ def _kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
         "category:category", "category"
     )
     kind_names = pl.Series(KINDS, dtype=KindOfWork)[kind]
-    return pl.DataFrame({"event": work["event"], "kind": kind_names, "rule": rule}).cast(KIND_SCHEMA)
+    return pl.DataFrame({"event": work["event"], "kind": kind_names, "rule": rule}).pipe(as_declared, KIND_SCHEMA)
 
 
 def _around_launch(

@@ -224,7 +224,7 @@ def _outliers(
             }
         )
         .sort("duration_ns", "start_ns", "kind", descending=[True, False, False])
-        .cast(OUTLIERS)
+        .pipe(as_declared, OUTLIERS)
     )
 
 
@@ -268,7 +268,7 @@ def _histogram(made: Submissions) -> pl.DataFrame:
             "total_ns": np.diff(total[at]),
             "short_count": np.bincount(bin_index[short], minlength=_EDGES.size + 1),
         }
-    ).cast(BINS)
+    ).pipe(as_declared, BINS)
 
 
 def _short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:

@@ -88,7 +88,9 @@ def memory(trace: Trace) -> Memory:
             row = row[np.concatenate([bounds[:-1], bounds[1:] - 1, lowest, highest])]
         chosen.append(row)
     kept = events[np.unique(np.concatenate(chosen))].sort(*_KEY, "row")
-    curve = kept.select(*_KEY, "time_ns", pl.col("level").alias("allocated_bytes"), "reserved_bytes").cast(CURVE)
+    curve = kept.select(*_KEY, "time_ns", pl.col("level").alias("allocated_bytes"), "reserved_bytes").pipe(
+        as_declared, CURVE
+    )
     return Memory(devices.pipe(as_declared, DEVICES).sort(_KEY), curve)
 
 

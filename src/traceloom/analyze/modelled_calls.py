@@ -24,7 +24,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.read.again import readable, whole
 
 _OTHER_GRID = "the capture ran this kernel with another grid, so with other shapes"
@@ -237,7 +237,7 @@ def _modelled(
         orient="row",
         infer_schema_length=None,
     )
-    return pl.concat([calls[["group", "name", "shapes", "types"]], results], how="horizontal").cast(GROUPS)
+    return pl.concat([calls[["group", "name", "shapes", "types"]], results], how="horizontal").pipe(as_declared, GROUPS)
 
 
 @lru_cache(maxsize=4096)

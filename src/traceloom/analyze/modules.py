@@ -178,7 +178,7 @@ def modules(trace: Trace) -> Modules:
         "all_host_ns": out[0][node, step_index],
         "all_device_ns": out[1][node, step_index],
     }
-    steps = pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).cast(STEPS)
+    steps = pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).pipe(as_declared, STEPS)
     spread = per_step(steps, ["node"], ["all_host_ns", "all_device_ns"], whole_steps(trace))
     whole = table.with_columns(**{name: pl.Series(column) for name, column in numbers.items()})
     whole = whole.join(spread, on="node", how="left", maintain_order="left")
@@ -186,7 +186,9 @@ def modules(trace: Trace) -> Modules:
     ordered, number = _ordered(whole.with_columns(missing))
     return Modules(
         ordered,
-        steps.with_columns(pl.Series(number)[steps["node"]].alias("node")).sort("step", "node").cast(STEPS),
+        steps.with_columns(pl.Series(number)[steps["node"]].alias("node"))
+        .sort("step", "node")
+        .pipe(as_declared, STEPS),
         **outside,
         evidence=all_regions.evidence,
         recompute_evidence=all_regions.recompute,

@@ -138,7 +138,7 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
             "start_ns": made.start[low],
             "span_ns": sums["span_ns"],
         }
-    ).cast(OCCURRENCES)
+    ).pipe(as_declared, OCCURRENCES)
     in_steps = occurrences.with_columns(pl.lit(1, pl.Int64).alias("call_count"))
     spread = per_step(in_steps, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
     steps = spread.pipe(as_declared, STEPS).sort("sequence")

@@ -107,7 +107,7 @@ def meaning(trace: Trace) -> Meaning:
     tree = forest(trace)
     words = vocabulary(trace)
     code = words.code[tree.row]
-    named_phases = np.sum([words.matching(pattern) for _, pattern in WORD_PHASES], axis=0)
+    named_phases = np.sum(words.matching_each([pattern for _, pattern in WORD_PHASES]), axis=0)
     word_of = np.where(named_phases == 1, _first_of(WORD_PHASES, words), _NONE)
     category = column(trace, "category")[tree.row]
     is_op, is_python = category == _code(cat.OP), category == _code(cat.PYTHON)
@@ -148,4 +148,4 @@ def _code(category: str) -> int:
 def _first_of(table: tuple[tuple[int, str], ...], words: Vocabulary) -> Ints:
     """Number of the first pattern of the table that each name holds; -1 for none."""
     numbers, patterns = zip(*table, strict=True)
-    return np.select([words.matching(pattern) for pattern in patterns], numbers, _NONE)
+    return np.select(words.matching_each(patterns), numbers, _NONE)

@@ -161,7 +161,7 @@ def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Rooflin
         "unmodelled": work.group_by(pl.coalesce("op_name", "name").alias("name"), reason.alias("reason"))
         .agg(pl.len().alias("count"), pl.col("gpu_ns").sum())
         .sort("gpu_ns", "name", "reason", descending=[True, False, False])
-        .cast(UNMODELLED),
+        .pipe(as_declared, UNMODELLED),
         "devices": pl.DataFrame(devices, schema=DEVICES, orient="row").sort("device"),
     }
     rank = pl.Series("rank", [trace.rank], dtype=pl.Int32)

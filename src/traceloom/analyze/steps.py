@@ -12,7 +12,7 @@ from traceloom.analyze.intervals import Spans
 from traceloom.analyze.remembered import per_trace
 from traceloom.array_types import Ints
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 from traceloom.model.schema import REQUEST
 
@@ -107,7 +107,7 @@ def step_times(trace: Trace) -> StepTimes:
             (pl.col("last_end_ns") - pl.col("end_ns")).clip(lower_bound=0).alias("lag_ns"),
             pl.col("launch_count").fill_null(0),
         )
-        .cast(SCHEMA)
+        .pipe(as_declared, SCHEMA)
     )
     durations = steps.filter("complete")["duration_ns"].to_numpy()
     evidence = str(trace.steps["evidence"][0]) if trace.steps.height else "none"

@@ -20,7 +20,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup, nullable
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 
 ROLES = {
@@ -107,7 +107,7 @@ def threads(trace: Trace) -> Threads:
             **{f"{name}_ns": by_activity[host_lanes, at] for at, name in enumerate(ACTIVITIES)},
             "launch_count": np.bincount(column(trace, "lane")[calls], minlength=size)[host_lanes],
         }
-    ).cast(THREADS)
+    ).pipe(as_declared, THREADS)
     is_main = (pl.col("role") == "main").fill_null(False)
     # A thread is active whenever it does not rest: +1 where it begins to be, -1 where it ends.
     resting = np.flatnonzero((doing == UNOBSERVED) | (doing == BLOCKING_CALL))
@@ -137,7 +137,10 @@ def threads(trace: Trace) -> Threads:
             }
         )
         concurrency = (
-            frame.group_by("step", "threads").agg(pl.col("ns").sum()).sort("step", "threads").cast(CONCURRENCY)
+            frame.group_by("step", "threads")
+            .agg(pl.col("ns").sum())
+            .sort("step", "threads")
+            .pipe(as_declared, CONCURRENCY)
         )
     return Threads(
         table.sort([~is_main, pl.col("busy_ns"), pl.col("lane")], descending=[False, True, False]),
@@ -157,7 +160,7 @@ def _curve(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:
     spent = np.concatenate([[0], np.cumsum(count[:-1] * np.diff(start))])  # thread-nanoseconds up to each instant
     at = np.searchsorted(start, edges, side="right") - 1
     until = spent[at] + count[at] * (edges - start[at])
-    return pl.DataFrame({"start_ns": edges[:-1], "active": np.diff(until) / np.diff(edges)}).cast(CURVE)
+    return pl.DataFrame({"start_ns": edges[:-1], "active": np.diff(until) / np.diff(edges)}).pipe(as_declared, CURVE)
 
 
 @per_trace

@@ -14,7 +14,7 @@ from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model.arrays import lookup, nullable
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 MATRIX_KINDS = ("gemm", "attention", "convolution")
 MOST_UNMODELLED = 0.05
@@ -180,4 +180,4 @@ def _fractions(bounds: pl.DataFrame, sums: pl.DataFrame, placement: PlacedCalls,
         pl.when(computable & recompute.is_null()).then(pl.col("model_ns") / whole).alias("mfu"),
         pl.when(computable).then(pl.col("hardware_ns") / whole).alias("hfu"),
         pl.coalesce(reason, recompute).alias("reason"),
-    ).cast(STEPS)
+    ).pipe(as_declared, STEPS)

@@ -10,7 +10,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.blocking_calls import KINDS, SITES
 from traceloom.model import Trace, units
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
@@ -71,7 +71,7 @@ class BlockingCallsSection(Section[tuple[Frames, int]]):
             calls.sites.group_by("kind")
             .agg(pl.col("count", "blocked_ns").sum(), pl.when(idle.is_not_null().any()).then(idle.sum()))
             .sort("blocked_ns", "kind", descending=[True, False])
-            .cast(_BY_KIND)
+            .pipe(as_declared, _BY_KIND)
         )
         return {"by_kind": by_kind, "sites": calls.sites.head(MOST_SITES)}, calls.blocked_ns
 

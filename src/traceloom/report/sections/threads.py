@@ -12,6 +12,7 @@ from traceloom import analyze
 from traceloom.analyze.threads import CONCURRENCY, CURVE, ROLES, THREADS
 from traceloom.harmless import harmless
 from traceloom.model import Trace, units
+from traceloom.model.frames import as_declared
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
@@ -38,7 +39,9 @@ class ThreadsSection(Section[Frames]):
 
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         threads = analyze.threads(trace)
-        by_number = threads.concurrency.group_by("threads").agg(pl.col("ns").sum()).sort("threads").cast(_SUMS)
+        by_number = (
+            threads.concurrency.group_by("threads").agg(pl.col("ns").sum()).sort("threads").pipe(as_declared, _SUMS)
+        )
         return {"threads": threads.threads, "concurrency": by_number, "curve": threads.curve}
 
     def build(self, study: Study[Frames], absent: Absent) -> Row | None:
