@@ -51,6 +51,9 @@ class Policy:
     Attributes:
         keep_names: Regular expressions; a name that one of them matches as a whole stays as it is.
         keep_arguments: Further arguments of events, and entries beside the events, that stay where they are numbers.
+
+    Raises:
+        UsageError: slug `wrong-usage`: a choice that there is not; it would hide nothing, or something else.
     """
 
     public_names: str = KEEP
@@ -69,6 +72,12 @@ class Policy:
     structure: str = KEEP
     keep_names: tuple[str, ...] = ()
     keep_arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                message = f"expected `{name}` to be one of {', '.join(choices)}, got {value!r}"
+                raise UsageError(message, slug="wrong-usage")
 
     def with_structure(self, structure: str | None) -> Policy:
         """The same with `--structure` of the command line, where it is given."""

@@ -8,7 +8,7 @@ import pytest
 
 from traceloom.anonymize import Policy, read_key, read_policy
 from traceloom.anonymize.policy import CHOICES
-from traceloom.errors import InputError
+from traceloom.errors import InputError, UsageError
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "anonymize.md"
 
@@ -54,6 +54,14 @@ def test_a_policy_that_is_not_there_is_refused_plainly(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         read_policy(tmp_path / "no.toml")
     assert caught.value.message == "the policy cannot be read: no such file or directory"
+
+
+@pytest.mark.parametrize("name", sorted(CHOICES))
+def test_a_choice_that_there_is_not_is_refused_in_programs_too(name: str) -> None:
+    for value in CHOICES[name]:
+        assert getattr(Policy(**{name: value}), name) == value
+    with pytest.raises(UsageError, match=f"expected `{name}` to be one of {', '.join(CHOICES[name])}, got 'hide'"):
+        Policy(**{name: "hide"})
 
 
 def test_every_choice_is_documented() -> None:

@@ -150,8 +150,8 @@ WORDS = ("device", "host", "group", "job", "user", "path", "thread", "region", "
          "mark")  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", [*POLICIES.values(), Policy(structure="collapse"), Policy(kernels="pseudonym")],
-                         ids=[*POLICIES, "collapsed", "kernels by pseudonym"])  # fmt: skip
+@pytest.mark.parametrize("policy", [*POLICIES.values(), Policy(structure="collapse"), Policy(shapes="drop", stacks="drop")],
+                         ids=[*POLICIES, "collapsed", "without shapes and stacks"])  # fmt: skip
 def test_no_word_of_a_job_is_left_in_any_byte_on_any_rank(run: Anonymise, tmp_path: Path, policy: Policy) -> None:
     # No two words have four letters in common, so that none hides behind another.
     words = {word: f"{HIDDEN[4 * at : 4 * at + 4]}{at:02d}Zq" for at, word in enumerate(WORDS)}
