@@ -150,3 +150,13 @@ def test_who_does_another_collective_than_all_others_is_named(
     assert (result.kind, result.ranks, result.sequence) == ("mismatch", (odd,), at + 1)
     assert f"`{other}`" in result.sentence
     assert f"`{operations[at]}`" in result.sentence
+
+
+def test_the_order_of_records_decides_nothing_where_ranks_were_queued_at_different_times() -> None:
+    """0 misses in both groups; 1 was queued there before and after the others."""
+    program = Program([(0, 1, 2, 3), (0, 1), (0, 2, 3)], [(1, "all_reduce"), (2, "broadcast")])
+    times = {(1, 0): 20, (2, 1): 30, (3, 1): 10}
+    records = {rank: record(program, rank, [], times) for rank in program.groups[0]}
+    results = [verdict(records, order) for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1])]
+    assert results[0] == results[1] == results[2]
+    assert (results[0].ranks, results[0].operation) == ((0,), "broadcast")  # which was queued first of all

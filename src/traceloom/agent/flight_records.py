@@ -221,7 +221,7 @@ def judged(records: Sequence[FlightRecord]) -> FlightVerdict:
         pending = {rank: entry for rank, record in by_rank.items() if (entry := record.pending(group))}
         if not pending:
             continue
-        first = min(pending.values(), key=lambda entry: entry.sequence)
+        first = min(pending.values(), key=lambda entry: (entry.sequence, entry.created_ns))
         inside = {rank: entry for rank, entry in pending.items() if entry.sequence == first.sequence}
         # Of those with a record: as the group says; else all of the one of all ranks, or who has used it.
         using = {rank for rank, record in by_rank.items() if group in record.groups}
@@ -239,7 +239,8 @@ def judged(records: Sequence[FlightRecord]) -> FlightVerdict:
             if entry.is_message and not entry.done and entry.partner:
                 waits.setdefault(rank, entry)
     names = {rank: entry.operation for rank, entry in waits.items()}
-    for stall in sorted(stalls, key=lambda stall: stall.first.created_ns):
+    stalls.sort(key=lambda stall: (stall.first.created_ns, stall.group))  # whichever record comes first
+    for stall in stalls:
         wanted = sorted(rank for rank in stall.missing if rank not in waits)
         if wanted:
             last = {stall.missing[rank] for rank in wanted}
