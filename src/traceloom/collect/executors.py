@@ -106,7 +106,13 @@ class ProcessEngine:
             worker.kill()
             code = worker.ended()
         if answer is None:
-            reason = f"`{task.name}` took longer than {task.seconds:g} s" if late.is_set() else _ended(code)
+            names = {int(number): number.name for number in signal.Signals}
+            if late.is_set():
+                reason = f"`{task.name}` took longer than {task.seconds:g} s"
+            elif code >= 0:
+                reason = f"its process ended with exit code {code}"
+            else:
+                reason = f"its process was ended by {names.get(-code, f'signal {-code}')}"
             raise TaskError(reason)
         if "error" in answer:
             raise TaskError(answer["error"], final=answer["final"])
@@ -125,16 +131,6 @@ class ProcessEngine:
                 worker.send({"memory_bytes": self._memory_bytes})
             self._running.add(worker)
             return worker, done
-
-
-def _ended(code: int) -> str:
-    """Why a process ended, by its exit code."""
-    if code >= 0:
-        return f"its process ended with exit code {code}"
-    try:
-        return f"its process was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"its process was ended by signal {-code}"
 
 
 def engine_of(address: str, slots: int | None = None, tls: EngineTls | None = None) -> Engine:

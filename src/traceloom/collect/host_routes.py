@@ -43,11 +43,15 @@ def _of_host(
 
     async def respond(asked: FleetAsked) -> msgspec.Struct | Response:
         desk, host = asked.hosts(), asked.request.path_params["host"]
-        scheme, _, credential = asked.request.headers.get("authorization", "").partition(" ")
-        desk.check_host(host, credential.strip() if scheme.lower() == "bearer" else "")
+        _check_host(asked, desk, host)
         return await answer(asked, desk, host)
 
     return respond
+
+
+def _check_host(asked: FleetAsked, desk: HostDesk, host: str) -> None:
+    scheme, _, credential = asked.request.headers.get("authorization", "").partition(" ")
+    desk.check_host(host, credential.strip() if scheme.lower() == "bearer" else "")
 
 
 async def _enrol(asked: FleetAsked) -> Enrolled:
@@ -55,7 +59,9 @@ async def _enrol(asked: FleetAsked) -> Enrolled:
 
 
 async def _heartbeat(asked: FleetAsked, desk: HostDesk, host: str) -> HeartbeatAnswer:
-    return await desk.heartbeat(host, await asked.body(Heartbeat))
+    heartbeat = await asked.body(Heartbeat)
+    _check_host(asked, desk, host)  # again: it may have been removed while its body was on its way
+    return await desk.heartbeat(host, heartbeat)
 
 
 async def _report(asked: FleetAsked, desk: HostDesk, host: str) -> ReportAnswer:

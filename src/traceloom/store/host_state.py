@@ -104,12 +104,14 @@ class HostState(TriggerState):
         """Keep a host's minutes until they are in the tables; they come in order, so earlier ones are there.
 
         Args:
-            host: Belongs to the fleet.
+            host: Belongs to the fleet; of any other nothing is kept.
             minutes: Minute since 1970 -> its rows, as text.
         """
         with self._transaction() as connection:
-            [row] = self._rows(connection, "SELECT usage_through FROM hosts WHERE host = :host", host=host)
-            through = row["usage_through"]
+            rows = self._rows(connection, "SELECT usage_through FROM hosts WHERE host = :host", host=host)
+            if not rows:  # it was removed meanwhile
+                return
+            through = rows[0]["usage_through"]
             for minute in sorted(minutes):
                 if minute <= through:
                     continue
