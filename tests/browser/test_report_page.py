@@ -391,7 +391,8 @@ def test_the_theme_follows_the_system_and_can_be_changed(open_page: Open, scheme
     assert (tab.page.evaluate(paper) == dark) == (scheme == "light")
     assert tab.timeline("t.palette.background") == ("#12161d" if scheme == "light" else "#ffffff")
     other = "dark" if scheme == "light" else "light"
-    tab.go("#timeline")  # remembered
+    tab.page.reload()  # remembered
+    tab.page.wait_for_selector("html[data-ready=yes]", state="attached")
     assert tab.page.evaluate("document.documentElement.dataset.theme") == other
 
 

@@ -24,7 +24,9 @@ def of_seed(seed: int) -> Ranked:
 
 def plain(ranked: Ranked, earlier_ns: int = 0) -> dict[str, Any]:
     """All that is said, with moments that are so much earlier."""
-    document = asdict(ranked)
+    parts = ("time", "memory", "abstentions")
+    document: dict[str, Any] = {name: [asdict(entry) for entry in getattr(ranked, name)] for name in parts}
+    document["limit"] = ranked.limit
     for finding in (*document["time"], *document["memory"]):
         for evidence in finding["evidence"]:
             if evidence["start_ns"] is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from msgspec import structs
 
 from traceloom.analyze.compare.conditions import CONDITIONS, DECISIVE, MINOR
 from traceloom.analyze.gate.causes import causes
@@ -183,7 +184,7 @@ def _check(
     judged = row | _judged(condition, drawn, old, now)
     if judged["verdict"] == INCONCLUSIVE and condition.measure == "time" and condition.statistic in ("mean", "median"):
         # where steps scatter too much: whether the undisturbed steps give a verdict
-        calm = _check(replace(condition, statistic=UNDISTURBED), base, new, [])["verdict"]
+        calm = _check(structs.replace(condition, statistic=UNDISTURBED), base, new, [])["verdict"]
         if calm != INCONCLUSIVE:
             undisturbed = f"{UNDISTURBED}({condition.name_of_metric}), the steps that nothing disturbed, would {calm}"
             judged["reason"] = f"{judged['reason']}; {undisturbed}"
