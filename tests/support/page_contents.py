@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from htpy import Node
 
 from support.html_tree import HtmlTree, words
+from traceloom.agent.requests.model import Wanted
 from traceloom.collect.questions.catalogue import QUESTION
+from traceloom.collect.request_routes import FleetRequestAnswer
 from traceloom.portal.asking import PageAnswer
 from traceloom.portal.charts import DAY_NS
 from traceloom.portal.layout import page_node, written
@@ -83,3 +85,13 @@ def answered(name: str, query: str = "", facts: Mapping[str, Any] | None = None,
     empty: dict[str, list[Any]] = {table: [] for table in question.tables}
     period = {"since_ns": NOON - 30 * DAY_NS, "until_ns": NOON, "more": False}
     return PageAnswer(question, Address("/p", query), {**period, **(facts or {})}, {**empty, **tables})
+
+
+def request(identity: str, state: str, **changes: object) -> FleetRequestAnswer:
+    """A request of three steps of the job `a`, taken from nobody yet."""
+    fields: dict[str, object] = {
+        "id": identity, "who": "ana", "asked_ns": NOON, "wanted": Wanted(job="a", steps=3), "state": state,
+        "since_ns": NOON, "start_ns": 0, "start_step": 0, "start_detail": "", "reason": "", "detail": "",
+        "capture": "", "trigger": None, "hosts": [],
+    }  # fmt: skip
+    return FleetRequestAnswer(**{**fields, **changes})  # type: ignore[arg-type]

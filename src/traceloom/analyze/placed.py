@@ -10,7 +10,7 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.modelled_calls import PLAIN_FLOAT, TENSOR_FLOAT, ModelledCalls, modelled_calls, with_replays
 from traceloom.analyze.peaks import Peak, peaks
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import made_from
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -51,16 +51,13 @@ def placed(trace: Trace, peak: Peak | None = None, capture: Trace | None = None)
     modelled = modelled_calls(trace)
     if peak is not None:
         return _placed(trace, modelled, peak)
-    kept = _kept(trace)
-    if not kept or kept[0][0] is not modelled:
-        kept[:] = [(modelled, _placed(trace, modelled, None))]
-    return kept[0][1]
+    return _placed_by_names(trace, modelled)
 
 
-@per_trace
-def _kept(_trace: Trace) -> list[tuple[ModelledCalls, PlacedCalls]]:
-    """Holds the last result; registering a model changes the calls, and so the result."""
-    return []
+@made_from
+def _placed_by_names(trace: Trace, modelled: ModelledCalls) -> PlacedCalls:
+    """With the peaks that the devices' names tell; registering a model changes the calls, and so the result."""
+    return _placed(trace, modelled, None)
 
 
 def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> PlacedCalls:

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from traceloom.model import Trace
 
+S = TypeVar("S")
 T = TypeVar("T")
 MOST_BYTES = 48 << 20
 """Of one function's results: where those of all ranks fit, whoever asks rank after rank again (the findings after the
@@ -52,16 +53,32 @@ def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
     return remembering
 
 
+def made_from(function: Callable[[Trace, S], T]) -> Callable[[Trace, S], T]:
+    """Remember of each trace the last result, for as long as it is made from the same second argument, by identity."""
+
+    @per_trace
+    def kept(_trace: Trace) -> list[tuple[S, T]]:
+        return []
+
+    @wraps(function)
+    def remembering(trace: Trace, source: S) -> T:
+        last = kept(trace)
+        if not last or last[0][0] is not source:
+            last[:] = [(source, function(trace, source))]
+        return last[0][1]
+
+    return remembering
+
+
 def size_of(value: Any) -> int:
     """Bytes of the arrays and frames in a result; its texts and single numbers do not count."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, (pl.DataFrame, pl.Series)):
         return int(value.estimated_size())
-    if isinstance(value, Struct):
-        return sum(size_of(getattr(value, name)) for name in value.__struct_fields__)
-    if is_dataclass(value):
-        return sum(size_of(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, Struct) or is_dataclass(value):
+        names = value.__struct_fields__ if isinstance(value, Struct) else [field.name for field in fields(value)]
+        return sum(size_of(getattr(value, name)) for name in names)
     if isinstance(value, Mapping):
         return sum(map(size_of, value.values()))
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -14,7 +14,7 @@ from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.graph_capture import of_rank
 from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.analyze.placed import BoundType, PlacedCalls, placed
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import made_from
 from traceloom.analyze.utilisation import utilisation
 from traceloom.model import Session, Trace
 from traceloom.model.frames import as_declared, schema
@@ -222,20 +222,12 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
         roofline_ns (null where the peaks are unknown), bound (compute or memory; null likewise). No row for work
         without a model, nor for copies between host and device, which the link bounds.
     """
-    placement = placed(trace, None if peak is None else peak_of(peak), capture)
-    kept = _kept(trace)
-    if not kept or kept[0][0] is not placement:
-        kept[:] = [(placement, _shared(trace, placement))]
-    return kept[0][1]
+    return _shared(trace, placed(trace, None if peak is None else peak_of(peak), capture))
 
 
-@per_trace
-def _kept(_trace: Trace) -> list[tuple[PlacedCalls, pl.DataFrame]]:
-    """Holds the last result; another peak, capture or model places the calls anew."""
-    return []
-
-
+@made_from
 def _shared(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
+    """The shares of the work of each call; another peak, capture or model places the calls anew."""
     work = placement.work
     position = work["position"].to_numpy()
     turn = np.argsort(position, kind="stable")  # the work of a call together, each call's in order

@@ -142,8 +142,8 @@ class Storage:
             # workers has not, and whether these are the job is known at the end.
             notes = self.directory / writing.NOTES
             others = notes.is_dir() and any(path.name.startswith(("rank", "pid")) for path in notes.iterdir())
-            is_worker = is_child_of_multiprocessing()
-            is_bystander = self._place[0] is None and self._log.number == 0 and others and not is_worker
+            has_started = others and not is_child_of_multiprocessing()
+            is_bystander = self._place[0] is None and self._log.number == 0 and has_started
             if is_bystander or (held is not None and held.whole and not steps and not held.operators):
                 if held is not None:
                     held.path.unlink(missing_ok=True)

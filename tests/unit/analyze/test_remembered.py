@@ -12,7 +12,7 @@ import pytest
 from msgspec import Struct
 
 from traceloom.analyze import remembered
-from traceloom.analyze.remembered import per_trace, size_of
+from traceloom.analyze.remembered import made_from, per_trace, size_of
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
@@ -68,6 +68,23 @@ class Two:
 class Pair(Struct, frozen=True):
     first: pl.Series
     second: pl.DataFrame
+
+
+def test_what_is_made_from_something_is_made_again_from_something_else() -> None:
+    made: list[tuple[int, str]] = []
+
+    @made_from
+    def name(trace: Trace, source: list[str]) -> str:
+        made.append((trace.events.height, source[0]))
+        return source[0]
+
+    first, second = TraceBuilder().op("a", 0, 1).build(), TraceBuilder().op("a", 0, 1).op("b", 2, 1).build()
+    source, equal = ["x"], ["x"]
+    assert [name(first, source), name(first, source), name(second, source), name(first, source)] == ["x"] * 4
+    assert made == [(1, "x"), (2, "x")]
+    name(first, equal)  # equal is not the same
+    name(first, source)
+    assert made[2:] == [(1, "x"), (1, "x")]
 
 
 def test_the_size_of_a_result_is_that_of_its_arrays_and_frames() -> None:

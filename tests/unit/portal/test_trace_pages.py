@@ -15,12 +15,12 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 import itertools
 
 from support.html_tree import words
-from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, fragment_tree
+from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, fragment_tree, request
 from traceloom.agent.requests.model import Wanted
 from traceloom.agent.triggers.store import Fired, Refused
 from traceloom.collect.answers import CaptureAnswer, TaskAnswer
 from traceloom.collect.plan import FLEET_ENDED, FleetState
-from traceloom.collect.request_routes import FleetRequestAnswer, HostOfRequest
+from traceloom.collect.request_routes import HostOfRequest
 from traceloom.collect.trigger_routes import FleetTriggerAnswer, FleetTriggersAnswer
 from traceloom.portal.pages import captures as captures_page
 from traceloom.portal.pages import request as request_page
@@ -29,15 +29,6 @@ from traceloom.portal.pages import triggers as triggers_page
 from traceloom.portal.visit import Address
 
 STATES: tuple[FleetState, ...] = get_args(FleetState)
-
-
-def request(identity: str, state: str, **changes: object) -> FleetRequestAnswer:
-    fields: dict[str, object] = {
-        "id": identity, "who": "ana", "asked_ns": NOON, "wanted": Wanted(job="a", steps=3), "state": state,
-        "since_ns": NOON, "start_ns": 0, "start_step": 0, "start_detail": "", "reason": "", "detail": "",
-        "capture": "", "trigger": None, "hosts": [],
-    }  # fmt: skip
-    return FleetRequestAnswer(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def capture(number: int, state: str, **changes: object) -> CaptureAnswer:

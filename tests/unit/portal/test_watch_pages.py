@@ -9,11 +9,10 @@ import pytest
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import words
-from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown
+from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, request
 from traceloom.agent.http.answers import RequestError
-from traceloom.agent.requests.model import Wanted
 from traceloom.agent.uplink.messages import HostProcess
-from traceloom.collect.request_routes import FleetJobAnswer, FleetRequestAnswer, HostAnswer
+from traceloom.collect.request_routes import FleetJobAnswer, HostAnswer
 from traceloom.collect.watch_routes import (
     FleetNowAnswer,
     FleetTroubleAnswer,
@@ -48,15 +47,6 @@ def job(identity: str = "a", **changes: object) -> FleetJobAnswer:
         "hung": False,
     }  # fmt: skip
     return FleetJobAnswer(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-def request(identity: str, state: str, **changes: object) -> FleetRequestAnswer:
-    fields: dict[str, object] = {
-        "id": identity, "who": "ana", "asked_ns": NOON, "wanted": Wanted(job="a", steps=3), "state": state,
-        "since_ns": NOON, "start_ns": 0, "start_step": 0, "start_detail": "", "reason": "", "detail": "",
-        "capture": "", "trigger": None, "hosts": [],
-    }  # fmt: skip
-    return FleetRequestAnswer(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_hosts_are_told_apart_by_whether_they_were_heard_of() -> None:
