@@ -342,8 +342,20 @@ def test_troubles_of_hidden_processes(tree: HostTree, monkeypatch: pytest.Monkey
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **RANK}) as process:
+        _wait_until_loaded(process)
         yield process
         process.kill()
+
+
+def _wait_until_loaded(process: subprocess.Popen[bytes]) -> None:
+    """Until the kernel has loaded the program: `Popen` returns a moment before it has an environment."""
+    deadline = time.monotonic() + 30
+    while not Path(f"/proc/{process.pid}/environ").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def _named(processes: Processes, pid: int) -> ProcessFacts | None:
@@ -414,6 +426,7 @@ def test_a_real_pid_that_is_given_again() -> None:
         last.write_text(str(first.pid - 1))
         with subprocess.Popen(["sleep", "600"], env={**os.environ, **RANK}) as second:
             if second.pid == first.pid:
+                _wait_until_loaded(second)
                 processes.collect()
                 facts = _named(processes, second.pid)
             second.kill()
