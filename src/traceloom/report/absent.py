@@ -75,16 +75,17 @@ class Absent:
                 reason = column(name, above).unknown
         self._reasons.setdefault(path, reason or "the trace does not say")
 
-    def rows(self, frame: pl.DataFrame, path: str) -> list[dict[str, Any]]:
+    def rows(self, frame: pl.DataFrame, path: str) -> list[Any]:
         """The rows of a frame as they stand at `path` of the document: times relative, each null column explained."""
         times = [name for name in frame.columns if name in _TIMES]
         frame = frame.with_columns(pl.col(times) - self.epoch_ns) if times else frame
         for name in frame.columns:
             if frame[name].null_count():
                 self.say(f"{path}[*].{name}")
-        return frame.to_dicts()
+        rows: list[Any] = frame.to_dicts()  # of the type that the document has there
+        return rows
 
-    def listed(self, frame: pl.DataFrame, path: str) -> list[dict[str, Any]]:
+    def listed(self, frame: pl.DataFrame, path: str) -> list[Any]:
         """`rows` of a list that is itself explained where it is empty."""
         if not frame.height:
             self.say(path)

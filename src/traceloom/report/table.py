@@ -10,6 +10,8 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.model.columns import UNITS
 
+Cells = Mapping[str, Any]
+"""A row as views see it: values by the keys of columns, whatever results they are of."""
 Row = dict[str, Any]
 """A row of a table, or another object of a document."""
 PICTURES = ("bar", "spark")
@@ -90,7 +92,7 @@ class Table:
     key: str
     title: str
     columns: Sequence[Col]
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Cells]
     path: str = ""
     note: str = ""
     unknown: Mapping[str, str] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -20,7 +20,10 @@ from traceloom.report.sections.heat_map import blocks, heat_map
 from traceloom.report.sections.of_ranks import SEVERAL, RanksSection
 from traceloom.report.sections.section import Columns, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import AcrossRanksValue
 
 _MOST = 100  # collectives, those with the longest waits
 _MOST_CELLS = 20_000
@@ -30,7 +33,7 @@ _UNMATCHED = schema("rank kind group count")
 _NO_LAUNCH = "the launch of the last one is not recorded"
 
 
-class AcrossRanksSection(RanksSection):
+class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
     """The ranks of a job against each other."""
 
     key, title = "across_ranks", "Across ranks"
@@ -75,7 +78,7 @@ class AcrossRanksSection(RanksSection):
         "notices[*].rank": "the notice is about the whole run",
     }
 
-    def build(self, study: Study[RankPart], absent: Absent) -> Row | None:
+    def build(self, study: Study[RankPart], absent: Absent) -> AcrossRanksValue | None:
         if len(study.results) < 2:
             absent.say("across_ranks")
             return None
@@ -104,7 +107,7 @@ class AcrossRanksSection(RanksSection):
             **self.lists(frames, absent),
         }
 
-    def tables(self, value: Row | None) -> Iterator[Table]:
+    def tables(self, value: AcrossRanksValue) -> Iterator[Table]:
         if value is None:
             return
         if value["collectives"]:
@@ -149,13 +152,13 @@ class AcrossRanksSection(RanksSection):
         if value["notices"]:
             yield table("across_ranks.notices", "What to know", ["slug", "count", "message"], value["notices"])
 
-    def summary(self, value: Row | None) -> str | None:
+    def summary(self, value: AcrossRanksValue) -> str | None:
         if value is None or not (value["collectives"] or value["unmatched"]):
             return None
         text: str = value["sentence"]
         return text[0].lower() + text[1:].rstrip(".")
 
-    def picture(self, value: Row | None) -> str:
+    def picture(self, value: AcrossRanksValue) -> str:
         if value is None:
             return ""
         in_steps = [row for row in value["heat"] if row["step"] is not None]

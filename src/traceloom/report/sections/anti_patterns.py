@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -14,7 +15,10 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import AntiPatternsValue
 
 _ROWS = 100  # matches of a rank, the longest of each pattern
 _JOB = schema(
@@ -28,7 +32,7 @@ _NULLS = {
 }
 
 
-class AntiPatternsSection(Section[Frames]):
+class AntiPatternsSection(Section[Frames, "AntiPatternsValue"]):
     """Known patterns and their matches."""
 
     key, title = "anti_patterns", "Anti-patterns"
@@ -46,7 +50,7 @@ class AntiPatternsSection(Section[Frames]):
         matches = longest.group_by("pattern", maintain_order=True).head(each).select(list(MATCHES))
         return {"patterns": anti_patterns.patterns, "matches": matches}
 
-    def build(self, study: Study[Frames], absent: Absent) -> Row:
+    def build(self, study: Study[Frames], absent: Absent) -> AntiPatternsValue:
         frames = study.frames(("patterns", "matches"))
         # over all ranks; checked where one rank can tell
         checked = pl.col("checked").any()
@@ -65,7 +69,7 @@ class AntiPatternsSection(Section[Frames]):
         )
         return self.lists({"job": job, **frames}, absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: AntiPatternsValue) -> Iterator[Table]:
         several = ["rank_count"] if len({row["rank"] for row in value["patterns"]}) > 1 else []
         rows = [
             {
@@ -91,7 +95,7 @@ class AntiPatternsSection(Section[Frames]):
                 among=value["patterns"],
             )
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: AntiPatternsValue) -> str | None:
         times = {row["pattern"]: row["match_count"] for row in value["job"] if row["match_count"]}
         unknown = sum(not row["checked"] for row in value["job"])
         rest = f"; {unknown} of {len(value['job'])} could not be checked" if unknown else ""

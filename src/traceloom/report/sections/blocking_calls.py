@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -17,6 +18,9 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import BlockingCallsValue
 
 MOST_SITES = 100  # of one rank
 MOST_ROWS = 800  # of all ranks together, but
@@ -41,7 +45,7 @@ _SPREAD = ("mean_blocked_ns", "min_blocked_ns", "max_blocked_ns", "step_count")
 _NO_FRAME = "no Python frame of the program is recorded around the call"
 
 
-class BlockingCallsSection(Section[tuple[Frames, int]]):
+class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
     """Calls in which the host waits. Measured are its lists, and the time in all calls."""
 
     key, title = "blocking_calls", "Blocking calls"
@@ -75,7 +79,7 @@ class BlockingCallsSection(Section[tuple[Frames, int]]):
         )
         return {"by_kind": by_kind, "sites": calls.sites.head(MOST_SITES)}, calls.blocked_ns
 
-    def build(self, study: Study[tuple[Frames, int]], absent: Absent) -> Row | None:
+    def build(self, study: Study[tuple[Frames, int]], absent: Absent) -> BlockingCallsValue | None:
         most = max(MOST_ROWS // len(study.results), LEAST_SITES)
         sites = study.concat(lambda of: of[0]["sites"].head(most))
         if not sites.height:
@@ -84,7 +88,7 @@ class BlockingCallsSection(Section[tuple[Frames, int]]):
         lists = self.lists({"by_kind": study.concat(lambda of: of[0]["by_kind"]), "sites": sites}, absent)
         return {"blocked_ns": sum(blocked_ns for _, blocked_ns in study.results), **lists}
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: BlockingCallsValue) -> Iterator[Table]:
         rows = [{**row, "what": _WORDS.get(row["kind"], row["kind"]), "where": where(row)} for row in value["sites"]]
         on_gpu = any(row["gpu_busy_ns"] is not None for row in rows)
         stepped = any(row["mean_blocked_ns"] is not None for row in rows)
@@ -100,7 +104,7 @@ class BlockingCallsSection(Section[tuple[Frames, int]]):
         ]
         yield table("blocking_calls.sites", "Blocking calls", columns, rows)
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: BlockingCallsValue) -> str | None:
         kinds = [row for row in value["by_kind"] if row["kind"] != "python"] or value["by_kind"]
         whole = sum(row["blocked_ns"] for row in kinds)
         by_site: dict[tuple[str, str], int] = defaultdict(int)  # over all ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.model import units
 from traceloom.report.accounts import gpu_accounts, gpu_window, host_window, main_account
@@ -10,6 +11,9 @@ from traceloom.report.names import rank_name
 from traceloom.report.parts import ACTIVITIES, DEVICE, PHASES, TimeKind, named
 from traceloom.report.sections.section import CoreSection
 from traceloom.report.table import Bar, Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 _DEFINITIONS = {
     "device": """<p>A nanosecond is <b>compute</b> when any computing kernel runs on the device, else
@@ -32,7 +36,7 @@ class BreakdownSection(CoreSection):
     path = "ranks[*].devices"
     in_markdown = True
 
-    def tables(self, document: Row) -> Iterator[Table]:
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The GPUs of every rank; the main threads, first by phase, then by activity."""
         names = {id(rank): rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
         models = {device["name"] for _, account in gpu_accounts(document) for device in account["devices"]}
@@ -76,7 +80,7 @@ class BreakdownSection(CoreSection):
         if accounts and not (phased and rows):
             yield _main_threads(document, accounts, ACTIVITIES, "activity")
 
-    def definition(self, document: Row) -> str:
+    def definition(self, document: ReportDocument) -> str:
         """How the times are counted."""
         return _DEFINITIONS["device"] + _DEFINITIONS["host"] if gpu_accounts(document) else _DEFINITIONS["host"]
 
@@ -91,7 +95,9 @@ def share_columns(parts: tuple[TimeKind, ...], *, narrow: bool = True) -> list[C
     return [Col(part.group, part.title, "share", part.hint, narrow, part.group) for part in parts]
 
 
-def _main_threads(document: Row, accounts: list[tuple[str, list[Row]]], parts: tuple[TimeKind, ...], key: str) -> Table:
+def _main_threads(
+    document: ReportDocument, accounts: list[tuple[str, list[Row]]], parts: tuple[TimeKind, ...], key: str
+) -> Table:
     """The main thread of every rank by phase or by activity; kinds of which there is nothing have no column."""
     rows = []
     for name, account in accounts:

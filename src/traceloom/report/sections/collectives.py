@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -16,7 +17,10 @@ from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import NO_CALLS, RanksSection, calls_of
 from traceloom.report.sections.section import Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import CollectivesValue
 
 _LONGEST = 100
 _KEYS = ("where", "kind", "backend", "group_size", "size_bytes")
@@ -42,7 +46,7 @@ _UNKNOWN = {
 }
 
 
-class CollectivesSection(RanksSection):
+class CollectivesSection(RanksSection["CollectivesValue"]):
     """Communication by kind and size, and the longest calls."""
 
     key, title = "collectives", "Collectives"
@@ -81,7 +85,7 @@ class CollectivesSection(RanksSection):
     others = {"call_count": {"type": "integer"}}
     unknown = {"": NO_CALLS}
 
-    def build(self, study: Study[RankPart], absent: Absent) -> Row:
+    def build(self, study: Study[RankPart], absent: Absent) -> CollectivesValue:
         calls = calls_of(study.results)
         if study.options.link_peak is not None:
             calls = against_peak(calls, study.options.link_peak)
@@ -125,7 +129,7 @@ class CollectivesSection(RanksSection):
             absent.say("collectives")
         return {**self.lists({"summary": summary, "calls": longest}, absent), "call_count": calls.height}
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: CollectivesValue) -> Iterator[Table]:
         if not value["summary"]:
             return
         columns = ["kind", "size_bytes", "+group_size", "count", "total_ns", "exposed_ns", "blocking_ns", "+median_ns",
@@ -137,7 +141,7 @@ class CollectivesSection(RanksSection):
                    "+group_size", "+algorithm", "+protocol", "+channels", "name"]  # fmt: skip
         yield table("collectives.calls", "Longest calls", columns, value["calls"])
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: CollectivesValue) -> str | None:
         by_kind = value["summary"]
         if not by_kind:
             return None

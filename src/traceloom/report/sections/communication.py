@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -11,6 +12,9 @@ from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.sections.section import CoreSection, Study, covering, several
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 
 class CommunicationSection(CoreSection):
@@ -47,7 +51,7 @@ class CommunicationSection(CoreSection):
             ],
         }
 
-    def tables(self, document: Row) -> Iterator[Table]:
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
         """On devices, where there are any, before the calls of the host."""
         collectives = (document.get("communication") or {}).get("collectives") or []
         rows = sorted(collectives, key=lambda row: row["where"] != "device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -15,7 +16,10 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import CompileValue
 
 _MOST = 100  # rows of a table and rank
 _TIME = schema("part host_ns device_ns kernel_count", {"part": pl.Enum(PARTS)})
@@ -34,7 +38,7 @@ _SPREAD = ("mean_host_ns", "min_host_ns", "max_host_ns", "step_count")
 _NO_NUMBERS = "the trace does not number its compilations"
 
 
-class CompileSection(Section[Frames]):
+class CompileSection(Section[Frames, "CompileValue"]):
     """What the trace shows of torch.compile."""
 
     key, title = "compile", "torch.compile"
@@ -94,13 +98,13 @@ class CompileSection(Section[Frames]):
             "uncompiled": compiled.uncompiled.head(_MOST),
         }
 
-    def build(self, study: Study[Frames], absent: Absent) -> Row | None:
+    def build(self, study: Study[Frames], absent: Absent) -> CompileValue | None:
         if not any(frames["counts"].height for frames in study.results):
             absent.say("compile")
             return None
         return self.lists(study.frames(self.parts), absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: CompileValue) -> Iterator[Table]:
         gpu = ["device_ns"] if any(row["device_ns"] for row in value["time"]) else []
         columns: dict[str, tuple[str, list[str | Col]]] = {
             "time": ("Time by part", ["?rank", "part", "host_ns", *gpu]),
@@ -121,7 +125,7 @@ class CompileSection(Section[Frames]):
             if rows or name == "time":
                 yield table(f"compile.{name}", title, keys, rows, among=value["counts"])
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: CompileValue) -> str | None:
         counts = value["counts"]
         compile_ns = sum(row["compile_ns"] for row in counts)
         again = [row["recompile_count"] for row in counts if row["recompile_count"] is not None]

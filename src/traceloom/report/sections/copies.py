@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom import analyze
 from traceloom.analyze.copies import KIND_SCHEMA, OP_SCHEMA
@@ -13,7 +14,10 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import CopiesValue
 
 _OPS = 50  # of each rank
 _USUAL = schema("device kind", spread_schema("call_count", "copied_bytes", "total_ns"))
@@ -23,7 +27,7 @@ _NO_RATE = "no such copy has both a size and a duration"
 _NOT_PINNED = {"pageable": "the recording does not say whether the host's memory is pinned", "bytes": _NO_BYTES}
 
 
-class CopiesSection(Section[Frames]):
+class CopiesSection(Section[Frames, "CopiesValue"]):
     """Copies and fills of GPU memory."""
 
     key, title = "copies", "Copies"
@@ -59,10 +63,10 @@ class CopiesSection(Section[Frames]):
         per_step = copies.per_step.pipe(as_declared, _USUAL)
         return {"kinds": copies.kinds, "operators": copies.ops.head(_OPS), "per_step": per_step}
 
-    def build(self, study: Study[Frames], absent: Absent) -> Row:
+    def build(self, study: Study[Frames], absent: Absent) -> CopiesValue:
         return self.lists(study.frames(self.parts), absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: CopiesValue) -> Iterator[Table]:
         kinds = value["kinds"]
         if not kinds:
             return
@@ -77,7 +81,7 @@ class CopiesSection(Section[Frames]):
                        "min_total_ns", "max_total_ns"]  # fmt: skip
             yield table("copies.per_step", "Copies of a usual step", columns, value["per_step"], among=kinds)
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: CopiesValue) -> str | None:
         rows = [row for row in value["kinds"] if row["kind"] != "fill"]
         if not rows:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -14,13 +15,16 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import CountersValue
 
 _MOST = 200  # series, and operators, of each rank
 _RANGES = schema("range_count launch_count unpaired absent")
 
 
-class CountersSection(Section[Frames]):
+class CountersSection(Section[Frames, "CountersValue"]):
     """Hardware counters, over time and by operator."""
 
     key, title = "counters", "Counters"
@@ -59,10 +63,10 @@ class CountersSection(Section[Frames]):
             "ranges": pl.DataFrame([row] if counters.range_count else [], schema=_RANGES, orient="row"),
         }
 
-    def build(self, study: Study[Frames], absent: Absent) -> Row:
+    def build(self, study: Study[Frames], absent: Absent) -> CountersValue:
         return self.lists(study.frames(self.parts), absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: CountersValue) -> Iterator[Table]:
         if value["series"]:
             columns = ["?rank", "+source", "samples", "min", "mean", "max", "counter"]
             yield table("counters.series", "Counters over time", columns, value["series"])
@@ -76,7 +80,7 @@ class CountersSection(Section[Frames]):
                 "The k-th measured kernel belongs to the k-th launch.",
             )
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: CountersValue) -> str | None:
         clauses = []
         if value["series"]:
             clauses.append(f"{units.count(len(value['series']))} recorded over time")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -19,6 +19,9 @@ from traceloom.report.absent import Absent
 from traceloom.report.sections.section import Columns, Section, Study, table
 from traceloom.report.sections.shapes import Part, of_type, record
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import CriticalPathValue
 
 _MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 _MOST_STRETCHES = 5_000
@@ -41,7 +44,7 @@ _NOTHING = "nothing is recorded of that time"
 _NO_EVENT = "nothing in it is a recorded event"
 
 
-class CriticalPathSection(Section[None]):
+class CriticalPathSection(Section[None, "CriticalPathValue"]):
     """The critical path of one step."""
 
     key, title = "critical_path", "Critical path"
@@ -86,7 +89,7 @@ class CriticalPathSection(Section[None]):
     }
     unknown = {"step": "the trace marks no steps; the path is that of the whole window"}
 
-    def build(self, study: Study[None], absent: Absent) -> Row | None:
+    def build(self, study: Study[None], absent: Absent) -> CriticalPathValue | None:
         """The path of the usual one of the chosen steps, found in the whole session: what came before may still run."""
         step = usual_step(study.part.traces)
         session = study.session if step is not None else study.part
@@ -125,7 +128,7 @@ class CriticalPathSection(Section[None]):
             "law": {key: law[key] for key in _LAW},
         }
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: CriticalPathValue) -> Iterator[Table]:
         classes = [row | {"meaning": CLASSES.get(row["class"])} for row in value["classes"] if row["duration_ns"]]
         classes.sort(key=lambda row: -int(row["duration_ns"]))
         # the two errors of the graph that the path was found in
@@ -170,10 +173,10 @@ class CriticalPathSection(Section[None]):
         columns = ["start_ns", "duration_ns", "+rank", "where", "+edge", "+evidence", "class", "name"]
         yield table("critical_path.stretches", "The path from lane to lane", columns, value["stretches"], note)
 
-    def summary(self, value: Row) -> str:
+    def summary(self, value: CriticalPathValue) -> str:
         return str(value["sentence"][0].lower() + value["sentence"][1:].rstrip("."))
 
-    def picture(self, value: Row) -> str:
+    def picture(self, value: CriticalPathValue) -> str:
         """The time by class as one bar, and the way to the line in the timeline."""
         from traceloom.report.views.html.bars import bar, legend  # the page draws sections: it is not there yet
 

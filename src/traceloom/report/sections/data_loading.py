@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.model import units
 from traceloom.report.absent import Absent
@@ -10,6 +11,9 @@ from traceloom.report.measure import Measured
 from traceloom.report.names import rank_name
 from traceloom.report.sections.section import CoreSection, Study
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 _MAKERS = {"main_thread": "the main thread makes the batches itself", "workers": "workers make the batches"}
 _LOADING_PARTS = {
@@ -43,7 +47,7 @@ class DataLoadingSection(CoreSection):
             "spent": absent.rows(study.concat(lambda rank: rank.data_loading.spent, with_loader), "data_loading.spent"),
         }
 
-    def tables(self, document: Row) -> Iterator[Table]:
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The waits by step."""
         loading = document.get("data_loading")
         if not loading or not loading["steps"]:
@@ -65,7 +69,7 @@ class DataLoadingSection(CoreSection):
         ]
         yield Table("loading-table", "Loader waits by step", columns, rows, "data_loading.steps", brief=False)
 
-    def summary(self, document: Row) -> str | None:
+    def summary(self, document: ReportDocument) -> str | None:
         """How long the main threads waited, who makes the batches, what the time goes to, whether the GPU waits too."""
         loading = document.get("data_loading")
         if not loading:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -21,6 +22,9 @@ from traceloom.report.sections.section import Columns, Section, Study, on_rank, 
 from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Row, Table
 
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import FlameValue
+
 MOST_FRAMES = 1000  # of the tree in the document; exports hold all
 MOST_FUNCTIONS = 75  # of one rank
 MOST_ROWS = 600  # of all ranks together, but
@@ -34,7 +38,7 @@ _LIST = schema(pl.Schema({name: kind for name, kind in FUNCTIONS.items() if name
 _NO_STEP = "the trace holds no whole step, or it does not occur in one"
 
 
-class FlameSection(Section[tuple[Flame, int]]):
+class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
     """The host's time by call stack. Measured is the analysis with the frames kept, and how many there were."""
 
     key, title = "flame", "Flame graph"
@@ -90,7 +94,7 @@ class FlameSection(Section[tuple[Flame, int]]):
         tree = kept.with_columns(number, above.alias("parent")).drop("rank")
         return replace(profile, frames=tree, functions=functions), profile.frames.height
 
-    def build(self, study: Study[tuple[Flame, int]], absent: Absent) -> Row | None:
+    def build(self, study: Study[tuple[Flame, int]], absent: Absent) -> FlameValue | None:
         index = next((k for k, (flame, _) in enumerate(study.results) if flame.frames.height), None)
         if index is None:
             absent.say("flame")
@@ -107,7 +111,7 @@ class FlameSection(Section[tuple[Flame, int]]):
             "tree": absent.rows(shown.frames, "flame.tree"),
         }
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: FlameValue) -> Iterator[Table]:
         stepped = any(row["mean_self_ns"] is not None for row in value["functions"])
         columns: Columns = [
             "?rank",
@@ -125,14 +129,14 @@ class FlameSection(Section[tuple[Flame, int]]):
         note = "Frames, operators and calls by the time spent in themselves."
         yield table("flame.functions", "Frames", columns, rows, note)
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: FlameValue) -> str | None:
         top = max(value["functions"], key=lambda row: int(row["main_self_ns"]), default=None)
         if top is None or not top["main_self_ns"]:
             return None
         name, time = short(frame_name(top), _NAME), units.duration(top["main_self_ns"])
         return f"the main thread{on_rank(top, value['functions'])} spends the most time of its own, {time}, in {name}"
 
-    def picture(self, value: Row) -> str:
+    def picture(self, value: FlameValue) -> str:
         working = {row["lane"] for row in value["tree"] if row["kind"] in _WORK}
         idle = working and {row["lane"] for row in value["tree"]} - working
         tree: list[Row] = value["tree"]

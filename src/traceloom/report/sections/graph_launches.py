@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom import analyze
 from traceloom.analyze.graph_launches import GRAPHS, NODES, REPLAYS
@@ -11,13 +12,16 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import GraphLaunchesValue
 
 _ROWS = 1000  # nodes and replays of a rank
 _NO_NODE = "no node of the replay is above its median"
 
 
-class GraphLaunchesSection(Section[Frames]):
+class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
     """Graphs, their nodes and their replays."""
 
     key, title = "graph_launches", "Graph launches"
@@ -47,13 +51,13 @@ class GraphLaunchesSection(Section[Frames]):
             "nodes": nodes.head(_ROWS),
         }
 
-    def build(self, study: Study[Frames], absent: Absent) -> Row | None:
+    def build(self, study: Study[Frames], absent: Absent) -> GraphLaunchesValue | None:
         if not any(frames["graphs"].height for frames in study.results):
             absent.say("graph_launches")
             return None
         return self.lists(study.frames(self.parts), absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: GraphLaunchesValue) -> Iterator[Table]:
         columns = {
             "graphs": ("Graphs", ["?rank", "graph", "replay_count", "node_count", "span_median_ns", "+span_min_ns",
                                   "span_max_ns", "idle_median_ns", "+call_median_ns", "total_ns", "deviating_count",
@@ -68,7 +72,7 @@ class GraphLaunchesSection(Section[Frames]):
             if rows:
                 yield table(f"graph_launches.{name}", title, keys, rows, among=value["graphs"])
 
-    def summary(self, value: Row | None) -> str | None:
+    def summary(self, value: GraphLaunchesValue) -> str | None:
         if not value:
             return None
         replays = sum(row["replay_count"] for row in value["graphs"])

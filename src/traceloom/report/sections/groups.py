@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -16,7 +17,10 @@ from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import NO_CALLS, RanksSection, calls_of
 from traceloom.report.sections.section import Columns, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import GroupsRow
 
 _MOST = 200
 _GROUPS = Part(
@@ -37,7 +41,7 @@ _GROUPS = Part(
 )
 
 
-class GroupsSection(RanksSection):
+class GroupsSection(RanksSection["list[GroupsRow]"]):
     """Process groups and their roles."""
 
     key, title = "groups", "Groups"
@@ -45,14 +49,14 @@ class GroupsSection(RanksSection):
     schema = _GROUPS.schema()
     reasons = _GROUPS.reasons("groups")
 
-    def build(self, study: Study[RankPart], absent: Absent) -> list[Row]:
+    def build(self, study: Study[RankPart], absent: Absent) -> list[GroupsRow]:
         declared = pl.concat([part.groups for part in study.results])
         groups = analyze.groups(calls_of(study.results), declared, study.session.world_size).groups
         if not groups.height:
             absent.say("groups")
         return absent.rows(groups.head(_MOST), "groups")
 
-    def tables(self, value: list[Row]) -> Iterator[Table]:
+    def tables(self, value: list[GroupsRow]) -> Iterator[Table]:
         if not value:
             return
         rows = []
@@ -68,7 +72,7 @@ class GroupsSection(RanksSection):
                    "+exposed_ns", "+bytes", "+recorded_ranks", "+description", evidence]  # fmt: skip
         yield table("groups", "Process groups", columns, rows, key="groups-groups")
 
-    def summary(self, value: list[Row]) -> str | None:
+    def summary(self, value: list[GroupsRow]) -> str | None:
         used = [row for row in value if row["count"]]
         if not used:
             return None

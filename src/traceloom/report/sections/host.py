@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.report.names import rank_name
 from traceloom.report.parts import ACTIVITIES, named
 from traceloom.report.sections.section import CoreSection
 from traceloom.report.table import Bar, Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 
 class HostSection(CoreSection):
@@ -18,7 +22,7 @@ class HostSection(CoreSection):
     note = "What each thread did, by innermost activity."
     path = "ranks[*].host.threads"
 
-    def tables(self, document: Row) -> Iterator[Table]:
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The host threads of each rank."""
         for position, rank in enumerate(document["ranks"]):
             host = rank.get("host") or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.analyze.idle_causes import CAUSES
 from traceloom.model import units
@@ -10,6 +11,9 @@ from traceloom.report.accounts import AT_EDGES, AT_EDGES_MEANING, gpu_accounts, 
 from traceloom.report.names import rank_name
 from traceloom.report.sections.section import CoreSection
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 _MEANINGS = {**CAUSES, AT_EDGES: AT_EDGES_MEANING}
 _UNKNOWN = {"gaps": "the edges of the recording are no gaps"}
@@ -24,7 +28,7 @@ class IdleSection(CoreSection):
     path = "ranks[*].devices"
     nothing = "Never idle."
 
-    def tables(self, document: Row) -> Iterator[Table]:
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The causes over all devices, and of several ranks those of each."""
         names = {id(rank): (rank_name(rank, k), k) for k, rank in enumerate(document["ranks"])}
         ranks = [(*names[id(rank)], account) for rank, account in gpu_accounts(document)]

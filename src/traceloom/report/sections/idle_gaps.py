@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -15,6 +16,9 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import IdleGapsRow
 
 _EACH = 50  # gaps of a rank
 _ALL = 1000  # gaps of all ranks
@@ -45,7 +49,7 @@ def _shown(row: Row) -> Row:
     return {**row, "cause": row["cause"].replace("_", " "), "because": stack or origin}
 
 
-class IdleGapsSection(Section[pl.DataFrame]):
+class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
     """The longest gaps of all devices."""
 
     key, title = "idle_gaps", "Longest gaps"
@@ -57,13 +61,13 @@ class IdleGapsSection(Section[pl.DataFrame]):
         gaps = analyze.longest_gaps(trace, analyze.idle(trace), _EACH)
         return gaps.with_columns(pl.col("stack").list.tail(_FRAMES))
 
-    def build(self, study: Study[pl.DataFrame], absent: Absent) -> list[Row]:
+    def build(self, study: Study[pl.DataFrame], absent: Absent) -> list[IdleGapsRow]:
         gaps = study.concat(lambda gaps: gaps).sort("duration_ns", descending=True, maintain_order=True).head(_ALL)
         if not gaps.height:
             absent.say("idle_gaps")
         return absent.rows(gaps, "idle_gaps")
 
-    def tables(self, value: list[Row]) -> Iterator[Table]:
+    def tables(self, value: list[IdleGapsRow]) -> Iterator[Table]:
         if not value:
             return
         rows = [_shown(row) for row in value]
@@ -74,7 +78,7 @@ class IdleGapsSection(Section[pl.DataFrame]):
         columns = ["?rank", "duration_ns", "start_ns", "cause", "before_name", "after_name"]
         yield table("idle_gaps", "Work around them", columns, rows, key="idle-gaps-work")
 
-    def summary(self, value: list[Row]) -> str | None:
+    def summary(self, value: list[IdleGapsRow]) -> str | None:
         if not value:
             return None
         top = _shown(value[0])

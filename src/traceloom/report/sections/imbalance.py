@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom import analyze
 from traceloom.analyze.across.imbalance import BALANCE_SCHEMA, LOAD_SCHEMA
@@ -13,7 +14,10 @@ from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import SEVERAL, RanksSection
 from traceloom.report.sections.section import Columns, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import ImbalanceValue
 
 _WORDS = {
     "compute_ns": "compute",
@@ -24,7 +28,7 @@ _WORDS = {
 }
 
 
-class ImbalanceSection(RanksSection):
+class ImbalanceSection(RanksSection["ImbalanceValue"]):
     """Balance of load over the ranks."""
 
     key, title = "imbalance", "Imbalance"
@@ -42,14 +46,14 @@ class ImbalanceSection(RanksSection):
         "ranks": Part(LOAD_SCHEMA, "mean per step of each rank", nullable=("host", *_WORDS), ranked=False),
     }
 
-    def build(self, study: Study[RankPart], absent: Absent) -> Row | None:
+    def build(self, study: Study[RankPart], absent: Absent) -> ImbalanceValue | None:
         if len(study.results) < 2:
             absent.say("imbalance")
             return None
         balance = analyze.imbalance(list(study.results))
         return self.lists({"measures": balance.measures, "ranks": balance.ranks}, absent)
 
-    def tables(self, value: Row | None) -> Iterator[Table]:
+    def tables(self, value: ImbalanceValue) -> Iterator[Table]:
         if value is None or not value["measures"]:
             return
         rows = []
@@ -68,7 +72,7 @@ class ImbalanceSection(RanksSection):
         known = [name for name in MEASURES if any(row[name] is not None for row in value["ranks"])]
         yield table("imbalance.ranks", "Load of each rank", ["rank", *known], value["ranks"], "Means over the steps.")
 
-    def summary(self, value: Row | None) -> str | None:
+    def summary(self, value: ImbalanceValue) -> str | None:
         if value is None or not value["measures"]:
             return None
         worst = max(value["measures"], key=lambda row: row["max_over_mean"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from traceloom import analyze
 from traceloom.analyze.inference import MIX, NODES, OPERATORS, RATES, STEPS, Inference
@@ -13,7 +14,10 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
 from traceloom.report.sections.section import Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import InferenceValue
 
 _ROWS = 500  # steps and nodes of a rank
 _FRAMES = {
@@ -26,7 +30,7 @@ _FEW = "fewer than two steps that generate"
 _NOT_MAPPED = "not mapped; see its reason"
 
 
-class InferenceSection(Section[Inference]):
+class InferenceSection(Section[Inference, "InferenceValue"]):
     """Steps of a server, and the operators of graph replays."""
 
     key, title = "inference", "Inference"
@@ -84,7 +88,7 @@ class InferenceSection(Section[Inference]):
         nodes = measured.nodes.sort("total_ns", descending=True, maintain_order=True).head(_ROWS)
         return replace(measured, steps=measured.steps.head(_ROWS), nodes=nodes)
 
-    def build(self, study: Study[Inference], absent: Absent) -> Row | None:
+    def build(self, study: Study[Inference], absent: Absent) -> InferenceValue | None:
         results = study.results
         if not any(result.steps.height or result.rates.height or result.nodes.height for result in results):
             absent.say("inference")
@@ -96,7 +100,7 @@ class InferenceSection(Section[Inference]):
         least = absent.value(min(shares, default=None), "inference.mapped_fraction")
         return {**self.lists(frames, absent), "mapped_fraction": least}
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: InferenceValue) -> Iterator[Table]:
         columns = {
             "mix": ("Steps by kind", ["?rank", "kind", "step_count", "mean_duration_ns", "mean_gpu_ns", "+max_gpu_ns",
                                       "gpu_fraction", "mean_requests", "context_tokens", "generation_tokens",
@@ -114,7 +118,7 @@ class InferenceSection(Section[Inference]):
             if value[name]:
                 yield table(f"inference.{name}", title, keys, value[name], among=everything)
 
-    def summary(self, value: Row | None) -> str | None:
+    def summary(self, value: InferenceValue) -> str | None:
         if not value:
             return None
         words = []

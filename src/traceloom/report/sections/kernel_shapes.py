@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -15,7 +16,10 @@ from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import KernelShapesValue
 
 _ROWS = 100  # of each rank; fewer where there are many
 _ALL_ROWS = 800
@@ -26,7 +30,7 @@ _NO_WORK = "no GPU work was recorded"
 _NO_SHAPES = "shapes were not recorded, or the operator has none"
 
 
-class KernelShapesSection(Section[Frames]):
+class KernelShapesSection(Section[Frames, "KernelShapesValue"]):
     """GPU work by operator and shapes."""
 
     key, title = "kernel_shapes", "Kernels by shapes"
@@ -50,7 +54,7 @@ class KernelShapesSection(Section[Frames]):
         rest = [(kept.height, shapes.rows.height - kept.height, left, shapes.total_ns)] if kept.height else []
         return {"rows": kept, "ranks": pl.DataFrame(rest, schema=_REST, orient="row")}
 
-    def build(self, study: Study[Frames], absent: Absent) -> Row:
+    def build(self, study: Study[Frames], absent: Absent) -> KernelShapesValue:
         most = max(min(_ROWS, _ALL_ROWS // max(len(study.results), 1)), 10)
 
         def rest(of: Frames) -> pl.DataFrame:
@@ -63,7 +67,7 @@ class KernelShapesSection(Section[Frames]):
 
         return self.lists({"rows": study.concat(lambda of: of["rows"].head(most)), "ranks": study.concat(rest)}, absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: KernelShapesValue) -> Iterator[Table]:
         if not value["rows"]:
             return
         left = sum(row["rest_ns"] for row in value["ranks"])
@@ -73,7 +77,7 @@ class KernelShapesSection(Section[Frames]):
                    "+min_total_ns", "+max_total_ns", "op", "+shapes", "kernel"]  # fmt: skip
         yield table("kernel_shapes.rows", "Kernels by operator and shapes", columns, value["rows"], note)
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: KernelShapesValue) -> str | None:
         if not value["rows"]:
             return None
         top = max(value["rows"], key=lambda row: int(row["total_ns"]))

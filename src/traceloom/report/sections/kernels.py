@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -10,6 +11,9 @@ from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.sections.section import CoreSection, Study, covering, several, with_shares
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 
 class KernelsSection(CoreSection):
@@ -28,7 +32,7 @@ class KernelsSection(CoreSection):
         )
         return absent.listed(with_shares(summed, "total_ns"), "kernels")
 
-    def tables(self, document: Row) -> Iterator[Table]:
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
         """All names."""
         columns = [
             Col("name", "Name", "name"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -22,7 +23,10 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
 from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import KindsValue
 
 _KERNELS = 50  # of each rank; fewer where there are many
 _ALL_KERNELS = 400
@@ -53,7 +57,7 @@ _NO_FILL = "the profiler of this vendor does not record it"
 _NO_TIME = {"fraction": "no GPU work of this device has a duration"}
 
 
-class KindsSection(Section[Frames]):
+class KindsSection(Section[Frames, "KindsValue"]):
     """GPU time by kind of work."""
 
     key, title = "kinds", "Kinds of GPU work"
@@ -103,7 +107,7 @@ class KindsSection(Section[Frames]):
             "kernels": fill.kernels.head(_KERNELS),
         }
 
-    def build(self, study: Study[Frames], absent: Absent) -> Row:
+    def build(self, study: Study[Frames], absent: Absent) -> KindsValue:
         ranks = len(study.results)
         most = max(min(_KERNELS, _ALL_KERNELS // max(ranks, 1)), 5)
         frames = study.frames(name for name in self.parts if name != "job")
@@ -128,7 +132,7 @@ class KindsSection(Section[Frames]):
         )
         return self.lists({"job": job.pipe(as_declared, _JOB), **frames}, absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: KindsValue) -> Iterator[Table]:
         kinds = value["kinds"]
         if not kinds:
             return
@@ -175,7 +179,7 @@ class KindsSection(Section[Frames]):
         columns = ["?rank", "kind", "rule", "sum_ns", "count"]
         yield table("kinds.rules", "Which rules decided", columns, value["rules"], among=matrix)
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: KindsValue) -> str | None:
         totals: dict[str, int] = {}
         for row in value["kinds"]:
             totals[row["kind"]] = totals.get(row["kind"], 0) + row["sum_ns"]
@@ -193,7 +197,7 @@ class KindsSection(Section[Frames]):
             f"; matrix units used in {units.share(matrix_ns['used'], products)} of matrix products" if products else ""
         )
 
-    def picture(self, value: Row) -> str:
+    def picture(self, value: KindsValue) -> str:
         """A bar per GPU: exclusive time by kind, and idle time."""
         bars = []
         for device in value["devices"][:16]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -19,6 +20,9 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import LaunchesValue
 
 _ROWS = 100  # of each table of a rank
 _POINTS = 300  # of each curve
@@ -37,7 +41,7 @@ _DELAYS = ["delay_median_ns", "+delay_p95_ns", "+delay_max_ns", "latency_median_
 _BINNED = ("kernel_count", "total_ns", "short_count")
 
 
-class LaunchesSection(Section[Launches]):
+class LaunchesSection(Section[Launches, "LaunchesValue"]):
     """Launch calls, the start of their work, and queues."""
 
     key, title = "launches", "Launches"
@@ -89,7 +93,7 @@ class LaunchesSection(Section[Launches]):
             device_curve=thinned(launches.device_curve, _POINTS),
         )
 
-    def build(self, study: Study[Launches], absent: Absent) -> Row | None:
+    def build(self, study: Study[Launches], absent: Absent) -> LaunchesValue | None:
         if not any(launches.totals.height for launches in study.results):
             absent.say("launches")
             return None
@@ -98,7 +102,7 @@ class LaunchesSection(Section[Launches]):
             frames[name] = frames[name].sort(by, descending=True, nulls_last=True, maintain_order=True)
         return self.lists(frames, absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: LaunchesValue) -> Iterator[Table]:
         # the queues of devices as a whole, where they have several streams
         streams = Counter((row["rank"], row["device"]) for row in value["queues"])
         together = [row for row in value["device_queues"] if streams[row["rank"], row["device"]] > 1]
@@ -134,7 +138,7 @@ class LaunchesSection(Section[Launches]):
             if shown[name]:
                 yield table(f"launches.{name}", title, keys, shown[name], among=value["totals"])
 
-    def summary(self, value: Row | None) -> str | None:
+    def summary(self, value: LaunchesValue) -> str | None:
         totals = [row for row in value["totals"] if row["launch_count"]] if value else []
         if not value or not totals:
             return None
@@ -149,7 +153,7 @@ class LaunchesSection(Section[Launches]):
             words.append(f"full queues held launch calls up for {units.duration(held)}")
         return "; ".join(words)
 
-    def picture(self, value: Row | None) -> str:
+    def picture(self, value: LaunchesValue) -> str:
         if not value:
             return ""
         lines: dict[str, list[tuple[int, int]]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.report import curve
 from traceloom.report.absent import Absent
@@ -10,6 +11,9 @@ from traceloom.report.measure import Measured
 from traceloom.report.names import allocator, rank_name
 from traceloom.report.sections.section import CoreSection, Study
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 
 class MemorySection(CoreSection):
@@ -41,7 +45,7 @@ class MemorySection(CoreSection):
             "curve": curves,
         }
 
-    def tables(self, document: Row) -> Iterator[Table]:
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
         """Peaks of every device of every rank."""
         part, ranks = document.get("memory") or {}, document["ranks"]
         devices = part.get("devices") or []
@@ -73,7 +77,7 @@ class MemorySection(CoreSection):
         note = "of the CPU: more than at the start of the recording" if counted else ""
         yield Table("memory-table", "Memory", columns, rows, "memory.devices", note)
 
-    def picture(self, document: Row) -> str:
+    def picture(self, document: ReportDocument) -> str:
         """The curves; the script shows those of the chosen rank."""
         ranks = [rank["rank"] for rank in document["ranks"]]
         curves = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -23,6 +24,9 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Section, Study, table
 from traceloom.report.sections.shapes import Part, of_type, or_null, record
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import MemoryOwnersValue
 
 MOST_CURVES = 4  # memories with a curve in the document: those with the highest peaks
 _NAME = 60
@@ -70,7 +74,7 @@ _MEMORY = record(
 )
 
 
-class MemoryOwnersSection(Section[Row | None]):
+class MemoryOwnersSection(Section[Row | None, "MemoryOwnersValue"]):
     """Who holds the memory."""
 
     key, title = "memory_owners", "Memory by owner"
@@ -93,7 +97,7 @@ class MemoryOwnersSection(Section[Row | None]):
         explained, absent = explain(trace), Absent(0, REASONS)
         return {"memories": holders(explained, absent), "steps": steps(explained, absent)}
 
-    def build(self, study: Study[Row | None], absent: Absent) -> Row | None:
+    def build(self, study: Study[Row | None], absent: Absent) -> MemoryOwnersValue | None:
         rank_memories = [
             (trace.rank, entry, memory)
             for trace, entry in zip(study.part.traces, study.results, strict=True)
@@ -132,7 +136,7 @@ class MemoryOwnersSection(Section[Row | None]):
             )
         return {"memories": memories}
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: MemoryOwnersValue) -> Iterator[Table]:
         memories = _worth(value["memories"])
         several = len(memories) > 1
         of = [Col("rank", "Rank", "count"), Col("where", "Memory")] if several else []
@@ -157,7 +161,7 @@ class MemoryOwnersSection(Section[Row | None]):
             columns = [*of, "bytes_per_step", "step_count", "bytes", "site"]
             yield table(f"{at}.growth", "Grows", columns, rows["growth"], note, key="memory-growth")
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: MemoryOwnersValue) -> str | None:
         top = max(value["memories"], key=lambda memory: int(memory["peak_bytes"]))
         # the innermost scope that holds nearly all of what the largest branch holds
         who: Row | None = None
@@ -173,7 +177,7 @@ class MemoryOwnersSection(Section[Row | None]):
             f"({units.share(who['bytes'], top['peak_bytes'])}) belong to {short(who['path'], _NAME)}"
         )
 
-    def picture(self, value: Row) -> str:
+    def picture(self, value: MemoryOwnersValue) -> str:
         drawn = [memory for memory in _worth(value["memories"]) if memory["curve"]]
         drawn.sort(key=lambda memory: -memory["peak_bytes"])
         out = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.report.absent import Absent
 from traceloom.report.icicle import figure
@@ -10,6 +11,9 @@ from traceloom.report.measure import Measured
 from traceloom.report.names import rank_name
 from traceloom.report.sections.section import CoreSection, Study
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 _MOST_NODES = 4_000  # of one rank's tree in the page
 
@@ -24,7 +28,7 @@ class ModulesSection(CoreSection):
         """The module trees, one after the other; `rank` says whose it is."""
         return absent.listed(study.concat(lambda rank: rank.modules.tree), "modules")
 
-    def tables(self, document: Row) -> Iterator[Table]:
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The tree of every rank as an icicle and a table, forward, backward and repeated time apart."""
         several = len(document["ranks"]) > 1
         trees: dict[int | None, list[Row]] = {}

@@ -11,13 +11,13 @@ from traceloom.analyze.across.rank_part import RankPart
 from traceloom.analyze.collective.bandwidth import against_hosts
 from traceloom.model import Trace
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Section
+from traceloom.report.sections.section import Section, Value
 
 SEVERAL = "only one rank is at hand; give the traces of several ranks of one run"
 NO_CALLS = "no communication was recorded"
 
 
-class RanksSection(Section[RankPart]):
+class RanksSection(Section[RankPart, Value]):
     """A section about communication or several ranks: all of them measure the same."""
 
     def measure(self, trace: Trace, options: ReportOptions) -> RankPart:

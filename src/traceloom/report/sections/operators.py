@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -10,6 +11,9 @@ from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.sections.section import CoreSection, Study, covering, several, with_shares
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 _ON_DEVICE = (
     Col("self_device_ns", "GPU, self", "time", "GPU work launched directly by the operator", narrow=False, scale="gpu"),
@@ -36,7 +40,7 @@ class OperatorsSection(CoreSection):
         )
         return absent.listed(with_shares(summed, "self_ns"), "operators")
 
-    def tables(self, document: Row) -> Iterator[Table]:
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
         """All names; with their input shapes where these are counted apart, with GPU time where there is a GPU."""
         rows = document.get("operators") or []
         if not rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -15,7 +16,10 @@ from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import PatternsValue
 
 _PER_STEP = {name: kind for name, kind in STEPS.items() if name != "sequence"}
 _JOB = schema(
@@ -26,7 +30,7 @@ _KERNELS = 4  # names shown of a sequence
 _NAME = 28
 
 
-class PatternsSection(Section[Patterns]):
+class PatternsSection(Section[Patterns, "PatternsValue"]):
     """Frequent sequences of kernels, of each rank and of the job."""
 
     key, title = "patterns", "Patterns"
@@ -44,7 +48,7 @@ class PatternsSection(Section[Patterns]):
     def measure(self, trace: Trace, options: ReportOptions) -> Patterns:
         return analyze.patterns(trace)
 
-    def build(self, study: Study[Patterns], absent: Absent) -> Row | None:
+    def build(self, study: Study[Patterns], absent: Absent) -> PatternsValue | None:
         sequences = study.concat(
             lambda of: of.sequences.join(of.steps, on="sequence", how="left", maintain_order="left")
         )
@@ -68,7 +72,7 @@ class PatternsSection(Section[Patterns]):
         lists = self.lists({"job": job.pipe(as_declared, _JOB), "ranks": sequences}, absent)
         return {**lists, "fusible_count": sum(of.fusible_count for of in study.results)}
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: PatternsValue) -> Iterator[Table]:
         several = ["rank_count"] if len({row["rank"] for row in value["ranks"]}) > 1 else []
         columns: Columns = [*several, "count", "length", "kernel_ns", "fraction", "gap_ns", "+launch_count",
                             "+mean_call_count", Col("shown", "Kernels in order", "name")]  # fmt: skip
@@ -82,7 +86,7 @@ class PatternsSection(Section[Patterns]):
             if rows:
                 yield table("patterns.job", title, columns, rows, key=f"patterns-{kind}")
 
-    def summary(self, value: Row | None) -> str | None:
+    def summary(self, value: PatternsValue) -> str | None:
         first = next((row for row in value["job"] if row["kind"] == "sequence"), None) if value else None
         if value is None or first is None:
             return None

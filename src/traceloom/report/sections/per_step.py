@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.analyze.work_per_step import KERNELS, OPERATORS, WorkPerStep, work_per_step
 from traceloom.model import Trace, units
@@ -11,14 +12,17 @@ from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import PerStepValue
 
 _NAME = 48
 _NOT_SAID = {"rank": "the trace does not say"}
 _WHY = "the trace holds no whole step with such work"
 
 
-class PerStepSection(Section[WorkPerStep]):
+class PerStepSection(Section[WorkPerStep, "PerStepValue"]):
     """Work of a usual step."""
 
     key, title = "per_step", "Per step"
@@ -34,17 +38,17 @@ class PerStepSection(Section[WorkPerStep]):
     def measure(self, trace: Trace, options: ReportOptions) -> WorkPerStep:
         return work_per_step(trace)
 
-    def build(self, study: Study[WorkPerStep], absent: Absent) -> Row:
+    def build(self, study: Study[WorkPerStep], absent: Absent) -> PerStepValue:
         return self.lists(study.frames(self.parts), absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: PerStepValue) -> Iterator[Table]:
         for name, time in (("kernels", "total_ns"), ("operators", "self_ns")):
             if value[name]:
                 columns = ["?rank", f"mean_{time}", f"+min_{time}", f"max_{time}", "mean_call_count", "+step_count",
                            "name"]  # fmt: skip
                 yield table(f"per_step.{name}", name.capitalize(), columns, value[name])
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: PerStepValue) -> str | None:
         rows = value["kernels"] or value["operators"]
         if not rows:
             return None

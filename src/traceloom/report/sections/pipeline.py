@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.analyze.across.across_ranks import across_ranks
 from traceloom.analyze.across.pipeline import STAGE_SCHEMA, STEP_SCHEMA
@@ -12,13 +13,16 @@ from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import RanksSection
 from traceloom.report.sections.section import Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import PipelineValue
 
 _MOST = 2000
 _WHY = "no ranks that send to each other with known peers were recorded"
 
 
-class PipelineSection(RanksSection):
+class PipelineSection(RanksSection["PipelineValue"]):
     """Pipelines and their bubbles."""
 
     key, title = "pipeline", "Pipeline"
@@ -29,13 +33,13 @@ class PipelineSection(RanksSection):
         "steps": Part(STEP_SCHEMA, "bubbles of each step and rank", nullable=("step",), empty=_WHY, ranked=False),
     }
 
-    def build(self, study: Study[RankPart], absent: Absent) -> Row:
+    def build(self, study: Study[RankPart], absent: Absent) -> PipelineValue:
         if len(study.results) < 2:
             return self.lists({"stages": STAGE_SCHEMA.to_frame(), "steps": STEP_SCHEMA.to_frame()}, absent)
         pipelines = across_ranks(study.results).pipeline
         return self.lists({"stages": pipelines.stages, "steps": pipelines.steps.head(_MOST)}, absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: PipelineValue) -> Iterator[Table]:
         if value["stages"]:
             columns = ["rank", "pipeline", "stage", "bubble_fraction", "mean_bubble_ns", "+min_bubble_ns",
                        "+max_bubble_ns", "mean_compute_ns", "mean_window_ns"]  # fmt: skip
@@ -44,7 +48,7 @@ class PipelineSection(RanksSection):
                        "+compute_ns", "+other_ns", "+window_ns"]  # fmt: skip
             yield table("pipeline.steps", "Bubbles by step", columns, value["steps"])
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: PipelineValue) -> str | None:
         stages = value["stages"]
         if not stages:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom import analyze
 from traceloom.analyze.across.rank_part import RankPart
@@ -13,12 +14,15 @@ from traceloom.report.sections.heat_map import heat_map
 from traceloom.report.sections.of_ranks import RanksSection, calls_of
 from traceloom.report.sections.section import Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import RankMatrixValue
 
 _MOST = 4096  # cells; of larger jobs those with most bytes
 
 
-class RankMatrixSection(RanksSection):
+class RankMatrixSection(RanksSection["RankMatrixValue"]):
     """Communication by sender and receiver."""
 
     key, title = "rank_matrix", "Rank × rank"
@@ -41,7 +45,7 @@ class RankMatrixSection(RanksSection):
     }
     others = {"omitted_cell_count": {"type": "integer"}}
 
-    def build(self, study: Study[RankPart], absent: Absent) -> Row:
+    def build(self, study: Study[RankPart], absent: Absent) -> RankMatrixValue:
         calls = calls_of(study.results)
         cells = analyze.matrix(calls)
         largest = cells.sort("bytes", "source", "target", descending=[True, False, False]).head(_MOST)
@@ -49,7 +53,7 @@ class RankMatrixSection(RanksSection):
         lists = self.lists({"cells": kept, "exchanges": analyze.exchanges(calls)}, absent)
         return {**lists, "omitted_cell_count": cells.height - kept.height}
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: RankMatrixValue) -> Iterator[Table]:
         if value["cells"]:
             columns = ["source", "target", "bytes", "exact_bytes", "duration_ns", "count"]
             rows = sorted(value["cells"], key=lambda row: -row["bytes"])
@@ -61,7 +65,7 @@ class RankMatrixSection(RanksSection):
             columns = ["rank", "+group", "count", "sent_bytes", "received_bytes", "peer_max_over_mean"]
             yield table("rank_matrix.exchanges", "All-to-alls", columns, value["exchanges"])
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: RankMatrixValue) -> str | None:
         cells = value["cells"]
         if not cells:
             return None
@@ -72,7 +76,7 @@ class RankMatrixSection(RanksSection):
             f"{units.share(exact, whole)} of all bytes is recorded, the rest shared evenly"
         )
 
-    def picture(self, value: Row) -> str:
+    def picture(self, value: RankMatrixValue) -> str:
         cells = value["cells"]
         ranks = sorted({row[end] for row in cells for end in ("source", "target")})
         if len(ranks) < 3 or value["omitted_cell_count"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -18,6 +19,9 @@ from traceloom.report.sections.roofline_picture import picture
 from traceloom.report.sections.section import Columns, Section, Study, table
 from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import RooflineValue
 
 _ROWS = 400  # operators of all ranks together, the longest of each
 _LEAST_ROWS = 10
@@ -48,7 +52,7 @@ _OF_STEPS = {
 }
 
 
-class RooflineSection(Section[Roofline]):
+class RooflineSection(Section[Roofline, "RooflineValue"]):
     """FLOPs and bytes of operators against the peaks of the device; MFU and HFU."""
 
     key, title = "roofline", "Roofline"
@@ -89,7 +93,7 @@ class RooflineSection(Section[Roofline]):
     def measure(self, trace: Trace, options: ReportOptions) -> Roofline:
         return analyze.roofline(trace, options.peak, capture_of_graphs(options))
 
-    def build(self, study: Study[Roofline], absent: Absent) -> Row:
+    def build(self, study: Study[Roofline], absent: Absent) -> RooflineValue:
         most = max(_LEAST_ROWS, _ROWS // max(len(study.results), 1))
         # what is recorded of operators is cut to a length that people read
         text = [
@@ -114,7 +118,7 @@ class RooflineSection(Section[Roofline]):
             frames[name] = frames[name].sort(time, descending=True, nulls_last=True, maintain_order=True)
         return {**self.lists(frames, absent), "timed_on": of_all.timed_on}
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: RooflineValue) -> Iterator[Table]:
         several = ["rank"] if len({row["rank"] for row in value["whole"]}) > 1 else []
         steps = value["steps"] or value["whole"]
         if steps:
@@ -170,7 +174,7 @@ class RooflineSection(Section[Roofline]):
             columns = [*several, "device", "peak", "reason", "name"]
             yield table("roofline.devices", "Devices", columns, value["devices"])
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: RooflineValue) -> str | None:
         rows = [row for row in value["steps"] if row["complete"]] or value["steps"] or value["whole"]
         modelled = [row for row in rows if row["flops"] is not None]
         if not any(row["flops"] for row in modelled):
@@ -188,7 +192,7 @@ class RooflineSection(Section[Roofline]):
                 text += f", {units.share(sum(fractions) / len(fractions), 1)} {name}"
         return f"{text}; models cover {units.share(covered, gpu)} of the GPU work" if gpu else text
 
-    def picture(self, value: Row) -> str:
+    def picture(self, value: RooflineValue) -> str:
         return picture(value["operators"])
 
 

@@ -4,19 +4,20 @@ A section answers one question. Its module holds everything about it: how one ra
 document, why values may be unknown, and which tables show it. The terminal, the page and Markdown draw the same tables
 (`report/table.py`).
 A new section is one module with a `SECTION`, named in `sections/__init__.py`; its columns are declared in
-`traceloom.model.columns`; then `python scripts/report_schema.py` writes its shape into the published schema.
+`traceloom.model.columns`; then `python scripts/report_schema.py` writes its shape into the published schema, and the
+type of its value.
 
-    class CopiesSection(Section[Frames]):
+    class CopiesSection(Section[Frames, "CopiesValue"]):
         key, title, note = "copies", "Copies", "How much is copied."
         parts = {"kinds": Part(KIND_SCHEMA, "copies by direction", empty="no copies were recorded")}
 
         def measure(self, trace: Trace, options: ReportOptions) -> Frames:
             return {"kinds": analyze.copies(trace).kinds}
 
-        def build(self, study: Study[Frames], absent: Absent) -> Row:
+        def build(self, study: Study[Frames], absent: Absent) -> CopiesValue:
             return self.lists(study.frames(self.parts), absent)
 
-        def tables(self, value: Row) -> Iterator[Table]:
+        def tables(self, value: CopiesValue) -> Iterator[Table]:
             yield table("copies.kinds", "Copies by direction", ["?rank", "kind", "bytes"], value["kinds"])
 
     SECTION = CopiesSection()
@@ -27,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import polars as pl
 
@@ -37,23 +38,27 @@ from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.names import rank_label
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.shapes import Part, or_null, record
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.sections.shapes import Part, Shape, or_null, record
+from traceloom.report.table import Cells, Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 Frames = dict[str, pl.DataFrame]
 Columns = list[str | Col]
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 def table(
     path: str,
     title: str,
     columns: Iterable[str | Col],
-    rows: Sequence[Row],
+    rows: Sequence[Cells],
     note: str = "",
     *,
     key: str = "",
-    among: Iterable[Row] | None = None,
+    among: Iterable[Cells] | None = None,
 ) -> Table:
     """A table whose columns are declared in `traceloom.model.columns`.
 
@@ -120,17 +125,17 @@ class Study(Generic[Result]):
         return out
 
 
-def on_rank(row: Row, rows: Iterable[Row]) -> str:
+def on_rank(row: Cells, rows: Iterable[Cells]) -> str:
     """` of rank 3` behind a figure of one row, where the rows are of several ranks."""
     return f" of {rank_label(row['rank'])}" if len({other["rank"] for other in rows}) > 1 else ""
 
 
-def several(document: Row, column: Col) -> tuple[Col, ...]:
+def several(document: ReportDocument, column: Col) -> tuple[Col, ...]:
     """The column, where the document is about several ranks."""
     return (column,) if len(document["ranks"]) > 1 else ()
 
 
-def covering(rows: Sequence[Row], key: str, what: str) -> str:
+def covering(rows: Sequence[Cells], key: str, what: str) -> str:
     """How much the rows of a table add up to."""
     return f"{units.duration(sum(row[key] for row in rows))} {what}"
 
@@ -144,7 +149,7 @@ def with_shares(frame: pl.DataFrame, by: str) -> pl.DataFrame:
     )
 
 
-class Section(Generic[Result]):
+class Section(Generic[Result, Value]):
     """One question of the report.
 
     Attributes:
@@ -168,7 +173,7 @@ class Section(Generic[Result]):
     note: ClassVar[str]
     what: ClassVar[str] = ""
     parts: ClassVar[Mapping[str, Part]] = {}
-    others: ClassVar[Mapping[str, Row]] = {}
+    others: ClassVar[Mapping[str, Shape]] = {}
     missing: ClassVar[str] = ""
     unknown: ClassVar[Mapping[str, str]] = {}
     shows_only: ClassVar[bool] = False
@@ -181,32 +186,32 @@ class Section(Generic[Result]):
         """What is known of one rank: small. Runs rank by rank, so that no more than a few ranks are in memory."""
         return None  # type: ignore[return-value]  # of sections that look at the whole session only
 
-    def build(self, study: Study[Result], absent: Absent) -> Any:
+    def build(self, study: Study[Result], absent: Absent) -> Value | None:
         """The JSON value under `key`; None or empty where nothing is known, with the reason said to `absent`."""
         raise NotImplementedError
 
-    def value(self, document: Row) -> Any:
+    def value(self, document: ReportDocument) -> Value | None:
         """What the section is drawn from; None where it is missing."""
-        return document.get(self.key)
+        return cast("Value | None", document.get(self.key))
 
-    def tables(self, value: Any) -> Iterable[Table]:
+    def tables(self, value: Value) -> Iterable[Table]:
         """The tables of the value; none where there is nothing to show."""
         raise NotImplementedError
 
-    def summary(self, value: Any) -> str | None:
+    def summary(self, value: Value) -> str | None:
         """One sentence with the main figure, for the short report; None where there is nothing to say."""
         return None
 
-    def picture(self, value: Any) -> str:
+    def picture(self, value: Value) -> str:
         """SVG or HTML above the tables of the page; names from traces escaped. Empty for none."""
         return ""
 
-    def definition(self, value: Any) -> str:
+    def definition(self, value: Value) -> str:
         """HTML of how it is counted, folded below the tables."""
         return ""
 
     @property
-    def schema(self) -> Row:
+    def schema(self) -> Shape:
         """JSON Schema of the value."""
         properties = {name: part.schema() for name, part in self.parts.items()}
         shape = record({**properties, **self.others}, what=self.what)
@@ -220,18 +225,18 @@ class Section(Generic[Result]):
             out |= part.reasons(f"{self.key}.{name}")
         return out | {f"{self.key}.{path}".rstrip("."): reason for path, reason in self.unknown.items()}
 
-    def lists(self, frames: Mapping[str, pl.DataFrame], absent: Absent) -> Row:
+    def lists(self, frames: Mapping[str, pl.DataFrame], absent: Absent) -> Value:
         """The rows of frames as they stand in the document; why there are none, where the part of that name says so."""
-        out = {}
+        out: dict[str, list[Any]] = {}
         for name, frame in frames.items():
             out[name] = absent.rows(frame, f"{self.key}.{name}")
             if not out[name] and self.parts[name].empty:
                 absent.say(f"{self.key}.{name}")
-        return out
+        return cast("Value", out)
 
 
-class CoreSection(Section[Measured]):
+class CoreSection(Section[Measured, "ReportDocument"]):
     """A section of the core: all share one measurement, and are drawn from the whole document."""
 
-    def value(self, document: Row) -> Row:
+    def value(self, document: ReportDocument) -> ReportDocument:
         return document

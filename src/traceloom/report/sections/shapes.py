@@ -8,7 +8,8 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.report.table import Row
+Shape = dict[str, Any]
+"""A JSON Schema."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Part:
     empty: str = ""
     ranked: bool = True
 
-    def schema(self) -> Row:
+    def schema(self) -> Shape:
         """Its JSON Schema."""
         columns = {"rank": pl.Int32, **self.columns} if self.ranked else self.columns
         nullable = {*self.unknown, *self.nullable, *(("rank",) if self.ranked else ())}
@@ -44,23 +45,23 @@ class Part:
         return {path: self.empty, **rows} if self.empty else rows
 
 
-def record(properties: Mapping[str, Row], *, what: str = "") -> Row:
+def record(properties: Mapping[str, Shape], *, what: str = "") -> Shape:
     """An object with all these keys."""
-    shape: Row = {"type": "object", "properties": dict(properties), "required": list(properties)}
+    shape: Shape = {"type": "object", "properties": dict(properties), "required": list(properties)}
     return {"description": what, **shape} if what else shape
 
 
-def or_null(shape: Row, *, what: str = "") -> Row:
+def or_null(shape: Shape, *, what: str = "") -> Shape:
     """The same, or null."""
-    either: Row = {"anyOf": [shape, {"type": "null"}]}
+    either: Shape = {"anyOf": [shape, {"type": "null"}]}
     return {"description": what, **either} if what else either
 
 
-def of_type(kind: Any, *, nullable: bool = False) -> Row:
+def of_type(kind: Any, *, nullable: bool = False) -> Shape:
     """One value of a Polars type."""
     kind = kind() if isinstance(kind, type) else kind
     if isinstance(kind, (pl.List, pl.Array)):
-        shape: Row = {"type": "array", "items": of_type(kind.inner)}
+        shape: Shape = {"type": "array", "items": of_type(kind.inner)}
         return or_null(shape) if nullable else shape
     name = "integer" if kind.is_integer() else "number" if kind.is_numeric() else "string"
     name = "boolean" if kind == pl.Boolean else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom import analyze
 from traceloom.analyze.across.rank_part import RankPart
@@ -12,12 +13,15 @@ from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import RanksSection
 from traceloom.report.sections.section import Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import SlowStepsValue
 
 _MOST = 200
 
 
-class SlowStepsSection(RanksSection):
+class SlowStepsSection(RanksSection["SlowStepsValue"]):
     """Slow steps, and their account against the usual one."""
 
     key, title = "slow_steps", "Slow steps"
@@ -37,11 +41,11 @@ class SlowStepsSection(RanksSection):
         ),
     }
 
-    def build(self, study: Study[RankPart], absent: Absent) -> Row:
+    def build(self, study: Study[RankPart], absent: Absent) -> SlowStepsValue:
         slow_steps = analyze.slow_steps(list(study.results))
         return self.lists({"steps": slow_steps.steps, "differences": slow_steps.differences.head(_MOST)}, absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: SlowStepsValue) -> Iterator[Table]:
         slow = [row for row in value["steps"] if row["slow"]]
         if slow:
             columns = ["step", "duration_ns", "over_ns", "median_ns", "limit_ns", "rank"]
@@ -49,7 +53,7 @@ class SlowStepsSection(RanksSection):
             columns = ["step", "rank", "more_ns", "ns", "usual_ns", "class"]
             yield table("slow_steps.differences", "What was different", columns, value["differences"])
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: SlowStepsValue) -> str | None:
         slow = [row for row in value["steps"] if row["slow"]]
         if not slow:
             return None

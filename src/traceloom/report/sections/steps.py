@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.model import units
 from traceloom.report.accounts import main_account
@@ -11,6 +12,9 @@ from traceloom.report.parts import DEVICE, PHASES, named
 from traceloom.report.sections.breakdown import share_columns, shares
 from traceloom.report.sections.section import CoreSection
 from traceloom.report.table import Bar, Col, Row, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 
 class StepsSection(CoreSection):
@@ -21,7 +25,7 @@ class StepsSection(CoreSection):
     note = "One row per step; the longest step fills the width."
     path = "ranks[*].steps"
 
-    def summary(self, document: Row) -> str | None:
+    def summary(self, document: ReportDocument) -> str | None:
         """How many steps, how long, and which rank's are the shortest and the longest."""
         times = [
             (rank["step_times"], rank_name(rank, k)) for k, rank in enumerate(document["ranks"]) if rank["step_times"]
@@ -43,7 +47,7 @@ class StepsSection(CoreSection):
         between = f"{units.duration(least['min_ns'])} to {units.duration(least['max_ns'])}"
         return f"{number}; median {units.duration(least['median_ns'])}, {between}"
 
-    def tables(self, document: Row) -> Iterator[Table]:
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
         """Of several ranks: a line for each; then the steps of every rank."""
         ranks = document["ranks"]
         several = len(ranks) > 1

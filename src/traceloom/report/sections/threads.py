@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from html import escape
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -17,14 +18,17 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import ThreadsValue
 
 MOST_CURVES = 8  # ranks whose curve is kept
 _WIDTH, _HEIGHT = 720, 72
 _SUMS = pl.Schema({name: kind for name, kind in CONCURRENCY.items() if name != "step"})
 
 
-class ThreadsSection(Section[Frames]):
+class ThreadsSection(Section[Frames, "ThreadsValue"]):
     """Host threads by what they do."""
 
     key, title = "threads", "Threads"
@@ -44,7 +48,7 @@ class ThreadsSection(Section[Frames]):
         )
         return {"threads": threads.threads, "concurrency": by_number, "curve": threads.curve}
 
-    def build(self, study: Study[Frames], absent: Absent) -> Row | None:
+    def build(self, study: Study[Frames], absent: Absent) -> ThreadsValue | None:
         frames = study.frames(self.parts)
         if not frames["threads"].height:
             absent.say("threads")
@@ -53,7 +57,7 @@ class ThreadsSection(Section[Frames]):
         frames["curve"] = frames["curve"].filter(pl.col("rank").is_in(kept, nulls_equal=True))
         return self.lists(frames, absent)
 
-    def tables(self, value: Row) -> Iterator[Table]:
+    def tables(self, value: ThreadsValue) -> Iterator[Table]:
         rows = []
         for row in value["threads"]:
             role = ROLES.get(row["role"], str(row["role"]))
@@ -71,7 +75,7 @@ class ThreadsSection(Section[Frames]):
             "threads.concurrency", "Threads active at once", ["?rank", "threads", "ns", share], shares, among=rows
         )
 
-    def summary(self, value: Row) -> str | None:
+    def summary(self, value: ThreadsValue) -> str | None:
         rows = value["concurrency"]
         window = sum(row["ns"] for row in rows)
         if not window:
@@ -84,7 +88,7 @@ class ThreadsSection(Section[Frames]):
             f"several at once {units.share(several, window)}"
         )
 
-    def picture(self, value: Row) -> str:
+    def picture(self, value: ThreadsValue) -> str:
         """The number of active threads over time, of the first rank."""
         curve = value["curve"]
         if len(curve) < 2:
