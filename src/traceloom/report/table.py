@@ -102,6 +102,11 @@ class Table:
     brief: bool = True
 
 
+def yes_or_no(value: bool | None) -> str | None:
+    """A cell that answers a question; None stays unknown."""
+    return None if value is None else "yes" if value else "no"
+
+
 def written(column: Col, value: Any) -> str:
     """A cell as text, with its unit; `-` for what is unknown."""
     if column.numeric or value is None:

@@ -181,8 +181,8 @@ def test_accounts_of_the_devices_and_of_the_main_thread_are_of_the_steps() -> No
     for rank, account in gpu_accounts(document):
         causes = list(idle_causes(account))
         idle = sum(device["idle_ns"] for device in account["devices"])
-        assert sum(row["idle_ns"] for row in causes) == idle
-        assert all(row["gap_count"] is None for row in causes if row["cause"] == AT_EDGES)
+        assert sum(cause.idle_ns for cause in causes) == idle
+        assert all(cause.gap_count is None for cause in causes if cause.cause == AT_EDGES)
         steps = sum(step["duration_ns"] for step in rank["steps"])
         assert sum(row["ns"] for row in main_account(rank)) == steps
 

@@ -63,6 +63,17 @@ def test_operators_that_only_move_data_are_counted_but_not_drawn() -> None:
     assert "1 that only move data, or take least time, are not drawn" in picture(value(builder())["operators"])
 
 
+def test_operators_of_a_rank_whose_gpu_work_is_not_recorded_are_counted_but_not_drawn() -> None:
+    lost = TraceBuilder(rank=1).step(1, 0, 100).op("aten::mm", 5, 8, shapes=[[64, 64]] * 2, types=[BF, BF])
+    lost.launch("cudaLaunchKernel", 6, 1, correlation=1)
+    session = Session((builder().build(), lost.build()), "run")
+    operators = build(session, ReportOptions(only=("roofline",)))["roofline"]["operators"]
+    assert [row["shapes"] for row in operators if row["total_ns"] is None] == ["[[64,64],[64,64]]"]
+    svg = picture(operators)
+    assert len(circles(svg)) == 1
+    assert "2 that only move data, or take least time, are not drawn" in svg
+
+
 def test_without_peaks_points_are_drawn_without_ceilings() -> None:
     svg = picture(value(builder(device="AMD Radeon Graphics"))["operators"])
     assert [point.get("class") for point in circles(svg)] == ["at-unknown"]

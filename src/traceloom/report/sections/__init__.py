@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from traceloom.errors import UsageError, nearest
 
 if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
     from traceloom.report.sections.section import Section
 
 CORE_KEYS = (
@@ -62,26 +63,26 @@ FAILED = "could not be worked out"
 
 
 @cache
-def section_of(key: str) -> Section[Any]:
+def section_of(key: str) -> Section[Any, Any]:
     """The section of a key."""
-    loaded: Section[Any] = importlib.import_module(f"{__name__}.{_MODULES.get(key, key)}").SECTION
+    loaded: Section[Any, Any] = importlib.import_module(f"{__name__}.{_MODULES.get(key, key)}").SECTION
     return loaded
 
 
 _MODULES = {"compile": "compiled"}  # whose name a key cannot be
 
 
-def core() -> tuple[Section[Any], ...]:
+def core() -> tuple[Section[Any, Any], ...]:
     """The sections of the core."""
     return tuple(section_of(key) for key in CORE_KEYS)
 
 
-def every() -> tuple[Section[Any], ...]:
+def every() -> tuple[Section[Any, Any], ...]:
     """All sections beyond the core."""
     return tuple(section_of(key) for key in KEYS)
 
 
-def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
+def chosen(only: Sequence[str] | None) -> tuple[Section[Any, Any], ...]:
     """The sections beyond the core that `--only` asks for; all where it is None, none for `core` alone.
 
     Raises:
@@ -96,13 +97,13 @@ def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
     return tuple(section_of(key) for key in KEYS if key in only)
 
 
-def summaries(document: dict[str, Any]) -> list[tuple[str, str]]:
+def summaries(document: ReportDocument) -> list[tuple[str, str]]:
     """Title and sentence of the sections of the core that have something to say."""
     sentences = ((section.title, section.summary(section.value(document))) for section in core())
     return [(title, sentence) for title, sentence in sentences if sentence]
 
 
-def shown(document: dict[str, Any]) -> tuple[Section[Any], ...]:
+def shown(document: ReportDocument) -> tuple[Section[Any, Any], ...]:
     """The sections beyond the core that a document was asked for, and that did not fail."""
     left_out = {
         entry["path"] for entry in document.get("absent") or [] if entry["reason"].startswith((NOT_ASKED, FAILED))
@@ -110,6 +111,6 @@ def shown(document: dict[str, Any]) -> tuple[Section[Any], ...]:
     return tuple(section_of(key) for key in KEYS if key in document and key not in left_out)
 
 
-def reasons(some: Iterable[Section[Any]]) -> dict[str, str]:
+def reasons(some: Iterable[Section[Any, Any]]) -> dict[str, str]:
     """Why values of the sections can be unknown."""
     return {path: reason for each in some for path, reason in each.reasons.items()}

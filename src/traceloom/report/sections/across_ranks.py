@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -108,8 +108,6 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
         }
 
     def tables(self, value: AcrossRanksValue) -> Iterator[Table]:
-        if value is None:
-            return
         if value["collectives"]:
             # the ranks with a picture of their steps in characters
             cells = {(row["step"], row["rank"]): row["root_ns"] for row in value["heat"] if row["step"] is not None}
@@ -153,22 +151,20 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
             yield table("across_ranks.notices", "What to know", ["slug", "count", "message"], value["notices"])
 
     def summary(self, value: AcrossRanksValue) -> str | None:
-        if value is None or not (value["collectives"] or value["unmatched"]):
+        if not (value["collectives"] or value["unmatched"]):
             return None
         text: str = value["sentence"]
         return text[0].lower() + text[1:].rstrip(".")
 
     def picture(self, value: AcrossRanksValue) -> str:
-        if value is None:
-            return ""
-        in_steps = [row for row in value["heat"] if row["step"] is not None]
-        cells: dict[tuple[Any, Any], float] = {(row["rank"], row["step"]): float(row["root_ns"]) for row in in_steps}
+        in_steps = {(row["rank"], step): row for row in value["heat"] if (step := row["step"]) is not None}
+        cells = {at: float(row["root_ns"]) for at, row in in_steps.items()}
         hover_texts = {
-            (row["rank"], row["step"]): f"rank {row['rank']}, step {row['step']}: others waited "
-            f"{units.duration(row['root_ns'])} because of it, it waited {units.duration(row['wait_ns'])}"
-            for row in in_steps
+            (rank, step): f"rank {rank}, step {step}: others waited {units.duration(row['root_ns'])} because of it, "
+            f"it waited {units.duration(row['wait_ns'])}"
+            for (rank, step), row in in_steps.items()
         }
-        ranks, steps = sorted({row["rank"] for row in in_steps}), sorted({row["step"] for row in in_steps})
+        ranks, steps = sorted({rank for rank, _ in in_steps}), sorted({step for _, step in in_steps})
         picture = heat_map(cells, ranks, steps, hover_texts, titles=("rank", "step"))
         return f'<p class="quiet">How long others waited because of a rank, by step</p>{picture}' if picture else ""
 

@@ -85,8 +85,8 @@ class AntiPatternsSection(Section[Frames, "AntiPatternsValue"]):
         columns: Columns = [*several, "pattern", "match_count", "host_ns", "gpu_ns", "+evidence", says]
         yield table("anti_patterns.job", "Known patterns", columns, rows, key="anti-patterns-patterns")
         if value["matches"]:
-            rows = [{**row, "pattern": row["pattern"].replace("_", " ")} for row in value["matches"]]
-            rows.sort(key=lambda row: -row["duration_ns"])
+            longest = sorted(value["matches"], key=lambda row: -row["duration_ns"])
+            rows = [{**row, "pattern": row["pattern"].replace("_", " ")} for row in longest]
             yield table(
                 "anti_patterns.matches",
                 "Matches",

@@ -17,10 +17,10 @@ from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sections import BlockingCallsValue
+    from traceloom.report.documents.sections import BlockingCallsSitesRow, BlockingCallsValue
 
 MOST_SITES = 100  # of one rank
 MOST_ROWS = 800  # of all ranks together, but
@@ -119,7 +119,7 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
         )
 
 
-def where(row: Row) -> str:
+def where(row: BlockingCallsSitesRow) -> str:
     """The line (its file without folders), the outermost operator, the call: `train.py(12): step: aten::item, ...`."""
     operator = str(row["op"]).split(" > ", 1)[0] if row["op"] else None
     call = str(row["call"]).removeprefix("<built-in ").removesuffix(">")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from traceloom.model import units
 from traceloom.report.accounts import gpu_accounts, gpu_window, host_window, main_account
 from traceloom.report.names import rank_name
 from traceloom.report.parts import ACTIVITIES, DEVICE, PHASES, TimeKind, named
 from traceloom.report.sections.section import CoreSection
-from traceloom.report.table import Bar, Col, Row, Table
+from traceloom.report.table import Bar, Cells, Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import AccountRow
 
 _DEFINITIONS = {
     "device": """<p>A nanosecond is <b>compute</b> when any computing kernel runs on the device, else
@@ -85,7 +87,7 @@ class BreakdownSection(CoreSection):
         return _DEFINITIONS["device"] + _DEFINITIONS["host"] if gpu_accounts(document) else _DEFINITIONS["host"]
 
 
-def shares(parts: tuple[TimeKind, ...], times: Row, whole: int) -> Row:
+def shares(parts: tuple[TimeKind, ...], times: Cells, whole: int) -> dict[str, float | None]:
     """The parts as fractions of a window, by colour group; null where it has no length."""
     return {part.group: (times.get(part.key) or 0) / whole if whole else None for part in parts}
 
@@ -96,14 +98,17 @@ def share_columns(parts: tuple[TimeKind, ...], *, narrow: bool = True) -> list[C
 
 
 def _main_threads(
-    document: ReportDocument, accounts: list[tuple[str, list[Row]]], parts: tuple[TimeKind, ...], key: str
+    document: ReportDocument,
+    accounts: list[tuple[str, list[AccountRow]]],
+    parts: tuple[TimeKind, ...],
+    key: Literal["phase", "activity"],
 ) -> Table:
     """The main thread of every rank by phase or by activity; kinds of which there is nothing have no column."""
-    rows = []
+    rows: list[Cells] = []
     for name, account in accounts:
-        times: Row = {}
+        times: Counter[str] = Counter()
         for row in account:
-            times[row[key]] = times.get(row[key], 0) + row["ns"]
+            times[row[key]] += row["ns"]
         whole = sum(times.values())
         rows.append(
             {"rank": name, "bar": Bar(named(parts, times), whole), **shares(parts, times, whole), "window": whole}

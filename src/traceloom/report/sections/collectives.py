@@ -149,10 +149,10 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
         top = by_kind[0]
         size = f" of {units.size(top['size_bytes'])}" if top["size_bytes"] else ""
         text = f"{units.counted(value['call_count'], 'call')}, {units.duration(total)} over all ranks"
-        device = [row for row in by_kind if row["exposed_ns"] is not None]
+        device = [(ns, row["total_ns"]) for row in by_kind if (ns := row["exposed_ns"]) is not None]
         if device:
-            exposed = sum(row["exposed_ns"] for row in device)
-            text += f", {units.share(exposed, sum(row['total_ns'] for row in device))} of it exposed"
+            exposed, of_device = (sum(times) for times in zip(*device, strict=True))
+            text += f", {units.share(exposed, of_device)} of it exposed"
         return f"{text}; most in {top['kind'] or 'unknown'}{size} ({units.duration(top['total_ns'])})"
 
 

@@ -11,10 +11,11 @@ from traceloom.analyze.communication import KEYS
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.sections.section import CoreSection, Study, covering, several
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import CommunicationValue
 
 
 class CommunicationSection(CoreSection):
@@ -24,7 +25,7 @@ class CommunicationSection(CoreSection):
     note = "Collectives by kind and group."
     path = "communication.collectives"
 
-    def build(self, study: Study[Measured], absent: Absent) -> Row:
+    def build(self, study: Study[Measured], absent: Absent) -> CommunicationValue:
         """Collectives by kind, group, type and place, and what they cost every rank."""
         optional = pl.col("bytes", "exposed_ns")
         collectives = (

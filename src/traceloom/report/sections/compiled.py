@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -16,7 +16,7 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Cells, Table, yes_or_no
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import CompileValue
@@ -106,24 +106,23 @@ class CompileSection(Section[Frames, "CompileValue"]):
 
     def tables(self, value: CompileValue) -> Iterator[Table]:
         gpu = ["device_ns"] if any(row["device_ns"] for row in value["time"]) else []
-        columns: dict[str, tuple[str, list[str | Col]]] = {
-            "time": ("Time by part", ["?rank", "part", "host_ns", *gpu]),
-            "regions": ("Compiled regions", ["?rank", "region", "host_ns", "graph_ns", "+wrapper_ns", "break_ns", *gpu,
-                                             "+backward_host_ns", "count", "graph_break_count", "function"]),
-            "breaks": ("Graph breaks", ["?rank", "region", "resumed", "count", "between_ns", "lookup_ns", "place"]),
-            "compilations": ("Compilations", ["?rank", "region", "direction", "recompile", "duration_ns",
-                                              *(f"+{stage}" for stage in STAGES)]),
-            "graphs": ("Compiled graphs", ["?rank", "host_ns", *gpu, "count", "region", "name"]),
-            "uncompiled": ("Not compiled", ["?rank", "host_ns", *gpu, "count", "part", "name"]),
-        }  # fmt: skip
-        for name, (title, keys) in columns.items():
-            rows = value[name]
-            if name in ("time", "uncompiled"):
-                rows = [{**row, "part": _WORDS.get(row["part"], row["part"])} for row in rows]
-            elif name == "compilations":
-                rows = [{**row, "recompile": {True: "yes", False: "no"}.get(row["recompile"])} for row in rows]
+        by_part = [{**row, "part": _WORDS.get(row["part"], row["part"])} for row in value["time"]]
+        compilations = [{**row, "recompile": yes_or_no(row["recompile"])} for row in value["compilations"]]
+        uncompiled = [{**row, "part": _WORDS.get(row["part"], row["part"])} for row in value["uncompiled"]]
+        tables: list[tuple[str, str, Sequence[Cells], list[str]]] = [
+            ("time", "Time by part", by_part, ["?rank", "part", "host_ns", *gpu]),
+            ("regions", "Compiled regions", value["regions"], ["?rank", "region", "host_ns", "graph_ns", "+wrapper_ns",
+                "break_ns", *gpu, "+backward_host_ns", "count", "graph_break_count", "function"]),
+            ("breaks", "Graph breaks", value["breaks"], ["?rank", "region", "resumed", "count", "between_ns",
+                "lookup_ns", "place"]),
+            ("compilations", "Compilations", compilations, ["?rank", "region", "direction", "recompile", "duration_ns",
+                *(f"+{stage}" for stage in STAGES)]),
+            ("graphs", "Compiled graphs", value["graphs"], ["?rank", "host_ns", *gpu, "count", "region", "name"]),
+            ("uncompiled", "Not compiled", uncompiled, ["?rank", "host_ns", *gpu, "count", "part", "name"]),
+        ]  # fmt: skip
+        for name, title, rows, columns in tables:
             if rows or name == "time":
-                yield table(f"compile.{name}", title, keys, rows, among=value["counts"])
+                yield table(f"compile.{name}", title, columns, rows, among=value["counts"])
 
     def summary(self, value: CompileValue) -> str | None:
         counts = value["counts"]

@@ -14,7 +14,7 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Table, yes_or_no
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import CopiesValue
@@ -72,7 +72,7 @@ class CopiesSection(Section[Frames, "CopiesValue"]):
             return
         columns = ["?rank", "?device", "kind", "+source_memory", "+target_memory", "+pageable", "bytes", "count",
                    "total_ns", "bytes_per_s", "+min_bytes_per_s", "+max_bytes_per_s", "+instant_count"]  # fmt: skip
-        rows = [{**row, "pageable": {True: "yes", False: "no"}.get(row["pageable"])} for row in kinds]
+        rows = [{**row, "pageable": yes_or_no(row["pageable"])} for row in kinds]
         yield table("copies.kinds", "Copies by direction", columns, rows)
         columns = ["?rank", "kind", "bytes", "count", "total_ns", "op"]
         yield table("copies.operators", "Copies by operator", columns, value["operators"], among=kinds)
@@ -85,8 +85,8 @@ class CopiesSection(Section[Frames, "CopiesValue"]):
         rows = [row for row in value["kinds"] if row["kind"] != "fill"]
         if not rows:
             return None
-        sized = [row for row in rows if row["bytes"] is not None]
-        amount = f"{units.size(sum(row['bytes'] for row in sized))} in " if sized else ""
+        sizes = [size for row in rows if (size := row["bytes"]) is not None]
+        amount = f"{units.size(sum(sizes))} in " if sizes else ""
         count = sum(row["count"] for row in rows)
         pageable = sum(row["count"] for row in rows if row["pageable"])
         held = f", {units.count(pageable)} of them from or to pageable memory" if pageable else ""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -18,10 +17,10 @@ from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.sections.section import Columns, Section, Study, table
 from traceloom.report.sections.shapes import Part, of_type, record
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sections import CriticalPathValue
+    from traceloom.report.documents.sections import CriticalPathRanksRow, CriticalPathValue
 
 _MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 _MOST_STRETCHES = 5_000
@@ -114,7 +113,7 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
         path.check()
         stretches = path.stretches.with_row_index("row").sort("duration_ns", descending=True)
         longest = stretches.head(_MOST_STRETCHES).sort("row").drop("row")
-        law = asdict(path.law)
+        law = path.law
         named = path.names.filter((pl.col("path_ns") > 0) | (pl.col("near_count") > 0)).head(_MOST_NAMES)
         frames = {"classes": path.classes, "ranks": path.ranks, "names": named, "stretches": longest}
         return {
@@ -125,12 +124,19 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
             "near_slack_ns": path.near_slack_ns,
             **self.lists(frames, absent),
             "omitted_stretch_count": path.stretches.height - longest.height,
-            "law": {key: law[key] for key in _LAW},
+            "law": {
+                "exact_error_ns": law.exact_error_ns,
+                "honest_error_ns": law.honest_error_ns,
+                "honest_error": law.honest_error,
+                "holds": law.holds,
+                "residual_ns": law.residual_ns,
+                "assumed_ns": law.assumed_ns,
+            },
         }
 
     def tables(self, value: CriticalPathValue) -> Iterator[Table]:
-        classes = [row | {"meaning": CLASSES.get(row["class"])} for row in value["classes"] if row["duration_ns"]]
-        classes.sort(key=lambda row: -int(row["duration_ns"]))
+        of_path = sorted((row for row in value["classes"] if row["duration_ns"]), key=lambda row: -row["duration_ns"])
+        classes = [{**row, "meaning": CLASSES.get(row["class"])} for row in of_path]
         # the two errors of the graph that the path was found in
         law = value["law"]
         exact = "exactly" if not law["exact_error_ns"] else f"but for {units.duration(law['exact_error_ns'])}"
@@ -143,20 +149,26 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
             classes,
             f"Re-timed from its causes the step comes back {exact}, with usual delays alone {honest}.",
         )
-        ranks: dict[Any, Row] = {}  # one row per rank, with its largest class
+        by_rank: dict[int | None, list[CriticalPathRanksRow]] = {}
         for row in value["ranks"]:
-            first = {"rank": row["rank"], "duration_ns": 0, "fraction": 0.0, "mostly": row["class"]}
-            total = ranks.setdefault(row["rank"], first)
-            total["duration_ns"] += row["duration_ns"]
-            total["fraction"] += row["fraction"]
-        if len(ranks) > 1:
+            by_rank.setdefault(row["rank"], []).append(row)
+        if len(by_rank) > 1:
+            ranks = [
+                {
+                    "rank": rank,
+                    "duration_ns": sum(row["duration_ns"] for row in rows),
+                    "fraction": sum(row["fraction"] for row in rows),
+                    "mostly": rows[0]["class"],  # the largest class is first
+                }
+                for rank, rows in by_rank.items()
+            ]
             columns = ["rank", "duration_ns", "fraction", Col("mostly", "Mostly")]
-            yield table("critical_path.ranks", "Which ranks it goes through", columns, list(ranks.values()))
+            yield table("critical_path.ranks", "Which ranks it goes through", columns, ranks)
         on_path = [row for row in value["names"] if row["path_ns"]]
         if on_path:
             columns = ["path_ns", "path_fraction", "+duration_ns", "+count", "class", "name"]
             yield table("critical_path.names", "Work on the path", columns, on_path)
-        near = sorted((row for row in value["names"] if row["near_count"]), key=lambda row: -int(row["near_ns"]))
+        near = sorted((row for row in value["names"] if row["near_count"]), key=lambda row: -row["near_ns"])
         if near:
             slack, length = units.duration(value["near_slack_ns"]), units.duration(max(value["window_ns"], 1))
             yield table(

@@ -10,10 +10,11 @@ from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.names import rank_name
 from traceloom.report.sections.section import CoreSection, Study
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table, yes_or_no
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import DataLoadingValue
 
 _MAKERS = {"main_thread": "the main thread makes the batches itself", "workers": "workers make the batches"}
 _LOADING_PARTS = {
@@ -32,7 +33,7 @@ class DataLoadingSection(CoreSection):
     anchor = "loading"
     note = "Waits for the next batch."
 
-    def build(self, study: Study[Measured], absent: Absent) -> Row | None:
+    def build(self, study: Study[Measured], absent: Absent) -> DataLoadingValue | None:
         """Waits for the data loader; null where no rank has a loader."""
         with_loader = [rank.data_loading.waits.height > 0 for rank in study.results]
         if not any(with_loader):
@@ -64,7 +65,7 @@ class DataLoadingSection(CoreSection):
             ),
         ]
         rows = [
-            {**row, "rank": names.get(row["rank"], "–"), "holds": {True: "yes", False: "no"}.get(row.get("bottleneck"))}
+            {**row, "rank": names.get(row["rank"], "–"), "holds": yes_or_no(row.get("bottleneck"))}
             for row in loading["steps"]
         ]
         yield Table("loading-table", "Loader waits by step", columns, rows, "data_loading.steps", brief=False)
@@ -90,15 +91,16 @@ class DataLoadingSection(CoreSection):
             f"({units.share(waited, whole)} of {'the steps' if length else 'the time'}); "
             f"the longest wait took {units.duration(longest)}."
         )
-        clauses = [_MAKERS[maker] for maker in sorted({wait.get("maker") for wait in waits} - {None})]
+        makers = {maker for wait in waits if (maker := wait.get("maker")) is not None}
+        clauses = [_MAKERS[maker] for maker in sorted(makers)]
         parts: dict[str, int] = {}
         for row in loading.get("spent") or []:
             parts[row["part"]] = parts.get(row["part"], 0) + row["ns"]
         part, ns = max(parts.items(), key=lambda item: item[1], default=("other", 0))
         if part != "other" and 2 * ns > total:
             clauses.append(f"{units.share(ns, total)} of the waits is {_LOADING_PARTS[part]}")
-        steps = [row for row in loading["steps"] if row.get("bottleneck") is not None]
-        slow = sum(row["bottleneck"] for row in steps)
+        steps = [held for row in loading["steps"] if (held := row.get("bottleneck")) is not None]
+        slow = sum(steps)
         if slow:
             clauses.append(f"it holds up {slow} of {len(steps)} {'step' if len(steps) == 1 else 'steps'}")
         more = "; ".join(clauses)

@@ -20,10 +20,10 @@ from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sections import FlameValue
+    from traceloom.report.documents.sections import FlameFunctionsRow, FlameTreeRow, FlameValue
 
 MOST_FRAMES = 1000  # of the tree in the document; exports hold all
 MOST_FUNCTIONS = 75  # of one rank
@@ -124,8 +124,8 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
             Col("where", "Frame", "name"),
         ]
         whole = max(value["busy_ns"], 1)
-        rows = [{**row, "share": row["self_ns"] / whole, "where": frame_name(row)} for row in value["functions"]]
-        rows.sort(key=lambda row: -int(row["self_ns"]))
+        functions = sorted(value["functions"], key=lambda row: -row["self_ns"])
+        rows = [{**row, "share": row["self_ns"] / whole, "where": frame_name(row)} for row in functions]
         note = "Frames, operators and calls by the time spent in themselves."
         yield table("flame.functions", "Frames", columns, rows, note)
 
@@ -139,7 +139,7 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
     def picture(self, value: FlameValue) -> str:
         working = {row["lane"] for row in value["tree"] if row["kind"] in _WORK}
         idle = working and {row["lane"] for row in value["tree"]} - working
-        tree: list[Row] = value["tree"]
+        tree = value["tree"]
         if idle:  # the rows of threads that work, with their parents numbered anew
             number: dict[int | None, int | None] = {None: None}
             tree = []
@@ -163,12 +163,12 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
         return figure(nodes, label="Call stacks by time", note=note, slim=True)
 
 
-def frame_name(row: Row) -> str:
+def frame_name(row: FlameFunctionsRow) -> str:
     """`file.py:12 function`; the name alone where there is no file."""
     return f"{row['file']}:{row['line']} {row['name']}" if row.get("file") else str(row["name"])
 
 
-def shortened(tree: list[Row]) -> list[Row]:
+def shortened(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
     """The rows of a tree (parents before children, `parent` a row number) with chains of single calls made one row.
 
     The row of a chain carries the name that says most: the last frame of the user's, else the last module, else the
@@ -177,7 +177,7 @@ def shortened(tree: list[Row]) -> list[Row]:
     children: dict[int | None, list[int]] = {}
     for number, row in enumerate(tree):
         children.setdefault(row["parent"], []).append(number)
-    out: list[Row] = []
+    out: list[FlameTreeRow] = []
     stack: list[tuple[int, int | None]] = [(number, None) for number in reversed(children.get(None, []))]
     while stack:
         first, parent = stack.pop()

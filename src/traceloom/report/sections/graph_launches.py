@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from traceloom import analyze
@@ -12,7 +12,7 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Cells, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import GraphLaunchesValue
@@ -58,19 +58,19 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
         return self.lists(study.frames(self.parts), absent)
 
     def tables(self, value: GraphLaunchesValue) -> Iterator[Table]:
-        columns = {
-            "graphs": ("Graphs", ["?rank", "graph", "replay_count", "node_count", "span_median_ns", "+span_min_ns",
-                                  "span_max_ns", "idle_median_ns", "+call_median_ns", "total_ns", "deviating_count",
-                                  "+like", "+evidence", "+launch_name"]),
-            "nodes": ("Nodes", ["?rank", "graph", "node", "+replay_count", "mean_ns", "min_ns", "max_ns",
-                                "+gap_mean_ns", "total_ns", "name"]),
-            "replays": ("Replays that deviate", ["?rank", "graph", "replay", "span_ns", "start_ns", "+step",
-                                                 "worst_node", "worst_excess_ns", "deviation"]),
-        }  # fmt: skip
-        for name, (title, keys) in columns.items():
-            rows = [row for row in value[name] if name != "replays" or row["deviation"]]
+        deviating = [row for row in value["replays"] if row["deviation"]]
+        tables: list[tuple[str, str, Sequence[Cells], list[str]]] = [
+            ("graphs", "Graphs", value["graphs"], ["?rank", "graph", "replay_count", "node_count", "span_median_ns",
+                "+span_min_ns", "span_max_ns", "idle_median_ns", "+call_median_ns", "total_ns", "deviating_count",
+                "+like", "+evidence", "+launch_name"]),
+            ("nodes", "Nodes", value["nodes"], ["?rank", "graph", "node", "+replay_count", "mean_ns", "min_ns",
+                "max_ns", "+gap_mean_ns", "total_ns", "name"]),
+            ("replays", "Replays that deviate", deviating, ["?rank", "graph", "replay", "span_ns", "start_ns", "+step",
+                "worst_node", "worst_excess_ns", "deviation"]),
+        ]  # fmt: skip
+        for name, title, rows, columns in tables:
             if rows:
-                yield table(f"graph_launches.{name}", title, keys, rows, among=value["graphs"])
+                yield table(f"graph_launches.{name}", title, columns, rows, among=value["graphs"])
 
     def summary(self, value: GraphLaunchesValue) -> str | None:
         if not value:

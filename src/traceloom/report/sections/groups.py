@@ -62,7 +62,7 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
         rows = []
         for row in value:
             members, who = row["members"], None
-            if len(members or ()) > 2 and all(after - before == 1 for before, after in pairwise(members)):
+            if members and len(members) > 2 and all(after - before == 1 for before, after in pairwise(members)):
                 who = f"{members[0]}–{members[-1]}"
             elif members is not None:
                 who = ", ".join(map(str, members[:6])) + (", …" if len(members) > 6 else "")

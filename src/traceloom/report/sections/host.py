@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from traceloom.report.names import rank_name
 from traceloom.report.parts import ACTIVITIES, named
 from traceloom.report.sections.section import CoreSection
-from traceloom.report.table import Bar, Col, Row, Table
+from traceloom.report.table import Bar, Cells, Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
@@ -25,14 +26,13 @@ class HostSection(CoreSection):
     def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The host threads of each rank."""
         for position, rank in enumerate(document["ranks"]):
-            host = rank.get("host") or {}
-            times: dict[int, Row] = {}
-            for row in host.get("account") or []:
-                of_lane = times.setdefault(row["lane"], {})
-                of_lane[row["activity"]] = of_lane.get(row["activity"], 0) + row["ns"]
-            rows = []
-            for thread in host.get("threads") or []:
-                activities = {part.key: times.get(thread["lane"], {}).get(part.key, 0) for part in ACTIVITIES}
+            host = rank["host"]
+            times: Counter[tuple[int, str]] = Counter()  # by lane and activity
+            for row in host["account"]:
+                times[row["lane"], row["activity"]] += row["ns"]
+            rows: list[Cells] = []
+            for thread in host["threads"]:
+                activities = {part.key: times[thread["lane"], part.key] for part in ACTIVITIES}
                 name = thread["name"] or f"thread {thread['thread']}"
                 rows.append(
                     {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from traceloom.model import units
 from traceloom.report.accounts import AT_EDGES, AT_EDGES_MEANING, gpu_accounts, gpu_window, idle_causes
 from traceloom.report.names import rank_name
 from traceloom.report.sections.section import CoreSection
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Cells, Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
@@ -33,44 +34,45 @@ class IdleSection(CoreSection):
         names = {id(rank): (rank_name(rank, k), k) for k, rank in enumerate(document["ranks"])}
         ranks = [(*names[id(rank)], account) for rank, account in gpu_accounts(document)]
         device_count = sum(len(account["devices"]) for _, _, account in ranks)
-        summed: dict[str, Row] = {}
+        idle_ns: Counter[str] = Counter()
+        gap_counts: Counter[str] = Counter()
         for _, _, account in ranks:
-            for row in idle_causes(account):
-                total = summed.setdefault(row["cause"], {"idle_ns": 0, "gap_count": None})
-                total["idle_ns"] += row["idle_ns"]
-                if row["gap_count"] is not None:
-                    total["gap_count"] = (total["gap_count"] or 0) + row["gap_count"]
-        whole = sum(total["idle_ns"] for total in summed.values())
+            for cause in idle_causes(account):
+                idle_ns[cause.cause] += cause.idle_ns
+                if cause.gap_count is not None:
+                    gap_counts[cause.cause] += cause.gap_count
+        whole = sum(idle_ns.values())
         if not whole:
             return
         window = sum(device["window_ns"] for _, _, account in ranks for device in account["devices"])
-        totals = sorted(({"cause": cause, **total} for cause, total in summed.items()), key=lambda row: -row["idle_ns"])
         yield Table(
             "idle-causes",
             "Why the GPU was idle",
             _columns(several_devices=False),
-            [_row(row, window, whole) for row in totals],
+            [_row(cause, time, gap_counts.get(cause), window, whole) for cause, time in idle_ns.most_common()],
             note=f"{units.duration(whole)} {gpu_window(document)}",
             unknown=_UNKNOWN,
         )
         for name, position, account in ranks if device_count > 1 else ():
             windows = {device["device"]: device["window_ns"] for device in account["devices"]}
             idle = {device["device"]: device["idle_ns"] for device in account["devices"]}
-            rows = [_row(row, windows[row["device"]], idle[row["device"]]) for row in idle_causes(account)]
+            rows = [
+                {"device": device, **_row(cause, time, gaps, windows[device], idle[device])}
+                for device, cause, time, gaps in idle_causes(account)
+            ]
             columns = _columns(several_devices=len(windows) > 1)
             title = f"Causes of idle time of {name}"
             yield Table(f"idle-{position}", title, columns, rows, "", "", _UNKNOWN, position, brief=False)
 
 
-def _row(row: Row, window: int, idle: int) -> Row:
+def _row(cause: str, time: int, gaps: int | None, window: int, idle: int) -> Cells:
     return {
-        "device": row.get("device"),
-        "cause": row["cause"].replace("_", " ").replace("-", " "),
-        "meaning": _MEANINGS.get(row["cause"], ""),
-        "time": row["idle_ns"],
-        "of_idle": row["idle_ns"] / idle if idle else None,
-        "share": row["idle_ns"] / window if window else None,
-        "gaps": row["gap_count"],
+        "cause": cause.replace("_", " ").replace("-", " "),
+        "meaning": _MEANINGS.get(cause, ""),
+        "time": time,
+        "of_idle": time / idle if idle else None,
+        "share": time / window if window else None,
+        "gaps": gaps,
     }
 
 

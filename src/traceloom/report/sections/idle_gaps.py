@@ -15,7 +15,7 @@ from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import IdleGapsRow
@@ -41,12 +41,11 @@ _GAPS = Part(
 )
 
 
-def _shown(row: Row) -> Row:
-    """A row with its cause, and what explains it, in words."""
+def _because(row: IdleGapsRow) -> str | None:
+    """What explains a gap, in words."""
     call = row["launch_name"] if row["cause"] in ("launch_latency", "unexplained") else None
-    origin = row["producer_name"] or call
     stack = " > ".join([*(row["stack"] or [])[-2:], row["host_activity"]]) if row["host_activity"] else None
-    return {**row, "cause": row["cause"].replace("_", " "), "because": stack or origin}
+    return stack or row["producer_name"] or call
 
 
 class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
@@ -70,7 +69,7 @@ class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
     def tables(self, value: list[IdleGapsRow]) -> Iterator[Table]:
         if not value:
             return
-        rows = [_shown(row) for row in value]
+        rows = [{**row, "cause": row["cause"].replace("_", " "), "because": _because(row)} for row in value]
         because = Col("because", "Because", "name",
                       "the host's event and what it stood in, or the awaited work")  # fmt: skip
         columns: Columns = ["?rank", "duration_ns", "start_ns", "cause", "+cause_ns", "+evidence", "+step", because]
@@ -81,12 +80,12 @@ class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
     def summary(self, value: list[IdleGapsRow]) -> str | None:
         if not value:
             return None
-        top = _shown(value[0])
-        reason = top["host_activity"] or top["because"]
+        top = value[0]
+        reason = top["host_activity"] or _because(top)
         where = f": {short(reason, _NAME)}" if reason else ""
         length = f"{units.duration(top['duration_ns'])}{on_rank(top, value)}"
         mostly = "" if top["cause_ns"] == top["duration_ns"] else "mostly "
-        return f"the longest gap is {length}, {mostly}{top['cause']}{where}"
+        return f"the longest gap is {length}, {mostly}{top['cause'].replace('_', ' ')}{where}"
 
 
 SECTION = IdleGapsSection()

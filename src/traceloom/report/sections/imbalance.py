@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from traceloom import analyze
@@ -14,7 +14,7 @@ from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import SEVERAL, RanksSection
 from traceloom.report.sections.section import Columns, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.table import Cells, Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import ImbalanceValue
@@ -54,26 +54,27 @@ class ImbalanceSection(RanksSection["ImbalanceValue"]):
         return self.lists({"measures": balance.measures, "ranks": balance.ranks}, absent)
 
     def tables(self, value: ImbalanceValue) -> Iterator[Table]:
-        if value is None or not value["measures"]:
+        if not value["measures"]:
             return
         rows = []
         for row in value["measures"]:
             measure = row["measure"]
             write = units.duration if measure.endswith("_ns") else units.size if measure.endswith("_bytes") else None
             figures = {
-                name: "unknown" if row[name] is None else write(round(row[name])) if write else units.number(row[name])
-                for name in ("mean", "max", "min")
+                name: "unknown" if figure is None else write(round(figure)) if write else units.number(figure)
+                for name, figure in (("mean", row["mean"]), ("max", row["max"]), ("min", row["min"]))
             }
             rows.append({**row, **figures, "word": _WORDS[measure]})
         columns: Columns = [Col("word", "Of"), "max_over_mean", Col("mean", "Mean", hint="per rank and step"),
                    Col("max", "Max"), "max_rank", Col("min", "Min", narrow=False), "+min_rank",
                    "+worst_max_over_mean", "+worst_step"]  # fmt: skip
         yield table("imbalance.measures", "Balance", columns, rows)
-        known = [name for name in MEASURES if any(row[name] is not None for row in value["ranks"])]
-        yield table("imbalance.ranks", "Load of each rank", ["rank", *known], value["ranks"], "Means over the steps.")
+        ranks: Sequence[Cells] = value["ranks"]
+        measured = [name for name in MEASURES if any(row[name] is not None for row in ranks)]
+        yield table("imbalance.ranks", "Load of each rank", ["rank", *measured], ranks, "Means over the steps.")
 
     def summary(self, value: ImbalanceValue) -> str | None:
-        if value is None or not value["measures"]:
+        if not value["measures"]:
             return None
         worst = max(value["measures"], key=lambda row: row["max_over_mean"])
         ratio = f"max ÷ mean {worst['max_over_mean']:.2f} (rank {worst['max_rank']})"

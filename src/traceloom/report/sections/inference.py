@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
 from traceloom.report.sections.section import Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Cells, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import InferenceValue
@@ -101,22 +101,23 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
         return {**self.lists(frames, absent), "mapped_fraction": least}
 
     def tables(self, value: InferenceValue) -> Iterator[Table]:
-        columns = {
-            "mix": ("Steps by kind", ["?rank", "kind", "step_count", "mean_duration_ns", "mean_gpu_ns", "+max_gpu_ns",
-                                      "gpu_fraction", "mean_requests", "context_tokens", "generation_tokens",
-                                      "between_median_ns", "+between_p95_ns"]),
-            "rates": ("Per second", ["?rank", "what", "count", "window_ns", "per_second", "evidence"]),
-            "steps": ("Steps of the server", ["?rank", "number", "kind", "+start_ns", "duration_ns", "gpu_ns",
-                                              "requests", "context_tokens", "generation_tokens", "between_ns",
-                                              "+lag_ns", "+graph_work_count"]),
-            "operators": ("Operators of graph replays", ["?rank", "gpu_ns", "kernel_count", "+module", "op_name"]),
-            "nodes": ("Nodes of graphs", ["?rank", "graph", "node", "total_ns", "op_name", "+evidence", "+reason",
-                                          "name"]),
-        }  # fmt: skip
-        everything = [row for name in self.parts for row in value[name]]
-        for name, (title, keys) in columns.items():
-            if value[name]:
-                yield table(f"inference.{name}", title, keys, value[name], among=everything)
+        tables: list[tuple[str, str, Sequence[Cells], list[str]]] = [
+            ("mix", "Steps by kind", value["mix"], ["?rank", "kind", "step_count", "mean_duration_ns", "mean_gpu_ns",
+                "+max_gpu_ns", "gpu_fraction", "mean_requests", "context_tokens", "generation_tokens",
+                "between_median_ns", "+between_p95_ns"]),
+            ("rates", "Per second", value["rates"], ["?rank", "what", "count", "window_ns", "per_second", "evidence"]),
+            ("steps", "Steps of the server", value["steps"], ["?rank", "number", "kind", "+start_ns", "duration_ns",
+                "gpu_ns", "requests", "context_tokens", "generation_tokens", "between_ns", "+lag_ns",
+                "+graph_work_count"]),
+            ("operators", "Operators of graph replays", value["operators"], ["?rank", "gpu_ns", "kernel_count",
+                "+module", "op_name"]),
+            ("nodes", "Nodes of graphs", value["nodes"], ["?rank", "graph", "node", "total_ns", "op_name", "+evidence",
+                "+reason", "name"]),
+        ]  # fmt: skip
+        everything = [row for _, _, rows, _ in tables for row in rows]
+        for name, title, rows, columns in tables:
+            if rows:
+                yield table(f"inference.{name}", title, columns, rows, among=everything)
 
     def summary(self, value: InferenceValue) -> str | None:
         if not value:
@@ -135,9 +136,9 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
                 text + (f" ({most}{units.duration(between)} between tokens)" if between else "") + " on the GPU"
             )
         for what in dict.fromkeys(row["what"] for row in value["rates"]):
-            rows = [row for row in value["rates"] if row["what"] == what]
-            low, high = (units.number(end(row["per_second"] for row in rows)) for end in (min, max))
-            each = " on each rank" if len(rows) > 1 else ""
+            rates = [row["per_second"] for row in value["rates"] if row["what"] == what]
+            low, high = units.number(min(rates)), units.number(max(rates))
+            each = " on each rank" if len(rates) > 1 else ""
             words.append(f"{low if low == high else f'{low} to {high}'} {what} per second{each}")
         if value["mapped_fraction"] is not None:
             words.append(f"{units.share(value['mapped_fraction'], 1.0)} of the graphs' time has an operator")

@@ -10,10 +10,11 @@ import polars as pl
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.sections.section import CoreSection, Study, covering, several, with_shares
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import KernelRow
 
 
 class KernelsSection(CoreSection):
@@ -23,7 +24,7 @@ class KernelsSection(CoreSection):
     note = "GPU work by name, summed over ranks."
     in_markdown = True
 
-    def build(self, study: Study[Measured], absent: Absent) -> list[Row]:
+    def build(self, study: Study[Measured], absent: Absent) -> list[KernelRow]:
         """GPU work by name, the longest first; `ranks` is the number of ranks that ran it."""
         summed = (
             pl.concat([rank.kernels.kernels for rank in study.results])

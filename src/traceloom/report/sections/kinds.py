@@ -23,7 +23,7 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
 from traceloom.report.sections.section import Frames, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Cells, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import KindsValue
@@ -161,7 +161,8 @@ class KindsSection(Section[Frames, "KindsValue"]):
             "Unknown: no model of the operator, no shapes, or a GPU without known peaks.",
             among=value["bounds"],
         )
-        devices, matrix = value["devices"], value["matrix"]
+        devices: Sequence[Cells] = value["devices"]
+        matrix = value["matrix"]
         if any(row[name] is not None for row in devices for name in _FILL):
             yield table("kinds.devices", "How full the GPU is", ["?rank", "?device", *_FILL, "kernel_ns"], devices)
         yield table(

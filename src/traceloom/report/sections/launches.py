@@ -19,10 +19,10 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Cells, Table
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sections import LaunchesValue
+    from traceloom.report.documents.sections import LaunchesBinsRow, LaunchesValue
 
 _ROWS = 100  # of each table of a rank
 _POINTS = 300  # of each curve
@@ -38,7 +38,6 @@ _CURVE = {"device": pl.Int32, "stream": pl.Int64, "time_ns": pl.Int64, "launches
 _NO_LAUNCH = "no launch of this device's work is recorded"
 _TOGETHER = {"stream": "all streams of the device together"}
 _DELAYS = ["delay_median_ns", "+delay_p95_ns", "+delay_max_ns", "latency_median_ns", "latency_p95_ns", "latency_max_ns"]
-_BINNED = ("kernel_count", "total_ns", "short_count")
 
 
 class LaunchesSection(Section[Launches, "LaunchesValue"]):
@@ -106,43 +105,47 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
         # the queues of devices as a whole, where they have several streams
         streams = Counter((row["rank"], row["device"]) for row in value["queues"])
         together = [row for row in value["device_queues"] if streams[row["rank"], row["device"]] > 1]
-        bins: dict[int, Row] = {}  # over all ranks, without the empty ones
+        queues: list[Cells] = [*value["queues"], *together]
+        bins: dict[int, list[LaunchesBinsRow]] = {}  # by lower bound
         for row in value["bins"]:
-            bounds = {name: row[name] for name in ("low_ns", "high_ns")}
-            bin_ = bins.setdefault(row["low_ns"], {**bounds, **dict.fromkeys(_BINNED, 0)})
-            for name in _BINNED:
-                bin_[name] += row[name]
-        shown = {
-            **value,
-            "queues": value["queues"] + together,
-            "bins": [row for _, row in sorted(bins.items()) if row["kernel_count"]],
-        }
-        columns: dict[str, tuple[str, Sequence[str | Col]]] = {
-            "totals": ("Launches", ["?rank", "+device", "launch_count", "work_count", "+unknown_count", *_DELAYS,
-                                    "late_count"]),
-            "queues": ("Queues", ["?rank", "+device", "stream", "launch_count", "max_launches", "mean_launches",
-                                  "empty_ns", "held_count", "held_ns", "+capacity"]),
-            "calls": ("Launch calls", ["?rank", "call_count", "total_ns", "median_ns", "+p95_ns", "max_ns",
-                                       "long_count", "name"]),
-            "names": ("Delays by name", ["?rank", "launch_count", *_DELAYS, "name"]),
-            "operators": ("Delays by operator", ["?rank", "launch_count", *_DELAYS, "name"]),
-            "outliers": ("Late work and long calls", ["?rank", "kind", "duration_ns", "+start_ns", "+step",
-                                                      "+launch_name", "work_name"]),
-            "short": ("Kernels shorter than their launch", ["?rank", "short_count", "kernel_count", "short_ns",
-                                                            "call_ns", "name"]),
-            "bins": ("Kernels by duration", ["low_ns", "high_ns", "kernel_count", "total_ns", "short_count"]),
-            "steps": ("Per step", ["?rank", "+device", "mean_launch_count", "+min_launch_count", "+max_launch_count",
-                                   "mean_call_ns", "max_call_ns", "mean_short_count", "mean_held_ns", "step_count"]),
-        }  # fmt: skip
-        for name, (title, keys) in columns.items():
-            if shown[name]:
-                yield table(f"launches.{name}", title, keys, shown[name], among=value["totals"])
+            bins.setdefault(row["low_ns"], []).append(row)
+        filled = [
+            {
+                "low_ns": low_ns,
+                "high_ns": rows[0]["high_ns"],
+                "kernel_count": sum(row["kernel_count"] for row in rows),
+                "total_ns": sum(row["total_ns"] for row in rows),
+                "short_count": sum(row["short_count"] for row in rows),
+            }
+            for low_ns, rows in sorted(bins.items())
+            if any(row["kernel_count"] for row in rows)
+        ]
+        tables: list[tuple[str, str, Sequence[Cells], list[str]]] = [
+            ("totals", "Launches", value["totals"], ["?rank", "+device", "launch_count", "work_count",
+                "+unknown_count", *_DELAYS, "late_count"]),
+            ("queues", "Queues", queues, ["?rank", "+device", "stream", "launch_count", "max_launches",
+                "mean_launches", "empty_ns", "held_count", "held_ns", "+capacity"]),
+            ("calls", "Launch calls", value["calls"], ["?rank", "call_count", "total_ns", "median_ns", "+p95_ns",
+                "max_ns", "long_count", "name"]),
+            ("names", "Delays by name", value["names"], ["?rank", "launch_count", *_DELAYS, "name"]),
+            ("operators", "Delays by operator", value["operators"], ["?rank", "launch_count", *_DELAYS, "name"]),
+            ("outliers", "Late work and long calls", value["outliers"], ["?rank", "kind", "duration_ns", "+start_ns",
+                "+step", "+launch_name", "work_name"]),
+            ("short", "Kernels shorter than their launch", value["short"], ["?rank", "short_count", "kernel_count",
+                "short_ns", "call_ns", "name"]),
+            ("bins", "Kernels by duration", filled, ["low_ns", "high_ns", "kernel_count", "total_ns", "short_count"]),
+            ("steps", "Per step", value["steps"], ["?rank", "+device", "mean_launch_count", "+min_launch_count",
+                "+max_launch_count", "mean_call_ns", "max_call_ns", "mean_short_count", "mean_held_ns", "step_count"]),
+        ]  # fmt: skip
+        for name, title, shown, columns in tables:
+            if shown:
+                yield table(f"launches.{name}", title, columns, shown, among=value["totals"])
 
     def summary(self, value: LaunchesValue) -> str | None:
-        totals = [row for row in value["totals"] if row["launch_count"]] if value else []
-        if not value or not totals:
+        totals = [row for row in value["totals"] if row["launch_count"]]
+        if not totals:
             return None
-        worst = max(totals, key=lambda row: row["latency_median_ns"])
+        worst = max(totals, key=lambda row: row["latency_median_ns"] or 0)
         short = sum(row["short_count"] for row in value["bins"])
         kernels = sum(row["kernel_count"] for row in value["bins"])
         held = sum(row["held_ns"] for row in value["queues"])
@@ -154,8 +157,6 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
         return "; ".join(words)
 
     def picture(self, value: LaunchesValue) -> str:
-        if not value:
-            return ""
         lines: dict[str, list[tuple[int, int]]] = {}
         for row in value["curve"]:
             rank = "" if row["rank"] is None else f"rank {row['rank']}, "

@@ -10,10 +10,11 @@ from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.names import allocator, rank_name
 from traceloom.report.sections.section import CoreSection, Study
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import CurveRow, MemoryValue
 
 
 class MemorySection(CoreSection):
@@ -23,9 +24,9 @@ class MemorySection(CoreSection):
     note = "What the allocator had given out."
     path = "memory.devices"
 
-    def build(self, study: Study[Measured], absent: Absent) -> Row:
+    def build(self, study: Study[Measured], absent: Absent) -> MemoryValue:
         """Peaks by device, and the curve of each as columns."""
-        curves: list[Row] = []
+        curves: list[CurveRow] = []
         for rank in study.results:
             for values in rank.memory.curve.partition_by("device_type", "device"):
                 if values["reserved_bytes"].null_count():

@@ -10,10 +10,11 @@ from traceloom.report.icicle import figure
 from traceloom.report.measure import Measured
 from traceloom.report.names import rank_name
 from traceloom.report.sections.section import CoreSection, Study
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Cells, Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import ModuleRow
 
 _MOST_NODES = 4_000  # of one rank's tree in the page
 
@@ -24,14 +25,14 @@ class ModulesSection(CoreSection):
     key, title = "modules", "Modules"
     note = "Which part of the model the time belongs to."
 
-    def build(self, study: Study[Measured], absent: Absent) -> list[Row]:
+    def build(self, study: Study[Measured], absent: Absent) -> list[ModuleRow]:
         """The module trees, one after the other; `rank` says whose it is."""
         return absent.listed(study.concat(lambda rank: rank.modules.tree), "modules")
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The tree of every rank as an icicle and a table, forward, backward and repeated time apart."""
         several = len(document["ranks"]) > 1
-        trees: dict[int | None, list[Row]] = {}
+        trees: dict[int | None, list[ModuleRow]] = {}
         for row in document.get("modules") or []:
             trees.setdefault(row["rank"], []).append(row)
         for position, rank in enumerate(document["ranks"]):
@@ -39,7 +40,7 @@ class ModulesSection(CoreSection):
             if not tree:
                 continue
             gpu = any(_all(row, "device_ns") for row in tree)
-            index_of_node = {row["node"]: k for k, row in enumerate(tree)}
+            index_of_node: dict[int | None, int] = {row["node"]: k for k, row in enumerate(tree)}
             nodes = [
                 (
                     index_of_node.get(row["parent"]),
@@ -70,12 +71,12 @@ class ModulesSection(CoreSection):
             )
 
 
-def _all(row: Row, name: str) -> int:
+def _all(row: Cells, name: str) -> int:
     """Forward, backward and repeated time together."""
     return sum(row.get(f"{part}{name}") or 0 for part in ("", "backward_", "recompute_"))
 
 
-def _columns(tree: list[Row], *, gpu: bool) -> list[Col]:
+def _columns(tree: list[ModuleRow], *, gpu: bool) -> list[Col]:
     backward = any(row.get("backward_host_ns") for row in tree)
     again = any(row.get("recompute_host_ns") for row in tree)
     columns = [

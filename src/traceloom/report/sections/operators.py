@@ -10,10 +10,11 @@ import polars as pl
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 from traceloom.report.sections.section import CoreSection, Study, covering, several, with_shares
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import OperatorRow
 
 _ON_DEVICE = (
     Col("self_device_ns", "GPU, self", "time", "GPU work launched directly by the operator", narrow=False, scale="gpu"),
@@ -29,7 +30,7 @@ class OperatorsSection(CoreSection):
     note = "Framework operators by host time."
     in_markdown = True
 
-    def build(self, study: Study[Measured], absent: Absent) -> list[Row]:
+    def build(self, study: Study[Measured], absent: Absent) -> list[OperatorRow]:
         """Operators by name (and shapes), the longest self time first."""
         frames = pl.concat([rank.operators.operators for rank in study.results])
         device = pl.col("device_ns", "self_device_ns", "kernel_count")

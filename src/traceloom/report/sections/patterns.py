@@ -87,17 +87,19 @@ class PatternsSection(Section[Patterns, "PatternsValue"]):
                 yield table("patterns.job", title, columns, rows, key=f"patterns-{kind}")
 
     def summary(self, value: PatternsValue) -> str | None:
-        first = next((row for row in value["job"] if row["kind"] == "sequence"), None) if value else None
-        if value is None or first is None:
+        first = next((row for row in value["job"] if row["kind"] == "sequence"), None)
+        if first is None:
             return None
         where, whose = "", "the GPU's work"
+        length, count, fraction = first["length"], first["count"], first["fraction"]
         ranks = [row for row in value["ranks"] if row["kind"] == "sequence"]
         if first["rank_count"] < len({row["rank"] for row in ranks}):  # elsewhere it may be part of another one
-            first = max(ranks, key=lambda row: row["kernel_ns"])
-            where, whose = f"on rank {first['rank']} ", "its work"
+            longest = max(ranks, key=lambda row: row["kernel_ns"])
+            length, count, fraction = longest["length"], longest["count"], longest["fraction"]
+            where, whose = f"on rank {longest['rank']} ", "its work"
         words = (
-            f"{where}a sequence of {first['length']} kernels occurs {units.count(first['count'])} times and holds "
-            f"{units.share(first['fraction'], 1.0)} of {whose}"
+            f"{where}a sequence of {length} kernels occurs {units.count(count)} times and holds "
+            f"{units.share(fraction, 1.0)} of {whose}"
         )
         if value["fusible_count"]:
             of = " of all ranks" if where else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from traceloom.analyze.work_per_step import KERNELS, OPERATORS, WorkPerStep, work_per_step
@@ -12,7 +12,7 @@ from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Section, Study, on_rank, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.table import Cells, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import PerStepValue
@@ -42,14 +42,18 @@ class PerStepSection(Section[WorkPerStep, "PerStepValue"]):
         return self.lists(study.frames(self.parts), absent)
 
     def tables(self, value: PerStepValue) -> Iterator[Table]:
-        for name, time in (("kernels", "total_ns"), ("operators", "self_ns")):
-            if value[name]:
+        tables: list[tuple[str, str, Sequence[Cells]]] = [
+            ("kernels", "total_ns", value["kernels"]),
+            ("operators", "self_ns", value["operators"]),
+        ]
+        for name, time, rows in tables:
+            if rows:
                 columns = ["?rank", f"mean_{time}", f"+min_{time}", f"max_{time}", "mean_call_count", "+step_count",
                            "name"]  # fmt: skip
-                yield table(f"per_step.{name}", name.capitalize(), columns, value[name])
+                yield table(f"per_step.{name}", name.capitalize(), columns, rows)
 
     def summary(self, value: PerStepValue) -> str | None:
-        rows = value["kernels"] or value["operators"]
+        rows: Sequence[Cells] = value["kernels"] or value["operators"]
         if not rows:
             return None
         time = "total_ns" if value["kernels"] else "self_ns"

@@ -18,7 +18,7 @@ from traceloom.report.sections.capture_of_graphs import capture_of_graphs
 from traceloom.report.sections.roofline_picture import picture
 from traceloom.report.sections.section import Columns, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import RooflineValue
@@ -131,12 +131,13 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
             else:
                 yield table("roofline.whole", "Whole recording", [*several, *columns], steps, note)
         # one row per rank, with mean, least and most of every quantity
-        usual: dict[int | None, Row] = {}
+        usual: dict[int | None, dict[str, float | None]] = {}
         for row in value["spread"]:
             entry = usual.setdefault(row["rank"], {"rank": row["rank"], "step_count": 0})
-            entry["step_count"] = max(entry["step_count"], row["step_count"])
-            entry |= {f"{how}_{row['quantity']}": row[how] for how in ("mean", "min", "max")}
-        if any(row["step_count"] > 1 for row in usual.values()):
+            entry["step_count"] = max(entry["step_count"] or 0, row["step_count"])
+            quantity = row["quantity"]
+            entry |= {f"mean_{quantity}": row["mean"], f"min_{quantity}": row["min"], f"max_{quantity}": row["max"]}
+        if any((entry["step_count"] or 0) > 1 for entry in usual.values()):
             columns = [
                 *several,
                 "step_count",
@@ -177,17 +178,22 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
     def summary(self, value: RooflineValue) -> str | None:
         rows = [row for row in value["steps"] if row["complete"]] or value["steps"] or value["whole"]
         modelled = [row for row in rows if row["flops"] is not None]
-        if not any(row["flops"] for row in modelled):
+        flops = [row["flops"] or 0 for row in modelled]
+        if not any(flops):
             return None
         covered = sum(row["modelled_ns"] for row in rows)
         gpu = sum(row["gpu_ns"] for row in rows)
         scope = "step" if value["steps"] else "recording"
         scope += " of a rank" if len({row["rank"] for row in rows}) > 1 else ""
-        text = f"{units.flops(sum(row['flops'] for row in modelled) / len(modelled))} per {scope}"
+        text = f"{units.flops(sum(flops) / len(flops))} per {scope}"
         # work that is mostly not modelled counts as measured: nobody knows how good it is
         placed = sum(row["gpu_ns"] * (row["placed_fraction"] or 0) for row in rows)
-        for key, name in (("roofline_fraction", "of the roofline"), ("mfu", "MFU")):
-            fractions = [row[key] for row in modelled if row[key] is not None]
+        of_each = (
+            ("of the roofline", [row["roofline_fraction"] for row in modelled]),
+            ("MFU", [row["mfu"] for row in modelled]),
+        )
+        for name, values in of_each:
+            fractions = [fraction for fraction in values if fraction is not None]
             if fractions and placed >= _WORTH_SAYING * gpu:
                 text += f", {units.share(sum(fractions) / len(fractions), 1)} {name}"
         return f"{text}; models cover {units.share(covered, gpu)} of the GPU work" if gpu else text

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.log_plane import LogPlane
 from traceloom.report.names import short
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import RooflineOperatorsRow
+
 _WIDTH, _HEIGHT = 1000, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92, 24, 20, 46
 _EDGES = (_LEFT, _WIDTH - _RIGHT, _TOP, _HEIGHT - _BOTTOM)
@@ -21,31 +23,58 @@ _LINE = 12  # height of a line of text
 _LARGEST = 22.0  # radius of the operator with the most time
 
 
-def picture(operators: Sequence[Row]) -> str:
+class RooflinePoint(NamedTuple):
+    """An operator with the same shapes, bound alike, on one or several ranks: times and calls are sums."""
+
+    first: RooflineOperatorsRow  # for what they have in common
+    rank_count: int
+    call_count: int
+    total_ns: int
+    intensity: float
+    flop_rate: float  # of all together
+    fractions: tuple[float, float] | None  # of the roofline, the least and the most
+
+    @classmethod
+    def of(cls, rows: list[RooflineOperatorsRow]) -> RooflinePoint:
+        """The point of these rows."""
+        first, total = rows[0], sum(row["total_ns"] or 0 for row in rows)
+        rates = [(row["flop_rate"] or 0) * (row["total_ns"] or 0) for row in rows]
+        fractions = [fraction for row in rows if (fraction := row["roofline_fraction"]) is not None]
+        return cls(
+            first,
+            len(rows),
+            sum(row["count"] for row in rows),
+            total,
+            first["intensity"] or 0.0,
+            sum(rates) / total if total else first["flop_rate"] or 0.0,
+            (min(fractions), max(fractions)) if fractions else None,
+        )
+
+
+def picture(operators: Sequence[RooflineOperatorsRow]) -> str:
     """The SVG of the operators of a roofline; empty where none of them calculates in a known time.
 
     Args:
-        operators: Rows with rank, name, shapes, count, total_ns, intensity, flop_rate, arithmetic, matrix,
-            peak_flop_rate, peak_byte_rate, roofline_fraction and bound.
+        operators: Those of all ranks.
     """
-    points = _over_ranks([row for row in operators if row["intensity"] and row["flop_rate"]])
-    shown = sorted(points, key=lambda row: -row["total_ns"])[:_MOST]
+    points = [RooflinePoint.of(rows) for rows in _alike([o for o in operators if o["intensity"] and o["flop_rate"]])]
+    shown = sorted(points, key=lambda point: -point.total_ns)[:_MOST]
     if not shown:
         return ""
     # (label, FLOP/s, bytes/s) of every peak that a shown operator is compared with, the highest first
     peaks: dict[tuple[float, float | None], set[str]] = {}
-    for row in shown:
+    for row in (point.first for point in shown):
         if row["peak_flop_rate"]:
             name = str(row["arithmetic"]) if row["matrix"] else "vector units"
             peaks.setdefault((row["peak_flop_rate"], row["peak_byte_rate"]), set()).add(name)
     roofs = [(", ".join(sorted(peaks[key])), *key) for key in sorted(peaks, key=lambda key: -key[0])]
-    rates = [row["flop_rate"] for row in shown] + [rate for _, rate, _ in roofs]
+    rates = [point.flop_rate for point in shown] + [rate for _, rate, _ in roofs]
     ridges = [rate / memory for _, rate, memory in roofs if memory]
-    plane = LogPlane([row["intensity"] for row in shown] + ridges, rates, _EDGES)
+    plane = LogPlane([point.intensity for point in shown] + ridges, rates, _EDGES)
     lines, names = _roofs(plane, roofs)
-    circles = "".join(_point(plane, row, shown[0]) for row in shown)
+    circles = "".join(_circle(plane, point, shown[0].total_ns) for point in shown)
     caption = f"{units.count(len(shown))} operators: achieved FLOP/s over FLOPs per byte of memory traffic"
-    left_out = len(_over_ranks(operators)) - len(shown)
+    left_out = len(_alike(operators)) - len(shown)
     more = f"; {units.count(left_out)} that only move data, or take least time, are not drawn" if left_out else ""
     hint = " The larger a point, the more time; dashed lines are the peaks." if roofs else " The peaks are not known."
     return (
@@ -55,26 +84,13 @@ def picture(operators: Sequence[Row]) -> str:
     )
 
 
-def _over_ranks(operators: Sequence[Row]) -> list[Row]:
-    """One row for an operator with the same shapes on several ranks: times and calls are sums, rates of all together.
-
-    `ranks` are the ranks; `roofline_fraction` is the least and the most of them.
-    """
-    alike: dict[tuple[Any, ...], list[Row]] = {}
+def _alike(operators: Sequence[RooflineOperatorsRow]) -> list[list[RooflineOperatorsRow]]:
+    """The rows of operators with the same shapes that are bound alike, of all ranks together."""
+    alike: dict[tuple[object, ...], list[RooflineOperatorsRow]] = {}
     for row in operators:
-        alike.setdefault(tuple(row[key] for key in ("name", "shapes", "arithmetic", "matrix", "bound")), []).append(row)
-    joined = []
-    for rows in alike.values():
-        total = sum(row["total_ns"] for row in rows)
-        fractions = [row["roofline_fraction"] for row in rows if row["roofline_fraction"] is not None]
-        rate = sum((row["flop_rate"] or 0) * row["total_ns"] for row in rows) / total if total else rows[0]["flop_rate"]
-        joined.append(
-            rows[0]
-            | {"total_ns": total, "count": sum(row["count"] for row in rows), "flop_rate": rate}
-            | {"ranks": [row["rank"] for row in rows]}
-            | {"roofline_fraction": (min(fractions), max(fractions)) if fractions else None}
-        )
-    return joined
+        key = (row["name"], row["shapes"], row["arithmetic"], row["matrix"], row["bound"])
+        alike.setdefault(key, []).append(row)
+    return list(alike.values())
 
 
 def _grid(plane: LogPlane) -> str:
@@ -127,21 +143,22 @@ def _roofs(plane: LogPlane, roofs: Sequence[tuple[str, float, float | None]]) ->
     return "".join(lines), "".join(names)
 
 
-def _point(plane: LogPlane, row: Row, largest: Row) -> str:
-    radius = max(2.5, _LARGEST * math.sqrt(row["total_ns"] / max(largest["total_ns"], 1)))
+def _circle(plane: LogPlane, point: RooflinePoint, largest_ns: int) -> str:
+    row = point.first
+    radius = max(2.5, _LARGEST * math.sqrt(point.total_ns / max(largest_ns, 1)))
     lines = [
         short(harmless(str(row["name"])), 120),
         short(harmless(str(row["shapes"])), 160),
-        f"{units.duration(row['total_ns'])} in {units.counted(row['count'], 'call')}",
-        f"{units.flop_rate(row['flop_rate'])}, {units.number(row['intensity'])} FLOPs per byte",
+        f"{units.duration(point.total_ns)} in {units.counted(point.call_count, 'call')}",
+        f"{units.flop_rate(point.flop_rate)}, {units.number(point.intensity)} FLOPs per byte",
     ]
-    if len(row["ranks"]) > 1:
-        lines.append(f"on {len(row['ranks'])} ranks")
-    if row["roofline_fraction"] is not None:
-        low, high = (f"{100 * fraction:.1f}" for fraction in row["roofline_fraction"])
+    if point.rank_count > 1:
+        lines.append(f"on {point.rank_count} ranks")
+    if point.fractions is not None:
+        low, high = (f"{100 * fraction:.1f}" for fraction in point.fractions)
         lines.append(f"{low if low == high else f'{low} to {high}'} % of the roofline, bound by {row['bound']}")
     label = escape("\n".join(lines))
     return (
-        f'<circle class="at-{row["bound"] or "unknown"}" cx="{plane.x(row["intensity"]):.1f}" '
-        f'cy="{plane.y(row["flop_rate"]):.1f}" r="{radius:.1f}"><title>{label}</title></circle>'
+        f'<circle class="at-{row["bound"] or "unknown"}" cx="{plane.x(point.intensity):.1f}" '
+        f'cy="{plane.y(point.flop_rate):.1f}" r="{radius:.1f}"><title>{label}</title></circle>'
     )

@@ -186,7 +186,7 @@ class Section(Generic[Result, Value]):
         """What is known of one rank: small. Runs rank by rank, so that no more than a few ranks are in memory."""
         return None  # type: ignore[return-value]  # of sections that look at the whole session only
 
-    def build(self, study: Study[Result], absent: Absent) -> Value | None:
+    def build(self, study: Study[Result], absent: Absent) -> Any:
         """The JSON value under `key`; None or empty where nothing is known, with the reason said to `absent`."""
         raise NotImplementedError
 

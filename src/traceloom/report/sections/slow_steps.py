@@ -57,7 +57,7 @@ class SlowStepsSection(RanksSection["SlowStepsValue"]):
         slow = [row for row in value["steps"] if row["slow"]]
         if not slow:
             return None
-        worst = max(slow, key=lambda row: row["over_ns"])
+        worst = max(slow, key=lambda row: row["over_ns"] or 0)
         differences = [row for row in value["differences"] if row["step"] == worst["step"]]
         because = ""
         if differences:

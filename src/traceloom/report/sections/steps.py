@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from traceloom.model import units
@@ -11,10 +11,11 @@ from traceloom.report.names import rank_name
 from traceloom.report.parts import DEVICE, PHASES, named
 from traceloom.report.sections.breakdown import share_columns, shares
 from traceloom.report.sections.section import CoreSection
-from traceloom.report.table import Bar, Col, Row, Table
+from traceloom.report.table import Bar, Cells, Col, Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import RankRow
 
 
 class StepsSection(CoreSection):
@@ -80,7 +81,7 @@ class StepsSection(CoreSection):
                 yield _of_rank(rank, position, several=several)
 
 
-def _of_rank(rank: Row, position: int, *, several: bool) -> Table:
+def _of_rank(rank: RankRow, position: int, *, several: bool) -> Table:
     """A bar per step, the longest step as long as the column."""
     longest = max(step["duration_ns"] for step in rank["steps"])
     gpu = any(step.get("devices") for step in rank["steps"])
@@ -93,8 +94,8 @@ def _of_rank(rank: Row, position: int, *, several: bool) -> Table:
     for step in rank["steps"]:
         if gpu:
             # the times of all devices together; before its first and after its last work a device is idle
-            devices = step.get("devices") or []
-            sums: Row = {part.key: sum(device.get(part.key) or 0 for device in devices) for part in DEVICE}
+            devices: Sequence[Cells] = step["devices"]
+            sums = {part.key: sum(times.get(part.key) or 0 for times in devices) for part in DEVICE}
             edges = sum((d.get("edge_idle_before_ns") or 0) + (d.get("edge_idle_after_ns") or 0) for d in devices)
             sums["idle_ns"] += edges
             whole = sum(device.get("window_ns") or 0 for device in devices) + edges

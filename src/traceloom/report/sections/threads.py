@@ -60,15 +60,15 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
     def tables(self, value: ThreadsValue) -> Iterator[Table]:
         rows = []
         for row in value["threads"]:
-            role = ROLES.get(row["role"], str(row["role"]))
+            role = ROLES.get(row["role"] or "", str(row["role"]))
             # where it only runs some Python, with the name that says so
             rows.append({**row, "role": f"{role}: {row['says']}" if row["role"] == "python" and row["says"] else role})
         columns = ["?rank", "name", "active_ns", "blocking_call_ns", "+op_ns", "+launch_ns", "+python_ns",
                    "+unobserved_ns", "+event_count", "role"]  # fmt: skip
         yield table("threads.threads", "Threads", columns, rows)
         totals: Counter[int | None] = Counter()
-        for row in value["concurrency"]:
-            totals[row["rank"]] += row["ns"]
+        for at_once in value["concurrency"]:
+            totals[at_once["rank"]] += at_once["ns"]
         shares = [{**row, "share": row["ns"] / max(totals[row["rank"]], 1)} for row in value["concurrency"]]
         share = Col("share", "Share", "share", "of the window")
         yield table(

@@ -37,7 +37,7 @@ def sections(document: Row, near: Row, reasons: Reasons) -> Iterator[PageSection
         yield PageSection(section.key, anchor, section.title, section.note, body, sentence or "")
 
 
-def _body(section: Section[Any], document: Row, near: Row, reasons: Reasons, sentence: str) -> str:
+def _body(section: Section[Any, Any], document: Row, near: Row, reasons: Reasons, sentence: str) -> str:
     most = MOST_ROWS if near is document else _MOST_ROWS_OF_MANY
     value, shown_value = section.value(document), section.value(near)
     tables = [t for t in section.tables(value) if t.position is None] if value else []

@@ -72,7 +72,7 @@ def wrapped(sentence: str, width: int) -> list[str]:
     return [line.replace("\u00a0", " ") for line in textwrap.wrap(kept, width, break_on_hyphens=False)]
 
 
-def _full(section: Section[Any], document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+def _full(section: Section[Any, Any], document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
     value = section.value(document)
     sentence = section.summary(value) if value else None
     yield from heading(section.title, section.note, width)
