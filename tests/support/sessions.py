@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from traceloom.model import Session
 from traceloom.report import build
+from traceloom.report.documents import ReportDocument
 from traceloom.report.views.html import render
 from traceloom.testing import TraceBuilder
 
 EVIL = "</script><img src=x onerror=alert(1)>&amp;`|\"'\x1b[31m\x07\u202e\u2028\n*_[a](b)@all 名"
 """Markup of every language a view is written in, what steers a terminal, and what turns the direction of text."""
 
-Document = dict[str, Any]
+Document = ReportDocument
 
 
 def session_of(name: str, *builders: TraceBuilder) -> Session:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 _LAUNCHES = "delays and queue depths leave such work out"
 _DEVICE = "device time of operators is too small by this work"
 _NO_OWNER = "rows without operator"
@@ -151,6 +153,13 @@ EFFECTS: dict[str, dict[str, str]] = {
 """Slug of a notice -> part of the report -> what is weaker there."""
 
 
-def affected(slug: str) -> list[dict[str, str]]:
+class Effect(TypedDict):
+    """What a notice weakens: a part of the document, and how."""
+
+    part: str
+    how: str
+
+
+def affected(slug: str) -> list[Effect]:
     """What a notice weakens, as it stands in report JSON: `part` of the document and `how`; empty for nothing."""
     return [{"part": part, "how": how} for part, how in EFFECTS.get(slug, {}).items()]

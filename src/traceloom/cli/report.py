@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from traceloom.read import ReadProgress as Reading
     from traceloom.read.kept import Kept
     from traceloom.report import ReportOptions
+    from traceloom.report.documents import ReportDocument
     from traceloom.report.formats import Report
 
 _MOST_FILES = 1_000  # tables and pictures with a row per rank say little long before
@@ -110,11 +111,11 @@ def run(args: argparse.Namespace) -> int:
     if not (args.no_cache or args.rules):  # rules are code
         choices = repr(replace(made, top=0, sort=None, full=False))  # without those that the document does not show
         kept = Kept(args.inputs, [args.graph_capture] if args.graph_capture else [], choices)
-    if brief and kept and (document := kept.get(_SHORT)):
+    if brief and kept and (short := kept.get(_SHORT)):
         from traceloom.report.views import terminal
 
-        terminal.show(document, options, sys.stdout)
-        _close(args, document)
+        terminal.show_short(short, sys.stdout)
+        _close(args, short)
         return 0
     document = kept.get(_DOCUMENT) if kept and not brief else None
     alone = args.inputs if len(args.inputs) == 1 and not document else []  # several are read by a process each
@@ -127,7 +128,7 @@ def _run(
     options: ReportOptions,
     made: ReportOptions,
     kept: Kept | None,
-    document: dict[str, Any] | None,
+    document: ReportDocument | None,
 ) -> int:
     """Write and show; `made` is what the document is made with, which stands in `document` where it was kept."""
     from traceloom import files

@@ -61,7 +61,7 @@ class Kept:
     def _folder(self) -> Path:
         return root() / "reports" / self._key
 
-    def get(self, name: str) -> dict[str, Any] | None:
+    def get(self, name: str) -> Any:
         """A document that was made; None where it was not, or not of these inputs, or cannot be read."""
         if self._key:
             with contextlib.suppress(OSError, ValueError), open_regular(self._folder / name) as file:

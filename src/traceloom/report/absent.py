@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from traceloom.model.columns import column
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.report import AbsentRow
 
 _TIMES = ("start_ns", "time_ns", "peak_time_ns", "first_ns", "last_ns")
 
@@ -97,6 +100,6 @@ class Absent:
             self.say(path)
         return value
 
-    def to_list(self) -> list[dict[str, str]]:
+    def to_list(self) -> list[AbsentRow]:
         """`absent` of the document."""
         return [{"path": path, "reason": reason} for path, reason in sorted(self._reasons.items())]

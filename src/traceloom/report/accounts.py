@@ -15,9 +15,9 @@ _GPU_WORK = "from first to last GPU work"
 
 
 class IdleCause(NamedTuple):
-    """Idle time of one device by cause; the edges of a recording are no gaps."""
+    """Idle time by cause, of one device or (None) of all; the edges of a recording are no gaps."""
 
-    device: int
+    device: int | None
     cause: str
     idle_ns: int
     gap_count: int | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import polars as pl
 
@@ -26,14 +26,28 @@ from traceloom.report.measure import Measured, measure
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import FINDINGS, KEYS, NOT_ASKED, chosen, core, reasons, section_of
 from traceloom.report.sections.section import Study
-from traceloom.report.table import Row
 from traceloom.report.window import of_steps
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import (
+        AbsentRow,
+        DeviceRow,
+        DeviceTimeRow,
+        GpuAccountRow,
+        InputRow,
+        NoticeRow,
+        RankRow,
+        RunRow,
+        StepRow,
+        StepTimesRow,
+    )
 
 FORMAT = "traceloom-report"
 VERSION = 1
 
 
-def build(session: Session, options: ReportOptions | None = None, *, beside: bool = False) -> Row:
+def build(session: Session, options: ReportOptions | None = None, *, beside: bool = False) -> ReportDocument:
     """The document of one run.
 
     Times are integer nanoseconds; every `start_ns` and `time_ns` is relative to `epoch_ns`. Unknown values are null
@@ -65,7 +79,7 @@ def build(session: Session, options: ReportOptions | None = None, *, beside: boo
                 results[each.key].append(faults.guard(each.key, partial(each.measure, shown, options)))
         # The chosen sections, one after the other; null where not asked for, or where one fails.
         study: Study[Any] = Study(whole, part, options, ())
-        sections: Row = {}
+        sections: dict[str, Any] = {}
         for key in KEYS:
             if key not in results:
                 absent.say(key, NOT_ASKED)
@@ -77,11 +91,13 @@ def build(session: Session, options: ReportOptions | None = None, *, beside: boo
                 faults.say(key, absent)
         findings, context = faults.guard(FINDINGS, partial(findings_of, absent)) or ([], None)
     core_study = Study(whole, part, options, ranks)
+    core_values = {each.key: each.build(core_study, absent) for each in core() if not each.shows_only}
     if faults.failed(FINDINGS):
         faults.say(FINDINGS, absent, "findings", "findings_ground")
     of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
     notices = whole.all_notices() + of_ranks + faults.notices()
     answer = analyze.answer(part, [m.facts for m in ranks])
+    parts: list[Any] = answer.parts.to_dicts()
     if answer.step_ns is None:
         absent.say("answer.step_ns")
     return {
@@ -90,14 +106,13 @@ def build(session: Session, options: ReportOptions | None = None, *, beside: boo
             "sentence": answer.sentence,
             "step_ns": answer.step_ns,
             "whole_ns": answer.whole_ns,
-            "parts": answer.parts.to_dicts(),
+            "parts": parts,
         },
         "inputs": _inputs((whole,), absent),
         "notices": _notices(notices, absent),
         "capture": absent.value(session.capture, "capture"),
         "ranks": [rank_entry(m, absent, cut=options.steps is not None) for m in ranks],
-        **{part.key: part.build(core_study, absent) for part in core() if not part.shows_only},
-        **sections,
+        **cast("ReportDocument", core_values | sections),
         "findings": findings,
         "findings_ground": context,
         "runs": [],
@@ -111,11 +126,11 @@ def selected(session: Session, options: ReportOptions) -> Session:
     return whole if options.steps is None else of_steps(whole, options.steps)
 
 
-def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> Row:
+def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> ReportDocument:
     """The summary document of several runs: a row each in `runs`, with the command that reports it alone."""
     absent = Absent(0)
     notices = tuple(n for session in sessions for n in session.notices)
-    runs = []
+    runs: list[RunRow] = []
     for session, command in zip(sessions, commands, strict=True):
         spans = [(t.start_ns, t.end_ns) for t in session.traces if t.events.height]
         window = max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
@@ -131,6 +146,10 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
                 "command": command,
             }
         )
+    unknown: list[AbsentRow] = [
+        {"path": path, "reason": "several runs are summed up; report one of them to see it"}
+        for path in sorted(["answer.step_ns", *_CORE, *KEYS])
+    ]
     return {
         **_head(name, 0),
         "answer": {
@@ -149,17 +168,11 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
         "communication": {"collectives": [], "ranks": []},
         "memory": {"devices": [], "curve": []},
         "data_loading": None,
-        **dict.fromkeys(KEYS),
+        **cast("ReportDocument", dict.fromkeys(KEYS)),
         "findings": [],
         "findings_ground": None,
         "runs": runs,
-        "absent": [
-            *(
-                {"path": path, "reason": "several runs are summed up; report one of them to see it"}
-                for path in sorted(["answer.step_ns", *_CORE, *KEYS])
-            ),
-            *absent.to_list(),
-        ],
+        "absent": unknown + absent.to_list(),
     }
 
 
@@ -177,7 +190,17 @@ _CORE = (
 )
 
 
-def _head(name: str, epoch_ns: int) -> Row:
+class Head(TypedDict):
+    """The beginning of the document."""
+
+    format: str
+    version: int
+    traceloom: str
+    name: str
+    epoch_ns: str
+
+
+def _head(name: str, epoch_ns: int) -> Head:
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -187,7 +210,7 @@ def _head(name: str, epoch_ns: int) -> Row:
     }
 
 
-def _inputs(sessions: Sequence[Session], absent: Absent) -> list[Row]:
+def _inputs(sessions: Sequence[Session], absent: Absent) -> list[InputRow]:
     return [
         {
             "path": with_addresses(trace.meta.path),
@@ -204,7 +227,7 @@ def _inputs(sessions: Sequence[Session], absent: Absent) -> list[Row]:
     ]
 
 
-def _notices(notices: tuple[Notice, ...], absent: Absent) -> list[Row]:
+def _notices(notices: tuple[Notice, ...], absent: Absent) -> list[NoticeRow]:
     # Readers and analyses may notice the same thing; it is said once per rank and place.
     distinct = tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
     if any(notice.rank is None for notice in distinct):
@@ -212,7 +235,7 @@ def _notices(notices: tuple[Notice, ...], absent: Absent) -> list[Row]:
     return [{**notice.to_dict(), "affects": affected(notice.slug)} for notice in worst_first(distinct)]
 
 
-def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
+def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> RankRow:
     """One entry of `ranks`; `cut` says that only chosen steps are told."""
     trace, meta, gpu, times = measured.trace, measured.trace.meta, measured.gpu, measured.step_times
     start, end = trace.start_ns, trace.end_ns
@@ -221,8 +244,9 @@ def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
     causes: dict[int, dict[str, int]] = {}
     for row in measured.idle.totals.to_dicts():
         causes.setdefault(row["device"], {})[row["cause"]] = row["idle_ns"]
-    devices = absent.listed(gpu.devices, "ranks[*].devices")
-    account = None
+    devices: list[DeviceRow] = absent.listed(gpu.devices, "ranks[*].devices")
+    steps: list[StepRow] = absent.listed(times.steps, "ranks[*].steps")
+    account: GpuAccountRow | None = None
     if devices:
         of_gpu = device_account(trace, gpu, measured.idle)
         account = {
@@ -234,10 +258,16 @@ def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
         absent.say("ranks[*].gpu_account")
     inside = _by_step(gpu.steps.filter(pl.col("step").is_not_null()), measured.idle.causes, absent)
     outside = _by_step(gpu.steps.filter(pl.col("step").is_null()), measured.idle.causes, absent)
-    step_times = None
+    step_times: StepTimesRow | None = None
     if times.count:
-        keys = ("count", "median_ns", "min_ns", "max_ns", "spread_fraction", "evidence")
-        step_times = {key: absent.value(getattr(times, key), f"ranks[*].step_times.{key}") for key in keys}
+        step_times = {
+            "count": times.count,
+            "median_ns": absent.value(times.median_ns, "ranks[*].step_times.median_ns"),
+            "min_ns": absent.value(times.min_ns, "ranks[*].step_times.min_ns"),
+            "max_ns": absent.value(times.max_ns, "ranks[*].step_times.max_ns"),
+            "spread_fraction": absent.value(times.spread_fraction, "ranks[*].step_times.spread_fraction"),
+            "evidence": absent.value(times.evidence, "ranks[*].step_times.evidence"),
+        }
     else:
         absent.say("ranks[*].step_times")
     return {
@@ -249,9 +279,7 @@ def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
         "window_ns": end - start,
         "event_count": trace.events.height,
         "devices": [{**device, "idle_causes": causes.get(device["device"], {})} for device in devices],
-        "steps": [
-            {**step, "devices": inside.get(step["step"], [])} for step in absent.listed(times.steps, "ranks[*].steps")
-        ],
+        "steps": [{**step, "devices": inside.get(step["step"], [])} for step in steps],
         "outside": outside.get(None, []),  # of the devices; with the steps, it adds up to the whole
         "gpu_account": account,
         "idle": absent.rows(measured.idle.totals, "ranks[*].idle"),
@@ -263,13 +291,15 @@ def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
     }
 
 
-def _by_step(rows: pl.DataFrame, causes: pl.DataFrame, absent: Absent) -> dict[int | None, list[Row]]:
+def _by_step(rows: pl.DataFrame, causes: pl.DataFrame, absent: Absent) -> dict[int | None, list[DeviceTimeRow]]:
     """The devices' time inside each step, with its idle causes."""
     named: dict[tuple[Any, Any], dict[str, int]] = {}
     for row in causes.to_dicts():
         named.setdefault((row["step"], row["device"]), {})[row["cause"]] = row["idle_ns"]
-    out: dict[int | None, list[Row]] = {}
-    entries = absent.rows(rows.drop("step", "start_ns", "duration_ns"), "ranks[*].steps[*].devices")
-    for step, row in zip(rows["step"].to_list(), entries, strict=True):
-        out.setdefault(step, []).append({**row, "idle_causes": named.get((step, row["device"]), {})})
+    out: dict[int | None, list[DeviceTimeRow]] = {}
+    entries: list[DeviceTimeRow] = absent.rows(
+        rows.drop("step", "start_ns", "duration_ns"), "ranks[*].steps[*].devices"
+    )
+    for step, entry in zip(rows["step"].to_list(), entries, strict=True):
+        out.setdefault(step, []).append({**entry, "idle_causes": named.get((step, entry["device"]), {})})
     return out

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from traceloom import leaving
 from traceloom.errors import InputError, UsageError
@@ -23,15 +24,17 @@ from traceloom.plain_text import json_line
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import FINDINGS, NOT_ASKED
-from traceloom.report.table import Row
 from traceloom.workers import Worker, cores, shared_folder
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.report import FindingRow, FindingsGroundValue
 
 _NO_FRAMES = "Python frames were not recorded (record with --stacks, or with_stack=True)"
 MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 WORTH_EVENTS = 1_000_000  # below, another process costs more than it saves
 
 
-Findings = tuple[list[Row], Row | None]
+Findings: TypeAlias = "tuple[list[FindingRow], FindingsGroundValue | None]"
 
 
 @contextmanager
@@ -99,7 +102,7 @@ def main() -> None:
     sys.stdout.buffer.write(json_line({"findings": rows, "ground": ground, "absent": absent.to_list()}))
 
 
-def ranked_findings(session: Session, options: ReportOptions, absent: Absent) -> tuple[list[Row], Row | None]:
+def ranked_findings(session: Session, options: ReportOptions, absent: Absent) -> Findings:
     """`findings` and `findings_ground` of the document; nothing where `--only` leaves them out."""
     if not options.wants(FINDINGS):
         return _nothing(NOT_ASKED, absent)
@@ -119,8 +122,8 @@ def ranked_findings(session: Session, options: ReportOptions, absent: Absent) ->
         ranked = rank(context, RULES)
     except (InputError, UsageError) as error:  # traces that cannot be one graph: two windows of a rank, ranks unknown
         return _nothing(f"the traces cannot be linked: {error}", absent)
-    times = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
-    rows = times + [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
+    rows: list[Any] = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
+    rows += [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
     for row in rows:
         for key in (
             "saving_ns", "saving_fraction", "alone_ns", "saving_low_ns", "saving_high_ns", "saving_bytes", "risk",
@@ -168,7 +171,7 @@ def ranked_findings(session: Session, options: ReportOptions, absent: Absent) ->
     }
 
 
-def _nothing(reason: str, absent: Absent) -> tuple[list[Row], None]:
+def _nothing(reason: str, absent: Absent) -> tuple[list[FindingRow], None]:
     absent.say("findings", reason)
     absent.say("findings_ground", reason)
     return [], None

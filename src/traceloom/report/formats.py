@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from traceloom.plain_text import encoded
 from traceloom.report.options import ReportOptions
 
 if TYPE_CHECKING:
     from traceloom.model import Session
+    from traceloom.report.documents import ReportDocument
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Report:
         options: The choices of the user.
     """
 
-    document: dict[str, Any]
+    document: ReportDocument
     load: Callable[[], Session]
     options: ReportOptions
 

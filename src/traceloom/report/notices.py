@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+
+from traceloom.report.table import Cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,9 @@ class Said:
     weakens: tuple[str, ...] = ()
 
 
-def said_once(notices: list[dict[str, Any]], ranks: int) -> list[Said]:
+def said_once(notices: Sequence[Cells], ranks: int) -> list[Said]:
     """The notices of a document in their order; those that differ by rank or place alone stand as the first of them."""
-    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    kinds: dict[tuple[str, str], list[Cells]] = {}
     for notice in notices:
         kinds.setdefault((notice["severity"], notice["slug"]), []).append(notice)
     merged = []
@@ -35,9 +36,9 @@ def said_once(notices: list[dict[str, Any]], ranks: int) -> list[Said]:
     return merged
 
 
-def with_ranks(notices: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
+def with_ranks(notices: Sequence[Cells]) -> Iterator[tuple[Cells, str]]:
     """Notices that several ranks share, once: the first of each kind, and its sentence with all of their ranks."""
-    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    kinds: dict[tuple[str, str], list[Cells]] = {}
     for notice in notices:
         of_run = notice["message"] if notice["rank"] is None else ""
         kinds.setdefault((notice["slug"], of_run), []).append(notice)

@@ -60,7 +60,7 @@ def test_a_terminal_of_any_width_shows_them(width: int, full: bool) -> None:
 
 
 def test_names_in_the_page_are_text_and_evidence_leads_to_the_timeline() -> None:
-    drawn = page(document(), Reasons(document()))
+    drawn = page(document(), Reasons(document()["absent"]))
     assert "<img" not in drawn
     assert "\x1b" not in drawn
     assert 'href="#timeline"' in drawn
@@ -80,7 +80,7 @@ def test_other_fixes_for_the_same_time_stand_below_a_finding(width: int) -> None
         assert max(map(len, lines)) <= width
         assert "blocking-item" in " ".join(lines)
         assert not any("\x1b" in line for line in lines)
-    drawn = page(made, Reasons(made))
+    drawn = page(made, Reasons(made["absent"]))
     assert "for the same time" in drawn
     assert "<img" not in drawn
     assert "or, for the same time" in markdown(made, ReportOptions())
@@ -101,7 +101,7 @@ def test_frames_that_hold_the_host_stand_in_every_view(width: int) -> None:
         assert max(map(len, lines)) <= width
         assert not any("\x1b" in line for line in lines)
         assert "zoom_shift" in " ".join(lines)
-    short = [line.plain for line in brief(made, width)]
+    short = [line.plain for line in brief(made["findings"], made["findings_ground"], width)]
     assert max(map(len, short)) <= width
     told = [line.strip() for line in short if "zoom_shift" in line]  # none where the title names it
     assert told == [
@@ -112,7 +112,7 @@ def test_frames_that_hold_the_host_stand_in_every_view(width: int) -> None:
             200: "532 ms in resize (transformers/models/owlv2/image_processing_owlv2.py:301), mostly zoom_shift",
         }[width]
     ]
-    drawn = page(made, Reasons(made))
+    drawn = page(made, Reasons(made["absent"]))
     assert "<code>transformers/models/owlv2/image_processing_owlv2.py:301</code>, mostly <code>zoom_shift" in drawn
     assert "<img" not in drawn
     assert "\x1b" not in drawn
@@ -122,9 +122,9 @@ def test_frames_that_hold_the_host_stand_in_every_view(width: int) -> None:
 def test_how_to_record_frames_is_told_once_where_there_are_none() -> None:
     made = deepcopy(document())
     said = "Which code holds the host"
-    assert said not in page(made, Reasons(made))
+    assert said not in page(made, Reasons(made["absent"]))
     made["findings_ground"]["stacks"] = False
-    assert page(made, Reasons(made)).count(said) == 1
+    assert page(made, Reasons(made["absent"])).count(said) == 1
     assert (
         sum("--stacks" in line.plain for line in terminal(made, 120, full=True) if "holds the host" in line.plain) == 1
     )
@@ -141,7 +141,7 @@ def test_only_findings_are_asked_for_by_name_and_left_out_by_others() -> None:
 def test_a_finding_in_short_ends_with_the_name_of_its_rule(width: int) -> None:
     long = deepcopy(document())
     long["findings"][0]["title"] = "the host spends 4.00 ms outside of operators " * 8
-    lines = [line.plain for line in brief(long, width)]
+    lines = [line.plain for line in brief(long["findings"], long["findings_ground"], width)]
     named = [number for number, line in enumerate(lines) if line.endswith("… [host-pause]")]
     first = next(number for number, line in enumerate(lines) if "%" in line)
     assert named == [first + 1]

@@ -139,7 +139,7 @@ def test_tiles_and_tables_of_the_page_are_those_of_the_sentence(document: dict[s
     busy = whole - expected["idle"]
     assert f"{busy} of {whole} ns" in key_numbers(numbers(document))
     assert headline(document)
-    page = "".join(section.body for section in sections(document, document, Reasons(document)))
+    page = "".join(section.body for section in sections(document, document, Reasons(document["absent"])))
     windows = [device["window_ns"] for rank in document["ranks"] for device in rank["gpu_account"]["devices"]]
     assert [row["Window"] for row in tables(page)["breakdown"]] == windows
 

@@ -80,7 +80,7 @@ def test_reasons_of_sections_are_sentences_of_words_that_belong_to_them() -> Non
 
 def test_the_page_finds_reasons_of_values_and_of_columns() -> None:
     document = {"absent": [{"path": "a", "reason": "no `a`"}, {"path": "a.rows[*].x", "reason": "no x"}]}
-    found = Reasons(document)
+    found = Reasons(document["absent"])
     assert found.of("a") == "no `a`"
     assert found.of("b") == "the report does not say"
     assert found.columns("a.rows") == {"x": "no x"}

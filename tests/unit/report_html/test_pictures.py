@@ -357,7 +357,7 @@ def recorded(**entry: Any) -> str:
         "capture": {"run": {"command": ["python", EVIL]}, "ranks": [{"rank": 0, **entry}]},
         "ranks": [{"rank": 0}],
     }
-    return capture(document, Reasons({"absent": []}))
+    return capture(document, Reasons([]))
 
 
 @given(
@@ -399,7 +399,7 @@ def test_a_capture_that_others_have_touched_shows_what_is_whole(entry: dict[str,
 
 @pytest.mark.parametrize("odd", [None, [], "text", {"run": None, "ranks": None}, {"ranks": [None, 3, {"rank": "x"}]}])
 def test_a_capture_of_another_kind_is_no_failure(odd: Any) -> None:
-    drawn = capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons({"absent": []}))
+    drawn = capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons([]))
     assert drawn
 
 
@@ -432,7 +432,7 @@ def some_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 )  # fmt: skip
 def test_whatever_stands_in_a_capture_the_page_is_whole(odd: Any) -> None:
-    drawn = capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons({"absent": []}))
+    drawn = capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons([]))
     elements = Elements(drawn)
     assert elements.open == []
     assert elements.tags["img"] == 0

@@ -66,7 +66,7 @@ StepRow = TypedDict("StepRow", {
     "launch_count": int, "devices": list[DeviceTimeRow],
 })
 GpuAccountDevicesRow = TypedDict("GpuAccountDevicesRow", {
-    "device": int | None, "name": str | None, "window_ns": int, "compute_ns": int, "exposed_communication_ns": int,
+    "device": int, "name": str | None, "window_ns": int, "compute_ns": int, "exposed_communication_ns": int,
     "exposed_memory_ns": int, "idle_ns": int, "communication_ns": int, "edge_idle_ns": int,
 })
 IdleRow = TypedDict("IdleRow", {

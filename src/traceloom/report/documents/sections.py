@@ -2,7 +2,7 @@
 
 # fmt: off
 # ruff: noqa: UP013 (a line for each key would make it four times as long)
-from typing import Any, TypedDict
+from typing import TypedDict
 
 MemoryOwnersMemoriesTreeRow = TypedDict("MemoryOwnersMemoriesTreeRow", {
     "node": int, "parent": int | None, "depth": int, "name": str, "path": str, "bytes": int, "self_bytes": int,
@@ -427,11 +427,15 @@ AcrossRanksClocksRow = TypedDict("AcrossRanksClocksRow", {
 AcrossRanksUnmatchedRow = TypedDict("AcrossRanksUnmatchedRow", {
     "rank": int, "kind": str | None, "group": str | None, "count": int,
 })
+AcrossRanksNoticesRow = TypedDict("AcrossRanksNoticesRow", {
+    "slug": str, "severity": str, "count": int, "message": str, "rank": int | None, "where": str,
+})
 AcrossRanksValue = TypedDict("AcrossRanksValue", {
     "ranks": list[AcrossRanksRanksRow], "hosts": list[AcrossRanksHostsRow], "reasons": list[AcrossRanksReasonsRow],
     "collectives": list[AcrossRanksCollectivesRow], "chains": list[AcrossRanksChainsRow],
     "heat": list[AcrossRanksHeatRow], "clocks": list[AcrossRanksClocksRow], "unmatched": list[AcrossRanksUnmatchedRow],
-    "sentence": str, "collective_count": int, "collective_ns": int, "wait_ns": int, "notices": list[dict[str, Any]],
+    "sentence": str, "collective_count": int, "collective_ns": int, "wait_ns": int,
+    "notices": list[AcrossRanksNoticesRow],
 })
 SlowStepsStepsRow = TypedDict("SlowStepsStepsRow", {
     "step": int, "duration_ns": int, "rank": int, "rank_count": int, "median_ns": int | None, "limit_ns": int | None,

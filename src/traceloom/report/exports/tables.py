@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import polars as pl
 
@@ -13,6 +13,9 @@ from traceloom.errors import UsageError, nearest
 from traceloom.files import write_directory
 from traceloom.report.sections import core, shown
 from traceloom.report.table import Bar
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 OURS = r"[^/]*\.(csv|parquet)"
 """What a directory of tables holds."""
@@ -70,7 +73,7 @@ class ResultFiles:
         return sum(file.stat().st_size for file in write_directory(path, fill, OURS, force=force))
 
 
-def frames(document: dict[str, Any]) -> Iterator[tuple[str, pl.DataFrame]]:
+def frames(document: ReportDocument) -> Iterator[tuple[str, pl.DataFrame]]:
     """Every table that the report shows: its name (`kernels`, `idle-gaps-longest`), and all its rows in plain columns.
 
     Times are integer nanoseconds, sizes bytes, shares from 0 to 1; null is unknown. Lists and pictures are left out.
@@ -89,7 +92,7 @@ def frames(document: dict[str, Any]) -> Iterator[tuple[str, pl.DataFrame]]:
                 yield section.key if len(tables) == 1 else table.key, frame
 
 
-def write_table(document: dict[str, Any], name: str, only: Sequence[str] | None, handle: BinaryIO) -> None:
+def write_table(document: ReportDocument, name: str, only: Sequence[str] | None, handle: BinaryIO) -> None:
     """Write one table to a file: that of the file's name, or the only one of the section that was asked for.
 
     Raises:
@@ -105,7 +108,7 @@ def write_table(document: dict[str, Any], name: str, only: Sequence[str] | None,
     write(tables[key], Path(name).suffix, handle)
 
 
-def write_tables(document: dict[str, Any], ending: str, directory: Path) -> None:
+def write_tables(document: ReportDocument, ending: str, directory: Path) -> None:
     """Write a file per table into a directory that is there; `ending` is `.csv` or `.parquet`."""
     for key, frame in frames(document):
         with (directory / f"{key}{ending}").open("wb") as handle:

@@ -25,7 +25,7 @@ Body = tuple[str, str, str, str]
 
 def render(document: Row) -> str:
     """The document as one HTML page that needs nothing but itself."""
-    reasons = Reasons(document)
+    reasons = Reasons(document["absent"])
     ranks = document["ranks"]
     named = [(rank_name(entry, k), entry) for k, entry in enumerate(ranks)]
     highest = sorted(range(len(ranks)), key=lambda k: -max((m["peak_bytes"] for m in ranks[k]["memories"]), default=0))
@@ -114,7 +114,7 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
     if len(document["ranks"]) > 1:
         job = "".join(f'<p class="quiet">{text(sentence)}</p>' for sentence in tables.job(document))
         yield "ranks", "Ranks", "The peak of every memory.", job + drawn(tables.ranks(document), reasons)
-    yield "data", "Data", "What to know about the data.", inputs.notices(document, reasons)
+    yield "data", "Data", "What to know about the data.", inputs.notices(document["notices"], reasons)
 
 
 def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons) -> str:

@@ -19,7 +19,7 @@ from traceloom.report.absent import Absent
 from traceloom.report.sections.heat_map import blocks, heat_map
 from traceloom.report.sections.of_ranks import SEVERAL, RanksSection
 from traceloom.report.sections.section import Columns, Study, table
-from traceloom.report.sections.shapes import Part
+from traceloom.report.sections.shapes import Part, record
 from traceloom.report.table import Col, Table
 
 if TYPE_CHECKING:
@@ -70,7 +70,16 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
         "notices": {
             "description": "what did not match, and what the result cannot see",
             "type": "array",
-            "items": {"type": "object"},
+            "items": record(
+                {
+                    "slug": {"type": "string"},
+                    "severity": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "message": {"type": "string"},
+                    "rank": {"type": ["integer", "null"]},
+                    "where": {"type": "string"},
+                }
+            ),
         },
     }
     unknown = {

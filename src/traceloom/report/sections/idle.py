@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from traceloom.analyze.idle_causes import CAUSES
 from traceloom.model import units
-from traceloom.report.accounts import AT_EDGES, AT_EDGES_MEANING, gpu_accounts, gpu_window, idle_causes
+from traceloom.report.accounts import AT_EDGES, AT_EDGES_MEANING, IdleCause, gpu_accounts, gpu_window, idle_causes
 from traceloom.report.names import rank_name
 from traceloom.report.sections.section import CoreSection
 from traceloom.report.table import Cells, Col, Table
@@ -42,6 +42,7 @@ class IdleSection(CoreSection):
                 if cause.gap_count is not None:
                     gap_counts[cause.cause] += cause.gap_count
         whole = sum(idle_ns.values())
+        causes = [IdleCause(None, cause, time, gap_counts.get(cause)) for cause, time in idle_ns.most_common()]
         if not whole:
             return
         window = sum(device["window_ns"] for _, _, account in ranks for device in account["devices"])
@@ -49,30 +50,28 @@ class IdleSection(CoreSection):
             "idle-causes",
             "Why the GPU was idle",
             _columns(several_devices=False),
-            [_row(cause, time, gap_counts.get(cause), window, whole) for cause, time in idle_ns.most_common()],
+            [_row(cause, window, whole) for cause in causes],
             note=f"{units.duration(whole)} {gpu_window(document)}",
             unknown=_UNKNOWN,
         )
         for name, position, account in ranks if device_count > 1 else ():
-            windows = {device["device"]: device["window_ns"] for device in account["devices"]}
-            idle = {device["device"]: device["idle_ns"] for device in account["devices"]}
-            rows = [
-                {"device": device, **_row(cause, time, gaps, windows[device], idle[device])}
-                for device, cause, time, gaps in idle_causes(account)
-            ]
+            windows: dict[int | None, int] = {device["device"]: device["window_ns"] for device in account["devices"]}
+            idle: dict[int | None, int] = {device["device"]: device["idle_ns"] for device in account["devices"]}
+            rows = [_row(cause, windows[cause.device], idle[cause.device]) for cause in idle_causes(account)]
             columns = _columns(several_devices=len(windows) > 1)
             title = f"Causes of idle time of {name}"
             yield Table(f"idle-{position}", title, columns, rows, "", "", _UNKNOWN, position, brief=False)
 
 
-def _row(cause: str, time: int, gaps: int | None, window: int, idle: int) -> Cells:
+def _row(cause: IdleCause, window: int, idle: int) -> Cells:
     return {
-        "cause": cause.replace("_", " ").replace("-", " "),
-        "meaning": _MEANINGS.get(cause, ""),
-        "time": time,
-        "of_idle": time / idle if idle else None,
-        "share": time / window if window else None,
-        "gaps": gaps,
+        "device": cause.device,
+        "cause": cause.cause.replace("_", " ").replace("-", " "),
+        "meaning": _MEANINGS.get(cause.cause, ""),
+        "time": cause.idle_ns,
+        "of_idle": cause.idle_ns / idle if idle else None,
+        "share": cause.idle_ns / window if window else None,
+        "gaps": cause.gap_count,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from traceloom.harmless import harmless
 from traceloom.model import units
@@ -12,7 +13,10 @@ from traceloom.report.names import short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.sections import core, shown
-from traceloom.report.table import PICTURES, Row, written
+from traceloom.report.table import PICTURES, written
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 _MOST_ROWS = 12
 _MOST_NOTICES = 5
@@ -23,7 +27,7 @@ _MARKS = re.compile(r"([\\`*_{}\[\]#|~!])")
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
 
 
-def render(document: Row, options: ReportOptions) -> str:
+def render(document: ReportDocument, options: ReportOptions) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
     above = list(_lines(document, options))
     events = sum(entry["events"] for entry in document["inputs"])
@@ -35,9 +39,7 @@ def render(document: Row, options: ReportOptions) -> str:
     below += ["", footer]
     # One line per section that has something to say; the last ones are left out where there is no room for them.
     summaries = [
-        (section.title, section.summary(document[section.key]))
-        for section in shown(document)
-        if document.get(section.key)
+        (section.title, section.summary(value)) for section in shown(document) if (value := section.value(document))
     ]
     lines = [f"- **{text(title)}**: {text(sentence)}" for title, sentence in summaries if sentence]
     room = _MOST_LINES - len(above) - len(below)
@@ -59,7 +61,7 @@ def code(name: str, width: int = _NAME_WIDTH, *, cell: bool = True) -> str:
     return f"{fence}{pad}{shown}{pad}{fence}"
 
 
-def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
+def _lines(document: ReportDocument, options: ReportOptions) -> Iterator[str]:
     yield f"### Traceloom: {code(document['name'], cell=False)}"
     yield ""
     yield f"**{text(document['answer']['sentence'])}**"
@@ -80,7 +82,7 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
         yield from ("", "| saves | what | advice |", "|--:|---|---|")
     for row in findings:
         if row["list"] == "time":
-            saves = ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"], 1)
+            saves = ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"] or 0, 1)
         else:
             saves = units.size(row["saving_bytes"])
         titles = [row["title"], *(other["title"] for other in row["alternatives"])]

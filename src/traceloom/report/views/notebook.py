@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 from traceloom.harmless import harmless
 from traceloom.model import Session, units
@@ -13,6 +14,10 @@ from traceloom.report.accounts import gpu_accounts
 from traceloom.report.document import build
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
+from traceloom.report.table import Cells
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 _COLORS = (
     ("compute", "compute_ns", "#3b82d6"),
@@ -31,10 +36,10 @@ class Shown:
         options: What it was made with.
     """
 
-    document: dict[str, Any]
+    document: ReportDocument
     options: ReportOptions
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> ReportDocument:
         """The report document."""
         return self.document
 
@@ -50,13 +55,14 @@ class Shown:
         for rank, account in gpu_accounts(self.document):
             for device in account["devices"]:
                 whole = device["window_ns"] or 1
+                times: Cells = device
                 cells = "".join(
                     f'<div title="{_text(f"{label}: {units.duration(ns)}, {units.share(ns, whole)}")}" '
                     f'style="width:{100 * ns / whole:.3f}%;background:{color}"></div>'
-                    for label, ns, color in ((label, device[key], color) for label, key, color in _COLORS)
+                    for label, ns, color in ((label, times[key], color) for label, key, color in _COLORS)
                 )
                 name = f"rank {'?' if rank['rank'] is None else rank['rank']}, GPU {device['device']}"
-                text = ", ".join(f"{label} {units.share(device[key], whole)}" for label, key, _ in _COLORS)
+                text = ", ".join(f"{label} {units.share(times[key], whole)}" for label, key, _ in _COLORS)
                 parts.append(
                     f"<div>{_text(f'{name}: {text}')}</div>"
                     f'<div style="display:flex;height:1em;max-width:50em;margin-bottom:.5em">{cells}</div>'
@@ -81,7 +87,7 @@ def _text(text: str) -> str:
     return escape(harmless(text))
 
 
-def _table(title: str, rows: list[dict[str, Any]], columns: tuple[str, ...], top: int) -> str:
+def _table(title: str, rows: Sequence[Cells], columns: tuple[str, ...], top: int) -> str:
     if not rows:
         return ""
     head = "".join(f"<th>{column.removesuffix('_ns')}</th>" for column in columns)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from traceloom.report.views.html.text import prose
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.report import AbsentRow
 
 
 class Reasons:
     """The document's `absent` list, asked by path."""
 
-    def __init__(self, document: dict[str, Any]) -> None:
-        self._reasons: dict[str, str] = {e["path"]: e["reason"] for e in document.get("absent") or []}
+    def __init__(self, absent: Iterable[AbsentRow]) -> None:
+        self._reasons = {entry["path"]: entry["reason"] for entry in absent}
 
     def of(self, path: str, otherwise: str = "the report does not say") -> str:
         """Why the value at `path` is unknown."""

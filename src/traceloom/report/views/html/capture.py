@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from traceloom.model import units
 from traceloom.report.names import rank_name
-from traceloom.report.table import Col, Row
+from traceloom.report.table import Col
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import text
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 _STATES = {
     "recorded": "recorded",
@@ -24,7 +27,7 @@ _STATES = {
 _MOST_STEPS = 2_000  # drawn of a run
 
 
-def capture(document: Row, reasons: Reasons) -> str:
+def capture(document: ReportDocument, reasons: Reasons) -> str:
     """The recording of every rank."""
     recorded = document.get("capture")
     if not isinstance(recorded, dict):
@@ -46,7 +49,7 @@ def _of(row: Any, *keys: str) -> Any:
     return row
 
 
-def _machines(ranks: list[Row]) -> str:
+def _machines(ranks: list[dict[str, Any]]) -> str:
     if not ranks:
         return ""
     rows = []
@@ -87,7 +90,7 @@ def _machines(ranks: list[Row]) -> str:
     return table("recording-table", columns, rows, why_unknown, "Recording by rank")
 
 
-def _in_block(entry: Row, ranks: list[Row], document: Row) -> str:
+def _in_block(entry: dict[str, Any], ranks: list[dict[str, Any]], document: ReportDocument) -> str:
     """The picture of one rank, shown when this rank is the chosen one."""
     picture = _steps(entry)
     if not picture or len(ranks) == 1:
@@ -99,7 +102,7 @@ def _in_block(entry: Row, ranks: list[Row], document: Row) -> str:
     return f'<div{only}><p class="of">{rank_name(entry, position).capitalize()}</p>{picture}</div>'
 
 
-def _steps(entry: Row) -> str:
+def _steps(entry: dict[str, Any]) -> str:
     """Every step of the run as a column as high as its wall time."""
     durations, states = _of(entry, "steps", "duration_ns"), _of(entry, "steps", "state")
     if not isinstance(durations, list) or not isinstance(states, list) or len(durations) < 2:

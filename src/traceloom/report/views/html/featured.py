@@ -9,11 +9,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from traceloom.model import Session
 from traceloom.report.names import rank_name
-from traceloom.report.table import Row
 from traceloom.report.window import cut
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import RankRow
 
 FEW_RANKS = 8  # up to here every rank is shown
 FEW_EVENTS = 1_000_000  # of all ranks together
@@ -42,11 +46,11 @@ class Featured:
         shown = tuple(trace if self.step is None else cut(trace, (self.step, self.step)) for trace in traces)
         return replace(whole, traces=shown)
 
-    def document(self, whole: Row) -> Row:
+    def document(self, whole: ReportDocument) -> ReportDocument:
         """The document with only these ranks in what is told rank by rank."""
         return {**whole, "ranks": [whole["ranks"][position] for position in self.positions]}
 
-    def sentence(self, document: Row) -> str:
+    def sentence(self, document: ReportDocument) -> str:
         """What is shown, and how to see the rest; plain text, the command between backticks."""
         ranks = document["ranks"]
         named = "; ".join(f"{rank_name(ranks[k], k)} ({self.roles[k]})" for k in self.positions)
@@ -63,7 +67,7 @@ class Featured:
         )
 
 
-def choose(document: Row, session: Session) -> Featured | None:
+def choose(document: ReportDocument, session: Session) -> Featured | None:
     """The ranks and the step to show; None where all are few enough."""
     ranks = document.get("ranks") or []
     if len(ranks) != len(session.traces) or len(ranks) < 3:
@@ -82,10 +86,10 @@ def choose(document: Row, session: Session) -> Featured | None:
         busy.append(computes or entry.get("duration_ns") or rank.get("window_ns") or 0)
     order = sorted(range(len(ranks)), key=lambda k: (busy[k], k))
     # The rank that most of the waiting for other ranks goes back to, where that is known.
-    blamed = (document.get("across_ranks") or {}).get("ranks") or []
-    most: Row = max(blamed, key=lambda row: (row.get("root_ns") or 0, row.get("blame_ns") or 0), default={})
-    if most.get("root_ns") or most.get("blame_ns"):
-        culprit = next((k for k, rank in enumerate(ranks) if rank.get("rank") == most.get("rank")), None)
+    across = document.get("across_ranks")
+    most = max(across["ranks"], key=lambda row: (row["root_ns"], row["blame_ns"]), default=None) if across else None
+    if most and (most["root_ns"] or most["blame_ns"]):
+        culprit = next((k for k, rank in enumerate(ranks) if rank["rank"] == most["rank"]), None)
         if culprit is not None:
             roles[culprit] = "the others wait for it most"
     for position, role in ((order[-1], "computes longest"), (order[len(order) // 2], "median"), (order[0], "shortest")):
@@ -93,7 +97,7 @@ def choose(document: Row, session: Session) -> Featured | None:
     return Featured(tuple(roles), roles, step, unusual)
 
 
-def _step(ranks: list[Row]) -> tuple[int | None, bool]:
+def _step(ranks: list[RankRow]) -> tuple[int | None, bool]:
     """The step to show, and whether it is the slowest: by the longest of all ranks, whole steps before cut ones."""
     lengths: dict[int, int] = {}
     for steps in ([s for s in rank.get("steps") or [] if s.get("complete", True)] for rank in ranks):

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from html import escape
+from typing import TYPE_CHECKING
 
 from traceloom.model import units
 from traceloom.model.finding import HotFrame
-from traceloom.report.table import Row
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.text import prose, text
 
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import FindingEvidenceRow, FindingRow
 
-def findings(document: Row, reasons: Reasons) -> str:
+
+def findings(document: ReportDocument, reasons: Reasons) -> str:
     """The list of findings; one line that says why there are none."""
     rows = document.get("findings") or []
     if not rows:
         return reasons.line("findings", "Findings")
-    context = document.get("findings_ground") or {}
-    hint = (
-        "" if context.get("holds", True) else f'<p class="quiet">Take the savings as hints: {prose(context["law"])}</p>'
-    )
-    hint += f'<p class="quiet">Of savings: {prose(context["limit"])}.</p>' if context.get("limit") else ""
+    context = document.get("findings_ground")
+    hint = ""
+    if context and not context["holds"]:
+        hint += f'<p class="quiet">Take the savings as hints: {prose(context["law"])}</p>'
+    if context and context["limit"]:
+        hint += f'<p class="quiet">Of savings: {prose(context["limit"])}.</p>'
     positions = {rank.get("rank"): k for k, rank in enumerate(document["ranks"])}
     cards = "".join(_card(row, positions) for row in rows)
     if context:
         hint += f'<p class="quiet">Savings {prose(context["basis"])}, by re-timing; they do not overlap.</p>'
-    if any(row["host_ns"] for row in rows) and not context.get("stacks"):
+    if any(row["host_ns"] for row in rows) and not (context and context["stacks"]):
         hint += '<p class="quiet">Which code holds the host: record with <code>--stacks</code>.</p>'
     abstained = ""
-    if abstentions := context.get("abstentions") or []:
+    if abstentions := context["abstentions"] if context else []:
         reason_of = {row["slug"]: row["reason"] for row in abstentions}
         items = "".join(f"<li>{text(slug)}: {prose(reason)}</li>" for slug, reason in reason_of.items())
         abstained = f"<details><summary>Checks that were skipped ({len(abstentions)})</summary>"
@@ -36,10 +41,10 @@ def findings(document: Row, reasons: Reasons) -> str:
     return f'{hint}<ol class="findings">{cards}</ol>{abstained}'
 
 
-def _card(row: Row, positions: dict[int | None, int]) -> str:
+def _card(row: FindingRow, positions: dict[int | None, int]) -> str:
     of_time = row["list"] == "time"
     if of_time:
-        figure = ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"], 1)
+        figure = ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"] or 0, 1)
         saved = units.duration(row["saving_ns"])
     else:
         figure = "risk" if row["saving_bytes"] is None else units.size(row["saving_bytes"])
@@ -80,7 +85,7 @@ def _card(row: Row, positions: dict[int | None, int]) -> str:
     )
 
 
-def _evidence(evidence: Row, positions: dict[int | None, int]) -> str:
+def _evidence(evidence: FindingEvidenceRow, positions: dict[int | None, int]) -> str:
     long = evidence["duration_ns"] if evidence["duration_ns"] is not None else evidence["total_ns"]
     size = "" if long is None else f" ({escape(units.duration(long))})"
     count = f"{units.count(evidence['count'])} × " if evidence["count"] > 1 else ""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from traceloom.report.table import Col, Row
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from traceloom.report.table import Cells, Col
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.table import table
 
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
-def notices(document: Row, reasons: Reasons) -> str:
+
+def notices(rows: Sequence[Cells], reasons: Reasons) -> str:
     """What the reader must know about the data itself, the worst first."""
-    rows = document.get("notices") or []
     if not rows:
         return '<p class="quiet">Nothing to note: every event was read, and nothing in the data looks wrong.</p>'
     marked = [
@@ -30,7 +35,7 @@ def notices(document: Row, reasons: Reasons) -> str:
     return table("notice-table", columns, marked, reasons.columns("notices"), "Notices")
 
 
-def runs(document: Row, reasons: Reasons) -> str:
+def runs(document: ReportDocument, reasons: Reasons) -> str:
     """The runs that the inputs hold, with the command that reports each alone."""
     columns = [
         Col("name", "Run", "name"),
@@ -45,7 +50,7 @@ def runs(document: Row, reasons: Reasons) -> str:
     return table("run-table", columns, document["runs"], reasons.columns("runs"), "Runs")
 
 
-def inputs(document: Row, reasons: Reasons) -> str:
+def inputs(document: ReportDocument, reasons: Reasons) -> str:
     """The files that were read, and what they say about their recording."""
     rows = []
     for row in document.get("inputs") or []:

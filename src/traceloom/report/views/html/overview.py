@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.model import units
 from traceloom.report.accounts import main_account
 from traceloom.report.names import allocator
 from traceloom.report.parts import PHASES, of_answer, order
-from traceloom.report.table import Row
 from traceloom.report.views.html.bars import bar, legend
 from traceloom.report.views.html.text import prose
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 NO_BREAK = "\u202f"
 _SMALL = 0.01  # share of the bar below which a part is not listed on its own
@@ -18,7 +21,7 @@ _CAUSES = 5  # of idle time with colours of their own
 _PHASES = [phase.key for phase in PHASES]
 
 
-def headline(document: Row) -> str:
+def headline(document: ReportDocument) -> str:
     """The sentence and the bar below it."""
     answer = document.get("answer") or {}
     parts = of_answer(answer)
@@ -57,15 +60,15 @@ def _coloured(parts: list[tuple[str, str, int]], causes: dict[str, str]) -> list
     return [(label, causes.get(label, colour), ns) for label, colour, ns in parts]
 
 
-def numbers(document: Row) -> Iterator[tuple[str, str, str, str]]:
+def numbers(document: ReportDocument) -> Iterator[tuple[str, str, str, str]]:
     """All key numbers that are known, those that say most first: label, value, exact value, what it is of."""
-    answer, ranks = document.get("answer") or {}, document["ranks"]
-    median = answer.get("step_ns")
-    times = [rank["step_times"] for rank in ranks if (rank.get("step_times") or {}).get("median_ns")]
+    answer, ranks = document["answer"], document["ranks"]
+    median = answer["step_ns"]
+    times = [times for rank in ranks if (times := rank["step_times"]) and times["median_ns"]]
     if median is not None and times:
-        count, spread = times[0]["count"], times[0].get("spread_fraction")
+        count, spread = times[0]["count"], times[0]["spread_fraction"]
         if len(times) > 1:
-            more = f"median of all ranks; slowest {units.duration(max(int(t['median_ns']) for t in times))}"
+            more = f"median of all ranks; slowest {units.duration(max(each['median_ns'] for each in times))}"
         elif count == 1:
             more = "the only whole step"
         else:
@@ -73,7 +76,7 @@ def numbers(document: Row) -> Iterator[tuple[str, str, str, str]]:
         yield "Step", units.duration(median), f"{median} ns", more
 
     # The time of the answer, as the sentence and the bar have it, by kind.
-    parts = answer.get("parts") or []
+    parts = answer["parts"]
     devices = [device for rank in ranks for device in rank.get("devices") or []]
     if devices and any(part["kind"] in ("compute", "communication", "memory") for part in parts):
         kinds: dict[str, int] = {}
@@ -95,19 +98,23 @@ def numbers(document: Row) -> Iterator[tuple[str, str, str, str]]:
     main = [row for rank in ranks for row in main_account(rank)]
     window = sum(row["ns"] for row in main)
 
-    def of_main(label: str, key: str, value: str, more: str) -> Iterator[tuple[str, str, str, str]]:
-        if ns := sum(row["ns"] for row in main if row[key] == value):
+    def of_main(label: str, ns: int, more: str) -> Iterator[tuple[str, str, str, str]]:
+        if ns:
             yield label, units.share(ns, window), f"{ns} of {window} ns", more
 
-    yield from of_main("In operators", "activity", "op", "of the main thread's time")
-    yield from of_main("Loading data", "phase", "loading", "of the main thread's time")
-    memories = (document.get("memory") or {}).get("devices") or []
-    memories = [memory for memory in memories if memory.get("peak_bytes") is not None]
-    memories = [m for m in memories if not m["device_type"].startswith("cpu")] or memories
+    in_operators = sum(row["ns"] for row in main if row["activity"] == "op")
+    yield from of_main("In operators", in_operators, "of the main thread's time")
+    loading = sum(row["ns"] for row in main if row["phase"] == "loading")
+    yield from of_main("Loading data", loading, "of the main thread's time")
+    memories = [
+        (peak, memory) for memory in document["memory"]["devices"] if (peak := memory["peak_bytes"]) is not None
+    ]
+    memories = [each for each in memories if not each[1]["device_type"].startswith("cpu")] or memories
     if memories:
-        peak = max(memories, key=lambda memory: int(memory["peak_bytes"]))
-        yield "Peak memory", units.size(peak["peak_bytes"]), f"{peak['peak_bytes']} B", allocator(peak)
-    yield from of_main("Unobserved", "activity", "unobserved", "of the main thread: Python or waiting")
+        peak_bytes, memory = max(memories, key=lambda each: each[0])
+        yield "Peak memory", units.size(peak_bytes), f"{peak_bytes} B", allocator(memory)
+    unobserved = sum(row["ns"] for row in main if row["activity"] == "unobserved")
+    yield from of_main("Unobserved", unobserved, "of the main thread: Python or waiting")
     longest = max((rank["window_ns"] or 0 for rank in ranks), default=0)
     if longest:
         events = units.count(sum(rank.get("event_count") or 0 for rank in ranks))

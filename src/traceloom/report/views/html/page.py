@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from html import escape
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 from traceloom.model import Session, units
 from traceloom.report.beside import with_beside
 from traceloom.report.names import rank_name
-from traceloom.report.table import Row
 from traceloom.report.views.html import capture, featured, findings, inputs, navigation, overview, sections, timeline
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.frame import asset, framed, key_numbers, rank_choice
 from traceloom.report.views.html.navigation import PageSection
 from traceloom.report.views.html.text import prose, text
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
 
 _KEY_NUMBERS = 4
 _ABOUT_FINDINGS = (
@@ -23,7 +25,7 @@ _ABOUT_FINDINGS = (
 )
 
 
-def render(document: dict[str, Any], session: Session) -> str:
+def render(document: ReportDocument, session: Session) -> str:
     """The report as one HTML page that needs nothing but itself.
 
     Args:
@@ -31,7 +33,7 @@ def render(document: dict[str, Any], session: Session) -> str:
         session: The session, for the timeline.
     """
     began = time.perf_counter()
-    reasons = Reasons(document)
+    reasons = Reasons(document["absent"])
     few = None if document.get("runs") else featured.choose(document, session)
     near = document if few is None else few.document(document)
     drawn = session if few is None else few.session(session)
@@ -80,9 +82,9 @@ def render(document: dict[str, Any], session: Session) -> str:
     )
 
 
-def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[PageSection]:
+def _sections(document: ReportDocument, near: ReportDocument, reasons: Reasons, events: str) -> list[PageSection]:
     """All sections, in no order; `near` has the ranks that are shown one by one."""
-    data = inputs.notices(document, reasons) + inputs.inputs(document, reasons)
+    data = inputs.notices(document["notices"], reasons) + inputs.inputs(document, reasons)
     about_data = "What was read, and what to know about it."
     if document.get("runs"):
         runs = inputs.runs(document, reasons)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from traceloom.model import units
 from traceloom.report.names import rank_name
 from traceloom.report.sections import core, shown
 from traceloom.report.sections.section import Section
-from traceloom.report.table import Row, Table
+from traceloom.report.table import Table
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.navigation import PageSection
 from traceloom.report.views.html.table import MOST_ROWS, table
 from traceloom.report.views.html.text import prose
 
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
+
 MOST_RANKS = 64  # whose own tables stand in the page
 _MOST_ROWS_OF_MANY = 500  # of one table, where the page is about many ranks
 
 
-def sections(document: Row, near: Row, reasons: Reasons) -> Iterator[PageSection]:
+def sections(document: ReportDocument, near: ReportDocument, reasons: Reasons) -> Iterator[PageSection]:
     """The sections that were made; of many ranks, tables have fewer rows of each.
 
     Args:
@@ -37,7 +40,9 @@ def sections(document: Row, near: Row, reasons: Reasons) -> Iterator[PageSection
         yield PageSection(section.key, anchor, section.title, section.note, body, sentence or "")
 
 
-def _body(section: Section[Any, Any], document: Row, near: Row, reasons: Reasons, sentence: str) -> str:
+def _body(
+    section: Section[Any, Any], document: ReportDocument, near: ReportDocument, reasons: Reasons, sentence: str
+) -> str:
     most = MOST_ROWS if near is document else _MOST_ROWS_OF_MANY
     value, shown_value = section.value(document), section.value(near)
     tables = [t for t in section.tables(value) if t.position is None] if value else []

@@ -8,8 +8,9 @@ these, as the reader derives them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -23,7 +24,12 @@ from traceloom.model import Session, Trace, units
 from traceloom.model.category import ANNOTATION, CATEGORIES, COLLECTIVE, GPU_ANNOTATION, GPU_WORK, KERNEL, PYTHON
 from traceloom.report.exports.perfetto.counters import beside_memory
 from traceloom.report.names import short
+from traceloom.report.table import Cells
 from traceloom.report.views.html.packing import lane_steps, pack, sparse, zigzag
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.report import CurveRow
+    from traceloom.report.documents.sections import CriticalPathValue
 
 LIMIT = 1_000_000  # events; about 8 MB of page and 60 MB of browser memory
 _FACT_LENGTH = 300  # characters of one argument that are kept
@@ -70,10 +76,10 @@ class TimelinePayload:
 def build(
     session: Session,
     communication: set[str],
-    curves: list[dict[str, Any]],
+    curves: list[CurveRow],
     limit: int = LIMIT,
     *,
-    path: dict[str, Any] | None = None,
+    path: CriticalPathValue | None = None,
     epoch_ns: int | None = None,
 ) -> TimelinePayload:
     """Pack the events of a session.
@@ -136,7 +142,7 @@ def build(
 
 
 def _path(
-    session: Session, lanes: list[dict[str, Any]], path: dict[str, Any] | None, shift: int
+    session: Session, lanes: list[dict[str, Any]], path: CriticalPathValue | None, shift: int
 ) -> dict[str, Any] | None:
     """The critical path as [lane, start, end]; None where there is none, or where none of it is on a lane."""
     ranks: dict[Any, int] = {}
@@ -147,7 +153,8 @@ def _path(
     lane_numbers = {(lane["trace"], *(lane[key] for key in keys)): number for number, lane in enumerate(shown)}
     stretches = []
     last = max((trace.end_ns for trace in session.traces), default=0) - session.epoch_ns
-    for row in (path or {}).get("stretches") or []:
+    rows: Sequence[Cells] = path["stretches"] if path else ()
+    for row in rows:
         lane = lane_numbers.get((ranks.get(row["rank"]), *(row[key] for key in keys)))
         if lane is not None:
             start = row["start_ns"] - shift
@@ -316,7 +323,7 @@ def _table(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[A
     return number.fill_null(0).cast(pl.Int64).to_numpy(), distinct.drop("number").rows()
 
 
-def _rank(trace: Trace, epoch_ns: int, shift: int, curves: list[dict[str, Any]]) -> dict[str, Any]:
+def _rank(trace: Trace, epoch_ns: int, shift: int, curves: list[CurveRow]) -> dict[str, Any]:
     """What the timeline shows of a rank beside its events: steps, the memory curves and other curves."""
     memory = []
     for curve in curves:

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -18,25 +18,34 @@ from traceloom.report.views.terminal.columns import fitted
 from traceloom.report.views.terminal.look import ASCII
 
 if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.short import ShortReport
     from traceloom.report.views.terminal.rendered import in_short as in_short
     from traceloom.report.views.terminal.rendered import render as render
 
 _NARROWEST, _WIDEST = 60, 140
 _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
-__all__ = ["put", "show", "show_graph"]
+__all__ = ["put", "show", "show_graph", "show_short"]
 # who shows a graph or a comparison does not load the lines of a report
 lazy(__name__, {"in_short": ".rendered", "render": ".rendered"})
 
 
-def show(document: dict[str, Any], options: ReportOptions, stream: TextIO) -> None:
+def show(document: ReportDocument, options: ReportOptions, stream: TextIO) -> None:
     """Write the report to a stream: with colours where it is a terminal that wants them, in ASCII where it must be."""
     from traceloom.report.views.terminal.rendered import render
 
     put(partial(render, document, options), stream)
 
 
-def show_graph(document: dict[str, Any], stream: TextIO) -> None:
+def show_short(document: ShortReport, stream: TextIO) -> None:
+    """Write the short report of a document that was kept, as `show` does."""
+    from traceloom.report.views.terminal.rendered import render_short
+
+    put(partial(render_short, document), stream)
+
+
+def show_graph(document: ReportDocument, stream: TextIO) -> None:
     """Write the summary of a graph (`report.graph_document`) to a stream, as `show` does."""
     from traceloom.report.views.terminal import graph
 

@@ -7,16 +7,20 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.model.finding import HotFrame
-from traceloom.report.table import Row
 from traceloom.report.views.terminal.bars import plain
 from traceloom.report.views.terminal.columns import heading, paragraph
 from traceloom.report.views.terminal.look import DIM
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import FindingRow, FindingsGroundValue
 
 _MOST = 5
 _MOST_BRIEF = 3
@@ -26,7 +30,7 @@ _INDENT = 21  # cells of figures and bar
 _SIDE = _INDENT + 3
 
 
-def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
+def findings(document: ReportDocument, width: int, *, full: bool) -> Iterator[Text]:
     """The findings, the first five of them where not asked for in full; with advice, evidence and page in full."""
     rows = document.get("findings") or []
     context = document.get("findings_ground")
@@ -57,9 +61,8 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
             yield from paragraph(f"{', '.join(dict.fromkeys(slugs))}: {reason}", width)
 
 
-def brief(document: Row, width: int) -> Iterator[Text]:
+def brief(rows: list[FindingRow], context: FindingsGroundValue | None, width: int) -> Iterator[Text]:
     """The first three findings: two lines of each at most, and one for the frame that holds most of its host time."""
-    rows, context = document.get("findings") or [], document.get("findings_ground")
     if context is None:
         return
     number = f"{_MOST_BRIEF} of {len(rows)}; " if len(rows) > _MOST_BRIEF else ""
@@ -74,10 +77,10 @@ def brief(document: Row, width: int) -> Iterator[Text]:
         yield Text("   Take the savings as hints: --only findings says why.", "yellow")
 
 
-def _finding(row: Row, width: int, *, full: bool, most_lines: int | None = None) -> Iterator[Text]:
+def _finding(row: FindingRow, width: int, *, full: bool, most_lines: int | None = None) -> Iterator[Text]:
     """The lines of a finding; the name of its rule stands at the end of so many, which leave out the range it saves."""
     if row["list"] == "time":
-        fraction = row["saving_fraction"]
+        fraction = row["saving_fraction"] or 0.0
         figure = ("≥ " if row["lower_bound"] else "") + units.share(fraction, 1) if row["saving_ns"] else "note"
     else:
         figure, fraction = ("memory" if row["saving_bytes"] is None else units.size(row["saving_bytes"])), 0.0
@@ -86,7 +89,7 @@ def _finding(row: Row, width: int, *, full: bool, most_lines: int | None = None)
     head = Text.assemble(" ", (f"{figure:>8}", f"bold {style}"), " ", bar, " " * (_BAR - bar.cell_len + 1))
     between = ""  # which values the saving lies between, by the steps of the window
     if most_lines is None and row["saving_ns"] and row["saving_low_ns"] is not None:
-        low, high = (units.duration(row[key]) for key in ("saving_low_ns", "saving_high_ns"))
+        low, high = units.duration(row["saving_low_ns"]), units.duration(row["saving_high_ns"])
         between = f": saves up to {high}"
         if row["saving_low_ns"]:
             between = f": saves {low}" if low == high else f": saves {low} to {high}"
@@ -111,7 +114,7 @@ def _finding(row: Row, width: int, *, full: bool, most_lines: int | None = None)
             yield Text(" " * _INDENT + part, DIM)
 
 
-def _hottest(row: Row, width: int) -> Iterator[Text]:
+def _hottest(row: FindingRow, width: int) -> Iterator[Text]:
     """One line for the frame that holds most of the host time; none where the title names it."""
     for hot in (HotFrame(**frame) for frame in row["frames"][:1]):
         if f"{hot.file}({hot.line})" in row["title"]:
@@ -126,7 +129,7 @@ def _hottest(row: Row, width: int) -> Iterator[Text]:
         yield Text(" " * _INDENT + (line if len(line) <= room else f"{line[: room - 1]}…"), DIM)
 
 
-def _frames(row: Row, room: int) -> Iterator[str]:
+def _frames(row: FindingRow, room: int) -> Iterator[str]:
     held = []
     for hot in (HotFrame(**frame) for frame in row["frames"]):
         file = hot.file or ""
@@ -138,7 +141,7 @@ def _frames(row: Row, room: int) -> Iterator[str]:
         yield f"Host time: {'; '.join(held)}."
 
 
-def _evidence(row: Row) -> Iterator[str]:
+def _evidence(row: FindingRow) -> Iterator[str]:
     shown = []
     for entry in row["evidence"][:3]:
         when = "" if entry["start_ns"] is None else f" at {units.duration(entry['start_ns'])}"
@@ -146,8 +149,8 @@ def _evidence(row: Row) -> Iterator[str]:
         shown.append(f"{entry['what']}{when}" + ("" if long is None else f" ({units.duration(long)})"))
     if shown:
         yield f"See {'; '.join(shown)}."
-    for entry in row["alternatives"]:
-        yield f"Or: {entry['title']} ({units.duration(entry['alone_ns'])}) [{entry['slug']}]"
+    for other in row["alternatives"]:
+        yield f"Or: {other['title']} ({units.duration(other['alone_ns'])}) [{other['slug']}]"
     alone = row["alone_ns"]
     saves = "" if alone in (None, row["saving_ns"]) else f"Alone it would save {units.duration(alone)}. "
     yield f"{saves}Confidence {row['confidence']:.1f}; more: traceloom explain {row['slug']}"

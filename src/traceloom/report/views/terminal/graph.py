@@ -59,7 +59,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
         columns = (TextColumn("kind", right=False), TextColumn("median"), TextColumn("edges"))
         last = ("of", lambda number, room: short(most_frequent[number]["place"] or "", room))
         yield from lines(columns, rows, last, width)
-    yield from notices.notices(document, ReportOptions(), width)
+    yield from notices.notices(document["notices"], len(document["ranks"]), ReportOptions(), width)
 
 
 def _path(document: Row, width: int) -> Iterator[Text]:

@@ -10,14 +10,14 @@ from rich.text import Text
 from traceloom.harmless import harmless
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions
-from traceloom.report.table import Row
+from traceloom.report.table import Cells
 from traceloom.report.views.terminal.columns import heading
 from traceloom.report.views.terminal.look import DIM, SEVERITY
 
 
-def notices(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
-    """What the user must know about the data of a report, worst first."""
-    distinct = said_once(document["notices"], len(document["ranks"]))
+def notices(rows: Sequence[Cells], ranks: int, options: ReportOptions, width: int) -> Iterator[Text]:
+    """What the user must know about the data of so many ranks, worst first."""
+    distinct = said_once(rows, ranks)
     messages = []
     for notice in distinct:
         weakens = f"; weakens {', '.join(notice.weakens)}" if notice.weakens else ""

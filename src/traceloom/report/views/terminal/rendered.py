@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -18,7 +18,7 @@ from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions
 from traceloom.report.parts import of_answer
 from traceloom.report.sections import CORE, FINDINGS, NAMES, summaries
-from traceloom.report.table import Bar, Row
+from traceloom.report.table import Bar
 from traceloom.report.views.terminal import findings, notices, sections
 from traceloom.report.views.terminal.bars import sparkline, stacked
 from traceloom.report.views.terminal.columns import TextColumn, fitted, heading, lines, paragraph
@@ -26,22 +26,45 @@ from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import wrapped
 
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.short import ShortReport
+
 _LABELS = {"memory": "copies"}  # as short as in the answer
 _MOST_LINES = 2  # of a sentence
 _MOST_NAMES = 3  # lines with names of sections
 _WIDEST_SPARKLINE = 40
 
 
-def in_short(document: Row) -> Row:
+def in_short(document: ReportDocument) -> ShortReport:
     """What the short report draws of a document: the sentences of sections instead of what they are made of."""
-    shown = ("name", "answer", "inputs", "findings", "findings_ground", "notices", "runs")
-    of_rank = ("rank", "world_size", "event_count", "start_ns", "window_ns")
-    ranks = [{key: rank[key] for key in of_rank} for rank in document["ranks"]]
-    return {key: document[key] for key in shown} | {"ranks": ranks, "summaries": summaries(document)}
+    return {
+        "name": document["name"],
+        "answer": document["answer"],
+        "inputs": document["inputs"],
+        "findings": document["findings"],
+        "findings_ground": document["findings_ground"],
+        "notices": document["notices"],
+        "runs": document["runs"],
+        "ranks": [
+            {
+                "rank": rank["rank"],
+                "world_size": rank["world_size"],
+                "event_count": rank["event_count"],
+                "start_ns": rank["start_ns"],
+                "window_ns": rank["window_ns"],
+            }
+            for rank in document["ranks"]
+        ],
+        "summaries": summaries(document),
+    }
 
 
-def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
+def render(document: ReportDocument, options: ReportOptions, width: int) -> Iterator[Text]:
     """The lines of the report, none wider than `width` but for commands, which stand whole."""
+    if options.only is None and not options.full and not document["runs"]:
+        yield from render_short(in_short(document), width)
+        return
     yield from fitted(_lines(document, options, width), width)
     for run in document["runs"]:  # the answer of each, and the command that reports it
         yield Text("")
@@ -49,7 +72,25 @@ def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
         yield Text(" " + harmless(run["command"]), DIM, overflow="ignore")
 
 
-def _lines(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
+def render_short(document: ShortReport, width: int) -> Iterator[Text]:
+    """The same of the short report, which is of one run."""
+    yield from fitted(chain(_head(document, width), brief(document, width)), width)
+
+
+def _lines(document: ReportDocument, options: ReportOptions, width: int) -> Iterator[Text]:
+    yield from _head(document, width)
+    if options.wants(FINDINGS):
+        yield from findings.findings(document, width, full=options.only is not None)
+    yield from _runs(document, width)
+    if not document["runs"]:
+        yield from sections.sections(document, options, width)
+    if options.wants(CORE):
+        yield from recording(document, width)
+        yield from notices.notices(document["notices"], len(document["ranks"]), options, width)
+
+
+def _head(document: ReportDocument | ShortReport, width: int) -> Iterator[Text]:
+    """What it is about, and the answer."""
     facts = []
     if ranks := document["ranks"]:
         world = max((rank["world_size"] for rank in ranks if rank["world_size"]), default=None)
@@ -66,20 +107,9 @@ def _lines(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
     yield Text.assemble((name, "bold"), (f"  {shown}", DIM))
     yield Text("")
     yield from paragraph(document["answer"]["sentence"], width, "bold")
-    if options.only is None and not options.full and not document["runs"]:
-        yield from brief(document, width)
-        return
-    if options.wants(FINDINGS):
-        yield from findings.findings(document, width, full=options.only is not None)
-    yield from _runs(document, width)
-    if not document["runs"]:
-        yield from sections.sections(document, options, width)
-    if options.wants(CORE):
-        yield from recording(document, width)
-        yield from notices.notices(document, options, width)
 
 
-def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
+def _runs(document: ReportDocument, width: int) -> Iterator[Text]:
     """One line per run."""
     if not document["runs"]:
         return
@@ -102,7 +132,7 @@ def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
     yield from lines(columns, rows, ("run", lambda i, room: short(names[i], room)), width)
 
 
-def brief(document: Row, width: int) -> Iterator[Text]:
+def brief(document: ShortReport, width: int) -> Iterator[Text]:
     """What stands below the answer, in some twenty lines."""
     times: dict[str, int] = {}
     for _, group, ns in of_answer(document["answer"]):
@@ -118,8 +148,8 @@ def brief(document: Row, width: int) -> Iterator[Text]:
                 legend = Text("")
             legend = legend + entry
         yield legend
-    yield from findings.brief(document, width)
-    sentences = document["summaries"] if "summaries" in document else summaries(document)
+    yield from findings.brief(document["findings"], document["findings_ground"], width)
+    sentences = document["summaries"]
     widest = max((len(title) for title, _ in sentences), default=0)
     if sentences:
         yield Text("")
@@ -145,7 +175,7 @@ def _cut(lines: Sequence[str], most: int) -> Sequence[str]:
     return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1].rstrip(" ,.") + " …"]
 
 
-def recording(document: dict[str, Any], width: int) -> Iterator[Text]:
+def recording(document: ReportDocument, width: int) -> Iterator[Text]:
     """The recording as the first rank saw it; nothing where the run was not recorded by traceloom."""
     ranks = _at(document["capture"], list, "ranks") or []
     first = ranks[0] if ranks and isinstance(ranks[0], dict) else None

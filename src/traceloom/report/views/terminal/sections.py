@@ -15,12 +15,13 @@ from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.sections import CORE, core, shown
-from traceloom.report.table import PICTURES, Bar, Col, Row, Table, written
+from traceloom.report.table import PICTURES, Bar, Col, Table, written
 from traceloom.report.views.terminal.bars import from_the_middle, sparkline, stacked
 from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, paragraph, with_bars
 from traceloom.report.views.terminal.look import CURVE, FILLS
 
 if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
     from traceloom.report.sections.section import Section
 
 _UNIT = re.compile(r"(?<=\d) (?=%|[a-zA-Zµ]{1,2}\b)")
@@ -32,7 +33,7 @@ _WIDEST_SPARK = 72
 _DELTA = 15  # cells of a bar from the middle
 
 
-def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+def sections(document: ReportDocument, options: ReportOptions, width: int) -> Iterator[Text]:
     """The core and a line for each other section; with `options.only` these sections in full."""
     only = options.only
     for section in core():
@@ -49,9 +50,7 @@ def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text
                     yield from table_lines(table, options, width)
     if only is None:
         candidates = [
-            (section.key, section.summary(document[section.key]))
-            for section in shown(document)
-            if document.get(section.key)
+            (section.key, section.summary(value)) for section in shown(document) if (value := section.value(document))
         ]
         summaries = [(key, sentence) for key, sentence in candidates if sentence]
         if summaries:
@@ -72,7 +71,7 @@ def wrapped(sentence: str, width: int) -> list[str]:
     return [line.replace("\u00a0", " ") for line in textwrap.wrap(kept, width, break_on_hyphens=False)]
 
 
-def _full(section: Section[Any, Any], document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+def _full(section: Section[Any, Any], document: ReportDocument, options: ReportOptions, width: int) -> Iterator[Text]:
     value = section.value(document)
     sentence = section.summary(value) if value else None
     yield from heading(section.title, section.note, width)
