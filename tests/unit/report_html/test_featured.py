@@ -47,7 +47,8 @@ def test_of_many_ranks_the_slowest_the_median_and_the_fastest_are_shown(many: tu
 
 def test_the_rank_that_is_to_blame_comes_first(many: tuple[Session, dict[str, Any]]) -> None:
     session, made = many
-    blamed = {**made, "across_ranks": {"ranks": [{"rank": 2, "root_ns": 5}, {"rank": 3, "root_ns": 9}]}}
+    rows = [{"rank": 2, "root_ns": 5, "blame_ns": 7}, {"rank": 3, "root_ns": 9, "blame_ns": 0}]
+    blamed = {**made, "across_ranks": {"ranks": rows}}
     found = choose(blamed, session)
     assert found is not None
     assert found.positions[0] == 3

@@ -174,8 +174,11 @@ def test_a_run_without_a_gpu_shows_the_host_account(session: Session, named_trac
     assert 'id="breakdown"' not in page
 
 
-def test_an_empty_document_gives_a_page(session: Session) -> None:
-    page = render({"ranks": [], "absent": []}, Session((), "nothing"))
+def test_a_document_of_nothing_gives_a_page() -> None:
+    from traceloom.testing import TraceBuilder
+
+    nothing = Session((TraceBuilder().build(),), "nothing")
+    page = render(document.build(nothing), nothing)
     assert "the trace has no events" in page
     assert "timeline-view" not in "".join(re.findall(r'id="([^"]*)"', page))
 

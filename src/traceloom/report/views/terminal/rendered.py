@@ -43,7 +43,7 @@ def in_short(document: ReportDocument) -> ShortReport:
         "answer": document["answer"],
         "inputs": document["inputs"],
         "findings": document["findings"],
-        "findings_ground": document["findings_ground"],
+        "findings_ground": document.get("findings_ground"),
         "notices": document["notices"],
         "runs": document["runs"],
         "ranks": [
