@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -47,13 +47,9 @@ def test_keys_are_unique_and_spelled_like_options() -> None:
 
 
 @pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("report_schema", ROOT / "scripts" / "report_schema.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("report_schema")
 
 
 def test_the_published_schemas_and_the_page_of_columns_are_up_to_date(script: ModuleType) -> None:
