@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import polars as pl
 
@@ -40,6 +41,15 @@ class Advice:
     text: str
     bytes: int | None
     why: str
+
+
+class AllocatorState(TypedDict):
+    """What an allocator said of its device; `free_bytes` and `total_bytes` are the device's."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    total_bytes: int
 
 
 def census_of(document: dict[str, Any]) -> pl.DataFrame:
@@ -86,7 +96,7 @@ def advice(
     *,
     asked: int | None,
     stack: list[str],
-    devices: list[dict[str, Any]],
+    devices: Sequence[AllocatorState],
     ranks: int | None,
     growing: list[tuple[str, float, int]],
 ) -> list[Advice]:
@@ -97,7 +107,7 @@ def advice(
         live: The live storages; no rows without a census.
         asked: Bytes of the request that failed.
         stack: Where, the outermost frame first.
-        devices: What the allocators say: allocated_bytes, reserved_bytes, free_bytes, total_bytes.
+        devices: What the allocators say.
         ranks: How many ranks the job has.
         growing: (site, bytes per step, bytes so far) of what grows with every step.
     """

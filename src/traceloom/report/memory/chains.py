@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from traceloom.report.table import Row
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.memory import MemoryNodeRow
 
 INDENT = "\u2003"
 
 
-def joined(tree: list[Row]) -> list[Row]:
+def joined(tree: list[MemoryNodeRow]) -> list[MemoryNodeRow]:
     """The rows to be shown, parents before children: `name` indented, chains of one as one row.
 
     Args:
-        tree: Rows with node, parent, name, bytes, self_bytes; the first is the root.
+        tree: The first is the root.
     """
     inside: dict[int, int] = {}
     for row in tree:
         if row["parent"] is not None:
             inside[row["parent"]] = inside.get(row["parent"], 0) + 1
     above: dict[int | None, tuple[int, str]] = {None: (0, "")}
-    out = []
+    out: list[MemoryNodeRow] = []
     for row in tree:
         depth, prefix = above[row["parent"]]
         label = f"{prefix}.{row['name']}" if prefix else row["name"]

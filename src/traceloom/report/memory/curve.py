@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import polars as pl
 
@@ -12,7 +14,9 @@ from traceloom.analyze.allocations.over_time import INSTANTS, instants, largest_
 from traceloom.analyze.allocations.partitions import BEFORE
 from traceloom.array_types import Ints
 from traceloom.report.absent import Absent
-from traceloom.report.table import Row
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.memory import MemoryCurveRow, MemoryRankStepsRow, MemorySeriesRow
 
 LEAVES = 120  # scopes that a curve tells apart; the rest is one
 STACKS = 60
@@ -21,7 +25,7 @@ OTHER = "(other)"
 
 def curve(
     explained: Explained, pool: int, unseen: int, absent: Absent, *, most: int = INSTANTS, leaves: int = LEAVES
-) -> Row:
+) -> MemoryCurveRow:
     """Levels over time at a few hundred instants, the highest among them; each division adds up to the same total.
 
     Args:
@@ -74,7 +78,7 @@ def _leaves(explained: Explained) -> tuple[list[str], Ints]:
 
 def _told(
     explained: Explained, parts: tuple[list[str], Ints], at: tuple[int, Ints], unseen: int, most: int
-) -> list[Row]:
+) -> list[MemorySeriesRow]:
     """The largest parts and the rest."""
     (names, number), (pool, rows) = parts, at
     levels = levels_by(explained.named.blocks, number, len(names), rows, pool)
@@ -90,11 +94,11 @@ def _told(
     return series
 
 
-def _series(names: list[str], levels: Ints) -> list[Row]:
+def _series(names: list[str], levels: Ints) -> list[MemorySeriesRow]:
     return [{"name": name, "bytes": row.tolist()} for name, row in zip(names, levels, strict=True) if row.any()]
 
 
-def steps(explained: Explained, absent: Absent) -> list[Row]:
+def steps(explained: Explained, absent: Absent) -> list[MemoryRankStepsRow]:
     """The steps of a trace, to be marked on its curves."""
     rows = explained.trace.steps.select("step", "start_ns", end_ns=pl.col("end_ns") - absent.epoch_ns)
     return absent.rows(rows, "ranks[*].steps")

@@ -5,6 +5,8 @@ Its keys are described in docs/reference/memory-json.md; version 1 only gains ke
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import numpy as np
 import polars as pl
 
@@ -25,7 +27,10 @@ from traceloom.report.memory import facts, of_timeline, ran_out
 from traceloom.report.memory.curve import curve, steps
 from traceloom.report.memory.options import MemoryOptions
 from traceloom.report.memory.sources import Sources, of_session
-from traceloom.report.table import Row
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import MemoryDocument
+    from traceloom.report.documents.memory import MemoryCurveRow, MemoryEndRow, MemoryMemoryRow, MemoryRankRow
 
 FORMAT = "traceloom-memory"
 VERSION = 1
@@ -43,15 +48,34 @@ REASONS = {
     "memories[*].growth[*].stack": "Python stacks were not recorded (record with --stacks)",
     "out_of_memory": "memory did not run out, or nothing was recorded when it did",
 }
-_LATER = ("tree", "categories", "modules", "curve")  # what stands after the rest in a memory's entry
 
 
-def build(session: Session, options: MemoryOptions | None = None) -> Row:
+class HeldMemory(NamedTuple):
+    """One memory at an instant.
+
+    Attributes:
+        totals: Of the whole recording.
+        tree: Who holds what, `holders.TREE`.
+        categories: The same by what it is for: category, evidence, bytes, block_count, fraction.
+        modules: The same by module: name, bytes, block_count, fraction.
+        growth: What grows from step to step, `growth.GROWTH`.
+        curve: Levels over time.
+    """
+
+    totals: facts.MemoryTotals
+    tree: pl.DataFrame
+    categories: pl.DataFrame
+    modules: pl.DataFrame
+    growth: pl.DataFrame
+    curve: MemoryCurveRow
+
+
+def build(session: Session, options: MemoryOptions | None = None) -> MemoryDocument:
     """The document of one run, with the files about memory that lie beside its traces; see `document_of`."""
     return document_of(of_session(session), options)
 
 
-def document_of(sources: Sources, options: MemoryOptions | None = None) -> Row:
+def document_of(sources: Sources, options: MemoryOptions | None = None) -> MemoryDocument:
     """The document of everything that tells of memory.
 
     Raises:
@@ -61,8 +85,8 @@ def document_of(sources: Sources, options: MemoryOptions | None = None) -> Row:
     sources = sources.of_ranks(options.ranks)
     epoch_ns = sources.epoch_ns
     absent = Absent(epoch_ns, REASONS)
-    ranks: list[Row] = []
-    ends: list[Row] = []
+    ranks: list[MemoryRankRow] = []
+    ends: list[MemoryEndRow] = []
     notices = sources.all_notices()
     for explained in sources.explained(full_op_names=options.full_op_names):
         entry, rank_notices = rank_entry(explained, options, absent, sources.snapshot_of(explained.trace))
@@ -136,88 +160,84 @@ def document_of(sources: Sources, options: MemoryOptions | None = None) -> Row:
 
 def rank_entry(
     explained: Explained, options: MemoryOptions, absent: Absent, snapshot: Snapshot | None = None
-) -> tuple[Row, tuple[Notice, ...]]:
+) -> tuple[MemoryRankRow, tuple[Notice, ...]]:
     """One rank: every memory at its instant, and the notices about the pairing."""
     trace = explained.trace
     blocks = explained.named.blocks
     rows = {pool: row_of(options.at, trace, blocks, pool) for pool in range(len(blocks.pools))}
     allocations = answers(explained, rows)
     names, number = explained.by(options.by, options.depth)
-    memories = []
+    memories: list[MemoryMemoryRow] = []
     for pool, row in rows.items():
         held = _held(explained, allocations, (pool, row), absent)
         in_pool = pl.col("pool") == pool
         divided = sums_by(
             explained.named, (blocks.pool == pool) & blocks.alive(row), number, pl.Series(names, dtype=pl.String)
         )
-        if held["unseen_bytes"]:
+        totals = held.totals
+        if totals["unseen_bytes"]:
             name = "before_recording" if "before_recording" in names else BEFORE
-            divided = _with_unseen(divided, name, held["unseen_bytes"])
+            divided = _with_unseen(divided, name, totals["unseen_bytes"])
         time_ns = trace.start_ns if row < 0 else int(trace.allocations["time_ns"][row])
         largest = allocations.largest.filter(in_pool).drop("pool").with_columns(pl.col("end_ns") - absent.epoch_ns)
-        memory: Row = {
-            **{key: value for key, value in held.items() if key not in _LATER},
-            "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
-            "tree": held["tree"],
-            "categories": held["categories"],
-            "parts": divided.to_dicts(),
-            "largest": absent.rows(largest, "memories[*].largest"),
-            "modules": held["modules"],
-            "curve": held["curve"],
-        }
-        capacity = facts.capacity(trace, memory)
-        grows = allocations.growth.filter(in_pool)
-        memory |= {  # what is known beyond its blocks
-            "capacity_bytes": absent.value(capacity, "memories[*].capacity_bytes"),
-            "growth": facts.growing(explained, grows, memory, capacity, absent),
-            "activations": facts.activations(explained, pool, row),
-            "allocator": absent.value(facts.allocator(trace, memory, snapshot), "memories[*].allocator"),
-        }
-        memories.append(memory)
-    entry: Row = {
+        capacity = facts.capacity(trace, totals)
+        memories.append(
+            {
+                **totals,
+                "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
+                "tree": absent.rows(held.tree, "memories[*].tree"),
+                "categories": absent.rows(held.categories, "memories[*].categories"),
+                "parts": absent.rows(divided, "memories[*].parts"),
+                "largest": absent.rows(largest, "memories[*].largest"),
+                "modules": absent.rows(held.modules, "memories[*].modules"),
+                "curve": held.curve,
+                # What is known beyond its blocks
+                "capacity_bytes": absent.value(capacity, "memories[*].capacity_bytes"),
+                "growth": facts.growing(explained, held.growth, totals, capacity, absent),
+                "activations": facts.activations(explained, pool, row, absent),
+                "allocator": absent.value(facts.allocator(trace, totals, snapshot), "memories[*].allocator"),
+            }
+        )
+    entry: MemoryRankRow = {
         "rank": absent.value(trace.rank, "ranks[*].rank"),
         "path": with_addresses(trace.meta.path),
         "memories": memories,
         "steps": steps(explained, absent),
-        "lifetimes": lifetimes(blocks).to_dicts(),
+        "lifetimes": absent.rows(lifetimes(blocks), "ranks[*].lifetimes"),
     }
     if (why := facts.growth_unknown(entry)) is not None:
         absent.say("memories[*].growth", f"what grows from step to step cannot be determined: {why}")
     return entry, allocations.notices
 
 
-def holders(explained: Explained, absent: Absent) -> list[Row]:
-    """Who holds what at the peak of every memory of one rank, its curve and what grows: the short form of an entry."""
+def holders(explained: Explained, absent: Absent) -> list[HeldMemory]:
+    """Every memory of one rank at its peak."""
     allocations = answers(explained, most=0)
     peaks = allocations.pools.select("pool", "peak_row").rows()
-    memories = []
-    for at in peaks:
-        held = _held(explained, allocations, at, absent)
-        grows = allocations.growth.filter(pl.col("pool") == at[0])
-        capacity = facts.capacity(explained.trace, held)
-        memories.append(held | {"growth": facts.growing(explained, grows, held, capacity, absent)})
-    return memories
+    return [_held(explained, allocations, at, absent) for at in peaks]
 
 
-def _held(explained: Explained, allocations: Allocations, at: tuple[int, int], absent: Absent) -> Row:
-    """One memory at an instant: its totals, and who holds what; `at` is its number and the row."""
+def _held(explained: Explained, allocations: Allocations, at: tuple[int, int], absent: Absent) -> HeldMemory:
+    """One memory at an instant; `at` is its number and the row."""
     pool, row = at
     in_pool = pl.col("pool") == pool
-    pools = absent.rows(allocations.pools.filter(in_pool), "memories")[0]
-    unseen = pools["unseen_bytes"]
+    totals: facts.MemoryTotals
+    (totals,) = absent.rows(allocations.pools.filter(in_pool).drop("pool", "peak_row"), "memories")
+    unseen = totals["unseen_bytes"]
     names, number = explained.by("module")
     blocks = explained.named.blocks
     alive = (blocks.pool == pool) & blocks.alive(row)
     modules = sums_by(explained.named, alive, number, pl.Series(names, dtype=pl.String))
     if unseen:
         modules = _with_unseen(modules, BEFORE, unseen)
-    return {
-        **{key: value for key, value in pools.items() if key not in ("pool", "peak_row")},
-        "tree": absent.rows(allocations.peak.filter(in_pool).drop("pool"), "memories[*].tree"),
-        "categories": allocations.categories.filter(in_pool).drop("pool").to_dicts(),
-        "modules": modules.to_dicts(),
-        "curve": curve(explained, pool, unseen, absent),
-    }
+    return HeldMemory(
+        totals,
+        allocations.peak.filter(in_pool).drop("pool"),
+        allocations.categories.filter(in_pool).drop("pool"),
+        modules,
+        allocations.growth.filter(in_pool),
+        curve(explained, pool, unseen, absent),
+    )
 
 
 def _with_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import polars as pl
 
@@ -14,7 +15,14 @@ from traceloom.model import Trace
 from traceloom.model.snapshot import Snapshot
 from traceloom.read.memory_files import whole
 from traceloom.report.absent import Absent
-from traceloom.report.table import Row
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.memory import (
+        MemoryActivationRow,
+        MemoryAllocatorRow,
+        MemoryGrowthRow,
+        MemoryRankRow,
+    )
 
 MOST_MODULES = 50
 _HOST = ("cpu", "cpu-shared")
@@ -23,12 +31,42 @@ _FRAGMENTS = (
     "split_bytes", "segment_count", "fragmentation",
 )  # fmt: skip
 
+_NO_STATE: MemoryAllocatorRow = {
+    "reserved_bytes": None,
+    "allocated_bytes": None,
+    "requested_bytes": None,
+    "pending_bytes": None,
+    "free_bytes": None,
+    "largest_free_bytes": None,
+    "split_bytes": None,
+    "segment_count": None,
+    "fragmentation": None,
+    "retries": None,
+    "outside_bytes": None,
+}
 
-def capacity(trace: Trace, facts: Row) -> int | None:
+
+class MemoryTotals(TypedDict):
+    """One memory as a whole, as the document has it."""
+
+    device_type: str
+    device: int
+    peak_bytes: int
+    peak_time_ns: int
+    peak_step: int | None
+    unseen_bytes: int
+    start_bytes: int | None
+    end_bytes: int
+    allocation_count: int
+    free_count: int
+    reserved_at_peak_bytes: int | None
+
+
+def capacity(trace: Trace, totals: MemoryTotals) -> int | None:
     """How much memory the device of one memory has, by the capture or the trace; None where neither says."""
-    if facts["device_type"] in _HOST:
+    if totals["device_type"] in _HOST:
         return None
-    number = max(facts["device"], 0)
+    number = max(totals["device"], 0)
     listed = (trace.meta.capture or {}).get("devices")
     for device in listed if isinstance(listed, list) else []:
         if isinstance(device, dict) and device.get("device") == number and (size := whole(device.get("memory_bytes"))):
@@ -37,7 +75,9 @@ def capacity(trace: Trace, facts: Row) -> int | None:
     return int(sizes[0]) if sizes.len() and sizes[0] > 0 else None
 
 
-def growing(explained: Explained, rows: pl.DataFrame, facts: Row, size: int | None, absent: Absent) -> list[Row]:
+def growing(
+    explained: Explained, rows: pl.DataFrame, totals: MemoryTotals, size: int | None, absent: Absent
+) -> list[MemoryGrowthRow]:
     """What grows, with its stack, and the step at which the device is full if all of it keeps growing."""
     if not rows.height:
         return []
@@ -45,13 +85,13 @@ def growing(explained: Explained, rows: pl.DataFrame, facts: Row, size: int | No
     per_step = float(rows["bytes_per_step"].sum())
     full = None
     if size is not None and per_step > 0:
-        last = facts["peak_step"] if facts["peak_step"] is not None else int(rows["last_step"].to_numpy().max())
-        full = last + 1 + max(math.floor((size - facts["peak_bytes"]) / per_step), 0)
+        last = totals["peak_step"] if totals["peak_step"] is not None else int(rows["last_step"].to_numpy().max())
+        full = last + 1 + max(math.floor((size - totals["peak_bytes"]) / per_step), 0)
     grown = rows.drop("pool", "example").with_columns(stacks.alias("stack"), full_at_step=pl.lit(full, pl.Int64))
     return absent.rows(grown, "memories[*].growth")
 
 
-def growth_unknown(entry: Row) -> str | None:
+def growth_unknown(entry: MemoryRankRow) -> str | None:
     """Why nobody can say what grows with the steps of one rank; None where it can be said."""
     steps = len(entry["steps"])
     if steps > LEAST_STEPS:
@@ -60,26 +100,26 @@ def growth_unknown(entry: Row) -> str | None:
     return f"it takes at least {LEAST_STEPS + 1} steps, and {had} recorded"
 
 
-def activations(explained: Explained, pool: int, row: int) -> list[Row]:
+def activations(explained: Explained, pool: int, row: int, absent: Absent) -> list[MemoryActivationRow]:
     """Activations by module and what checkpointing each would save; the largest savings."""
-    return module_activations(explained, pool, row).head(MOST_MODULES).to_dicts()
+    return absent.rows(module_activations(explained, pool, row).head(MOST_MODULES), "memories[*].activations")
 
 
-def allocator(trace: Trace, facts: Row, snapshot: Snapshot | None) -> Row | None:
+def allocator(trace: Trace, totals: MemoryTotals, snapshot: Snapshot | None) -> MemoryAllocatorRow | None:
     """The state of the allocator at the end of the recording; None where neither a snapshot nor the recorder tells.
 
     `outside_bytes` is what is in use on the device beyond what this allocator has reserved: libraries, communication
     buffers, other processes.
     """
-    if facts["device_type"] in _HOST:
+    if totals["device_type"] in _HOST:
         return None
-    number = max(facts["device"], 0)
-    out: Row = dict.fromkeys((*_FRAGMENTS, "retries", "outside_bytes"))
-    has_state = False
+    number = max(totals["device"], 0)
+    states: list[Any] = []  # as the document has them
     if snapshot is not None:
-        rows = fragments(snapshot).filter(pl.col("device") == number).select(_FRAGMENTS).to_dicts()
-        has_state = bool(rows)
-        out |= rows[0] if rows else {}
+        in_device = fragments(snapshot).filter(pl.col("device") == number)
+        states = in_device.select(*_FRAGMENTS, retries=pl.lit(None), outside_bytes=pl.lit(None)).to_dicts()
+    has_state = bool(states)
+    state: MemoryAllocatorRow = states[0] if states else {**_NO_STATE}
     listed = (trace.meta.capture or {}).get("allocators_at_end")
     for entry in listed if isinstance(listed, list) else []:
         if not isinstance(entry, dict) or entry.get("device") != number:
@@ -89,10 +129,12 @@ def allocator(trace: Trace, facts: Row, snapshot: Snapshot | None) -> Row | None
             for key in ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")
         }
         has_state = True
-        for key in ("reserved_bytes", "allocated_bytes"):
-            out[key] = out[key] if out[key] is not None else recorded[key]
-        out["retries"] = recorded["retries"]
+        if state["reserved_bytes"] is None:
+            state["reserved_bytes"] = recorded["reserved_bytes"]
+        if state["allocated_bytes"] is None:
+            state["allocated_bytes"] = recorded["allocated_bytes"]
+        state["retries"] = recorded["retries"]
         total, free, reserved = recorded["total_bytes"], recorded["free_bytes"], recorded["reserved_bytes"]
         if total is not None and free is not None and reserved is not None:
-            out["outside_bytes"] = max(total - free - reserved, 0)
-    return out if has_state else None
+            state["outside_bytes"] = max(total - free - reserved, 0)
+    return state if has_state else None

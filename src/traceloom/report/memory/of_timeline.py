@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from traceloom.analyze.allocations.holders import tree_of
@@ -9,7 +11,15 @@ from traceloom.analyze.allocations.over_time import instants
 from traceloom.errors import UsageError
 from traceloom.read.memory_timeline import CATEGORIES, MemoryTimeline
 from traceloom.report.absent import Absent
-from traceloom.report.table import Row
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.memory import (
+        MemoryCategoryRow,
+        MemoryMemoryRow,
+        MemoryPartRow,
+        MemoryRankRow,
+        MemorySeriesRow,
+    )
 
 _NONE = "a memory timeline holds levels by category, not single allocations"
 _PATHS = (
@@ -20,7 +30,7 @@ _PATHS = (
 )  # fmt: skip
 
 
-def entry(timeline: MemoryTimeline, at: str, absent: Absent) -> Row:
+def entry(timeline: MemoryTimeline, at: str, absent: Absent) -> MemoryRankRow:
     """One entry of `ranks`.
 
     Raises:
@@ -48,20 +58,23 @@ def entry(timeline: MemoryTimeline, at: str, absent: Absent) -> Row:
     held = [(name, int(size)) for name, size in zip(CATEGORIES, levels.tolist(), strict=True) if size]
     held.sort(key=lambda pair: (-pair[1], pair[0]))
     whole = max(sum(size for _, size in held), 1)
-    parts = [{"name": name, "bytes": size, "block_count": None, "fraction": size / whole} for name, size in held]
-    curve = [
+    parts: list[MemoryPartRow] = [
+        {"name": name, "bytes": size, "block_count": None, "fraction": size / whole} for name, size in held
+    ]
+    curve: list[MemorySeriesRow] = [
         {"name": name, "bytes": level.tolist()}
         for name, level in zip(CATEGORIES, timeline.levels[:, rows], strict=True)
         if level.any()
     ]
-    categories = [
+    categories: list[MemoryCategoryRow] = [
         {
             "category": name, "evidence": "none" if name == "unknown" else "recorded", "bytes": size,
             "block_count": None, "fraction": size / whole,
         }
         for name, size in held
     ]  # fmt: skip
-    memory = {
+    tree: list[Any] = tree_of([((name,), size, 0) for name, size in held]).to_dicts()  # as the document has it
+    memory: MemoryMemoryRow = {
         "device_type": "device",
         "device": -1,
         "peak_bytes": int(total[peak]) if total.size else 0,
@@ -75,7 +88,7 @@ def entry(timeline: MemoryTimeline, at: str, absent: Absent) -> Row:
         "reserved_at_peak_bytes": None,
         "capacity_bytes": None,
         "instant": {"time_ns": int(times[index]) if total.size else 0, "bytes": sum(size for _, size in held)},
-        "tree": tree_of([((name,), size, 0) for name, size in held]).to_dicts(),
+        "tree": tree,
         "categories": categories,
         "parts": parts,
         "largest": [],

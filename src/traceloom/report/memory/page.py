@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from traceloom.analyze.allocations.growth import LEAST_STEPS
 from traceloom.model import units
@@ -11,19 +12,23 @@ from traceloom.report.memory import tables
 from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.picture import figure
 from traceloom.report.names import allocator, rank_name
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 from traceloom.report.views.html import inputs
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.frame import framed, key_numbers, one_after_the_other, rank_choice
 from traceloom.report.views.html.sections import drawn
 from traceloom.report.views.html.text import text
 
+if TYPE_CHECKING:
+    from traceloom.report.documents import MemoryDocument
+    from traceloom.report.documents.memory import MemoryMemoryRow, MemoryRankRow
+
 MOST_RANKS = 8  # that are shown one by one: those with the highest peaks
 _MOST_ENDS = 8  # times that memory ran out, which are shown one by one
 Body = tuple[str, str, str, str]
 
 
-def render(document: Row) -> str:
+def render(document: MemoryDocument) -> str:
     """The document as one HTML page that needs nothing but itself."""
     reasons = Reasons(document["absent"])
     ranks = document["ranks"]
@@ -66,7 +71,7 @@ def render(document: Row) -> str:
     )
 
 
-def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> Iterator[Body]:
+def _sections(document: MemoryDocument, shown: list[tuple[str, MemoryRankRow]], reasons: Reasons) -> Iterator[Body]:
     if document["out_of_memory"]:
         body = "".join(_ran_out(document, reasons))
         yield "out-of-memory", "Out of memory", "Who held it when it ran out, and what to try.", body
@@ -76,23 +81,25 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
         at = str(document["at"])
         at = "the peak" if at == "peak" else units.duration(int(at)) if at.isdigit() else at
         why = reasons.columns("memories[*].largest")
-        every: list[tuple[str, str, str, Callable[[Row, Row, str, Row, Reasons], str]]] = [
+        every: list[tuple[str, str, str, Callable[[MemoryMemoryRow, MemoryRankRow, str], str]]] = [
             ("over-time", "Over time", "Click the curve, or use the arrow keys on it.",
-             lambda memory, entry, *_: figure(
-                 memory, entry["steps"], label=f"{allocator(memory)} over time", at=document["at"]
+             lambda memory, entry, _key: figure(
+                 memory["curve"], entry["steps"], label=f"{allocator(memory)} over time",
+                 chosen_ns=None if document["at"] == "peak" else memory["instant"]["time_ns"],
              )
              + (f'<p class="quiet">{text(state)}.</p>' if (state := tables.state_of_allocator(memory)) else "")),
             ("scopes", "Scopes", f"Who holds what at {text(at)}; each row holds the indented ones below it.",
-             lambda memory, _entry, key, *_: drawn(tables.scopes(memory, key), reasons)),
+             lambda memory, _entry, key: drawn(tables.scopes(memory, key), reasons)),
             ("modules", "Modules", "The part of the model: parameters with their gradients and states too.",
-             lambda memory, _entry, key, *_: drawn(tables.modules(memory, key), reasons)),
+             lambda memory, _entry, key: drawn(tables.modules(memory, key), reasons)),
             ("categories", "Categories", "What it is for, and how that is known.",
-             lambda memory, _entry, key, *_: drawn(tables.categories(memory, key), reasons)),
+             lambda memory, _entry, key: drawn(tables.categories(memory, key), reasons)),
             ("largest", "Largest allocations", f"The largest blocks alive at {text(at)}.",
-             lambda memory, _entry, key, *_: drawn(tables.largest(memory, key, why), reasons)),
-            ("growth", "Growth", "Made in a step and never freed, step after step: a leak, or a cache.", _growth),
+             lambda memory, _entry, key: drawn(tables.largest(memory, key, why), reasons)),
+            ("growth", "Growth", "Made in a step and never freed, step after step: a leak, or a cache.",
+             lambda memory, entry, key: _growth(memory, entry, key, reasons)),
             ("activations", "Activations", "What checkpointing a module would free, and cost.",
-             lambda memory, _entry, key, *_: drawn(replace(tables.activations(memory, key), note=""), reasons)
+             lambda memory, _entry, key: drawn(replace(tables.activations(memory, key), note=""), reasons)
              if memory["activations"] else '<p class="quiet">No activations are alive at this instant.</p>'),
         ]  # fmt: skip
         for key, title, note, make in every:
@@ -102,7 +109,7 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
                 memories = tables.worth_showing(entry["memories"])
                 bodies = (
                     (f"<h3>{text(allocator(m))}</h3>" if len(memories) > 1 else "")
-                    + make(m, entry, f"{key}-{position}-{k}", document, reasons)
+                    + make(m, entry, f"{key}-{position}-{k}")
                     for k, m in enumerate(memories)
                 )
                 parts.append(f'<div{only} data-rank-name="{text(name)}">{"".join(bodies)}</div>')
@@ -117,7 +124,7 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
     yield "data", "Data", "What to know about the data.", inputs.notices(document["notices"], reasons)
 
 
-def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
+def _growth(memory: MemoryMemoryRow, entry: MemoryRankRow, key: str, reasons: Reasons) -> str:
     if (why := growth_unknown(entry)) is not None:
         return f'<p class="quiet">What grows from step to step cannot be determined: {text(why)}.</p>'
     grown = tables.growth(memory, key, reasons.columns("memories[*].growth"))
@@ -126,7 +133,7 @@ def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons)
     return drawn(replace(grown, note=""), reasons)
 
 
-def _ran_out(document: Row, reasons: Reasons) -> Iterator[str]:
+def _ran_out(document: MemoryDocument, reasons: Reasons) -> Iterator[str]:
     """Where memory ran out, what was alive then, and what to try first."""
     entries = document["out_of_memory"]
     for number, entry in enumerate(entries[:_MOST_ENDS]):

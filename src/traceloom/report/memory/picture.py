@@ -5,11 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from html import escape
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.island import island
-from traceloom.report.table import Row
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.memory import MemoryCurveRow, MemoryRankStepsRow
 
 # From the ground up: what stays stands below what comes and goes. Each kind has one colour wherever it is drawn.
 COLOURS = {
@@ -28,22 +31,20 @@ _FRAME = " < "
 _LONGEST = 200  # characters of a name in the page
 
 
-def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> str:
+def figure(curve: MemoryCurveRow, steps: list[MemoryRankStepsRow], *, label: str, chosen_ns: int | None = None) -> str:
     """One memory over time; the page without scripts shows the tables alone.
 
     Args:
-        memory: One of the document's `memories`.
+        curve: Its levels.
         steps: The document's `steps` of the rank.
         label: What the figure is about, for readers that do not see it.
-        at: The instant that was asked for; `peak` or another.
+        chosen_ns: The instant that is shown first; None for the peak.
     """
-    curve = memory["curve"]
     totals = [sum(values) for values in zip(*(kind["bytes"] for kind in curve["categories"]), strict=True)]
     if not totals:
         return ""
     peak = totals.index(max(totals))
-    time_ns = memory["instant"]["time_ns"]
-    chosen = peak if at == "peak" else max(bisect_right(curve["time_ns"], time_ns) - 1, 0)
+    chosen = peak if chosen_ns is None else max(bisect_right(curve["time_ns"], chosen_ns) - 1, 0)
     order = list(COLOURS)
     kinds = sorted(curve["categories"], key=lambda kind: order.index(kind["name"]) if kind["name"] in order else 99)
     # Levels of the paths of scopes and stacks: names once, and each path as their numbers from the root
@@ -52,16 +53,13 @@ def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> st
     def number(name: str) -> int:
         return names.setdefault(harmless(name[:_LONGEST]), len(names))
 
-    out: Row = {
-        "scopes": [
-            [[number(part) for part in level["name"].split(".")], changes(level["bytes"])] for level in curve["scopes"]
-        ]
+    scopes = [(level["name"].split("."), level["bytes"]) for level in curve["scopes"]]
+    stacks = [(level["name"].split(_FRAME)[::-1], level["bytes"]) for level in curve["stacks"] or ()]
+    trees = {
+        key: [([number(part) for part in path], changes(levels)) for path, levels in series]
+        for key, series in (("scopes", scopes), ("stacks", stacks))
+        if series or key == "scopes"
     }
-    if curve.get("stacks"):
-        out["stacks"] = [
-            [[number(frame) for frame in reversed(level["name"].split(_FRAME))], changes(level["bytes"])]
-            for level in curve["stacks"]
-        ]
     data = {
         "times": curve["time_ns"],
         "peak": peak,
@@ -71,13 +69,13 @@ def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> st
             [kind["name"].replace("_", " "), COLOURS.get(kind["name"], "idle"), changes(kind["bytes"])]
             for kind in kinds
         ],
-        "trees": {"names": list(names), **out},
+        "trees": {"names": list(names), **trees},
     }
     tell = f"peak {units.size(totals[peak])} at {units.duration(curve['time_ns'][peak])}"
     views = "".join(
         f'<button type="button" data-tree="{key}" aria-pressed="{str(key == "scopes").lower()}">{name}</button>'
         for key, name in (("scopes", "By scope"), ("stacks", "By Python stack"))
-        if key in data["trees"]
+        if key in trees
     )
     return (
         f'<figure class="owners" data-label="{escape(harmless(label))}">'
@@ -89,7 +87,7 @@ def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> st
         '<div class="areas" tabindex="0" role="slider" aria-orientation="horizontal"></div>'
         '<ul class="legend"></ul>'
         '<div class="holders" data-measure="bytes" data-label="Who holds what at the chosen instant">'
-        f'<div class="switch" role="group" aria-label="What the boxes are">{views if "stacks" in data["trees"] else ""}'
+        f'<div class="switch" role="group" aria-label="What the boxes are">{views if "stacks" in trees else ""}'
         '</div><div class="icicle"></div><p class="icicle-says quiet" role="status">Click the curve, or use the arrow '
         "keys on it, to choose an instant. Hover or use the arrow keys to read a box; click or Enter to zoom, Escape "
         f"to go back.</p></div>{island(data)}</figure>"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import polars as pl
@@ -18,7 +17,16 @@ from traceloom.files import with_addresses
 from traceloom.model.snapshot import frame_text
 from traceloom.read.memory_files import whole
 from traceloom.report.memory.sources import Sources
-from traceloom.report.table import Row
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.memory import (
+        MemoryAdviceRow,
+        MemoryDeviceRow,
+        MemoryEndKindsRow,
+        MemoryEndRow,
+        MemoryNodeRow,
+        MemoryRankRow,
+    )
 
 MARK = "[OutOfMemory]"
 MOST_FRAMES = 60
@@ -29,7 +37,16 @@ _OF_CATEGORY = {
 }  # fmt: skip
 
 
-def of_reports(sources: Sources, ranks: list[Row], epoch_ns: int) -> list[Row]:
+class EndHolders(TypedDict):
+    """The part of an entry that says who held what, the same as a tree, and what to try."""
+
+    bytes: int
+    kinds: list[MemoryEndKindsRow]
+    tree: list[MemoryNodeRow]
+    advice: list[MemoryAdviceRow]
+
+
+def of_reports(sources: Sources, ranks: list[MemoryRankRow], epoch_ns: int) -> list[MemoryEndRow]:
     """One entry for each report that a run left.
 
     Args:
@@ -37,7 +54,7 @@ def of_reports(sources: Sources, ranks: list[Row], epoch_ns: int) -> list[Row]:
         ranks: Entries of the document: they know what grows.
         epoch_ns: What times are relative to.
     """
-    out = []
+    out: list[MemoryEndRow] = []
     for report in sources.reports:
         document = report.document
         listed = document.get("stack")
@@ -75,7 +92,7 @@ def of_reports(sources: Sources, ranks: list[Row], epoch_ns: int) -> list[Row]:
     return out
 
 
-def of_blocks(explained: Explained, sources: Sources, epoch_ns: int) -> list[Row]:
+def of_blocks(explained: Explained, sources: Sources, epoch_ns: int) -> list[MemoryEndRow]:
     """One entry for each time that a trace or a snapshot says that memory ran out, where no report says it better."""
     if explained.trace.rank in {report.rank for report in sources.reports}:
         return []
@@ -85,7 +102,7 @@ def of_blocks(explained: Explained, sources: Sources, epoch_ns: int) -> list[Row
     snapshot = next(snapshot for snapshot in snapshots if snapshot.path == explained.trace.meta.path)
     ends = snapshot.entries.with_row_index("order").filter(pl.col("action") == "oom")
     times = explained.trace.allocations["time_ns"].to_numpy()
-    out = []
+    out: list[MemoryEndRow] = []
     for asked_bytes, time_us, number, free in ends.select("bytes", "time_us", "stack", "address").rows():
         stack = [frame_text(frame) for frame in reversed(snapshot.stacks[number])][-MOST_FRAMES:]
         python = [frame for frame in stack if ".py(" in frame]
@@ -108,28 +125,40 @@ def of_blocks(explained: Explained, sources: Sources, epoch_ns: int) -> list[Row
     return out
 
 
-def _holders(held: dict[str, int], tree: pl.DataFrame, suggestions: Iterable[why.Advice]) -> Row:
-    """Who held what, the same as a tree, and what to try."""
+def _holders(held: dict[str, int], tree: pl.DataFrame, suggestions: Iterable[why.Advice]) -> EndHolders:
     total = sum(held.values())
-    kinds = [{"name": name, "bytes": size, "fraction": size / max(total, 1)} for name, size in held.items()]
-    advice = [asdict(suggestion) for suggestion in suggestions]
-    return {"bytes": total, "kinds": kinds, "tree": tree.to_dicts(), "advice": advice}
+    nodes: list[Any] = tree.to_dicts()  # as the document has them
+    return {
+        "bytes": total,
+        "kinds": [{"name": name, "bytes": size, "fraction": size / max(total, 1)} for name, size in held.items()],
+        "tree": nodes,
+        "advice": [{"action": it.action, "text": it.text, "bytes": it.bytes, "why": it.why} for it in suggestions],
+    }
 
 
-def _devices(listed: Any) -> list[Row]:
+def _devices(listed: object) -> list[MemoryDeviceRow]:
     """What the allocators said, with what is in use outside them."""
-    out = []
+    out: list[MemoryDeviceRow] = []
     for entry in listed if isinstance(listed, list) else []:
         if not isinstance(entry, dict) or any((whole(entry.get(key)) or 0) < 0 for key in _DEVICE):
             continue
-        row: Row = {"device_type": str(entry.get("device_type", ""))[:40], "device": whole(entry.get("device"))}
-        row |= {key: whole(entry.get(key)) or 0 for key in _DEVICE}
-        row["outside_bytes"] = max(row["total_bytes"] - row["free_bytes"] - row["reserved_bytes"], 0)
-        out.append(row)
+        allocated, reserved, free, total, retries = (whole(entry.get(key)) or 0 for key in _DEVICE)
+        out.append(
+            {
+                "device_type": str(entry.get("device_type", ""))[:40],
+                "device": whole(entry.get("device")),
+                "allocated_bytes": allocated,
+                "reserved_bytes": reserved,
+                "free_bytes": free,
+                "total_bytes": total,
+                "retries": retries,
+                "outside_bytes": max(total - free - reserved, 0),
+            }
+        )
     return out
 
 
-def _of_marks(explained: Explained, epoch_ns: int) -> list[Row]:
+def _of_marks(explained: Explained, epoch_ns: int) -> list[MemoryEndRow]:
     """Marks of PyTorch in a trace: what was asked for and when; who held what follows from the blocks."""
     trace = explained.trace
     marks = trace.marks.filter(pl.col("name") == MARK)
@@ -140,7 +169,7 @@ def _of_marks(explained: Explained, epoch_ns: int) -> list[Row]:
     )
     positions = innermost(trace, forest(trace), threads)
     at = np.searchsorted(trace.allocations["time_ns"].to_numpy(), marks["time_ns"].to_numpy(), side="right") - 1
-    out = []
+    out: list[MemoryEndRow] = []
     for k, (time, asked_bytes) in enumerate(marks.select("time_ns", "bytes").rows()):
         position, where = int(positions[k]), None
         if position >= 0:  # scope and op
@@ -166,7 +195,7 @@ def _of_marks(explained: Explained, epoch_ns: int) -> list[Row]:
     return out
 
 
-def _of_blocks(explained: Explained, row: int, asked_bytes: int | None, stack: list[str]) -> Row:
+def _of_blocks(explained: Explained, row: int, asked_bytes: int | None, stack: list[str]) -> EndHolders:
     """Who held what just after a row of the allocations, in the memory that held most."""
     pools = range(len(explained.named.blocks.pools))
     allocations = answers(explained, dict.fromkeys(pools, row))

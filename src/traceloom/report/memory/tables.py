@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from traceloom.model import units
 from traceloom.report.memory.chains import joined
 from traceloom.report.names import allocator, rank_name
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import MemoryDocument
+    from traceloom.report.documents.memory import MemoryEndRow, MemoryMemoryRow, MemoryRankRow
 
 HELD = (Col("bytes", "Bytes", "bytes"), Col("fraction", "Share", "share"), Col("block_count", "Blocks", "count"))
 _SMALLEST = 1000  # a memory with less than this part of the largest is not worth a picture
 
 
-def worth_showing(memories: list[Row]) -> list[Row]:
+def worth_showing(memories: list[MemoryMemoryRow]) -> list[MemoryMemoryRow]:
     """The memories of a rank that are worth a screen, the one with the highest peak first."""
     ordered = sorted(memories, key=lambda memory: -memory["peak_bytes"])
     return [memory for memory in ordered if memory["peak_bytes"] * _SMALLEST >= ordered[0]["peak_bytes"]]
 
 
-def scopes(memory: Row, key: str) -> Table:
+def scopes(memory: MemoryMemoryRow, key: str) -> Table:
     """Who holds what, each row with the indented ones below it."""
     own = Col("self_bytes", "Its own", "bytes", "held by no row below it")
     columns = [*HELD, own, Col("name", "Scope and operator", "name")]
     return Table(key, "Memory by scope", columns, joined(memory["tree"]))
 
 
-def modules(memory: Row, key: str) -> Table:
+def modules(memory: MemoryMemoryRow, key: str) -> Table:
     """The part of the model."""
     return Table(key, "Memory by module", [*HELD, Col("name", "Module", "name")], memory["modules"])
 
 
-def categories(memory: Row, key: str) -> Table:
+def categories(memory: MemoryMemoryRow, key: str) -> Table:
     """What it is for, and how that is known."""
     hint = "census: the owner was asked; inferred: from the part of the step that made and freed it"
     columns = [Col("name", "Category"), *HELD, Col("evidence", "Evidence", "text", hint)]
@@ -39,7 +44,7 @@ def categories(memory: Row, key: str) -> Table:
     return Table(key, "Memory by category", columns, rows)
 
 
-def largest(memory: Row, key: str, why: Mapping[str, str] | None = None) -> Table:
+def largest(memory: MemoryMemoryRow, key: str, why: Mapping[str, str] | None = None) -> Table:
     """The largest blocks alive at the instant."""
     rows = [
         {
@@ -62,23 +67,22 @@ def largest(memory: Row, key: str, why: Mapping[str, str] | None = None) -> Tabl
     return Table(key, "Largest allocations", columns, rows, unknown=unknown)
 
 
-def growth(memory: Row, key: str, why: Mapping[str, str] | None = None) -> Table:
+def growth(memory: MemoryMemoryRow, key: str, why: Mapping[str, str] | None = None) -> Table:
     """What is made in a step and never freed, step after step."""
-    rows = memory["growth"]
     columns = [
         Col("bytes_per_step", "Per step", "bytes"),
         Col("step_count", "Steps", "count", "that left something"),
         Col("bytes", "So far", "bytes"),
         Col("block_count", "Blocks", "count", narrow=False),
-        *([Col("full_at_step", "Full at step", "count")] if rows and "full_at_step" in rows[0] else []),
+        Col("full_at_step", "Full at step", "count"),
         Col("site", "Allocated by", "name"),
-        *([Col("stack", "Stack", "name", narrow=False)] if rows and "stack" in rows[0] else []),
+        Col("stack", "Stack", "name", narrow=False),
     ]
     note = "made in a step and never freed: a leak, or a cache"
-    return Table(key, "Grows with every step", columns, rows, note=note, unknown=why)
+    return Table(key, "Grows with every step", columns, memory["growth"], note=note, unknown=why)
 
 
-def activations(memory: Row, key: str) -> Table:
+def activations(memory: MemoryMemoryRow, key: str) -> Table:
     """What checkpointing each module would free, and what computing it again costs."""
     rows = memory["activations"]
     device = any(row["device_ns"] for row in rows)
@@ -93,7 +97,7 @@ def activations(memory: Row, key: str) -> Table:
     return Table(key, "Activations by module", columns, rows, note=note)
 
 
-def lifetimes(entry: Row, key: str) -> Table:
+def lifetimes(entry: MemoryRankRow, key: str) -> Table:
     """How long the blocks of one rank live, of those made and freed in the recording."""
     columns = [
         Col("life", "Lifetime"),
@@ -107,7 +111,7 @@ def lifetimes(entry: Row, key: str) -> Table:
     return Table(key, "Lifetimes", columns, rows)
 
 
-def ranks(document: Row) -> Table:
+def ranks(document: MemoryDocument) -> Table:
     """The peak of every memory of every rank."""
     rows = [
         {**memory, "rank": rank_name(entry, k), "where": allocator(memory)}
@@ -126,13 +130,13 @@ def ranks(document: Row) -> Table:
     return Table("rank-table", "Peaks by rank", columns, rows, unknown={"peak_step": "the peak is outside all steps"})
 
 
-def alive(entry: Row, key: str) -> Table:
+def alive(entry: MemoryEndRow, key: str) -> Table:
     """What was alive when memory ran out."""
     columns = [Col("bytes", "Bytes", "bytes"), Col("fraction", "Share", "share"), Col("name", "Alive then", "name")]
     return Table(key, "Alive when memory ran out", columns, joined(entry["tree"]))
 
 
-def job(document: Row) -> Iterator[str]:
+def job(document: MemoryDocument) -> Iterator[str]:
     """A sentence for each kind of memory that several ranks have."""
     for row in document["job"]:
         if row["count"] > 1:
@@ -143,19 +147,19 @@ def job(document: Row) -> Iterator[str]:
             )
 
 
-def state_of_allocator(memory: Row) -> str:
+def state_of_allocator(memory: MemoryMemoryRow) -> str:
     """What the allocator holds at the end and cannot use; empty where that is not known."""
-    row = memory.get("allocator")
+    row = memory["allocator"]
     if not row:
         return ""
-    size = {key: units.size(row[key]) for key in row if key.endswith("_bytes")}
-    facts = [f"at the end {size['allocated_bytes']} allocated of {size['reserved_bytes']} reserved"]
+    size = units.size
+    facts = [f"at the end {size(row['allocated_bytes'])} allocated of {size(row['reserved_bytes'])} reserved"]
     if row["largest_free_bytes"] is not None:
-        facts.append(f"largest free block {size['largest_free_bytes']} of {size['free_bytes']} free")
+        facts.append(f"largest free block {size(row['largest_free_bytes'])} of {size(row['free_bytes'])} free")
     if row["split_bytes"]:
-        facts.append(f"{size['split_bytes']} free in split segments")
+        facts.append(f"{size(row['split_bytes'])} free in split segments")
     if row["retries"]:
         facts.append(f"{units.counted(row['retries'], 'retry')}")
     if row["outside_bytes"] is not None:
-        facts.append(f"{size['outside_bytes']} in use outside this allocator")
+        facts.append(f"{size(row['outside_bytes'])} in use outside this allocator")
     return "Allocator: " + " · ".join(facts)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -15,12 +16,15 @@ from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.options import MemoryOptions
 from traceloom.report.names import rank_label, short
 from traceloom.report.options import ReportOptions
-from traceloom.report.table import Row
 from traceloom.report.views.terminal.bars import plain, sparkline
 from traceloom.report.views.terminal.columns import TextColumn, fitted, heading, lines, paragraph
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import table_lines
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import MemoryDocument
+    from traceloom.report.documents.memory import MemoryMemoryRow, MemoryNodeRow, MemoryPartRow, MemoryRankRow
 
 _BAR = 12
 _COLOR = "#3b82d6"
@@ -29,48 +33,48 @@ _MOST = 3  # ends that are shown; more ranks mostly say the same
 _SMALL = 0.01  # of the instant; smaller branches are not opened
 
 
-def render(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
+def render(document: MemoryDocument, options: MemoryOptions, width: int) -> Iterator[Text]:
     """The lines, none wider than `width`."""
     yield from fitted(_lines(document, options, width), width)
 
 
-def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
+def _lines(document: MemoryDocument, options: MemoryOptions, width: int) -> Iterator[Text]:
     yield Text(short(document["name"], width), "bold")
     yield Text("")
     yield from paragraph(document["sentence"], width, "bold")
     # Where memory ran out, what was alive then and what to try first, the most useful first
-    entries = document["out_of_memory"]
-    for entry in entries[:_MOST]:
-        name = "Out of memory" if entry["rank"] is None else f"Out of memory, {rank_label(entry['rank'])}"
+    ends = document["out_of_memory"]
+    for end in ends[:_MOST]:
+        name = "Out of memory" if end["rank"] is None else f"Out of memory, {rank_label(end['rank'])}"
         facts = []
-        if entry["asked_bytes"] is not None:
-            facts.append(f"{units.size(entry['asked_bytes'])} were asked for")
-        facts.append(f"{units.size(entry['bytes'])} were alive")
-        if entry["step"] is not None:
-            facts.append(f"step {entry['step']}")
+        if end["asked_bytes"] is not None:
+            facts.append(f"{units.size(end['asked_bytes'])} were asked for")
+        facts.append(f"{units.size(end['bytes'])} were alive")
+        if end["step"] is not None:
+            facts.append(f"step {end['step']}")
         yield from heading(name, " · ".join(facts), width)
-        if entry["where"]:
-            yield from paragraph(f"at {entry['where']}", width)
-        for device in entry["devices"]:
+        if end["where"]:
+            yield from paragraph(f"at {end['where']}", width)
+        for device in end["devices"]:
             index = "" if device["device"] is None or device["device"] < 0 else f":{device['device']}"
             retries = (
                 f", {units.counted(device['retries'], 'retry')} of the allocator before" if device["retries"] else ""
             )
-            size = {key: units.size(device[key]) for key in device if key.endswith("_bytes")}
             sentence = (
-                f"{device['device_type']}{index}: {size['allocated_bytes']} allocated of {size['reserved_bytes']} "
-                f"reserved, {size['free_bytes']} of {size['total_bytes']} free, {size['outside_bytes']} outside this "
+                f"{device['device_type']}{index}: {units.size(device['allocated_bytes'])} allocated of "
+                f"{units.size(device['reserved_bytes'])} reserved, {units.size(device['free_bytes'])} of "
+                f"{units.size(device['total_bytes'])} free, {units.size(device['outside_bytes'])} outside this "
                 f"allocator{retries}"
             )
             yield from paragraph(sentence, width)
         # What was alive when memory ran out: the heaviest branches, down to modules.
-        table = tables.alive(entry, "alive")
+        table = tables.alive(end, "alive")
         rows = [row for row in table.rows if 0 < row["depth"] <= (options.depth or _DEEPEST)]
         yield from table_lines(replace(table, rows=rows, weight="bytes"), ReportOptions(top=options.top), width)
-        if entry["advice"]:
+        if end["advice"]:
             yield Text("")
             yield Text(" What to try first", "bold")
-        for number, row in enumerate(entry["advice"], start=1):
+        for number, row in enumerate(end["advice"], start=1):
             frees = "" if row["bytes"] is None else f" – frees up to {units.size(row['bytes'])}"
             first, *rest = textwrap.wrap(
                 harmless(f"{number}. {row['text']}{frees} ({row['why']})"), width - 5, break_on_hyphens=False
@@ -78,10 +82,10 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
             yield Text("  " + first)
             for line in rest:
                 yield Text("     " + line)
-    if len(entries) > _MOST:
-        yield from paragraph(f"... and {len(entries) - _MOST} more times; --rank shows each, --json all", width)
+    if len(ends) > _MOST:
+        yield from paragraph(f"... and {len(ends) - _MOST} more times; --rank shows each, --json all", width)
     if not document["ranks"] and not document["out_of_memory"]:
-        reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
+        reasons = {row["path"]: row["reason"] for row in document["absent"]}
         yield from paragraph(f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width)
     for sentence in tables.job(document):
         yield from paragraph(sentence, width)
@@ -96,7 +100,9 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
     yield from notice_lines(messages, width)
 
 
-def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
+def _memory(
+    entry: MemoryRankRow, memory: MemoryMemoryRow, document: MemoryDocument, options: MemoryOptions, width: int
+) -> Iterator[Text]:
     kind = memory["device_type"] + (f":{memory['device']}" if memory["device"] >= 0 else "")
     whose = f"{rank_label(entry['rank'])}, {kind}" if len(document["ranks"]) > 1 else kind
     instant = memory["instant"]
@@ -122,6 +128,7 @@ def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, widt
     yield from paragraph(" · ".join(categories), width)
     yield from paragraph(tables.state_of_allocator(memory), width)
     by_scope = document["by"] == "scope"
+    drawn: Sequence[tuple[int, str, MemoryNodeRow | MemoryPartRow]]
     if by_scope:
         title, drawn = "scope and operator", _opened(memory["tree"], options)
     else:
@@ -151,7 +158,7 @@ def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, widt
     yield from table_lines(tables.largest(memory, "largest"), fewer, width)
 
 
-def _opened(rows: list[Row], options: MemoryOptions) -> list[tuple[int, str, Row]]:
+def _opened(rows: list[MemoryNodeRow], options: MemoryOptions) -> list[tuple[int, str, MemoryNodeRow]]:
     """The tree opened where it is heavy: the largest branches first, chains of one as one line.
 
     Returns:
@@ -164,11 +171,11 @@ def _opened(rows: list[Row], options: MemoryOptions) -> list[tuple[int, str, Row
         if row["parent"] in chosen and deep and row["bytes"] >= _SMALL * whole and len(chosen) <= 2 * options.top:
             chosen.add(row["node"])
     shown = [row for row in rows[1:] if row["node"] in chosen]
-    children: dict[int, list[Row]] = {}
+    children: dict[int | None, list[MemoryNodeRow]] = {}
     for row in shown:
         children.setdefault(row["parent"], []).append(row)
-    drawn: list[tuple[int, str, Row]] = []
-    labels: dict[int, tuple[int, str]] = {0: (0, "")}
+    drawn: list[tuple[int, str, MemoryNodeRow]] = []
+    labels: dict[int | None, tuple[int, str]] = {0: (0, "")}
     for row in shown:
         depth, above = labels[row["parent"]]
         label = f"{above}.{row['name']}" if above else row["name"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
 
@@ -17,16 +17,21 @@ from traceloom.model.frames import schema
 from traceloom.report.absent import Absent
 from traceloom.report.memory.chains import joined
 from traceloom.report.memory.curve import steps
-from traceloom.report.memory.document import REASONS, holders
+from traceloom.report.memory.document import REASONS, HeldMemory, holders
 from traceloom.report.memory.picture import figure
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Columns, Section, Study, table
-from traceloom.report.sections.shapes import Part, of_type, or_null, record
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.sections.shapes import Part, Shape, of_type, or_null, record
+from traceloom.report.table import Cells, Col, Table
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sections import MemoryOwnersValue
+    from traceloom.report.documents.memory import MemoryCurveRow, MemoryRankStepsRow
+    from traceloom.report.documents.sections import (
+        MemoryOwnersMemoriesRow,
+        MemoryOwnersMemoriesTreeRow,
+        MemoryOwnersValue,
+    )
 
 MOST_CURVES = 4  # memories with a curve in the document: those with the highest peaks
 _NAME = 60
@@ -41,7 +46,7 @@ _PATH = "memory_owners.memories[*]"
 _INTEGERS = {"type": "array", "items": {"type": "integer"}}
 
 
-def _levels(what: str) -> Row:
+def _levels(what: str) -> Shape:
     items = record({"name": {"type": "string"}, "bytes": _INTEGERS})
     return {"description": what, "type": "array", "items": items}
 
@@ -74,7 +79,14 @@ _MEMORY = record(
 )
 
 
-class MemoryOwnersSection(Section[Row | None, "MemoryOwnersValue"]):
+class MemoriesOfRank(NamedTuple):
+    """The memories of one rank and its steps, in absolute times."""
+
+    memories: list[HeldMemory]
+    steps: list[MemoryRankStepsRow]
+
+
+class MemoryOwnersSection(Section[MemoriesOfRank | None, "MemoryOwnersValue"]):
     """Who holds the memory."""
 
     key, title = "memory_owners", "Memory by owner"
@@ -90,46 +102,50 @@ class MemoryOwnersSection(Section[Row | None, "MemoryOwnersValue"]):
         "memories[*].curve.stacks": "Python stacks were not recorded",
     }
 
-    def measure(self, trace: Trace, options: ReportOptions) -> Row | None:
-        """The memories of one rank and its steps, in absolute times; None without allocations."""
+    def measure(self, trace: Trace, options: ReportOptions) -> MemoriesOfRank | None:
+        """The memories and the steps of one rank; None without allocations."""
         if not trace.allocations.height:
             return None
         explained, absent = explain(trace), Absent(0, REASONS)
-        return {"memories": holders(explained, absent), "steps": steps(explained, absent)}
+        return MemoriesOfRank(holders(explained, absent), steps(explained, absent))
 
-    def build(self, study: Study[Row | None], absent: Absent) -> MemoryOwnersValue | None:
+    def build(self, study: Study[MemoriesOfRank | None], absent: Absent) -> MemoryOwnersValue | None:
         rank_memories = [
-            (trace.rank, entry, memory)
-            for trace, entry in zip(study.part.traces, study.results, strict=True)
-            if entry is not None
-            for memory in entry["memories"]
+            (trace.rank, of_rank.steps, memory)
+            for trace, of_rank in zip(study.part.traces, study.results, strict=True)
+            if of_rank is not None
+            for memory in of_rank.memories
         ]
         if not rank_memories:
             absent.say("memory_owners")
             return None
-        highest = sorted(range(len(rank_memories)), key=lambda k: -rank_memories[k][2]["peak_bytes"])
+        highest = sorted(range(len(rank_memories)), key=lambda k: -rank_memories[k][2].totals["peak_bytes"])
         drawn = set(highest[:MOST_CURVES])
         epoch = absent.epoch_ns
-        memories = []
-        for number, (rank, entry, memory) in enumerate(rank_memories):
-            absent.value(memory["peak_step"], f"{_PATH}.peak_step")
-            absent.say(f"{_PATH}.tree[*].parent")
-            curve = None
+        memories: list[MemoryOwnersMemoriesRow] = []
+        for number, (rank, rank_steps, memory) in enumerate(rank_memories):
+            curve: MemoryCurveRow | None = None
             if number in drawn:
-                absent.value(memory["curve"]["stacks"], f"{_PATH}.curve.stacks")
-                curve = {**memory["curve"], "time_ns": [time - epoch for time in memory["curve"]["time_ns"]]}
+                absent.value(memory.curve["stacks"], f"{_PATH}.curve.stacks")
+                curve = {**memory.curve, "time_ns": [time - epoch for time in memory.curve["time_ns"]]}
+            totals = memory.totals
             memories.append(
                 {
                     "rank": absent.value(rank, f"{_PATH}.rank"),
-                    **{name: memory[name] for name in _HEAD},
-                    "peak_time_ns": memory["peak_time_ns"] - epoch,
-                    "tree": _pruned(memory["tree"]),
-                    "modules": memory["modules"],
-                    "categories": memory["categories"],
-                    "growth": [{name: row[name] for name in _GROWS} for row in memory["growth"]],
+                    "device_type": totals["device_type"],
+                    "device": totals["device"],
+                    "peak_bytes": totals["peak_bytes"],
+                    "peak_time_ns": totals["peak_time_ns"] - epoch,
+                    "peak_step": absent.value(totals["peak_step"], f"{_PATH}.peak_step"),
+                    "end_bytes": totals["end_bytes"],
+                    "unseen_bytes": totals["unseen_bytes"],
+                    "tree": _pruned(absent.rows(memory.tree, f"{_PATH}.tree")),
+                    "modules": absent.rows(memory.modules, f"{_PATH}.modules"),
+                    "categories": absent.rows(memory.categories, f"{_PATH}.categories"),
+                    "growth": absent.rows(memory.growth.select(*_GROWS), f"{_PATH}.growth"),
                     "steps": [
-                        {**{k: row[k] - epoch for k in ("start_ns", "end_ns")}, "step": row["step"]}
-                        for row in entry["steps"]
+                        {"start_ns": row["start_ns"] - epoch, "end_ns": row["end_ns"] - epoch, "step": row["step"]}
+                        for row in rank_steps
                     ],
                     "curve": absent.value(curve, f"{_PATH}.curve"),
                 }
@@ -141,30 +157,36 @@ class MemoryOwnersSection(Section[Row | None, "MemoryOwnersValue"]):
         several = len(memories) > 1
         of = [Col("rank", "Rank", "count"), Col("where", "Memory")] if several else []
         held = ["bytes", "fraction", "block_count"]
-        rows: dict[str, list[Row]] = {"tree": [], "modules": [], "categories": [], "growth": []}
-        for memory in memories:
-            named = {"rank": memory["rank"], "where": _label(memory)} if several else {}
-            for part, collected in rows.items():
-                own = joined(memory["tree"]) if part == "tree" else memory[part]
-                collected += [{**named, **row} for row in own]
         at = "memory_owners.memories"
+
+        def rows(part: Callable[[MemoryOwnersMemoriesRow], Sequence[Cells]]) -> list[dict[str, object]]:
+            return [
+                {"rank": memory["rank"], "where": _label(memory), **row} if several else {**row}
+                for memory in memories
+                for row in part(memory)
+            ]
+
         note = "Parameters, with their gradients and optimizer states, and what its calls allocated; at the peak."
-        yield table(f"{at}.modules", "By module", [*of, *held, "name"], rows["modules"], note, key="memory-modules")
+        modules = rows(lambda memory: memory["modules"])
+        yield table(f"{at}.modules", "By module", [*of, *held, "name"], modules, note, key="memory-modules")
         note = "Scopes, then operators, at the peak; each row holds the indented ones below it."
         columns: Columns = [*of, *held, "+self_bytes", "name"]
-        yield table(f"{at}.tree", "By scope", columns, rows["tree"], note, key="memory-scopes")
-        kinds = [{**row, "kind": row["category"].replace("_", " ")} for row in rows["categories"]]
+        scopes = rows(lambda memory: joined(memory["tree"]))
+        yield table(f"{at}.tree", "By scope", columns, scopes, note, key="memory-scopes")
+        kinds = rows(
+            lambda memory: [{**row, "kind": row["category"].replace("_", " ")} for row in memory["categories"]]
+        )
         columns = [*of, Col("kind", "Category"), *held, "evidence"]
         yield table(f"{at}.categories", "By category", columns, kinds, key="memory-categories")
-        if rows["growth"]:
+        if growth := rows(lambda memory: memory["growth"]):
             note = "Made in a step and never freed, step after step."
             columns = [*of, "bytes_per_step", "step_count", "bytes", "site"]
-            yield table(f"{at}.growth", "Grows", columns, rows["growth"], note, key="memory-growth")
+            yield table(f"{at}.growth", "Grows", columns, growth, note, key="memory-growth")
 
     def summary(self, value: MemoryOwnersValue) -> str | None:
-        top = max(value["memories"], key=lambda memory: int(memory["peak_bytes"]))
+        top = max(value["memories"], key=lambda memory: memory["peak_bytes"])
         # the innermost scope that holds nearly all of what the largest branch holds
-        who: Row | None = None
+        who: MemoryOwnersMemoriesTreeRow | None = None
         for row in top["tree"][1:]:  # parents stand before children, the largest child first
             if who is None or (row["parent"] == who["node"] and row["bytes"] >= _MOST_OF * who["bytes"]):
                 who = row
@@ -178,14 +200,13 @@ class MemoryOwnersSection(Section[Row | None, "MemoryOwnersValue"]):
         )
 
     def picture(self, value: MemoryOwnersValue) -> str:
-        drawn = [memory for memory in _worth(value["memories"]) if memory["curve"]]
-        drawn.sort(key=lambda memory: -memory["peak_bytes"])
+        drawn = [(memory, curve) for memory in _worth(value["memories"]) if (curve := memory["curve"])]
+        drawn.sort(key=lambda pair: -pair[0]["peak_bytes"])
         out = []
-        for k, memory in enumerate(drawn):
+        for k, (memory, curve) in enumerate(drawn):
             of = "" if memory["rank"] is None else f"rank {memory['rank']}, "
             label = f"{of}{_label(memory)}: {units.size(memory['peak_bytes'])} at its peak"
-            instant = {**memory, "instant": {"time_ns": memory["peak_time_ns"]}}
-            picture = figure(instant, memory["steps"], label=label)
+            picture = figure(curve, memory["steps"], label=label)
             if len(drawn) == 1:
                 out.append(picture)
             else:
@@ -194,26 +215,27 @@ class MemoryOwnersSection(Section[Row | None, "MemoryOwnersValue"]):
         return "".join(out)
 
 
-def _pruned(tree: list[Row]) -> list[Row]:
+def _pruned(tree: list[MemoryOwnersMemoriesTreeRow]) -> list[MemoryOwnersMemoriesTreeRow]:
     """The tree without its smallest branches, whose bytes then belong to the scope around them: it still adds up."""
     least = _LEAST * tree[0]["bytes"]
     number: dict[int | None, int | None] = {None: None}
-    kept: list[Row] = []
+    kept: list[MemoryOwnersMemoriesTreeRow] = []
     for row in tree:
         if row["parent"] in number and (row["parent"] is None or row["bytes"] >= least):
             number[row["node"]] = len(kept)
             kept.append({**row, "node": len(kept), "parent": number[row["parent"]], "self_bytes": row["bytes"]})
-    for row in kept[1:]:
-        kept[row["parent"]]["self_bytes"] -= row["bytes"]
+    for row in kept:
+        if row["parent"] is not None:
+            kept[row["parent"]]["self_bytes"] -= row["bytes"]
     return kept
 
 
-def _label(memory: Row) -> str:
+def _label(memory: MemoryOwnersMemoriesRow) -> str:
     kind = str(memory["device_type"])
     return kind if memory["device"] < 0 else f"{kind}:{memory['device']}"
 
 
-def _worth(memories: list[Row]) -> list[Row]:
+def _worth(memories: list[MemoryOwnersMemoriesRow]) -> list[MemoryOwnersMemoriesRow]:
     """Without those of less than a thousandth of the largest."""
     most = max(memory["peak_bytes"] for memory in memories)
     return [memory for memory in memories if memory["peak_bytes"] * 1000 >= most]
