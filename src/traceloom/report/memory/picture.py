@@ -53,13 +53,16 @@ def figure(curve: MemoryCurveRow, steps: list[MemoryRankStepsRow], *, label: str
     def number(name: str) -> int:
         return names.setdefault(harmless(name[:_LONGEST]), len(names))
 
-    scopes = [(level["name"].split("."), level["bytes"]) for level in curve["scopes"]]
-    stacks = [(level["name"].split(_FRAME)[::-1], level["bytes"]) for level in curve["stacks"] or ()]
     trees = {
-        key: [([number(part) for part in path], changes(levels)) for path, levels in series]
-        for key, series in (("scopes", scopes), ("stacks", stacks))
-        if series or key == "scopes"
+        "scopes": [
+            [[number(part) for part in level["name"].split(".")], changes(level["bytes"])] for level in curve["scopes"]
+        ]
     }
+    if curve["stacks"]:
+        trees["stacks"] = [
+            [[number(frame) for frame in reversed(level["name"].split(_FRAME))], changes(level["bytes"])]
+            for level in curve["stacks"]
+        ]
     data = {
         "times": curve["time_ns"],
         "peak": peak,

@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import polars as pl
 
 from traceloom import __version__
 from traceloom.model import units
 from traceloom.replay.comparison import ReplayComparison
-from traceloom.report.table import Row
 from traceloom.report.views.jsonfile import encode
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReplayDocument
+    from traceloom.report.documents.replay import ReplayWholeRow
 
 FORMAT = "traceloom-replay"
 VERSION = 1
 
 
-def build(comparison: ReplayComparison) -> Row:
+def build(comparison: ReplayComparison) -> ReplayDocument:
     """The document: the answer, what it cannot tell, and its tables but that of single ops."""
-    head = {"format": FORMAT, "version": VERSION, "traceloom": __version__, "sentence": sentence(comparison)}
-    tables = {key: value for key, value in comparison.to_dict().items() if key != "each"}
-    notices = [notice.to_dict() for notice in comparison.notices]
-    return {**head, "limits": [*limits(comparison)], **tables, "notices": notices}
+    plain = comparison.to_dict()  # frames as lists of rows
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "sentence": sentence(comparison),
+        "limits": [*limits(comparison)],
+        "source": comparison.source,
+        "recorded_torch": comparison.recorded_torch,
+        "torch": comparison.torch,
+        "device": comparison.device,
+        "pace": comparison.pace,
+        "whole": plain["whole"],
+        "coverage": plain["coverage"],
+        "not_run": plain["not_run"],
+        "holes": plain["holes"],
+        "ops": plain["ops"],
+        "collectives": plain["collectives"],
+        "contents": plain["contents"],
+        "long_count": comparison.long_count,
+        "long_ratios": plain["long_ratios"],
+        "environment": plain["environment"],
+        "notices": [notice.to_dict() for notice in comparison.notices],
+        "machine": comparison.machine,
+        "simulated": plain["simulated"],
+        "not_simulated": comparison.not_simulated,
+    }
 
 
 def write_json(comparison: ReplayComparison, handle: BinaryIO) -> None:
@@ -30,13 +56,14 @@ def write_json(comparison: ReplayComparison, handle: BinaryIO) -> None:
     handle.write(encode(build(comparison)))
 
 
-def slowest(comparison: ReplayComparison) -> Row:
+def slowest(comparison: ReplayComparison) -> ReplayWholeRow:
     """The row of `whole` of the rank whose passes took longest."""
-    return comparison.whole.sort("replayed_ns", "rank", descending=[True, False]).row(0, named=True)
+    row = comparison.whole.sort("replayed_ns", "rank", descending=[True, False]).row(0, named=True)
+    return cast("ReplayWholeRow", row)
 
 
-def on_gpu(whole: Iterable[Row]) -> bool:
-    """Whether both sides know the GPU work of some op, given the rows of `whole`."""
+def on_gpu(whole: Iterable[ReplayWholeRow]) -> bool:
+    """Whether both sides know the GPU work of some op, by the rows of `whole`."""
     return any(row["gpu_ratio"] is not None for row in whole)
 
 
@@ -100,7 +127,7 @@ def limits(comparison: ReplayComparison) -> Iterator[str]:
             "leaves it out; --pace recorded keeps it."
         )
     of_one_side = comparison.each.filter(pl.col("recorded_gpu_ns").is_null() != pl.col("replayed_gpu_ns").is_null())
-    if on_gpu(comparison.whole.iter_rows(named=True)) and of_one_side.height:
+    if comparison.whole["gpu_ratio"].is_not_null().any() and of_one_side.height:
         recorded, here = (units.duration(int(of_one_side[f"{side}_gpu_ns"].sum())) for side in ("recorded", "replayed"))
         yield (
             f"GPU work of {units.counted(of_one_side.height, 'op')} is known of one side alone ({recorded} as "

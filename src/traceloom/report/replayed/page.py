@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -18,9 +19,11 @@ from traceloom.report.notices import with_ranks
 from traceloom.report.replayed import covered, on_gpu, slowest
 from traceloom.report.replayed.scatter import scatter
 from traceloom.report.replayed.tables import tables
-from traceloom.report.table import Row
 from traceloom.report.views.html.frame import asset, framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.text import prose, text
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReplayDocument
 
 _ABOUT_TIMELINE = (
     "Every thread as recorded (before) and, below it, as replayed (after), on one axis: op after op, each as long as "
@@ -31,7 +34,7 @@ _GPU_SCATTER = f"GPU work that a call launched. {_ABOUT_SCATTER}"
 _HOST_TIMELINE = f"{_ABOUT_TIMELINE} These are times of the host; GPU work is not drawn."
 
 
-def render(document: Row, comparison: ReplayComparison) -> str:
+def render(document: ReplayDocument, comparison: ReplayComparison) -> str:
     """The document as one HTML page that needs nothing but itself.
 
     Args:
@@ -115,15 +118,15 @@ def _numbers(comparison: ReplayComparison) -> Iterator[tuple[str, str, str]]:
         yield "Ratio of ops", f"{median:.2f}", more
 
 
-def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
+def _sections(document: ReplayDocument, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
     notes = dict.fromkeys([*document["limits"], *(sentence for _, sentence in with_ranks(document["notices"]))])
     listed = "".join(f"<li>{prose(note)}</li>" for note in notes) or "<li>Nothing is known of.</li>"
     yield "limits", "What it cannot show", "What these times do not tell.", f"<ul>{listed}</ul>"
-    side = "_gpu" if on_gpu(document["whole"]) else ""
-    if picture := scatter(document["ops"], f"recorded{side}_ns", f"replayed{side}_ns"):
-        yield "scatter", "Recorded and replayed", _GPU_SCATTER if side else _ABOUT_SCATTER, picture
+    of_gpu = on_gpu(document["whole"])
+    if picture := scatter(document["ops"], of_gpu=of_gpu):
+        yield "scatter", "Recorded and replayed", _GPU_SCATTER if of_gpu else _ABOUT_SCATTER, picture
     if view is not None:
         note = f'<p class="quiet">{prose(view.said)}</p>' if view.said else ""
-        yield "timeline", "Timelines", _HOST_TIMELINE if side else _ABOUT_TIMELINE, note + asset("timeline.html")
+        yield "timeline", "Timelines", _HOST_TIMELINE if of_gpu else _ABOUT_TIMELINE, note + asset("timeline.html")
     for each in tables(document):
         yield standing(each)

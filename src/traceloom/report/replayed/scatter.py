@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING, NamedTuple
 
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
-from traceloom.report.table import Row
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.replay import ReplayOpsRow
 
 _WIDTH, _HEIGHT = 1000, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92, 24, 20, 46
@@ -18,20 +21,30 @@ _LARGEST = 18.0  # radius of the op with the most time
 _NEAR = 1.1  # ratios up to this, either way, are alike
 
 
-def scatter(ops: Sequence[Row], recorded_key: str = "recorded_ns", replayed_key: str = "replayed_ns") -> str:
+class ReplayPoint(NamedTuple):
+    """An op with its shapes, and the times of all its calls."""
+
+    op: ReplayOpsRow
+    recorded_ns: int
+    replayed_ns: int
+
+
+def scatter(ops: Sequence[ReplayOpsRow], *, of_gpu: bool = False) -> str:
     """An SVG with a point for each op and its shapes; empty where none took any time.
 
     Args:
-        ops: Rows of `ReplayComparison.ops`.
-        recorded_key: Their recorded time.
-        replayed_key: Their replayed time.
+        ops: Those of all ranks.
+        of_gpu: Whether times are those of the GPU work that they launched.
     """
-    keys = recorded_key, replayed_key
-    timed = [row for row in ops if all((row[key] or 0) > 0 for key in keys)]
-    shown = sorted(timed, key=lambda row: -row[recorded_key] - row[replayed_key])[:_MOST]
+    if of_gpu:
+        points = [ReplayPoint(op, op["recorded_gpu_ns"] or 0, op["replayed_gpu_ns"] or 0) for op in ops]
+    else:
+        points = [ReplayPoint(op, op["recorded_ns"], op["replayed_ns"]) for op in ops]
+    timed = [point for point in points if point.recorded_ns > 0 and point.replayed_ns > 0]
+    shown = sorted(timed, key=lambda point: -point.recorded_ns - point.replayed_ns)[:_MOST]
     if not shown:
         return ""
-    every = [row[key] / row["calls"] for row in shown for key in keys]
+    every = [ns / point.op["calls"] for point in shown for ns in (point.recorded_ns, point.replayed_ns)]
     low, high = math.floor(math.log10(min(every))), math.ceil(math.log10(max(every)))
     high = max(high, low + 1)
 
@@ -53,15 +66,16 @@ def scatter(ops: Sequence[Row], recorded_key: str = "recorded_ns", replayed_key:
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">recorded, one call</text>')
     parts.append(f'<text x="{_LEFT + 6}" y="{_TOP + 12}">replayed, one call</text>')
-    most = max(row[recorded_key] for row in shown)
-    for row in shown:
-        recorded, replayed = (row[key] / row["calls"] for key in keys)
+    most = max(point.recorded_ns for point in shown)
+    for point in shown:
+        op, calls = point.op, point.op["calls"]
+        recorded, replayed = point.recorded_ns / calls, point.replayed_ns / calls
         ratio = replayed / recorded
         look = "slower" if ratio > _NEAR else "faster" if ratio < 1 / _NEAR else "alike"
         times = f"{units.duration(round(recorded))} recorded, {units.duration(round(replayed))} replayed"
-        named = f"{short(harmless(row['name']), 80)} {short(harmless(row['shapes']), 120)}"
-        label = f"{named}: {times}, {ratio:.2f} times; {units.counted(row['calls'], 'call')}"
-        radius = max(2.5, _LARGEST * math.sqrt(row[recorded_key] / most))
+        named = f"{short(harmless(op['name']), 80)} {short(harmless(op['shapes']), 120)}"
+        label = f"{named}: {times}, {ratio:.2f} times; {units.counted(calls, 'call')}"
+        radius = max(2.5, _LARGEST * math.sqrt(point.recorded_ns / most))
         parts.append(
             f'<circle class="{look}" cx="{x(recorded):.1f}" cy="{y(replayed):.1f}" r="{radius:.1f}">'
             f"<title>{escape(label)}</title></circle>"

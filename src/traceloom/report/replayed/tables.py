@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from traceloom.report.replayed import on_gpu
 from traceloom.report.sections.section import Columns, table
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Cells, Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReplayDocument
 
 _WHOLE_MORE: Columns = ["+recorded_ops_ns", "+replayed_ops_ns", "+ops_ratio", "+peak_bytes"]
 _WHOLE: Columns = [
@@ -77,14 +81,22 @@ _ON_GPU: dict[str, tuple[str, Columns]] = {
 _TABLES_ON_GPU = tuple((key, title, *_ON_GPU.get(key, (note, columns))) for key, title, note, columns in _TABLES)
 
 
-def tables(document: Row) -> Iterator[Table]:
+def tables(document: ReplayDocument) -> Iterator[Table]:
     """The tables that have rows."""
+    answers = {True: "yes", False: "no"}
+    rows_of: dict[str, Sequence[Cells]] = {
+        "whole": document["whole"],
+        "simulated": document["simulated"],
+        "coverage": document["coverage"],
+        "not_run": document["not_run"],
+        "holes": document["holes"],
+        "ops": [{**row, "op": f"{row['name']} {row['shapes']}"} for row in document["ops"]],
+        "collectives": [
+            {**row, "on_gpu": answers[row["on_gpu"]], "asynchronous": answers[row["asynchronous"]]}
+            for row in document["collectives"]
+        ],
+        "contents": document["contents"],
+    }
     for key, title, note, columns in _TABLES_ON_GPU if on_gpu(document["whole"]) else _TABLES:
-        rows = document[key]
-        if key == "ops":
-            rows = [row | {"op": f"{row['name']} {row['shapes']}"} for row in rows]
-        if key == "collectives":
-            answers = {True: "yes", False: "no"}
-            rows = [row | {name: answers[row[name]] for name in ("on_gpu", "asynchronous")} for row in rows]
-        if rows:
+        if rows := rows_of[key]:
             yield replace(table(f"replay_json.{key}", title, columns, rows, note, key=f"replay-{key}"), path="")

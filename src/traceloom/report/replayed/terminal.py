@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -10,15 +11,17 @@ from traceloom.report.names import short
 from traceloom.report.notices import with_ranks
 from traceloom.report.options import ReportOptions
 from traceloom.report.replayed.tables import tables
-from traceloom.report.table import Row
 from traceloom.report.views.terminal.columns import heading, paragraph
 from traceloom.report.views.terminal.sections import table_lines
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReplayDocument
 
 _ROWS = 8
 _LEFT_TO_FILES = "replay-contents"  # the page and the JSON have it; a limit says what matters of it
 
 
-def render(document: Row, width: int) -> Iterator[Text]:
+def render(document: ReplayDocument, width: int) -> Iterator[Text]:
     """The lines, none wider than `width`."""
     yield Text(short(document["source"], width), "bold")
     yield Text("")
