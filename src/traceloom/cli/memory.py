@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from functools import partial
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Read, explain and show; returns the exit code."""
     from traceloom.report.memory import MemoryOptions, document_of, find
 
-    def write_csv(_document: dict[str, Any], handle: BinaryIO) -> None:
+    def write_csv(_document: object, handle: BinaryIO) -> None:
         from traceloom.report.memory import csvfile
 
         csvfile.write(sources, options, handle, whole=args.all)

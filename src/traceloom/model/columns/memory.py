@@ -85,6 +85,7 @@ MEMORY: dict[str, Column] = {
     "text": Column("text", "What to try", "what to try, in words"),
     "memory_json.out_of_memory.advice.bytes": Column("bytes", "Frees", "bytes that would be free at most"),
     "why": Column("text", "Why", "figures that speak for it"),
+    "memory_json.out_of_memory.devices.free_bytes": Column("bytes", "Free", "bytes of the device that nobody uses"),
     "memory_json.out_of_memory.time_ns": Column("time", "At", "when memory ran out, after `epoch_ns`"),
     "memory_json.out_of_memory.evidence": Column("text", "Evidence", "census, trace or snapshot"),
     "asked_bytes": Column("bytes", "Asked for", "bytes that were asked for"),

@@ -132,7 +132,10 @@ def _holders(held: dict[str, int], tree: pl.DataFrame, suggestions: Iterable[why
         "bytes": total,
         "kinds": [{"name": name, "bytes": size, "fraction": size / max(total, 1)} for name, size in held.items()],
         "tree": nodes,
-        "advice": [{"action": it.action, "text": it.text, "bytes": it.bytes, "why": it.why} for it in suggestions],
+        "advice": [
+            {"action": advice.action, "text": advice.text, "bytes": advice.bytes, "why": advice.why}
+            for advice in suggestions
+        ],
     }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from traceloom.report.replayed import on_gpu
 from traceloom.report.sections.section import Columns, table
-from traceloom.report.table import Cells, Col, Table
+from traceloom.report.table import Cells, Col, Table, yes_or_no
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReplayDocument
@@ -83,7 +83,6 @@ _TABLES_ON_GPU = tuple((key, title, *_ON_GPU.get(key, (note, columns))) for key,
 
 def tables(document: ReplayDocument) -> Iterator[Table]:
     """The tables that have rows."""
-    answers = {True: "yes", False: "no"}
     rows_of: dict[str, Sequence[Cells]] = {
         "whole": document["whole"],
         "simulated": document["simulated"],
@@ -92,7 +91,7 @@ def tables(document: ReplayDocument) -> Iterator[Table]:
         "holes": document["holes"],
         "ops": [{**row, "op": f"{row['name']} {row['shapes']}"} for row in document["ops"]],
         "collectives": [
-            {**row, "on_gpu": answers[row["on_gpu"]], "asynchronous": answers[row["asynchronous"]]}
+            {**row, "on_gpu": yes_or_no(row["on_gpu"]), "asynchronous": yes_or_no(row["asynchronous"])}
             for row in document["collectives"]
         ],
         "contents": document["contents"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import polars as pl
 
@@ -21,6 +21,9 @@ from traceloom.report.exports.perfetto.path import path_arrows, path_track
 from traceloom.report.exports.perfetto.texts import encoded, microseconds, with_arrows
 from traceloom.report.exports.perfetto.tracks import lay_out
 
+if TYPE_CHECKING:
+    from traceloom.report.documents.sections import CriticalPathValue
+
 _SLICE = 32_768  # events encoded at a time
 # Perfetto knows threads by their number alone, so numbers never repeat in a file, nor equal a process's.
 _TRACKS_PER_PROCESS = 1_000_000
@@ -28,7 +31,7 @@ _TRACKS_PER_PROCESS = 1_000_000
 __all__ = ["microseconds", "write"]
 
 
-def write(session: Session, epoch_ns: int, handle: BinaryIO, path: dict[str, Any] | None = None) -> None:
+def write(session: Session, epoch_ns: int, handle: BinaryIO, path: CriticalPathValue | None = None) -> None:
     """Write the whole session, and what was recorded beside it.
 
     Every event stands in it exactly once. Times are microseconds after `epoch_ns` with their nanoseconds as decimals.
@@ -41,7 +44,7 @@ def write(session: Session, epoch_ns: int, handle: BinaryIO, path: dict[str, Any
         path: `critical_path` of the report document, whose times count from `epoch_ns`; None for none.
     """
     session = with_beside(session)
-    times: list[Any] = [epoch_ns]
+    times = [epoch_ns]
     for trace in session.traces:
         frames = (trace.allocations, trace.counters, trace.marks)
         others = [frame["time_ns"].min() for frame in frames if frame.height]
