@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import polars as pl
 import pytest
 
 from support.jobs import Change, Recipe, training_job
+from support.reports import check_schema
 from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.cli import main
 from traceloom.errors import UsageError
@@ -260,3 +262,9 @@ def test_the_verb_says_how_much_work_each_rule_covers(tmp_path: Path, capsys: py
     rows = [(line.split()[0], line.split()[-1]) for line in table[2:5]]
     assert rows[:2] == [("24", "peak"), ("24", "bandwidth")]
     assert rows[2][1] == "host"
+    assert main([*asked, "--recorded-device", "H100 SXM", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    check_schema(document, "simulation.schema.json")
+    assert document["device"]["recorded"] == ["H100 SXM"]
+    account = document["device"]["account"]
+    assert [sum(row["count"] for row in account if row["rule"] == rule) for rule in ("peak", "bandwidth")] == [24, 24]

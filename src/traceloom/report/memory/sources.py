@@ -37,7 +37,7 @@ class OutOfMemoryReport:
 
     rank: int | None
     path: str
-    document: dict[str, Any]
+    document: dict[str, Any]  # as a program left it: nothing in it can be relied on
 
 
 @dataclass
