@@ -13,7 +13,16 @@ from typing import Any
 
 import jsonschema
 
+from support.documents import check_document
+from traceloom.report.documents import MemoryDocument, ReplayDocument, ReportDocument, SimulationDocument
+
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+TYPES: dict[str, Any] = {
+    "report.schema.json": ReportDocument,
+    "memory.schema.json": MemoryDocument,
+    "simulation.schema.json": SimulationDocument,
+    "replay.schema.json": ReplayDocument,
+}
 DEVICE_FIELDS = (
     "window_ns", "busy_ns", "idle_ns", "compute_ns", "communication_ns", "memory_ns", "exposed_communication_ns",
     "exposed_memory_ns", "gpu_work_count", "kernel_count", "kernel_ns",
@@ -28,7 +37,8 @@ def _validator(name: str) -> Any:
 
 
 def check_schema(document: dict[str, Any], name: str = "report.schema.json") -> None:
-    """The document is as a published schema says."""
+    """The document is as a published schema says, and of its type."""
+    check_document(document, TYPES[name])
     assert [f"{e.json_path}: {e.message[:200]}" for e in _validator(name).iter_errors(document)] == []
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
-import jsonschema
 import polars as pl
 import pytest
 
 from support.plans import ran
 from support.plans import timed_plan as planned
+from support.reports import check_schema
 from traceloom.errors import UsageError
 from traceloom.replay.comparison import TABLES, ReplayComparison, compare_replay
 from traceloom.replay.originals import holes_of
@@ -22,9 +21,6 @@ from traceloom.report.replayed.files import REPLAY
 from traceloom.report.replayed.terminal import render
 from traceloom.testing import TraceBuilder
 
-SCHEMA = json.loads(
-    (Path(__file__).resolve().parents[3] / "docs" / "reference" / "replay.schema.json").read_text(encoding="utf-8")
-)
 MS = 1_000_000
 
 
@@ -87,7 +83,7 @@ def test_guesses_of_contents_are_counted(comparison: ReplayComparison) -> None:
 
 def test_the_document_is_as_its_schema_says(comparison: ReplayComparison) -> None:
     document = report.build(comparison)
-    jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+    check_schema(document, "replay.schema.json")
     assert document["sentence"] == (
         "The step took 11.0 ms, 0.55 times the recorded 20.0 ms (processor time: 1.00 times). 70.0 % of the time of its "
         "ops ran."
@@ -103,7 +99,7 @@ def test_without_recorded_times_nothing_is_compared() -> None:
     assert comparison.coverage["time_share"].null_count() == comparison.coverage.height
     assert comparison.long_ratios is None
     document = report.build(comparison)
-    jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+    check_schema(document, "replay.schema.json")
     assert document["sentence"] == "A pass took 11.0 ms. 50.0 % of its ops ran."
     page.render(document, comparison)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
-import jsonschema
 import polars as pl
 import pytest
 
 from support.plans import ran, timed_plan
+from support.reports import check_schema
 from traceloom.replay.comparison import ReplayComparison, compare_replay
 from traceloom.replay.device_times import MARK, times_of_marks
 from traceloom.replay.originals import work_below
@@ -19,9 +17,6 @@ from traceloom.report.replayed import page
 from traceloom.report.replayed.terminal import render
 from traceloom.testing import TraceBuilder
 
-SCHEMA = json.loads(
-    (Path(__file__).resolve().parents[3] / "docs" / "reference" / "replay.schema.json").read_text(encoding="utf-8")
-)
 MS = 1_000_000
 
 
@@ -131,7 +126,7 @@ def test_a_collective_on_a_gpu_takes_as_long_as_its_kernel(comparison: ReplayCom
 
 def test_every_view_shows_the_gpu_work(comparison: ReplayComparison) -> None:
     document = report.build(comparison)
-    jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+    check_schema(document, "replay.schema.json")
     assert "its GPU work took 1.32 times as long as recorded" in document["sentence"]
     assert "70.0 % of the time of its ops and 75.4 % of its GPU work ran" in document["sentence"]
     lines = "\n".join(line.plain for line in render(document, 100))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from support.plans import small_plan
+from support.reports import check_schema
 from traceloom import load
 from traceloom.cli import main
 from traceloom.replay.comparison import TABLES
-
-SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "reference" / "replay.schema.json"
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ def test_a_run_is_printed_and_written(plan: str, tmp_path: Path, capsys: pytest.
     assert "A pass took" in printed
     assert "100 % of its ops ran" in printed
     document = json.loads((tmp_path / "answer.json").read_bytes())
-    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    check_schema(document, "replay.schema.json")
     assert document["whole"][0]["pass_count"] == 2
     assert {path.stem for path in (tmp_path / "tables").iterdir()} == set(TABLES)
     assert "<h1>" in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
-import jsonschema
 import polars as pl
 import pytest
 
 from support.plans import PlanBuilder, groups, ran, small_plan, timed_plan
+from support.reports import check_schema
 from traceloom.cli import main
 from traceloom.replay.comparison import compare_replay
 from traceloom.replay.plan import PLAN_SCHEMAS, ReplayPlan
@@ -20,9 +19,6 @@ from traceloom.report.replayed import page
 from traceloom.report.replayed.terminal import render
 from traceloom.testing import TraceBuilder
 
-SCHEMA = json.loads(
-    (Path(__file__).resolve().parents[3] / "docs" / "reference" / "replay.schema.json").read_text(encoding="utf-8")
-)
 MS = 1_000_000
 OPS_US = 1000 + 300  # what the ops of a step take, on which the replay has to spend its time, too
 
@@ -91,7 +87,7 @@ def test_the_answer_says_how_far_simulation_and_replay_are_apart(tmp_path: Path)
     assert row["replayed_ns"] == 11 * MS
     assert row["difference"] == pytest.approx(0.1)
     document = report.build(comparison)
-    jsonschema.validate(document, SCHEMA)
+    check_schema(document, "replay.schema.json")
     assert (document["machine"], document["not_simulated"]) == ("here", None)
     words = "Simulated on here, the same ops without the host's gaps take 12.1 ms (+10.0 % against the replay)."
     assert document["sentence"].replace("\N{NARROW NO-BREAK SPACE}", " ").endswith(words)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
 
 from support.jobs import ParallelRecipe, SlowRank, parallel_job
+from support.reports import check_schema
 from traceloom import analyze
 from traceloom.analyze.across.matched import match
 from traceloom.model import Session
@@ -23,7 +21,6 @@ from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
 
 KEYS = ("collectives", "groups", "rank_matrix", "across_ranks", "slow_steps", "imbalance", "pipeline")
-SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "reference" / "report.schema.json"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +31,7 @@ def job() -> Session:
 
 def document(session: Session, **options: Any) -> dict[str, Any]:
     made = build(session, ReportOptions(only=KEYS, **options))
-    Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8"))).validate(made)
+    check_schema(made)
     return made
 
 

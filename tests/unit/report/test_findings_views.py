@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
 
+from support.reports import check_schema
 from traceloom.model import Session
 from traceloom.report.document import build
 from traceloom.report.options import ReportOptions
@@ -21,9 +19,6 @@ from traceloom.report.views.terminal.findings import brief
 from traceloom.report.views.terminal.findings import findings as terminal
 from traceloom.testing import TraceBuilder
 
-SCHEMA = json.loads(
-    (Path(__file__).resolve().parents[3] / "docs" / "reference" / "report.schema.json").read_text(encoding="utf-8")
-)
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m.py(1): sleep"
 
 
@@ -40,7 +35,7 @@ def document(only: str | None = None) -> dict[str, Any]:
 
 
 def test_the_document_holds_them_as_the_schema_says() -> None:
-    Draft202012Validator(SCHEMA).validate(document())
+    check_schema(document())
     slugs = [row["slug"] for row in document()["findings"]]
     assert slugs[0] == "host-pause"
     assert "onerror" in document()["findings"][0]["title"]
@@ -74,7 +69,7 @@ def test_other_fixes_for_the_same_time_stand_below_a_finding(width: int) -> None
     made = deepcopy(document())
     others = ("blocking-sync", "blocking-item", "straggler", "exposed-communication")
     made["findings"][0]["alternatives"] = [{"slug": slug, "title": HOSTILE, "alone_ns": 5_000_000} for slug in others]
-    Draft202012Validator(SCHEMA).validate(made)
+    check_schema(made)
     for full in (False, True):
         lines = [line.plain for line in terminal(made, width, full=full)]
         assert max(map(len, lines)) <= width
@@ -96,7 +91,7 @@ def test_frames_that_hold_the_host_stand_in_every_view(width: int) -> None:
     hostile = frame | {"name": HOSTILE, "file": HOSTILE, "inside": HOSTILE, "time_ns": 1_000_000}
     row["frames"] = [frame, hostile]
     made["findings"] = [row, row | {"frames": [hostile]}, row | {"title": f"it pauses at {frame['file']}(301): resize"}]
-    Draft202012Validator(SCHEMA).validate(made)
+    check_schema(made)
     for lines in ([line.plain for line in terminal(made, width, full=full)] for full in (False, True)):
         assert max(map(len, lines)) <= width
         assert not any("\x1b" in line for line in lines)

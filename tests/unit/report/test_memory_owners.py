@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
+from support.reports import check_schema
 from traceloom.model import Session, Trace
 from traceloom.report import ReportOptions, build
 from traceloom.report.memory import build as memory
@@ -70,8 +69,7 @@ def test_every_division_adds_up_to_what_the_allocator_says(document: dict[str, A
 
 
 def test_it_fits_the_published_schema(document: dict[str, Any]) -> None:
-    schema = json.loads((ROOT / "docs" / "reference" / "report.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(json.loads(json.dumps(document)), schema)
+    check_schema(document)
     paths = {entry["path"] for entry in document["absent"]}
     assert "memory_owners.memories[*].curve.stacks" in paths  # no Python frames here
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
+from support.reports import check_schema
 from support.snapshots import SnapshotBuilder
 from traceloom.analyze.memory import memory as summary
 from traceloom.cli import main
@@ -17,16 +17,13 @@ from traceloom.model import Session, Trace
 from traceloom.report.memory import MemoryOptions, build, document_of, find
 from traceloom.testing import TraceBuilder
 
-SCHEMA = json.loads(
-    (Path(__file__).resolve().parents[3] / "docs" / "reference" / "memory.schema.json").read_text(encoding="utf-8")
-)
 STEP, MAIN = ("/u/train.py", 10, "step"), ("/u/train.py", 99, "<module>")
 ADAM = ("/x/torch/optim/adam.py", 4, "update")
 LINEAR = ("??", 0, "at::_ops::linear::call(at::Tensor const&)")
 
 
 def _checked(document: dict[str, Any]) -> dict[str, Any]:
-    jsonschema.validate(document, SCHEMA)
+    check_schema(document, "memory.schema.json")
     return json.loads(json.dumps(document))
 
 

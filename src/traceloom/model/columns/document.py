@@ -6,6 +6,12 @@ from traceloom.model.columns.declared import NO_KIND, NO_MESSAGE, NO_RANK, Colum
 
 _NO_BACKWARD = "no backward pass was recorded, or its operators are not linked to their forward"
 _NO_STEPS = "the trace holds no whole step, or the region is in none"
+_NOTICE = {
+    "count": Column("count", "Count", "how often it occurs"),
+    "rank": Column("count", "Rank", "rank that the notice is about", "the notice is about the whole run"),
+    "where": Column("text", "Where", "file, line or event that it is about"),
+}
+_WITH_NOTICES = ("", "across_ranks.", "memory_json.", "simulation_json.", "replay_json.")
 
 HEAD: dict[str, Column] = {
     "format": Column("text", "Format", "name of the document format"),
@@ -32,9 +38,7 @@ HEAD: dict[str, Column] = {
     "slug": Column("text", "Notice", "stable name, an anchor in the reference of messages"),
     "severity": Column("text", "Severity", "how grave it is"),
     "message": Column("name", "Says", "what is the matter, in a sentence"),
-    "notices.count": Column("count", "Count", "how often it occurs"),
-    "notices.rank": Column("count", "Rank", "rank that the notice is about", "the notice is about the whole run"),
-    "notices.where": Column("text", "Where", "file, line or event that it is about"),
+    **{f"{above}notices.{key}": declared for above in _WITH_NOTICES for key, declared in _NOTICE.items()},
     "notices.affects.part": Column("text", "Part", "key, or path, in this document"),
     "notices.affects.how": Column("text", "How", "in which way this part is weaker"),
     "absent.path": Column("text", "Path", "JSON path of what is null or empty; [*] is any entry"),

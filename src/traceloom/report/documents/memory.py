@@ -2,7 +2,7 @@
 
 # fmt: off
 # ruff: noqa: UP013 (a line for each key would make it four times as long)
-from typing import Any, TypedDict
+from typing import TypedDict
 
 MemoryMemoryInstantValue = TypedDict("MemoryMemoryInstantValue", {
     "time_ns": int, "bytes": int,
@@ -49,11 +49,14 @@ MemoryMemoryRow = TypedDict("MemoryMemoryRow", {
     "modules": list[MemoryPartRow], "largest": list[MemoryLargestRow], "growth": list[MemoryGrowthRow],
     "activations": list[MemoryActivationRow], "allocator": MemoryAllocatorRow | None, "curve": MemoryCurveRow,
 })
+MemoryRankStepsRow = TypedDict("MemoryRankStepsRow", {
+    "step": int, "start_ns": int, "end_ns": int,
+})
 MemoryRankLifetimesRow = TypedDict("MemoryRankLifetimesRow", {
     "from_ns": int, "to_ns": int, "block_count": int, "bytes": int,
 })
 MemoryRankRow = TypedDict("MemoryRankRow", {
-    "rank": int | None, "path": str, "memories": list[MemoryMemoryRow], "steps": list[dict[str, Any]],
+    "rank": int | None, "path": str, "memories": list[MemoryMemoryRow], "steps": list[MemoryRankStepsRow],
     "lifetimes": list[MemoryRankLifetimesRow],
 })
 MemoryDeviceRow = TypedDict("MemoryDeviceRow", {
@@ -77,7 +80,7 @@ MemoryJobRow = TypedDict("MemoryJobRow", {
     "imbalance": float,
 })
 MemoryNoticesRow = TypedDict("MemoryNoticesRow", {
-    "slug": str, "severity": str, "message": str,
+    "slug": str, "severity": str, "count": int, "message": str, "rank": int | None, "where": str,
 })
 MemoryAbsentRow = TypedDict("MemoryAbsentRow", {
     "path": str, "reason": str,
