@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+from support.documents import check_document
 from traceloom.report import sweep, sweep_page
+from traceloom.report.documents.sweep import SweepDocument
 from traceloom.report.views.html.table import MOST_ROWS
 from traceloom.simulate.sweeps import SweepTable, parse_axis, points_of
 
@@ -21,7 +23,12 @@ def page(*axes: str, refused: int = -1) -> str:
             "p90_ns": round(1.2e9 / bandwidth),
         }
         rows.append({**point, "ranks": 8, **({"reason": "it <hangs>"} if number == refused else answer)})
-    return sweep_page.render(sweep.build(SweepTable.of(parsed, rows), "a <job>"))
+    document = sweep.build(SweepTable.of(parsed, rows), "a <job>")
+    answers = [
+        {key: value for key, value in point.items() if key not in document["keys"]} for point in document["points"]
+    ]
+    check_document({**document, "points": answers}, SweepDocument)
+    return sweep_page.render(document)
 
 
 def test_a_curve_per_choice_falls_with_the_bandwidth() -> None:

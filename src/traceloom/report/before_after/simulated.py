@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from html import escape
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -13,12 +14,15 @@ from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.report.before_after.payload import BeforeAfter, pack_both
 from traceloom.report.sections.heat_map import heat_map
-from traceloom.report.table import Col, Row
+from traceloom.report.table import Cells, Col
 from traceloom.report.views.html.frame import asset, framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import prose, text
 from traceloom.report.whatif import part_name
 from traceloom.simulate.simulation import Simulation
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import SimulationDocument
 
 _LINKS, _BINS = 24, 60  # rows and columns of the heat map
 _BEFORE, _AFTER = Col("before_ns", "Before", "time", scale="t"), Col("after_ns", "After", "time", scale="t")
@@ -69,16 +73,18 @@ def picture(answer: Simulation) -> BeforeAfter | None:
     return pack_both(answer.recorded, answer.graph, communicates, ranks)
 
 
-def render(document: Row, answer: Simulation) -> str:
+def render(document: SimulationDocument, answer: Simulation) -> str:
     """The document as one HTML page that needs nothing but itself.
 
     Args:
         document: What `traceloom.report.simulation.build` made of the answer.
         answer: The answer, whose timelines and loads are drawn.
     """
-    name, view = str(document["name"]), picture(answer)
+    name, view = document["name"], picture(answer)
     whole = max(document["before_ns"] or 0, document["after_ns"], 1)
-    sides = [(side, document[f"{side}_ns"]) for side in ("before", "after") if document[f"{side}_ns"] is not None]
+    sides = [("after", document["after_ns"])]
+    if document["before_ns"] is not None:
+        sides.insert(0, ("before", document["before_ns"]))
     bars = "".join(
         f'<rect class="{side}" x="0" y="{14 * k}" width="{time / whole * 100:.2f}" height="10"/>'
         for k, (side, time) in enumerate(sides)
@@ -118,7 +124,9 @@ def _numbers(answer: Simulation) -> Iterator[tuple[str, str, str]]:
         yield "Error of the graph", f"{100 * answer.identity_error:+.2f} %", "the measurement simulated again"
 
 
-def _sections(document: Row, answer: Simulation, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
+def _sections(
+    document: SimulationDocument, answer: Simulation, view: BeforeAfter | None
+) -> Iterator[tuple[str, str, str, str]]:
     trust = f"<p>{prose(document['identity'])}</p>" if document["identity"] else ""
     notes = "".join(f"<li>{prose(notice.message)}</li>" for notice in answer.notices)
     trust += f"<ul>{notes}</ul>" if notes else ""
@@ -131,7 +139,7 @@ def _sections(document: Row, answer: Simulation, view: BeforeAfter | None) -> It
     ranks = table("ranks-table", _RANKS, document["ranks"], {}, "Ranks", whole="-o ranks.csv")
     yield "ranks", "Ranks", "Compute, exposed communication, copies, host and other add up to each rank's time.", ranks
     if document["path"]:
-        parts = [{**part, "of": part_name(part)} for part in document["path"]]
+        parts: list[Cells] = [{**part, "of": part_name(part)} for part in document["path"]]
         kinds = (Col("of", "Time", hint="kind of time on the path"), _BEFORE, _AFTER)
         body = table("path-table", kinds, parts, {}, "Critical path")
         yield "path", "Critical path", "What decides how long it takes; each column adds up to the whole.", body
