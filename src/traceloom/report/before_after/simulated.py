@@ -14,7 +14,7 @@ from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.report.before_after.payload import BeforeAfter, pack_both
 from traceloom.report.sections.heat_map import heat_map
-from traceloom.report.table import Cells, Col
+from traceloom.report.table import Col
 from traceloom.report.views.html.frame import asset, framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import prose, text
@@ -81,10 +81,9 @@ def render(document: SimulationDocument, answer: Simulation) -> str:
         answer: The answer, whose timelines and loads are drawn.
     """
     name, view = document["name"], picture(answer)
-    whole = max(document["before_ns"] or 0, document["after_ns"], 1)
-    sides = [("after", document["after_ns"])]
-    if document["before_ns"] is not None:
-        sides.insert(0, ("before", document["before_ns"]))
+    before, after = document["before_ns"], document["after_ns"]
+    whole = max(before or 0, after, 1)
+    sides = [(side, time) for side, time in (("before", before), ("after", after)) if time is not None]
     bars = "".join(
         f'<rect class="{side}" x="0" y="{14 * k}" width="{time / whole * 100:.2f}" height="10"/>'
         for k, (side, time) in enumerate(sides)
@@ -100,7 +99,7 @@ def render(document: SimulationDocument, answer: Simulation) -> str:
         headline=f"<h1>{text(document['sentence'])}</h1>{drawn}",
         numbers=key_numbers((title, value, "", more) for title, value, more in _numbers(answer)),
         footer=(
-            f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from the beginning of the workload</p>"
+            f"<p>Traceloom {text(document['traceloom'])} · times count from the beginning of the workload</p>"
             "<p>The same for programs: <code>traceloom simulate … -o simulation.json</code>; the whole timeline: "
             "<code>-o after.perfetto.json.gz</code></p>"
         ),
@@ -139,7 +138,7 @@ def _sections(
     ranks = table("ranks-table", _RANKS, document["ranks"], {}, "Ranks", whole="-o ranks.csv")
     yield "ranks", "Ranks", "Compute, exposed communication, copies, host and other add up to each rank's time.", ranks
     if document["path"]:
-        parts: list[Cells] = [{**part, "of": part_name(part)} for part in document["path"]]
+        parts = [{**part, "of": part_name(part)} for part in document["path"]]
         kinds = (Col("of", "Time", hint="kind of time on the path"), _BEFORE, _AFTER)
         body = table("path-table", kinds, parts, {}, "Critical path")
         yield "path", "Critical path", "What decides how long it takes; each column adds up to the whole.", body
