@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
 
@@ -37,7 +37,7 @@ def _check_keys(value: Any, kind: Any, path: str) -> None:
     elif get_origin(kind) is dict:
         for key, item in value.items():
             _check_keys(item, get_args(kind)[1], f"{path}.{key}")
-    else:  # a union has at most an object and a list: more could not be told apart
+    elif get_origin(kind) is not Literal:  # a union has at most an object and a list: more could not be told apart
         for branch in get_args(kind):
             whole = dict if is_typeddict(branch) else get_origin(branch) or branch
             if whole not in (Any, NoneType) and isinstance(value, whole):

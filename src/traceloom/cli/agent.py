@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 
     from traceloom.agent.client import AgentClient
     from traceloom.agent.config import Config, Locations
+    from traceloom.cli.agent_answers import (
+        HostPicture,
+        ShownDevices,
+        ShownDoctor,
+        ShownEvent,
+        ShownEvents,
+        ShownHistory,
+        ShownProcesses,
+        ShownStacks,
+        ShownTrace,
+    )
 
 DESCRIPTION = (
     "The agent of a host: what its devices and processes do, and whose they are. `run` starts it, as root for the "
@@ -223,15 +234,16 @@ def _processes(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
     client = client_of(args)
-    answer = client.get("processes")
+    answer: ShownProcesses = client.get("processes")
     if args.job:
         answer["processes"] = [process for process in answer["processes"] if process["owner"]["job"] == args.job]
     if args.json:
         return _shown(args, answer, None)
-    devices, kills = client.get("devices")["devices"], _happened(client, args, "1h", "oom-kill")
+    host: ShownDevices = client.get("devices")
+    kills = _happened(client, args, "1h", "oom-kill")
 
     def rendered(width: int) -> Iterator[Text]:
-        yield from views.processes(answer, devices, width)
+        yield from views.processes(answer, host["devices"], width)
         if kills:
             yield from views.events(kills, width)
 
@@ -256,8 +268,12 @@ def _top(args: argparse.Namespace) -> int:
             yield Text(f" … {len(lines) - height + 1} more lines; all: traceloom agent top --once")
 
     while True:
-        picture = {name: client.get(name) for name in ("status", "devices", "processes")}
-        picture["host"] = views.host_values(client)
+        picture: HostPicture = {
+            "status": client.get("status"),
+            "devices": client.get("devices"),
+            "processes": client.get("processes"),
+            "host": views.host_values(client),
+        }
         if args.job:
             held = [process for process in picture["processes"]["processes"] if process["owner"]["job"] == args.job]
             picture["processes"]["processes"] = held
@@ -286,7 +302,8 @@ def _query(args: argparse.Namespace) -> int:
             terminal.put(views.metrics, sys.stdout)
         return 0
     metric, client = plain_name(args.metric), client_of(args)
-    index = {device["uuid"]: device["index"] for device in client.get("devices")["devices"]}
+    host: ShownDevices = client.get("devices")
+    index = {device["uuid"]: device["index"] for device in host["devices"]}
     of_number = {f"device={number}": f"device={uuid}" for uuid, number in index.items()}
     parameters = {
         "metric": metric, "since": _with_zone(args.since), "until": _with_zone(args.until),
@@ -294,7 +311,7 @@ def _query(args: argparse.Namespace) -> int:
         "where": ",".join(of_number.get(part, part) for part in args.where.split(",")),
         "raw": "true" if args.raw else "",
     }  # fmt: skip
-    answer = client.get("query", **{name: value for name, value in parameters.items() if value})
+    answer: ShownHistory = client.get("query", **{name: value for name, value in parameters.items() if value})
     return _shown(args, answer, lambda width: views.query(answer, index, width))
 
 
@@ -313,11 +330,12 @@ def _events(args: argparse.Namespace) -> int:
     return _shown(args, {"events": happened}, lambda width: views.events(happened, width))
 
 
-def _happened(client: AgentClient, args: argparse.Namespace, since: str, kind: str = "") -> list[dict[str, Any]]:
+def _happened(client: AgentClient, args: argparse.Namespace, since: str, kind: str = "") -> list[ShownEvent]:
     """Events, of the job that is asked for."""
+    answer: ShownEvents = client.get("events", since=since)
     return [
         event
-        for event in client.get("events", since=since)["events"]
+        for event in answer["events"]
         if (not kind or event["kind"] == kind) and (not args.job or event["job"] == args.job)
     ]
 
@@ -327,7 +345,7 @@ def _learn(args: argparse.Namespace) -> int:
 
     client = client_of(args)
     client.timeout_s = 600.0  # it reads the whole trace
-    answer = client.post("traces", {"path": str(Path(args.trace).absolute()), "job": _job(args, client)})
+    answer: ShownTrace = client.post("traces", {"path": str(Path(args.trace).absolute()), "job": _job(args, client)})
     return _shown(args, answer, lambda _: views.learned(answer))
 
 
@@ -350,7 +368,7 @@ def _stacks(args: argparse.Namespace) -> int:
     client = client_of(args)
     client.timeout_s = 300.0  # symbols of native code are hundreds of MB per process
     which = {"pid": str(args.pid)} if args.pid is not None else {"job": _job(args, client)}
-    answer = client.get("stacks", **which, native="true" if args.native else "false")
+    answer: ShownStacks = client.get("stacks", **which, native="true" if args.native else "false")
     return _shown(args, answer, lambda width: views.stacks(answer, width, native=args.native))
 
 
@@ -358,6 +376,7 @@ def _doctor(args: argparse.Namespace) -> int:
     """Of the agent that runs; where none does, of this host as this user would run one."""
     from traceloom.cli import agent_views as views
 
+    answer: ShownDoctor
     try:
         answer = client_of(args).get("doctor")
         running = True

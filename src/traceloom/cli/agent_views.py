@@ -10,7 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import PurePosixPath
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -23,7 +23,24 @@ from traceloom.report.views.terminal.bars import plain, sparkline
 from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, paragraph
 from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from traceloom.cli.agent_answers import (
+        HostNow,
+        HostPicture,
+        ShownDevice,
+        ShownDoctor,
+        ShownEvent,
+        ShownHangs,
+        ShownHistory,
+        ShownProcesses,
+        ShownSeries,
+        ShownStacks,
+        ShownStatus,
+        ShownTrace,
+        ShownTriggers,
+        ShownValue,
+    )
+
 _BAR = 10
 _NONE = "–"
 _COLOR = FILLS["compute"][1]
@@ -35,7 +52,7 @@ _WORKS = {
 _AREAS = ("rights", "devices", "collect", "owners", "jobs", "traces", "triggers", "probes", "stacks", "files", "extras")
 
 
-def status(answer: Row, width: int) -> Iterator[Text]:
+def status(answer: ShownStatus, width: int) -> Iterator[Text]:
     """How the agent fares: itself, its collectors, its history."""
     up = dt.timedelta(seconds=(answer["now_ns"] - answer["started_ns"]) // 10**9)
     yield Text.assemble(
@@ -74,7 +91,7 @@ def status(answer: Row, width: int) -> Iterator[Text]:
     yield from lines(columns, rows, ("", lambda row, left: _cut(answer["collectors"][row]["trouble"], left)), width)
 
 
-def processes(answer: Row, devices: Sequence[Row], width: int) -> Iterator[Text]:
+def processes(answer: ShownProcesses, devices: Sequence[ShownDevice], width: int) -> Iterator[Text]:
     """Processes that matter, with owner, devices and step rate."""
     if not answer["processes"]:
         of_whom = " of yours" if answer["hidden"] else ""
@@ -123,7 +140,7 @@ def processes(answer: Row, devices: Sequence[Row], width: int) -> Iterator[Text]
         )
 
 
-def events(happened: Sequence[Row], width: int) -> Iterator[Text]:
+def events(happened: Sequence[ShownEvent], width: int) -> Iterator[Text]:
     """A line for each event: when, of which job or device, what."""
     if not happened:
         yield Text("Nothing happened in this time.")
@@ -146,13 +163,13 @@ def events(happened: Sequence[Row], width: int) -> Iterator[Text]:
     yield from lines(columns, cells, ("", what), width)
 
 
-def top(picture: Row, width: int) -> Iterator[Text]:
+def top(picture: HostPicture, width: int) -> Iterator[Text]:
     """Host, devices and processes as they are now."""
     state, host = picture["status"], picture["host"]
     yield Text.assemble((harmless(state["host"]), "bold"), f"  {_clock(state['now_ns'])}")
-    if host.get("cpu") is not None:
+    if host["cpu"] is not None:
         yield Text.assemble(" processors ", _bar(host["cpu"]), f" {units.per_cent(host['cpu'])} % busy")
-    if host.get("memory"):
+    if host["memory"] is not None:
         used, whole = host["memory"]
         yield Text.assemble(" memory     ", _bar(used / whole), f" {units.size(int(used))} of {units.size(int(whole))}")
     devices = picture["devices"]["devices"]
@@ -165,7 +182,7 @@ def top(picture: Row, width: int) -> Iterator[Text]:
     yield from processes(picture["processes"], devices, width)
 
 
-def _device_lines(devices: Sequence[Row], width: int) -> Iterator[Text]:
+def _device_lines(devices: Sequence[ShownDevice], width: int) -> Iterator[Text]:
     columns = [
         TextColumn("GPU"), TextColumn("busy", right=False), TextColumn("SM active"),
         TextColumn("memory"), TextColumn("power"), TextColumn("FLOP/s"),
@@ -196,9 +213,9 @@ def _device_lines(devices: Sequence[Row], width: int) -> Iterator[Text]:
     yield from lines(columns, cells, ("", remark), width)
 
 
-def host_values(client: AgentClient) -> Row:
+def host_values(client: AgentClient) -> HostNow:
     """Busy share of processors and used memory, from the last minute."""
-    result: Row = {"cpu": None, "memory": None}
+    result: HostNow = {"cpu": None, "memory": None}
     rates = {
         series["labels"]["mode"]: series["values"][-1]
         for series in client.get("query", metric="host_cpu_seconds_total", since="60s")["series"]
@@ -213,11 +230,11 @@ def host_values(client: AgentClient) -> Row:
         if series["values"]
     }
     if states:
-        result["memory"] = [states.get("used", 0.0), sum(states.values())]
+        result["memory"] = states.get("used", 0.0), sum(states.values())
     return result
 
 
-def query(answer: Row, index: Mapping[str, str], width: int) -> Iterator[Text]:
+def query(answer: ShownHistory, index: Mapping[str, str], width: int) -> Iterator[Text]:
     """A line for each series: what it is of, its last value, its range, its curve.
 
     Args:
@@ -275,7 +292,7 @@ def metrics(width: int) -> Iterator[Text]:
         yield from paragraph(metric.help, width, DIM, indent=4)
 
 
-def metrics_document() -> list[Row]:
+def metrics_document() -> list[dict[str, object]]:
     """All metrics as JSON."""
     return [
         {
@@ -289,7 +306,7 @@ def metrics_document() -> list[Row]:
     ]
 
 
-def learned(answer: Row) -> Iterator[Text]:
+def learned(answer: ShownTrace) -> Iterator[Text]:
     """What a trace tells of its job, and which metrics that makes possible."""
     yield Text(f"A step of job {answer['job']}, as its trace shows it (mean of its processes):")
     mix, total = answer["dtype_mix"], sum(answer["dtype_mix"].values())
@@ -310,7 +327,7 @@ def learned(answer: Row) -> Iterator[Text]:
         yield Text("FLOPs are counted from shapes of tensors: traceloom trace --shapes, or traceloom record.", DIM)
 
 
-def stacks(answer: Row, width: int, *, native: bool) -> Iterator[Text]:
+def stacks(answer: ShownStacks, width: int, *, native: bool) -> Iterator[Text]:
     """Where the ranks are in a sentence, then each group of equal stacks, from the outermost call to the innermost."""
     yield from paragraph(answer["sentence"], width, "bold")
     titles = {"rank": "Main threads", "worker": "Other processes of the job", "thread": "Other threads"}
@@ -337,7 +354,7 @@ def stacks(answer: Row, width: int, *, native: bool) -> Iterator[Text]:
         )  # fmt: skip
 
 
-def hangs(answer: Row, width: int) -> Iterator[Text]:
+def hangs(answer: ShownHangs, width: int) -> Iterator[Text]:
     """Each hang: of which job, since when, what became of it, whom the others wait for, where its bundle is."""
     if not answer["hangs"]:
         watched = answer["watched"]
@@ -373,7 +390,7 @@ ranks_by = "waits"
 """
 
 
-def triggers(answer: Row, width: int) -> Iterator[Text]:
+def triggers(answer: ShownTriggers, width: int) -> Iterator[Text]:
     """Rules, what they did last, why they were refused, and what they may still cost."""
     if not answer["rules"]:
         yield Text("No triggers: nothing is traced unasked. A rule for agent.toml, to begin with:")
@@ -413,9 +430,9 @@ def triggers(answer: Row, width: int) -> Iterator[Text]:
             )
 
 
-def doctor(answer: Row, width: int, *, running: bool) -> Iterator[Text]:
+def doctor(answer: ShownDoctor, width: int, *, running: bool) -> Iterator[Text]:
     """What works, what not, why, and what would help."""
-    number = Counter(check["works"] for check in answer["checks"])
+    number = Counter[str](check["works"] for check in answer["checks"])
     parts = [f"{number[works]} {words}" for works, (words, _, _) in _WORKS.items() if number[works]]
     yield from paragraph(f"Of {units.counted(len(answer['checks']), 'thing')}, {', '.join(parts)}.", width, "bold")
     if not running:
@@ -437,7 +454,7 @@ def _clock(at_ns: int) -> str:
     return at.strftime("%H:%M:%S" if at.date() == now.date() else "%Y-%m-%d %H:%M:%S")
 
 
-def _value(values: Sequence[Row], metric: str) -> float | None:
+def _value(values: Sequence[ShownValue], metric: str) -> float | None:
     return next((value["value"] for value in values if value["metric"] == PREFIX + metric), None)
 
 
@@ -451,7 +468,7 @@ def _written(value: float, unit: str) -> str:
     return f"{value:.4g}"
 
 
-def _curve(curve: Row, first_ns: int, last_ns: int, width: int) -> str:
+def _curve(curve: ShownSeries, first_ns: int, last_ns: int, width: int) -> str:
     """Means over equal times, from the least to the greatest; blank where nothing is known.
 
     The curves of an answer have one axis of time; values that are all equal are a line along the bottom.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.simulate.calibrate import calibrate
     from traceloom.simulate.machine import machine_text
 
-    def write_machine(_document: dict[str, Any], handle: BinaryIO) -> None:
+    def write_machine(_document: object, handle: BinaryIO) -> None:
         handle.write(encoded(machine_text(answer.machine)))
 
     chosen = outputs.targets(args, {".toml": write_machine, ".json": outputs.as_json})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.report import measurement as report
     from traceloom.simulate.machine import machine_text
 
-    def write_machine(_document: dict[str, Any], handle: BinaryIO) -> None:
+    def write_machine(_document: object, handle: BinaryIO) -> None:
         handle.write(encoded(machine_text(answer.machine)))
 
     page = outputs.rendered("traceloom.report.measurement_page")

@@ -7,7 +7,7 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -16,6 +16,7 @@ from traceloom.errors import InputError, UsageError
 from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
+    from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
     from traceloom.report.workload.network import NodeNetwork
 
 DESCRIPTION = "Show what a graph or a set of Chakra files is made of: on the terminal, or drawn in a page."
@@ -46,16 +47,12 @@ def run(args: argparse.Namespace) -> int:
     """Read and show; returns the exit code."""
     from traceloom.model import units
 
-    def draw(document: dict[str, Any], handle: BinaryIO) -> None:
+    def draw(summary: WorkloadSummaryDocument, handle: BinaryIO) -> None:
         from traceloom.report.workload.drawing import render
         from traceloom.report.workload.picture import collapsed, neighbourhood
-        from traceloom.report.workload.summary import summarise
 
-        if row is None:
-            page = render(collapsed(network), document)
-        else:
-            page = render(neighbourhood(network, row, args.depth), summarise(network))
-        handle.write(encoded(page))
+        picture = collapsed(network) if row is None else neighbourhood(network, row, args.depth)
+        handle.write(encoded(render(picture, summary)))
 
     chosen = outputs.targets(args, {".html": draw, ".htm": draw})
     with Progress(shown=not args.quiet) as progress:
@@ -85,16 +82,14 @@ def run(args: argparse.Namespace) -> int:
             network = of_workload(read_workload(file_sets[0], lambda path: progress.say(f"reading {path}")))
         row = None if args.node is None else _row(network, args.node, args.rank)
         progress.say("counting")
-        from traceloom.report.workload.attributes import attributes_of
         from traceloom.report.workload.summary import neighbours, summarise
 
+        document: WorkloadSummaryDocument | NodeDocument
         document = summarise(network) if row is None else neighbours(network, row)
-        if row is not None:
-            node = network.nodes.row(row, named=True)
-            path = network.details.get(node["rank"])
-            # What else the file says of a Chakra node, looked up in it.
-            document["attributes"] = dict(attributes_of(path, node["id"])) if path is not None else {}
-        written = outputs.write(args, chosen, document, progress)
+        written: list[tuple[Path, int]] = []
+        if chosen:
+            summary = document if document["format"] == "traceloom-workload-summary" else summarise(network)
+            written = outputs.write(args, chosen, summary, progress)
     if args.json:
         from traceloom.report.views.jsonfile import encode
 
@@ -103,8 +98,10 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.report.views.terminal import put
         from traceloom.report.workload import terminal
 
-        render = terminal.render_node if "node" in document else terminal.render
-        put(partial(render, document), sys.stdout)
+        if document["format"] == "traceloom-node":
+            put(partial(terminal.render_node, document), sys.stdout)
+        else:
+            put(partial(terminal.render, document), sys.stdout)
     for path, size in written:
         outputs.say(args, f"Wrote {path} ({units.size(size)}); open it in a browser.")
     if not written and row is None:

@@ -19,6 +19,7 @@ from traceloom.files import reported
 from traceloom.leaving import undone_on_leaving
 
 if TYPE_CHECKING:
+    from traceloom.report.documents.sweep import SweepDocument
     from traceloom.simulate.sweep_points import SweepQuestion
     from traceloom.simulate.sweeps import SweepAxis, SweepPoint, SweepRow
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         args.seed, args.memory_limit, not args.no_cache, args.recorded_device,
     )  # fmt: skip
     page = outputs.rendered("traceloom.report.sweep_page")
-    forms: dict[str, Callable[[Any, BinaryIO], object]] = {
+    forms: dict[str, Callable[[SweepDocument, BinaryIO], object]] = {
         ".json": outputs.as_json,
         ".csv": lambda _, handle: table.points.write_csv(handle),
         ".parquet": lambda _, handle: table.points.write_parquet(handle),
@@ -79,7 +80,7 @@ def _answers(
     points: list[SweepPoint],
     kept: _KeptPoints | None,
     progress: Progress,
-) -> list[dict[str, Any]]:
+) -> list[SweepRow]:
     """The points with their answers, in their order; what was kept is not asked again."""
     from traceloom.simulate.sweep_points import evaluate_points
 

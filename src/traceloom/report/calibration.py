@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from traceloom import __version__
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.model.frames import rows
 from traceloom.report.names import short
-from traceloom.report.table import Row
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
+from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, paragraph
 from traceloom.simulate.calibrate import Calibration
 from traceloom.simulate.machine.document import machine_document
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.calibration import CalibrationDocument, TransferFitRow
 
 FORMAT = "traceloom-calibration"
 VERSION = 1
 SPANS = {"inside": "in a host", "between": "in several"}
 
 
-def build(answer: Calibration) -> Row:
+def build(answer: Calibration) -> CalibrationDocument:
     """The document: the fits, what they rest on, and the machine as its file has it."""
     return {
         "format": FORMAT,
         "version": VERSION,
         "traceloom": __version__,
         "sentence": sentence(answer),
-        "transfers": answer.transfers.to_dicts(),
+        "transfers": rows(answer.transfers),
         "machine": machine_document(answer.machine),
         "notices": [notice.to_dict() for notice in answer.notices],
     }
@@ -43,7 +47,7 @@ def sentence(answer: Calibration) -> str:
     return f"{answer.samples.height:,} collectives of {several}, {late}."
 
 
-def render(document: Row, width: int) -> Iterator[Text]:
+def render(document: CalibrationDocument, width: int) -> Iterator[Text]:
     """The lines on a terminal."""
     yield Text(short(document["machine"].get("name", ""), width), "bold")
     yield Text("")
@@ -54,13 +58,13 @@ def render(document: Row, width: int) -> Iterator[Text]:
         yield from paragraph(f"{harmless(notice['message'])}.", width)
 
 
-def transfer_lines(transfers: Sequence[Row], width: int) -> Iterator[Text]:
+def transfer_lines(transfers: Sequence[TransferFitRow], width: int) -> Iterator[Text]:
     """The fits as lines on a terminal, with a heading."""
     yield from heading("Transfers", "latency + bytes on the bus / bandwidth", width)
-    rows: list[list[str | Text]] = [
+    cells: list[list[Cell]] = [
         [
             f"{row['ranks']} {SPANS[row['span']]}",
-            " - ".join(dict.fromkeys(units.size(row[name]) for name in ("from_bytes", "to_bytes"))),
+            " - ".join(dict.fromkeys(units.size(size) for size in (row["from_bytes"], row["to_bytes"]))),
             f"{row['count']:,}",
             units.duration(round(row["alpha_ns"])) if row["form"] != "bandwidth" else "",
             f"{row['bandwidth']:.3g} GB/s" if row["bandwidth"] else "",
@@ -69,4 +73,4 @@ def transfer_lines(transfers: Sequence[Row], width: int) -> Iterator[Text]:
         for row in transfers
     ]
     columns = [TextColumn(name) for name in ("ranks", "size", "count", "latency", "bandwidth", "off by")]
-    yield from lines(columns, rows, ("", lambda i, room: short(transfers[i]["collective"], room)), width)
+    yield from lines(columns, cells, ("", lambda i, room: short(transfers[i]["collective"], room)), width)

@@ -6,15 +6,21 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from traceloom.model import units
 from traceloom.report.calibration import SPANS
 from traceloom.report.log_plane import LogPlane
 from traceloom.report.measurement import kernel_size, rate
-from traceloom.report.table import Col, Row
+from traceloom.report.table import Cells, Col
 from traceloom.report.views.html.frame import framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import text
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.calibration import CollectiveGroupFields, TransferFitRow
+    from traceloom.report.documents.measurement import MeasuredCollectiveRow, MeasurementDocument
 
 _WIDTH, _HEIGHT = 1000, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92, 170, 14, 44
@@ -35,7 +41,7 @@ _KERNEL = (Col("kernel", "Kernel", "name"), Col("element_type", "Type"))
 _BUS = Col("bus_rate", "Bus bandwidth", "byte_rate")
 
 
-def render(document: Row) -> str:
+def render(document: MeasurementDocument) -> str:
     """The document as one HTML page that needs nothing but itself.
 
     Args:
@@ -64,37 +70,37 @@ def render(document: Row) -> str:
     )
 
 
-def _headline(document: Row) -> str:
+def _headline(document: MeasurementDocument) -> str:
     """The answer in one line."""
-    rates = [row for row in document["collectives"] if row["rate"]]
+    rates = [(row["rate"], row["collective"]) for row in document["collectives"] if row["rate"]]
     if not rates:
         return "one rank, no network"
-    best = max(rates, key=lambda row: row["rate"])
+    best, of = max(rates, key=itemgetter(0))
     least = min(document["collectives"], key=lambda row: row["median_ns"])
     return (
-        f"up to {units.byte_rate(1e9 * best['rate'])} ({best['collective']}), from "
+        f"up to {units.byte_rate(1e9 * best)} ({of}), from "
         f"{units.duration(round(least['median_ns']))} ({least['collective']})"
     )
 
 
-def _sections(document: Row) -> Iterator[tuple[str, str, str, str]]:
+def _sections(document: MeasurementDocument) -> Iterator[tuple[str, str, str, str]]:
     """(id, title, note, body) of each."""
-    collectives = [
-        row | {"where": _where(row), "bus_rate": row["rate"] and 1e9 * row["rate"]} for row in document["collectives"]
-    ]
-    transfers = [
-        row | {"where": _where(row), "latency_ns": row["alpha_ns"],
-               "bus_rate": row["bandwidth"] and 1e9 * row["bandwidth"]} for row in document["transfers"]
-    ]  # fmt: skip
-    for where in dict.fromkeys(row["where"] for row in collectives):
-        points = [row for row in collectives if row["where"] == where]
-        fits = [row for row in transfers if row["where"] == where]
+    for where in dict.fromkeys(map(_where, document["collectives"])):
+        points = [row for row in document["collectives"] if _where(row) == where]
+        fits = [row for row in document["transfers"] if _where(row) == where]
         key = where.replace(" ", "-")
         note = "Dots are medians of the slowest rank, lines what was fitted to them."
         yield f"time-{key}", f"Time, {where}", note, _picture(points, fits, "time", lambda _, time: time)
         note = "Bytes on the bus of each rank, by the time."
         bandwidth = _picture(points, fits, "bus bandwidth", lambda bus, time: bus / time)
         yield f"bandwidth-{key}", f"Bus bandwidth, {where}", note, bandwidth
+    collectives: list[Cells] = [
+        {**row, "where": _where(row), "bus_rate": row["rate"] and 1e9 * row["rate"]} for row in document["collectives"]
+    ]
+    transfers: list[Cells] = [
+        {**row, "where": _where(row), "latency_ns": row["alpha_ns"],
+         "bus_rate": row["bandwidth"] and 1e9 * row["bandwidth"]} for row in document["transfers"]
+    ]  # fmt: skip
     if transfers:
         sizes = Col("from_bytes", "From", "bytes"), Col("to_bytes", "To", "bytes")
         body = table("transfers-table", (*_GROUP, *sizes, _BUS, *_FITS), transfers, {}, "Fits", whole="-o measure.json")
@@ -102,8 +108,8 @@ def _sections(document: Row) -> Iterator[tuple[str, str, str, str]]:
         columns = (*_GROUP, Col("size_bytes", "Size", "bytes"), *_TIMED, _BUS)
         body = table("collectives-table", columns, collectives, {}, "Collectives", whole="-o measure.json")
         yield "collectives", "Collectives", "All that was measured.", body
-    kernels = [
-        row | {"kernel": row["kernel"].replace("_", " "), "of": kernel_size(row), "speed": rate(row)}
+    kernels: list[Cells] = [
+        {**row, "kernel": row["kernel"].replace("_", " "), "of": kernel_size(row), "speed": rate(row)}
         for row in document["kernels"]
     ]
     columns = (*_KERNEL, Col("of", "Size"), *_TIMED, Col("speed", "Rate"))
@@ -119,11 +125,16 @@ def _sections(document: Row) -> Iterator[tuple[str, str, str, str]]:
     yield "known", "To be known", "", "".join(f"<p>{text(line)}.</p>" for line in words)
 
 
-def _where(row: Row) -> str:
+def _where(row: CollectiveGroupFields) -> str:
     return f"{row['ranks']} {SPANS[row['span']]}"
 
 
-def _picture(points: Sequence[Row], fits: Sequence[Row], what: str, value: Callable[[float, float], float]) -> str:
+def _picture(
+    points: Sequence[MeasuredCollectiveRow],
+    fits: Sequence[TransferFitRow],
+    what: str,
+    value: Callable[[float, float], float],
+) -> str:
     """Dots and fitted curves over the size of messages.
 
     Args:
@@ -134,7 +145,7 @@ def _picture(points: Sequence[Row], fits: Sequence[Row], what: str, value: Calla
     """
     label = units.byte_rate if what == "bus bandwidth" else units.duration
     scale = 1e9 if what == "bus bandwidth" else 1.0
-    heights = [value(row["bus_bytes"], row[time]) for row in points for time in ("median_ns", "fitted_ns")]
+    heights = [value(row["bus_bytes"], time) for row in points for time in (row["median_ns"], row["fitted_ns"])]
     edges = (_LEFT, _WIDTH - _RIGHT, _TOP, _HEIGHT - _BOTTOM)
     plane = LogPlane([row["size_bytes"] for row in points], heights, edges)
     ink, grid = 'fill="currentColor"', 'stroke="var(--grid)"'

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from traceloom import __version__
 from traceloom.model import units
+from traceloom.model.frames import rows
 from traceloom.report.names import short
-from traceloom.report.table import Row
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
+from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, paragraph
 from traceloom.simulate.scale import Scaled
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.scaled import ScaledDocument
 
 FORMAT = "traceloom-scaled"
 VERSION = 1
 _ROWS = 12
 
 
-def build(answer: Scaled, name: str, machine: str = "") -> Row:
+def build(answer: Scaled, name: str, machine: str = "") -> ScaledDocument:
     """The document: the answer, how far it can be trusted, and its tables.
 
     Args:
@@ -26,14 +30,39 @@ def build(answer: Scaled, name: str, machine: str = "") -> Row:
         name: The workload, as the user named it.
         machine: Name of the machine; "" for the recorded one.
     """
-    head = {"format": FORMAT, "version": VERSION, "traceloom": __version__, "name": name, "machine": machine}
     step = f"{'measured ' * answer.measured}step of {units.duration(answer.before_ns)}"
     drawn = f"{units.duration(answer.identity_ns)} ({answer.identity_error * 100:+.2f} %)"
     identity = f"Drawn at the recorded size, the {step} comes back as {drawn}."
-    return {**head, "sentence": answer.sentence, "identity": identity, **answer.to_dict()}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "name": name,
+        "machine": machine,
+        "sentence": answer.sentence,
+        "identity": identity,
+        "ranks_before": answer.ranks_before,
+        "ranks": answer.ranks,
+        "data_parallel_before": answer.data_parallel_before,
+        "data_parallel": answer.data_parallel,
+        "recorded": answer.recorded,
+        "before_ns": answer.before_ns,
+        "measured": answer.measured,
+        "identity_ns": answer.identity_ns,
+        "identity_error": answer.identity_error,
+        "equal_ns": answer.equal_ns,
+        "after_ns": answer.after_ns,
+        "p10_ns": answer.p10_ns,
+        "p90_ns": answer.p90_ns,
+        "quantiles": rows(answer.quantiles),
+        "collectives": rows(answer.collectives),
+        "draws": answer.draws,
+        "seed": answer.seed,
+        "notices": [notice.to_dict() for notice in answer.notices],
+    }
 
 
-def render(document: Row, width: int) -> Iterator[Text]:
+def render(document: ScaledDocument, width: int) -> Iterator[Text]:
     """The lines on a terminal."""
     yield Text(short(document["name"], width), "bold")
     yield Text("")
@@ -41,26 +70,24 @@ def render(document: Row, width: int) -> Iterator[Text]:
     yield from paragraph(document["sentence"], width, "bold")
     yield from heading("Steps", "so many of a hundred take no longer", width)
     quantiles = document["quantiles"]
-    cells: list[list[str | Text]] = [[units.duration(row["time_ns"]) for row in quantiles]]
+    cells: list[list[Cell]] = [[units.duration(row["time_ns"]) for row in quantiles]]
     columns = [TextColumn(f"P{row['percent']}") for row in quantiles]
     yield from lines(columns, cells, ("", lambda *_: ""), width)
     meetings = document["collectives"][:_ROWS]
     if meetings:
         yield from heading("Collectives", "of a rank: bytes it puts in, transfer, waiting for others", width)
-        rows: list[list[str | Text]] = [
+        cells = [
             [
                 str(row["calls"]),
                 f"{row['ranks_before']} > {row['ranks_after']}",
-                units.NONE if row["in_bytes_after"] is None else units.size(row["in_bytes_after"]),
-                *(
-                    f"{units.duration(row[f'{time}_before_ns'])} > {units.duration(row[f'{time}_after_ns'])}"
-                    for time in ("transfer", "waiting")
-                ),
+                units.size(row["in_bytes_after"]),
+                f"{units.duration(row['transfer_before_ns'])} > {units.duration(row['transfer_after_ns'])}",
+                f"{units.duration(row['waiting_before_ns'])} > {units.duration(row['waiting_after_ns'])}",
             ]
             for row in meetings
         ]
         columns = [TextColumn(title) for title in ("calls", "ranks", "bytes", "transfer", "waiting")]
-        yield from lines(columns, rows, ("kind", lambda i, room: short(meetings[i]["kind"] or "unknown", room)), width)
+        yield from lines(columns, cells, ("kind", lambda i, room: short(meetings[i]["kind"] or "unknown", room)), width)
     for notice in document["notices"]:
         yield Text("")
         yield from paragraph(notice["message"], width)

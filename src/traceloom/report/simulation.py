@@ -2,24 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from traceloom import __version__
 from traceloom.model import units
-from traceloom.report.table import Row
+from traceloom.model.frames import rows
 from traceloom.report.views.jsonfile import encode
 from traceloom.simulate.simulation import Simulation
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import SimulationDocument
+    from traceloom.report.documents.simulation import SimulationDeviceValue
+    from traceloom.simulate.device import DeviceChange
 
 FORMAT = "traceloom-simulation"
 VERSION = 1
 
 
-def build(answer: Simulation) -> Row:
+def build(answer: Simulation) -> SimulationDocument:
     """The document: the answer, how far it can be trusted, and its tables but that of the nodes."""
-    plain = replace(answer, nodes=answer.nodes.clear()).to_dict()
-    head = {"format": FORMAT, "version": VERSION, "traceloom": __version__, "sentence": sentence(answer)}
-    return {**head, **{key: value for key, value in plain.items() if key != "nodes"}}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "sentence": sentence(answer),
+        "mode": answer.mode,
+        "name": answer.name,
+        "machine": answer.machine,
+        "step": answer.step,
+        "measured_ns": answer.measured_ns,
+        "identity_ns": answer.identity_ns,
+        "identity_error": answer.identity_error,
+        "before_ns": answer.before_ns,
+        "after_ns": answer.after_ns,
+        "ranks": rows(answer.ranks),
+        "low_ns": answer.low_ns,
+        "high_ns": answer.high_ns,
+        "collectives": rows(answer.collectives),
+        "links": rows(answer.links),
+        "path": rows(answer.path),
+        "became_critical": rows(answer.became_critical),
+        "notices": [notice.to_dict() for notice in answer.notices],
+        "identity": answer.identity,
+        "trusted": answer.trusted,
+        "device": None if answer.device is None else _device(answer.device),
+    }
+
+
+def _device(change: DeviceChange) -> SimulationDeviceValue:
+    return {
+        "device": change.device,
+        "recorded": list(change.recorded),
+        "host_factor": change.host_factor,
+        "before_ns": change.before_ns,
+        "after_ns": change.after_ns,
+        "low_ns": change.low_ns,
+        "high_ns": change.high_ns,
+        "account": rows(change.account),
+    }
 
 
 def write_json(answer: Simulation, handle: BinaryIO) -> None:

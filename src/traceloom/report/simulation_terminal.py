@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rich.text import Text
 
 from traceloom.model import units
 from traceloom.report.names import rank_label, short
-from traceloom.report.table import Row
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
+from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, paragraph
 from traceloom.report.whatif import part_name
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import SimulationDocument
 
 _ROWS = 8
 _NOTICES = 4
 _OWN = ("transfer-flag", "device-kept", "groups-assumed")  # of the simulation, not of the recording
-_KINDS = {
+_TimeOfRank = Literal[
+    "before_ns", "end_ns", "compute_ns", "exposed_communication_ns", "memory_ns", "host_ns", "other_ns"
+]
+_TIMES: dict[_TimeOfRank, str] = {
     "before_ns": "before", "end_ns": "after",
     "compute_ns": "compute", "exposed_communication_ns": "exposed",
     "memory_ns": "copies", "host_ns": "host", "other_ns": "other",
 }  # fmt: skip
 
 
-def render(document: Row, width: int) -> Iterator[Text]:
+class _Listing(NamedTuple):
+    """A table: titles of its columns, and of each row what it is of and its cells."""
+
+    title: str
+    hint: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, list[Cell]]]
+
+
+def render(document: SimulationDocument, width: int) -> Iterator[Text]:
     """The lines on a terminal."""
     yield Text(short(document["name"], width), "bold")
     yield Text("")
@@ -37,20 +51,18 @@ def render(document: Row, width: int) -> Iterator[Text]:
     if len(worth_saying) > _NOTICES:
         yield from paragraph(f"and {len(worth_saying) - _NOTICES} more notices; --json has them all", width)
     yield from _ranks(document, width)
-    for head, hint, key, names, name in _TABLES:
-        rows = _ROWS_OF[key](document) if key in _ROWS_OF else document[key][:_ROWS]
+    for title, hint, columns, rows in _listings(document):
         if rows:
-            yield from heading(head, hint, width)
-            cells: list[list[str | Text]] = [[shown(row[field]) for field, _, shown in names] for row in rows]
-            columns = [TextColumn(title) for _, title, _ in names]
+            yield from heading(title, hint, width)
+            names, cells = zip(*rows, strict=True)
 
-            def label(i: int, room: int, rows: list[Row] = rows, name: Callable[[Row], str] = name) -> str:
-                return short(name(rows[i]), room)
+            def label(i: int, room: int, names: tuple[str, ...] = names) -> str:
+                return short(names[i], room)
 
-            yield from lines(columns, cells, ("of", label), width)
+            yield from lines([TextColumn(column) for column in columns], cells, ("of", label), width)
 
 
-def _ranks(document: Row, width: int) -> Iterator[Text]:
+def _ranks(document: SimulationDocument, width: int) -> Iterator[Text]:
     """What the ranks do with their time: those that end last, and first."""
     ranks = document["ranks"]
     by_end = sorted(ranks, key=lambda row: (-(row["end_ns"] or 0), row["rank"]))
@@ -61,60 +73,45 @@ def _ranks(document: Row, width: int) -> Iterator[Text]:
     if len(shown) < len(ranks):
         hint = f"of the first and last of {len(ranks)} ranks"
     yield from heading("Time", hint, width)
-    keys = [key for key in _KINDS if any(row[key] is not None for row in ranks)]
-    rows: list[list[str | Text]] = [
-        [rank_label(row["rank"]), *(_time(row[key]) for key in keys)]
+    keys = [key for key in _TIMES if any(row[key] is not None for row in ranks)]
+    rows: list[list[Cell]] = [
+        [rank_label(row["rank"]), *("" if row[key] is None else units.duration(row[key]) for key in keys)]
         for row in sorted(shown, key=lambda row: row["rank"])
     ]
-    columns = [TextColumn("", right=False), *(TextColumn(_KINDS[key]) for key in keys)]
+    columns = [TextColumn("", right=False), *(TextColumn(_TIMES[key]) for key in keys)]
     yield from lines(columns, rows, ("", lambda *_: ""), width)
 
 
-def _busiest(document: Row) -> list[Row]:
-    """The links that were busy for longest."""
+def _listings(document: SimulationDocument) -> Iterator[_Listing]:
+    """The path, what is new on it, the links that were busy for longest, and the rules for the other device."""
+    path: list[tuple[str, list[Cell]]] = [
+        (part_name(part), [units.duration(part["before_ns"]), units.duration(part["after_ns"])])
+        for part in document["path"][:_ROWS]
+    ]
+    yield _Listing("Critical path", "what decides how long it takes", ("before", "after"), path)
+    became: list[tuple[str, list[Cell]]] = [
+        (
+            ("" if part["rank"] is None else f"rank {part['rank']}: ") + f"{part_name(part)}, {part['name']}",
+            [str(part["count"]), units.duration(part["time_ns"])],
+        )
+        for part in document["became_critical"][:_ROWS]
+    ]
+    yield _Listing("New on the critical path", "what did not decide before", ("count", "time"), became)
     used = [row for row in document["links"] if row["bytes"]]
-    return sorted(used, key=lambda row: (-row["busy_ns"], -row["waiting_ns"], row["link"]))[:_ROWS]
-
-
-def _by_rule(document: Row) -> list[Row]:
-    """How much work each rule put on the other device."""
-    sums: dict[str, Row] = {}
+    used.sort(key=lambda row: (-row["busy_ns"], -row["waiting_ns"], row["link"]))
+    busiest: list[tuple[str, list[Cell]]] = [
+        (row["name"], [units.size(row["bytes"]), units.duration(row["busy_ns"]), units.duration(row["waiting_ns"])])
+        for row in used[:_ROWS]
+    ]
+    hint = "waiting: what it made transfers longer by"
+    yield _Listing("Busiest links", hint, ("bytes", "busy", "waiting"), busiest)
+    works: dict[str, list[tuple[int, ...]]] = {}
     for row in document["device"]["account"] if document["device"] else ():
-        total = sums.setdefault(row["rule"], {"rule": row["rule"]})
-        for name in ("count", "here_ns", "there_ns", "low_ns", "high_ns"):
-            total[name] = total.get(name, 0) + row[name]
-    return list(sums.values())
-
-
-def _time(value: int | None) -> str:
-    return "" if value is None else units.duration(value)
-
-
-def _became_name(row: Row) -> str:
-    rank = "" if row["rank"] is None else f"rank {row['rank']}: "
-    return f"{rank}{part_name(row)}, {row['name']}"
-
-
-_Shown = Callable[[Any], str]
-_ROWS_OF: dict[str, Callable[[Row], list[Row]]] = {"links": _busiest, "device": _by_rule}
-_TABLES: tuple[tuple[str, str, str, tuple[tuple[str, str, _Shown], ...], Callable[[Row], str]], ...] = (
-    (
-        "Critical path", "what decides how long it takes", "path",
-        (("before_ns", "before", _time), ("after_ns", "after", _time)), part_name,
-    ),
-    (
-        "New on the critical path", "what did not decide before", "became_critical",
-        (("count", "count", str), ("time_ns", "time", _time)), _became_name,
-    ),
-    (
-        "Busiest links", "waiting: what it made transfers longer by", "links",
-        (("bytes", "bytes", units.size), ("busy_ns", "busy", _time), ("waiting_ns", "waiting", _time)),
-        lambda row: str(row["name"]),
-    ),
-    (
-        "Device", "the work of all ranks by the rule that put it there", "device",
-        (("count", "pieces", str), ("here_ns", "here", _time), ("there_ns", "there", _time),
-         ("low_ns", "at least", _time), ("high_ns", "at most", _time)),
-        lambda row: str(row["rule"]),
-    ),
-)  # fmt: skip
+        work = row["count"], row["here_ns"], row["there_ns"], row["low_ns"], row["high_ns"]
+        works.setdefault(row["rule"], []).append(work)
+    by_rule: list[tuple[str, list[Cell]]] = []
+    for rule, of_rule in works.items():
+        count, *times = map(sum, zip(*of_rule, strict=True))
+        by_rule.append((rule, [str(count), *map(units.duration, times)]))
+    hint = "the work of all ranks by the rule that put it there"
+    yield _Listing("Device", hint, ("pieces", "here", "there", "at least", "at most"), by_rule)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.sweep import parameter_text
-from traceloom.report.table import Col, Row
+from traceloom.report.sweep import answered_points, parameter, parameter_text
+from traceloom.report.table import Cells, Col
 from traceloom.report.views.html.frame import framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import text
+from traceloom.simulate.sweeps import SweptValue
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.sweep import AnsweredPointRow, SweepDocument
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 300, 84, 230, 14, 40
 _MOST_CURVES = 10  # of one picture, the quickest first; more cannot be told apart
@@ -21,15 +25,15 @@ _COLOURS = ("accent", "c-communication", "c-memory", "path", "c-optimizer", "c-b
             "c-loading")  # fmt: skip
 
 
-def render(document: Row) -> str:
+def render(document: SweepDocument) -> str:
     """The document as one HTML page that needs nothing but itself.
 
     Args:
         document: What `traceloom.report.sweep.build` made.
     """
-    answered = sorted((row for row in document["points"] if row["time_ns"] is not None), key=lambda r: r["time_ns"])
+    answered = sorted(answered_points(document["points"]), key=lambda row: row["time_ns"])
     best, worst = answered[0], answered[-1]
-    name = str(document["name"])
+    name = document["name"]
     times = f"{units.duration(best['time_ns'])} to {units.duration(worst['time_ns'])}"
     headline = f"{units.counted(len(answered), 'point')}: {times}"
     numbers = [
@@ -50,11 +54,11 @@ def render(document: Row) -> str:
     )
 
 
-def _words(row: Row, keys: Sequence[str]) -> str:
-    return ", ".join(f"{key} {parameter_text(row[key])}" for key in keys)
+def _words(point: AnsweredPointRow, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {parameter_text(parameter(point, key))}" for key in keys)
 
 
-def _sections(document: Row, answered: list[Row]) -> Iterator[tuple[str, str, str, str]]:
+def _sections(document: SweepDocument, answered: list[AnsweredPointRow]) -> Iterator[tuple[str, str, str, str]]:
     keys = document["keys"]
     for number, key in enumerate(keys):
         drawn = _curves(answered, key, [other for other in keys if other != key])
@@ -73,8 +77,10 @@ def _sections(document: Row, answered: list[Row]) -> Iterator[tuple[str, str, st
             "Per cent of the time per per cent of a parameter, between neighbours.",
             body,
         )
-    rows = [row | {"mark": "*" if row["pareto"] else ""} for row in document["points"]]
-    rows.sort(key=lambda row: (row["time_ns"] is None, not row["pareto"], row["time_ns"] or 0))
+    points = sorted(
+        document["points"], key=lambda row: (row["time_ns"] is None, not row["pareto"], row["time_ns"] or 0)
+    )
+    rows: list[Cells] = [{**row, "mark": "*" if row["pareto"] else ""} for row in points]
     swept = [Col(key, key, "number" if _numbers(rows, key) else "text") for key in keys]
     rest = [
         Col("time_ns", "Time", "time"), Col("p10_ns", "P10", "time"), Col("p90_ns", "P90", "time"),
@@ -88,25 +94,30 @@ def _sections(document: Row, answered: list[Row]) -> Iterator[tuple[str, str, st
     yield "points", "Points", "Those that none beats come first, then the quickest.", body
 
 
-def _numbers(rows: Sequence[Row], key: str) -> bool:
+def _numbers(rows: Sequence[Cells], key: str) -> bool:
     return all(isinstance(row[key], (int, float)) for row in rows)
 
 
-def _curves(rows: Sequence[Row], key: str, others: Sequence[str]) -> str:
+def _curves(rows: Sequence[AnsweredPointRow], key: str, others: Sequence[str]) -> str:
     """The picture of the time over one parameter; empty where it is no number, or has one value."""
-    values = sorted({row[key] for row in rows}) if _numbers(rows, key) else []
+
+    def at(point: Cells) -> float:
+        value: float = point[key]  # which is a number at every point, else nothing is drawn
+        return value
+
+    values = sorted(set(map(at, rows))) if _numbers(rows, key) else []
     if len(values) < 2:
         return ""
-    curves: dict[tuple[Any, ...], list[Row]] = {}
+    curves: dict[tuple[SweptValue, ...], list[AnsweredPointRow]] = {}
     for row in rows:  # the quickest first, and so the quickest curves
-        curves.setdefault(tuple(row[other] for other in others), []).append(row)
+        curves.setdefault(tuple(parameter(row, other) for other in others), []).append(row)
     shown = list(curves.items())[:_MOST_CURVES]
     highest: float = max(row["p90_ns"] or row["time_ns"] for _, points in shown for row in points)
     logarithmic = values[0] > 0 and values[-1] / values[0] >= 8
 
     def x(value: float) -> float:
-        low, high, at = (math.log(v) if logarithmic else float(v) for v in (values[0], values[-1], value))
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * float((at - low) / (high - low))
+        low, high, scaled = (math.log(v) if logarithmic else float(v) for v in (values[0], values[-1], value))
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * float((scaled - low) / (high - low))
 
     def y(time_ns: float) -> float:
         return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - time_ns / highest)
@@ -121,7 +132,7 @@ def _curves(rows: Sequence[Row], key: str, others: Sequence[str]) -> str:
     below = f'y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle" {ink}'
     parts += [f'<text x="{x(v):.1f}" {below}>{parameter_text(v)}</text>' for v in values[:: -(-len(values) // 12)]]
     for number, (choice, unordered) in enumerate(shown):
-        points = sorted(unordered, key=lambda row: row[key])
+        points = sorted(unordered, key=at)
         colour = f"var(--{_COLOURS[number]})"
         label = escape(
             harmless(
@@ -131,17 +142,21 @@ def _curves(rows: Sequence[Row], key: str, others: Sequence[str]) -> str:
                 )
             )
         )
-        band = [row for row in points if row["p10_ns"] is not None and row["p90_ns"] is not None]
+        band = [
+            (x(at(row)), y(row["p10_ns"]), y(row["p90_ns"]))
+            for row in points
+            if row["p10_ns"] is not None and row["p90_ns"] is not None
+        ]
         if len(band) > 1:
-            edge = [f"{x(row[key]):.1f} {y(row['p90_ns']):.1f}" for row in band]
-            edge += [f"{x(row[key]):.1f} {y(row['p10_ns']):.1f}" for row in reversed(band)]
+            edge = [f"{across:.1f} {high:.1f}" for across, _, high in band]
+            edge += [f"{across:.1f} {low:.1f}" for across, low, _ in reversed(band)]
             parts.append(f'<path d="M{"L".join(edge)}Z" fill="{colour}" fill-opacity=".12"/>')
-        line = "L".join(f"{x(row[key]):.1f} {y(row['time_ns']):.1f}" for row in points)
+        line = "L".join(f"{x(at(row)):.1f} {y(row['time_ns']):.1f}" for row in points)
         parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for row in points:
-            title = escape(f"{key} {parameter_text(row[key])}: {units.duration(row['time_ns'])}")
-            at = f'cx="{x(row[key]):.1f}" cy="{y(row["time_ns"]):.1f}"'
-            parts.append(f'<circle {at} r="3.5" fill="{colour}"><title>{title} {label}</title></circle>')
+            title = escape(f"{key} {parameter_text(at(row))}: {units.duration(row['time_ns'])}")
+            centre = f'cx="{x(at(row)):.1f}" cy="{y(row["time_ns"]):.1f}"'
+            parts.append(f'<circle {centre} r="3.5" fill="{colour}"><title>{title} {label}</title></circle>')
         top = _TOP + 16 * number + 10
         left = _WIDTH - _RIGHT + 14
         parts.append(f'<rect x="{left}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')

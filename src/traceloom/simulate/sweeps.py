@@ -186,7 +186,8 @@ def pareto(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which points nobody beats in time and cost per sample and in ranks, (points,); none without a time."""
     answered = points["time_ns"].is_not_null().to_numpy()
     samples = pl.col("samples").fill_null(1.0)
-    costs = points.select(pl.col("time_ns") / samples, pl.col("ranks").cast(pl.Float64), pl.col("cost") / samples)
+    ranks = pl.col("ranks").cast(pl.Float64, strict=False)  # a word among those asked for makes all of them words
+    costs = points.select(pl.col("time_ns") / samples, ranks, pl.col("cost") / samples)
     table = costs.fill_null(0.0).to_numpy()
     front = np.zeros(len(table), dtype=np.bool_)
     at = np.flatnonzero(answered)

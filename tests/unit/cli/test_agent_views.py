@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
+import msgspec
 import pytest
 
+from traceloom.agent.http import answers
+from traceloom.cli import agent_answers
 from traceloom.cli import agent_views as views
 
 SECOND = 10**9
@@ -125,3 +128,51 @@ def test_labels_leave_room_for_the_curve_where_there_is_any(labels: dict[str, st
     document["series"][0]["labels"] = labels
     line = shown(views.query(document, {}, 80))[-1]
     assert ("▁▁" in line) == (len(labels) < 3)
+
+
+@pytest.mark.parametrize(
+    ("shown", "answer"),
+    [
+        (agent_answers.ShownStatus, answers.StatusAnswer), (agent_answers.ShownDevices, answers.DevicesAnswer),
+        (agent_answers.ShownProcesses, answers.ProcessesAnswer), (agent_answers.ShownEvents, answers.EventsAnswer),
+        (agent_answers.ShownHistory, answers.QueryAnswer), (agent_answers.ShownTrace, answers.TraceAnswer),
+        (agent_answers.ShownStacks, answers.StacksAnswer), (agent_answers.ShownHangs, answers.HangsAnswer),
+        (agent_answers.ShownTriggers, answers.TriggersAnswer), (agent_answers.ShownDoctor, answers.DoctorAnswer),
+    ],
+)  # fmt: skip
+def test_what_is_shown_stands_in_the_answer_with_this_type(shown: Any, answer: Any) -> None:
+    check_shown(shown, answer, answer.__name__)
+
+
+@pytest.mark.parametrize(
+    ("shown", "answer"),
+    [(int, int | None), (list[int], list[str]), (str, int), (Literal["a", "b"], Literal["a", "c"]),
+     (tuple[str, int], tuple[str, str]), (agent_answers.ShownCheck, answers.Health)],
+    ids=["null", "list", "plain", "words", "tuple", "key"],
+)  # fmt: skip
+def test_another_type_than_that_of_the_answer_is_seen(shown: Any, answer: Any) -> None:
+    with pytest.raises(AssertionError, match="path"):
+        check_shown(shown, answer, "path")
+
+
+def check_shown(shown: Any, answer: Any, path: str) -> None:
+    """Whatever the agent answers, written as JSON and read back, is of the type that is shown."""
+    if is_typeddict(shown):
+        assert issubclass(answer, msgspec.Struct), path
+        types = {field.encode_name: field.type for field in msgspec.structs.fields(answer)}
+        for key, kind in get_type_hints(shown).items():
+            assert key in types, f"{path}.{key}"
+            check_shown(kind, types[key], f"{path}.{key}")
+    elif type(None) in get_args(shown):
+        branches = [set(get_args(kind)) - {type(None)} for kind in (shown, answer)]
+        assert type(None) in get_args(answer), path
+        check_shown(branches[0].pop(), branches[1].pop(), path)
+    elif get_origin(shown) is Literal:
+        assert set(get_args(shown)) == set(get_args(answer)), path
+    elif get_origin(shown) is tuple and hasattr(answer, "_fields"):
+        assert get_args(shown) == tuple(get_type_hints(answer).values()), path
+    elif get_origin(shown) is list:
+        assert get_origin(answer) in (list, tuple), path
+        check_shown(get_args(shown)[0], get_args(answer)[0], f"{path}[]")
+    else:
+        assert shown == answer, path

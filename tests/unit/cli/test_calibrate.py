@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from support.documents import check_document
 from support.jobs import Recipe, training_job
 from traceloom.cli import main
+from traceloom.report.documents.calibration import CalibrationDocument
 from traceloom.simulate.machine import read_machine
 
 
@@ -24,6 +26,7 @@ def test_the_machine_of_a_run_is_written_and_read_back(
     assert main(["calibrate", str(run), "-o", str(tmp_path / "machine.toml"), "-o", str(tmp_path / "fits.json")]) == 0
     machine = read_machine(tmp_path / "machine.toml")
     document = json.loads((tmp_path / "fits.json").read_text())
+    check_document(document, CalibrationDocument)
     assert document["format"] == "traceloom-calibration"
     assert (machine.ranks, machine.ranks_per_host, machine.device and machine.device.name) == (2, 2, "H100 SXM")
     assert [row.count for row in machine.transfers] == [row["count"] for row in document["transfers"]]

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from support.documents import check_document
 from support.jobs import ParallelRecipe, parallel_job
 from traceloom.cli import main
+from traceloom.report.documents.scaled import ScaledDocument
 
 MACHINE = """
 format = "traceloom-machine"
@@ -40,6 +42,7 @@ def test_a_job_of_more_ranks_is_answered_and_its_files_are_written(recorded: str
     words = ["simulate", recorded, "--ranks", "16", "--machine", str(machine), "--draws", "20", "--quiet", "--no-cache"]
     assert main([*words, "-o", str(answer), "-o", f"{files}/"]) == 0
     document = json.loads(answer.read_text())
+    check_document(document, ScaledDocument)
     assert (document["format"], document["ranks"], document["data_parallel"]) == ("traceloom-scaled", 16, 8)
     assert document["p10_ns"] <= document["after_ns"] <= document["p90_ns"]
     gradients = max(document["collectives"], key=lambda row: row["in_bytes_after"])

@@ -9,11 +9,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from support.documents import check_document
 from support.workload import collective, node, receive, send, write_set
 from traceloom.cli import main
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.graph_store import save
+from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
 from traceloom.report.workload.drawing import HEIGHT, WIDTH, arrange
 from traceloom.report.workload.network import of_graph
 from traceloom.report.workload.picture import Box, Link, Picture, collapsed, neighbourhood
@@ -73,6 +75,7 @@ def shown(capsys, *arguments: object) -> str:
 class TestSummary:
     def test_of_chakra_files(self, tmp_path: Path, capsys) -> None:
         said = json.loads(shown(capsys, small(tmp_path), "--json"))
+        check_document(said, WorkloadSummaryDocument)
         assert (said["nodes"], said["edges"], said["dangling"]) == (10, 10, 0)
         kinds = {row["kind"]: (row["count"], row["time_ns"], row["bytes"]) for row in said["kinds"]}
         assert kinds["compute"] == (4, 70_000, None)
@@ -93,6 +96,7 @@ class TestSummary:
     def test_of_a_graph(self, tmp_path: Path, capsys) -> None:
         save(graph(), tmp_path / "made.graph")
         said = json.loads(shown(capsys, tmp_path / "made.graph", "--json"))
+        check_document(said, WorkloadSummaryDocument)
         assert (said["nodes"], said["edges"], said["window_ns"]) == (60, 79, 1_955_000)
         assert {"kind": "thread", "evidence": "measured", "count": 39} in said["dependencies"]
 
@@ -121,6 +125,7 @@ class TestNode:
 
     def test_as_json(self, tmp_path: Path, capsys) -> None:
         said = json.loads(shown(capsys, small(tmp_path), "--node", 5, "--rank", 1, "--json"))
+        check_document(said, NodeDocument)
         assert said["node"]["name"] == "gemm"
         assert [(row["id"], row["edge"]) for row in said["before"]] == [(1, "control"), (4, "data")]
         assert said["after"] == []

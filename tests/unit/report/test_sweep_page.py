@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+from support.documents import check_document
 from traceloom.report import sweep, sweep_page
+from traceloom.report.documents.sweep import SweepDocument
 from traceloom.report.views.html.table import MOST_ROWS
-from traceloom.simulate.sweeps import SweepTable, parse_axis, points_of
+from traceloom.simulate.sweeps import SweepRow, SweepTable, parse_axis, points_of
 
 
 def page(*axes: str, refused: int = -1) -> str:
@@ -21,7 +23,12 @@ def page(*axes: str, refused: int = -1) -> str:
             "p90_ns": round(1.2e9 / bandwidth),
         }
         rows.append({**point, "ranks": 8, **({"reason": "it <hangs>"} if number == refused else answer)})
-    return sweep_page.render(sweep.build(SweepTable.of(parsed, rows), "a <job>"))
+    document = sweep.build(SweepTable.of(parsed, rows), "a <job>")
+    answers = [
+        {key: value for key, value in point.items() if key not in document["keys"]} for point in document["points"]
+    ]
+    check_document({**document, "points": answers}, SweepDocument)
+    return sweep_page.render(document)
 
 
 def test_a_curve_per_choice_falls_with_the_bandwidth() -> None:
@@ -46,6 +53,17 @@ def test_a_point_without_an_answer_is_in_the_table_alone() -> None:
     assert "2 points: 25.0 ms to 100 ms" in made
     assert "it <hangs>" not in made
     assert "hangs" in made
+
+
+def test_a_word_that_is_no_number_of_ranks_is_a_point_without_an_answer() -> None:
+    why = "`ranks` is a whole number above 0, not eight"
+    rows: list[SweepRow] = [{"ranks": 4, "time_ns": 1000, "cost": 0.5}, {"ranks": "eight", "reason": why}]
+    document = sweep.build(SweepTable.of([parse_axis("ranks=4,eight")], rows), "job")
+    assert [point["pareto"] for point in document["points"]] == [True, False]
+    lines = [line.plain for line in sweep.render(document, 100)]
+    assert [line.split() for line in lines if "1.00 µs" in line] == [["*", "4", "1.00", "µs", "0.5"]]
+    assert any(why in line for line in lines)
+    assert "1 point: 1.00 µs to 1.00 µs" in sweep_page.render(document)
 
 
 def test_one_value_is_no_picture() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from support.documents import check_document
 from support.pages import Elements
 from support.sessions import EVIL, made, training
 from support.small_graph import small_graph
@@ -23,6 +24,7 @@ from traceloom.harmless import harmless
 from traceloom.link import link_session
 from traceloom.model import Graph
 from traceloom.report import graph_document
+from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
 from traceloom.report.exports.perfetto.graph import write_graph
 from traceloom.report.views.jsonfile import encode
 from traceloom.report.workload.drawing import arrange, render
@@ -125,7 +127,9 @@ def test_dependencies_are_counted_and_those_that_lead_nowhere_are_told(
 
 def test_communication_is_a_row_for_each_kind_and_group(workload: tuple[list[Plain], NodeNetwork]) -> None:
     rows, network = workload
-    for entry in summarise(network)["communication"]:
+    summary = summarise(network)
+    check_document(summary, WorkloadSummaryDocument)
+    for entry in summary["communication"]:
         kind = "collective" if entry["group"] == "g" else entry["what"]
         own = [row for row in rows if row["kind"] == kind]
         assert (entry["count"], entry["ranks"]) == (len(own), len({row["rank"] for row in own}))
@@ -154,6 +158,7 @@ def test_neighbours_are_what_a_node_waits_for_and_what_waits_for_it(workload: tu
     rows, network = workload
     for row in rows[::7]:
         document = neighbours(network, row_of(network, row["id"], row["rank"])[0])
+        check_document(document, NodeDocument)
         assert document["node"]["name"] == row["name"]
         before = [(one, "data") for one in row["deps"] if one != 999] + [(one, "control") for one in row["ctrl"]]
         assert sorted((entry["id"], entry["edge"]) for entry in document["before"]) == sorted(before)
@@ -235,7 +240,12 @@ def test_the_summary_of_a_graph_counts_its_nodes_and_edges(graph: Graph) -> None
     assert told == Counter((row["kind"], row["evidence"]) for row in edges)
     assert (document["nodes"]["count"], document["edges"]["count"]) == (len(nodes), len(edges))
     assert document["law"] is None
-    assert summarise(of_graph(graph))["edges"] == len(edges)
+    network = of_graph(graph)
+    summary = summarise(network)
+    check_document(summary, WorkloadSummaryDocument)
+    assert summary["edges"] == len(edges)
+    for number in range(len(nodes)):
+        check_document(neighbours(network, number), NodeDocument)
 
 
 @pytest.mark.parametrize("make", [lambda: small_graph(1), lambda: small_graph(2), linked], ids=["one", "two", "linked"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.resources import files
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING
 
 from traceloom import __version__
 from traceloom.model import units
@@ -16,6 +16,9 @@ from traceloom.report.names import short
 from traceloom.report.views.html.frame import asset, policy
 from traceloom.report.views.html.text import text
 from traceloom.report.workload.picture import Box, Picture
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.workload import WorkloadSummaryDocument
 
 _MOST_LINKS = 400
 _LETTERS, _SMALL_LETTERS = 27, 42  # that fit into a box
@@ -30,7 +33,7 @@ _ACROSS, _DOWN = 96, 22
 _SWEEPS = 6
 
 
-def render(picture: Picture, summary: dict[str, Any]) -> str:
+def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
     """The page.
 
     Args:

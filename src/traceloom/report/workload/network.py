@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -139,5 +138,5 @@ def row_of(network: NodeNetwork, identity: int, rank: int | None) -> list[int]:
     condition = pl.col("id") == identity
     if rank is not None:
         condition &= pl.col("rank") == rank
-    rows: list[Any] = network.nodes.with_row_index("row").filter(condition)["row"].to_list()
+    rows: list[int] = network.nodes.with_row_index("row").filter(condition)["row"].to_list()
     return rows

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import polars as pl
 
-from traceloom.report.table import Row
+from traceloom.model.frames import rows
+from traceloom.report.workload.attributes import attributes_of
 from traceloom.report.workload.network import NodeNetwork
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.workload import (
+        NeighbourRow,
+        NodeDocument,
+        ShownNodeValue,
+        WorkloadRankRow,
+        WorkloadSummaryDocument,
+    )
 
 _NAMES = 12
 _KNOWN_BYTES = pl.when(pl.col("bytes").count() > 0).then(pl.col("bytes").sum()).alias("bytes")
 
 
-def summarise(network: NodeNetwork) -> Row:
+def summarise(network: NodeNetwork) -> WorkloadSummaryDocument:
     """What `traceloom show --json` prints.
 
     Times are sums over nodes, ns; `window_ns` is from the first start to the last end, null where there are no times.
@@ -48,13 +60,14 @@ def summarise(network: NodeNetwork) -> Row:
         "last_nodes": held,
         "window_ns": window,
         "ranks": _ranks(network),
-        "kinds": _totals(nodes, ["kind"]).to_dicts(),
-        "communication": communication.to_dicts(),
-        "dependencies": edges.group_by("kind", "evidence")
-        .agg(pl.len().alias("count"))
-        .sort("count", "kind", "evidence", descending=[True, False, False])
-        .to_dicts(),
-        "names": _totals(nodes, ["kind", "name"]).head(_NAMES).to_dicts(),
+        "kinds": rows(_totals(nodes, ["kind"])),
+        "communication": rows(communication),
+        "dependencies": rows(
+            edges.group_by("kind", "evidence")
+            .agg(pl.len().alias("count"))
+            .sort("count", "kind", "evidence", descending=[True, False, False])
+        ),
+        "names": rows(_totals(nodes, ["kind", "name"]).head(_NAMES)),
         "notices": [notice.to_dict() for notice in network.notices],
     }
 
@@ -72,11 +85,11 @@ def _totals(nodes: pl.DataFrame, by: list[str]) -> pl.DataFrame:
     )
 
 
-def _ranks(network: NodeNetwork) -> list[Row]:
+def _ranks(network: NodeNetwork) -> list[WorkloadRankRow]:
     sent = pl.col("bytes").filter(pl.col("kind").is_in(["collective", "send"]))
     waiting = network.edges.group_by(pl.col("target").alias("row")).agg(pl.len().alias("waits"))
     nodes = network.nodes.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
-    return (
+    return rows(
         nodes.filter(pl.col("rank").is_not_null())
         .join(waiting, on="row", how="left")
         .group_by("rank")
@@ -90,21 +103,27 @@ def _ranks(network: NodeNetwork) -> list[Row]:
             (pl.col("start_ns") + pl.col("time_ns")).max().alias("end_ns"),
         )
         .sort("rank")
-        .to_dicts()
     )
 
 
-def neighbours(network: NodeNetwork, row: int) -> Row:
-    """One node, what it waits for, and what waits for it."""
-    communication = network.communication.filter(pl.col("node") == row).select("what", "group").to_dicts()
-    beside = {}
-    for key, own, other in (("before", "target", "source"), ("after", "source", "target")):
-        edges = network.edges.filter(pl.col(own) == row)
-        nodes = network.nodes[edges[other]].with_columns(edges["kind"].alias("edge"), edges["evidence"])
-        beside[key] = nodes.sort("rank", "id").to_dicts()
+def neighbours(network: NodeNetwork, row: int) -> NodeDocument:
+    """One node, what it waits for, what waits for it, and what else its file says of it."""
+    node: ShownNodeValue = rows(network.nodes[[row]])[0]
+    for communication in rows(network.communication.filter(pl.col("node") == row).select("what", "group").head(1)):
+        node |= communication
+    path = None if node["rank"] is None else network.details.get(node["rank"])
     return {
         "format": "traceloom-node",
         "version": 1,
-        "node": {**network.nodes.row(row, named=True), **(communication[0] if communication else {})},
-        **beside,
+        "node": node,
+        "before": _across(network, row, "target", "source"),
+        "after": _across(network, row, "source", "target"),
+        "attributes": {} if path is None or node["id"] is None else dict(attributes_of(path, node["id"])),
     }
+
+
+def _across(network: NodeNetwork, row: int, own: str, other: str) -> list[NeighbourRow]:
+    """The nodes at the other end of the edges of a node."""
+    edges = network.edges.filter(pl.col(own) == row)
+    nodes = network.nodes[edges[other]].with_columns(edges["kind"].alias("edge"), edges["evidence"])
+    return rows(nodes.sort("rank", "id"))

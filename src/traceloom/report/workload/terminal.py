@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -10,16 +11,19 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Cells, Col, Table
 from traceloom.report.views.terminal.columns import heading, paragraph
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import table_lines
 
+if TYPE_CHECKING:
+    from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
+
 _MOST_ROWS = 40  # of a table
 
 
-def render(summary: Row, width: int) -> Iterator[Text]:
+def render(summary: WorkloadSummaryDocument, width: int) -> Iterator[Text]:
     """The lines of a summary."""
     ranks = len(summary["ranks"])
     facts = [
@@ -45,7 +49,7 @@ def render(summary: Row, width: int) -> Iterator[Text]:
     )
 
 
-def _tables(summary: Row) -> Iterator[Table]:
+def _tables(summary: WorkloadSummaryDocument) -> Iterator[Table]:
     """Nodes by kind and by name, communication, dependencies, ranks."""
     held = [
         Col("count", "Count", "count"),
@@ -54,7 +58,7 @@ def _tables(summary: Row) -> Iterator[Table]:
         Col("bytes", "Bytes", "bytes"),
     ]
     yield Table("kinds", "Nodes", [*held, Col("kind", "Kind", "name")], summary["kinds"], note="by kind")
-    named = [{**row, "name": row["name"] or "(no name)"} for row in summary["names"]]
+    named: list[Cells] = [{**row, "name": row["name"] or "(no name)"} for row in summary["names"]]
     columns = [*held, Col("kind", "Kind"), Col("name", "Name", "name")]
     yield Table("names", "Names", columns, named, note="the most time")
     columns = [*held[:2], held[3], Col("ranks", "Ranks", "count"), Col("group", "Group"), Col("what", "What", "name")]
@@ -74,27 +78,30 @@ def _tables(summary: Row) -> Iterator[Table]:
         yield Table("ranks", "Ranks", columns, summary["ranks"])
 
 
-def render_node(document: Row, width: int) -> Iterator[Text]:
+def render_node(document: NodeDocument, width: int) -> Iterator[Text]:
     """One node: its facts, its attributes, and its neighbours."""
     node = document["node"]
     yield Text.assemble((short(node["name"] or "(no name)", width - 24), "bold"), (f"  node {node['id']}", DIM))
     facts = [node["kind"], *([f"rank {node['rank']}"] if node["rank"] is not None else [])]
-    facts += [str(node[key]) for key in ("what",) if node.get(key)]
-    facts += [f"group {node['group']}"] if node.get("group") else []
+    facts += [what] if (what := node.get("what")) else []
+    facts += [f"group {group}"] if (group := node.get("group")) else []
     facts += [units.duration(node["time_ns"])]
     facts += [f"starts at {units.duration(node['start_ns'])}"] if node["start_ns"] is not None else []
     facts += [units.size(node["bytes"])] if node["bytes"] is not None else []
     yield from paragraph(" · ".join(facts), width)
     for name, value in document["attributes"].items():
         yield Text.assemble(" ", (harmless(name), DIM), " ", short(value, max(width - len(name) - 3, 16)))
-    for key, title in (("before", "Waits for"), ("after", "Is awaited by")):
-        rows = [
+    for key, title, nodes in (
+        ("before", "Waits for", document["before"]),
+        ("after", "Is awaited by", document["after"]),
+    ):
+        rows: list[Cells] = [
             {
                 **row,
                 "node": f"{row['id']}" + (f" of rank {row['rank']}" if row["rank"] is not None else ""),
                 "dependency": row["edge"] + (f", {row['evidence']}" if row["evidence"] else ""),
             }
-            for row in document[key]
+            for row in nodes
         ]
         columns = [
             Col("node", "Node"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.documents import check_document
 from traceloom.analyze.collective.bandwidth import bus_factor
 from traceloom.cli import main
 from traceloom.replay.measure import Measurement, Task
@@ -15,6 +16,7 @@ from traceloom.replay.measure.repeating import FEWEST, MOST, enough, half_width
 from traceloom.replay.measure.task import COLLECTIVES, Recorded, Series
 from traceloom.report import measurement as report
 from traceloom.report import measurement_page
+from traceloom.report.documents.measurement import MeasurementDocument
 from traceloom.simulate.machine import machine_text, read_machine
 
 PLANTED = {  # latency in ns, bus bandwidth in 10^9 B/s
@@ -109,6 +111,7 @@ def test_one_rank_measures_kernels_and_says_why_no_network() -> None:
     assert answer.machine.dimensions == ()
     assert "one rank" in answer.absent["network"]
     document = report.build(answer)
+    check_document(document, MeasurementDocument)
     assert document["absent"] == [{"path": "network", "reason": answer.absent["network"]}]
     text = "\n".join(line.plain for line in report.render(document, 100))
     assert "Not measured: network" in text
@@ -138,7 +141,7 @@ def test_views_show_every_measurement() -> None:
         assert f"{kind}, 1.02 kB: " in page
     assert "4 in several" in text
     assert page.count('r="3.5"') == 2 * len(document["collectives"])
-    json.dumps(document)
+    check_document(document, MeasurementDocument)
 
 
 def test_a_median_is_known_by_the_times_around_it() -> None:

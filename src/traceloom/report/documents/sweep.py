@@ -1,0 +1,51 @@
+"""Types of the sweep document."""
+
+from typing import TypedDict
+
+
+class SweepAnswerFields(TypedDict):
+    """What stands at every point, besides a value for each parameter; `ranks` as asked for where it is one of them."""
+
+    ranks: float | str | None
+    samples: float | None
+    p10_ns: int | None
+    p90_ns: int | None
+    cost: float | None
+    memory_bytes: int | None
+    flags: str | None
+    reason: str | None
+    pareto: bool
+
+
+class SweepPointRow(SweepAnswerFields):
+    """A point; `reason` says why it has no time."""
+
+    time_ns: int | None
+
+
+class AnsweredPointRow(SweepAnswerFields):
+    """A point that has a time."""
+
+    time_ns: int
+
+
+class SensitivityRow(TypedDict):
+    """By how many per cent the time changes per per cent of a parameter."""
+
+    parameter: str
+    median: float
+    low: float
+    high: float
+    pairs: int
+
+
+class SweepDocument(TypedDict):
+    """The same question at many points."""
+
+    format: str
+    version: int
+    traceloom: str
+    name: str
+    keys: list[str]
+    points: list[SweepPointRow]
+    sensitivities: list[SensitivityRow]
