@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from traceloom.files import with_addresses
 
 Severity = Literal["info", "warning", "error"]
 _ORDER = {"error": 0, "warning": 1, "info": 2}
+
+
+class NoticeFields(TypedDict):
+    """A notice as it stands in documents."""
+
+    slug: str
+    severity: str
+    count: int
+    message: str
+    rank: int | None
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,7 @@ class Notice:
         """The same notice, said of one rank."""
         return replace(self, rank=rank)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> NoticeFields:
         """The notice as it stands in report JSON."""
         return {
             "slug": self.slug,
