@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from html import escape
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -13,12 +14,15 @@ from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.report.before_after.payload import BeforeAfter, pack_both
 from traceloom.report.sections.heat_map import heat_map
-from traceloom.report.table import Col, Row
+from traceloom.report.table import Col
 from traceloom.report.views.html.frame import asset, framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import prose, text
 from traceloom.report.whatif import part_name
 from traceloom.simulate.simulation import Simulation
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import SimulationDocument
 
 _LINKS, _BINS = 24, 60  # rows and columns of the heat map
 _BEFORE, _AFTER = Col("before_ns", "Before", "time", scale="t"), Col("after_ns", "After", "time", scale="t")
@@ -69,16 +73,17 @@ def picture(answer: Simulation) -> BeforeAfter | None:
     return pack_both(answer.recorded, answer.graph, communicates, ranks)
 
 
-def render(document: Row, answer: Simulation) -> str:
+def render(document: SimulationDocument, answer: Simulation) -> str:
     """The document as one HTML page that needs nothing but itself.
 
     Args:
         document: What `traceloom.report.simulation.build` made of the answer.
         answer: The answer, whose timelines and loads are drawn.
     """
-    name, view = str(document["name"]), picture(answer)
-    whole = max(document["before_ns"] or 0, document["after_ns"], 1)
-    sides = [(side, document[f"{side}_ns"]) for side in ("before", "after") if document[f"{side}_ns"] is not None]
+    name, view = document["name"], picture(answer)
+    before, after = document["before_ns"], document["after_ns"]
+    whole = max(before or 0, after, 1)
+    sides = [(side, time) for side, time in (("before", before), ("after", after)) if time is not None]
     bars = "".join(
         f'<rect class="{side}" x="0" y="{14 * k}" width="{time / whole * 100:.2f}" height="10"/>'
         for k, (side, time) in enumerate(sides)
@@ -94,7 +99,7 @@ def render(document: Row, answer: Simulation) -> str:
         headline=f"<h1>{text(document['sentence'])}</h1>{drawn}",
         numbers=key_numbers((title, value, "", more) for title, value, more in _numbers(answer)),
         footer=(
-            f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from the beginning of the workload</p>"
+            f"<p>Traceloom {text(document['traceloom'])} · times count from the beginning of the workload</p>"
             "<p>The same for programs: <code>traceloom simulate … -o simulation.json</code>; the whole timeline: "
             "<code>-o after.perfetto.json.gz</code></p>"
         ),
@@ -118,7 +123,9 @@ def _numbers(answer: Simulation) -> Iterator[tuple[str, str, str]]:
         yield "Error of the graph", f"{100 * answer.identity_error:+.2f} %", "the measurement simulated again"
 
 
-def _sections(document: Row, answer: Simulation, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
+def _sections(
+    document: SimulationDocument, answer: Simulation, view: BeforeAfter | None
+) -> Iterator[tuple[str, str, str, str]]:
     trust = f"<p>{prose(document['identity'])}</p>" if document["identity"] else ""
     notes = "".join(f"<li>{prose(notice.message)}</li>" for notice in answer.notices)
     trust += f"<ul>{notes}</ul>" if notes else ""

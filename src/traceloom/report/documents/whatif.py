@@ -19,11 +19,16 @@ class ChangedRankRow(TypedDict):
     saved_ns: int
 
 
-class PathPartRow(TypedDict):
-    """A kind of time on the critical path."""
+class PathPart(TypedDict):
+    """What a part of a critical path is."""
 
     what: str
     kind: str
+
+
+class PathPartRow(PathPart):
+    """A kind of time on the critical path."""
+
     before_ns: int
     after_ns: int
 

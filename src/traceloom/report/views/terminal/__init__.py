@@ -18,6 +18,7 @@ from traceloom.report.views.terminal.columns import fitted
 from traceloom.report.views.terminal.look import ASCII
 
 if TYPE_CHECKING:
+    from traceloom.report.documents.graph import GraphDocument
     from traceloom.report.views.terminal.rendered import in_short as in_short
     from traceloom.report.views.terminal.rendered import render as render
 
@@ -36,7 +37,7 @@ def show(document: dict[str, Any], options: ReportOptions, stream: TextIO) -> No
     put(partial(render, document, options), stream)
 
 
-def show_graph(document: dict[str, Any], stream: TextIO) -> None:
+def show_graph(document: GraphDocument, stream: TextIO) -> None:
     """Write the summary of a graph (`report.graph_document`) to a stream, as `show` does."""
     from traceloom.report.views.terminal import graph
 
