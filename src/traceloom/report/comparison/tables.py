@@ -71,11 +71,9 @@ def tables(document: ComparisonDocument) -> Iterator[Table]:
         changed = [
             row for row in operators if row["status"] != "same" and (row["base_duration_ns"] or row["new_duration_ns"])
         ]
-        changed.sort(key=lambda row: -abs(row["duration_difference_ns"]))
         title = "Operators by GPU work"
         yield from _operators(changed, len(operators), "diff-operators", title, "duration_", _LAUNCHED)
     changed = [row for row in operators if row["host_status"] != "same" and (row["base_host_ns"] or row["new_host_ns"])]
-    changed.sort(key=lambda row: -abs(row["host_difference_ns"]))
     yield from _operators(changed, len(operators), "diff-host", "Operators by host time", "host_", _ON_THREAD)
 
 
@@ -112,10 +110,13 @@ def _times(hint: str, of: str = "", *, adds_up: bool = False) -> list[Col]:
 def _operators(  # noqa: PLR0917  (a table and what stands above it)
     changed: Sequence[ComparedOperatorRow], count: int, key: str, title: str, of: str, hint: str
 ) -> Iterator[Table]:
-    """The operators that changed by one of their times, of so many."""
+    """The operators that changed by one of their times, of so many, the largest differences first."""
     status: Literal["host_status", "status"] = "host_status" if of == "host_" else "status"
+    difference: Literal["host_difference_ns", "duration_difference_ns"] = (
+        "host_difference_ns" if of == "host_" else "duration_difference_ns"
+    )
     rows: list[dict[str, object]] = []
-    for row in changed:
+    for row in sorted(changed, key=lambda row: -abs(row[difference])):
         # the operator first, then what it stands in, the nearest first
         names = (row["path"].split(_SEPARATOR)[1:] or [row["path"]])[::-1]
         at = " in ".join(names[:_DEEP]) + (" in …" if len(names) > _DEEP else "")
